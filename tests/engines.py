@@ -25,7 +25,7 @@ from moelight.runtime.machine import find_machine
 Tiny = Callable[..., Path]
 
 
-def least_memory(model: Path, device: str, workload: Workload, **constraints: int) -> dict[str, int]:
+def least_memory(model: Path, device: str, workload: Workload, **constraints: Any) -> dict[str, int]:
     """The smallest budgets the planner accepts, as it names them itself: arguments for `Engine.from_pretrained`."""
     source, machine = open_checkpoint(str(model)), find_machine(device)
     budgets: dict[str, int] = {}

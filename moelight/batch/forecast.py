@@ -49,15 +49,9 @@ class Forecast:
 
     @property
     def given(self) -> str:
-        """The values that the planner did not search, and the command that does; empty without a plan."""
-        if self.plan is None:
-            return ""
-        policy = self.plan.policy
-        experts = {"cpu": "on the CPU", "gpu": "on the GPU", "split": "on both"}[policy.ffn_device]
-        return (
-            f"given, not searched: {policy.schedule}, attention on the {policy.attention_device.upper()}, experts "
-            f"{experts}; moelight optimize searches these too, and --policy runs what it finds"
-        )
+        """The keys of the policy that the user fixed, which the planner did not search; empty if there are none."""
+        fixed = () if self.plan is None else self.plan.fixed
+        return f"given, not searched: {', '.join(fixed)}" if fixed else ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for ``--json``: bytes, seconds and tokens, unrounded."""

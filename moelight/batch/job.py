@@ -275,7 +275,7 @@ def plan_job(options: JobOptions, workload: Workload) -> PlannedJob:
     constraints = PlanConstraints(
         batch_size=options.batch_size,
         micro_batch_size=options.micro_batch_size,
-        schedule=options.schedule or "cgopipe",
+        schedule=options.schedule,
     )
     machine = find_machine(options.device)
 

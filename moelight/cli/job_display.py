@@ -466,7 +466,7 @@ def _parts(forecast: Forecast, width: int) -> Iterator[RenderableType]:
         (f"{about_text(forecast.predicted_s)} at most", "bold green"),
         f" ({rate_or_count(plan.estimate.tokens_per_s)} tokens/s end to end), sooner where answers end early; the "
         f"{plan.estimate.binding} lane binds",
-        (f"\n{plan.why}\n{forecast.given}", "dim"),
+        ("\n" + "\n".join(filter(None, (plan.why, forecast.given))), "dim"),
     )
 
 

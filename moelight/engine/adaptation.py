@@ -1,7 +1,4 @@
-"""Adaptation at run time: shows passes to the adapter and applies its decisions between two passes.
-
-Does not depend on how the adapter compares policies (``optimizer.adapter``).
-"""
+"""Adaptation at run time: shows passes to the adapter and applies its decisions between two passes."""
 
 from __future__ import annotations
 
@@ -16,10 +13,8 @@ from moelight.core.schedule import Lane
 from moelight.engine.batcher import Admitted, Batcher, MicroBatchPlan
 from moelight.engine.output_processor import OutputProcessor
 from moelight.engine.pass_runner import PassRunner
-from moelight.engine.planning import hardware_for
-from moelight.hrm.machine_model import speeds_of
-from moelight.optimizer.adapter import LEAST_PASSES, Adapter, Rest
-from moelight.optimizer.calibration import Passed
+from moelight.engine.planning import speeds_for
+from moelight.optimizer.adapter import LEAST_PASSES, Adapter, Passed, Rest
 from moelight.optimizer.plan import Plan
 from moelight.profiles.model import ModelProfile
 
@@ -40,12 +35,12 @@ class PassAdaptation:
         self._passed, self._all_s, self._since_look_s = 0, 0.0, 0.0
         self._spent_s, self._look_s = 0.0, _FIRST_LOOK_S
         self._blocks_each = 0.0
-        self._answers: OutputProcessor | None = None
+        self._outputs: OutputProcessor | None = None
         self._before = Admitted()
 
     def begin(self, output_processor: OutputProcessor, busy_s: Mapping[Lane, float]) -> None:
         """Start a run of the sequences of ``output_processor``; the lanes have been busy for ``busy_s`` so far."""
-        self._answers, self._before, self._busy_s = output_processor, replace(self._batcher.admitted), dict(busy_s)
+        self._outputs, self._before, self._busy_s = output_processor, replace(self._batcher.admitted), dict(busy_s)
 
     def after(self, plans: Sequence[MicroBatchPlan], seconds: float, busy_s: Mapping[Lane, float]) -> None:
         """Record that a pass of ``plans`` took ``seconds``; all passes together kept the lanes busy for ``busy_s``."""
@@ -62,44 +57,33 @@ class PassAdaptation:
             self._blocks_each = (self._passes.pool.blocks - self._passes.pool.free) / running
         watched_s = time.perf_counter()
         self._spent_s += watched_s - began_s
-        if self._due():
+        enough = self._adapter.watched >= LEAST_PASSES and self._since_look_s >= LEAST_S
+        if enough and self._spent_s + self._look_s <= SHARE * self._all_s:
             self._look(*self._lengths())
             self._look_s = time.perf_counter() - watched_s
             self._spent_s += self._look_s
             self._since_look_s = 0.0
 
-    def _due(self) -> bool:
-        enough = self._adapter.watched >= LEAST_PASSES and self._since_look_s >= LEAST_S
-        return enough and self._spent_s + self._look_s <= SHARE * self._all_s
-
     def _lengths(self) -> tuple[float, float]:
         """Average tokens of a prompt and of an answer over the sequences admitted in this run. The maximum answer
         length is scaled by the ratio seen in finished sequences."""
-        now, before, output_processor = self._batcher.admitted, self._before, self._answers
+        now, before, outputs = self._batcher.admitted, self._before, self._outputs
         count = max(1, now.sequences - before.sequences)
         answer = (now.answer_tokens - before.answer_tokens) / count
-        if output_processor is not None and output_processor.ended_tokens:
-            answer *= output_processor.ended_tokens / output_processor.ended_most
+        if outputs is not None and outputs.ended_tokens:
+            answer *= outputs.ended_tokens / outputs.ended_most
         return (now.prompt_tokens - before.prompt_tokens) / count, answer
 
     def _look(self, prompt_len: float, gen_len: float) -> None:
-        rest = Rest(
-            waiting=self._batcher.waiting,
-            prompt_len=prompt_len,
-            gen_len=gen_len,
-            most_running=self._most_running(),
+        most = (
+            int(self._passes.pool.blocks / self._blocks_each) if self._blocks_each else self._adapter.policy.batch_size
         )
+        rest = Rest(waiting=self._batcher.waiting, prompt_len=prompt_len, gen_len=gen_len, most_running=most)
         change = self._adapter.look(rest, after_pass=self._passed)
         if change is not None:
             self._passes.policy = self._batcher.policy = self._adapter.policy
             self.changes.append(change)
             _log.info("after pass %d: %s", change.after_pass, change.reason)
-
-    def _most_running(self) -> int:
-        """Sequences that fit the KV cache if all need as many blocks as the running ones."""
-        if not self._blocks_each:
-            return self._adapter.policy.batch_size
-        return int(self._passes.pool.blocks / self._blocks_each)
 
 
 def adapting_for(
@@ -110,9 +94,7 @@ def adapting_for(
     next."""
     if policy.admission != "refill":
         return None
-    speeds = None if plan is None else plan.speeds
-    if speeds is None:
-        speeds = speeds_of(hardware_for("auto", discrete=policy.discrete))
+    speeds = speeds_for(plan, discrete=policy.discrete)
     fixed = set() if plan is None else set(plan.fixed)
     if "num_micro_batches" in fixed:
         fixed |= {"batch_size", "micro_batch_size"}
@@ -121,19 +103,13 @@ def adapting_for(
 
 def passed(plans: Sequence[MicroBatchPlan], seconds: float, busy_s: Mapping[str, float]) -> Passed:
     """The pass of ``plans`` in the adapter's form."""
-    starts, prompts, prompt_tokens = [], 0, 0
-    for load in plans:
-        for chunk in load.chunks:
-            if chunk.decodes:
-                starts.append(chunk.start)
-            else:
-                prompts += 1
-                prompt_tokens += chunk.count
+    chunks = [chunk for plan in plans for chunk in plan.chunks]
+    starts = [chunk.start for chunk in chunks if chunk.decodes]
     return Passed(
         decode_tokens=len(starts),
-        context=sum(starts) / len(starts) if starts else 0.0,
-        prompts=prompts,
-        prompt_tokens=prompt_tokens,
+        context=sum(starts) / max(1, len(starts)),
+        prompts=len(chunks) - len(starts),
+        prompt_tokens=sum(chunk.count for chunk in chunks if not chunk.decodes),
         seconds=seconds,
         busy_s=busy_s,
     )

@@ -200,9 +200,7 @@ class Engine:
             hw=hw,
             host_memory=None if host_memory is None else parse_bytes(host_memory, what="host_memory"),
             device_memory=None if device_memory is None else parse_bytes(device_memory, what="device_memory"),
-            constraints=PlanConstraints(
-                batch_size=batch_size, micro_batch_size=micro_batch_size, schedule=schedule or "cgopipe"
-            ),
+            constraints=PlanConstraints(batch_size=batch_size, micro_batch_size=micro_batch_size, schedule=schedule),
             workload=workload or Workload(),
             experts=None if experts is None else experts.policy,
         )

@@ -21,7 +21,7 @@ from moelight.engine.checkpoint import OpenCheckpoint
 from moelight.engine.experts import ExpertRuntime
 from moelight.engine.loaded_model import LoadedModel
 from moelight.hrm.placement import moved
-from moelight.optimizer.allocation import Allocation
+from moelight.optimizer.adapter import Allocation
 from moelight.paging.ring import RingPager
 from moelight.runtime.context import Chunk, Targets, find_added, find_context
 from moelight.runtime.executor import PassInFlight

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from moelight.core.dtypes import FLOAT32, DType
-from moelight.core.errors import ConfigError
+from moelight.core.errors import BudgetError, ConfigError
 from moelight.core.policy import Policy
 from moelight.core.units import format_bytes
 from moelight.engine.checkpoint import OpenCheckpoint
@@ -18,9 +18,9 @@ from moelight.hrm.footprint import Footprint, footprint
 from moelight.hrm.machine_model import Speeds, speeds_of
 from moelight.hrm.placement import place, with_residents
 from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES, routed_only
-from moelight.optimizer.optimize import best_plan
+from moelight.optimizer.optimize import best_plan, capacities
 from moelight.optimizer.plan import Plan
-from moelight.optimizer.problem import Fixed, Problem
+from moelight.optimizer.problem import SEARCHED_SCHEDULES, Fixed, Problem
 from moelight.optimizer.runnable import policy_faults
 from moelight.paging.arena import locks_in_place
 from moelight.profiles.hardware import HardwareProfile, Tier, load_hardware_profile, with_gpus
@@ -36,6 +36,8 @@ from moelight.scheduler.requirements import NEEDS, check_policy, misfit
 FREE_SHARE = 0.9
 _TYPICAL = {True: "t4", False: "cpu-amx"}
 _DEFAULT_CONTEXT = 1024
+# Schedules under which an expert policy has an effect.
+ON_DEMAND_SEARCHED = tuple(name for name in SEARCHED_SCHEDULES if name in ON_DEMAND_SCHEDULES)
 # A typical NVMe drive, for profiles without a disk: the checkpoint is on some disk.
 _PLAIN_DISK = Tier(name="disk", capacity_bytes=1 << 40, bandwidth_bytes_per_s=2e9)
 
@@ -46,7 +48,20 @@ class PlanConstraints:
 
     batch_size: int | None = None
     micro_batch_size: int | None = None
-    schedule: str = "cgopipe"
+    schedule: str | None = None
+
+    def fixed(self, *, discrete: bool) -> dict[str, Fixed]:
+        """The fixed values by key of the policy.
+
+        Raises:
+            ConfigError: no such schedule, or one that needs a GPU where there is none.
+        """
+        if self.schedule is not None:
+            SCHEDULES.get(self.schedule)
+            if not discrete and (reason := misfit(self.schedule, discrete=False, attention="cpu", experts="device")):
+                raise ConfigError(f"schedule {self.schedule!r} {reason}")
+        values = {name: getattr(self, name) for name in ("batch_size", "micro_batch_size", "schedule")}
+        return {key: value for key, value in values.items() if value is not None}
 
 
 def plan_for(
@@ -61,45 +76,55 @@ def plan_for(
     workload: Workload,
     experts: ExpertPolicy | None = None,
 ) -> Plan:
-    """The plan for ``source`` on ``machine``, among the policies that this engine supports. A memory limit of None is
-    90 % of the memory free now.
+    """The plan for ``source`` on ``machine``: the search of `optimize`, over all that this engine runs there. A memory
+    limit of None is 90 % of the memory free now.
 
     Raises:
         BudgetError, ConfigError: see `optimize`.
     """
-    SCHEDULES.get(constraints.schedule)
     limits = {"host": host_memory or int(FREE_SHARE * available_bytes())}
     if machine.discrete:
         limits["device"] = device_memory or int(FREE_SHARE * machine.device_memory_bytes())
     elif device_memory is not None:
         raise ConfigError("--device-memory: this machine runs without a GPU; bound it with --host-memory")
-    devices = dict(_devices(constraints.schedule, discrete=machine.discrete))
-    if experts is not None and experts.schedule.mode != "gpu_only" and devices == _BESIDE:
-        devices["ffn_device"] = "split"  # the CPU may compute missing experts in place
     hardware = hardware_for(hw, discrete=machine.discrete)
     dtype = machine.native_dtype(source.weight_map.dtype)
-    room: dict[str, Fixed] = {}
-    if experts is not None:
-        tier = "weights.device" if devices["ffn_device"] != "cpu" else "weights.host"
-        room[tier] = resident_share(experts, source.profile, dtype)
-    sizes = {"batch_size": constraints.batch_size, "micro_batch_size": constraints.micro_batch_size}
+    sizes = capacities(hardware, limits)
     problem = Problem(
         name=name,
         model=source.profile,
         speeds=speeds_of(hardware),
         workload=workload,
-        capacity_bytes={**limits, "disk": checkpoint_bytes(source)},
+        capacity_bytes={**sizes, "disk": max(sizes["disk"], checkpoint_bytes(source))},
         dtype=dtype,
+        schedules=SEARCHED_SCHEDULES if experts is None else ON_DEMAND_SEARCHED,
         fixed={
-            **room,
-            **devices,
-            "schedule": constraints.schedule,
-            **({"host_pages": "pinned"} if not machine.twin and locks_in_place(machine.device.type) else {}),
-            **{key: value for key, value in sizes.items() if value is not None},
+            **constraints.fixed(discrete=machine.discrete),
+            **({} if experts is None else _expert_constraints(experts, source.profile, dtype, machine, constraints)),
         },
-        integer_program=False,
     )
-    return best_plan(problem, hardware, limits, proof=False)
+    try:
+        plan = best_plan(problem, hardware, limits, proof=False)
+        if plan.policy.discrete == machine.discrete:
+            return plan
+    except BudgetError:
+        if not machine.discrete:
+            raise
+    # A policy that leaves the GPU idle is not run beside one, whether it is the fastest or the smallest.
+    return best_plan(replace(problem, needs_gpu=True), hardware, limits, proof=False)
+
+
+def _expert_constraints(
+    experts: ExpertPolicy, model: ModelProfile, dtype: DType, machine: Machine, constraints: PlanConstraints
+) -> dict[str, Fixed]:
+    """The values of a policy that ``experts`` determines: the share of resident experts and, beside a GPU, whether the
+    CPU may compute missing experts in place."""
+    share = resident_share(experts, model, dtype)
+    if not machine.discrete:
+        return {"weights.host": share}
+    schedule = constraints.schedule
+    in_place = experts.schedule.mode != "gpu_only" and (schedule is None or not NEEDS[schedule].device_experts)
+    return {"weights.device": share, "ffn_device": "split" if in_place else "gpu"}
 
 
 def memory_limits(plan: Plan | None) -> dict[str, int]:
@@ -114,26 +139,6 @@ def speeds_for(plan: Plan | None, *, discrete: bool) -> Speeds:
     if plan is not None and plan.speeds is not None:
         return plan.speeds
     return speeds_of(hardware_for("auto", discrete=discrete))
-
-
-_BESIDE: Mapping[str, Fixed] = {"attention_device": "cpu", "ffn_device": "gpu"}
-
-
-def _devices(schedule: str, *, discrete: bool) -> Mapping[str, Fixed]:
-    """Devices and cache placement of a planned engine. With a GPU: attention on the CPU beside the cache and experts on
-    the GPU, or both on the GPU with the cache in host memory if the schedule requires that. Without a GPU: all on the
-    CPU.
-
-    Raises:
-        ConfigError: the schedule needs a GPU, and there is none.
-    """
-    on_gpu = discrete and "cpu" not in NEEDS[schedule].attention
-    reason = misfit(schedule, discrete=discrete, attention="gpu" if on_gpu else "cpu", experts="device")
-    if reason is not None:
-        raise ConfigError(f"schedule {schedule!r} {reason}")
-    if on_gpu:
-        return {"attention_device": "gpu", "ffn_device": "gpu", "kv.host": 1.0}
-    return {"attention_device": "cpu", "ffn_device": "gpu" if discrete else "cpu"}
 
 
 def hardware_for(hw: str, *, discrete: bool) -> HardwareProfile:
@@ -191,15 +196,15 @@ def choose_residents(
         policy = with_capacity(policy, options.policy, model, dtype)
     if not options.learn:
         policy = replace(policy, residents="static")
-    return resolve_residents(policy, model, dtype, memory_limits(plan), wanted=options.policy is not None)
+    return resolve_residents(policy, model, dtype, memory_limits(plan), requested=options.policy is not None)
 
 
 def resolve_residents(
-    policy: Policy, model: ModelProfile, dtype: DType, limits: Mapping[str, int], *, wanted: bool
+    policy: Policy, model: ModelProfile, dtype: DType, limits: Mapping[str, int], *, requested: bool
 ) -> tuple[Policy, str]:
     """``policy`` with ``residents`` resolved, and the reason: ``learned`` if on-demand passes can occur and their
     memory is available within ``limits``. A ring that holds less than a layer must grow at the expense of resident
-    experts; that happens only on request (``wanted``), or if all decode passes are on-demand."""
+    experts; that happens only on request (``requested``), or if all decode passes are on-demand."""
 
     def static(reason: str) -> tuple[Policy, str]:
         return replace(policy, residents="static"), reason
@@ -213,9 +218,9 @@ def resolve_residents(
         return static(f"{policy.schedule} moves every expert in every pass")
     learned = replace(policy, residents="learned")
     before = footprint(model, policy, dtype=dtype, kv_dtype=dtype)
-    wanted = wanted or policy.residents == "learned" or decodes_on_demand(model, policy)
+    requested = requested or policy.residents == "learned" or decodes_on_demand(model, policy)
     fitting = _fit_ring(learned, model, dtype, before)
-    if fitting is None or (fitting != learned and not wanted):
+    if fitting is None or (fitting != learned and not requested):
         return static("the ring beside the experts holds less than a layer")
     for tier, limit in limits.items():
         need = footprint(model, fitting, dtype=dtype, kv_dtype=dtype).total(tier)

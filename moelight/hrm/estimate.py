@@ -139,7 +139,7 @@ def kinds_of(model: ModelProfile, workload: Workload, sizes: Sizes) -> Passes:
     return of(workload, running_of(model, workload, sizes), prefill_tokens(sizes))
 
 
-def job_s(cost_model: CostModel, workload: Workload, order: str, sizes: Sizes, placed: PlacementCounts) -> Any:
+def job_s(cost_model: CostModel, workload: Workload, schedule: str, sizes: Sizes, placed: PlacementCounts) -> Any:
     """Seconds of the whole job for many candidates at once.
 
     ``sizes`` and ``placed`` hold arrays of one length, or numbers. Kinds of passes that a candidate does not have are
@@ -161,14 +161,14 @@ def job_s(cost_model: CostModel, workload: Workload, order: str, sizes: Sizes, p
         cost_model,
         some,
         PlacementCounts(**{name: each(getattr(placed, name)) for name in PlacementCounts.__dataclass_fields__}),
-        order=order,
+        schedule=schedule,
         running=each(running),
         batches=each(_batches_of(workload, sizes, running)),
         most=each(np.asarray(sizes.micro_batch_tokens, dtype=float)),
         look_ahead=each(sizes.look_ahead),
         least=least_missed(sizes),
     )
-    total = np.bincount(candidate, weights=some.count * pass_s(order, cost), minlength=count.shape[1])
+    total = np.bincount(candidate, weights=some.count * pass_s(schedule, cost), minlength=count.shape[1])
     return total.reshape(kinds.count.shape[1:])[()]
 
 
@@ -178,7 +178,7 @@ def cost_of(
     kinds: Passes,
     placed: PlacementCounts,
     sizes: Sizes,
-    order: str,
+    schedule: str,
     *,
     streams: bool | None = None,
 ) -> PassCost:
@@ -192,7 +192,7 @@ def cost_of(
         cost_model,
         kinds,
         placed,
-        order=order,
+        schedule=schedule,
         running=running,
         batches=_batches_of(workload, sizes, running),
         most=np.asarray(sizes.micro_batch_tokens, dtype=float),
@@ -207,7 +207,7 @@ def _cost(
     kinds: Passes,
     placed: PlacementCounts,
     *,
-    order: str,
+    schedule: str,
     running: Any,
     batches: Any,
     most: Any,
@@ -215,10 +215,10 @@ def _cost(
     least: float,
     streams: bool | None = None,
 ) -> PassCost:
-    """``pass_cost`` under ``order``; ``least`` as in `routed_only`. Where no page moves (``streams``), no lane waits
+    """``pass_cost`` under ``schedule``; ``least`` as in `routed_only`. Where no page moves (``streams``), no lane waits
     for the routers."""
     tokens = kinds.decode_tokens + kinds.prompt_tokens
-    routed = routed_only(cost_model.model, order, tokens, most, least=least)
+    routed = routed_only(cost_model.model, schedule, tokens, most, least=least)
     moving = np.asarray(placed.from_host + placed.from_disk) > 0 if streams is None else streams
     return pass_cost(
         cost_model,
@@ -227,7 +227,7 @@ def _cost(
         running=running,
         batches=batches,
         prompt_tokens=most,
-        whole=order in WHOLE_EXPERTS,
+        whole=schedule in WHOLE_EXPERTS,
         look_ahead=look_ahead,
         routed_only=routed,
         apart=np.where(routed & moving, 1.0, 0.0),

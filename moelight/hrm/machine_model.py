@@ -130,11 +130,12 @@ def speeds_of(hardware: HardwareProfile) -> Speeds:
 def slowed(speeds: Speeds, by: Mapping[str, float]) -> Speeds:
     """The machine on which all work of each lane in ``by`` takes that many times as long; other lanes are unchanged."""
     links = {name: getattr(speeds, name) / by.get(name, 1.0) for name in ("disk", "stage", "h2d", "d2h")}
-    gpu = None if speeds.gpu is None else _unit_slowed(speeds.gpu, by.get("device", 1.0))
-    return replace(speeds, cpu=_unit_slowed(speeds.cpu, by.get("cpu", 1.0)), gpu=gpu, **links)
+    gpu = None if speeds.gpu is None else slowed_unit(speeds.gpu, by.get("device", 1.0))
+    return replace(speeds, cpu=slowed_unit(speeds.cpu, by.get("cpu", 1.0)), gpu=gpu, **links)
 
 
-def _unit_slowed(unit: Unit, by: float) -> Unit:
+def slowed_unit(unit: Unit, by: float) -> Unit:
+    """The unit on which all work and every overhead takes ``by`` times as long."""
     rates = {name: getattr(unit, name) / by for name in ("flops", "memory", "elementwise", "prefill_flops")}
     times = {name: getattr(unit, name) * by for name in ("task_s", "launch_s")}
     measured = {name: getattr(unit, name) for name in ("linear", "experts", "attention", "prefill", "touching")}

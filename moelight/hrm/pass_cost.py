@@ -192,8 +192,8 @@ def _beside_a_gpu(
     prompt_act = prompt_act + _where(
         prompts, layers * cost_model.prefill_attention_s(unit, prompts.tokens, kind.prompt_len)
     )
-    both = kind.decode_tokens + kind.prompt_tokens
-    experts = _experts_s(cost_model, unit, both, 1.0 - on_cpu) if whole else np.zeros_like(act)
+    tokens = kind.decode_tokens + kind.prompt_tokens
+    experts = _experts_s(cost_model, unit, tokens, 1.0 - on_cpu) if whole else np.zeros_like(act)
     where = unit if cost_model.attention_device == "gpu" else speeds.cpu
     attend = _where(decode, layers * cost_model.decode_attention_s(where, decode.tokens, kind.context))
     count = np.maximum(decode.count + prompts.count, 1.0)
@@ -202,15 +202,13 @@ def _beside_a_gpu(
     moved = _crossings(cost_model, kind, placed, decode, prompts)
     host = _CpuExperts.of(cost_model, decode, prompts, on_cpu)
     cpu = speeds.cpu.touch_s(2 * moved.stored) + host.cpu_s
-    attention_on_cpu = 1.0 if cost_model.attention_device == "cpu" else 0.0
-    first, second, third = _pages_s(cost_model, placed)
-    pages = (share * first, share * second, share * third)
+    attention_on_cpu = float(cost_model.attention_device == "cpu")
+    pages = tuple(share * seconds for seconds in _pages_s(cost_model, placed))
     read = attention_on_cpu * layers * cost_model.kv_read_bytes(kind.decode_tokens, kind.context)
     touched = read + moved.up + moved.down + host.bytes + share * _staged_bytes(cost_model, placed)
     up, down = cost_model.up_s(moved.up, moved.ups), cost_model.down_s(moved.down, moved.downs)
     each_up, each_down = up / np.maximum(decode.count, 1.0), cost_model.down_s(moved.decode_down, layers)
-    resident_s = act + attend * (1.0 - attention_on_cpu)
-    offloaded_s = attend * attention_on_cpu + host.one_s
+    resident_s, offloaded_s = act + attend * (1.0 - attention_on_cpu), attend * attention_on_cpu + host.one_s
     chain = resident_s + offloaded_s + 2.0 * host.one_cross_s + _where(decode, each_up + each_down)
     return PassCost(
         lanes={

@@ -70,10 +70,6 @@ def link_between(chain: Chain, near: int, far: int) -> float:
     return min(level.link_bandwidth for level in chain[near:far])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Roofs, flop/s
-
-
 def compute_roof(level: Level) -> float:
     """Eq. (4): P_x^i <= P_peak^i."""
     return level.peak_flops
@@ -97,10 +93,6 @@ def attainable_from(level: Level, link_bandwidth: float, intensity: float, far_i
 def attainable(level: Level, intensity: float) -> float:
     """Eq. (8): min(P_peak^i, B_peak^i I_x^i), for work whose data are all at level i."""
     return min(compute_roof(level), memory_roof(level, intensity))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Turning points, flop per byte
 
 
 def turning_point(level: Level) -> float:
@@ -131,10 +123,6 @@ def balance_point(near: Level, link_bandwidth: float, intensity: float) -> float
     Beyond this point more intensity at j (a larger N) has no effect; only more at i (a larger μ) has.
     """
     return memory_roof(near, intensity) / link_bandwidth
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Intensities, flop per byte
 
 
 def attention_intensity(model: ModelProfile, context: float, *, kv_dtype: DType = FLOAT16) -> float:
@@ -175,10 +163,6 @@ def ffn_tokens(model: ModelProfile, intensity: float, *, share: float = 1.0, wei
     weights = model.experts.num_experts * costs.page_bytes(model, weight_dtype) * share
     each = 6.0 * h1 * h2 * model.router.top_k - ACTIVATION_BYTES * intensity * (h1 + h2)
     return intensity * weights / each if each > 0 else inf
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The work of a policy under the roofs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,8 +31,10 @@ MEASURED_SHARE = 0.06
 LOOK_AHEAD = 2  # micro-batches that attend while another one runs its experts, by default (algorithm 1)
 
 
-def routed_only(model: ModelProfile, order: str, tokens: Any, most_tokens: Any, *, least: float | None = None) -> Any:
-    """True if a pass of ``tokens`` under ``order`` transfers only the streamed pages to which its tokens are routed.
+def routed_only(
+    model: ModelProfile, schedule: str, tokens: Any, most_tokens: Any, *, least: float | None = None
+) -> Any:
+    """True if a pass of ``tokens`` under ``schedule`` transfers only the streamed pages to which its tokens are routed.
 
     ``most_tokens``: the most tokens of a micro-batch, and of an on-demand pass, since all micro-batches keep their
     expert inputs. ``least``: the least share of unrouted pages, `ROUTED_ONLY_SHARE` if None.
@@ -40,7 +42,7 @@ def routed_only(model: ModelProfile, order: str, tokens: Any, most_tokens: Any, 
     least = ROUTED_ONLY_SHARE if least is None else least
     missed = 1.0 - costs.distinct_experts(model, tokens) / model.experts.num_experts
     small = (missed >= least) & (np.asarray(tokens) <= most_tokens)
-    return small & (order in ON_DEMAND_SCHEDULES)
+    return small & (schedule in ON_DEMAND_SCHEDULES)
 
 
 def cgopipe(cost: PassCost) -> list[Any]:
@@ -139,6 +141,6 @@ SCHEDULE_TERMS: Mapping[str, Callable[[PassCost], list[Any]]] = {
 }
 
 
-def pass_s(order: str, cost: PassCost) -> Any:
-    """Seconds of the pass under the schedule ``order``."""
-    return reduce(np.maximum, SCHEDULE_TERMS[order](cost))
+def pass_s(schedule: str, cost: PassCost) -> Any:
+    """Seconds of the pass under ``schedule``."""
+    return reduce(np.maximum, SCHEDULE_TERMS[schedule](cost))

@@ -52,11 +52,8 @@ def pass_costs(
     """
     table = _Table(cost_model, placement, loads, host_kv)
     tokens = sum(load.tokens for load in loads)
-    share = (
-        float(costs.distinct_experts(cost_model.model, tokens)) / cost_model.model.experts.num_experts
-        if routed_only
-        else 1.0
-    )
+    met = float(costs.distinct_experts(cost_model.model, tokens))
+    share = met / cost_model.model.experts.num_experts if routed_only else 1.0
 
     def here(task: Task) -> float:
         """The share of a micro-batch's experts that ran before the offloaded pages arrived."""

@@ -78,8 +78,8 @@ def _lengths(workload: Workload, context: int) -> tuple[int, int]:
     return min(average, context), min(longest, context)
 
 
-def passes_of(workload: Workload, batch_size: Any, riding: Any) -> Passes:
-    """The `KINDS` of passes that serve ``workload`` with at most ``batch_size`` running sequences, and R = ``riding``.
+def passes_of(workload: Workload, batch_size: Any, prefill: Any) -> Passes:
+    """The `KINDS` of passes that serve ``workload`` with at most ``batch_size`` running sequences, and R = ``prefill``.
 
     The first wave's cohorts start on an empty machine; cohorts of later waves take the slots of the wave before. The
     requests that full waves leave over are a last, smaller wave, which starts while the last full wave drains. Exact in
@@ -89,7 +89,7 @@ def passes_of(workload: Workload, batch_size: Any, riding: Any) -> Passes:
     running = np.minimum(np.asarray(batch_size, dtype=float), requests)
     waves = np.floor(requests / running)
     rest = requests - waves * running
-    wave = _Wave.of(workload, running, batch_size, riding)
+    wave = _Wave.of(workload, running, batch_size, prefill)
     cohorts, size = wave.cohorts, wave.size
     last = np.where(rest > 0, np.maximum(1.0, rest / size), 0.0)
     left = cohorts - last
@@ -111,24 +111,24 @@ def passes_of(workload: Workload, batch_size: Any, riding: Any) -> Passes:
     return _chosen(cohorts > gen, _stacked(workload, streaming), _stacked(workload, in_waves))
 
 
-def static_passes_of(workload: Workload, batch_size: Any, riding: Any) -> Passes:
+def static_passes_of(workload: Workload, batch_size: Any, prefill: Any) -> Passes:
     """`passes_of` under static admission: the prompts of a batch in as few passes as hold them, then ``gen_len`` - 1
     passes in which the whole batch decodes; the requests that full batches leave over are a last, smaller batch."""
     requests, more = workload.num_requests, workload.gen_len - 1.0
     running = np.minimum(np.asarray(batch_size, dtype=float), requests)
     waves = np.floor(requests / running)
     rest = requests - waves * running
-    room = np.asarray(riding, dtype=float) + batch_size
+    room = np.asarray(prefill, dtype=float) + batch_size
     nothing = np.zeros_like(running)
 
-    def prefill(times: Any, sequences: Any) -> tuple[Any, Any, Any]:
+    def prompts(times: Any, sequences: Any) -> tuple[Any, Any, Any]:
         tokens = sequences * workload.prompt_len
         count = np.maximum(np.ceil(tokens / room), 1.0)
         return times * count, nothing, tokens / count
 
     last, none = np.where(rest > 0, 1.0, 0.0), (nothing, nothing, nothing)
     decode, last_decode = (waves * more, running, nothing), (last * more, rest, nothing)
-    return _stacked(workload, (prefill(waves, running), none, decode, prefill(last, rest), none, last_decode, none))
+    return _stacked(workload, (prompts(waves, running), none, decode, prompts(last, rest), none, last_decode, none))
 
 
 def _streaming(workload: Workload, cohorts: Any, size: Any, nothing: Any) -> tuple[tuple[Any, Any, Any], ...]:
@@ -146,7 +146,7 @@ def decode_pass(workload: Workload, batch_size: Any) -> Passes:
     return _passes(workload, np.ones_like(running), running, np.zeros_like(running))
 
 
-def steady_passes(workload: Workload, batch_size: Any, riding: Any, *, spread: Any = 1.0) -> Passes:
+def steady_passes(workload: Workload, batch_size: Any, prefill: Any, *, spread: Any = 1.0) -> Passes:
     """Two kinds of passes, with prompts and without, that together process N prompts and decode N answers to their end.
 
     The job is in a steady state: every free slot is refilled. The prompts take as many passes as they need, at least
@@ -154,7 +154,7 @@ def steady_passes(workload: Workload, batch_size: Any, riding: Any, *, spread: A
     than answers, every pass has some, and fewer than N sequences run.
     """
     running, gen = np.asarray(batch_size, dtype=float), float(workload.gen_len)
-    wave = _Wave.of(workload, running, running, riding)
+    wave = _Wave.of(workload, running, running, prefill)
     streaming = wave.cohorts > gen
     cohorts = np.clip(np.maximum(wave.cohorts, spread), 1.0, gen)
     size = np.where(streaming, wave.size, running / cohorts)
@@ -166,9 +166,9 @@ def steady_passes(workload: Workload, batch_size: Any, riding: Any, *, spread: A
     return _stacked(workload, rows)
 
 
-def bounding_passes(workload: Workload, sequences: tuple[Any, Any], riding: tuple[Any, Any]) -> tuple[Passes, Any]:
+def bounding_passes(workload: Workload, sequences: tuple[Any, Any], prefill: tuple[Any, Any]) -> tuple[Passes, Any]:
     """Kinds of passes whose total time is a lower bound of the job's, for any N in ``sequences`` and any R in
-    ``riding``.
+    ``prefill``.
 
     Assumes that a pass takes no less time with more tokens in it. Also returns the number of further passes, each of
     one of the first three kinds: a wave has ``gen_len`` passes, but the number with prefill tokens depends on N and R.
@@ -180,7 +180,7 @@ def bounding_passes(workload: Workload, sequences: tuple[Any, Any], riding: tupl
     """
     requests, gen = workload.num_requests, workload.gen_len
     least, most = (np.asarray(bound, dtype=float) for bound in sequences)
-    few, many = riding
+    few, many = prefill
     slow, fast = _Wave.of(workload, least, least, few), _Wave.of(workload, least, least, many)
     longest, widest = _Wave.of(workload, most, most, few), _Wave.of(workload, most, most, many)
     first, refilling = np.minimum(slow.first, fast.first), np.minimum(slow.refilling, fast.refilling)
@@ -216,7 +216,7 @@ def bounding_passes(workload: Workload, sequences: tuple[Any, Any], riding: tupl
 
 
 def bounding_static_passes(
-    workload: Workload, sequences: tuple[Any, Any], riding: tuple[Any, Any]
+    workload: Workload, sequences: tuple[Any, Any], prefill: tuple[Any, Any]
 ) -> tuple[Passes, Any]:
     """`bounding_passes` of `static_passes_of`.
 
@@ -228,7 +228,7 @@ def bounding_static_passes(
     waves = np.floor(requests / most)
     alike = np.floor(requests / least) == waves
     rest = np.where(alike, np.maximum(requests - waves * most, 0.0), 0.0)
-    fullest = np.minimum(np.asarray(riding[1], dtype=float) + most, most * workload.prompt_len)
+    fullest = np.minimum(np.asarray(prefill[1], dtype=float) + most, most * workload.prompt_len)
     nothing = np.zeros_like(least)
     none = (nothing, nothing, nothing)
     rows = (
@@ -240,8 +240,8 @@ def bounding_static_passes(
         (np.where(rest > 0, more, 0.0), rest, nothing),
         none,
     )
-    single = (least == most) & (np.asarray(riding[0]) == np.asarray(riding[1]))
-    return _chosen(single, static_passes_of(workload, most, riding[1]), _stacked(workload, rows)), nothing
+    single = (least == most) & (np.asarray(prefill[0]) == np.asarray(prefill[1]))
+    return _chosen(single, static_passes_of(workload, most, prefill[1]), _stacked(workload, rows)), nothing
 
 
 def _chosen(condition: Any, these: Passes, those: Passes) -> Passes:
@@ -266,14 +266,14 @@ class _Wave:
     refilling: Any
 
     @classmethod
-    def of(cls, workload: Workload, running: Any, batch_size: Any, riding: Any) -> _Wave:
+    def of(cls, workload: Workload, running: Any, batch_size: Any, prefill: Any) -> _Wave:
         """The wave with the largest cohort that fits a pass.
 
         All other sequences of the wave decode beside a cohort of a: a p + running - a <= N + R; or, with more than
         ``gen_len`` cohorts, those still decoding: a p + a (n - 1) <= N + R.
         """
         gen, prompt_len = workload.gen_len, workload.prompt_len
-        room = np.asarray(riding, dtype=float) + batch_size
+        room = np.asarray(prefill, dtype=float) + batch_size
         beside_all = (room - running) / max(prompt_len - 1.0, 1e-9)
         size = np.minimum(running, np.maximum(beside_all, room / (prompt_len + gen - 1.0)))
         cohorts = running / size

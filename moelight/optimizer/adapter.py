@@ -1,69 +1,241 @@
-"""Adapt a policy within its allocation to the measured speed of the machine: change when two looks in a row predict a
-gain of more than 5 %, and change back if the gain is not realised.
+"""Adapt a policy within its allocated memory to the measured speed of the machine.
 
-Depends only on measurements of passes, not on the engine. Time is counted in calls of `Adapter.look`.
+The ledger's speeds, corrected by measured passes, price other policies. A policy changes when two looks in a row
+predict a gain of more than 5 %, and changes back if the gain is not realised.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from moelight.core.adaptation import Adaptation
 from moelight.core.dtypes import DType
-from moelight.core.policy import Policy
-from moelight.hrm.footprint import prefill_tokens
-from moelight.hrm.machine_model import Speeds
-from moelight.hrm.workload_model import steady_passes
-from moelight.optimizer.allocation import FIELDS, Allocation, PolicyCandidates, Values, values_of, with_values
-from moelight.optimizer.calibration import KINDS, LANES, Belief, Passed, Pricing, passes_that_ran
+from moelight.core.errors import ConfigError
+from moelight.core.policy import MOST_LOOK_AHEAD, Policy
+from moelight.hrm.cost_model import CostModel
+from moelight.hrm.estimate import cost_model_of, placement_counts
+from moelight.hrm.footprint import WHOLE_EXPERTS, Sizes, fixed_bytes, pass_tokens, prefill_tokens
+from moelight.hrm.machine_model import Speeds, slowed
+from moelight.hrm.pass_cost import PassCost, pass_cost
+from moelight.hrm.placement import place
+from moelight.hrm.schedule_time import pass_s
+from moelight.hrm.workload_model import Passes, steady_passes
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
 
+FIELDS = ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches", "look_ahead")
+Values = tuple[int, ...]  # of `FIELDS`
+LANES = ("disk", "stage", "h2d", "d2h", "device", "cpu")
 WORTH_IT = 0.05
-KEPT = 0.5  # the share of a predicted gain that must be realised, or WORTH_IT if that is less
 LEAST_PASSES = 8  # passes that a look needs
 MOST_CHANGES = 8  # changes back included
+_KEPT = 0.5  # the share of a predicted gain that must be realised, or WORTH_IT if that is less
 _SETTLING = 2  # passes after a change that are packed under the previous policy, or fill the pipeline
-_AT_EASE = 3  # looks without a change after a change
-_PATIENCE = 4  # looks that slots may take to fill
+_COOLDOWN = 3  # looks without a change after a change
 _STEPS = 4  # changes in one respect each that may add up to one change
-_REMEMBERED = 64  # passes of each kind that a look uses at most
-_MATTERS = 0.25  # the share of a pass from which on a lane is named in a reason
-_AS_PLANNED = 1.1
+_REMEMBERED = 128  # passes that a look uses at most
+_NAMED_FROM = 0.25  # the share of a pass from which on a lane is named in a reason
+_ROUNDS = 3  # lanes that share a memory slow each other: corrected together, in a few rounds
+_FURTHEST = 100.0  # limit of a correction factor, which is unstable for a lane that is barely used
+_WORDS = {
+    "batch_size": "N goes from {} to {}",
+    "micro_batch_size": "micro-batches go from up to {} sequences to {}",
+    "micro_batch_tokens": "prompt micro-batches go from up to {} tokens to {}",
+    "prompt_micro_batches": "a pass goes from up to {} prompt micro-batches to {}",
+    "look_ahead": "attention goes from {} micro-batches ahead to {}",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passed:
+    """One measured pass: its tokens, its seconds and the busy seconds of each lane. ``context`` is the average number
+    of cached tokens of a decoding sequence; ``prompts`` the number of prompts or prompt chunks."""
+
+    decode_tokens: int
+    context: float
+    prompts: int
+    prompt_tokens: int
+    seconds: float
+    busy_s: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rest:
-    """The rest of a job: True in ``waiting`` if requests wait, ``prompt_len`` and ``gen_len`` are their average tokens,
-    and ``most_running`` is the number of such sequences that the cache holds at a time."""
+    """The rest of a job: whether requests wait, the average tokens of a prompt and of an answer, and the most such
+    sequences that the cache holds."""
 
     waiting: bool
     prompt_len: float
     gen_len: float
     most_running: int
 
-    def workload(self) -> Workload:
-        """A practically endless workload of such requests."""
-        prompt = max(1, round(self.prompt_len))
-        return Workload(
-            num_requests=1 << 30, prompt_len=prompt, max_prompt_len=prompt, gen_len=max(1, round(self.gen_len))
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Belief:
+    """Correction factors: ``slower`` is measured over planned seconds by lane, ``stretch`` the factor by which a pass
+    takes longer than its lanes explain."""
+
+    slower: Mapping[str, float] = field(default_factory=dict)
+    stretch: float = 1.0
+
+    def blended(self, newer: Belief) -> Belief:
+        """The geometric mean of both beliefs; lanes absent here take the newer factor."""
+        slower = {lane: math.sqrt(self.slower.get(lane, new) * new) for lane, new in newer.slower.items()}
+        return Belief(slower={**self.slower, **slower}, stretch=math.sqrt(self.stretch * newer.stretch))
+
+
+def values_of(policy: Policy) -> Values:
+    """The values of `FIELDS` in ``policy``."""
+    return tuple(getattr(policy, name) for name in FIELDS)
+
+
+def with_values(policy: Policy, values: Values) -> Policy:
+    """``policy`` with ``values`` of `FIELDS`."""
+    changes: dict[str, Any] = dict(zip(FIELDS, values, strict=True))
+    return replace(policy, **changes)
+
+
+def _candidates(policy: Policy, rows: Collection[Values]) -> Any:
+    """`Sizes` of policies that differ from ``policy`` in `FIELDS`, as arrays."""
+    same = {name: getattr(policy, name) for name in vars(Sizes) if not name.startswith("_")}
+    columns = np.array(list(rows), dtype=np.int64).T
+    return SimpleNamespace(**{**same, **dict(zip(FIELDS, columns, strict=True))})
+
+
+class Allocation:
+    """The memory regions allocated for ``policy``, which is resolved; those of `FIELDS` in ``fixed`` do not change."""
+
+    def __init__(self, model: ModelProfile, policy: Policy, dtype: DType, *, fixed: Collection[str] = ()) -> None:
+        self.policy, self._fixed, self._model, self._dtype = policy, frozenset(fixed), model, dtype
+        self._bytes = fixed_bytes(model, policy, dtype=dtype, kv_dtype=dtype)
+        self._most = int(pass_tokens(policy))
+
+    def holds(self, sizes: Sizes) -> Any:
+        """True, for each candidate, if no region would have to be larger. The batcher fills the cache buffer that it
+        has, so this region bounds nothing."""
+        needed = fixed_bytes(self._model, sizes, dtype=self._dtype, kv_dtype=self._dtype)
+        fits = np.asarray(pass_tokens(sizes) <= self._most)
+        fits = fits & (sizes.micro_batch_tokens <= self.policy.micro_batch_tokens)
+        for key, size in needed.items():
+            fits = fits & ((size <= self._bytes[key]) | (key[0] == "kv_buffer"))
+        return fits
+
+    def check(self, policy: Policy) -> None:
+        """Refuse a policy that is outside this allocation.
+
+        Raises:
+            ConfigError: ``policy`` differs in more than `FIELDS`, or a region would have to be larger.
+        """
+        if with_values(policy, values_of(self.policy)) != self.policy or not bool(self.holds(policy)):
+            raise ConfigError(f"not within what was allocated for {self.policy}: {policy}")
+
+    def neighbours(self, values: Values, *, most_running: int) -> list[Values]:
+        """The values of all fitting policies that differ in one respect from ``values``; ``values`` itself is first."""
+        n, mu, tokens, prompts, ahead = values
+        parts, rows = -(-n // mu), [values]
+        sizes = {round(n * 2.0 ** (quarter / 4)) for quarter in range(-8, 9)} | {self.policy.batch_size, most_running}
+        for size in sorted(size for size in sizes if size <= max(n, most_running)):
+            widths = {mu, min(size if parts == 1 else mu, tokens), -(-size // parts)}
+            rows += [(size, width, tokens, min(prompts, (self._most - size) // tokens), ahead) for width in widths]
+        rows += [(n, -(-n // part), tokens, prompts, ahead) for part in (*range(1, 9), 10, 12, 16)]
+        for cut, count in product((1, 2, 4, 8), (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)):
+            rows.append((n, mu, self.policy.micro_batch_tokens // cut, count, ahead))
+        if self.policy.discrete and self.policy.schedule == "cgopipe":
+            rows += [(n, mu, tokens, prompts, ahead) for ahead in range(1, MOST_LOOK_AHEAD + 1)]
+        found = [row for row in dict.fromkeys(rows) if 1 <= row[1] <= row[2] and min(row[0], row[3]) >= 1]
+        fits = np.broadcast_to(self.holds(_candidates(self.policy, found)), len(found))
+        free = (self._fixed.isdisjoint(_changes(values, row)) for row in found)
+        return [row for row, fit, ok in zip(found, fits, free, strict=True) if (fit and ok) or row == values]
+
+
+class Pricing:
+    """Prices passes of one model under policies that share an allocation, with speeds corrected by a `Belief`."""
+
+    def __init__(self, model: ModelProfile, policy: Policy, speeds: Speeds, dtype: DType) -> None:
+        """``policy`` is resolved; ``dtype`` is that of computation, weights and cache."""
+        self._cost_model, self._schedule = cost_model_of(model, policy, speeds, dtype), policy.schedule
+        self._placed = placement_counts(place(model, policy), policy)
+
+    def seconds(self, sizes: Sizes, passes: Passes, belief: Belief) -> Any:
+        """Predicted seconds of each of ``passes``."""
+        cost = self._cost(sizes, passes, self._slowed(belief.slower))
+        return np.broadcast_to(belief.stretch * pass_s(self._schedule, cost), np.shape(passes.count))
+
+    def learn(self, policy: Policy, ran: Sequence[Passed], belief: Belief) -> Belief:
+        """A new belief from passes that ``ran`` under ``policy``, starting from ``belief``."""
+        passes, slower = passes_that_ran(ran), dict(belief.slower)
+        for _ in range(_ROUNDS):
+            for lane, seconds in self.lanes(policy, ran, slower).items():
+                measured = sum(each.busy_s.get(lane, 0.0) for each in ran)
+                if seconds > 0 and measured > 0:
+                    slower[lane] = _limited(slower.get(lane, 1.0) * measured / seconds)
+        took = sum(each.seconds for each in ran)
+        explained = float(np.sum(self.seconds(policy, passes, Belief(slower=slower))))
+        stretch = _limited(took / explained) if took > 0 and explained > 0 else 1.0
+        return Belief(slower=slower, stretch=stretch)
+
+    def lanes(
+        self, policy: Policy, ran: Sequence[Passed], slower: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
+        """Predicted busy seconds of each lane for the passes that ``ran``, as planned or with lanes ``slower``. Without
+        a GPU, disk reads and computation slow each other while they overlap."""
+        cost_model = self._slowed(slower or {})
+        cost = self._cost(policy, passes_that_ran(ran), cost_model)
+        busy = {lane: cost.lanes[lane] for lane in LANES if lane in cost.lanes}
+        if not cost_model.discrete:
+            kept = {"cpu": cost_model.speeds.under_disk, "disk": cost_model.speeds.disk_under_cpu}
+            busy = {lane: own + np.minimum(cost.waits[lane], own / kept[lane] - own) for lane, own in busy.items()}
+        return {lane: float(np.sum(np.broadcast_to(s, np.shape(cost.count)))) for lane, s in busy.items()}
+
+    def _slowed(self, by: Mapping[str, float]) -> CostModel:
+        return replace(self._cost_model, speeds=slowed(self._cost_model.speeds, by))
+
+    def _cost(self, sizes: Sizes, passes: Passes, cost_model: CostModel) -> PassCost:
+        """The cost of passes packed as the batcher packs them: full micro-batches of the sequences present."""
+        decode, prompts, together = passes.decode_tokens, passes.prompts, 0.0 if cost_model.discrete else 1.0
+        rows = decode + together * prompts
+        rows = np.maximum(np.where(rows > 0, rows, prompts), 1.0)
+        tokens = np.maximum(passes.prompt_tokens + together * decode, 1.0)
+        return pass_cost(
+            cost_model,
+            passes,
+            self._placed,
+            running=rows,
+            batches=np.ceil(rows / sizes.micro_batch_size),
+            prompt_tokens=tokens / np.ceil(tokens / np.asarray(sizes.micro_batch_tokens, dtype=float)),
+            whole=self._schedule in WHOLE_EXPERTS,
+            look_ahead=sizes.look_ahead,
         )
 
 
-@dataclass(kw_only=True, slots=True)
-class _PolicyTrial:
-    """A change under evaluation. ``before`` and ``beliefs`` are the policy and the beliefs before the change; ``rows``
-    is the expected number of sequences in a pass."""
+def _limited(factor: float) -> float:
+    return min(max(factor, 1 / _FURTHEST), _FURTHEST)
+
+
+def passes_that_ran(ran: Sequence[Passed]) -> Passes:
+    """Convert measured passes to the ledger's `Passes`, one entry each."""
+    table = np.array([(p.decode_tokens, p.prompt_tokens, p.context, p.prompts) for p in ran], dtype=float)
+    decode, prompt, context, prompts = table.T
+    lengths = prompt / np.maximum(prompts, 1.0) + (prompts == 0)
+    return Passes(
+        count=np.ones(len(ran)), decode_tokens=decode, prompt_tokens=prompt, context=context, prompt_len=lengths
+    )
+
+
+class _Trial(NamedTuple):
+    """A change under evaluation: policy and belief before it, and the predicted gain."""
 
     before: Policy
-    beliefs: dict[str, Belief]
+    belief: Belief
     gain: float
-    rows: float
-    looks: int = 0
 
 
 class Adapter:
@@ -74,16 +246,15 @@ class Adapter:
     ) -> None:
         """``policy`` is resolved and its regions are allocated; ``speeds`` are those of its estimate; those of `FIELDS`
         in ``fixed`` are never changed."""
-        self.policy = policy
-        self.allocation = Allocation(model, policy, dtype, fixed=fixed)
+        self.policy, self.allocation = policy, Allocation(model, policy, dtype, fixed=fixed)
         self._pricing = Pricing(model, policy, speeds, dtype)
-        self._beliefs: dict[str, Belief] = {}
-        self._ran: dict[str, deque[Passed]] = {kind: deque(maxlen=_REMEMBERED) for kind in KINDS}
+        self._belief = Belief()
+        self._ran: deque[Passed] = deque(maxlen=_REMEMBERED)
         self._with_prompts, self._gen_len = 1.0, 1.0
         self._noted: Values | None = None
-        self._trial: _PolicyTrial | None = None
+        self._trial: _Trial | None = None
         self._refused: set[tuple[str, bool]] = set()
-        self._changes, self._settling, self._at_ease = 0, 0, 0
+        self._changes, self._settling, self._cooldown = 0, 0, 0
 
     def observe(self, passed: Passed) -> None:
         """Record one pass. The share of passes with prompts is averaged over about the lifetime of a sequence."""
@@ -91,12 +262,12 @@ class Adapter:
         if self._settling:
             self._settling -= 1
         else:
-            self._ran[passed.kind].append(passed)
+            self._ran.append(passed)
 
     @property
     def watched(self) -> int:
         """Passes since the last look."""
-        return sum(map(len, self._ran.values()))
+        return len(self._ran)
 
     @property
     def exhausted(self) -> bool:
@@ -104,83 +275,51 @@ class Adapter:
         return self._changes + 2 > MOST_CHANGES and self._trial is None
 
     def look(self, rest: Rest, *, after_pass: int) -> Adaptation | None:
-        """Update the beliefs by the passes since the last look, and change ``policy`` if the predicted gain suffices.
+        """Learn from the passes since the last look, and change ``policy`` if the predicted gain suffices.
 
         Returns the change made, or None.
         """
-        ran = {kind: list(passed) for kind, passed in self._ran.items() if passed}
-        self._forget_passes()
+        ran, self._gen_len = list(self._ran), rest.gen_len
+        self._ran.clear()
         if not ran:
             return None
-        self._gen_len = rest.gen_len
-        self._learn(ran)
+        new = self._pricing.learn(self.policy, ran, self._belief)
+        self._belief = self._belief.blended(new) if self._belief.slower else new
         if self._trial is not None:
-            return self._judge(self._trial, ran, rest, after_pass)
-        if self._at_ease or self.exhausted or not rest.waiting:
-            self._at_ease, self._noted = max(0, self._at_ease - 1), None
+            return self._judge(self._trial, ran, after_pass)
+        if self._cooldown or self.exhausted or not rest.waiting:
+            self._cooldown, self._noted = max(0, self._cooldown - 1), None
             return None
-        return self._consider(ran, rest, after_pass)
-
-    def _learn(self, ran: Mapping[str, list[Passed]]) -> None:
-        for kind, passed in ran.items():
-            old = self._beliefs.get(kind)
-            new = self._pricing.learn(self.policy, passed, old or Belief())
-            self._beliefs[kind] = new if old is None else old.blended(new)
-
-    def _consider(self, ran: Mapping[str, list[Passed]], rest: Rest, after_pass: int) -> Adaptation | None:
-        """Change to the best policy near the present one, if it was better at the last look too."""
-        now = values_of(self.policy)
+        now, noted = values_of(self.policy), self._noted
         best, gain = self._best(now, rest)
-        noted, self._noted = self._noted, best if gain > WORTH_IT else None
-        if self._noted is None or noted is None or self._gain(now, noted, rest) <= WORTH_IT:
+        self._noted = best if gain > WORTH_IT else None
+        if self._noted is None or noted is None or self._gains(now, [noted], rest)[0] <= WORTH_IT:
             return None
-        reason = f"{self._evidence(ran, best, rest)}, so {_changes(now, best)}"
-        rows = [each.rows for passed in ran.values() for each in passed]
-        more = self._running(best, rest) / self._running(now, rest)
-        self._trial = _PolicyTrial(
-            before=self.policy, beliefs=dict(self._beliefs), gain=gain, rows=sum(rows) / len(rows) * max(1.0, more)
-        )
+        self._trial = _Trial(self.policy, self._belief, gain)
+        reason = f"{self._evidence(ran, best, rest)}, so {_differences(now, best)}"
         return self._change(best, f"{reason}: {gain:.0%} more tokens per second expected", gain, after_pass)
 
-    def _judge(
-        self, trial: _PolicyTrial, ran: Mapping[str, list[Passed]], rest: Rest, after_pass: int
-    ) -> Adaptation | None:
-        """End the trial if enough of the predicted gain is realised; change back if not, by the duration of passes and
-        their number of sequences."""
-        passed = [each for kind in ran.values() for each in kind]
-        took = sum(each.seconds for each in passed)
-        expected = sum(self._expected_s(kind, each, trial.beliefs) for kind, each in ran.items())
-        longer = took / expected
-        fuller = min(1.0, sum(each.rows for each in passed) / len(passed) / trial.rows)
-        came = (1.0 + trial.gain) / longer * fuller - 1.0
-        trial.looks += 1
-        enough = min(KEPT * trial.gain, WORTH_IT)
-        if came >= enough:
-            self._trial, self._at_ease = None, _AT_EASE
-            return None
-        filling = (1.0 + trial.gain) / longer - 1.0 >= enough and rest.waiting
-        if filling and trial.looks < _PATIENCE:
+    def _judge(self, trial: _Trial, ran: Sequence[Passed], after_pass: int) -> Adaptation | None:
+        """End the trial: keep the change if its passes realise enough of the predicted gain, else change back."""
+        expected = float(np.sum(self._pricing.seconds(self.policy, passes_that_ran(ran), trial.belief)))
+        longer = sum(each.seconds for each in ran) / expected
+        realised = (1.0 + trial.gain) / longer - 1.0
+        self._trial, self._cooldown = None, _COOLDOWN
+        if realised >= min(_KEPT * trial.gain, WORTH_IT):
             return None
         now, back = values_of(self.policy), values_of(trial.before)
         self._refused.add(_direction(back, now))
-        self._trial, self._beliefs, self._at_ease = None, trial.beliefs, _AT_EASE << min(self._changes, 4)
-        why = f"passes take {longer:.2g}x what was expected and are {fuller:.0%} as full"
-        reason = f"{why}: {came:+.0%} came of the {trial.gain:+.0%} expected, so {_changes(now, back)}"
-        return self._change(back, reason, 0.0, after_pass)
+        self._belief, self._cooldown = trial.belief, _COOLDOWN << min(self._changes, 4)
+        reason = f"passes take {longer:.2g}x what was expected: {realised:+.0%} came of the {trial.gain:+.0%} expected"
+        return self._change(back, f"{reason}, so {_differences(now, back)}", 0.0, after_pass)
 
     def _change(self, values: Values, reason: str, gain: float, after_pass: int) -> Adaptation:
         """Change ``policy`` to ``values`` and return the record of the change."""
-        now = values_of(self.policy)
-        changed = [at for at, (old, new) in enumerate(zip(now, values, strict=True)) if old != new]
+        changed = _changes(values_of(self.policy), values)
         self.policy = with_values(self.policy, values)
         self._changes, self._settling, self._noted = self._changes + 1, _SETTLING, None
-        return Adaptation(
-            after_pass=after_pass,
-            before={FIELDS[at]: now[at] for at in changed},
-            now={FIELDS[at]: values[at] for at in changed},
-            reason=reason,
-            predicted_gain=gain,
-        )
+        before, now = ({name: pair[at] for name, pair in changed.items()} for at in (0, 1))
+        return Adaptation(after_pass=after_pass, before=before, now=now, reason=reason, predicted_gain=gain)
 
     def _best(self, now: Values, rest: Rest) -> tuple[Values, float]:
         """The best policy within a few changes in one respect each, and its gain."""
@@ -188,81 +327,47 @@ class Adapter:
         for _ in range(_STEPS):
             near = self.allocation.neighbours(best, most_running=rest.most_running)
             near = [row for row in near if row == now or _direction(now, row) not in self._refused]
-            seconds = self._token_s([now, *near], rest)
-            at = int(np.argmin(seconds[1:]))
-            found = float(seconds[0] / seconds[1 + at]) - 1.0
-            if found <= gain + WORTH_IT / 10:
+            gains = self._gains(now, near, rest)
+            at = int(np.argmax(gains))
+            if gains[at] <= gain + WORTH_IT / 10:
                 break
-            best, gain = near[at], found
+            best, gain = near[at], float(gains[at])
         return best, gain
 
-    def _gain(self, now: Values, other: Values, rest: Rest) -> float:
-        seconds = self._token_s([now, other], rest)
-        return float(seconds[0] / seconds[1]) - 1.0
+    def _gains(self, now: Values, others: Sequence[Values], rest: Rest) -> Any:
+        """The relative gain in tokens per second of each of ``others`` over ``now``, in the steady state."""
+        sizes, prompt_len = _candidates(self.policy, [now, *others]), max(1, round(rest.prompt_len))
+        gen_len = max(1, round(rest.gen_len))
+        work = Workload(num_requests=1 << 30, prompt_len=prompt_len, max_prompt_len=prompt_len, gen_len=gen_len)
+        running = np.minimum(sizes.batch_size, max(1, rest.most_running))
+        room = prefill_tokens(sizes) + sizes.batch_size - running
+        passes = steady_passes(work, running, room, spread=self._with_prompts * gen_len)
+        seconds = np.sum(passes.count * self._pricing.seconds(sizes, passes, self._belief), axis=0) / running
+        return seconds[0] / seconds[1:] - 1.0
 
-    def _token_s(self, rows: Collection[Values], rest: Rest) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """Seconds per generated token under each of ``rows``, in the steady state."""
-        found, work = PolicyCandidates.made(self.policy, rows), rest.workload()
-        running = np.minimum(found.batch_size, max(1, rest.most_running))
-        riding = prefill_tokens(found) + found.batch_size - running
-        passes = steady_passes(work, running, riding, spread=self._with_prompts * work.gen_len)
-        seconds = 0.0
-        for index, kind in enumerate(KINDS):
-            each = self._pricing.seconds(found, passes.kind(index), kind, self._belief(kind))
-            seconds = seconds + passes.count[index] * each
-        return np.asarray(seconds / (running * work.gen_len))
-
-    def _belief(self, kind: str) -> Belief:
-        """The belief about passes of ``kind``, or about the other kind if none of ``kind`` ran."""
-        return self._beliefs.get(kind) or next(iter(self._beliefs.values()), Belief())
-
-    def _expected_s(self, kind: str, ran: list[Passed], beliefs: Mapping[str, Belief]) -> float:
-        belief = beliefs.get(kind) or next(iter(beliefs.values()), Belief())
-        seconds = self._pricing.seconds(self.policy, passes_that_ran(ran), kind, belief)
-        return float(np.sum(np.broadcast_to(seconds, len(ran))))
-
-    def _running(self, values: Values, rest: Rest) -> int:
-        return max(1, min(values[0], rest.most_running))
-
-    def _forget_passes(self) -> None:
-        for kept in self._ran.values():
-            kept.clear()
-
-    def _evidence(self, ran: Mapping[str, list[Passed]], best: Values, rest: Rest) -> str:
+    def _evidence(self, ran: Sequence[Passed], best: Values, rest: Rest) -> str:
         """The reason for a change: the busiest lane's measured over planned time, or else the batch size or the share
         of passes with prompts."""
-        passed = [each for kind in ran.values() for each in kind]
-        planned, took = self._pricing.lanes(self.policy, passed), sum(each.seconds for each in passed)
-        measured = {lane: sum(each.busy_s.get(lane, 0.0) for each in passed) for lane in planned}
-        off = {
-            lane: measured[lane] / planned[lane]
-            for lane in LANES
-            if min(planned.get(lane, 0.0), measured.get(lane, 0.0)) > 0 and measured[lane] > _MATTERS * took
-        }
-        lane = max(off, key=lambda name: measured[name], default=None)
-        if lane is not None and not 1 / _AS_PLANNED < off[lane] < _AS_PLANNED:
-            return f"{lane} takes {off[lane]:.1f}x what was planned"
+        least = _NAMED_FROM * sum(each.seconds for each in ran)
+        measured = {lane: sum(each.busy_s.get(lane, 0.0) for each in ran) for lane in LANES}
+        planned = {lane: s for lane, s in self._pricing.lanes(self.policy, ran).items() if s > 0}
+        lane = max((name for name in planned if measured[name] > least), key=measured.__getitem__, default=None)
+        if lane is not None and not 1 / 1.1 < measured[lane] / planned[lane] < 1.1:
+            return f"{lane} takes {measured[lane] / planned[lane]:.1f}x what was planned"
         if best[0] > self.policy.batch_size:
             return f"the cache holds {rest.most_running} sequences"
         return f"passes with prompts are {self._with_prompts:.0%} of all"
 
 
+def _changes(now: Values, then: Values) -> dict[str, tuple[int, int]]:
+    """The old and the new value of each of `FIELDS` that differs."""
+    return {name: (old, new) for name, old, new in zip(FIELDS, now, then, strict=True) if old != new}
+
+
 def _direction(now: Values, then: Values) -> tuple[str, bool]:
     """The first of `FIELDS` that differs, and True if it grows."""
-    differing = zip(FIELDS, now, then, strict=True)
-    return next(((name, new > old) for name, old, new in differing if old != new), ("", False))
+    return next(((name, new > old) for name, (old, new) in _changes(now, then).items()), ("", False))
 
 
-def _changes(now: Values, then: Values) -> str:
-    """A description of the differences."""
-    (n, mu, tokens, prompts, ahead), (to_n, to_mu, to_tokens, to_prompts, to_ahead) = now, then
-    said = []
-    if n != to_n:
-        said.append(f"N goes from {n} to {to_n}")
-    if mu != to_mu:
-        said.append(f"micro-batches have up to {to_mu} sequences, not {mu}")
-    if (tokens, prompts) != (to_tokens, to_prompts):
-        said.append(f"{to_prompts} x {to_tokens} tokens of prompts ride in a pass at most, not {prompts} x {tokens}")
-    if ahead != to_ahead:
-        said.append(f"attention runs {to_ahead} micro-batches ahead, not {ahead}")
-    return " and ".join(said)
+def _differences(now: Values, then: Values) -> str:
+    return " and ".join(_WORDS[name].format(*pair) for name, pair in _changes(now, then).items())

@@ -83,7 +83,7 @@ def least_seconds(problem: Problem, known_s: float) -> float:
     """A lower bound in seconds on the job under any policy; ``known_s`` is the time of the best known policy. The bound
     is within `GAP` of ``known_s`` if the boxes suffice; boxes are cut first in the variant with the lowest bound."""
     goal_s, left = known_s * (1 - GAP), MOST_BOXES[problem.has_gpu]
-    fronts = [_Front.of(problem, setting, goal_s) for setting in _bounding(problem)]
+    fronts = [_Front.of(problem, variant, goal_s) for variant in _bounding(problem)]
     while left > 0:
         front = min(fronts, key=lambda front: front.least_s)
         if not len(front.waiting):
@@ -94,18 +94,18 @@ def least_seconds(problem: Problem, known_s: float) -> float:
 
 def _bounding(problem: Problem) -> Iterator[Variant]:
     """The variants whose boxes together bound every policy."""
-    for setting in variants(problem):
-        usual = setting.residents != "learned" or "residents" in problem.fixed
-        if usual and (setting.order in BOUNDING or "schedule" in problem.fixed):
-            yield setting
+    for variant in variants(problem):
+        usual = variant.residents != "learned" or "residents" in problem.fixed
+        if usual and (variant.schedule in BOUNDING or "schedule" in problem.fixed):
+            yield variant
 
 
 def undecided(problem: Problem, known_s: float, *, most_boxes: int) -> list[Candidates]:
     """The sizes, as single candidates, that some placement might make faster than ``known_s``, lowest bound first.
     Complete if the boxes suffice and prompt micro-batches are fixed."""
     found: list[tuple[float, Candidates]] = []
-    for setting in variants(problem):
-        front, left = _Front.of(problem, setting, known_s * (1 - EXACT)), most_boxes
+    for variant in variants(problem):
+        front, left = _Front.of(problem, variant, known_s * (1 - EXACT)), most_boxes
         while len(front.waiting) and left > 0:
             left -= front.advance()
         boxes, bounds = _joined(front.whole, front.waiting), np.concatenate([front.whole_s, front.waiting_s])
@@ -115,10 +115,9 @@ def undecided(problem: Problem, known_s: float, *, most_boxes: int) -> list[Cand
         mu, tokens = _micro_batches(problem, boxes)
         for index in order[np.sort(first)]:
             size, part, most = (int(values[index]) for values in (boxes.n1, mu[0], tokens[0]))
-            rides = max(1, int(boxes.r1[index] // most))
-            cell = make_candidates(problem, setting, np.int64(size), np.int64(part), np.int64(most), np.int64(rides))
-            found.append((float(bounds[index]), cell))
-    return [cell for _, cell in sorted(found, key=lambda item: item[0])]
+            values = size, part, most, max(1, int(boxes.r1[index] // most))
+            found.append((float(bounds[index]), make_candidates(problem, variant, *map(np.int64, values))))
+    return [candidate for _, candidate in sorted(found, key=lambda item: item[0])]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -127,7 +126,7 @@ class _Front:
     cut, and ``whole`` boxes that cannot be cut further."""
 
     problem: Problem
-    setting: Variant
+    variant: Variant
     goal_s: float
     waiting: _Boxes
     waiting_s: Any
@@ -136,13 +135,13 @@ class _Front:
     raised: Any  # relative rise of the bound by cuts so far, per length of each side
 
     @classmethod
-    def of(cls, problem: Problem, setting: Variant, goal_s: float) -> _Front:
-        """The front of all boxes of ``setting``."""
-        setting = replace(setting, cost_model=replace(setting.cost_model, speeds=at_best(setting.cost_model.speeds)))
-        boxes, bounds = _open(problem, setting, _all(problem, setting), goal_s)
+    def of(cls, problem: Problem, variant: Variant, goal_s: float) -> _Front:
+        """The front of all boxes of ``variant``."""
+        variant = replace(variant, cost_model=replace(variant.cost_model, speeds=at_best(variant.cost_model.speeds)))
+        boxes, bounds = _open(problem, variant, _all(problem, variant), goal_s)
         return cls(
             problem=problem,
-            setting=setting,
+            variant=variant,
             goal_s=goal_s,
             waiting=boxes,
             waiting_s=bounds,
@@ -171,7 +170,7 @@ class _Front:
             boxes = self._cut(boxes)
             if not len(boxes) or len(boxes) >= WORTH_A_CALL:
                 break
-        seconds = np.maximum(_bound_s(self.problem, self.setting, boxes), boxes.before_s)
+        seconds = np.maximum(_bound_s(self.problem, self.variant, boxes), boxes.before_s)
         self._learn(boxes, seconds)
         index = np.flatnonzero(seconds < self.goal_s)
         self.waiting = _joined(self.waiting.at(rest), boxes.at(index))
@@ -197,9 +196,9 @@ class _Front:
                 self.raised[index] = max(FORGET * self.raised[index] + (1 - FORGET) * brought, LEAST_RAISED)
 
 
-def _open(problem: Problem, setting: Variant, boxes: _Boxes, goal_s: float) -> tuple[_Boxes, Any]:
+def _open(problem: Problem, variant: Variant, boxes: _Boxes, goal_s: float) -> tuple[_Boxes, Any]:
     """The boxes that may hold a policy faster than ``goal_s``, and their bounds."""
-    seconds = _bound_s(problem, setting, boxes)
+    seconds = _bound_s(problem, variant, boxes)
     index = np.flatnonzero(seconds < goal_s)
     return boxes.at(index), seconds[index]
 
@@ -208,7 +207,7 @@ def _joined(*parts: _Boxes) -> _Boxes:
     return _Boxes(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in _FIELDS})
 
 
-def _all(problem: Problem, setting: Variant) -> _Boxes:
+def _all(problem: Problem, variant: Variant) -> _Boxes:
     """Boxes that together cover every candidate of a variant."""
     total, (fewest, most) = problem.pages, problem.sequences
     number, fixed = problem.count("num_micro_batches"), problem.count("micro_batch_tokens")
@@ -216,22 +215,23 @@ def _all(problem: Problem, setting: Variant) -> _Boxes:
     n = _ranges(fewest, most, 8)
     b = [(number, number)] if number is not None else _ranges(1, most, 16)
     tokens = [(fixed, fixed)] if fixed is not None else [(1, longest)]
-    rides = problem.count("prompt_micro_batches")
-    riding = [(1, longest * (rides or 1))] if rides is not None or fixed is not None else _ranges(1, longest, 64)
+    prompt_batches = problem.count("prompt_micro_batches")
+    free = prompt_batches is None and fixed is None
+    prefill = _ranges(1, longest, 64) if free else [(1, longest * (prompt_batches or 1))]
     computed, cache = [(0, 0)], [(0.0, 0.0)]
-    if setting.ffn_device == "split":
+    if variant.ffn_device == "split":
         share = problem.share("cpu_experts")
         edges = np.linspace(-1, total, 3).astype(int)
         computed = [(low + 1, high) for low, high in pairwise(edges) if low < high]
         computed = computed if share is None else [(round(share * total),) * 2]
-    if setting.attention_device == "gpu":
+    if variant.attention_device == "gpu":
         fixed_kv, one = problem.device_kv, np.int64(1)
-        blocks = int(kv_blocks(make_candidates(problem, setting, np.int64(fewest), one, one, one)))
+        blocks = int(kv_blocks(make_candidates(problem, variant, np.int64(fewest), one, one, one)))
         half = 0.5 / blocks  # a fixed share is met to a block
         cache = (
             [(0.0, 0.5), (0.5, 1.0)] if fixed_kv is None else [(max(0.0, fixed_kv - half), min(1.0, fixed_kv + half))]
         )
-    grid = [np.asarray(axis, dtype=float) for axis in (n, b, tokens, riding, computed, cache)]
+    grid = [np.asarray(axis, dtype=float) for axis in (n, b, tokens, prefill, computed, cache)]
     index = np.stack([i.ravel() for i in np.meshgrid(*(np.arange(len(axis)) for axis in grid), indexing="ij")])
     sides = {
         name: values
@@ -259,12 +259,12 @@ def _trimmed(problem: Problem, boxes: _Boxes) -> _Boxes:
         n0, n1 = np.maximum(n0, (b0 - 1) * mu + 1), np.minimum(n1, b1 * mu)
         b0, b1 = np.maximum(b0, np.ceil(n0 / mu)), np.minimum(b1, np.ceil(n1 / mu))
     n0, b1 = np.maximum(n0, b0), np.minimum(b1, n1)
-    rides = problem.count("prompt_micro_batches")
+    prompt_batches = problem.count("prompt_micro_batches")
     t0, t1 = np.maximum(boxes.t0, np.ceil(n0 / np.maximum(b1, 1)) if mu is None else mu), boxes.t1
-    r0, r1 = np.maximum(boxes.r0, t0 * (rides or 1)), boxes.r1
-    if rides is not None:
-        r1 = np.minimum(r1, t1 * rides)
-    t1 = np.minimum(t1, np.floor(r1 / (rides or 1)))
+    r0, r1 = np.maximum(boxes.r0, t0 * (prompt_batches or 1)), boxes.r1
+    if prompt_batches is not None:
+        r1 = np.minimum(r1, t1 * prompt_batches)
+    t1 = np.minimum(t1, np.floor(r1 / (prompt_batches or 1)))
     blocks = np.ceil(kv_tokens(problem, np.maximum(n0, 1)) / problem.block_size)
     single = n0 == n1
     k0 = np.where(single, np.ceil(boxes.k0 * blocks - SLACK) / blocks, boxes.k0)
@@ -274,11 +274,11 @@ def _trimmed(problem: Problem, boxes: _Boxes) -> _Boxes:
     return trimmed.at(np.flatnonzero(left))
 
 
-def _bound_s(problem: Problem, setting: Variant, boxes: _Boxes) -> Any:
+def _bound_s(problem: Problem, variant: Variant, boxes: _Boxes) -> Any:
     """A lower bound of the seconds of any policy, for each box; infinite where no policy fits."""
     (mu, _), (few, many) = _micro_batches(problem, boxes)
-    smallest = make_candidates(problem, setting, boxes.n0.astype(np.int64), mu, few, boxes.r0 / few)
-    bounding = bounding_static_passes if setting.admission == "static" else bounding_passes
+    smallest = make_candidates(problem, variant, boxes.n0.astype(np.int64), mu, few, boxes.r0 / few)
+    bounding = bounding_static_passes if variant.admission == "static" else bounding_passes
     kinds, more = bounding(problem.workload, (boxes.n0, boxes.n1), (boxes.r0, boxes.r1))
     rows = np.flatnonzero(np.any(kinds.count > 0, axis=1) | (np.arange(len(kinds.count)) <= ALL_DECODE))
     kinds = kinds.kind(rows)
@@ -295,32 +295,32 @@ def _bound_s(problem: Problem, setting: Variant, boxes: _Boxes) -> Any:
 
     def cost(placed: PlacementCounts, *, fewest: bool) -> PassCost:
         return pass_cost(
-            setting.cost_model,
+            variant.cost_model,
             kinds,
             placed,
             running=wide if fewest else boxes.n0,
             batches=boxes.b0 if fewest else boxes.b1,
             prompt_tokens=(many if fewest else few).astype(float),
-            whole=setting.order in WHOLE_EXPERTS,
+            whole=variant.schedule in WHOLE_EXPERTS,
             look_ahead=problem.count("look_ahead") or MOST_LOOK_AHEAD,
-            routed_only=setting.order in ON_DEMAND_SCHEDULES or "schedule" not in problem.fixed,
+            routed_only=variant.schedule in ON_DEMAND_SCHEDULES or "schedule" not in problem.fixed,
             apart=0.0,
         )
 
     best = _best_of(
         [
             cost(replace(filled.placed, computed=computed, device_kv=boxes.k1), fewest=fewest)
-            for computed in ((boxes.c0, boxes.c1) if setting.ffn_device == "split" else (boxes.c0,))
+            for computed in ((boxes.c0, boxes.c1) if variant.ffn_device == "split" else (boxes.c0,))
             for fewest in (True, False)
         ]
     )
-    best = _from_disk(problem, setting, best, filled.placed)
-    if not setting.cost_model.discrete:  # overlapping never costs more than running one after the other
+    best = _from_disk(problem, variant, best, filled.placed)
+    if not variant.cost_model.discrete:  # overlapping never costs more than running one after the other
         cpu, disk = (
             np.minimum(best.waits[lane], best.lanes[other]) for lane, other in (("cpu", "disk"), ("disk", "cpu"))
         )
         best = replace(best, waits={"cpu": cpu, "disk": disk})
-    if setting.attention_device == "gpu" and setting.ffn_device != "cpu":
+    if variant.attention_device == "gpu" and variant.ffn_device != "cpu":
         bare = fill(
             problem,
             smallest,
@@ -330,8 +330,8 @@ def _bound_s(problem: Problem, setting: Variant, boxes: _Boxes) -> Any:
             free=free,
         )
         links = [cost(replace(bare.placed, device_kv=k), fewest=True) for k in (boxes.k0, boxes.k1)]
-        best = _pages_or_cache(setting, best, bare.placed, free, boxes, links)
-    each = pass_s(setting.order, best)
+        best = _pages_or_cache(variant, best, bare.placed, free, boxes, links)
+    each = pass_s(variant.schedule, best)
     seconds = np.sum(kinds.count * each, axis=0) + more * np.min(each[: ALL_DECODE + 1], axis=0)
     return np.where(filled.feasible, seconds, np.inf)
 
@@ -351,7 +351,7 @@ def _most_room(problem: Problem, smallest: Candidates, boxes: _Boxes, most_token
     """The free memory of the smallest candidate of each box, plus the memory that another candidate saves where use
     does not grow with size: buffers for a share of the cache that falls with N, and the gathered context, which is not
     needed where T exceeds the context."""
-    free, model, cost_model = free_memory(problem, smallest), problem.model, smallest.setting.cost_model
+    free, model, cost_model = free_memory(problem, smallest), problem.model, smallest.variant.cost_model
     none = replace(smallest, kv_tokens=np.zeros_like(smallest.kv_tokens))
     context = np.minimum(smallest.kv_tokens, model.max_positions)
     gathered = transient_bytes(model, smallest, cost_model.dtype) - transient_bytes(model, none, cost_model.dtype)
@@ -360,24 +360,24 @@ def _most_room(problem: Problem, smallest: Candidates, boxes: _Boxes, most_token
         return replace(free, host=free.host + spared)
     if smallest.attention_device == "gpu":
         sizes = (smallest.micro_batch_size, smallest.micro_batch_tokens, smallest.prompt_micro_batches)
-        largest = make_candidates(problem, smallest.setting, boxes.n1.astype(np.int64), *sizes)
+        largest = make_candidates(problem, smallest.variant, boxes.n1.astype(np.int64), *sizes)
         buffer = np.minimum(kv_buffer_tokens(largest), smallest.kv_tokens)
         tokens = np.maximum(kv_buffer_tokens(smallest) - buffer, 0)
         spared = spared + KV_BUFFERS * tokens * costs.kv_layer_bytes(model, cost_model.kv_dtype)
     return replace(free, device=free.device + spared)
 
 
-def _from_disk(problem: Problem, setting: Variant, cost: PassCost, placed: PlacementCounts) -> PassCost:
+def _from_disk(problem: Problem, variant: Variant, cost: PassCost, placed: PlacementCounts) -> PassCost:
     """``cost`` less the copies inside host memory that reading pages from disk instead could save: a lane's time falls
     until the disk is as busy; without such a limit in ``serial``, which overlaps nothing."""
     if "stage" not in cost.lanes:
         return cost
-    speeds, page = setting.cost_model.speeds, setting.cost_model.page_bytes()
+    speeds, page = variant.cost_model.speeds, variant.cost_model.page_bytes()
     spared = np.minimum(placed.from_host, np.maximum(problem.capacity_bytes["disk"] // page - placed.from_disk, 0))
     disk_s, each_disk_s = cost.lanes["disk"], page / (speeds.disk or NO_DISK_BYTES_PER_S)
 
     def sunk(seconds: Any, each_s: float) -> Any:
-        if setting.order == "serial":
+        if variant.schedule == "serial":
             return seconds - spared * max(each_s - each_disk_s, 0.0)
         moved = np.clip((seconds - disk_s) / (each_s + each_disk_s), 0.0, spared)
         return seconds - moved * each_s
@@ -390,12 +390,12 @@ def _from_disk(problem: Problem, setting: Variant, cost: PassCost, placed: Place
 
 
 def _pages_or_cache(
-    setting: Variant, cost: PassCost, bare: PlacementCounts, free: FreeMemory, boxes: _Boxes, links: list[PassCost]
+    variant: Variant, cost: PassCost, bare: PlacementCounts, free: FreeMemory, boxes: _Boxes, links: list[PassCost]
 ) -> PassCost:
     """``cost`` with a host-to-device link that transfers one more page for every slot of device memory that the cache
     takes, less one page in total. ``links`` are passes without slots taken, at the least and the most cache on the
     device; link time is linear in between."""
-    page_s = links[0].share * setting.cost_model.page_bytes() / setting.cost_model.speeds.h2d
+    page_s = links[0].share * variant.cost_model.page_bytes() / variant.cost_model.speeds.h2d
     taken = free.kv_blocks * free.kv_block_bytes / free.slot_bytes
     least = np.minimum(
         *(link.lanes["h2d"] + (k * taken - 1.0) * page_s for link, k in zip(links, (boxes.k0, boxes.k1), strict=True))

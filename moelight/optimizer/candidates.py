@@ -30,15 +30,15 @@ _STEPS = (-1, 0, 1)
 class PlacedCandidates:
     """Candidates with their requested placement."""
 
-    cells: Candidates
-    wanted: RequestedPlacement
+    sizes: Candidates
+    requested: RequestedPlacement
 
     def at(self, index: Any) -> PlacedCandidates:
         """The candidates at ``index``."""
-        return PlacedCandidates(cells=self.cells.at(index), wanted=self.wanted.at(index))
+        return PlacedCandidates(sizes=self.sizes.at(index), requested=self.requested.at(index))
 
 
-def first_sample(problem: Problem, setting: Variant) -> PlacedCandidates:
+def first_sample(problem: Problem, variant: Variant) -> PlacedCandidates:
     """A sample of a variant: N, micro-batches, prompt tokens and placement shares, each over its whole range; and a
     coarse grid of N with the least of everything else, which takes the least memory."""
     draw, requests = np.random.default_rng(1), problem.workload.num_requests
@@ -49,18 +49,18 @@ def first_sample(problem: Problem, setting: Variant) -> PlacedCandidates:
         sizes = _sizes(requests, np.geomspace(1, requests, 24), waves=8)
         n = draw.permutation(np.resize(sizes, SAMPLED)).astype(float)
         b = np.where(draw.random(SAMPLED) < 0.6, draw.choice(_PARTS, SAMPLED), np.exp(draw.uniform(0, np.log(n))))
-    tokens, riding = _tokens(problem, draw, len(n))
+    tokens, prefill = _tokens(problem, draw, len(n))
     shares = [np.zeros(len(n)), np.full(len(n), np.nan)]
-    if setting.ffn_device == "split":
+    if variant.ffn_device == "split":
         shares[0] = draw.choice(_PAGE_SHARES, len(n)) * problem.pages
-    if cache_is_open(problem, setting):
+    if cache_is_open(problem, variant):
         shares[1] = draw.choice(_CACHE_SHARES, len(n))
     unlimited, nothing = np.full(len(n), np.inf), np.zeros(len(n))
-    columns = [n, b, tokens, riding / tokens, *shares, unlimited, nothing]
+    columns = [n, b, tokens, prefill / tokens, *shares, unlimited, nothing]
     fewest = np.unique(np.append(n[: 1 if requests > WHOLE_UP_TO else None], problem.sequences[0]))
     least: list[Any] = [fewest, 1.0, LEAST_TOKENS, 1.0, 0.0, np.nan, np.inf, 0.0]
     rows = np.broadcast_arrays(*least)
-    return _choices(problem, setting, *(np.append(row, column) for row, column in zip(rows, columns, strict=True)))
+    return _choices(problem, variant, *(np.append(row, column) for row, column in zip(rows, columns, strict=True)))
 
 
 def _tokens(problem: Problem, draw: np.random.Generator, count: int) -> tuple[Any, Any]:
@@ -73,10 +73,10 @@ def _tokens(problem: Problem, draw: np.random.Generator, count: int) -> tuple[An
     return tokens, tokens * np.exp2(np.minimum(draw.exponential(2.5, count), np.log2(np.maximum(most / tokens, 1))))
 
 
-def _riding(problem: Problem, setting: Variant, sequences: Any, passes: Any) -> Any:
+def _prefill_over(problem: Problem, variant: Variant, sequences: Any, passes: Any) -> Any:
     """Prompt tokens of a pass when the prompts of ``sequences`` are spread over ``passes`` (`hrm.workload_model`)."""
     prompt = problem.workload.prompt_len
-    if setting.admission == "static":
+    if variant.admission == "static":
         return sequences * prompt / passes - sequences
     return sequences / passes * (prompt - 1)
 
@@ -84,8 +84,8 @@ def _riding(problem: Problem, setting: Variant, sequences: Any, passes: Any) -> 
 def around(problem: Problem, beam: PlacedCandidates, *, step: float) -> PlacedCandidates:
     """Neighbours of candidates of one variant: sizes differ by a factor up to ``1 + step``, shares by up to ``step`` of
     the whole, and in any case by one unit."""
-    cell, requests = beam.cells, problem.workload.num_requests
-    n, mu, t, p = (np.atleast_1d(np.asarray(getattr(cell, name)))[:, None] for name in _SIZE_NAMES)
+    candidate, requests = beam.sizes, problem.workload.num_requests
+    n, mu, t, p = (np.atleast_1d(np.asarray(getattr(candidate, name)))[:, None] for name in _SIZE_NAMES)
     factor, single, in_waves, times, more, twice = _SIZE_MOVES
     scale, waves = (1.0 + step) ** factor, -(-requests // n)
     more_waves = np.maximum(1, np.round(waves * scale) + single).astype(np.int64)
@@ -93,21 +93,21 @@ def around(problem: Problem, beam: PlacedCandidates, *, step: float) -> PlacedCa
     parts = -(-n // mu)
     batches = np.round(parts * twice * (1.0 + step) ** times) + more
     batches = np.where(more == _SAME_SIZE, np.ceil(np.maximum(size, 1) / mu), batches)
-    tokens, riding = _token_moves(t, p, step)
-    wanted = _columns(beam.wanted)
-    near, alone = _near_shares(problem, cell, wanted, step)
-    moves: list[tuple[Any, ...]] = [(size, batches, t, p, wanted)]
-    in_passes = _riding(problem, cell.setting, n, _PASSES)
-    for shares in (wanted, (*wanted[:3], 0.0)):
-        moves += [(n, parts, tokens, riding, shares), (n, parts, t, np.ceil(in_passes / t), shares)]
+    tokens, prefill = _token_moves(t, p, step)
+    requested = _columns(beam.requested)
+    near, alone = _near_shares(problem, candidate, requested, step)
+    moves: list[tuple[Any, ...]] = [(size, batches, t, p, requested)]
+    prefills = _prefill_over(problem, candidate.variant, n, _PASSES)
+    for shares in (requested, (*requested[:3], 0.0)):
+        moves += [(n, parts, tokens, prefill, shares), (n, parts, t, np.ceil(prefills / t), shares)]
     for many in (p, p + 1.0, np.maximum(p - 1.0, 1.0)):
-        moves += [(n, parts, np.ceil(in_passes / many), many, wanted)]
+        moves += [(n, parts, np.ceil(prefills / many), many, requested)]
     moves += [(n, parts, t, p, shares) for shares in (*near, *alone)]
     columns: list[list[Any]] = [[] for _ in range(8)]
     for *sizes, shares in moves:
         for column, part in zip(columns, np.broadcast_arrays(*sizes, *shares), strict=True):
             column.append(part.ravel())
-    return _choices(problem, cell.setting, *map(np.concatenate, columns))
+    return _choices(problem, candidate.variant, *map(np.concatenate, columns))
 
 
 def scattered(
@@ -115,10 +115,10 @@ def scattered(
 ) -> PlacedCandidates:
     """Random neighbours of candidates of one variant: each size and share is kept, or changed by a random factor whose
     logarithm has a scale from 0.001 to 10 to the power of ``widest``."""
-    cell, requests, wanted = beam.cells, problem.workload.num_requests, _columns(beam.wanted)
-    pick = draw.integers(len(cell.batch_size), size=count)
-    n, mu, t, p = (np.asarray(getattr(cell, name))[pick] for name in _SIZE_NAMES)
-    computed, cache, resident, spilled = (column[pick, 0] for column in wanted)
+    candidate, requests, requested = beam.sizes, problem.workload.num_requests, _columns(beam.requested)
+    pick = draw.integers(len(candidate.batch_size), size=count)
+    n, mu, t, p = (np.asarray(getattr(candidate, name))[pick] for name in _SIZE_NAMES)
+    computed, cache, resident, spilled = (column[pick, 0] for column in requested)
 
     def some(share: float) -> Any:
         return draw.random(count) < share
@@ -136,40 +136,40 @@ def scattered(
     same = np.where(some(0.6), parts, np.ceil(np.maximum(size, 1) / mu))
     batches = np.where(some(0.4), same, np.round(parts * scale()) + draw.integers(-2, 3, count))
     twice = 2.0 ** draw.integers(-2, 3, count)
-    anew, riding_anew = _tokens(problem, draw, count)
+    anew, prefill_anew = _tokens(problem, draw, count)
     tokens = np.where(some(0.5), t, np.round(t * np.where(some(0.5), twice, scale())))
     tokens = np.where(some(ANEW), anew, tokens)
-    riding = t * p * np.where(some(0.4), 1.0, np.where(some(0.3), 2.0 ** draw.integers(-2, 3, count), scale()))
-    riding = np.where(some(ANEW), riding_anew, riding)
+    prefill = t * p * np.where(some(0.4), 1.0, np.where(some(0.3), 2.0 ** draw.integers(-2, 3, count), scale()))
+    prefill = np.where(some(ANEW), prefill_anew, prefill)
     passes = np.maximum(1, np.round(np.exp(draw.uniform(0, np.log(MOST_PASSES), count))))
-    riding = np.where(some(ANEW), _riding(problem, cell.setting, size, passes), riding)
-    prompts = np.where(some(0.3), p, np.round(riding / np.maximum(tokens, 1)) + np.where(some(0.8), 0, 1))
-    if cache_is_open(problem, cell.setting):
+    prefill = np.where(some(ANEW), _prefill_over(problem, candidate.variant, size, passes), prefill)
+    prompts = np.where(some(0.3), p, np.round(prefill / np.maximum(tokens, 1)) + np.where(some(0.8), 0, 1))
+    if cache_is_open(problem, candidate.variant):
         resident = np.where(some(0.2), np.inf, moved(np.minimum(resident, problem.pages)))
         cache = np.where(some(0.1), np.nan, cache)
-    if cell.ffn_device == "split":
+    if candidate.ffn_device == "split":
         computed = moved(computed)
-    if cell.ffn_device != "cpu":
+    if candidate.ffn_device != "cpu":
         spilled = moved(spilled)
-    return _choices(problem, cell.setting, size, batches, tokens, prompts, computed, cache, resident, spilled)
+    return _choices(problem, candidate.variant, size, batches, tokens, prompts, computed, cache, resident, spilled)
 
 
-def as_of(problem: Problem, choices: PlacedCandidates, setting: Variant) -> PlacedCandidates:
+def as_of(problem: Problem, choices: PlacedCandidates, variant: Variant) -> PlacedCandidates:
     """The same sizes in another variant, with those parts of the requested placement that the variant has."""
-    cell, (computed, cache, resident, spilled) = choices.cells, _columns(choices.wanted)
-    n, mu, t, p = (np.asarray(getattr(cell, name)) for name in _SIZE_NAMES)
-    open_here, count = cache_is_open(problem, setting), len(n)
+    candidate, (computed, cache, resident, spilled) = choices.sizes, _columns(choices.requested)
+    n, mu, t, p = (np.asarray(getattr(candidate, name)) for name in _SIZE_NAMES)
+    open_here, count = cache_is_open(problem, variant), len(n)
     return _choices(
         problem,
-        setting,
+        variant,
         n,
         -(-n // mu),
         t,
         p,
-        computed[:, 0] if setting.ffn_device == "split" else np.zeros(count),
+        computed[:, 0] if variant.ffn_device == "split" else np.zeros(count),
         cache[:, 0] if open_here else np.full(count, np.nan),
         resident[:, 0] if open_here else np.full(count, np.inf),
-        spilled[:, 0] if setting.ffn_device != "cpu" else np.zeros(count),
+        spilled[:, 0] if variant.ffn_device != "cpu" else np.zeros(count),
     )
 
 
@@ -200,57 +200,57 @@ def _token_moves(t: Any, p: Any, step: float) -> tuple[Any, Any]:
     factors = np.array([1.0, 2.0, 0.5, 1.0 + step, 1.0 / (1.0 + step), 1.0, 1.0])
     singles = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 1.0, -1.0])
     tokens = np.round(t * factors) + singles
-    riding = np.round(p * factors) + singles
+    prefill = np.round(p * factors) + singles
     as_before = np.round(t * p / np.maximum(tokens, 1))
     both = np.broadcast_arrays(tokens, p)
-    rides = np.broadcast_arrays(t, riding)
+    prompt_batches = np.broadcast_arrays(t, prefill)
     kept = np.broadcast_arrays(tokens, as_before)
-    return tuple(np.concatenate(parts, axis=1) for parts in zip(both, rides, kept, strict=True))  # type: ignore[return-value]
+    return tuple(np.concatenate(parts, axis=1) for parts in zip(both, prompt_batches, kept, strict=True))  # type: ignore[return-value]
 
 
-def _columns(wanted: RequestedPlacement) -> tuple[Any, Any, Any, Any]:
-    shares = wanted.computed, wanted.device_kv, wanted.resident, wanted.spilled
+def _columns(requested: RequestedPlacement) -> tuple[Any, Any, Any, Any]:
+    shares = requested.computed, requested.device_kv, requested.resident, requested.spilled
     computed, device_kv, resident, spilled = (np.atleast_1d(np.asarray(a, dtype=float))[:, None] for a in shares)
     return computed, device_kv, resident, spilled
 
 
-def _near_shares(problem: Problem, cell: Candidates, wanted: Any, step: float) -> tuple[list[Any], list[Any]]:
-    """Placements near ``wanted``: more or fewer resident pages, and the cache in the memory that they leave; and a
+def _near_shares(problem: Problem, candidate: Candidates, requested: Any, step: float) -> tuple[list[Any], list[Any]]:
+    """Placements near ``requested``: more or fewer resident pages, and the cache in the memory that they leave; and a
     second list, tried with unchanged sizes only: more or fewer pages for the CPU with each of these, and pages on disk
     instead of host memory."""
-    c, k, most, x = wanted
+    c, k, most, x = requested
     single, wide = np.array([1.0, -1.0, 1.0, -1.0]), np.array([1.0, -1.0, 0.0, 0.0]) * step / 4
     near: list[Any] = []
-    alone: list[Any] = [wanted]
-    if cache_is_open(problem, cell.setting):
+    alone: list[Any] = [requested]
+    if cache_is_open(problem, candidate.variant):
         pages = np.minimum(most, problem.pages) + single + np.round(problem.pages * wide)
         near += [(c, np.nan, kept, x) for kept in (*pages.T[:2, :, None], np.inf)] + [(c, 1.0, np.inf, x)]
         alone += [(c, np.nan, kept, x) for kept in pages.T[2:, :, None]]
-    if cell.ffn_device == "split":
+    if candidate.ffn_device == "split":
         more = c + single + np.round(problem.pages * wide)
         near += [(pages_for_cpu, k, most, x) for pages_for_cpu in more.T[:2, :, None]]
         for pages_for_cpu in more.T[:, :, None]:
-            alone += [(pages_for_cpu, *shares) for _, *shares in (wanted, *near[:-2])]
-    if cell.ffn_device != "cpu":
+            alone += [(pages_for_cpu, *shares) for _, *shares in (requested, *near[:-2])]
+    if candidate.ffn_device != "cpu":
         spilled = x + single + np.round(problem.pages * wide)
         alone += [(c, k, most, pages_from_disk) for pages_from_disk in spilled.T[:, :, None]]
         near += [(c, k, most, 0.0)]
     return near, alone
 
 
-def cache_is_open(problem: Problem, setting: Variant) -> bool:
+def cache_is_open(problem: Problem, variant: Variant) -> bool:
     """True if cache and pages compete for device memory and neither share is fixed."""
     open_here = problem.device_kv is None and problem.share("weights.device") is None
-    return open_here and setting.attention_device == "gpu" and setting.ffn_device != "cpu"
+    return open_here and variant.attention_device == "gpu" and variant.ffn_device != "cpu"
 
 
 def _choices(
-    problem: Problem, setting: Variant, n: Any, b: Any, t: Any, p: Any, c: Any, k: Any, most: Any, x: Any
+    problem: Problem, variant: Variant, n: Any, b: Any, t: Any, p: Any, c: Any, k: Any, most: Any, x: Any
 ) -> PlacedCandidates:
     """Candidates from raw columns: clipped to their bounds, fixed values inserted, micro-batches as small as their
     number allows, prompt tokens per pass no more than the workload's. Infeasible rows are dropped."""
     fewest, largest = problem.sequences
-    number, size, tokens, riding = (problem.count(key) for key in _COUNTS)
+    number, size, tokens, prefill = (problem.count(key) for key in _COUNTS)
     n = np.clip(n, fewest, largest).astype(np.int64)
     b = np.clip(b, 1, n).astype(np.int64) if number is None else np.full_like(n, number)
     mu = -(-n // b) if size is None else np.full_like(n, size)
@@ -258,12 +258,12 @@ def _choices(
     in_one = min(most_tokens, MOST_COUNTS["micro_batch_tokens"])
     t = np.maximum(np.clip(t, LEAST_TOKENS, in_one), mu).astype(np.int64)
     t = t if tokens is None else np.full_like(n, tokens)
-    most_riding = np.minimum(-(-most_tokens // t), MOST_COUNTS["prompt_micro_batches"])
-    p = np.clip(p, 1, most_riding).astype(np.int64) if riding is None else np.full_like(n, riding)
-    share = problem.share("cpu_experts") if setting.ffn_device == "split" else None
+    most_batches = np.minimum(-(-most_tokens // t), MOST_COUNTS["prompt_micro_batches"])
+    p = np.clip(p, 1, most_batches).astype(np.int64) if prefill is None else np.full_like(n, prefill)
+    share = problem.share("cpu_experts") if variant.ffn_device == "split" else None
     c = np.round(np.clip(c, 0, problem.pages)) if share is None else np.full_like(c, round(share * problem.pages))
     k = np.clip(k, 0.0, 1.0)
-    if setting.attention_device == "gpu" and problem.device_kv is not None:
+    if variant.attention_device == "gpu" and problem.device_kv is not None:
         k = np.full_like(k, problem.device_kv)
     keep = mu <= t
     if number is not None:
@@ -272,8 +272,8 @@ def _choices(
     kept = np.flatnonzero(keep)
     n, mu, t, p, c, k, most, x = (a[kept] for a in (n, mu, t, p, c, k, most, np.clip(x, 0, problem.pages)))
     return PlacedCandidates(
-        cells=make_candidates(problem, setting, n, mu, t, p),
-        wanted=RequestedPlacement(computed=c, device_kv=k, resident=most, spilled=x),
+        sizes=make_candidates(problem, variant, n, mu, t, p),
+        requested=RequestedPlacement(computed=c, device_kv=k, resident=most, spilled=x),
     )
 
 

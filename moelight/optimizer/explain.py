@@ -1,4 +1,5 @@
-"""Explain a plan in one sentence, and compute what-ifs: the gain of the same problem on a better machine."""
+"""Explain a plan in one sentence, compute what-ifs (the gain of the same problem on a better machine), and name the
+memory that is missing where nothing fits."""
 
 from __future__ import annotations
 
@@ -9,13 +10,12 @@ import numpy as np
 from moelight.core.errors import BudgetError
 from moelight.core.policy import Policy
 from moelight.core.units import format_bytes
-from moelight.hrm.machine_model import Speeds, Unit
+from moelight.hrm.machine_model import Speeds, Unit, slowed_unit
 from moelight.optimizer.candidates import PlacedCandidates, around, first_sample, scattered
 from moelight.optimizer.placement import RequestedPlacement, fill, free_memory
 from moelight.optimizer.plan import Plan, WhatIf
 from moelight.optimizer.problem import Problem, variants
 from moelight.optimizer.search import Found, keep_best, search
-from moelight.profiles.efficiency import Surface
 from moelight.profiles.model import ModelProfile
 
 WORTH_SAYING = 0.01
@@ -55,11 +55,12 @@ def what_if(problem: Problem, found: Found) -> tuple[WhatIf, ...]:
 
 def _seconds(problem: Problem, found: Found) -> float:
     """Seconds of the job at the best sizes near those of ``found``, with its devices and schedule."""
-    setting = replace(found.cell.setting, cost_model=replace(found.cell.setting.cost_model, speeds=problem.speeds))
-    cells = replace(found.cell, setting=setting)
-    cache = found.placed.device_blocks / -(-int(cells.kv_tokens) // cells.kv_block_size)
-    wanted = RequestedPlacement(computed=np.asarray(found.placed.computed), device_kv=np.asarray(cache or np.nan))
-    best = keep_best(problem, None, around(problem, PlacedCandidates(cells=cells, wanted=wanted), step=STEP))
+    variant = found.candidate.variant
+    variant = replace(variant, cost_model=replace(variant.cost_model, speeds=problem.speeds))
+    sizes = replace(found.candidate, variant=variant)
+    cache = found.placed.device_blocks / -(-int(sizes.kv_tokens) // sizes.kv_block_size)
+    requested = RequestedPlacement(computed=np.asarray(found.placed.computed), device_kv=np.asarray(cache or np.nan))
+    best = keep_best(problem, None, around(problem, PlacedCandidates(sizes=sizes, requested=requested), step=STEP))
     draw = np.random.default_rng(0)
     for _ in range(ROUNDS if best is not None else 0):
         best = keep_best(problem, best, scattered(problem, best.choices, draw, DRAWN))
@@ -88,21 +89,8 @@ def _faster(problem: Problem, **changes: object) -> Problem:
 
 
 def _twice(unit: Unit) -> Unit:
-    def twice(surface: Surface | None) -> Surface | None:
-        return None if surface is None else surface.times(2)
-
-    return replace(
-        unit,
-        flops=2 * unit.flops,
-        memory=2 * unit.memory,
-        elementwise=2 * unit.elementwise,
-        prefill_flops=2 * unit.prefill_flops,
-        linear=twice(unit.linear),
-        experts=twice(unit.experts),
-        attention=twice(unit.attention),
-        prefill=twice(unit.prefill),
-        touching=twice(unit.touching),
-    )
+    """The unit at twice its rates, with the same overheads."""
+    return replace(slowed_unit(unit, 0.5), task_s=unit.task_s, launch_s=unit.launch_s)
 
 
 def _placed(policy: Policy, tier: str) -> str:
@@ -121,7 +109,7 @@ _PLENTY = 1 << 60
 def infeasible_error(problem: Problem) -> BudgetError:
     """The error that names the memory missing for the candidate nearest to fitting: of one tier, or, where no single
     tier suffices, of both host and device."""
-    looks = [_smallest(first_sample(problem, setting)) for setting in variants(problem)]
+    looks = [_smallest(first_sample(problem, variant)) for variant in variants(problem)]
     for tier in _TIERS:
         if (needed := _least(problem, looks, tier)) is not None:
             return _too_small(problem, tier, needed)
@@ -149,7 +137,7 @@ def _with(problem: Problem, tier: str, size: int) -> Problem:
 
 def _smallest(choices: PlacedCandidates) -> PlacedCandidates:
     """The candidates with the fewest sequences; memory use grows with N."""
-    sizes = choices.cells.batch_size
+    sizes = choices.sizes.batch_size
     return choices.at(np.flatnonzero(sizes == np.min(sizes, initial=1 << 60)))
 
 
@@ -161,8 +149,8 @@ def _least(problem: Problem, looks: list[PlacedCandidates], tier: str) -> int | 
 
     def fitting(size: int) -> list[PlacedCandidates]:
         some = _with(problem, tier, size)
-        found = [choices.at(np.flatnonzero(fill(some, choices.cells, choices.wanted).feasible)) for choices in looks]
-        return [choices for choices in found if choices.cells.batch_size.size]
+        found = [choices.at(np.flatnonzero(fill(some, choices.sizes, choices.requested).feasible)) for choices in looks]
+        return [choices for choices in found if choices.sizes.batch_size.size]
 
     low, high, looks = problem.capacity_bytes[tier], _PLENTY, fitting(_PLENTY)
     if not looks:
@@ -185,7 +173,7 @@ def _without_a_fix(problem: Problem) -> str:
 
 def _on_disk(problem: Problem) -> BudgetError:
     """The error for a disk too small for the expert pages, where more memory does not help."""
-    free = [free_memory(problem, first_sample(problem, setting).cells) for setting in variants(problem)]
+    free = [free_memory(problem, first_sample(problem, variant).sizes) for variant in variants(problem)]
     needed = free[0].pages * free[0].page_bytes
     given = problem.capacity_bytes.get("disk", 0)
     return BudgetError(

@@ -113,9 +113,9 @@ def check_extent(model: ModelProfile, workload: Workload, fixes: Mapping[str, Fi
     tokens = min(workload.max_prompt_len + workload.gen_len, model.max_positions)
     most = _MOST_CACHE_BYTES // (tokens * model.num_layers * model.attention.cache_width * FLOAT32.itemsize)
     if sequences > most:
-        asked = [f"--fix {key}={fixes[key]}" for key in SIZES if key in fixes]
+        given = [f"--fix {key}={fixes[key]}" for key in SIZES if key in fixes]
         raise ConfigError(
-            f"{', '.join(asked) or f'num_requests {workload.num_requests:,}'} with up to {tokens:,} tokens each: "
+            f"{', '.join(given) or f'num_requests {workload.num_requests:,}'} with up to {tokens:,} tokens each: "
             f"more than can be planned for, at most {most:,} sequences; ask for fewer, the speed is the same"
         )
 

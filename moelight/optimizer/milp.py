@@ -88,12 +88,12 @@ class _IntegerProgram:
         return list(solver.getSolution().col_value)
 
 
-def solve(problem: Problem, cell: Candidates) -> SolvedPlacement | None:
+def solve(problem: Problem, candidate: Candidates) -> SolvedPlacement | None:
     """The best placement of one candidate (a `Candidates` of scalars); None if none fits."""
-    free, terms = free_memory(problem, cell), _terms(problem, cell)
+    free, terms = free_memory(problem, candidate), _terms(problem, candidate)
     integer_program = _IntegerProgram(seconds=len(terms))
-    _memory(cell, free, integer_program)
-    _fixed(problem, cell, free, integer_program)
+    _memory(candidate, free, integer_program)
+    _fixed(problem, candidate, free, integer_program)
     scale = sum(count * float(base.max()) for count, _, base in terms)  # the solver's tolerance is of numbers near 1
     blocks = max(int(free.kv_blocks), 1)
     for kind, (count, slopes, base) in enumerate(terms):
@@ -109,15 +109,15 @@ def solve(problem: Problem, cell: Candidates) -> SolvedPlacement | None:
     placed = PlacementCounts(
         **{name: counts[name] for name in _AFFINE_IN[:3]}, device_kv=counts["device_blocks"] / blocks
     )
-    setting = cell.setting
+    variant = candidate.variant
     return SolvedPlacement(
-        **counts, seconds=float(job_s(setting.cost_model, problem.workload, setting.order, cell, placed))
+        **counts, seconds=float(job_s(variant.cost_model, problem.workload, variant.schedule, candidate, placed))
     )
 
 
-def _memory(cell: Candidates, free: FreeMemory, integer_program: _IntegerProgram) -> None:
+def _memory(candidate: Candidates, free: FreeMemory, integer_program: _IntegerProgram) -> None:
     """Limits: every page is placed, and every tier holds its pages and blocks. In slots, to keep numbers small."""
-    block, pinned_pages = free.kv_block_bytes / free.slot_bytes, cell.setting.cost_model.pinned_pages
+    block, pinned_pages = free.kv_block_bytes / free.slot_bytes, candidate.variant.cost_model.pinned_pages
     device, host = float(free.device) / free.slot_bytes, float(free.host) / free.slot_bytes
     kv = int(free.kv_blocks) * block
     integer_program.add(
@@ -129,29 +129,29 @@ def _memory(cell: Candidates, free: FreeMemory, integer_program: _IntegerProgram
         integer_program.add({"pinned": 1, "per_layer": -1}, least=0)
     integer_program.add({"pinned": 1, "per_layer": -2, "reads": -2 * free.pages}, least=-2 * free.pages)
     integer_program.add({"from_disk": 1}, most=free.disk // free.page_bytes)
-    if cell.attention_device == "cpu":  # whole slots on both sides, so nothing is lost to the solver's tolerance
+    if candidate.attention_device == "cpu":  # whole slots on both sides, so nothing is lost to the solver's tolerance
         integer_program.add({"device_blocks": 1}, most=0)
         block = 0.0
         device, host = float(math.floor(device)), float(math.floor(host - kv))
     else:
         device, host = device - _TOLERANCE, host - kv - _TOLERANCE
-    if cell.ffn_device == "cpu":
+    if candidate.ffn_device == "cpu":
         integer_program.add({"resident": 1, "per_layer": 2, "device_blocks": -block}, most=host)
-        if cell.residents == "learned" and not cell.discrete:  # the ring holds a layer
+        if candidate.residents == "learned" and not candidate.discrete:  # the ring holds a layer
             integer_program.add({"resident": 1, "reads": free.pages // free.layers, "device_blocks": -block}, most=host)
         integer_program.add({"from_host": 1, "computed": 1}, most=0)
-        if cell.discrete:
+        if candidate.discrete:
             integer_program.add({"device_blocks": block}, most=device)
         return
     integer_program.add({"resident": 1, "per_layer": 2, "device_blocks": block}, most=device)
     integer_program.add({"from_host": 1, "computed": 1, "pinned": 1, "device_blocks": -block}, most=host)
-    if cell.ffn_device != "split":
+    if candidate.ffn_device != "split":
         integer_program.add({"computed": 1}, most=0)
 
 
-def _fixed(problem: Problem, cell: Candidates, free: FreeMemory, integer_program: _IntegerProgram) -> None:
+def _fixed(problem: Problem, candidate: Candidates, free: FreeMemory, integer_program: _IntegerProgram) -> None:
     """Limits: fixed shares are met to the page and to the block."""
-    near_device = cell.ffn_device != "cpu"
+    near_device = candidate.ffn_device != "cpu"
     counts: Mapping[str, Mapping[str, float]] = {
         "weights.device": {"resident": 1} if near_device else {"resident": 0},
         "weights.host": {"from_host": 1, "computed": 1} if near_device else {"resident": 1},
@@ -162,23 +162,24 @@ def _fixed(problem: Problem, cell: Candidates, free: FreeMemory, integer_program
         share = problem.share(key)
         if share is not None:
             integer_program.add(coefficients, least=round(share * free.pages), most=round(share * free.pages))
-    device_kv = fixed_device_kv(problem, cell)
+    device_kv = fixed_device_kv(problem, candidate)
     if device_kv is not None:
-        wanted = round(device_kv * int(free.kv_blocks))
-        integer_program.add({"device_blocks": 1}, least=wanted, most=wanted)
+        requested = round(device_kv * int(free.kv_blocks))
+        integer_program.add({"device_blocks": 1}, least=requested, most=requested)
 
 
-def _terms(problem: Problem, cell: Candidates) -> list[tuple[float, Any, Any]]:
+def _terms(problem: Problem, candidate: Candidates) -> list[tuple[float, Any, Any]]:
     """For each kind of pass: its count, and its terms as slopes ``[terms, variables]`` over a base ``[terms]``."""
-    cost_model, order = cell.setting.cost_model, cell.setting.order
+    cost_model, schedule = candidate.variant.cost_model, candidate.variant.schedule
     found = []
-    kinds = kinds_of(cost_model.model, problem.workload, cell)
+    kinds = kinds_of(cost_model.model, problem.workload, candidate)
     for index in np.flatnonzero(kinds.count > 0):
         kind = kinds.kind(int(index))
 
         def at(**placed: float) -> Any:
-            cost = cost_of(cost_model, problem.workload, kind, PlacementCounts(**placed), cell, order, streams=True)  # noqa: B023
-            return np.array([float(term) for term in SCHEDULE_TERMS[order](cost)])
+            counts = PlacementCounts(**placed)
+            cost = cost_of(cost_model, problem.workload, kind, counts, candidate, schedule, streams=True)  # noqa: B023
+            return np.array([float(term) for term in SCHEDULE_TERMS[schedule](cost)])
 
         base = at()
         slopes = np.stack([at(**{name: 1.0}) - base for name in _AFFINE_IN], axis=1)

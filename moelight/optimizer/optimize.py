@@ -1,7 +1,4 @@
-"""``optimize``: make a plan from the profiles of a machine, a model and a workload.
-
-Does not depend on files and devices: the caller passes profiles.
-"""
+"""``optimize``: make a plan from the profiles of a machine, a model and a workload."""
 
 from __future__ import annotations
 
@@ -13,15 +10,16 @@ from typing import Any
 from moelight.core.dtypes import DType, dtype_named
 from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.policy import Policy, Shares
+from moelight.hrm.costs import page_bytes
 from moelight.hrm.estimate import estimate
 from moelight.hrm.footprint import footprint
 from moelight.hrm.machine_model import speeds_of
+from moelight.hrm.placement import place
 from moelight.hrm.workload_model import cache_tokens, cached_sequences
-from moelight.optimizer import cache as kept
 from moelight.optimizer.bound import least_seconds
 from moelight.optimizer.explain import infeasible_error, what_if, why
 from moelight.optimizer.fixed_values import check_extent, check_fixes
-from moelight.optimizer.plan import Plan, TierUse
+from moelight.optimizer.plan import Plan, TierUse, key_of, store_plan, stored_plan
 from moelight.optimizer.problem import Fixed, Problem
 from moelight.optimizer.runnable import why_not
 from moelight.optimizer.search import AS_GOOD, Found, search
@@ -68,8 +66,8 @@ def make_plan(
     check_fixes(fix, has_gpu=hardware.tier("device") is not None)
     if "gpus" in fix:
         hardware = with_gpus(hardware, int(fix.pop("gpus")))
-    key = kept.key_of(hardware, model, workload, name, estimator, limits, fix, weight_dtypes, kv_dtypes)
-    found = kept.load(key) if cache else None
+    key = key_of(hardware, model, workload, name, estimator, limits, fix, weight_dtypes, kv_dtypes)
+    found = stored_plan(key) if cache else None
     if found is None:
         if estimator == "paper":
             found = _published(hardware, model, workload, name=name, limits=limits, fix=fix)
@@ -87,15 +85,11 @@ def make_plan(
             )
             found = best_plan(problem, hardware, limits)
         if cache:
-            kept.store(key, found)
+            store_plan(key, found)
     gpu = hardware.processor("gpu")
     policy = replace(found.policy, gpus=gpu.count if gpu is not None and found.policy.discrete else 1)
-    return replace(
-        found,
-        policy=policy,
-        why_not=why_not(policy, model),
-        speeds=None if estimator == "paper" else speeds_of(hardware),
-    )
+    speeds = None if estimator == "paper" else speeds_of(hardware)
+    return replace(found, policy=policy, why_not=why_not(policy, model), speeds=speeds)
 
 
 def best_plan(problem: Problem, hardware: HardwareProfile, limits: Mapping[str, int], *, proof: bool = True) -> Plan:
@@ -145,9 +139,10 @@ def _check_cache(problem: Problem) -> None:
 
 def policy_of(problem: Problem, found: Found) -> Policy:
     """Convert the candidate to a policy whose shares give every page the tier that the search chose."""
-    cell, placed = found.cell, found.placed
+    candidate, placed = found.candidate, found.placed
+    pages = "pinned" if candidate.variant.cost_model.pinned_pages else "auto"
     total = placed.resident + placed.from_host + placed.from_disk + placed.computed
-    if cell.ffn_device == "cpu":
+    if candidate.ffn_device == "cpu":
         weights = Shares(host=1.0 - placed.from_disk / total, disk=placed.from_disk / total)
     else:
         disk, device = placed.from_disk / total, placed.resident / total
@@ -156,28 +151,28 @@ def policy_of(problem: Problem, found: Found) -> Policy:
             if placed.from_host + placed.computed
             else (Shares(device=1.0 - disk, disk=disk))
         )
-    blocks = -(-int(cell.kv_tokens) // cell.kv_block_size)
+    blocks = -(-int(candidate.kv_tokens) // candidate.kv_block_size)
     on_device = placed.device_blocks / blocks
     return Policy(
         model=problem.name,
-        batch_size=int(cell.batch_size),
-        micro_batch_size=int(cell.micro_batch_size),
-        micro_batch_tokens=int(cell.micro_batch_tokens),
-        kv_tokens=int(cell.kv_tokens),
-        attention_device=cell.attention_device,
-        ffn_device=cell.ffn_device,
+        batch_size=int(candidate.batch_size),
+        micro_batch_size=int(candidate.micro_batch_size),
+        micro_batch_tokens=int(candidate.micro_batch_tokens),
+        kv_tokens=int(candidate.kv_tokens),
+        attention_device=candidate.attention_device,
+        ffn_device=candidate.ffn_device,
         weights=weights,
         cpu_experts=placed.computed / total,
         kv=Shares(device=on_device, host=1.0 - on_device),
-        weight_dtype=cell.setting.weight_dtype,
-        kv_dtype=cell.setting.kv_dtype,
-        schedule=cell.setting.order,
-        kv_block_size=cell.kv_block_size,
-        host_pages=str(problem.fixed.get("host_pages", "pinned" if cell.setting.cost_model.pinned_pages else "auto")),
-        residents=cell.residents,
-        prompt_micro_batches=int(cell.prompt_micro_batches),
-        look_ahead=cell.look_ahead,
-        admission=cell.admission,
+        weight_dtype=candidate.variant.weight_dtype,
+        kv_dtype=candidate.variant.kv_dtype,
+        schedule=candidate.variant.schedule,
+        kv_block_size=candidate.kv_block_size,
+        host_pages=str(problem.fixed.get("host_pages", pages)),
+        residents=candidate.residents,
+        prompt_micro_batches=int(candidate.prompt_micro_batches),
+        look_ahead=candidate.look_ahead,
+        admission=candidate.admission,
     )
 
 
@@ -245,9 +240,6 @@ def memory_of(
 
 def disk_purposes(problem: Problem, policy: Policy) -> list[tuple[str, int]]:
     """Bytes of pages that every pass reads from disk, by purpose; the checkpoint itself is not counted."""
-    from moelight.hrm.costs import page_bytes
-    from moelight.hrm.placement import place
-
     pages = problem.dtype if policy.weight_dtype == "auto" else dtype_named(policy.weight_dtype)
     streamed = len(place(problem.model, policy).on("disk"))
     return [("disk_experts", streamed * page_bytes(problem.model, pages))] if streamed else []
@@ -290,7 +282,7 @@ def _published(
     fix: Mapping[str, Fixed],
 ) -> Plan:
     """The plan of the published estimator and its grid."""
-    from moelight.optimizer.paper import published_plan
+    from moelight.optimizer.published import published_plan
 
     tiers = tuple(replace(tier, capacity_bytes=limits.get(tier.name, tier.capacity_bytes)) for tier in hardware.tiers)
     began_s = time.perf_counter()

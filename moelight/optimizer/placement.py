@@ -65,20 +65,20 @@ class ResolvedPlacement:
     feasible: Any
 
 
-def free_memory(problem: Problem, cells: Candidates) -> FreeMemory:
+def free_memory(problem: Problem, candidates: Candidates) -> FreeMemory:
     """The free memory of each tier, for each candidate."""
-    cost_model = cells.setting.cost_model
+    cost_model = candidates.variant.cost_model
     left = {tier: float(size) for tier, size in problem.capacity_bytes.items()}
     for (_, tier), size in fixed_bytes(
-        problem.model, cells, dtype=cost_model.dtype, kv_dtype=cost_model.kv_dtype
+        problem.model, candidates, dtype=cost_model.dtype, kv_dtype=cost_model.kv_dtype
     ).items():
         left[tier] = left[tier] - size
     return FreeMemory(
         device=left.get("device", 0.0),
         host=left["host"],
         disk=int(left.get("disk", 0.0)),
-        kv_blocks=kv_blocks(cells),
-        kv_block_bytes=kv_block_bytes(problem.model, cells, cost_model.kv_dtype),
+        kv_blocks=kv_blocks(candidates),
+        kv_block_bytes=kv_block_bytes(problem.model, candidates, cost_model.kv_dtype),
         pages=problem.model.num_moe_layers * problem.model.experts.num_experts,
         layers=problem.model.num_moe_layers,
         slot_bytes=costs.page_slot_bytes(problem.model, cost_model.page_dtype),
@@ -88,8 +88,8 @@ def free_memory(problem: Problem, cells: Candidates) -> FreeMemory:
 
 def fill(
     problem: Problem,
-    cells: Candidates,
-    wanted: RequestedPlacement,
+    candidates: Candidates,
+    requested: RequestedPlacement,
     *,
     off_host: Any = None,
     in_host: Any = None,
@@ -100,18 +100,18 @@ def fill(
     For bounds only: ``off_host`` is the share of the cache that host memory need not hold and ``in_host`` the number of
     pages for the CPU that host memory must hold, where they differ from the request; ``free`` is the memory to fill.
     """
-    computed, device_kv = wanted.computed, wanted.device_kv
-    free = free_memory(problem, cells) if free is None else free
+    computed, device_kv = requested.computed, requested.device_kv
+    free = free_memory(problem, candidates) if free is None else free
     held = computed if in_host is None else in_host
-    cache = _cache_blocks(cells, free, held, device_kv)
-    if cells.ffn_device == "split" and in_host is None and problem.share("cpu_experts") is None:
+    cache = _cache_blocks(candidates, free, held, device_kv)
+    if candidates.ffn_device == "split" and in_host is None and problem.share("cpu_experts") is None:
         held = computed = np.maximum(computed, _least_computed(free, free.device - cache * free.kv_block_bytes))
     device, pages = free.device - cache * free.kv_block_bytes, free.pages - computed
-    if cells.ffn_device == "cpu":
+    if candidates.ffn_device == "cpu":
         spared = cache if off_host is None else np.ceil(free.kv_blocks * off_host)
         slots = np.floor((free.host - (free.kv_blocks - spared) * free.kv_block_bytes) / free.slot_bytes)
         resident, ring, fits = _resident(pages, free, slots, problem.share("weights.host"), _on_disk(problem, free))
-        if cells.residents == "learned" and not cells.discrete:
+        if candidates.residents == "learned" and not candidates.discrete:
             resident, fits = _beside_a_layer(problem, free, pages, slots, resident, ring, fits)
         from_host, on_device = np.zeros_like(resident), cache
         fits &= device >= 0
@@ -119,16 +119,16 @@ def fill(
         slots = np.floor(device / free.slot_bytes)
         elsewhere = _on_disk(problem, free) + np.maximum(_on_host(problem, free) - computed, 0)
         resident, ring, fits = _resident(pages, free, slots, problem.share("weights.device"), elsewhere)
-        resident, ring = _at_most(wanted.resident, pages, free, resident, ring)
+        resident, ring = _at_most(requested.resident, pages, free, resident, ring)
         fits &= resident + ring <= slots
         left = np.clip(np.floor((device - (resident + ring) * free.slot_bytes) / free.kv_block_bytes), 0, np.inf)
-        more = np.minimum(left, free.kv_blocks - cache) if cells.attention_device == "gpu" else 0
+        more = np.minimum(left, free.kv_blocks - cache) if candidates.attention_device == "gpu" else 0
         on_device = cache + np.where(np.isnan(device_kv), more, 0)
         spared = on_device if off_host is None else np.ceil(free.kv_blocks * off_host)
         on_host = np.floor((free.host - (free.kv_blocks - spared) * free.kv_block_bytes) / free.slot_bytes) - held
-        staged = 0 * ring if cells.setting.cost_model.pinned_pages else ring / 2
+        staged = 0 * ring if candidates.variant.cost_model.pinned_pages else ring / 2
         pinned = (staged, ring)
-        from_host = _from_host(problem, free, pages - resident, on_host, pinned, computed, held, wanted.spilled)
+        from_host = _from_host(problem, free, pages - resident, on_host, pinned, computed, held, requested.spilled)
         fits &= from_host >= 0
     from_disk = pages - resident - from_host
     fits &= from_disk * free.page_bytes <= free.disk
@@ -162,12 +162,12 @@ def _at_most(most: Any, pages: Any, free: FreeMemory, resident: Any, ring: Any) 
     return kept, np.where(fewer, 2 * np.ceil((pages - kept) / free.layers), ring)
 
 
-def _cache_blocks(cells: Candidates, free: FreeMemory, held: Any, device_kv: Any) -> Any:
+def _cache_blocks(candidates: Candidates, free: FreeMemory, held: Any, device_kv: Any) -> Any:
     """Cache blocks placed in device memory before any page: the requested share, or, if the share is free, all that fit
     where device memory holds no pages, and otherwise only those that host memory cannot hold."""
-    if cells.attention_device == "cpu":
+    if candidates.attention_device == "cpu":
         return np.zeros_like(free.kv_blocks)
-    if cells.ffn_device == "cpu":
+    if candidates.ffn_device == "cpu":
         least = np.floor(free.device / free.kv_block_bytes)
     else:
         least = free.kv_blocks - np.floor((free.host - held * free.slot_bytes) / free.kv_block_bytes)
@@ -219,10 +219,10 @@ def _resident(pages: Any, free: FreeMemory, slots: Any, share: float | None, els
     fit: r + 2 ceil((pages - r) / layers) <= slots. Fixed shares of other tiers exclude ``elsewhere`` pages; a fixed
     ``share`` of this tier leaves no choice."""
     if share is not None:
-        wanted = np.round(share * free.pages)
-        resident = np.minimum(wanted, pages) + 0 * slots
+        requested = np.round(share * free.pages)
+        resident = np.minimum(requested, pages) + 0 * slots
         ring = 2 * np.ceil((pages - resident) / free.layers)
-        return resident, ring, (resident + ring <= slots) & (wanted <= pages - elsewhere)
+        return resident, ring, (resident + ring <= slots) & (requested <= pages - elsewhere)
     if free.layers > 2:
         per_layer = np.where(slots >= pages, 0, np.maximum(1, np.ceil((pages - slots) / (free.layers - 2))))
     else:
@@ -246,17 +246,17 @@ def _host_pages(problem: Problem, free: FreeMemory, streamed: Any, on_host: Any,
     host, disk = problem.share("weights.host"), problem.share("weights.disk")
     most = np.minimum(streamed, np.maximum(on_host, 0))
     if host is not None:
-        least, wanted = (np.maximum(np.round(host * free.pages) - pages, 0) for pages in (computed, held))
-        return np.where((np.round(host * free.pages) >= held) & (least <= most), np.minimum(wanted, most), -1)
+        least, requested = (np.maximum(np.round(host * free.pages) - pages, 0) for pages in (computed, held))
+        return np.where((np.round(host * free.pages) >= held) & (least <= most), np.minimum(requested, most), -1)
     if disk is not None:
-        wanted = streamed - np.round(disk * free.pages)
-        return np.where((wanted >= held - computed) & (wanted <= most), np.maximum(wanted, 0), -1)
+        requested = streamed - np.round(disk * free.pages)
+        return np.where((requested >= held - computed) & (requested <= most), np.maximum(requested, 0), -1)
     return most
 
 
-def fixed_device_kv(problem: Problem, cells: Candidates) -> float | None:
+def fixed_device_kv(problem: Problem, candidates: Candidates) -> float | None:
     """The share of the cache on the device, if fixed; None if free."""
-    if cells.attention_device == "cpu":
+    if candidates.attention_device == "cpu":
         return 0.0
     device, host = problem.share("kv.device"), problem.share("kv.host")
     return device if device is not None else None if host is None else 1.0 - host

@@ -1,17 +1,25 @@
-"""The result of the optimizer: a policy with its memory use, its estimate, the proven bound and an explanation.
-
-Data classes only; ``search`` finds plans and the engine executes them.
-"""
+"""The result of the optimizer: a policy with its memory use, its estimate, the proven bound and an explanation; and
+plans on disk, keyed by a hash of all inputs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from moelight import __version__
+from moelight.core.errors import MoelightError
+from moelight.core.paths import cache_directory, write_whole
 from moelight.core.policy import Policy
+from moelight.core.small_files import read_json
 from moelight.hrm.estimate import Estimate
 from moelight.hrm.machine_model import Speeds
 from moelight.profiles.workload import Workload
+
+_FORMAT = 3  # increment when formulas change, so that stored plans are not used
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,9 +90,9 @@ class Plan:
 
 def plan_as_dict(plan: Plan) -> dict[str, Any]:
     """``plan`` as plain values, for ``--json``: bytes, seconds and tokens per second, unrounded."""
-    policy, estimate, workload = plan.policy, plan.estimate, plan.workload
+    estimate = plan.estimate
     return {
-        "policy": policy_as_dict(policy),
+        "policy": policy_as_dict(plan.policy),
         "estimate": {
             "layer_s": estimate.layer_s,
             "pass_s": estimate.pass_s,
@@ -105,41 +113,47 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "why": plan.why,
         "runs": plan.runs,
         "why_not": list(plan.why_not),
-        "what_if": [{"change": found.change, "gain": found.gain} for found in plan.what_if],
+        "what_if": [asdict(found) for found in plan.what_if],
         "solve_s": plan.solve_s,
         "estimator": plan.estimator,
         "hardware": plan.hardware,
-        "workload": {
-            "num_requests": workload.num_requests,
-            "prompt_len": workload.prompt_len,
-            "max_prompt_len": workload.max_prompt_len,
-            "gen_len": workload.gen_len,
-        },
+        "workload": asdict(plan.workload),
     }
+
+
+_SIZES = ("batch_size", "micro_batch_size", "num_micro_batches", "micro_batch_tokens", "kv_tokens", "kv_block_size")
+_DEVICES = ("attention_device", "ffn_device", "weights", "cpu_experts", "kv", "weight_dtype", "kv_dtype", "schedule")
+_REST = ("prompt_micro_batches", "look_ahead", "admission", "host_pages", "residents", "gpus")
 
 
 def policy_as_dict(policy: Policy) -> dict[str, Any]:
     """``policy`` as plain values, shares unrounded; ``num_micro_batches`` follows from N and μ."""
-    return {
-        "model": policy.model,
-        "batch_size": policy.batch_size,
-        "micro_batch_size": policy.micro_batch_size,
-        "num_micro_batches": policy.num_micro_batches,
-        "micro_batch_tokens": policy.micro_batch_tokens,
-        "kv_tokens": policy.kv_tokens,
-        "kv_block_size": policy.kv_block_size,
-        "attention_device": policy.attention_device,
-        "ffn_device": policy.ffn_device,
-        "weights": {"device": policy.weights.device, "host": policy.weights.host, "disk": policy.weights.disk},
-        "cpu_experts": policy.cpu_experts,
-        "kv": {"device": policy.kv.device, "host": policy.kv.host},
-        "weight_dtype": policy.weight_dtype,
-        "kv_dtype": policy.kv_dtype,
-        "schedule": policy.schedule,
-        "prompt_micro_batches": policy.prompt_micro_batches,
-        "look_ahead": policy.look_ahead,
-        "admission": policy.admission,
-        "host_pages": policy.host_pages,
-        "residents": policy.residents,
-        "gpus": policy.gpus,
-    }
+    values = {**asdict(policy), "num_micro_batches": policy.num_micro_batches}
+    values["kv"].pop("disk")
+    return {name: values[name] for name in ("model", *_SIZES, *_DEVICES, *_REST)}
+
+
+def key_of(*inputs: Any) -> str:
+    """The key of a planning problem: equal for equal inputs; different inputs or program versions give other keys."""
+    text = json.dumps([_FORMAT, __version__, *inputs], sort_keys=True, default=asdict)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def stored_plan(key: str) -> Plan | None:
+    """The plan stored under ``key``; None if there is none or its file is invalid."""
+    import msgspec
+
+    try:
+        return msgspec.convert(read_json(_file_of(key)), Plan)
+    except (OSError, ValueError, TypeError, MoelightError, msgspec.ValidationError):
+        return None
+
+
+def store_plan(key: str, plan: Plan) -> None:
+    """Store ``plan`` without the machine's speeds; errors of the file system are ignored."""
+    with contextlib.suppress(OSError):
+        write_whole(_file_of(key), json.dumps(asdict(replace(plan, speeds=None))))
+
+
+def _file_of(key: str) -> Path:
+    return cache_directory("plans", f"{key}.json")

@@ -53,9 +53,8 @@ class Problem:
             streamed from disk.
         dtype: the dtype of computation; ``weight_dtypes`` and ``kv_dtypes`` are those allowed for experts and cache.
         fixed: values by key of the policy.
-        integer_program: whether the integer programme places pages; without it, the fastest tiers are filled first,
-            which is equivalent unless the CPU's share of experts or the placement of the cache is free, or a copy
-            binds.
+        schedules: those that may be chosen, unless one is fixed.
+        needs_gpu: True if a policy that leaves the GPU idle cannot be chosen.
     """
 
     name: str
@@ -66,9 +65,9 @@ class Problem:
     dtype: DType
     weight_dtypes: tuple[str, ...] = ("auto",)
     kv_dtypes: tuple[str, ...] = ("auto",)
-    orders: tuple[str, ...] = SEARCHED_SCHEDULES
+    schedules: tuple[str, ...] = SEARCHED_SCHEDULES
     fixed: Mapping[str, Fixed] = field(default_factory=dict)
-    integer_program: bool = True
+    needs_gpu: bool = False
 
     @property
     def has_gpu(self) -> bool:
@@ -124,11 +123,11 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """The discrete part of a policy: devices, schedule (``order``), admission, dtypes, pinned or unpinned host pages,
+    """The discrete part of a policy: devices, schedule, admission, dtypes, pinned or unpinned host pages,
     fixed or learned residents; ``cost_model`` prices it."""
 
     cost_model: CostModel
-    order: str
+    schedule: str
     admission: str
     residents: str
     weight_dtype: str
@@ -150,7 +149,7 @@ class Candidates:
     """Candidates of one variant as arrays of one shape: N, μ, the most tokens of a prompt micro-batch, and the number
     of prompt micro-batches in a pass. Has the attributes of a policy that memory and time depend on."""
 
-    setting: Variant
+    variant: Variant
     batch_size: Any
     micro_batch_size: Any
     micro_batch_tokens: Any
@@ -161,40 +160,35 @@ class Candidates:
 
     @property
     def attention_device(self) -> str:
-        """The device of decode attention."""
-        return self.setting.attention_device
+        return self.variant.attention_device
 
     @property
     def ffn_device(self) -> str:
-        """The device of the experts."""
-        return self.setting.ffn_device
+        return self.variant.ffn_device
 
     @property
     def schedule(self) -> str:
-        """The schedule's name."""
-        return self.setting.order
+        return self.variant.schedule
 
     @property
     def admission(self) -> str:
-        """The admission rule of prompts."""
-        return self.setting.admission
+        return self.variant.admission
 
     @property
     def residents(self) -> str:
         """``learned`` if resident experts may be evicted for others."""
-        return self.setting.residents
+        return self.variant.residents
 
     @property
     def discrete(self) -> bool:
-        """True if a GPU is used."""
-        return self.setting.cost_model.discrete
+        return self.variant.cost_model.discrete
 
     def at(self, index: Any) -> Candidates:
         """The candidates at ``index``."""
-        return replace(self, **{name: np.asarray(getattr(self, name))[index] for name in CELL_ARRAYS})
+        return replace(self, **{name: np.asarray(getattr(self, name))[index] for name in SIZE_ARRAYS})
 
 
-CELL_ARRAYS = ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches", "kv_tokens")
+SIZE_ARRAYS = ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches", "kv_tokens")
 
 
 def variants(problem: Problem) -> Iterator[Variant]:
@@ -206,22 +200,22 @@ def variants(problem: Problem) -> Iterator[Variant]:
         ConfigError: the fixed values contradict each other; names them.
     """
     fixed, found = problem.fixed, 0
-    orders = (str(fixed["schedule"]),) if "schedule" in fixed else problem.orders
+    schedules = (str(fixed["schedule"]),) if "schedule" in fixed else problem.schedules
     attentions = (str(fixed["attention_device"]),) if "attention_device" in fixed else PROCESSORS
     ffns = (str(fixed["ffn_device"]),) if "ffn_device" in fixed else FFN_DEVICES
     weights = (str(fixed["weight_dtype"]),) if "weight_dtype" in fixed else problem.weight_dtypes
     caches = (str(fixed["kv_dtype"]),) if "kv_dtype" in fixed else problem.kv_dtypes
     admissions = (str(fixed["admission"]),) if "admission" in fixed else ADMISSIONS
     learning = (str(fixed["residents"]),) if "residents" in fixed else ("auto", "learned")
-    for attention, ffn, order, weight, cache, admission, residents in product(
-        attentions, ffns, orders, weights, caches, admissions, learning
+    for attention, ffn, schedule, weight, cache, admission, residents in product(
+        attentions, ffns, schedules, weights, caches, admissions, learning
     ):
         gpu = attention == "gpu" or ffn != "cpu"
         if gpu and residents == "learned" and "residents" not in fixed:
             continue
-        if (gpu and not problem.has_gpu) or _contradicts(problem, attention, ffn):
+        if (gpu and not problem.has_gpu) or (problem.needs_gpu and not gpu) or _contradicts(problem, attention, ffn):
             continue
-        if misfit(order, discrete=gpu, attention=attention, experts=EXPERT_PLACES[ffn]) is not None:
+        if misfit(schedule, discrete=gpu, attention=attention, experts=EXPERT_PLACES[ffn]) is not None:
             continue
         found += 1
         cost_model = CostModel(
@@ -236,7 +230,7 @@ def variants(problem: Problem) -> Iterator[Variant]:
         )
         yield Variant(
             cost_model=cost_model,
-            order=order,
+            schedule=schedule,
             admission=admission,
             residents=residents,
             weight_dtype=weight,
@@ -258,11 +252,11 @@ def _contradicts(problem: Problem, attention: str, ffn: str) -> bool:
 
 
 def make_candidates(
-    problem: Problem, setting: Variant, batch_size: Any, micro_batch_size: Any, tokens: Any, prompt_micro_batches: Any
+    problem: Problem, variant: Variant, batch_size: Any, micro_batch_size: Any, tokens: Any, prompt_micro_batches: Any
 ) -> Candidates:
     """Candidates from arrays of N, μ, the most ``tokens`` of a prompt micro-batch and their number in a pass."""
     return Candidates(
-        setting=setting,
+        variant=variant,
         batch_size=batch_size,
         micro_batch_size=micro_batch_size,
         micro_batch_tokens=tokens,

@@ -29,7 +29,7 @@ from moelight.optimizer.candidates import (
 )
 from moelight.optimizer.milp import SolvedPlacement, solve
 from moelight.optimizer.placement import RequestedPlacement, fill
-from moelight.optimizer.problem import CELL_ARRAYS, LEAST_TOKENS, Candidates, Problem, Variant, variants
+from moelight.optimizer.problem import LEAST_TOKENS, SIZE_ARRAYS, Candidates, Problem, Variant, variants
 
 # Random rounds: the widest step (a power of ten of a factor), the number of candidates, and the time of a variant over
 # the best at which it is dropped.
@@ -60,7 +60,7 @@ POOLED, NEAR_POOLED, WORTH_POOLING = 4, 60, 1.05
 class Found:
     """The best candidate: its variant and sizes, and its placement with the seconds of the job."""
 
-    cell: Candidates
+    candidate: Candidates
     placed: SolvedPlacement
 
 
@@ -72,8 +72,8 @@ class Beam:
     seconds: Any
 
     @property
-    def setting(self) -> Variant:
-        return self.choices.cells.setting
+    def variant(self) -> Variant:
+        return self.choices.sizes.variant
 
     @property
     def least(self) -> float:
@@ -88,8 +88,8 @@ def search(problem: Problem) -> Found | None:
     if problem.sequences[0] > problem.sequences[1]:
         return None
     every = list(variants(problem))
-    usual = [setting for setting in every if not _is_rare(setting)] or every
-    looks = [keep_best(problem, None, first_sample(problem, setting)) for setting in usual]
+    usual = [variant for variant in every if not _is_rare(variant)] or every
+    looks = [keep_best(problem, None, first_sample(problem, variant)) for variant in usual]
     beam = [found for found in looks if found is not None]
     if not beam:
         return None
@@ -103,13 +103,13 @@ def search(problem: Problem) -> Found | None:
         beam = [
             keep_best(problem, found, scattered(problem, found.choices, draw, count, widest=widest)) for found in beam
         ]
-    for work in (_refined, _restarted, _in_other_schedules):
+    for improve in (_refined, _restarted):
         beam = sorted(beam, key=lambda found: found.least)
         worth = beam[0].least * WORTH_FINISHING
-        first = [work(problem, found, every) for found in beam[:MOST_FINISHED] if found.least <= worth]
+        first = [improve(problem, found) for found in beam[:MOST_FINISHED] if found.least <= worth]
         beam = first + beam[len(first) :]
     best = _select_best(problem, sorted(beam, key=lambda found: found.least))
-    if best is not None and problem.integer_program and _is_small(problem):
+    if best is not None and _is_small(problem):
         best = _certified(problem, best)
     return None if best is None else _with_fewer_tokens(problem, best)
 
@@ -123,29 +123,31 @@ def _is_small(problem: Problem) -> bool:
 def _pooled(problem: Problem, beam: list[Beam], every: list[Variant], draw: np.random.Generator) -> list[Beam]:
     """Beams of all variants at the sizes that are best in any variant; variants that fall behind are dropped."""
     pool = _joined(*(found.first(POOLED).choices for found in beam))
-    known = {id(found.setting): found for found in beam}
+    known = {id(found.variant): found for found in beam}
     best, kept = min(found.least for found in beam), []
-    for setting in every:
-        here = as_of(problem, pool, setting)
+    for variant in every:
+        here = as_of(problem, pool, variant)
         near = _joined(here, scattered(problem, here, draw, NEAR_POOLED))
-        found = keep_best(problem, known.get(id(setting)), near)
+        found = keep_best(problem, known.get(id(variant)), near)
         if found is not None and found.least <= best * WORTH_POOLING:
             kept.append(found)
     return kept
 
 
-def _is_rare(setting: Variant) -> bool:
-    return not {setting.order, setting.admission, setting.residents}.isdisjoint(RARE)
+def _is_rare(variant: Variant) -> bool:
+    return not {variant.schedule, variant.admission, variant.residents}.isdisjoint(RARE)
 
 
 def closed_form_s(problem: Problem, choices: PlacedCandidates) -> Any:
     """Seconds of the job for every candidate with its placement in closed form; infinite where it does not fit."""
-    filled = fill(problem, choices.cells, choices.wanted)
+    filled = fill(problem, choices.sizes, choices.requested)
     seconds = np.full(np.shape(filled.feasible), np.inf)
     fits = np.flatnonzero(filled.feasible)
     if fits.size:
-        cells, setting = choices.cells.at(fits), choices.cells.setting
-        seconds[fits] = job_s(setting.cost_model, problem.workload, setting.order, cells, filled.placed.at(fits))
+        candidates, variant = choices.sizes.at(fits), choices.sizes.variant
+        seconds[fits] = job_s(
+            variant.cost_model, problem.workload, variant.schedule, candidates, filled.placed.at(fits)
+        )
     return seconds
 
 
@@ -164,8 +166,8 @@ def keep_best(problem: Problem, beam: Beam | None, look: PlacedCandidates, *, by
     choices, seconds = _as_filled(problem, look.at(kept)), seconds[kept]
     if beam is not None:
         choices, seconds = _joined(beam.choices, choices), np.concatenate([beam.seconds, seconds])
-    cell = choices.cells
-    order = np.lexsort((-cell.micro_batch_size, -cell.batch_size, np.round(np.log(seconds) / EQUAL)))
+    candidate = choices.sizes
+    order = np.lexsort((-candidate.micro_batch_size, -candidate.batch_size, np.round(np.log(seconds) / EQUAL)))
     _, first = np.unique(_region(problem, choices, by_waves=by_waves)[order], return_index=True)
     index = order[np.sort(first)[:FEW]]
     return Beam(choices=choices.at(index), seconds=seconds[index])
@@ -173,58 +175,47 @@ def keep_best(problem: Problem, beam: Beam | None, look: PlacedCandidates, *, by
 
 def _region(problem: Problem, choices: PlacedCandidates, *, by_waves: bool) -> Any:
     """The region number of each candidate."""
-    cell, all_stay = choices.cells, choices.wanted.resident + choices.wanted.computed >= problem.pages
-    n, requests = cell.batch_size, problem.workload.num_requests
-    b = -(-n // cell.micro_batch_size)
+    candidate, all_stay = choices.sizes, choices.requested.resident + choices.requested.computed >= problem.pages
+    n, requests = candidate.batch_size, problem.workload.num_requests
+    b = -(-n // candidate.micro_batch_size)
     numbers = np.minimum(b, 8) + np.round(4 * np.log2(np.maximum(b / 8, 1)))
-    size, tokens = np.round(4 * np.log2(n)), np.round(np.log2(cell.micro_batch_tokens))
-    riding = np.round(np.log2(cell.micro_batch_tokens * cell.prompt_micro_batches) / 2)
+    size, tokens = np.round(4 * np.log2(n)), np.round(np.log2(candidate.micro_batch_tokens))
+    prefill = np.round(np.log2(candidate.micro_batch_tokens * candidate.prompt_micro_batches) / 2)
     if by_waves:
         waves = -(-requests // n)
         size = 2 * waves + (n == -(-requests // waves))
-    return (((size * 100 + tokens) * 100 + riding) * 1000 + numbers) * 2 + all_stay
+    return (((size * 100 + tokens) * 100 + prefill) * 1000 + numbers) * 2 + all_stay
 
 
 def _as_filled(problem: Problem, choices: PlacedCandidates) -> PlacedCandidates:
     """The same candidates with the resolved placement as the requested one, so that a small step of the request is a
     small step of the result: pages streamed from disk, and resident pages, which leave the rest to the cache."""
-    setting = choices.cells.setting
-    if setting.ffn_device == "cpu" or not choices.cells.batch_size.size:
+    variant = choices.sizes.variant
+    if variant.ffn_device == "cpu" or not choices.sizes.batch_size.size:
         return choices
-    filled = fill(problem, choices.cells, choices.wanted)
-    wanted = replace(choices.wanted, spilled=filled.placed.from_disk)
-    if cache_is_open(problem, setting):
-        wanted = replace(wanted, device_kv=np.full_like(filled.resident, np.nan), resident=filled.resident)
-    return PlacedCandidates(cells=choices.cells, wanted=wanted)
+    filled = fill(problem, choices.sizes, choices.requested)
+    requested = replace(choices.requested, spilled=filled.placed.from_disk)
+    if cache_is_open(problem, variant):
+        requested = replace(requested, device_kv=np.full_like(filled.resident, np.nan), resident=filled.resident)
+    return PlacedCandidates(sizes=choices.sizes, requested=requested)
 
 
 def _joined(*parts: PlacedCandidates) -> PlacedCandidates:
     names = ("computed", "device_kv", "resident", "spilled")
     arrays: dict[str, Any] = {
-        name: np.concatenate([getattr(part.cells, name) for part in parts]) for name in CELL_ARRAYS
+        name: np.concatenate([getattr(part.sizes, name) for part in parts]) for name in SIZE_ARRAYS
     }
-    wanted = {name: np.concatenate([getattr(part.wanted, name) for part in parts]) for name in names}
-    return PlacedCandidates(cells=replace(parts[0].cells, **arrays), wanted=RequestedPlacement(**wanted))
+    requested = {name: np.concatenate([getattr(part.requested, name) for part in parts]) for name in names}
+    return PlacedCandidates(sizes=replace(parts[0].sizes, **arrays), requested=RequestedPlacement(**requested))
 
 
 def _beside(every: list[Variant], beam: list[Beam]) -> list[Variant]:
     """The variants with the devices of ``beam``."""
-    devices = {(found.setting.attention_device, found.setting.ffn_device) for found in beam}
-    return [setting for setting in every if (setting.attention_device, setting.ffn_device) in devices]
+    devices = {(found.variant.attention_device, found.variant.ffn_device) for found in beam}
+    return [variant for variant in every if (variant.attention_device, variant.ffn_device) in devices]
 
 
-def _in_other_schedules(problem: Problem, beam: Beam, every: list[Variant]) -> Beam:
-    """The best of ``beam`` with another schedule or admission, refined; ``beam`` itself if none is faster."""
-    own, best = beam.setting, beam
-    for setting in every:
-        if setting is not own and setting.attention_device == own.attention_device:
-            here = as_of(problem, beam.first(POOLED).choices, setting)
-            found = keep_best(problem, None, _joined(here, around(problem, here, step=0.0)))
-            best = found if found is not None and found.least < best.least * (1 - GAINED) else best
-    return beam if best is beam else _refined(problem, best, every)
-
-
-def _refined(problem: Problem, beam: Beam, _every: list[Variant]) -> Beam:
+def _refined(problem: Problem, beam: Beam) -> Beam:
     """``beam`` after local search: no small or single step improves its first candidates, each in its own region."""
     for _ in range(MOST_ROUNDS):
         before = beam.seconds[:FIRST]
@@ -241,13 +232,13 @@ def _is_better(seconds: Any, before: Any) -> bool:
     return len(seconds) != len(before) or bool(np.any(seconds < before * (1 - GAINED)))
 
 
-def _restarted(problem: Problem, beam: Beam, every: list[Variant]) -> Beam:
+def _restarted(problem: Problem, beam: Beam) -> Beam:
     """``beam`` improved by random candidates near it, which steps along one axis do not reach."""
     draw = np.random.default_rng(0)
     for _ in range(SHAKES):
         near = scattered(problem, beam.choices, draw, SCATTERED, widest=-0.3)
         found = keep_best(problem, beam, near, by_waves=True)
-        beam = _refined(problem, found, every) if _is_better(found.seconds[:1], beam.seconds[:1]) else found
+        beam = _refined(problem, found) if _is_better(found.seconds[:1], beam.seconds[:1]) else found
     return beam
 
 
@@ -258,25 +249,23 @@ def _select_best(problem: Problem, beam: list[Beam]) -> Found | None:
         if best is not None and found.least > best.placed.seconds * WORTH_SOLVING:
             break
         choice = found.choices.at(0)
-        found_placements = (
-            _filled(problem, choice),
-            _solved(problem, choice.cells) if problem.integer_program else None,
-        )
-        for placed in (placed for placed in found_placements if placed is not None):
+        for placed in (_filled(problem, choice), _solved(problem, choice.sizes)):
+            if placed is None:
+                continue
             if best is None or placed.seconds < best.placed.seconds * (1 - EQUAL):
-                best = Found(cell=choice.cells, placed=placed)
+                best = Found(candidate=choice.sizes, placed=placed)
     return best
 
 
-def _solved(problem: Problem, cell: Candidates) -> SolvedPlacement | None:
+def _solved(problem: Problem, candidate: Candidates) -> SolvedPlacement | None:
     """The integer programme's placement; of equals, the one that leaves no memory empty."""
-    placed = solve(problem, cell)
+    placed = solve(problem, candidate)
     if placed is None:
         return None
-    cache = placed.device_blocks / -(-int(cell.kv_tokens) // cell.kv_block_size)
+    cache = placed.device_blocks / -(-int(candidate.kv_tokens) // candidate.kv_block_size)
     for device_kv in map(np.asarray, (np.nan, cache)):
-        wanted = RequestedPlacement(computed=np.asarray(placed.computed), device_kv=device_kv)
-        full = _filled(problem, PlacedCandidates(cells=cell, wanted=wanted))
+        requested = RequestedPlacement(computed=np.asarray(placed.computed), device_kv=device_kv)
+        full = _filled(problem, PlacedCandidates(sizes=candidate, requested=requested))
         if full is not None and full.seconds <= placed.seconds * (1 + EQUAL):
             return full
     return placed
@@ -284,44 +273,44 @@ def _solved(problem: Problem, cell: Candidates) -> SolvedPlacement | None:
 
 def _certified(problem: Problem, best: Found) -> Found:
     """The optimum, if the bounds leave few enough candidates to solve them all; otherwise the best one solved."""
-    for cell in undecided(problem, best.placed.seconds, most_boxes=MOST_BOXES)[:MOST_UNDECIDED]:
-        placed = _solved(problem, cell)
+    for candidate in undecided(problem, best.placed.seconds, most_boxes=MOST_BOXES)[:MOST_UNDECIDED]:
+        placed = _solved(problem, candidate)
         if placed is not None and placed.seconds < best.placed.seconds * (1 - EQUAL):
-            best = Found(cell=cell, placed=placed)
+            best = Found(candidate=candidate, placed=placed)
     return best
 
 
 def _with_fewer_tokens(problem: Problem, best: Found) -> Found:
     """``best`` with the fewest prompt tokens per pass and per micro-batch that are as good (`AS_GOOD`): memory for a
     pass of a million tokens is not worth a thousandth of a percent of speed."""
-    cell, placed = best.cell, best.placed
-    tokens, rides = int(cell.micro_batch_tokens), int(cell.prompt_micro_batches)
-    fixed = [problem.count(key) is not None for key in ("micro_batch_tokens", "prompt_micro_batches")]
-    cut = [tokens] if fixed[0] else sorted({tokens, *_powers(max(LEAST_TOKENS, int(cell.micro_batch_size)), tokens)})
-    pairs = [
-        (t, p)
-        for t in cut
-        for p in ([rides] if fixed[1] else sorted({-(-r // t) for r in (tokens * rides, *_powers(t, tokens * rides))}))
-        if p <= MOST_COUNTS["prompt_micro_batches"]
-    ]
+    candidate, placed = best.candidate, best.placed
+    tokens, prompt_batches = int(candidate.micro_batch_tokens), int(candidate.prompt_micro_batches)
+    sizes, whole = {tokens}, tokens * prompt_batches
+    if problem.count("micro_batch_tokens") is None:
+        sizes.update(_powers(max(LEAST_TOKENS, int(candidate.micro_batch_size)), tokens))
+    pairs = []
+    for t in sorted(sizes):
+        fewer = {-(-r // t) for r in (whole, *_powers(t, whole))}
+        counts = sorted(fewer) if problem.count("prompt_micro_batches") is None else [prompt_batches]
+        pairs += [(t, p) for p in counts if p <= MOST_COUNTS["prompt_micro_batches"]]
     t, p = np.array(pairs, dtype=np.int64).T
-    same: dict[str, Any] = {name: np.full_like(t, getattr(cell, name)) for name in CELL_ARRAYS}
-    many = replace(cell, **{**same, "micro_batch_tokens": t, "prompt_micro_batches": p})
+    same: dict[str, Any] = {name: np.full_like(t, getattr(candidate, name)) for name in SIZE_ARRAYS}
+    many = replace(candidate, **{**same, "micro_batch_tokens": t, "prompt_micro_batches": p})
     shares = {
         "computed": placed.computed,
-        "device_kv": placed.device_blocks / -(-int(cell.kv_tokens) // cell.kv_block_size),
+        "device_kv": placed.device_blocks / -(-int(candidate.kv_tokens) // candidate.kv_block_size),
         "resident": np.inf,
         "spilled": placed.from_disk,
     }
-    wanted = RequestedPlacement(**{name: np.full(len(t), float(share)) for name, share in shares.items()})
-    choices = PlacedCandidates(cells=many, wanted=wanted)
+    requested = RequestedPlacement(**{name: np.full(len(t), float(share)) for name, share in shares.items()})
+    choices = PlacedCandidates(sizes=many, requested=requested)
     seconds = closed_form_s(problem, choices)
     good = np.flatnonzero(seconds <= placed.seconds * (1 + AS_GOOD))
     if not good.size:
         return best
     fewest = choices.at(good[np.argmin((t * p + t)[good])])
     filled = _filled(problem, fewest)
-    return best if filled is None else Found(cell=fewest.cells, placed=filled)
+    return best if filled is None else Found(candidate=fewest.sizes, placed=filled)
 
 
 def _powers(low: int, high: int) -> list[int]:
@@ -331,16 +320,16 @@ def _powers(low: int, high: int) -> list[int]:
 
 def _filled(problem: Problem, choice: PlacedCandidates) -> SolvedPlacement | None:
     """The placement of one candidate in closed form; None if the candidate does not fit."""
-    cell, setting = choice.cells, choice.cells.setting
-    filled = fill(problem, cell, choice.wanted)
+    candidate, variant = choice.sizes, choice.sizes.variant
+    filled = fill(problem, candidate, choice.requested)
     if not filled.feasible:
         return None
-    blocks = round(float(filled.placed.device_kv) * -(-int(cell.kv_tokens) // cell.kv_block_size))
+    blocks = round(float(filled.placed.device_kv) * -(-int(candidate.kv_tokens) // candidate.kv_block_size))
     return SolvedPlacement(
         resident=int(filled.resident),
         from_host=int(filled.placed.from_host),
         from_disk=int(filled.placed.from_disk),
         computed=int(filled.placed.computed),
         device_blocks=blocks,
-        seconds=float(job_s(setting.cost_model, problem.workload, setting.order, cell, filled.placed)),
+        seconds=float(job_s(variant.cost_model, problem.workload, variant.schedule, candidate, filled.placed)),
     )

@@ -18,7 +18,7 @@ from moelight.core.request import SamplingParams
 from moelight.engine import adaptation
 from moelight.engine.engine import Engine
 from moelight.kernels import native
-from moelight.optimizer.allocation import Allocation, values_of, with_values
+from moelight.optimizer.adapter import Allocation, values_of, with_values
 from moelight.profiles.workload import Workload
 from tests.engine.test_invariance import DEVICES, MODELS, PROMPTS, SAMPLING, answers, truth
 from tests.engines import Tiny

@@ -231,8 +231,9 @@ def test_in_the_least_memory_every_pass_moves_what_the_plan_says(
     monkeypatch.setattr(schedule_time, "ROUTED_ONLY_SHARE", 1.1)
     monkeypatch.setattr(schedule_time, "MEASURED_SHARE", 1.1)
     work = Workload(num_requests=11, prompt_len=20, max_prompt_len=40, gen_len=5)
-    least = least_memory(model, device, work)
-    with Engine.from_pretrained(model, device=device, workload=work, **least) as engine:  # type: ignore[arg-type]
+    how = {"schedule": "fastdecode"} if device == "twin" else {}  # all experts on the GPU, so that pages are streamed
+    least = least_memory(model, device, work, **how)
+    with Engine.from_pretrained(model, device=device, workload=work, **how, **least) as engine:  # type: ignore[arg-type]
         trace = traced(engine)
         placement = place(engine.profile, engine.policy)
         page = page_bytes(engine.profile, FLOAT32)

@@ -22,7 +22,7 @@ MODEL = small_model((True, True), experts=8)
 
 
 def resolved(policy: Policy, *, wanted: bool = False, model: ModelProfile = MODEL, **limits: int) -> tuple[Policy, str]:
-    return resolve_residents(policy, model, FLOAT32, limits, wanted=wanted)
+    return resolve_residents(policy, model, FLOAT32, limits, requested=wanted)
 
 
 def here(resident: int, **changes: object) -> Policy:

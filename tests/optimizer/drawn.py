@@ -158,15 +158,15 @@ def drawn_surface(draw: random.Random, name: str, peak: float) -> Surface:
 
 def drawn_capacities(draw: random.Random, problem: Problem) -> dict[str, int]:
     """About what some candidate needs with none to all of its pages and cache; or far too little; or plenty."""
-    setting = draw.choice(list(variants(problem)))
+    variant = draw.choice(list(variants(problem)))
     n = draw.randint(1, problem.workload.num_requests)
     mu = draw.randint(1, n)
     tokens = max(draw.choice(TOKENS[:5]), mu)
-    cell = make_candidates(problem, setting, np.int64(n), np.int64(mu), np.int64(tokens), np.int64(8))
+    candidate = make_candidates(problem, variant, np.int64(n), np.int64(mu), np.int64(tokens), np.int64(8))
     needed = dict.fromkeys(problem.capacity_bytes, 0)
-    for (_, tier), size in fixed_bytes(problem.model, cell, dtype=FLOAT32, kv_dtype=FLOAT32).items():
+    for (_, tier), size in fixed_bytes(problem.model, candidate, dtype=FLOAT32, kv_dtype=FLOAT32).items():
         needed[tier] += int(size)
-    cache = int(kv_blocks(cell)) * kv_block_bytes(problem.model, cell, FLOAT32)
+    cache = int(kv_blocks(candidate)) * kv_block_bytes(problem.model, candidate, FLOAT32)
     pages = problem.pages * costs.page_slot_bytes(problem.model, FLOAT32)
     found = {}
     for tier in needed:

@@ -31,7 +31,7 @@ _COUNTS = ("resident", "from_host", "from_disk", "computed", "blocks")
 
 @dataclass(frozen=True, kw_only=True)
 class Policies:
-    """Policies of one setting as arrays of one length; they have the face of a policy."""
+    """Policies of one variant as arrays of one length; they have the face of a policy."""
 
     cost_model: CostModel
     schedule: str
@@ -72,7 +72,7 @@ def settings_of(problem: Problem, orders: tuple[str, ...] | None = None) -> Iter
     for attention in ("cpu", "gpu"):
         for ffn in ("cpu", "gpu", "split"):
             discrete = attention == "gpu" or ffn != "cpu"
-            for order in orders or problem.orders:
+            for order in orders or problem.schedules:
                 fits = misfit(order, discrete=discrete, attention=attention, experts=EXPERT_PLACES[ffn]) is None
                 if fits and (problem.has_gpu or not discrete):
                     yield attention, ffn, order
@@ -91,7 +91,7 @@ def acts_for(problem: Problem, attention: str, ffn: str) -> CostModel:
 
 
 def every(problem: Problem, attention: str, ffn: str, order: str) -> Policies:
-    """All policies of one setting, whether they fit or not."""
+    """All policies of one variant, whether they fit or not."""
     requests, fixed = problem.workload.num_requests, problem.count("micro_batch_tokens")
     sizes = np.array(
         [
@@ -156,8 +156,8 @@ def seconds(problem: Problem, some: Policies) -> Any:
 def least_seconds_of_all(problem: Problem) -> float:
     """The fastest policy there is; infinite where none fits."""
     least = np.inf
-    for setting in settings_of(problem):
-        some = every(problem, *setting)
+    for variant in settings_of(problem):
+        some = every(problem, *variant)
         some = some.at(np.flatnonzero(fits(problem, some)))
         if len(some.batch_size):
             least = min(least, float(np.min(seconds(problem, some))))

@@ -17,9 +17,20 @@ from moelight.engine.planning import hardware_for
 from moelight.hrm.footprint import footprint
 from moelight.hrm.machine_model import Speeds, slowed, speeds_of
 from moelight.hrm.workload_model import steady_passes
-from moelight.optimizer.adapter import MOST_CHANGES, WORTH_IT, Adapter, Rest
-from moelight.optimizer.allocation import FIELDS, Allocation, values_of, with_values
-from moelight.optimizer.calibration import Belief, Passed, Pricing, passes_that_ran
+from moelight.optimizer.adapter import (
+    FIELDS,
+    MOST_CHANGES,
+    WORTH_IT,
+    Adapter,
+    Allocation,
+    Belief,
+    Passed,
+    Pricing,
+    Rest,
+    passes_that_ran,
+    values_of,
+    with_values,
+)
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.workload import Workload
 from tests.optimizer.played import Played, adapted
@@ -232,7 +243,7 @@ def test_the_machine_is_found_from_what_its_lanes_took(by: dict[str, float], dis
             seconds=0.0,
             busy_s={},
         )
-        took = float(np.sum(true.seconds(policy, passes_that_ran([made]), made.kind, Belief())))
+        took = float(np.sum(true.seconds(policy, passes_that_ran([made]), Belief())))
         ran.append(replace(made, seconds=took, busy_s=true.lanes(policy, [made])))
     found = Pricing(MIXTRAL, policy, speeds, BFLOAT16).learn(policy, ran, Belief())
     assert found.stretch == pytest.approx(1.0, rel=0.02)

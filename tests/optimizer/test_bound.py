@@ -23,8 +23,8 @@ from tests.shapes import examples
 MOST_POLICIES = 60_000
 
 
-def those_that_fit(problem: Problem, setting: Variant) -> Policies:
-    some = every(problem, setting.attention_device, setting.ffn_device, setting.order)
+def those_that_fit(problem: Problem, variant: Variant) -> Policies:
+    some = every(problem, variant.attention_device, variant.ffn_device, variant.schedule)
     assume(len(some.batch_size) <= MOST_POLICIES)
     some = some.at(np.flatnonzero(fits(problem, some)))
     assume(len(some.batch_size) > 0)
@@ -35,19 +35,19 @@ def those_that_fit(problem: Problem, setting: Variant) -> Policies:
 @given(seed=st.integers(0, 1 << 30))
 def test_no_policy_of_a_box_is_faster_than_its_bound(seed: int) -> None:
     """Boxes of all shapes, each around a policy that fits, in every order of work."""
-    draw, problem = random.Random(seed), replace(drawn_problem(seed), orders=tuple(SCHEDULE_TERMS))
-    setting = draw.choice(list(variants(problem)))
-    some = those_that_fit(problem, setting)
-    if setting.order != "module":  # cgopipe's boxes hold every other order
-        setting = replace(setting, order="cgopipe")
+    draw, problem = random.Random(seed), replace(drawn_problem(seed), schedules=tuple(SCHEDULE_TERMS))
+    variant = draw.choice(list(variants(problem)))
+    some = those_that_fit(problem, variant)
+    if variant.schedule != "module":  # cgopipe's boxes hold every other order
+        variant = replace(variant, schedule="cgopipe")
     took, share = seconds(problem, some), some.blocks / -(-some.kv_tokens // 32)
     parts = -(-some.batch_size // some.micro_batch_size)
-    setting = replace(setting, cost_model=replace(setting.cost_model, speeds=at_best(setting.cost_model.speeds)))
+    variant = replace(variant, cost_model=replace(variant.cost_model, speeds=at_best(variant.cost_model.speeds)))
     for _ in range(12):
         inside, sides = box_around(draw, problem, some, parts, share)
         box = bound._trimmed(problem, bound._Boxes(**{side: np.array([float(v)]) for side, v in sides.items()}))
         assert len(box) == 1
-        assert bound._bound_s(problem, setting, box)[0] <= took[inside].min() * (1 + 1e-9)
+        assert bound._bound_s(problem, variant, box)[0] <= took[inside].min() * (1 + 1e-9)
 
 
 def box_around(draw: random.Random, problem: Problem, some: Policies, parts, share):  # type: ignore[no-untyped-def]
@@ -64,14 +64,14 @@ def box_around(draw: random.Random, problem: Problem, some: Policies, parts, sha
     c0, c1 = side(int(some.computed[one]), 0, problem.pages) if some.ffn_device == "split" else (0, 0)
     reach = draw.choice([0.0, 0.0, 0.2, 1.0]) if some.attention_device == "gpu" else 0.0
     k0, k1 = max(0.0, share[one] - reach * draw.random()), min(1.0, share[one] + reach * draw.random())
-    t, rides = int(some.micro_batch_tokens[one]), int(some.prompt_micro_batches)
+    t, prompt_batches = int(some.micro_batch_tokens[one]), int(some.prompt_micro_batches)
     t0, t1 = side(t, 1, 1 << 14)
-    r0, r1 = t0 * rides, t1 * rides
+    r0, r1 = t0 * prompt_batches, t1 * prompt_batches
     if draw.random() < 0.5:
         r0, r1 = max(t0, r0 // 2), 2 * r1
     inside = (some.batch_size >= n0) & (some.batch_size <= n1) & (parts >= b0) & (parts <= b1)
-    riding = some.micro_batch_tokens * rides
-    inside &= (some.micro_batch_tokens >= t0) & (some.micro_batch_tokens <= t1) & (riding >= r0) & (riding <= r1)
+    prefill = some.micro_batch_tokens * prompt_batches
+    inside &= (some.micro_batch_tokens >= t0) & (some.micro_batch_tokens <= t1) & (prefill >= r0) & (prefill <= r1)
     inside &= (some.computed >= c0) & (some.computed <= c1)
     inside &= (share >= k0 - 1e-9) & (share <= k1 + 1e-9)
     sizes = {"n0": n0, "n1": n1, "b0": b0, "b1": b1, "t0": t0, "t1": t1, "r0": r0, "r1": r1}
@@ -82,8 +82,8 @@ def box_around(draw: random.Random, problem: Problem, some: Policies, parts, sha
 @given(seed=st.integers(0, 1 << 30))
 def test_the_boxes_of_a_setting_hold_every_candidate(seed: int) -> None:
     problem = drawn_problem(seed, most_requests=60)
-    for setting in variants(problem):
-        boxes = bound._all(problem, setting)
+    for variant in variants(problem):
+        boxes = bound._all(problem, variant)
         n = random.Random(seed).randint(1, problem.workload.num_requests)
         for b in {1, n // 2 + 1, n}:
             holds = (boxes.n0 <= n) & (boxes.n1 >= n) & (boxes.b0 <= b) & (boxes.b1 >= b)
@@ -94,8 +94,8 @@ def test_the_boxes_of_a_setting_hold_every_candidate(seed: int) -> None:
 @given(seed=st.integers(0, 1 << 30))
 def test_cutting_a_box_loses_no_candidate(seed: int) -> None:
     problem = drawn_problem(seed, most_requests=200)
-    setting = random.Random(seed).choice(list(variants(problem)))
-    boxes = bound._all(problem, setting)
+    variant = random.Random(seed).choice(list(variants(problem)))
+    boxes = bound._all(problem, variant)
     lengths = bound._lengths(problem, boxes)
     boxes = replace(boxes, side=np.argmax(lengths, axis=0)).at(np.flatnonzero(np.max(lengths, axis=0) > 0))
     halves = bound._halves(problem, boxes)

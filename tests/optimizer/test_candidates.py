@@ -32,12 +32,12 @@ FIXES: list[dict[str, int | float]] = [
 def every_look(problem: Problem, seed: int) -> list[PlacedCandidates]:
     """The first look at some settings, and what is around one of it, in steps and at random."""
     found, every = [], list(variants(problem))
-    for setting in random.Random(seed).sample(every, min(4, len(every))):
-        look = first_sample(problem, setting)
+    for variant in random.Random(seed).sample(every, min(4, len(every))):
+        look = first_sample(problem, variant)
         found.append(look)
-        if len(look.wanted.computed):
-            one = look.at(random.Random(seed).randrange(len(look.wanted.computed)))
-            few = look.at(np.arange(min(3, len(look.wanted.computed))))
+        if len(look.requested.computed):
+            one = look.at(random.Random(seed).randrange(len(look.requested.computed)))
+            few = look.at(np.arange(min(3, len(look.requested.computed))))
             found += [around(problem, one, step=step) for step in (1.0, 0.1, 0.0)]
             found += [around(problem, few, step=0.3), scattered(problem, few, np.random.default_rng(seed), 100)]
     return found
@@ -51,20 +51,20 @@ def test_candidates_are_policies_and_have_what_is_fixed(fixes: dict[str, int | f
     work = Workload(num_requests=40, prompt_len=9, max_prompt_len=20, gen_len=6)
     problem = replace(problem, workload=work)
     for look in every_look(problem, seed):
-        cell, wanted = look.cells, look.wanted
-        n, mu, t = cell.batch_size, cell.micro_batch_size, cell.micro_batch_tokens
+        candidate, requested = look.sizes, look.requested
+        n, mu, t = candidate.batch_size, candidate.micro_batch_size, candidate.micro_batch_tokens
         assert len(n) and np.all((mu >= 1) & (mu <= n) & (t >= mu))
         assert np.all((n >= problem.sequences[0]) & (n <= problem.sequences[1]))
-        assert np.all((wanted.computed >= 0) & (wanted.computed <= problem.pages))
-        assert np.all(np.isnan(wanted.device_kv) | ((wanted.device_kv >= 0) & (wanted.device_kv <= 1)))
-        assert np.all(cell.prompt_micro_batches >= 1)
+        assert np.all((requested.computed >= 0) & (requested.computed <= problem.pages))
+        assert np.all(np.isnan(requested.device_kv) | ((requested.device_kv >= 0) & (requested.device_kv <= 1)))
+        assert np.all(candidate.prompt_micro_batches >= 1)
         values = {
             "batch_size": n,
             "micro_batch_size": mu,
             "num_micro_batches": -(-n // mu),
             "micro_batch_tokens": t,
-            "kv_tokens": cell.kv_tokens,
-            "prompt_micro_batches": cell.prompt_micro_batches,
+            "kv_tokens": candidate.kv_tokens,
+            "prompt_micro_batches": candidate.prompt_micro_batches,
         }
         for key, value in fixes.items():
             assert np.all(values[key] == value)
@@ -75,9 +75,15 @@ def test_candidates_are_policies_and_have_what_is_fixed(fixes: dict[str, int | f
 def test_few_requests_are_looked_at_whole(seed: int) -> None:
     problem = drawn_problem(seed, most_requests=8)
     requests = problem.workload.num_requests
-    for setting in variants(problem):
-        cell = first_sample(problem, setting).cells
-        cuts = set(zip(cell.batch_size.tolist(), (-(-cell.batch_size // cell.micro_batch_size)).tolist(), strict=True))
+    for variant in variants(problem):
+        candidate = first_sample(problem, variant).sizes
+        cuts = set(
+            zip(
+                candidate.batch_size.tolist(),
+                (-(-candidate.batch_size // candidate.micro_batch_size)).tolist(),
+                strict=True,
+            )
+        )
         smallest = {(n, -(-n // -(-n // b))) for n in range(1, requests + 1) for b in range(1, n + 1)}
         assert cuts == smallest
 
@@ -90,12 +96,12 @@ def test_single_steps_lead_everywhere(seed: int) -> None:
         drawn_problem(seed, gpu=True),
         workload=Workload(num_requests=100, prompt_len=9, max_prompt_len=20, gen_len=6),
     )
-    for setting in variants(problem):
-        look = first_sample(problem, setting)
-        one = look.at(len(look.wanted.computed) // 2)
+    for variant in variants(problem):
+        look = first_sample(problem, variant)
+        one = look.at(len(look.requested.computed) // 2)
         resident = around(problem, one, step=0.0)
-        n, mu = int(one.cells.batch_size), int(one.cells.micro_batch_size)
-        found = set(zip(resident.cells.batch_size.tolist(), resident.cells.micro_batch_size.tolist(), strict=True))
+        n, mu = int(one.sizes.batch_size), int(one.sizes.micro_batch_size)
+        found = set(zip(resident.sizes.batch_size.tolist(), resident.sizes.micro_batch_size.tolist(), strict=True))
         b = -(-n // mu)
         for other in (n - 1, n, n + 1):
             if 1 <= other <= 100:
@@ -106,8 +112,8 @@ def test_single_steps_lead_everywhere(seed: int) -> None:
         waves = -(-100 // n)
         for more in (waves - 1, waves + 1):
             if more >= 1:
-                assert -(-100 // more) in resident.cells.batch_size
-        if setting.ffn_device == "split":
-            pages = int(one.wanted.computed)
+                assert -(-100 // more) in resident.sizes.batch_size
+        if variant.ffn_device == "split":
+            pages = int(one.requested.computed)
             resident_pages = {pages - 1, pages, pages + 1} & set(range(problem.pages + 1))
-            assert resident_pages <= set(resident.wanted.computed.astype(int).tolist())
+            assert resident_pages <= set(resident.requested.computed.astype(int).tolist())

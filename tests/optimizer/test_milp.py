@@ -24,36 +24,36 @@ MOST_POLICIES = 60_000
 def one_candidate(seed: int) -> tuple[Problem, Candidates, Policies]:
     """A problem, sizes for one of its settings, and every way to place its pages and cache that fits."""
     draw, problem = random.Random(seed), drawn_problem(seed)
-    setting = draw.choice(list(variants(problem)))
-    some = every(problem, setting.attention_device, setting.ffn_device, setting.order)
+    variant = draw.choice(list(variants(problem)))
+    some = every(problem, variant.attention_device, variant.ffn_device, variant.schedule)
     assume(len(some.batch_size) <= MOST_POLICIES)
     one = draw.randrange(len(some.batch_size))
     same = np.ones(len(some.batch_size), dtype=bool)
     for name in ("batch_size", "micro_batch_size", "micro_batch_tokens"):
         same &= getattr(some, name) == getattr(some, name)[one]
     sizes = (some.batch_size[one], some.micro_batch_size[one], some.micro_batch_tokens[one])
-    cell = make_candidates(problem, setting, *map(np.int64, sizes), np.int64(some.prompt_micro_batches))
+    candidate = make_candidates(problem, variant, *map(np.int64, sizes), np.int64(some.prompt_micro_batches))
     some = some.at(np.flatnonzero(same))
-    return problem, cell, some.at(np.flatnonzero(fits(problem, some)))
+    return problem, candidate, some.at(np.flatnonzero(fits(problem, some)))
 
 
 @examples(100)
 @given(seed=st.integers(0, 1 << 30))
 def test_the_programme_finds_the_best_homes(seed: int) -> None:
-    problem, cell, some = one_candidate(seed)
-    found = solve(problem, cell)
+    problem, candidate, some = one_candidate(seed)
+    found = solve(problem, candidate)
     assert (found is None) == (len(some.batch_size) == 0)
     if found is None:
         return
     assert found.seconds == pytest.approx(seconds(problem, some).min(), rel=1e-6)
-    blocks = -(-int(cell.kv_tokens) // cell.kv_block_size)
+    blocks = -(-int(candidate.kv_tokens) // candidate.kv_block_size)
     placed = PlacementCounts(
         from_host=float(found.from_host),
         from_disk=float(found.from_disk),
         computed=float(found.computed),
         device_kv=found.device_blocks / blocks,
     )
-    priced = job_s(cell.setting.cost_model, problem.workload, cell.setting.order, cell, placed)
+    priced = job_s(candidate.variant.cost_model, problem.workload, candidate.variant.schedule, candidate, placed)
     assert found.seconds == pytest.approx(float(priced), rel=1e-6)
     assert found.resident + found.from_host + found.from_disk + found.computed == problem.pages
 
@@ -63,21 +63,21 @@ def test_the_programme_finds_the_best_homes(seed: int) -> None:
 def test_fixed_shares_are_met_and_the_rest_is_the_best(seed: int) -> None:
     """The shares of one way to place everything, some of them fixed: the best of those that have them."""
     draw = random.Random(seed)
-    problem, cell, some = one_candidate(seed)
+    problem, candidate, some = one_candidate(seed)
     assume(len(some.batch_size) > 0)
     one = draw.randrange(len(some.batch_size))
-    on_host = some.resident if cell.ffn_device == "cpu" else some.from_host + some.computed
-    on_device = 0 * some.resident if cell.ffn_device == "cpu" else some.resident
+    on_host = some.resident if candidate.ffn_device == "cpu" else some.from_host + some.computed
+    on_device = 0 * some.resident if candidate.ffn_device == "cpu" else some.resident
     counts = {"weights.device": on_device, "weights.host": on_host, "weights.disk": some.from_disk}
-    if cell.ffn_device == "split":
+    if candidate.ffn_device == "split":
         counts["cpu_experts"] = some.computed
     keys = draw.sample(sorted(counts), draw.randint(1, len(counts)))
     fixed = {key: int(counts[key][one]) / problem.pages for key in keys}
     same = np.logical_and.reduce([counts[key] == counts[key][one] for key in keys])
-    if cell.attention_device == "gpu" and draw.random() < 0.5:
+    if candidate.attention_device == "gpu" and draw.random() < 0.5:
         cache = -(-some.kv_tokens // 32)
         fixed["kv.device"] = float(some.blocks[one] / cache[one])
         same &= some.blocks == some.blocks[one]
-    found = solve(replace(problem, fixed=fixed), cell)
+    found = solve(replace(problem, fixed=fixed), candidate)
     assert found is not None
     assert found.seconds == pytest.approx(seconds(problem, some.at(np.flatnonzero(same))).min(), rel=1e-6)

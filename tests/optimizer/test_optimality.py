@@ -35,7 +35,7 @@ def with_tokens(problem: Problem, seed: int) -> Problem:
 @given(seed=st.integers(0, 1 << 30))
 def test_the_optimizer_equals_enumeration(seed: int) -> None:
     problem = with_tokens(drawn_problem(seed), seed)
-    assume(sum(len(every(problem, *setting).batch_size) for setting in settings_of(problem)) <= MOST_POLICIES)
+    assume(sum(len(every(problem, *variant).batch_size) for variant in settings_of(problem)) <= MOST_POLICIES)
     least, found = least_seconds_of_all(problem), search(problem)
     assert (found is None) == (least == float("inf"))
     if found is None:
@@ -60,7 +60,7 @@ def test_the_optimizer_equals_enumeration(seed: int) -> None:
 def test_no_enumerated_policy_beats_a_free_choice_or_its_bound(seed: int) -> None:
     """With every key open the optimizer has all that is enumerated to choose from, and more."""
     problem = drawn_problem(seed)
-    assume(sum(len(every(problem, *setting).batch_size) for setting in settings_of(problem)) <= MOST_POLICIES)
+    assume(sum(len(every(problem, *variant).batch_size) for variant in settings_of(problem)) <= MOST_POLICIES)
     least, found = least_seconds_of_all(problem), search(replace(problem, fixed={}))
     assert found is not None or least == float("inf")
     if found is not None:

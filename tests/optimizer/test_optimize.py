@@ -10,9 +10,8 @@ import pytest
 
 from moelight.core.errors import BudgetError, ConfigError
 from moelight.core.paths import cache_directory
-from moelight.optimizer.cache import key_of, load, store
 from moelight.optimizer.optimize import make_plan
-from moelight.optimizer.plan import Plan, plan_as_dict
+from moelight.optimizer.plan import Plan, key_of, plan_as_dict, store_plan, stored_plan
 from moelight.profiles.hardware import load_hardware_profile
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.workload import Workload, load_workload
@@ -124,7 +123,7 @@ def test_a_plan_survives_its_file() -> None:
     found = plan("t4", "mixtral", cache=False)
     assert not cache_directory("plans").exists()
     key = key_of("any", {"of": 1}, ("inputs",))
-    store(key, found)
-    assert load(key) == replace(found, speeds=None)  # which whoever asks has again
+    store_plan(key, found)
+    assert stored_plan(key) == replace(found, speeds=None)  # which whoever asks has again
     assert found.speeds is not None
-    assert load(key_of("any", {"of": 2}, ("inputs",))) is None
+    assert stored_plan(key_of("any", {"of": 2}, ("inputs",))) is None

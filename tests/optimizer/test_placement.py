@@ -21,49 +21,49 @@ from tests.optimizer.exhaustive import every, fits
 from tests.shapes import examples
 
 
-def policy_at(problem: Problem, cells: Candidates, filled: ResolvedPlacement, index: int) -> Policy:
+def policy_at(problem: Problem, candidates: Candidates, filled: ResolvedPlacement, index: int) -> Policy:
     """One candidate with its homes, as a policy."""
     pages, placed = problem.pages, filled.placed
     disk, resident = placed.from_disk[index] / pages, filled.resident[index] / pages
-    device = 0.0 if cells.ffn_device == "cpu" else resident
+    device = 0.0 if candidates.ffn_device == "cpu" else resident
     cache = placed.device_kv[index]
     return Policy(
         model="m",
-        batch_size=int(cells.batch_size[index]),
-        micro_batch_size=int(cells.micro_batch_size[index]),
-        micro_batch_tokens=int(cells.micro_batch_tokens[index]),
-        prompt_micro_batches=int(cells.prompt_micro_batches[index]),
-        kv_tokens=int(cells.kv_tokens[index]),
-        attention_device=cells.attention_device,
-        ffn_device=cells.ffn_device,
+        batch_size=int(candidates.batch_size[index]),
+        micro_batch_size=int(candidates.micro_batch_size[index]),
+        micro_batch_tokens=int(candidates.micro_batch_tokens[index]),
+        prompt_micro_batches=int(candidates.prompt_micro_batches[index]),
+        kv_tokens=int(candidates.kv_tokens[index]),
+        attention_device=candidates.attention_device,
+        ffn_device=candidates.ffn_device,
         weights=Shares(device=device, host=max(0.0, 1.0 - device - disk), disk=disk),
         cpu_experts=placed.computed[index] / pages,
         kv=Shares(device=cache, host=1.0 - cache),
-        schedule=cells.schedule,
-        kv_block_size=cells.kv_block_size,
-        host_pages="pinned" if cells.setting.cost_model.pinned_pages else "staged",
+        schedule=candidates.schedule,
+        kv_block_size=candidates.kv_block_size,
+        host_pages="pinned" if candidates.variant.cost_model.pinned_pages else "staged",
     )
 
 
 @examples(150)
 @given(seed=st.integers(0, 1 << 30))
 def test_what_is_said_to_fit_does(seed: int) -> None:
-    """Against the footprint itself, for candidates of every setting, with whatever is wanted, homes pinned or not."""
+    """Against the footprint itself, for candidates of every variant, whatever is requested, homes pinned or not."""
     draw, problem = random.Random(seed), drawn_problem(seed, most_requests=12)
     problem = problem if draw.random() < 0.5 else replace(problem, fixed={})
     every = list(variants(problem))
-    for setting in draw.sample(every, min(5, len(every))):
-        look = first_sample(problem, setting)
-        index = np.array([draw.randrange(len(look.wanted.computed)) for _ in range(6)])
+    for variant in draw.sample(every, min(5, len(every))):
+        look = first_sample(problem, variant)
+        index = np.array([draw.randrange(len(look.requested.computed)) for _ in range(6)])
         some = look.at(index)
         spilled = np.array([draw.choice([0.0, draw.randint(0, problem.pages)]) for _ in index])
         most = np.array([draw.choice([np.inf, draw.randint(0, problem.pages)]) for _ in index])
-        wanted = RequestedPlacement(
-            computed=some.wanted.computed, device_kv=some.wanted.device_kv, resident=most, spilled=spilled
+        requested = RequestedPlacement(
+            computed=some.requested.computed, device_kv=some.requested.device_kv, resident=most, spilled=spilled
         )
-        filled = fill(problem, some.cells, wanted)
+        filled = fill(problem, some.sizes, requested)
         for fitting in np.flatnonzero(filled.feasible):
-            policy = policy_at(problem, some.cells, filled, int(fitting))
+            policy = policy_at(problem, some.sizes, filled, int(fitting))
             taken = footprint(problem.model, policy, dtype=FLOAT32, kv_dtype=FLOAT32)
             for tier in ("device", "host"):
                 assert taken.total(tier) <= problem.capacity_bytes.get(tier, 0)
@@ -74,16 +74,16 @@ def test_what_is_said_to_fit_does(seed: int) -> None:
 def test_what_fits_is_found_and_no_page_more_would_stay(seed: int) -> None:
     """With the pages for the CPU and the blocks on the device given, against every way to place the others."""
     draw, problem = random.Random(seed), drawn_problem(seed, most_requests=2)
-    setting = draw.choice(list(variants(problem)))
-    some = every(problem, setting.attention_device, setting.ffn_device, setting.order)
+    variant = draw.choice(list(variants(problem)))
+    some = every(problem, variant.attention_device, variant.ffn_device, variant.schedule)
     assume(len(some.batch_size) <= 40_000)
     fitting = fits(problem, some)
     one = draw.choice(np.flatnonzero(fitting).tolist() or [0])
     same = fitting & (some.computed == some.computed[one]) & (some.blocks == some.blocks[one])
     for name in ("batch_size", "micro_batch_size", "micro_batch_tokens"):
         same &= getattr(some, name) == getattr(some, name)[one]
-    cell = Candidates(
-        setting=setting,
+    candidate = Candidates(
+        variant=variant,
         batch_size=some.batch_size[[one]],
         micro_batch_size=some.micro_batch_size[[one]],
         micro_batch_tokens=some.micro_batch_tokens[[one]],
@@ -93,7 +93,7 @@ def test_what_fits_is_found_and_no_page_more_would_stay(seed: int) -> None:
         look_ahead=some.look_ahead,
     )
     share = some.blocks[[one]] / -(-some.kv_tokens[[one]] // 32)
-    filled = fill(problem, cell, RequestedPlacement(computed=some.computed[[one]], device_kv=share))
+    filled = fill(problem, candidate, RequestedPlacement(computed=some.computed[[one]], device_kv=share))
     assert bool(filled.feasible[0]) == bool(same.any())
     if same.any():
         assert filled.resident[0] == some.resident[same].max()
@@ -105,11 +105,11 @@ def test_what_fits_is_found_and_no_page_more_would_stay(seed: int) -> None:
 def test_memory_that_could_hold_a_page_more_is_not_left_empty(seed: int) -> None:
     """Another resident page, and the ring it then needs, would not have fitted."""
     problem = drawn_problem(seed, most_requests=12)
-    for setting in variants(problem):
-        look = first_sample(problem, setting)
-        filled, free = fill(problem, look.cells, look.wanted), free_memory(problem, look.cells)
-        open_here = filled.feasible & np.isnan(look.wanted.device_kv)
-        near_device = setting.ffn_device != "cpu"
+    for variant in variants(problem):
+        look = first_sample(problem, variant)
+        filled, free = fill(problem, look.sizes, look.requested), free_memory(problem, look.sizes)
+        open_here = filled.feasible & np.isnan(look.requested.device_kv)
+        near_device = variant.ffn_device != "cpu"
         cache = np.round(filled.placed.device_kv * free.kv_blocks) if near_device else free.kv_blocks
         cache = cache if near_device else free.kv_blocks - np.round(filled.placed.device_kv * free.kv_blocks)
         left = free.device if near_device else free.host
@@ -125,10 +125,12 @@ def test_memory_that_could_hold_a_page_more_is_not_left_empty(seed: int) -> None
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_without_a_gpu_there_is_no_cache_beside_it(share: float) -> None:
     problem = drawn_problem(3, gpu=False)
-    (setting, *_) = variants(problem)
-    look = first_sample(problem, setting)
-    wanted = RequestedPlacement(computed=look.wanted.computed, device_kv=np.full_like(look.wanted.device_kv, share))
-    assert np.all(fill(problem, look.cells, wanted).placed.device_kv == 0)
+    (variant, *_) = variants(problem)
+    look = first_sample(problem, variant)
+    requested = RequestedPlacement(
+        computed=look.requested.computed, device_kv=np.full_like(look.requested.device_kv, share)
+    )
+    assert np.all(fill(problem, look.sizes, requested).placed.device_kv == 0)
 
 
 @examples(60)
@@ -136,14 +138,16 @@ def test_without_a_gpu_there_is_no_cache_beside_it(share: float) -> None:
 def test_the_cpu_computes_no_page_more_than_it_must(seed: int) -> None:
     """Where it is asked for none: with one fewer, no number of pages that stay leaves a ring for the others."""
     problem = replace(drawn_problem(seed, gpu=True), fixed={"attention_device": "cpu"})
-    for setting in variants(problem):
-        if setting.ffn_device != "split":
+    for variant in variants(problem):
+        if variant.ffn_device != "split":
             continue
-        look = first_sample(problem, setting)
+        look = first_sample(problem, variant)
         some = look.at(np.arange(8))
-        free, none = free_memory(problem, some.cells), np.zeros(8)
+        free, none = free_memory(problem, some.sizes), np.zeros(8)
         filled = fill(
-            problem, some.cells, RequestedPlacement(computed=none, device_kv=none, resident=none + np.inf, spilled=none)
+            problem,
+            some.sizes,
+            RequestedPlacement(computed=none, device_kv=none, resident=none + np.inf, spilled=none),
         )
         slots = np.floor(np.maximum(free.device, 0) / free.slot_bytes)
         for least, space in zip(filled.placed.computed, slots, strict=True):

@@ -23,7 +23,7 @@ def fixed(**values: object) -> Problem:
 
 
 def devices(problem: Problem) -> set[tuple[str, str]]:
-    return {(setting.attention_device, setting.ffn_device) for setting in variants(problem)}
+    return {(variant.attention_device, variant.ffn_device) for variant in variants(problem)}
 
 
 def test_without_a_gpu_everything_is_on_the_cpu() -> None:
@@ -86,9 +86,14 @@ def test_the_cache_holds_n_sequences_of_average_length_in_whole_blocks_and_the_l
 
 
 def test_candidates_have_the_face_of_a_policy() -> None:
-    setting = next(s for s in variants(PLAIN) if s.ffn_device == "gpu")
-    some = make_candidates(PLAIN, setting, np.array([4, 3]), np.array([2, 1]), np.array([16, 32]), np.array([1, 8]))
-    assert (some.attention_device, some.ffn_device, some.schedule, some.discrete) == ("cpu", "gpu", setting.order, True)
+    variant = next(s for s in variants(PLAIN) if s.ffn_device == "gpu")
+    some = make_candidates(PLAIN, variant, np.array([4, 3]), np.array([2, 1]), np.array([16, 32]), np.array([1, 8]))
+    assert (some.attention_device, some.ffn_device, some.schedule, some.discrete) == (
+        "cpu",
+        "gpu",
+        variant.schedule,
+        True,
+    )
     one = some.at(1)
     assert (int(one.batch_size), int(one.micro_batch_size), int(one.micro_batch_tokens)) == (3, 1, 32)
     assert int(one.kv_tokens) == int(kv_tokens(PLAIN, np.int64(3)))

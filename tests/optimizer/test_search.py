@@ -187,13 +187,3 @@ def test_a_cache_too_large_for_any_memory_is_refused_with_what_it_takes() -> Non
 def test_nothing_is_found_where_nothing_fits() -> None:
     problem = drawn_problem(1, gpu=True)
     assert search(replace(problem, capacity_bytes=dict.fromkeys(problem.capacity_bytes, 0))) is None
-
-
-def test_without_the_programme_homes_are_those_of_closed_form() -> None:
-    """What the engine asks for: attention and cache beside the CPU, and no solver to load."""
-    problem = replace(
-        problem_of("t4", "olmoe-1b-7b", "mtbench"), fixed={"attention_device": "cpu", "ffn_device": "gpu"}
-    )
-    plain, solved = search(replace(problem, integer_program=False)), search(problem)
-    assert plain is not None and solved is not None
-    assert plain.placed.seconds == pytest.approx(solved.placed.seconds, rel=1e-6)

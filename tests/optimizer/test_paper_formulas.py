@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from moelight.core.dtypes import FLOAT16, FLOAT32, INT4
 from moelight.core.errors import ConfigError
 from moelight.core.units import GiB
-from moelight.hrm import paper
-from moelight.hrm.paper import PaperPolicy, PaperSetting
+from moelight.optimizer.published import formulas as paper
+from moelight.optimizer.published.formulas import PaperPolicy, PaperSetting
 from moelight.profiles.hardware import HardwareProfile, Processor, Tier
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.workload import Workload

@@ -1,10 +1,9 @@
 """The published estimator: seconds of one layer and bytes of each memory, as MoE-Lightning's artifact computes them.
 
-One function per formula, uncorrected, so that results can be checked against published ones. Letters are those of the
-paper's table 1; g and nb are the artifact's. Not covered: the time of projections and of the head, transfers of queries
-and hidden states in decoding, launches, contention, whole experts, shared experts, dense layers (all l layers count as
-layers of n_e experts). Latent attention is treated as grouped queries over a cache of the same width. Depends only on
-peaks and capacities; the choice of a policy is in ``optimizer.paper``.
+One function per formula, uncorrected. Letters are those of the paper's table 1; g and nb are the artifact's. Not
+covered: projections and the head, transfers of queries and hidden states in decoding, launches, contention, whole
+experts, shared experts, dense layers (all l layers count as layers of n_e experts). Latent attention is treated as
+grouped queries over a cache of the same width.
 """
 
 from __future__ import annotations
@@ -152,10 +151,6 @@ def bytes_each(dtype: DType) -> float:
     return dtype.bytes_for(many) / many
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Bytes and flops
-
-
 def expert_layer_bytes(setting: PaperSetting) -> float:
     """W_i = 6 h1 h2 n_e: all experts of one layer."""
     return 3 * setting.hidden_size * setting.expert_size * setting.num_experts * setting.expert_bytes
@@ -188,62 +183,58 @@ def paper_attention_bytes(setting: PaperSetting, sequences: Any, queries: int, c
     return sequences * (crossing + 2 * setting.kv_bytes * context * setting.kv_size)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Seconds of one layer
-
-
-def decode_link_s(setting: PaperSetting, choice: PaperPolicy) -> Any:
+def decode_link_s(setting: PaperSetting, policy: PaperPolicy) -> Any:
     """comm (decode) = [W_i w_c + 4 (s + n/2) h_kv N c_c A_g] / b_cg."""
-    moved = expert_layer_bytes(setting) * choice.weights_host
-    if choice.gpu_attention:
+    moved = expert_layer_bytes(setting) * policy.weights_host
+    if policy.gpu_attention:
         average = setting.prompt_len + setting.gen_len / 2
-        moved = moved + 2 * setting.kv_bytes * average * setting.kv_size * choice.batch_size * choice.kv_host
+        moved = moved + 2 * setting.kv_bytes * average * setting.kv_size * policy.batch_size * policy.kv_host
     return moved / setting.link_bandwidth
 
 
-def prefill_link_s(setting: PaperSetting, choice: PaperPolicy) -> Any:
+def prefill_link_s(setting: PaperSetting, policy: PaperPolicy) -> Any:
     """comm (prefill) = [W_i w_c + 2 N s h1] / b_cg."""
-    hidden = ACTIVATION_BYTES * choice.batch_size * setting.prompt_len * setting.hidden_size
-    return (expert_layer_bytes(setting) * choice.weights_host + hidden) / setting.link_bandwidth
+    hidden = ACTIVATION_BYTES * policy.batch_size * setting.prompt_len * setting.hidden_size
+    return (expert_layer_bytes(setting) * policy.weights_host + hidden) / setting.link_bandwidth
 
 
-def ffn_s(setting: PaperSetting, choice: PaperPolicy, tokens_each: int) -> Any:
+def ffn_s(setting: PaperSetting, policy: PaperPolicy, tokens_each: int) -> Any:
     """nb max(6 t h1 h2 k / p_g, (2 t h1 + 2 t h2 + W_i) / b_g), t = g ``tokens_each``: every micro-batch reads all
     experts again."""
-    tokens = choice.micro_batch_size * tokens_each
+    tokens = policy.micro_batch_size * tokens_each
     compute_s = ffn_flops(setting, tokens) / setting.gpu_flops
     memory_s = ffn_bytes(setting, tokens) / setting.device_bandwidth
-    return choice.num_micro_batches * np.maximum(compute_s, memory_s)
+    return policy.num_micro_batches * np.maximum(compute_s, memory_s)
 
 
-def attention_s(setting: PaperSetting, choice: PaperPolicy, *, queries: int, context: int, on_gpu: bool) -> Any:
+def attention_s(setting: PaperSetting, policy: PaperPolicy, *, queries: int, context: int, on_gpu: bool) -> Any:
     """nb max(flops / p_d, bytes / b_d) on the device d that attends, eq. (14)."""
     flops_per_s = setting.gpu_flops if on_gpu else setting.cpu_flops
     bandwidth = setting.device_bandwidth if on_gpu else setting.host_bandwidth
-    compute_s = paper_attention_flops(setting, choice.micro_batch_size, queries, context) / flops_per_s
-    memory_s = paper_attention_bytes(setting, choice.micro_batch_size, queries, context) / bandwidth
-    return choice.num_micro_batches * np.maximum(compute_s, memory_s)
+    compute_s = paper_attention_flops(setting, policy.micro_batch_size, queries, context) / flops_per_s
+    memory_s = paper_attention_bytes(setting, policy.micro_batch_size, queries, context) / bandwidth
+    return policy.num_micro_batches * np.maximum(compute_s, memory_s)
 
 
-def decode_time(setting: PaperSetting, choice: PaperPolicy) -> LayerTime:
+def decode_time(setting: PaperSetting, policy: PaperPolicy) -> LayerTime:
     """One layer of a decode step, eqs (12) to (14): attention over the final length L, on the CPU unless A_g."""
-    attention = attention_s(setting, choice, queries=1, context=setting.context, on_gpu=choice.gpu_attention)
-    experts = ffn_s(setting, choice, 1)
+    attention = attention_s(setting, policy, queries=1, context=setting.context, on_gpu=policy.gpu_attention)
+    experts = ffn_s(setting, policy, 1)
     return LayerTime(
-        link_s=decode_link_s(setting, choice),
-        cpu_s=attention * (not choice.gpu_attention),
-        gpu_s=experts + attention * choice.gpu_attention,
+        link_s=decode_link_s(setting, policy),
+        cpu_s=attention * (not policy.gpu_attention),
+        gpu_s=experts + attention * policy.gpu_attention,
     )
 
 
-def prefill_time(setting: PaperSetting, choice: PaperPolicy) -> LayerTime:
+def prefill_time(setting: PaperSetting, policy: PaperPolicy) -> LayerTime:
     """One layer of the prompts: attention s x s and experts over g s tokens, both on the GPU."""
     prompt = setting.prompt_len
-    attention = attention_s(setting, choice, queries=prompt, context=prompt, on_gpu=True)
+    attention = attention_s(setting, policy, queries=prompt, context=prompt, on_gpu=True)
     return LayerTime(
-        link_s=prefill_link_s(setting, choice),
+        link_s=prefill_link_s(setting, policy),
         cpu_s=0.0 * attention,
-        gpu_s=attention + ffn_s(setting, choice, prompt),
+        gpu_s=attention + ffn_s(setting, policy, prompt),
     )
 
 
@@ -262,68 +253,64 @@ def job_tokens_per_s(setting: PaperSetting, batch_size: int, prefill_layer_s: fl
     return batch_size * setting.gen_len / ((prefill_layer_s + layer_s * (setting.gen_len - 1)) * setting.num_layers)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Bytes of each memory, by purpose; a formula is the sum of its function's values
-
-
-def prefill_work_bytes(setting: PaperSetting, choice: PaperPolicy) -> Any:
+def prefill_work_bytes(setting: PaperSetting, policy: PaperPolicy) -> Any:
     """inter = 2.4 (g k h1 tp s + 3 g k h2 s): activations of the fused expert kernel over the prompts of one
     micro-batch."""
     width = setting.hidden_size * setting.gpus + 3 * setting.expert_size
-    rows = choice.micro_batch_size * setting.top_k * setting.prompt_len
+    rows = policy.micro_batch_size * setting.top_k * setting.prompt_len
     return ACTIVATION_BYTES * FUSED_KERNEL * rows * width
 
 
-def device_decode_bytes(setting: PaperSetting, choice: PaperPolicy) -> dict[str, Any]:
+def device_decode_bytes(setting: PaperSetting, policy: PaperPolicy) -> dict[str, Any]:
     """home_d + work, home_d = W_oth + W_i l w_g + 4 h1 N tp + 4 L h_kv N l (c_g + c_c A_g).
 
     With A_g = 1 the whole cache counts, whatever its placement.
     """
-    on_device = 1.0 - choice.kv_host * (not choice.gpu_attention)
-    cache = 2 * setting.kv_bytes * setting.context * setting.kv_size * choice.batch_size * setting.num_layers
+    on_device = 1.0 - policy.kv_host * (not policy.gpu_attention)
+    cache = 2 * setting.kv_bytes * setting.context * setting.kv_size * policy.batch_size * setting.num_layers
     return {
-        **_device_weights(setting, choice),
-        "hidden": 2 * ACTIVATION_BYTES * setting.hidden_size * choice.batch_size * setting.gpus,
+        **_device_weights(setting, policy),
+        "hidden": 2 * ACTIVATION_BYTES * setting.hidden_size * policy.batch_size * setting.gpus,
         "kv": cache * on_device,
-        "work": prefill_work_bytes(setting, choice),
+        "work": prefill_work_bytes(setting, policy),
     }
 
 
-def device_prefill_bytes(setting: PaperSetting, choice: PaperPolicy) -> dict[str, Any]:
+def device_prefill_bytes(setting: PaperSetting, policy: PaperPolicy) -> dict[str, Any]:
     """home_p + work, home_p = W_oth + W_i l w_g + 4 s h_kv N c_g + tp (4 h1 g s + 2 h1 N s) + 8 s h_kv g c_c.
 
     2 h1 N s is the residual of the whole batch; of the cache one layer is counted.
     """
     prompt, hidden = setting.prompt_len, setting.hidden_size
     one_layer = 2 * setting.kv_bytes * prompt * setting.kv_size
-    in_flight = 2 * choice.micro_batch_size * choice.kv_host
-    rows = 2 * choice.micro_batch_size + choice.batch_size
+    in_flight = 2 * policy.micro_batch_size * policy.kv_host
+    rows = 2 * policy.micro_batch_size + policy.batch_size
     return {
-        **_device_weights(setting, choice),
+        **_device_weights(setting, policy),
         "hidden": ACTIVATION_BYTES * hidden * prompt * rows * setting.gpus,
-        "kv": one_layer * (choice.batch_size * (1.0 - choice.kv_host) + in_flight),
-        "work": prefill_work_bytes(setting, choice),
+        "kv": one_layer * (policy.batch_size * (1.0 - policy.kv_host) + in_flight),
+        "work": prefill_work_bytes(setting, policy),
     }
 
 
-def host_use_bytes(setting: PaperSetting, choice: PaperPolicy) -> dict[str, Any]:
+def host_use_bytes(setting: PaperSetting, policy: PaperPolicy) -> dict[str, Any]:
     """W_i l w_c + 4 L h_kv N l c_c + 2 h1 N s tp + 2 W_i (1 - w_g); the last term is pinned."""
-    experts = expert_layer_bytes(setting) * choice.weights_host
-    cache = 2 * setting.kv_bytes * setting.context * setting.kv_size * choice.batch_size * setting.num_layers
-    rows = choice.batch_size * setting.prompt_len
+    experts = expert_layer_bytes(setting) * policy.weights_host
+    cache = 2 * setting.kv_bytes * setting.context * setting.kv_size * policy.batch_size * setting.num_layers
+    rows = policy.batch_size * setting.prompt_len
     return {
         "host_experts": experts * setting.num_layers,
-        "kv": cache * choice.kv_host,
+        "kv": cache * policy.kv_host,
         "hidden": ACTIVATION_BYTES * setting.hidden_size * rows * setting.gpus,
         "pinned_ring": 2 * experts,
     }
 
 
-def _device_weights(setting: PaperSetting, choice: PaperPolicy) -> dict[str, Any]:
+def _device_weights(setting: PaperSetting, policy: PaperPolicy) -> dict[str, Any]:
     """W_oth, W_i l w_g, and the double buffer 2 W_i (1 - w_g)."""
     experts = expert_layer_bytes(setting)
     return {
         "dense": projection_layers_bytes(setting),
-        "experts": experts * setting.num_layers * (1.0 - choice.weights_host),
-        "ring": 2 * experts * choice.weights_host,
+        "experts": experts * setting.num_layers * (1.0 - policy.weights_host),
+        "ring": 2 * experts * policy.weights_host,
     }

@@ -1,0 +1,48 @@
+"""The policy that the engine plans to run is the policy that ``optimize`` recommends, on every shipped machine."""
+
+from __future__ import annotations
+
+from itertools import cycle
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+
+from moelight.core.dtypes import dtype_named
+from moelight.engine.checkpoint import OpenCheckpoint
+from moelight.engine.planning import PlanConstraints, plan_for, resolve
+from moelight.optimizer.api import optimize
+from moelight.profiles.features import not_computed
+from moelight.profiles.files import profile_names
+from moelight.profiles.hardware import load_hardware_profile
+from moelight.profiles.model_files import load_model_profile
+from moelight.profiles.workload_files import load_workload
+from moelight.runtime.machine import Machine
+
+RUNNABLE = [name for name in profile_names("model") if not not_computed(load_model_profile(name))]
+PAIRS = list(zip(profile_names("hardware"), cycle(RUNNABLE), strict=False))
+
+
+@pytest.mark.parametrize(("machine", "model"), PAIRS)
+def test_the_engine_plans_what_optimize_recommends(machine: str, model: str) -> None:
+    """On one GPU, which is what the engine uses of several; and with the same memory."""
+    hardware, profile, work = load_hardware_profile(machine), load_model_profile(model), load_workload("mtbench")
+    discrete = hardware.processor("gpu") is not None
+    limits = {tier.name: tier.capacity_bytes * 9 // 10 for tier in hardware.tiers if tier.name != "disk"}
+    source = SimpleNamespace(profile=profile, weight_map=SimpleNamespace(dtype=dtype_named(profile.dtype)))
+    fix = {"gpus": 1} if discrete else {}
+    recommended = optimize(hardware, profile, work, name=model, limits=limits, fix=fix, cache=False)
+    planned = plan_for(
+        model,
+        cast(OpenCheckpoint, source),
+        Machine(device=torch.device("cpu"), discrete=discrete, twin=discrete),
+        hw=machine,
+        host_memory=limits["host"],
+        device_memory=limits.get("device"),
+        constraints=PlanConstraints(),
+        workload=work,
+    )
+    assert recommended.runs
+    assert planned.policy == recommended.policy == resolve(planned.policy, profile, discrete=discrete)
+    assert planned.estimate == recommended.estimate
