@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moelight.batch.paths import journal_of
-from moelight.batch.recovery import RecoveredJob, read_journal
+from moelight.batch.store import JobRecord, read_record
 from moelight.core.errors import InputError
 from moelight.serve import child_process
 from moelight.serve.store import RowCounts
@@ -74,10 +74,10 @@ class Job:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def past(self) -> RecoveredJob | None:
+    def past(self) -> JobRecord | None:
         """State of the job in its journal, None where there is none or it cannot be read."""
         try:
-            return read_journal(journal_of(self.output))
+            return read_record(journal_of(self.output))
         except (OSError, InputError):
             return None
 
@@ -218,7 +218,7 @@ def _run(
     return Ending(code=code, said=said, rows=rows, whole=whole)
 
 
-def _as_long(job: Job, past: RecoveredJob) -> bool:
+def _as_long(job: Job, past: JobRecord) -> bool:
     """True if the output files have the lengths that the journal records."""
     files = {"output": job.output, "errors": job.errors}
     sizes = {name: path.stat().st_size if path.exists() else 0 for name, path in files.items()}
