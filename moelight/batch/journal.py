@@ -1,4 +1,4 @@
-"""The rows of a job on the disk: every finished row is there exactly once, also after a crash.
+"""The rows of a job: on the disk, each exactly once, also after a crash; or in a pipe, which cannot be resumed.
 
 Depends on row numbers, bytes and the order of writes, not on the contents of rows. A commit fsyncs the rows since the
 last commit, and then stores the lengths of the files and the state of the job (`RowStore`).
@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
+import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any, BinaryIO, Literal, NoReturn
 
 from moelight.batch import faults
 from moelight.batch.append import AppendFile, ByteRange, open_private, sync_directory
 from moelight.batch.crash_guard import CrashGuard
-from moelight.batch.paths import Outputs, failed
+from moelight.batch.output import STANDARD_OUTPUT, check_writable, clear, writes_directly
+from moelight.batch.paths import WHAT, Outputs, failed
 from moelight.batch.recovery import Opened, open_job, take_names
 from moelight.batch.store import JobRecord, WaitingRows, hold
 from moelight.core.errors import InputError, MoelightError, UserError
@@ -380,3 +383,84 @@ class Journal(Ledger):
 
     def _counts(self) -> tuple[int, int]:
         return self.completed, self.failed
+
+
+class StreamRows(Ledger):
+    """Writes rows at once, in completion or input order; no deaths are recorded, and a job that ends early starts over.
+
+    A closed pipe is a BrokenPipeError.
+    """
+
+    def __init__(self, outputs: Outputs) -> None:
+        if outputs.atomic:
+            raise InputError(f"output {outputs.rows}: is a pipe or device, --atomic needs a file", code="output_path")
+        super().__init__(outputs, JobRecord(layout={}, facts={}), WaitingRows())
+        self._output = _Stream(outputs.rows, WHAT["output"])
+        try:
+            self._errors = self._output if outputs.errors is None else _Stream(outputs.errors, WHAT["errors"])
+        except BaseException:
+            self._output.close()
+            raise
+
+    def put(self, number: int, data: bytes, *, failed: bool = False, totals: Mapping[str, int] | None = None) -> None:
+        """As `Ledger.put`."""
+        super().put(number, data, failed=failed, totals=totals)
+        if self._waiting.held_bytes > _HELD_BYTES:
+            with clear(Path(tempfile.gettempdir()), "temporary rows in"):
+                self._waiting.spill(self._next)
+
+    def close(self) -> None:
+        """Close the streams and the file of waiting rows."""
+        self._output.close()
+        if self._errors is not self._output:
+            self._errors.close()
+        self._waiting.close()
+
+    def _write(self, data: bytes, *, failed: bool) -> None:
+        (self._errors if failed else self._output).write(data)
+
+
+class _Stream:
+    """Standard output, or a path that is written from its beginning."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        check_writable(path, what=what)
+        self._path = path
+        self._what = what
+        with clear(path, what):
+            self._file: BinaryIO = sys.stdout.buffer if path == STANDARD_OUTPUT else path.open("wb", buffering=0)
+
+    def write(self, data: bytes) -> None:
+        with clear(self._path, self._what):
+            view = memoryview(data)
+            while view:
+                view = view[self._file.write(view) :]
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._path != STANDARD_OUTPUT:
+            self._file.close()
+
+
+def open_outputs(
+    outputs: Outputs,
+    facts: Mapping[str, Any],
+    *,
+    informative: Iterable[str] = (),
+    restart: bool = False,
+    allow_changed: bool = False,
+) -> Ledger:
+    """Return a `Journal`; or `StreamRows` if ``outputs.rows`` is standard output, a pipe or a device.
+
+    Raises:
+        InputError: as `Journal.open`; or the two kinds are mixed, or ``atomic`` is requested for a stream.
+    """
+    if writes_directly(outputs.rows):
+        return StreamRows(outputs)
+    if outputs.errors is not None and writes_directly(outputs.errors):
+        raise InputError(
+            f"error file {outputs.errors}: is a pipe or device, and the output is a file; give a file for both, "
+            "or leave the error file out: failed rows are then in the output",
+            code="output_path",
+        )
+    return Journal.open(outputs, facts, informative=informative, restart=restart, allow_changed=allow_changed)
