@@ -88,11 +88,12 @@ class Ledger:
             self.completed += 1
         for name, count in (totals or {}).items():
             self.totals[name] = self.totals.get(name, 0) + count
-        if not self._in_order:
-            self._write(data, failed=failed)
+        if self._in_order and number != self._next:
+            self._waiting.hold(number, data, failed=failed)
             return
-        self._waiting.hold(number, data, failed=failed)
-        while self._next in self._done:
+        self._write(data, failed=failed)
+        self._next += 1
+        while self._in_order and self._next in self._done:
             ready = self._take(self._next)
             self._write(ready[0], failed=ready[1])
             self._next += 1

@@ -95,6 +95,11 @@ class JobStart:
     predicted_s: float | None = None
     predicted_prompt_s: float | None = None
 
+    @property
+    def counts(self) -> JobCounts:
+        """The counts at the start: rows that are done already."""
+        return JobCounts(total=self.total, failed=self.refused, completed=self.resumed, resumed=self.resumed)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgressFields:

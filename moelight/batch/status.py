@@ -132,9 +132,7 @@ class StatusFile(Progress):
     def started(self, start: JobStart) -> None:
         """Set the row counts; the input is validated."""
         self._endpoint = start.endpoint or self._endpoint
-        self._counts = JobCounts(
-            total=start.total, failed=start.refused, completed=start.resumed, resumed=start.resumed
-        )
+        self._counts = start.counts
         self._enter("in_progress")
 
     def tokens(self, done: int, expected: int, binding: Binding | None = None) -> None:  # noqa: ARG002
@@ -264,9 +262,7 @@ class MetricsFile(Progress):
 
     def started(self, start: JobStart) -> None:
         """Set the row counts."""
-        self._counts = JobCounts(
-            total=start.total, failed=start.refused, completed=start.resumed, resumed=start.resumed
-        )
+        self._counts = start.counts
         self._file.renew(self.text, now=True)
 
     def completion(self, completion: Completion, *, room: int, latency_s: float | None = None) -> None:  # noqa: ARG002

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # it is started without site-packages
 from moelight.batch.append import ByteRange
 from moelight.batch.store import JobRecord, RowSet, RowStore
 
