@@ -22,7 +22,7 @@ from moelight.batch.fingerprint import differences
 from moelight.batch.journal import Journal
 from moelight.batch.paths import Outputs
 from moelight.batch.store import RowSet
-from moelight.core.errors import InputError, MoelightError
+from moelight.core.errors import InputError, MoelightError, StorageError
 
 FACTS = {"model": {"path": "m", "digest": "1"}, "sampling": {"temperature": 0.0}, "version": "1"}
 
@@ -364,6 +364,20 @@ def test_a_disk_that_refuses(point: str, suffix: str, tmp_path: Path, monkeypatc
         journal.finish(9)
     data = outputs.rows.read_bytes()
     assert (gzip.decompress(data) if suffix == ".gz" else data) == rows(range(9))
+
+
+def test_a_database_without_room_is_a_full_disk(tmp_path: Path) -> None:
+    outputs = Outputs(rows=tmp_path / "out")
+    with Journal.open(outputs, FACTS) as journal:
+        put(journal, range(5))
+        base = journal._opened.store.base
+        base.execute(f"PRAGMA max_page_count = {base.execute('PRAGMA page_count').fetchone()[0]}")
+        journal.put(6, bytes(20_000), failed=True)
+        with pytest.raises(StorageError, match=r"cannot be written \(no space left on device\); every row .* is kept"):
+            journal.commit()
+    assert outputs.rows.read_bytes() == rows(range(5))
+    with Journal.open(outputs, FACTS) as journal:
+        assert journal.completed == 5 and not journal.done(6)
 
 
 def test_a_failure_beside_the_job_surfaces_at_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
