@@ -28,10 +28,10 @@ from typing import Any
 import psutil
 
 from moelight.batch import job
-from moelight.batch.job import plan_job
 from moelight.batch.journal import Journal
 from moelight.batch.options import JobOptions
 from moelight.core.request import Request, SamplingParams
+from moelight.engine.model import LazyModel
 from moelight.engine.tokenizer import Tokenizer
 from moelight.profiles.workload import Workload
 from moelight.runtime.measure import processor_name
@@ -149,7 +149,7 @@ def roof(prompts: Path, args: argparse.Namespace) -> dict[str, Any]:
     )
     options = JobOptions(prompts=prompts, model=args.model)
     sampling = SamplingParams(max_tokens=args.max_tokens, seed=0)
-    with plan_job(options, workload).load(options) as engine:
+    with LazyModel(options.model).plan(options, workload).load() as engine:
         before = time.perf_counter()
         requests = (Request(index=n, token_ids=each, sampling=sampling) for n, each in enumerate(ids))
         tokens = sum(completion.completion_tokens for completion in engine.run(requests))

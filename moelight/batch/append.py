@@ -5,7 +5,6 @@ Depends only on file descriptors and bytes.
 
 from __future__ import annotations
 
-import errno
 import os
 import zlib
 from dataclasses import dataclass
@@ -45,11 +44,6 @@ class AppendFile:
         os.ftruncate(fd, end)
 
     @property
-    def held(self) -> int:
-        """Bytes buffered in memory, before compression."""
-        return len(self._held)
-
-    @property
     def unsealed(self) -> bool:
         """True if `seal` has something to write or to close."""
         return bool(self._held) or self._member is not None or self.end > self._sealed
@@ -86,13 +80,6 @@ class AppendFile:
         """Begin an empty gzip member if the file is empty: an empty file is not valid gzip."""
         if self._gzip and self.end == 0 and not self._held and self._member is None:
             self._member = zlib.compressobj(wbits=_GZIP)
-
-    def read(self, offset: int, size: int) -> bytes:
-        """Return ``size`` bytes at ``offset``, from those handed to the system. Raises OSError if some are missing."""
-        data = os.pread(self._fd, size, offset)
-        if len(data) != size:
-            raise OSError(errno.EIO, f"{size} bytes at {offset} are gone")
-        return data
 
     def sync(self) -> None:
         """Fsync the file. After an OSError, bytes handed to the system may be lost."""

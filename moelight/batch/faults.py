@@ -2,8 +2,8 @@
 
 ``MOELIGHT_FAULT=POINT:COUNT:ACTION`` acts when ``POINT`` (``*``: any point) is reached for the ``COUNT``-th time, from
 1. ``kill`` sends SIGKILL to the process; any other action is the name of an error number (``ENOSPC``, ``EIO``) that is
-raised as an OSError. At points named ``mid_...`` half of the bytes are written first: a torn line. ``row_N``, which is
-not a point of the journal, is reached when row N, from 0, is prepared.
+raised as an OSError. At ``mid_write`` half of the bytes are written first: a torn line. ``row_N``, which is not a point
+of the journal, is reached when row N, from 0, is prepared.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _InjectedFault:
     def reach(self, point: str, fd: int, data: bytes, offset: int) -> None:
         if self.point not in (point, "*") or next(self.reached) != self.count:
             return
-        if point.startswith("mid_"):
+        if data:
             os.pwrite(fd, data[: len(data) // 2], offset)
         if self.action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -61,7 +61,7 @@ _FAULT = _from_environment()
 
 
 def reach(point: str, fd: int = -1, data: bytes = b"", offset: int = 0) -> None:
-    """Mark ``point`` as reached; at ``mid_...``, ``data`` is about to be written at ``offset`` of ``fd``."""
+    """Mark ``point`` as reached; at ``mid_write``, ``data`` is about to be written at ``offset`` of ``fd``."""
     if _FAULT is not None:
         _FAULT.reach(point, fd, data, offset)
 
@@ -69,4 +69,4 @@ def reach(point: str, fd: int = -1, data: bytes = b"", offset: int = 0) -> None:
 def reach_row(number: int) -> None:
     """Mark row ``number`` as about to be prepared."""
     if _FAULT is not None:
-        _FAULT.reach(f"row_{number}", -1, b"", 0)
+        reach(f"row_{number}")

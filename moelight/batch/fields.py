@@ -117,22 +117,29 @@ class SamplingCache:
         return None
 
 
-def line_rows(
-    source: InputSource, skip: Skip | None, read: Callable[[bytes, int, int], Row | BadRow]
-) -> Iterator[Row | BadRow]:
-    """Iterate over ``read(line, row number, line number)`` of every line that is not blank."""
-    number = -1
-    for line, raw in source.lines():
-        if raw is not None and (not raw or raw.isspace()):
-            continue
-        number += 1
-        if skip is not None and skip(number):
-            continue
-        if raw is None:
-            error = InputError(f"longer than {LONGEST_LINE >> 20} MiB", code="line_too_long")
-            yield bad_row(number, line, None, error)
-        else:
-            yield read(raw, number, line)
+class LineReader:
+    """A `Reader` of files in which every line that is not blank is a row."""
+
+    told = ""
+
+    def read(self, raw: bytes, number: int, line: int) -> Row | BadRow:
+        """Return the row of one line."""
+        raise NotImplementedError
+
+    def rows(self, source: InputSource, *, skip: Skip | None) -> Iterator[Row | BadRow]:
+        """As `Reader.rows`; skipped lines are not parsed."""
+        number = -1
+        for line, raw in source.lines():
+            if raw is not None and (not raw or raw.isspace()):
+                continue
+            number += 1
+            if skip is not None and skip(number):
+                continue
+            if raw is None:
+                error = InputError(f"longer than {LONGEST_LINE >> 20} MiB", code="line_too_long")
+                yield bad_row(number, line, None, error)
+            else:
+                yield self.read(raw, number, line)
 
 
 def refused(number: int, line: int, custom_id: str | None, error: Exception, *, kind: str = "") -> BadRow:

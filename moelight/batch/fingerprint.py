@@ -9,44 +9,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from moelight.core.errors import CheckpointError
 from moelight.core.policy import Policy
 from moelight.core.request import SamplingParams
-from moelight.core.small_files import open_regular, read_bytes, read_error_text
+from moelight.core.small_files import read_bytes
 from moelight.engine.tokenizer import MOST_TOKENIZER_BYTES
-
-_CONFIG = ("config.json", "generation_config.json")
-_TEXT = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "spiece.model",
-    "added_tokens.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "additional_chat_templates/*.jinja",
-)
-_SAMPLES, _SAMPLE_BYTES = 32, 1 << 16
-
-
-def model_facts(directory: Path) -> dict[str, str]:
-    """Return digests of the model's config, of its tokenizer files, and of a sample of its weights: 64 KiB at 32 places
-    of each file. Training that changes only a few tensors may go undetected.
-
-    Raises:
-        CheckpointError: a file cannot be read.
-    """
-    return {
-        "config": _digest_of(directory, _CONFIG, whole=True),
-        "tokenizer": _digest_of(directory, _TEXT, whole=True),
-        "weights": _digest_of(directory, ("*.safetensors",), whole=False),
-    }
 
 
 def sampling_facts(sampling: SamplingParams) -> dict[str, Any]:
@@ -66,29 +37,6 @@ def digest_of_file(path: Path | None) -> str | None:
     if path is None:
         return None
     return hashlib.blake2b(read_bytes(path, most=MOST_TOKENIZER_BYTES), digest_size=16).hexdigest()
-
-
-def _digest_of(directory: Path, patterns: tuple[str, ...], *, whole: bool) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(found for pattern in patterns for found in directory.glob(pattern)):
-        digest.update(f"{path.relative_to(directory)}\0".encode())
-        try:
-            if whole:
-                data = read_bytes(path, most=MOST_TOKENIZER_BYTES)
-                digest.update(len(data).to_bytes(8, "little") + data)
-                continue
-            with open(open_regular(path), "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                digest.update(size.to_bytes(8, "little"))
-                if size <= _SAMPLES * _SAMPLE_BYTES:
-                    digest.update(file.read(size))
-                    continue
-                for k in range(_SAMPLES):
-                    file.seek((size - _SAMPLE_BYTES) * k // (_SAMPLES - 1))
-                    digest.update(file.read(_SAMPLE_BYTES))
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({read_error_text(error)})") from None
-    return digest.hexdigest()
 
 
 def _plain(value: object) -> Any:

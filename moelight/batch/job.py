@@ -19,9 +19,10 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from moelight.batch.fingerprint import digest_of_file, model_facts, number_facts, sampling_facts
+from moelight.batch.fingerprint import digest_of_file, number_facts, sampling_facts
 from moelight.batch.forecast import Forecast, predicted_prompt_s, predicted_s
 from moelight.batch.input import Input, open_input
+from moelight.batch.journal import Ledger, open_outputs
 from moelight.batch.model_names import ModelNames
 from moelight.batch.options import DONE, DONE_BEFORE, INTERRUPTED, JobOptions, JobResult
 from moelight.batch.output import check_writable, mode_of, whole_file, writes_directly
@@ -31,28 +32,18 @@ from moelight.batch.row_processor import RowProcessor, refuse_struck
 from moelight.batch.rows import Row
 from moelight.batch.scan import Scan, scan
 from moelight.batch.status import file_watchers
-from moelight.batch.stream_output import Ledger, open_outputs
 from moelight.batch.summary import ScanSummary
 from moelight.batch.time_left import TimeLeft
 from moelight.batch.trace_header import trace_header
 from moelight.core.adaptation import Adaptation
 from moelight.core.errors import InputError, MoelightError
-from moelight.core.policy import Policy
-from moelight.core.request import SamplingParams
 from moelight.core.timeline import Timeline
-from moelight.engine.constraints import Constraints
-from moelight.engine.tokenizer import Tokenizer
+from moelight.engine.model import LazyModel, PlannedModel, model_facts
 from moelight.observe.stats import RunStats
 from moelight.observe.trace import TraceHeader, TraceWriter
-from moelight.optimizer.plan import Plan
-from moelight.optimizer.simulation import SimulationSetup
-from moelight.profiles.families import profile_from_dir
-from moelight.profiles.workload import Workload
 from moelight.runtime.measure import peak_rss_bytes
-from moelight.weights.source import resolve_model
 
 if TYPE_CHECKING:
-    from moelight.engine.checkpoint import OpenCheckpoint
     from moelight.engine.engine import Engine
 
 
@@ -219,106 +210,15 @@ class RowSync:
         )
 
 
-# Sequences that are running when a job is killed are computed again, and each costs some kilobytes of Python objects:
-# plan more than this many at a time only if they make the job faster by more than the error of predictions.
-_MANY, _AS_FAST = 4096, 0.85
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedJob:
-    """An audited checkpoint and its policy. ``plan`` is None if the policy was given by the user."""
-
-    source: OpenCheckpoint
-    policy: Policy
-    plan: Plan | None
-    workload: Workload
-
-    @property
-    def why(self) -> str:
-        """One line on how the model will be run."""
-        if self.plan is not None:
-            return self.plan.why
-        policy = self.policy
-        return (
-            f"as the policy says: N = {policy.batch_size} in micro-batches of {policy.micro_batch_size}, "
-            f"{policy.schedule}, attention on the {policy.attention_device}, experts on {policy.ffn_device}"
-        )
-
-    def load(self, options: JobOptions) -> Engine:
-        """Return the engine; a context manager."""
-        from moelight.engine.engine import Engine
-
-        record = options.expert_stats is not None or options.save_expert_profile is not None
-        return Engine(
-            self.plan or self.policy,
-            device=options.device,
-            source=self.source,
-            adapt=options.adapt,
-            experts=replace(options.experts, record=record),
-        )
-
-
-def plan_job(options: JobOptions, workload: Workload) -> PlannedJob:
-    """Return the fastest policy for ``workload`` within the limits, or the given policy.
-
-    Raises:
-        CheckpointError, ConfigError, BudgetError: the model, the limits or the memory are insufficient.
-    """
-    from moelight.engine.checkpoint import open_checkpoint
-    from moelight.engine.planning import PlanConstraints, plan_for
-    from moelight.runtime.machine import find_machine
-
-    source = open_checkpoint(options.model)
-    if options.policy is not None:
-        policy = replace(options.policy, model=options.model)
-        return PlannedJob(source=source, policy=policy, plan=None, workload=workload)
-    constraints = PlanConstraints(
-        batch_size=options.batch_size,
-        micro_batch_size=options.micro_batch_size,
-        schedule=options.schedule,
-    )
-    machine = find_machine(options.device)
-
-    def planned(constraints: PlanConstraints) -> Plan:
-        return plan_for(
-            options.model,
-            source,
-            machine,
-            hw=options.hw,
-            host_memory=options.host_memory,
-            device_memory=options.device_memory,
-            constraints=constraints,
-            workload=workload,
-            experts=options.experts.policy,
-        )
-
-    plan = planned(constraints)
-    if plan.policy.batch_size > _MANY and constraints.batch_size is None:
-        fewer = planned(replace(constraints, batch_size=_MANY))
-        if fewer.estimate.tokens_per_s >= _AS_FAST * plan.estimate.tokens_per_s:
-            plan = fewer
-    return PlannedJob(source=source, policy=plan.policy, plan=plan, workload=workload)
-
-
-def predicted(engine: Engine, hw: str, workload: Workload) -> TraceHeader:
-    """Return the cost model's prediction for the engine's policy, on the machine that was planned for."""
-    from moelight.engine.planning import hardware_for
-
-    hardware = hardware_for(hw, discrete=engine.policy.discrete)
-    stage = SimulationSetup(engine.policy, engine.profile, hardware, workload)
-    return trace_header(stage, engine.policy.schedule, source="measured")
-
-
 _NOWHERE = Path(os.devnull)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """The inputs of a job before its model is loaded. ``context`` is the model's context length in tokens."""
+    """The inputs of a job before its model is loaded."""
 
     source: Input
-    tokenizer: Tokenizer
-    context: int
+    model: LazyModel
     facts: dict[str, Any]
 
     @property
@@ -332,7 +232,7 @@ class Prepared:
         Raises:
             InputError: a prompt has no token, or the chat template refuses the conversation.
         """
-        tokenizer, most = self.tokenizer, self.context
+        tokenizer, most = self.model.tokenizer, self.model.context
         if row.conversation is not None:
             prompts = [tuple(tokenizer.render(row.conversation, most=most))]
         else:
@@ -340,18 +240,6 @@ class Prepared:
         if not all(prompts):
             raise InputError("the prompt is empty: it holds no token", code="empty_prompt")
         return prompts
-
-
-class _LazyTokenizer:
-    """A tokenizer that is set after the prompts were opened: the model may have to be downloaded first."""
-
-    tokenizer: Tokenizer
-
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text)
-
-    def token_bytes(self, token: int) -> bytes:
-        return self.tokenizer.token_bytes(token)
 
 
 def run_job(options: JobOptions, *, progress: Progress | None = None, eta: TimeLeft | None = None) -> JobResult:
@@ -401,14 +289,14 @@ def forecast_job(options: JobOptions, *, progress: Progress | None = None) -> Fo
         UserError: as `run_job` does before any work; output files are not checked.
     """
     with prepare(options) as prepared:
-        found = scan(prepared.source, prepared.encode, progress or Progress(), context=prepared.context)
+        found = scan(prepared.source, prepared.encode, progress or Progress(), context=prepared.model.context)
         workload = found.summary.workload()
         return Forecast(
             input=prepared.source.name,
             detected=_detected(prepared),
             model=options.model,
             summary=found.summary,
-            plan=None if workload is None else plan_job(options, workload).plan,
+            plan=None if workload is None else prepared.model.plan(options, workload).plan,
         )
 
 
@@ -433,9 +321,9 @@ def _run(options: JobOptions, prepared: Prepared, ledger: Ledger, told: Progress
 
 def _simulated(options: JobOptions, prepared: Prepared, told: Progress) -> None:
     """Plan the job before --restart discards its output: a job that cannot run leaves the output untouched."""
-    workload = scan(prepared.source, prepared.encode, told, context=prepared.context).summary.workload()
+    workload = scan(prepared.source, prepared.encode, told, context=prepared.model.context).summary.workload()
     if workload is not None:
-        plan_job(options, workload)
+        prepared.model.plan(options, workload)
 
 
 def _done_before(ledger: Ledger, told: Progress) -> JobResult:
@@ -449,7 +337,7 @@ def prepare(options: JobOptions) -> Iterator[Prepared]:
     """Check the paths, open the prompts, find the model. A missing or empty file of prompts is reported before a model
     is downloaded from the hub."""
     _check_paths(options)
-    vocabulary = _LazyTokenizer()
+    model = LazyModel(options.model, chat_template=options.chat_template)
     with open_input(
         options.prompts,
         format=options.format,
@@ -457,22 +345,17 @@ def prepare(options: JobOptions) -> Iterator[Prepared]:
         models=ModelNames.of(options.model, ignore=options.ignore_model),
         prompt_column=options.prompt_column,
         id_column=options.id_column,
-        vocabulary=vocabulary,
+        vocabulary=model,
         token_ids=options.token_ids,
         numbered=options.durability.order == "completion",
     ) as source:
-        directory = resolve_model(options.model)
-        profile = profile_from_dir(directory)
-        context = profile.max_positions
-        tokenizer = vocabulary.tokenizer = Tokenizer.from_dir(directory, chat_template=options.chat_template)
-        _check_defaults(options.sampling, tokenizer, profile.vocab_size)
+        model.check(options.sampling)  # otherwise every row would become an error row
         yield Prepared(
             source=source,
-            tokenizer=tokenizer,
-            context=context,
+            model=model,
             facts={
                 "prompts": {"format": source.format.name, "bytes": source.size_bytes, "digest": source.digest()},
-                "model": model_facts(directory),
+                "model": model_facts(model.directory),
                 "sampling": sampling_facts(options.sampling),
                 "numbers": number_facts(options.policy),
                 "rows": {
@@ -486,21 +369,11 @@ def prepare(options: JobOptions) -> Iterator[Prepared]:
         )
 
 
-def _check_defaults(sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Refuse job-wide sampling that cannot be served; otherwise every row would become an error row."""
-    for token in (*sampling.stop_token_ids, *(sampling.logit_bias or ())):
-        if token >= vocab_size:
-            raise InputError(f"token id {token} is not below the vocabulary's {vocab_size}", code="bad_token_id")
-    if sampling.structured_outputs is not None:
-        with contextlib.closing(Constraints(tokenizer, vocab_size)) as constraints:
-            constraints.check(sampling.structured_outputs)
-
-
 def read_all(prepared: Prepared, ledger: Ledger, told: Progress) -> Scan:
     """Return the scan of the prompts, from the ledger if an earlier run has read the same prompts."""
     if ledger.scan is not None:
         return Scan.from_dict(ledger.scan)
-    found = scan(prepared.source, prepared.encode, told, context=prepared.context, preparing=ledger.preparing)
+    found = scan(prepared.source, prepared.encode, told, context=prepared.model.context, preparing=ledger.preparing)
     ledger.note_scan(found.as_dict())
     return found
 
@@ -529,7 +402,7 @@ def _answer(
         ledger,
         answers=prepared.source.format,
         encode=prepared.encode,
-        context=prepared.context,
+        context=prepared.model.context,
         repeated=found.repeated,
         model=options.model,
         job=prepared.job,
@@ -539,9 +412,9 @@ def _answer(
     if workload is None or ledger.completed >= summary.served:
         answering.refuse_all(rows)
         return _Ran(state=DONE, answering=answering, stats=_nothing_ran(), counts=_counts_of(ledger, summary.rows))
-    job = plan_job(options, workload)
+    job = prepared.model.plan(options, workload)
     told.started(_start(options, prepared, summary, ledger, job))
-    with job.load(options) as engine:
+    with job.load(record=options.expert_stats is not None or options.save_expert_profile is not None) as engine:
         told.planned(job.why)
         watch = RowSync(engine, ledger, answering, summary, told, trace)
         with Interrupt(told.interrupting) as interrupt:
@@ -560,12 +433,14 @@ def _answer(
             answering.check_complete()
         _write_experts(engine, options)
         if trace is not None:
-            trace.about = predicted(engine, options.hw, job.workload)
+            trace.about = trace_header(job.simulation(engine.policy), engine.policy.schedule, source="measured")
         state = INTERRUPTED if left else DONE
         return _Ran(state=state, answering=answering, stats=engine.stats, counts=watch.counts())
 
 
-def _start(options: JobOptions, prepared: Prepared, summary: ScanSummary, ledger: Ledger, job: PlannedJob) -> JobStart:
+def _start(
+    options: JobOptions, prepared: Prepared, summary: ScanSummary, ledger: Ledger, job: PlannedModel
+) -> JobStart:
     """Return the facts known before the model is loaded. Predicted seconds are those of the remaining tokens."""
     source, done = prepared.source, ledger.totals.get("room", 0)
     share = 1.0 - done / max(1, summary.generated_tokens)

@@ -1,63 +1,149 @@
-"""The durable output of a job: every finished row is on the disk exactly once, also after a crash.
+"""The rows of a job: on the disk, each exactly once, also after a crash; or in a pipe, which cannot be resumed.
 
-Depends on row numbers, bytes and the order of writes, not on the contents of rows.
-
-A commit has two steps. First the rows since the last commit are written and fsynced; then one journal record, which
-holds the current lengths of the files, is written and fsynced. Bytes behind the ends of the last record are ignored.
+Depends on row numbers, bytes and the order of writes, not on the contents of rows. A commit fsyncs the rows since the
+last commit, and then stores the lengths of the files and the state of the job (`RowStore`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
+import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any, BinaryIO, Literal, NoReturn
 
 from moelight.batch import faults
-from moelight.batch.append import AppendFile, open_private, sync_directory
+from moelight.batch.append import AppendFile, ByteRange, open_private, sync_directory
 from moelight.batch.crash_guard import CrashGuard
-from moelight.batch.journal_file import Record
-from moelight.batch.lock import hold
-from moelight.batch.paths import Outputs, failed
+from moelight.batch.output import STANDARD_OUTPUT, check_writable, clear, writes_directly
+from moelight.batch.paths import WHAT, Outputs, failed
 from moelight.batch.recovery import Opened, open_job, take_names
-from moelight.batch.reorder_buffer import ReorderBuffer
-from moelight.batch.row_set import row_ranges
+from moelight.batch.store import JobRecord, WaitingRows, hold
 from moelight.core.errors import InputError, MoelightError, UserError
 
 State = Literal["new", "resumed", "complete"]
-_HELD_BYTES = 16 << 20  # of waiting rows in memory before they are committed
-_MOVED_BYTES = 16 << 20  # the file of waiting rows grows to this before it is compacted
+_HELD_BYTES = 16 << 20  # of waiting rows in memory
 
 
-class Journal:
-    """The rows of one job on the disk. Not thread-safe; close it, or use it as a context.
+class Ledger:
+    """The destination of the rows of a job; a context that closes it.
 
     ``state`` is ``new``, ``resumed`` or ``complete``; ``changed`` lists the differences that ``allow_changed``
-    accepted; ``completed`` and ``failed`` count rows; ``totals`` sums the ``totals`` of all ``put`` calls. All of these
-    include rows that were put and not yet committed; such rows are lost if the process is killed.
+    accepted; ``completed`` and ``failed`` count rows; ``totals`` sums the ``totals`` of all ``put`` calls; ``struck``
+    are rows that are refused because the process died while it prepared them; ``scan`` is the noted result of scanning
+    the input.
+    """
+
+    struck: frozenset[int] = frozenset()
+
+    def __init__(self, outputs: Outputs, record: JobRecord, waiting: WaitingRows) -> None:
+        self.state: State = "new"
+        self.changed: list[str] = []
+        self.scan = record.scan
+        self.completed, self.failed, self.totals = record.completed, record.failed, dict(record.totals)
+        self._in_order = outputs.order == "input"
+        self._done = record.done
+        self._next = record.next
+        self._waiting = waiting
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def done(self, number: int) -> bool:
+        """True if row ``number`` was put, by this process or an earlier one."""
+        return number in self._done
+
+    def preparing(self, number: int) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Return a context in which row ``number`` is prepared. Raises InputError if the row is `struck`."""
+        return contextlib.nullcontext()
+
+    def note_scan(self, scan: Mapping[str, Any]) -> None:
+        """Keep the result of scanning the input."""
+        self.scan = dict(scan)
+
+    def put(self, number: int, data: bytes, *, failed: bool = False, totals: Mapping[str, int] | None = None) -> None:
+        """Append ``data``, line end included, as row ``number``, from 0. ``totals`` is added to the job's totals.
+
+        Raises:
+            InputError: the row cannot be written.
+            BrokenPipeError: the reader has closed the pipe.
+        """
+        if number in self._done:
+            raise MoelightError(f"row {number} was answered twice")
+        self._done.add(number)
+        if failed:
+            self.failed += 1
+        else:
+            self.completed += 1
+        for name, count in (totals or {}).items():
+            self.totals[name] = self.totals.get(name, 0) + count
+        if self._in_order and number != self._next:
+            self._waiting.hold(number, data, failed=failed)
+            return
+        self._write(data, failed=failed)
+        self._next += 1
+        while self._in_order and self._next in self._done:
+            ready = self._take(self._next)
+            self._write(ready[0], failed=ready[1])
+            self._next += 1
+
+    def tick(self) -> None:
+        """Begin a commit if it is due; does not wait for the disk."""
+
+    def commit(self) -> None:
+        """Make every row that was put durable; returns when all are on the disk."""
+
+    def finish(self, total: int) -> None:
+        """Complete the files; all rows from 0 to ``total`` - 1 were put.
+
+        Raises:
+            MoelightError: a row is missing.
+            InputError: the disk refuses.
+        """
+        self._refuse_missing(total)
+        self.state = "complete"
+
+    def close(self) -> None:
+        """Close the files."""
+        raise NotImplementedError
+
+    def _write(self, data: bytes, *, failed: bool) -> None:
+        raise NotImplementedError
+
+    def _take(self, number: int) -> tuple[bytes, bool]:
+        return self._waiting.take(number)
+
+    def _refuse_missing(self, total: int) -> None:
+        missing = self._done.missing(total)
+        if missing is not None:
+            raise MoelightError(f"row {missing} was never answered")
+
+
+class Journal(Ledger):
+    """The rows of one job in files. Not thread-safe.
+
+    Counts and totals include rows that were put and not yet committed; such rows are lost if the process is killed. A
+    file that the disk refuses is an InputError of the next call and of every later one; committed rows are kept.
     """
 
     def __init__(self, outputs: Outputs, opened: Opened) -> None:
-        past = opened.past
-        self.state: State = "complete" if opened.complete else "new" if opened.new else "resumed"
+        record = opened.record
+        super().__init__(outputs, record, WaitingRows(opened.store.base))
+        self.state = "complete" if opened.complete else "new" if opened.new else "resumed"
         self.changed = opened.changed
-        self.scan = past.scan
-        self.completed, self.failed, self.totals = past.completed, past.failed, dict(past.totals)
         self._outputs = outputs
         self._opened = opened
-        self._done = past.done
-        self._fresh: list[int] = []
-        self._next = past.next
-        # A file without waiting rows is not reused.
-        self._generation = past.generation if past.waiting else past.generation + 1
-        places = [(number, *place) for number, place in past.waiting.items()]
-        self._waiting = ReorderBuffer(places=places)
-        self._ends = dict(past.ends)  # of files, as of the last record
         self._files: dict[str, AppendFile] = {}
         self._pending: Future[None] | None = None
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
@@ -65,11 +151,12 @@ class Journal:
         # The first tick commits, so that a reader of the output sees progress early.
         self._last = time.monotonic() - outputs.sync_s
         self._failure: InputError | None = None
-        self._torn = False
+        self._torn = self._closed = False
         self._made: list[Path] = []
         self._deaths = CrashGuard(opened.places.deaths, forget=opened.new or bool(opened.changed))
+        self.struck = self._deaths.struck
         if not opened.complete:
-            self._open_files()
+            self._open_files(record.ends)
 
     @classmethod
     def open(
@@ -98,7 +185,7 @@ class Journal:
         try:
             return cls(outputs, opened)
         except BaseException:
-            os.close(opened.fd)
+            opened.store.close()
             raise
 
     def __enter__(self) -> Journal:
@@ -114,15 +201,6 @@ class Journal:
         with contextlib.suppress(InputError, OSError):
             self.close(forget=isinstance(error, UserError))
 
-    def done(self, number: int) -> bool:
-        """True if row ``number`` was put, by this process or an earlier one."""
-        return number in self._done
-
-    @property
-    def struck(self) -> frozenset[int]:
-        """Rows that are refused because the process died while it prepared them."""
-        return self._deaths.struck
-
     def preparing(self, number: int) -> AbstractContextManager[None]:
         """Return a context in which row ``number`` is prepared. Raises InputError if the row is `struck`."""
         return self._deaths.at(number)
@@ -131,33 +209,27 @@ class Journal:
         """Store the result of scanning the input."""
         self._ready()
         self._wait_commit()
-        self.scan = dict(scan)
-        self._record({"kind": "scan", "scan": self.scan})
-
-    def put(self, number: int, data: bytes, *, failed: bool = False, totals: Mapping[str, int] | None = None) -> None:
-        """Append ``data``, line end included, as row ``number``, from 0. ``totals`` is added to the job's totals.
-
-        Raises:
-            InputError: the disk refuses; every later call raises it again, and committed rows are kept.
-        """
-        self._ready()
-        if number in self._done:
-            raise MoelightError(f"row {number} was answered twice")
-        self._torn = True
-        self._done.add(number)
-        if failed:
-            self.failed += 1
-        else:
-            self.completed += 1
-        for name, count in (totals or {}).items():
-            self.totals[name] = self.totals.get(name, 0) + count
+        super().note_scan(scan)
         try:
-            self._place(number, data, failed=failed)
+            self._opened.store.commit({"scan": self.scan})
         except OSError as error:
             self._fail(error)
+
+    def put(self, number: int, data: bytes, *, failed: bool = False, totals: Mapping[str, int] | None = None) -> None:
+        """As `Ledger.put`."""
+        self._ready()
+        torn, self._torn = self._torn, True
+        try:
+            super().put(number, data, failed=failed, totals=totals)
+        except OSError as error:
+            self._fail(error)
+        except MoelightError:
+            self._torn = torn
+            raise
         self._torn = False
         if self._waiting.held_bytes > _HELD_BYTES:
             self.commit()
+            self._waiting.forget()
 
     def tick(self) -> None:
         """Begin a commit if ``sync_s`` seconds have passed since the last; does not wait for the disk."""
@@ -173,25 +245,17 @@ class Journal:
         self._wait_commit()
 
     def finish(self, total: int) -> None:
-        """Complete the files; all rows from 0 to ``total`` - 1 were put.
-
-        Raises:
-            MoelightError: a row is missing.
-            InputError: the disk refuses.
-        """
+        """As `Ledger.finish`."""
         self._ready()
-        missing = self._done.missing(total)
-        if missing is not None:
-            raise MoelightError(f"row {missing} was never answered")
+        self._refuse_missing(total)
         for file in self._files.values():
             file.make_valid()
         self.commit()
         self._close_files()
-        if self._outputs.atomic:
-            self._record({"kind": "renaming", "total": total})
         try:
-            assert self._opened.journal is not None
-            take_names(self._opened.places, self._opened.journal, total)
+            if self._outputs.atomic:
+                self._opened.store.commit({"stage": "renaming", "total": total})
+            take_names(self._opened.places, self._opened.store, total)
         except OSError as error:
             self._fail(error)
         self.state = "complete"
@@ -204,36 +268,36 @@ class Journal:
         Raises:
             InputError: the last commit failed, and no earlier call has raised the error.
         """
-        if self._opened.fd < 0:
+        if self._closed:
             return
+        unfinished = self.state != "complete"
         try:
-            if self.state != "complete" and not self._torn and self._failure is None:
+            if unfinished and not self._torn and self._failure is None:
                 self.commit()
         finally:
+            self._closed = True
             self._worker.shutdown()
             with contextlib.suppress(OSError):
-                self._deaths.close(done=self.state == "complete")
-            try:
-                if self.state != "complete" and (self._failure is not None or self._torn):
-                    # The next start truncates too; doing it here hides the torn end from readers of the file.
-                    with contextlib.suppress(OSError):
-                        self._cut_back()
-            finally:
-                self._close_files()
-                if forget and self._opened.new and not self.completed + self.failed:
-                    self._remove_files()
-                os.close(self._opened.fd)
-                self._opened.fd = -1
+                self._deaths.close(done=not unfinished)
+            if unfinished and (self._failure is not None or self._torn):
+                # The next start truncates too; doing it here hides the torn end from readers of the file.
+                with contextlib.suppress(OSError, InputError):
+                    ends = self._opened.store.ends()
+                    for name, file in self._files.items():
+                        file.cut(ends.get(name, 0))
+            self._close_files()
+            forgotten = forget and self._opened.new and not self.completed + self.failed
+            for path in self._made if forgotten else ():
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
+            self._opened.store.close(remove=forgotten)
 
-    def _open_files(self) -> None:
+    def _open_files(self, ends: Mapping[str, int]) -> None:
         places = self._opened.places
         try:
             self._made = [place.written for place in places.files.values() if not place.written.exists()]
             for name, place in places.files.items():
-                self._files[name] = self._open_file(place.written, self._ends.get(name, 0), gzip=place.gzip)
-            if self._waiting:
-                path = places.waiting(self._generation)
-                self._files["waiting"] = self._waiting.file = self._open_file(path, self._ends["waiting"])
+                self._files[name] = self._open_file(place.written, ends.get(name, 0), gzip=place.gzip)
             for directory in places.directories():
                 sync_directory(directory)
         except BaseException as error:
@@ -242,7 +306,7 @@ class Journal:
                 raise failed(error, places.output) from None
             raise
 
-    def _open_file(self, path: Path, end: int, *, gzip: bool = False) -> AppendFile:
+    def _open_file(self, path: Path, end: int, *, gzip: bool) -> AppendFile:
         fd = open_private(path)
         try:
             hold(fd, path, shown=self._outputs.rows)
@@ -256,32 +320,18 @@ class Journal:
             file.close()
         self._files.clear()
 
-    def _remove_files(self) -> None:
-        for path in (*self._made, self._opened.places.journal):
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
+    def _write(self, data: bytes, *, failed: bool) -> None:
+        self._files["errors" if failed and "errors" in self._files else "output"].append(data)
 
-    def _place(self, number: int, data: bytes, *, failed: bool) -> None:
-        if self._outputs.order == "completion":
-            self._fresh.append(number)
-            self._file(failed=failed).append(data)
-            return
-        if number != self._next:
-            self._waiting.hold(number, data, failed=failed)
-            return
-        self._file(failed=failed).append(data)
-        self._next += 1
-        while (ready := self._waiting.take(self._next)) is not None:
-            self._file(failed=ready[1]).append(ready[0])
-            self._next += 1
-
-    def _file(self, *, failed: bool) -> AppendFile:
-        return self._files["errors" if failed and "errors" in self._files else "output"]
+    def _take(self, number: int) -> tuple[bytes, bool]:
+        if not self._waiting.held(number):
+            self._wait_commit()  # the database is used by one thread at a time
+        return self._waiting.take(number)
 
     def _ready(self) -> None:
         if self._failure is not None:
             raise self._failure
-        if self.state == "complete" or self._opened.fd < 0:
+        if self.state == "complete" or self._closed:
             raise MoelightError("this output is complete or closed, nothing can be added to it")
         if self._pending is not None and self._pending.done():
             self._wait_commit()
@@ -303,92 +353,115 @@ class Journal:
             return
         self._torn = True
         try:
-            record, spent = self._seal()
+            extents = {name: file.seal() for name, file in self._files.items()}
         except OSError as error:
             self._fail(error)
-        files = [self._files[name] for name in record["files"]]
-        ends = {name: file.end for name, file in self._files.items()}
-        self._pending = self._worker.submit(self._make_durable, files, record, ends, spent)
+        extents = {name: extent for name, extent in extents.items() if extent.end > extent.start}
+        values = {"completed": self.completed, "failed": self.failed, "totals": dict(self.totals), "next": self._next}
+        self._pending = self._worker.submit(
+            self._make_durable, values, self._done.changed_parts(), extents, self._waiting.unsaved()
+        )
+        self._counted = self._counts()
         self._torn = False
 
-    def _seal(self) -> tuple[Record, AppendFile | None]:
-        """Return the record of a commit, whose bytes are with the system, and the file of waiting rows that the commit
-        makes obsolete, if any."""
-        record: Record = {"kind": "rows", "completed": self.completed, "failed": self.failed}
-        record["totals"] = dict(self.totals)
-        spent = None
-        if self._outputs.order == "completion":
-            record["done"], self._fresh = row_ranges(self._fresh), []
-        else:
-            record["next"] = self._next
-            rows, spent = self._spill()
-            if rows or spent is not None:
-                record["waiting"] = {"file": self._generation, "rows": rows}
-        extents = {name: file.seal() for name, file in self._files.items()}
-        record["files"] = {
-            name: [extent.start, extent.end, f"{extent.crc:08x}"]
-            for name, extent in extents.items()
-            if extent.end > extent.start
-        }
-        self._counted = self._counts()
-        return record, spent
-
-    def _spill(self) -> tuple[list[tuple[int, int, int, bool]], AppendFile | None]:
-        """Move waiting rows out of memory; return their places, and an obsolete file of waiting rows, if any."""
-        file = self._files.get("waiting")
-        if file is None:
-            if not self._waiting:
-                return [], None
-            return self._waiting.spill(self._open_waiting()), None
-        if file.end <= max(_MOVED_BYTES, 4 * self._waiting.filed_bytes):
-            return self._waiting.spill(file), None
-        self._generation += 1
-        del self._files["waiting"]
-        return (self._waiting.move(self._open_waiting()) if self._waiting else []), file
-
-    def _open_waiting(self) -> AppendFile:
-        path = self._opened.places.waiting(self._generation)
-        file = self._files["waiting"] = self._open_file(path, 0)
-        sync_directory(path.parent)
-        return file
-
     def _make_durable(
-        self, files: list[AppendFile], record: Record, ends: dict[str, int], spent: AppendFile | None
+        self,
+        values: dict[str, Any],
+        parts: list[tuple[int, bytes]],
+        extents: dict[str, ByteRange],
+        waiting: list[tuple[int, bool, int, bytes]],
     ) -> None:
         """Finish a commit, in the worker thread. Raises OSError."""
-        try:
-            for file in files:
-                file.sync()
-            faults.reach("after_fsync_rows")
-            assert self._opened.journal is not None
-            self._opened.journal.write(record)
-            self._ends = ends
-            if spent is not None:
-                spent.path.unlink(missing_ok=True)
-        finally:
-            if spent is not None:
-                spent.close()
-
-    def _record(self, record: Record) -> None:
-        try:
-            assert self._opened.journal is not None
-            self._opened.journal.write(record)
-        except OSError as error:
-            self._fail(error)
+        for name in extents:
+            self._files[name].sync()
+        faults.reach("after_fsync_rows")
+        self._opened.store.commit(values, parts=parts, extents=extents, waiting=waiting)
 
     def _fail(self, error: OSError) -> NoReturn:
         """Raise the failure. Nothing more is written: after a failed write or fsync the file contents are unknown."""
         self._failure = failed(error, self._opened.places.output)
         raise self._failure from None
 
-    def _cut_back(self) -> None:
-        """Truncate the files to the ends of the last record. A failed record is removed first: no record may refer to
-        removed bytes."""
-        assert self._opened.journal is not None
-        self._opened.journal.take_back()
-        for name in self._opened.places.files:
-            if name in self._files:
-                self._files[name].cut(self._ends.get(name, 0))
-
     def _counts(self) -> tuple[int, int]:
         return self.completed, self.failed
+
+
+class StreamRows(Ledger):
+    """Writes rows at once, in completion or input order; no deaths are recorded, and a job that ends early starts over.
+
+    A closed pipe is a BrokenPipeError.
+    """
+
+    def __init__(self, outputs: Outputs) -> None:
+        if outputs.atomic:
+            raise InputError(f"output {outputs.rows}: is a pipe or device, --atomic needs a file", code="output_path")
+        super().__init__(outputs, JobRecord(layout={}, facts={}), WaitingRows())
+        self._output = _Stream(outputs.rows, WHAT["output"])
+        try:
+            self._errors = self._output if outputs.errors is None else _Stream(outputs.errors, WHAT["errors"])
+        except BaseException:
+            self._output.close()
+            raise
+
+    def put(self, number: int, data: bytes, *, failed: bool = False, totals: Mapping[str, int] | None = None) -> None:
+        """As `Ledger.put`."""
+        super().put(number, data, failed=failed, totals=totals)
+        if self._waiting.held_bytes > _HELD_BYTES:
+            with clear(Path(tempfile.gettempdir()), "temporary rows in"):
+                self._waiting.spill(self._next)
+
+    def close(self) -> None:
+        """Close the streams and the file of waiting rows."""
+        self._output.close()
+        if self._errors is not self._output:
+            self._errors.close()
+        self._waiting.close()
+
+    def _write(self, data: bytes, *, failed: bool) -> None:
+        (self._errors if failed else self._output).write(data)
+
+
+class _Stream:
+    """Standard output, or a path that is written from its beginning."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        check_writable(path, what=what)
+        self._path = path
+        self._what = what
+        with clear(path, what):
+            self._file: BinaryIO = sys.stdout.buffer if path == STANDARD_OUTPUT else path.open("wb", buffering=0)
+
+    def write(self, data: bytes) -> None:
+        with clear(self._path, self._what):
+            view = memoryview(data)
+            while view:
+                view = view[self._file.write(view) :]
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._path != STANDARD_OUTPUT:
+            self._file.close()
+
+
+def open_outputs(
+    outputs: Outputs,
+    facts: Mapping[str, Any],
+    *,
+    informative: Iterable[str] = (),
+    restart: bool = False,
+    allow_changed: bool = False,
+) -> Ledger:
+    """Return a `Journal`; or `StreamRows` if ``outputs.rows`` is standard output, a pipe or a device.
+
+    Raises:
+        InputError: as `Journal.open`; or the two kinds are mixed, or ``atomic`` is requested for a stream.
+    """
+    if writes_directly(outputs.rows):
+        return StreamRows(outputs)
+    if outputs.errors is not None and writes_directly(outputs.errors):
+        raise InputError(
+            f"error file {outputs.errors}: is a pipe or device, and the output is a file; give a file for both, "
+            "or leave the error file out: failed rows are then in the output",
+            code="output_path",
+        )
+    return Journal.open(outputs, facts, informative=informative, restart=restart, allow_changed=allow_changed)

@@ -6,7 +6,7 @@ take the job's defaults, not OpenAI's (whose temperature is 1). URLs and paths i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,10 +14,9 @@ import msgspec
 
 from moelight.batch.fields import (
     FieldError,
+    LineReader,
     RowContext,
     SamplingCache,
-    Skip,
-    line_rows,
     read_custom_id,
     read_row_object,
     refused,
@@ -139,19 +138,14 @@ class _ParsedBody:
     answered: Mapping[str, Any]
 
 
-class OpenAIReader:
+class OpenAIReader(LineReader):
     """Reads rows from OpenAI batch lines."""
-
-    told = ""
 
     def __init__(self, reading: RowContext, source: InputSource) -> None:  # noqa: ARG002 (every reader is made of both)
         self.format = OpenAIFormat(vocabulary=reading.vocabulary)
         self._models = reading.models
         self._vocabulary = reading.vocabulary
         self._samplings = SamplingCache(reading.defaults)
-
-    def rows(self, source: InputSource, *, skip: Skip | None) -> Iterator[Row | BadRow]:
-        return line_rows(source, skip, self.read)
 
     def read(self, raw: bytes, number: int, line: int) -> Row | BadRow:
         """Return the row of one line."""

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from moelight.batch.rows import BadRow
-from moelight.core.policy import Policy
 from moelight.core.request import SamplingParams
-from moelight.experts.options import ExpertOptions
+from moelight.engine.model import EngineOptions
 from moelight.observe.stats import RunStats
 
 DONE, INTERRUPTED, DONE_BEFORE = "done", "interrupted", "done before"
@@ -29,12 +28,11 @@ class Durability:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JobOptions:
-    """The options of a job. None leaves a choice to the planner; a file whose path is None is not written.
+class JobOptions(EngineOptions):
+    """The options of a job, with those of its engine. A file whose path is None is not written.
 
-    A ``policy`` is run unchanged, on ``model``; otherwise the planner chooses one for the machine ``hw``. Memory is in
-    bytes. ``sampling`` applies where a row sets no value. ``format`` and the columns determine how ``prompts`` is read;
-    with ``ignore_model`` rows may name any model.
+    ``sampling`` applies where a row sets no value. ``format`` and the columns determine how ``prompts`` is read; with
+    ``ignore_model`` rows may name any model.
     """
 
     prompts: Path
@@ -48,21 +46,11 @@ class JobOptions:
     chat_template: Path | None = None
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=256, seed=0))
     durability: Durability = field(default_factory=Durability)
-    device: str = "auto"
-    host_memory: int | None = None
-    device_memory: int | None = None
-    batch_size: int | None = None
-    micro_batch_size: int | None = None
-    schedule: str | None = None
-    policy: Policy | None = None
-    hw: str = "auto"
     token_ids: bool = False
     stats: Path | None = None
     trace: Path | None = None
     status: Path | None = None
     metrics: Path | None = None
-    adapt: bool | None = None
-    experts: ExpertOptions = field(default_factory=ExpertOptions)
     expert_stats: Path | None = None
     save_expert_profile: Path | None = None
 

@@ -94,11 +94,6 @@ class JobPaths:
         """The file of all rows that are not written to the error file."""
         return self.files["output"]
 
-    def waiting(self, generation: int) -> Path:
-        """Return the path of the ``generation``-th file of waiting rows; two names alternate."""
-        final = self.output.final
-        return final.with_name(f"{final.name}.waiting{generation % 2}")
-
     @property
     def deaths(self) -> Path:
         """The file of rows at which the process died (`CrashGuard`)."""
@@ -115,16 +110,12 @@ class JobPaths:
             for path in {place.final, place.written, _hidden(place.final)}:
                 if not (keep_finals and path == place.final):
                     path.unlink(missing_ok=True)
-        self.clear_waiting()
-
-    def clear_waiting(self) -> None:
-        """Remove the files of waiting rows."""
-        for generation in range(2):
-            self.waiting(generation).unlink(missing_ok=True)
+        for generation in range(2):  # of a journal of version 1
+            self.output.final.with_name(f"{self.output.final.name}.waiting{generation}").unlink(missing_ok=True)
 
 
 def journal_of(output: Path) -> Path:
-    """Return the path of the journal of ``output``: beside the file that a link points to."""
+    """Return the path of the journal, a database, of ``output``: beside the file that a link points to."""
     final = target(output)
     return final.with_name(f"{final.name}.journal")
 

@@ -5,8 +5,9 @@ A watcher (a terminal, a status file, metrics) overrides the events that it need
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from moelight.core.request import Completion
@@ -94,6 +95,11 @@ class JobStart:
     predicted_s: float | None = None
     predicted_prompt_s: float | None = None
 
+    @property
+    def counts(self) -> JobCounts:
+        """The counts at the start: rows that are done already."""
+        return JobCounts(total=self.total, failed=self.refused, completed=self.resumed, resumed=self.resumed)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgressFields:
@@ -154,68 +160,17 @@ class Progress:
         """The job is over: ``completed`` (with error rows or without), ``failed``, or ``cancelled``."""
 
 
+_EVENTS = tuple(name for name in vars(Progress) if not name.startswith("_"))
+
+
 class ProgressGroup(Progress):
     """Forwards every event to each of ``watchers``, in their order."""
 
     def __init__(self, watchers: Sequence[Progress]) -> None:
-        self._watchers = tuple(watchers)
+        for name in _EVENTS:
+            setattr(self, name, partial(_tell, [getattr(watcher, name) for watcher in watchers]))
 
-    def reading(self, rows: int, read_bytes: int, total_bytes: int | None = None) -> None:
-        """Forward to every watcher."""
-        for watcher in self._watchers:
-            watcher.reading(rows, read_bytes, total_bytes)
 
-    def started(self, start: JobStart) -> None:
-        """Forward to every watcher."""
-        for watcher in self._watchers:
-            watcher.started(start)
-
-    def planned(self, why: str) -> None:
-        """Forward to every watcher."""
-        for watcher in self._watchers:
-            watcher.planned(why)
-
-    def adapted(self, why: str) -> None:
-        """Forward to every watcher."""
-        for watcher in self._watchers:
-            watcher.adapted(why)
-
-    def tokens(self, done: int, expected: int, binding: Binding | None = None) -> None:
-        """Forward to every watcher."""
-        for watcher in self._watchers:
-            watcher.tokens(done, expected, binding)
-
-    def completion(self, completion: Completion, *, room: int, latency_s: float | None = None) -> None:
-        """Forward to every watcher."""
-        for watcher in self._watchers:
-            watcher.completion(completion, room=room, latency_s=latency_s)
-
-    def counts(self, counts: JobCounts) -> None:
-        """Forward to every watcher."""
-        for watcher in self._watchers:
-            watcher.counts(counts)
-
-    def measured(self, stats: RunStats, experts: Mapping[str, Any] | None = None) -> None:
-        """Forward to every watcher."""
-        for watcher in self._watchers:
-            watcher.measured(stats, experts)
-
-    def row(self, shown: ProgressFields) -> None:
-        """Forward to every watcher."""
-        for watcher in self._watchers:
-            watcher.row(shown)
-
-    def interrupting(self) -> None:
-        """Forward to every watcher."""
-        for watcher in self._watchers:
-            watcher.interrupting()
-
-    def failed(self, code: str, message: str) -> None:
-        """Forward to every watcher."""
-        for watcher in self._watchers:
-            watcher.failed(code, message)
-
-    def ended(self, state: State) -> None:
-        """Forward to every watcher."""
-        for watcher in self._watchers:
-            watcher.ended(state)
+def _tell(listeners: Sequence[Callable[..., None]], *args: Any, **kwargs: Any) -> None:
+    for listener in listeners:
+        listener(*args, **kwargs)

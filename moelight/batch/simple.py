@@ -5,16 +5,15 @@ Field names are vLLM's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from moelight.batch.fields import (
     FieldError,
+    LineReader,
     RowContext,
     SamplingCache,
-    Skip,
-    line_rows,
     read_custom_id,
     read_row_object,
     refused,
@@ -78,17 +77,12 @@ class SimpleFormat:
         return more
 
 
-class SimpleReader:
+class SimpleReader(LineReader):
     """Reads rows from lines that are objects with a prompt or messages."""
-
-    told = ""
 
     def __init__(self, reading: RowContext, source: InputSource) -> None:  # noqa: ARG002 (every reader is made of both)
         self.format = SimpleFormat(token_ids=reading.token_ids, numbered=reading.numbered)
         self._samplings = SamplingCache(reading.defaults)
-
-    def rows(self, source: InputSource, *, skip: Skip | None) -> Iterator[Row | BadRow]:
-        return line_rows(source, skip, self.read)
 
     def read(self, raw: bytes, number: int, line: int) -> Row | BadRow:
         """Return the row of one line."""
@@ -99,17 +93,12 @@ class SimpleReader:
         return read_values(values, number, line, self._samplings)
 
 
-class TextReader:
+class TextReader(LineReader):
     """Reads rows from lines that are prompts."""
-
-    told = ""
 
     def __init__(self, reading: RowContext, source: InputSource) -> None:  # noqa: ARG002 (every reader is made of both)
         self.format = SimpleFormat(name="text", token_ids=reading.token_ids, numbered=reading.numbered)
         self._sampling = reading.defaults
-
-    def rows(self, source: InputSource, *, skip: Skip | None) -> Iterator[Row | BadRow]:
-        return line_rows(source, skip, self.read)
 
     def read(self, raw: bytes, number: int, line: int) -> Row | BadRow:
         """Return the row of one line."""

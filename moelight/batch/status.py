@@ -1,6 +1,7 @@
-"""``--status``: the progress of a job, as OpenAI's batch object with a few additional fields.
+"""The files that other programs read while a job runs: ``--status`` and ``--metrics``.
 
-Source of the names: OpenAI's API reference, object ``batch``; without the fields of `EXTRA` the object conforms to it.
+The status is OpenAI's batch object (API reference, object ``batch``) with the additional fields of `EXTRA`; the metrics
+are in the text format of Prometheus, under vLLM's names where vLLM has the figure.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ import math
 import os
 import stat
 import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moelight.batch.options import JobOptions
 from moelight.batch.output import refused_write
@@ -26,6 +26,9 @@ from moelight.batch.time_left import TimeLeft
 from moelight.core.errors import InputError
 from moelight.core.request import Completion
 from moelight.observe.stats import Binding, RunStats
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
 
 _EVERY_S = 1.0
 
@@ -129,9 +132,7 @@ class StatusFile(Progress):
     def started(self, start: JobStart) -> None:
         """Set the row counts; the input is validated."""
         self._endpoint = start.endpoint or self._endpoint
-        self._counts = JobCounts(
-            total=start.total, failed=start.refused, completed=start.resumed, resumed=start.resumed
-        )
+        self._counts = start.counts
         self._enter("in_progress")
 
     def tokens(self, done: int, expected: int, binding: Binding | None = None) -> None:  # noqa: ARG002
@@ -215,69 +216,6 @@ def without_extra(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in batch.items() if name not in EXTRA}
 
 
-Labels = Mapping[str, str]
-
-
-class Histogram:
-    """Counts of values up to each of ``bounds``, the number of values and their sum."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """Add ``value``."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def samples(self) -> Iterator[tuple[str, Labels, float]]:
-        """Yield the suffix, labels and value of each line; buckets are cumulative and include their bound."""
-        so_far = 0
-        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
-            so_far += count
-            yield "_bucket", {"le": number_text(float(bound))}, so_far
-        yield "_sum", {}, self._sum
-        yield "_count", {}, so_far
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Metric:
-    """One metric: name, ``kind`` (``counter``, ``gauge`` or ``histogram``), help text, and samples as (suffix, labels,
-    value). A counter's name ends in ``_total``."""
-
-    name: str
-    kind: str
-    help: str
-    samples: Sequence[tuple[str, Labels, float]] = field(default=())
-
-
-def exposition(families: Sequence[Metric], *, labels: Labels) -> str:
-    """Return ``families`` as text. ``labels`` are added to every sample; a family without samples is omitted."""
-    lines: list[str] = []
-    for family in families:
-        if not family.samples:
-            continue
-        lines.append(f"# HELP {family.name} {_escaped(family.help, quotes=False)}")
-        lines.append(f"# TYPE {family.name} {family.kind}")
-        for suffix, own, value in family.samples:
-            pairs = ",".join(f'{name}="{_escaped(text)}"' for name, text in {**labels, **own}.items())
-            lines.append(f"{family.name}{suffix}{{{pairs}}} {number_text(value)}")
-    return "\n".join(lines) + "\n"
-
-
-def number_text(value: float) -> str:
-    """Return ``value`` in the number syntax of Prometheus."""
-    if value == float("inf"):
-        return "+Inf"
-    return str(int(value)) if isinstance(value, int) else repr(float(value))
-
-
-def _escaped(text: str, *, quotes: bool = True) -> str:
-    text = text.replace("\\", "\\\\").replace("\n", "\\n")
-    return text.replace('"', '\\"') if quotes else text
-
-
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _LATENCIES_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _REASONS = ("stop", "length")
@@ -291,16 +229,29 @@ class MetricsFile(Progress):
     """
 
     def __init__(self, path: Path, model: str, eta: TimeLeft) -> None:
-        self._labels = {"model_name": model}
+        from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics
+
+        disable_created_metrics()
+        self._model = model
         self._eta = eta
         self._counts = JobCounts()
         self._stats: RunStats | None = None
         self._experts: Mapping[str, Any] = {}
         self._reasons: Counter[str] = Counter(dict.fromkeys(_REASONS, 0))
         self._cached = self._asked = 0
-        self._prompt, self._generated = Histogram(_TOKENS), Histogram(_TOKENS)
-        self._latency = Histogram(_LATENCIES_S)
-        self._timed = False
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+        def histogram(name: str, help_: str, bounds: Sequence[float]) -> Histogram:
+            return Histogram(name, help_, ["model_name"], buckets=bounds, registry=self._registry)
+
+        self._prompt = histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self._generated = histogram("vllm:request_generation_tokens", "Tokens generated for an answer.", _TOKENS)
+        self._latency = histogram(
+            "vllm:e2e_request_latency_seconds", "Seconds from asking the engine to the whole answer.", _LATENCIES_S
+        )
+        for each in (self._prompt, self._generated):
+            each.labels(model)
         self._file = LiveFile(path, what="metrics")
         self._file.begin(self.text())
 
@@ -311,22 +262,19 @@ class MetricsFile(Progress):
 
     def started(self, start: JobStart) -> None:
         """Set the row counts."""
-        self._counts = JobCounts(
-            total=start.total, failed=start.refused, completed=start.resumed, resumed=start.resumed
-        )
+        self._counts = start.counts
         self._file.renew(self.text, now=True)
 
     def completion(self, completion: Completion, *, room: int, latency_s: float | None = None) -> None:  # noqa: ARG002
         """Count one answer."""
         self._reasons[completion.finish_reason] += 1
-        self._generated.observe(completion.completion_tokens)
+        self._generated.labels(self._model).observe(completion.completion_tokens)
         if completion.sample == 0:  # the samples of a prompt share it
-            self._prompt.observe(completion.prompt_tokens)
+            self._prompt.labels(self._model).observe(completion.prompt_tokens)
             self._asked += completion.prompt_tokens
             self._cached += completion.cached_tokens
         if latency_s is not None:
-            self._timed = True
-            self._latency.observe(latency_s)
+            self._latency.labels(self._model).observe(latency_s)
 
     def counts(self, counts: JobCounts) -> None:
         """Renew the file, at most once a second."""
@@ -344,77 +292,52 @@ class MetricsFile(Progress):
 
     def text(self) -> str:
         """Return the current contents of the file."""
-        return exposition([*self._vllm(), *self._job(), *self._lanes()], labels=self._labels)
+        from prometheus_client import generate_latest
 
-    def _vllm(self) -> Iterator[Metric]:
-        counts = self._counts
-        yield _gauge("vllm:num_requests_running", "Sequences that the engine is at.", counts.running)
-        yield _gauge("vllm:num_requests_waiting", "Sequences that it has not begun.", counts.waiting)
-        yield _gauge(
-            "vllm:kv_cache_usage_perc", "Room for keys and values that is taken; 1 is all.", float(counts.kv_usage)
-        )
-        yield _counter("vllm:prompt_tokens_total", "Prompt tokens processed.", counts.prompt_tokens)
-        yield _counter("vllm:generation_tokens_total", "Tokens generated.", counts.generation_tokens)
-        yield _counter("vllm:prefix_cache_queries_total", "Prompt tokens of the finished answers.", self._asked)
-        yield _counter("vllm:prefix_cache_hits_total", "Of them, those computed for an earlier prompt.", self._cached)
-        reasons = [("", {"finished_reason": reason}, count) for reason, count in self._reasons.items()]
-        yield Metric(
-            name="vllm:request_success_total", kind="counter", help="Finished answers by reason.", samples=reasons
-        )
-        yield _histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", self._prompt)
-        yield _histogram("vllm:request_generation_tokens", "Tokens generated for an answer.", self._generated)
-        if self._timed:
-            help_ = "Seconds from asking the engine to the whole answer."
-            yield _histogram("vllm:e2e_request_latency_seconds", help_, self._latency)
+        return generate_latest(self._registry).decode()
 
-    def _job(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Metric]:
+        """Yield the figures that are kept elsewhere, for the registry."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        for name, help_, samples in self._figures():
+            label, values = samples if isinstance(samples, tuple) else (None, {"": samples})
+            family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            metric = family(name, help_, labels=["model_name", *([label] if label else [])])
+            for key, value in values.items():
+                metric.add_metric([self._model, *([key] if label else [])], value)
+            yield metric
+
+    def _figures(self) -> Iterator[tuple[str, str, float | tuple[str, Mapping[str, float]]]]:
+        """Yield name, help text and value; or, by the values of a further label, several values."""
         counts, left = self._counts, self._eta.remaining_s
-        waiting = max(0, counts.total - counts.done)
-        rows = {"completed": counts.completed, "failed": counts.failed, "unfinished": waiting}
-        yield Metric(
-            name="moelight_job_rows",
-            kind="gauge",
-            help="Rows of the input by fate, earlier runs included.",
-            samples=[("", {"state": state}, count) for state, count in rows.items()],
-        )
-        yield _gauge(
-            "moelight_job_expected_tokens", "Tokens that this run will have generated, at most.", counts.expected_tokens
-        )
-        yield _gauge("moelight_job_elapsed_seconds", "Seconds since this run began.", float(counts.elapsed_s))
+        unfinished = max(0, counts.total - counts.done)
+        rows = {"completed": counts.completed, "failed": counts.failed, "unfinished": unfinished}
+        yield "vllm:num_requests_running", "Sequences that the engine is at.", counts.running
+        yield "vllm:num_requests_waiting", "Sequences that it has not begun.", counts.waiting
+        yield "vllm:kv_cache_usage_perc", "Room for keys and values that is taken; 1 is all.", counts.kv_usage
+        yield "vllm:prompt_tokens_total", "Prompt tokens processed.", counts.prompt_tokens
+        yield "vllm:generation_tokens_total", "Tokens generated.", counts.generation_tokens
+        yield "vllm:prefix_cache_queries_total", "Prompt tokens of the finished answers.", self._asked
+        yield "vllm:prefix_cache_hits_total", "Of them, those computed for an earlier prompt.", self._cached
+        yield "vllm:request_success_total", "Finished answers by reason.", ("finished_reason", self._reasons)
+        yield "moelight_job_rows", "Rows of the input by fate, earlier runs included.", ("state", rows)
+        yield "moelight_job_expected_tokens", "Tokens that this run will generate, at most.", counts.expected_tokens
+        yield "moelight_job_elapsed_seconds", "Seconds since this run began.", counts.elapsed_s
         if left is not None:
-            yield _gauge("moelight_job_eta_seconds", "Seconds until the job ends, estimated.", float(left))
-        yield _counter("moelight_passes_total", "Sweeps through all layers.", counts.passes)
-
-    def _lanes(self) -> Iterator[Metric]:
+            yield "moelight_job_eta_seconds", "Seconds until the job ends, estimated.", left
+        yield "moelight_passes_total", "Sweeps through all layers.", counts.passes
         if self._stats is None:
             return
-        lanes = self._stats.lanes
-        busy = [("", {"lane": str(lane)}, float(each.busy_s)) for lane, each in lanes.items()]
-        moved = [("", {"lane": str(lane)}, each.bytes) for lane, each in lanes.items()]
-        yield Metric(
-            name="moelight_lane_busy_seconds_total", kind="counter", help="Seconds a lane was at work.", samples=busy
-        )
-        yield Metric(
-            name="moelight_transfer_bytes_total", kind="counter", help="Bytes that crossed a lane.", samples=moved
-        )
+        busy = {str(lane): each.busy_s for lane, each in self._stats.lanes.items()}
+        moved = {str(lane): each.bytes for lane, each in self._stats.lanes.items()}
+        yield "moelight_lane_busy_seconds_total", "Seconds a lane was at work.", ("lane", busy)
+        yield "moelight_transfer_bytes_total", "Bytes that crossed a lane.", ("lane", moved)
         peak = self._stats.peak_rss_bytes
-        yield _gauge("moelight_peak_resident_memory_bytes", "The largest resident set of the process.", peak)
-        for name in ("hits", "misses"):
+        yield "moelight_peak_resident_memory_bytes", "The largest resident set of the process.", peak
+        for name, are in (("hits", "resident"), ("misses", "offloaded")):
             if name in self._experts:
-                help_ = f"Routed experts that were {'resident' if name == 'hits' else 'offloaded'}."
-                yield _counter(f"moelight_expert_cache_{name}_total", help_, int(self._experts[name]))
-
-
-def _gauge(name: str, help_: str, value: float) -> Metric:
-    return Metric(name=name, kind="gauge", help=help_, samples=[("", {}, value)])
-
-
-def _counter(name: str, help_: str, value: float) -> Metric:
-    return Metric(name=name, kind="counter", help=help_, samples=[("", {}, value)])
-
-
-def _histogram(name: str, help_: str, found: Histogram) -> Metric:
-    return Metric(name=name, kind="histogram", help=help_, samples=list(found.samples()))
+                yield f"moelight_expert_cache_{name}_total", f"Routed experts that were {are}.", self._experts[name]
 
 
 def file_watchers(options: JobOptions, eta: TimeLeft) -> list[StatusFile | MetricsFile]:

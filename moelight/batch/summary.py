@@ -13,6 +13,10 @@ from moelight.batch.rows import BadRow
 from moelight.profiles.workload import MOST_REQUESTS, Workload
 
 OTHER = "other"
+_COUNTS = (
+    *("rows", "sequences", "prompts", "prompt_tokens", "max_prompt_len", "generated_tokens", "max_gen_len"),
+    "samplings",
+)
 _MOST_KINDS, _MOST_CODES, _MOST_SAMPLINGS = 16, 32, 4096
 
 
@@ -82,19 +86,10 @@ class ScanSummary:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return {
-            "rows": self.rows,
-            "sequences": self.sequences,
-            "prompts": self.prompts,
-            "kinds": dict(self.kinds),
-            "problems": {code: [each.count, each.first_line, each.message] for code, each in self.problems.items()},
-            "prompt_histogram": list(self.histogram),
-            "prompt_tokens": self.prompt_tokens,
-            "max_prompt_len": self.max_prompt_len,
-            "generated_tokens": self.generated_tokens,
-            "max_gen_len": self.max_gen_len,
-            "samplings": self.samplings,
-        }
+        problems = {code: [each.count, each.first_line, each.message] for code, each in self.problems.items()}
+        histogram = list(self.histogram)
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        return {**counts, "kinds": dict(self.kinds), "problems": problems, "prompt_histogram": histogram}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> ScanSummary:
@@ -103,15 +98,13 @@ class ScanSummary:
         Raises:
             KeyError, TypeError, ValueError: ``given`` is something else.
         """
-        problems = {
-            str(code): InputProblem(count=int(count), first_line=int(line), message=str(message))
-            for code, (count, line, message) in given["problems"].items()
-        }
-        names = ("rows", "sequences", "prompts", "prompt_tokens", "max_prompt_len", "generated_tokens")
         return cls(
-            **{name: int(given[name]) for name in (*names, "max_gen_len", "samplings")},
+            **{name: int(given[name]) for name in _COUNTS},
             kinds={str(kind): int(count) for kind, count in given["kinds"].items()},
-            problems=problems,
+            problems={
+                str(code): InputProblem(count=int(count), first_line=int(line), message=str(message))
+                for code, (count, line, message) in given["problems"].items()
+            },
             histogram=tuple(int(count) for count in given["prompt_histogram"]),
         )
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from moelight.batch.paths import journal_of
-from moelight.batch.recovery import RecoveredJob, read_journal
+from moelight.batch.store import JobRecord, read_record
 from moelight.core.errors import InputError
 from moelight.serve import child_process
 from moelight.serve.store import LOG, RowCounts
@@ -54,10 +54,10 @@ class Job:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def past(self) -> RecoveredJob | None:
+    def past(self) -> JobRecord | None:
         """State of the job in its journal, None where there is none or it cannot be read."""
         try:
-            return read_journal(journal_of(self.output))
+            return read_record(journal_of(self.output))
         except (OSError, InputError):
             return None
 

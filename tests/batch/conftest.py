@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from moelight.batch import job
-from moelight.batch.options import JobOptions
+from moelight.core.policy import Policy
+from moelight.engine.model import EngineOptions, LazyModel
+from moelight.engine.planning import hardware_for
+from moelight.optimizer.simulation import SimulationSetup
 from moelight.profiles.workload import Workload
 from tests.batch.playing import StandIn
 
@@ -18,11 +20,16 @@ from tests.batch.playing import StandIn
 def engine(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     stand_in = StandIn()
 
-    def plan_job(options: JobOptions, workload: Workload) -> SimpleNamespace:
-        stand_in.workload = workload
-        return SimpleNamespace(plan=None, why="because the test says so", workload=workload, load=lambda _: stand_in)
+    def plan(model: LazyModel, options: EngineOptions, workload: Workload) -> SimpleNamespace:
+        def simulation(policy: Policy) -> SimulationSetup:
+            return SimulationSetup(policy, stand_in.profile, hardware_for("auto", discrete=False), workload)
 
-    monkeypatch.setattr(job, "plan_job", plan_job)
+        stand_in.workload = workload
+        planned = SimpleNamespace(plan=None, why="because the test says so", simulation=simulation)
+        planned.load = lambda *, record: stand_in
+        return planned
+
+    monkeypatch.setattr(LazyModel, "plan", plan)
     return stand_in
 
 

@@ -9,7 +9,7 @@ again with the same command, and compared when it is done. How it is ended:
     fault    SIGKILL at a point of the journal's or the outputs' writing, between write and fsync too
     torn     half of a write reaches the file, then SIGKILL
     power    SIGKILL, and of what was never synchronised only a part is there: files cut anywhere beyond the last
-             commit, the journal within its last line
+             commit of the journal
     full     a file system without space (a small tmpfs where mounting is allowed, else the error alone)
     eio      a write or an fsync fails
     ctrl-c   SIGINT: exit code 130
@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from moelight.batch.faults import POINTS
+from moelight.batch.store import read_record
 
 ROWS = 240
 _MOST_KILLS_OF_A_JOB = 4
@@ -150,39 +151,34 @@ class Machine:
         return killed
 
     def lose_what_was_not_synchronised(self) -> None:
-        """Files keep any part of what came after the last commit; the last record of the journal is whole, torn or
-        gone, with all that came before it where it is not whole."""
-        journal = self.folder / f"{self.shape.output}.journal"
-        lines = journal.read_bytes().splitlines(keepends=True) if journal.exists() else []
-        if len(lines) < 2:
-            return
-        *sure, last = lines
-        kept = last[: self.draw.randrange(len(last) + 1)]
-        journal.write_bytes(b"".join(sure) + kept)
-        ends: dict[str, int] = {}
-        for line in [*sure, last] if kept == last else sure:
-            try:
-                record = json.loads(line)["record"]
-            except ValueError:
-                break  # the kill tore it already
-            for name, (_, end, _) in record.get("files", {}).items():
-                file = f"waiting{record['waiting']['file'] % 2}" if name == "waiting" else name
-                ends[file] = end
+        """Output files keep any part of what came after the last commit of the journal."""
         hidden = "--atomic" in self.shape.options
         named = {"output": self.shape.output, "errors": self.shape.errors}
-        for path in self.folder.iterdir():
-            for name, end in {"output": 0, "errors": 0, "waiting0": 0, "waiting1": 0, **ends}.items():
-                final = named.get(name, f"{self.shape.output}.{name}")
-                written = f".{final}.partial" if hidden and name in named else final
-                if path.name == written and path.stat().st_size > end:
-                    os.truncate(path, self.draw.randrange(end, path.stat().st_size + 1))
+        ends = {"output": 0, "errors": 0, **self.committed_ends()}
+        for name, end in ends.items():
+            path = self.folder / (f".{named[name]}.partial" if hidden else str(named[name]))
+            if path.exists() and path.stat().st_size > end:
+                os.truncate(path, self.draw.randrange(end, path.stat().st_size + 1))
+
+    def committed_ends(self) -> dict[str, int]:
+        """The lengths of the files in the journal, read from a copy: the next start finds SQLite's files as they are
+        now, those of a commit that was cut off included."""
+        with tempfile.TemporaryDirectory() as name:
+            for path in self.folder.glob("*.journal*"):
+                shutil.copy(path, name)
+            journal = Path(name) / f"{self.shape.output}.journal"
+            try:
+                record = read_record(journal)
+            except FileNotFoundError:
+                record = None
+        return {} if record is None else record.ends
 
 
 def fill_a_small_disk(prompts: Path, scratch: Path, shape: Shape, expected: list[list[dict[str, Any]]]) -> bool:
     """The job on a tmpfs with room for a part of its rows, then with room for all. False where nobody may mount."""
     folder = scratch / f"small-{shape.name}"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "none", folder]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", folder]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         return False
     try:

@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 from typing import Literal
 
-from moelight.batch import faults
+from moelight.batch import faults, store
 from moelight.batch.journal import Journal
 from moelight.batch.paths import Outputs
 
@@ -70,6 +70,7 @@ def whole(outputs: Outputs) -> bool:
 def main(directory: Path) -> None:
     """Print how many kills there were."""
     os.fsync = lambda fd: None  # a kill loses nothing that the system has
+    store._SYNCHRONOUS = "OFF"
     kills = 0
     orders: tuple[Literal["input", "completion"], ...] = ("input", "completion")
     for order in orders:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from moelight.batch.fingerprint import digest_of_file, model_facts, number_facts, sampling_facts
+from moelight.batch.fingerprint import digest_of_file, number_facts, sampling_facts
 from moelight.core.errors import CheckpointError
 from moelight.core.policy import Policy
 from moelight.core.request import SamplingParams, StructuredOutputs
+from moelight.engine.model import model_facts
 
 
 @pytest.fixture

@@ -268,7 +268,7 @@ def test_an_output_behind_a_link_stays_there(tmp_path: Path) -> None:
         assert names == ["real.jsonl", "real.jsonl.journal"]
 
 
-@pytest.mark.parametrize("planted", ["out.jsonl.journal", "out.jsonl.waiting0", ".out.jsonl.partial"])
+@pytest.mark.parametrize("planted", ["out.jsonl.journal", "out.jsonl.journal-journal", ".out.jsonl.partial"])
 def test_links_that_others_planted_beside_an_output_are_not_followed(planted: str, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("mine")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from moelight.batch import job
-from moelight.batch.job import plan_job, run_job
+from moelight.batch.job import run_job
 from moelight.batch.options import JobOptions
 from moelight.batch.output import whole_file
 from moelight.batch.progress import Progress
@@ -23,6 +23,7 @@ from moelight.core.errors import CheckpointError, ConfigError, InputError, Moeli
 from moelight.core.policy import Policy
 from moelight.core.request import SamplingParams
 from moelight.core.timeline import Timeline
+from moelight.engine.model import LazyModel
 from moelight.observe.stats import Binding
 from moelight.profiles.workload import Workload
 from tests.batch.playing import DEMO, Heard, StandIn, prompts, rows
@@ -186,9 +187,9 @@ def test_a_policy_goes_to_the_engine_with_the_model_of_the_options(monkeypatch: 
     opened: list[Any] = []
     monkeypatch.setattr(room, "Engine", lambda policy, **how: opened.append((policy, how)))
     options = JobOptions(prompts=Path("p"), policy=Policy(model="mixtral", batch_size=2), device="cpu")
-    planned = plan_job(options, Workload())
+    planned = LazyModel("demo").plan(options, Workload())
     assert "as the policy says: N = 2 in micro-batches of 64, cgopipe" in planned.why
-    planned.load(options)
+    planned.load()
     ((policy, how),) = opened
     assert policy == Policy(model="demo", batch_size=2)
     assert (how["device"], how["adapt"], how["source"].directory) == ("cpu", None, DEMO)

@@ -18,6 +18,7 @@ from moelight.batch.progress import Progress
 from moelight.core.errors import BudgetError, CheckpointError, InputError
 from moelight.core.policy import Policy
 from moelight.core.request import SamplingParams, StructuredOutputs
+from moelight.engine.model import LazyModel
 from moelight.observe.stats import Binding
 from tests.batch.playing import DEMO, StandIn, prompts, rows
 
@@ -125,7 +126,7 @@ def test_refused_before_any_row_nothing_is_left(
         prompts=path, output=tmp_path / "out.jsonl", error_file=found, durability=Durability(atomic=atomic)
     )
     with monkeypatch.context() as patched:
-        patched.setattr(job, "plan_job", refuse_to_plan)
+        patched.setattr(LazyModel, "plan", refuse_to_plan)
         with pytest.raises(BudgetError):
             run_job(options)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["errors.jsonl", "prompts.jsonl"]
@@ -139,7 +140,7 @@ def test_a_restart_that_is_refused_throws_nothing_away(
     options = JobOptions(prompts=prompts(tmp_path, {"prompt": "a"}), output=tmp_path / "out.jsonl")
     run_job(options)
     with monkeypatch.context() as patched:
-        patched.setattr(job, "plan_job", refuse_to_plan)
+        patched.setattr(LazyModel, "plan", refuse_to_plan)
         with pytest.raises(BudgetError):
             run_job(dataclasses.replace(options, durability=Durability(restart=True)))
     assert rows(tmp_path / "out.jsonl") and run_job(options).state == "done before"

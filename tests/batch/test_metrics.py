@@ -44,8 +44,10 @@ def parse(text: str) -> dict[str, dict[Labels, float]]:
         suffix = name.removeprefix(family)
         assert suffix in (("_bucket", "_sum", "_count") if kind == "histogram" else ("",)), line
         labels = tuple(
-            (label, re.sub(r"\\.", lambda each: ESCAPES[each.group()], written))
-            for label, written in LABEL.findall(inside)
+            sorted(
+                (label, re.sub(r"\\.", lambda each: ESCAPES[each.group()], written))
+                for label, written in LABEL.findall(inside)
+            )
         )
         assert len(dict(labels)) == len(labels)
         samples = found.setdefault(name, {})
@@ -95,10 +97,10 @@ def test_a_job_is_told_in_vllms_names(tmp_path: Path) -> None:
         ("moelight_job_eta_seconds", 50),
     ):
         assert found[name][alone] == value, name
-    assert found["vllm:request_success_total"][(OF_MODEL, ("finished_reason", "length"))] == 2
+    assert found["vllm:request_success_total"][(("finished_reason", "length"), OF_MODEL)] == 2
     assert found["moelight_job_rows"][(OF_MODEL, ("state", "unfinished"))] == 5
-    assert found["moelight_transfer_bytes_total"][(OF_MODEL, ("lane", "disk"))] == 1 << 40
-    assert found["moelight_lane_busy_seconds_total"][(OF_MODEL, ("lane", "cpu"))] == 0.25
+    assert found["moelight_transfer_bytes_total"][(("lane", "disk"), OF_MODEL)] == 1 << 40
+    assert found["moelight_lane_busy_seconds_total"][(("lane", "cpu"), OF_MODEL)] == 0.25
 
 
 @pytest.mark.parametrize("name", ["request_prompt_tokens", "request_generation_tokens", "e2e_request_latency_seconds"])

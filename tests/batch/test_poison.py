@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Inner
 
 from moelight.batch.crash_guard import CrashGuard
 from moelight.batch.paths import journal_of
-from moelight.batch.recovery import read_journal
+from moelight.batch.store import read_record
 from moelight.core.errors import InputError
 from moelight.engine.tokenizer import Tokenizer
 from moelight.serve.jobs import generate_command
@@ -158,7 +158,7 @@ def test_a_row_at_which_the_process_died_twice_is_an_error_row(tmp_path: Path) -
     assert dies("row_0:1") and dies("row_1:2") and dies("row_1:1")
     assert names(tmp_path) == ["in.jsonl", "out", "out.deaths", "out.journal"]
     assert dies("row_3:1")
-    past = read_journal(journal_of(output))
+    past = read_record(journal_of(output))
     assert past is not None and (past.completed, past.failed) == (0, 1)
     assert dies("row_3:1")
     done = moelight_inside(*command)

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from moelight.batch import stream_output
-from moelight.batch.journal import Journal
+from moelight.batch import journal
+from moelight.batch.journal import Journal, StreamRows, open_outputs
 from moelight.batch.paths import Outputs
-from moelight.batch.stream_output import StreamRows, open_outputs
 from moelight.core.errors import InputError, MoelightError
 
 
@@ -23,7 +22,7 @@ def row(number: int) -> bytes:
 def test_standard_output(
     order: str, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_output, "_HELD_BYTES", 30)
+    monkeypatch.setattr(journal, "_HELD_BYTES", 30)
     numbers = [*range(19, 0, -1), 0, *range(39, 20, -1), 20]
     with open_outputs(Outputs(rows=Path("-"), order=order), {}) as rows:  # type: ignore[arg-type]
         assert isinstance(rows, StreamRows)

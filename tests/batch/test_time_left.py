@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from moelight.batch.progress import JobCounts, JobStart
-from moelight.batch.time_left import Lengths, TimeLeft
+from moelight.batch.time_left import TimeLeft
 from moelight.core.request import Completion
 
 MAX_TOKENS = 200
@@ -170,17 +170,3 @@ def test_rows_of_an_earlier_run_are_no_speed() -> None:
     assert eta.remaining_s == pytest.approx(80, rel=0.1)
     eta.counts(JobCounts(state="completed"))
     assert eta.remaining_s == 0.0
-
-
-def test_unfinished_answers_say_how_long_answers_are() -> None:
-    """Half of all answers have 10 tokens and half 100; after 50 passes only the short ones are known."""
-    lengths = Lengths()
-    lengths.running(100, 0)
-    lengths.running(100, 10)
-    for _ in range(50):
-        lengths.add(10, cut=False)
-    lengths.running(50, 50)
-    known = lengths.survival(lengths.ages(50 * 50.0))
-    assert known.share(20) == pytest.approx(0.5)
-    assert known.rest(0.0, 100) == pytest.approx(55, rel=0.02)
-    assert known.rest(50, 100) == pytest.approx(50, rel=0.02)

@@ -14,9 +14,12 @@ import os
 import signal
 import sys
 import time
-import zlib
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # it is started without site-packages
+from moelight.batch.append import ByteRange
+from moelight.batch.store import JobRecord, RowSet, RowStore
 
 SLOW_S = 0.1
 USAGE = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
@@ -45,16 +48,16 @@ def rows_in(path: Path) -> set[str]:
 
 def write_journal(path: Path, total: int, files: dict[str, Path], rows: dict[str, set[str]]) -> None:
     """The journal of a job that is complete, with what a server reads of it."""
+    store = RowStore(path, shown=path)
+    store.begin(JobRecord(layout={}, facts={}))
     ends = {name: file.stat().st_size for name, file in files.items() if file.exists()}
-    counts = {"completed": len(rows["output"]), "failed": len(rows["errors"]), "totals": {}}
-    extents = {name: [0, end, "00000000"] for name, end in ends.items()}
-    records = [
-        {"kind": "job", "version": 1, "facts": {}},
-        {"kind": "rows", **counts, "files": extents},
-        {"kind": "complete", "total": total},
-    ]
-    bodies = [json.dumps(record, separators=(",", ":")).encode() for record in records]
-    path.write_bytes(b"".join(b'{"crc":"%08x","record":%b}\n' % (zlib.crc32(body), body) for body in bodies))
+    counts = {"completed": len(rows["output"]), "failed": len(rows["errors"])}
+    done = RowSet()
+    for number in range(sum(counts.values())):
+        done.add(number)
+    extents = {name: ByteRange(start=0, end=end, crc=0) for name, end in ends.items()}
+    store.commit({**counts, "stage": "complete", "total": total}, parts=done.changed_parts(), extents=extents)
+    store.close()
 
 
 def main(source: Path, output: Path, errors: Path, status: Path) -> int:

@@ -1,0 +1,233 @@
+"""A model before its weights are loaded: what a job asks of it, and the plan that loads it. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moelight.core.errors import CheckpointError, InputError
+from moelight.core.policy import Policy
+from moelight.core.request import SamplingParams
+from moelight.core.small_files import open_regular, read_bytes, read_error_text
+from moelight.engine.constraints import Constraints
+from moelight.engine.tokenizer import MOST_TOKENIZER_BYTES, Tokenizer
+from moelight.experts.options import ExpertOptions
+from moelight.optimizer.plan import Plan
+from moelight.optimizer.simulation import SimulationSetup
+from moelight.profiles.families import profile_from_dir
+from moelight.profiles.model import ModelProfile
+from moelight.profiles.workload import Workload
+from moelight.weights.source import resolve_model
+
+if TYPE_CHECKING:
+    from moelight.engine.checkpoint import OpenCheckpoint
+    from moelight.engine.engine import Engine
+
+# Sequences that are running when a job is killed are computed again, and each costs some kilobytes of Python objects:
+# plan more than this many at a time only if they make the job faster by more than the error of predictions.
+_MANY, _AS_FAST = 4096, 0.85
+_CONFIG = ("config.json", "generation_config.json")
+_TEXT = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "added_tokens.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+)
+_SAMPLES, _SAMPLE_BYTES = 32, 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOptions:
+    """How an engine runs. None leaves a choice to the planner. A ``policy`` is run unchanged; otherwise the planner
+    chooses one for the machine ``hw``. Memory is in bytes."""
+
+    device: str = "auto"
+    host_memory: int | None = None
+    device_memory: int | None = None
+    batch_size: int | None = None
+    micro_batch_size: int | None = None
+    schedule: str | None = None
+    policy: Policy | None = None
+    hw: str = "auto"
+    adapt: bool | None = None
+    experts: ExpertOptions = field(default_factory=ExpertOptions)
+
+
+class LazyModel:
+    """The model ``name``, found (and downloaded) when first asked. ``chat_template`` replaces the checkpoint's.
+
+    Every member raises CheckpointError or ConfigError if the model is missing or unusable.
+    """
+
+    def __init__(self, name: str, *, chat_template: Path | None = None) -> None:
+        self.name = name
+        self._chat_template = chat_template
+
+    @cached_property
+    def directory(self) -> Path:
+        """The directory of the checkpoint."""
+        return resolve_model(self.name)
+
+    @cached_property
+    def profile(self) -> ModelProfile:
+        """The profile of the checkpoint."""
+        return profile_from_dir(self.directory)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the checkpoint."""
+        return Tokenizer.from_dir(self.directory, chat_template=self._chat_template)
+
+    @property
+    def context(self) -> int:
+        """The context length in tokens."""
+        return self.profile.max_positions
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of ``text``."""
+        return self.tokenizer.encode(text)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of a token."""
+        return self.tokenizer.token_bytes(token)
+
+    def check(self, sampling: SamplingParams) -> None:
+        """Open the model's text files; refuse sampling that can serve no prompt.
+
+        Raises:
+            InputError: names the token id, or the constraint.
+        """
+        vocab_size, tokenizer = self.profile.vocab_size, self.tokenizer
+        for token in (*sampling.stop_token_ids, *(sampling.logit_bias or ())):
+            if token >= vocab_size:
+                raise InputError(f"token id {token} is not below the vocabulary's {vocab_size}", code="bad_token_id")
+        if sampling.structured_outputs is not None:
+            with contextlib.closing(Constraints(tokenizer, vocab_size)) as constraints:
+                constraints.check(sampling.structured_outputs)
+
+    def plan(self, options: EngineOptions, workload: Workload) -> PlannedModel:
+        """Audit the checkpoint; return the fastest policy for ``workload`` within the limits, or the given policy.
+
+        Raises:
+            CheckpointError, ConfigError, BudgetError: the model, the limits or the memory are insufficient.
+        """
+        from moelight.engine.checkpoint import open_checkpoint
+        from moelight.engine.planning import PlanConstraints, plan_for
+        from moelight.runtime.machine import find_machine
+
+        source = open_checkpoint(self.name)
+        if options.policy is not None:
+            policy = replace(options.policy, model=self.name)
+            return PlannedModel(source=source, policy=policy, plan=None, workload=workload, options=options)
+        machine = find_machine(options.device)
+
+        def planned(batch_size: int | None) -> Plan:
+            return plan_for(
+                self.name,
+                source,
+                machine,
+                hw=options.hw,
+                host_memory=options.host_memory,
+                device_memory=options.device_memory,
+                constraints=PlanConstraints(
+                    batch_size=batch_size,
+                    micro_batch_size=options.micro_batch_size,
+                    schedule=options.schedule,
+                ),
+                workload=workload,
+                experts=options.experts.policy,
+            )
+
+        plan = planned(options.batch_size)
+        if plan.policy.batch_size > _MANY and options.batch_size is None:
+            fewer = planned(_MANY)
+            if fewer.estimate.tokens_per_s >= _AS_FAST * plan.estimate.tokens_per_s:
+                plan = fewer
+        return PlannedModel(source=source, policy=plan.policy, plan=plan, workload=workload, options=options)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedModel:
+    """An audited checkpoint and its policy. ``plan`` is None if the policy was given by the user."""
+
+    source: OpenCheckpoint
+    policy: Policy
+    plan: Plan | None
+    workload: Workload
+    options: EngineOptions
+
+    @property
+    def why(self) -> str:
+        """One line on how the model will be run."""
+        if self.plan is not None:
+            return self.plan.why
+        policy = self.policy
+        return (
+            f"as the policy says: N = {policy.batch_size} in micro-batches of {policy.micro_batch_size}, "
+            f"{policy.schedule}, attention on the {policy.attention_device}, experts on {policy.ffn_device}"
+        )
+
+    def load(self, *, record: bool = False) -> Engine:
+        """Return the engine; a context manager. With ``record``, it keeps figures of every expert."""
+        from moelight.engine.engine import Engine
+
+        return Engine(
+            self.plan or self.policy,
+            device=self.options.device,
+            source=self.source,
+            adapt=self.options.adapt,
+            experts=replace(self.options.experts, record=record),
+        )
+
+    def simulation(self, policy: Policy) -> SimulationSetup:
+        """Return the cost model's view of ``policy``, as the engine resolved it, on the machine planned for."""
+        from moelight.engine.planning import hardware_for
+
+        hardware = hardware_for(self.options.hw, discrete=policy.discrete)
+        return SimulationSetup(policy, self.source.profile, hardware, self.workload)
+
+
+def model_facts(directory: Path) -> dict[str, str]:
+    """Return digests of the model's config, of its tokenizer files, and of a sample of its weights: 64 KiB at 32 places
+    of each file. Training that changes only a few tensors may go undetected.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    return {
+        "config": _digest_of(directory, _CONFIG, whole=True),
+        "tokenizer": _digest_of(directory, _TEXT, whole=True),
+        "weights": _digest_of(directory, ("*.safetensors",), whole=False),
+    }
+
+
+def _digest_of(directory: Path, patterns: tuple[str, ...], *, whole: bool) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(found for pattern in patterns for found in directory.glob(pattern)):
+        digest.update(f"{path.relative_to(directory)}\0".encode())
+        try:
+            if whole:
+                data = read_bytes(path, most=MOST_TOKENIZER_BYTES)
+                digest.update(len(data).to_bytes(8, "little") + data)
+                continue
+            with open(open_regular(path), "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                digest.update(size.to_bytes(8, "little"))
+                if size <= _SAMPLES * _SAMPLE_BYTES:
+                    digest.update(file.read(size))
+                    continue
+                for k in range(_SAMPLES):
+                    file.seek((size - _SAMPLE_BYTES) * k // (_SAMPLES - 1))
+                    digest.update(file.read(_SAMPLE_BYTES))
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({read_error_text(error)})") from None
+    return digest.hexdigest()
