@@ -60,7 +60,7 @@ shown: $(STAMP)  ## run what README and docs show, and write what came out into 
 # Pages and the API reference from docstrings. Every warning is an error: a dead link, an unknown argument.
 docs: $(STAMP)  ## build the documentation as a site in build/site
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt mkdocs-material mkdocstrings-python
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 coverage: $(STAMP)  ## run all tests and report the share of lines they execute, package by package
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --cov=moelight --cov-report= $(ARGS)
