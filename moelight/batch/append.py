@@ -1,7 +1,4 @@
-"""Append-only files: bytes at known offsets, checksums of the appended ranges, optional gzip.
-
-Depends only on file descriptors and bytes.
-"""
+"""Append-only files: bytes at known offsets, checksums of the appended ranges, optional gzip."""
 
 from __future__ import annotations
 
@@ -26,11 +23,8 @@ class ByteRange:
 
 
 class AppendFile:
-    """A file that grows from offset ``end``; bytes already behind ``end`` are truncated.
-
-    ``end`` is the offset behind all bytes handed to the system. Appended bytes are buffered in memory until the buffer
-    is full or ``seal`` is called.
-    """
+    """A file that is first truncated to ``end``, and then grows; ``end`` is behind all bytes handed to the system.
+    Other bytes are buffered until the buffer is full or `seal` is called."""
 
     def __init__(self, fd: int, path: Path, *, end: int = 0, gzip: bool = False) -> None:
         self.path = path
@@ -49,7 +43,6 @@ class AppendFile:
         return bool(self._held) or self._member is not None or self.end > self._sealed
 
     def append(self, data: bytes) -> None:
-        """Append ``data``. Raises OSError if the system refuses a write."""
         self._held += data
         if len(self._held) >= _AT_ONCE_BYTES:
             self.flush()
@@ -87,7 +80,6 @@ class AppendFile:
         os.fsync(self._fd)
 
     def cut(self, end: int) -> None:
-        """Truncate the file to ``end``."""
         os.ftruncate(self._fd, end)
         self.end = self._sealed = end
 

@@ -1,8 +1,5 @@
-"""Rows of tables: CSV with a header, and Parquet. One record is one prompt or conversation.
-
-Reads the prompt, the messages, the id and the sampling fields from the columns of those names, and ignores other
-columns. pyarrow is optional. Values are checked elsewhere (`read_values`).
-"""
+"""Rows of tables: CSV with a header, and Parquet (pyarrow is optional). One record is one prompt or conversation.
+Columns named like a field of a row are read, others ignored; `read_values` checks the values."""
 
 from __future__ import annotations
 
@@ -31,8 +28,7 @@ class Record(NamedTuple):
 
 
 class CsvRecords:
-    """Iterates over the records that are not blank. Holds the lines of one record; a line is parsed at most three
-    times, however the quotes are placed."""
+    """Iterates over the records that are not blank. One record is held; a line is parsed at most three times."""
 
     def __init__(self, source: InputSource, delimiter: str) -> None:
         # The csv module's limit of a field, 128 KiB by default, is global to the process.
@@ -58,8 +54,7 @@ class CsvRecords:
                 yield Record(lines.first, values)
 
     def _recovered(self, why: str) -> Record:
-        """Parse the first line of an unreadable record alone: text behind a closing quote then belongs to the value,
-        but no quote may stay open."""
+        """Parse the first line of an unreadable record alone, loosely, but with no quote left open."""
         lines = self._lines
         first, text = lines.first, lines.first_text
         if lines.taken > 1:
@@ -79,8 +74,7 @@ def _filled(values: list[str]) -> bool:
 
 
 class _Alone:
-    """Iterates over one line. ``left_open`` is true if the parser requested another line: the line ends within
-    quotes."""
+    """Iterates over one line. ``left_open``: the parser requested another line, so the line ends within quotes."""
 
     def __init__(self, text: str) -> None:
         self.left_open = False
@@ -98,10 +92,8 @@ class _Alone:
 
 
 class _Lines:
-    """The lines of a CSV file as text; the lines of the current record can be returned to the input.
-
-    Bytes that are not UTF-8 become lone surrogates, which no valid UTF-8 decodes to.
-    """
+    """The lines of a CSV file as text; those of the current record can be returned to the input. Bytes that are not
+    UTF-8 become lone surrogates, which no valid UTF-8 decodes to."""
 
     def __init__(self, source: InputSource) -> None:
         self._source = source.lines()
@@ -113,18 +105,15 @@ class _Lines:
         self._lost_before = 0
 
     def begin(self) -> None:
-        """Begin a record with the next line."""
         self._record.clear()
         self._bytes = 0
 
     @property
     def taken(self) -> int:
-        """Number of lines that the record has taken."""
         return len(self._record)
 
     @property
     def first(self) -> int:
-        """Number of the record's first line."""
         return self._record[0][0]
 
     @property
@@ -174,8 +163,6 @@ _TAB_BY_SUFFIX = (".tsv", ".tsv.gz")
 
 
 class _TableColumns:
-    """The mapping from columns of a table to fields of a row."""
-
     def __init__(self, names: Sequence[str], reading: RowContext, name: str) -> None:
         self._name = name
         self._names = list(names)
@@ -220,7 +207,7 @@ class _TableColumns:
 
 
 class CsvReader:
-    """Reads rows from the records of a CSV or TSV file."""
+    """Reads rows from a CSV or TSV file."""
 
     def __init__(self, reading: RowContext, source: InputSource) -> None:
         self.format = SimpleFormat(name="csv", token_ids=reading.token_ids, numbered=reading.numbered)
@@ -300,7 +287,7 @@ class ParquetReader:
                 raise _damaged(source.name, error) from None
 
     def _row(self, values: dict[str, Any], number: int) -> Row | BadRow:
-        """Return the row of ``values``, which maps fields to pyarrow scalars."""
+        """The row of ``values``, pyarrow scalars by field."""
         line = number + 1
         given: dict[str, Any] = {}
         custom_id = None
@@ -335,7 +322,7 @@ def _open_parquet(file: io.BufferedReader, name: str) -> Any:
 
 
 def _plain(name: str, scalar: Any) -> Any:
-    """Return ``scalar`` as a Python value. Arrow validates neither the UTF-8 of texts nor the range of dates."""
+    """``scalar`` as a Python value. Arrow validates neither the UTF-8 of texts nor the range of dates."""
     try:
         return scalar.as_py()
     except UnicodeDecodeError:
@@ -349,7 +336,7 @@ def _damaged(name: str, error: Exception) -> InputError:
 
 
 def _value(name: str, text: str) -> Any:
-    """Parse the ``text`` of a field: prompts, ids and plain stop texts are kept verbatim, other fields are JSON."""
+    """Prompts, ids and plain stop texts are kept verbatim; other fields are JSON."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

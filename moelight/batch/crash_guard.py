@@ -1,8 +1,7 @@
 """Records the row that is being prepared; a row at which the process died twice is refused at the next start.
 
 Preparing a row (encoding its text, compiling its grammar) runs libraries that can end the process. Meanwhile the row's
-number is stored in a memory-mapped page of a small file, which outlives the process without a write or an fsync. A
-power cut may lose the number; the row is then tried once more.
+number is in a memory-mapped page of a small file, which outlives the process without a write; a power cut may lose it.
 
 ::
 
@@ -28,11 +27,8 @@ _HEAD_BYTES = 8
 
 
 class CrashGuard:
-    """Counts the deaths of one job by row. `at` returns the context in which a row is prepared.
-
-    ``struck`` are the rows that are not tried any more. Nothing is written before the first row is prepared; if the
-    file cannot be created, the job runs without it.
-    """
+    """Counts the deaths of one job by row; ``struck`` are the rows that are not tried any more. Nothing is written
+    before the first row is prepared; if the file cannot be created, the job runs without it."""
 
     def __init__(self, path: Path, *, forget: bool = False) -> None:
         """With ``forget``, ignore the counts in ``path``: they belong to rows of another job."""
@@ -45,11 +41,7 @@ class CrashGuard:
         self._number = -1
 
     def at(self, number: int) -> CrashGuard:
-        """Return a context in which row ``number`` is prepared.
-
-        Raises:
-            InputError: the row is struck.
-        """
+        """A context in which row ``number`` is prepared; raises InputError if the row is struck."""
         if number in self.struck:
             raise struck_row_error()
         self._number = number
@@ -87,7 +79,7 @@ class CrashGuard:
 
 
 def struck_row_error() -> InputError:
-    """Return the error of a row that is struck."""
+    """The error of a row that is struck."""
     return InputError(
         f"the process died {MOST_DEATHS} times while this row was prepared (its text encoded, its grammar compiled); "
         "it is not tried again",
@@ -96,7 +88,7 @@ def struck_row_error() -> InputError:
 
 
 def _read(path: Path) -> dict[int, int]:
-    """Return deaths by row number; empty if the file is missing or damaged."""
+    """Deaths by row number; empty if the file is missing or damaged."""
     try:
         data = path.read_bytes()
         counts = {int(number): int(times) for number, times in json.loads(data[_HEAD_BYTES:]).items()}

@@ -1,9 +1,8 @@
 """Fault injection for tests: kill this process or fail its disk at a point. Inactive unless ``MOELIGHT_FAULT`` is set.
 
-``MOELIGHT_FAULT=POINT:COUNT:ACTION`` acts when ``POINT`` (``*``: any point) is reached for the ``COUNT``-th time, from
-1. ``kill`` sends SIGKILL to the process; any other action is the name of an error number (``ENOSPC``, ``EIO``) that is
-raised as an OSError. At ``mid_write`` half of the bytes are written first: a torn line. ``row_N``, which is not a point
-of the journal, is reached when row N, from 0, is prepared.
+``MOELIGHT_FAULT=POINT:COUNT:ACTION`` acts when ``POINT`` (``*``: any) is reached for the ``COUNT``-th time, from 1:
+``kill`` sends SIGKILL, an error's name (``ENOSPC``, ``EIO``) raises that OSError. ``mid_write`` writes half of the
+bytes first: a torn line. ``row_N``, no point of the journal, is reached when row N, from 0, is prepared.
 """
 
 from __future__ import annotations

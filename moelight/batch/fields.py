@@ -1,7 +1,4 @@
-"""Shared parts of the row readers: one line of JSON as an object, sampling fields, and the name of the invalid field.
-
-Does not depend on files or on a single format.
-"""
+"""Shared parts of the row readers: a line of JSON as an object, sampling fields, the name of the invalid field."""
 
 from __future__ import annotations
 
@@ -28,18 +25,18 @@ class RowTokenizer(Protocol):
     """The part of the model's tokenizer that a row format uses."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a prompt, special tokens included."""
+        """Token ids of a prompt, special tokens included."""
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of a token; a character may be split between two tokens."""
+        """Bytes of a token; a character may be split between two tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowContext:
-    """Options of reading and answering rows, for every format.
+    """Options of reading and answering rows, for every format. ``defaults`` apply where a row sets no value.
 
-    ``defaults`` apply where a row sets no value. ``prompt_column`` and ``id_column`` name columns of a table. With
-    ``token_ids``, answers of the simple format hold the generated ids; with ``numbered``, the line of their prompt.
+    ``prompt_column`` and ``id_column`` name columns of a table. In the simple format, answers have the generated ids
+    with ``token_ids``, and the line of their prompt with ``numbered``.
     """
 
     defaults: SamplingParams = field(default_factory=SamplingParams)
@@ -52,7 +49,7 @@ class RowContext:
 
 
 class Reader(Protocol):
-    """The rows of one kind of file. ``told`` describes to the user how the file was understood, or is empty."""
+    """The rows of one kind of file. ``told`` describes to the user how the file was read, or is empty."""
 
     format: RowFormat
     told: str
@@ -70,7 +67,7 @@ class FieldError(InputError):
 
 
 def unknown_field(name: str, known: Iterable[str]) -> FieldError:
-    """Return the error for a field that is not ``known``; the message suggests the most similar known name."""
+    """The error for a field that is not ``known``; it suggests the most similar known name."""
     near = did_you_mean(name, known) if len(name) <= _LONGEST_NAME else ""
     return FieldError(f"unknown field {name!r}{near}", param=name, code="unknown_field")
 
@@ -83,11 +80,7 @@ class SamplingCache:
         self._made: dict[str, SamplingParams] = {}
 
     def make(self, given: dict[str, Any]) -> SamplingParams:
-        """Return the base changed by ``given``.
-
-        Raises:
-            FieldError: a value is wrong or out of range.
-        """
+        """The base changed by ``given``; raises FieldError for a value that is wrong or out of range."""
         if not given:
             return self._base
         key = repr(given)
@@ -107,7 +100,7 @@ class SamplingCache:
             raise FieldError(str(error), code=error.code, param=self._at_fault(given, str(error))) from None
 
     def _at_fault(self, given: dict[str, Any], message: str) -> str | None:
-        """Return the field that alone causes the same error; None if several fields cause it together."""
+        """The field that alone causes the same error; None if several fields cause it together."""
         for name, value in given.items():
             try:
                 SamplingParams.from_dict({name: value}, base=self._base)
@@ -123,11 +116,9 @@ class LineReader:
     told = ""
 
     def read(self, raw: bytes, number: int, line: int) -> Row | BadRow:
-        """Return the row of one line."""
         raise NotImplementedError
 
     def rows(self, source: InputSource, *, skip: Skip | None) -> Iterator[Row | BadRow]:
-        """As `Reader.rows`; skipped lines are not parsed."""
         number = -1
         for line, raw in source.lines():
             if raw is not None and (not raw or raw.isspace()):
@@ -143,18 +134,14 @@ class LineReader:
 
 
 def refused(number: int, line: int, custom_id: str | None, error: Exception, *, kind: str = "") -> BadRow:
-    """Return the error row for ``error``: an InputError, or the RecursionError of JSON that is nested too deeply."""
+    """The error row for ``error``: an InputError, or the RecursionError of JSON that is nested too deeply."""
     if isinstance(error, InputError):
         return bad_row(number, line, custom_id, error, kind=kind, param=getattr(error, "param", None))
     return bad_row(number, line, custom_id, InputError("nested too deeply", code="invalid_json"), kind=kind)
 
 
 def read_row_object(raw: bytes, *, holding: str) -> dict[str, Any]:
-    """Return the JSON object in ``raw``; ``holding`` names its expected fields in the error message.
-
-    Raises:
-        InputError: ``raw`` is not UTF-8, not JSON, not an object, or has a key twice.
-    """
+    """The JSON object in ``raw``, without duplicate keys; ``holding`` names its expected fields in the InputError."""
     try:
         values = _DECODER.decode(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -171,11 +158,7 @@ def read_row_object(raw: bytes, *, holding: str) -> dict[str, Any]:
 
 
 def read_custom_id(values: Mapping[str, Any]) -> str | None:
-    """Return the ``custom_id`` of a row.
-
-    Raises:
-        FieldError: the ``custom_id`` is not a string.
-    """
+    """The ``custom_id`` of a row; raises FieldError if it is not a string."""
     given = values.get("custom_id")
     if given is not None and not isinstance(given, str):
         raise FieldError("custom_id must be a string", param="custom_id")
@@ -201,7 +184,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return ``pairs`` as a dict; refuse a key that is given twice, since either value may be meant."""
+    """``pairs`` as a dict; a key that is given twice is refused, since either value may be meant."""
     values = dict(pairs)
     if len(values) != len(pairs):
         names = [name for name, _ in pairs]

@@ -1,8 +1,5 @@
 """The facts that determine the rows of a job: its input, its model, and its sampling. Two runs with equal facts produce
-equal rows, so the second run may resume the first.
-
-`journal` stores and compares the facts.
-"""
+equal rows, so the second run may resume the first. `journal` stores the facts."""
 
 from __future__ import annotations
 
@@ -21,26 +18,25 @@ from moelight.engine.tokenizer import MOST_TOKENIZER_BYTES
 
 
 def sampling_facts(sampling: SamplingParams) -> dict[str, Any]:
-    """Return every default of the job's sampling."""
+    """Every default of the job's sampling."""
     return {each.name: _plain(getattr(sampling, each.name)) for each in fields(sampling)}
 
 
 def number_facts(policy: Policy | None) -> dict[str, str]:
-    """Return the number formats of a policy: the only values of a policy that change tokens."""
+    """The number formats of a policy: the only values of a policy that change tokens."""
     if policy is None:
         return {"weight_dtype": "auto", "kv_dtype": "auto"}
     return {"weight_dtype": policy.weight_dtype, "kv_dtype": policy.kv_dtype}
 
 
 def digest_of_file(path: Path | None) -> str | None:
-    """Return the digest of a small file; None if ``path`` is None."""
+    """The digest of a small file; None if ``path`` is None."""
     if path is None:
         return None
     return hashlib.blake2b(read_bytes(path, most=MOST_TOKENIZER_BYTES), digest_size=16).hexdigest()
 
 
 def _plain(value: object) -> Any:
-    """Return ``value`` as a JSON value."""
     if isinstance(value, tuple):
         return list(value)
     if isinstance(value, Mapping):
@@ -56,11 +52,9 @@ _NOTHING = (_ABSENT, None)
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any], *, informative: Iterable[str] = ()) -> list[str]:
-    """Return a line for each value that differs, ``"sampling.temperature: was 0.0, is 0.7"``, in the order of ``now``.
-
-    Nested objects are compared key by key; an absent value and null are equal. ``informative`` names dotted keys, or
-    whole objects, that are not compared.
-    """
+    """A line for each value that differs, ``"sampling.temperature: was 0.0, is 0.7"``, in the order of ``now``; nested
+    objects are compared key by key, and an absent value equals null. ``informative`` names dotted keys, or whole
+    objects, that are not compared."""
     silent = tuple(informative)
     old, new = dict(_flat(was)), dict(_flat(now))
     return [
@@ -82,7 +76,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _shown(*values: object) -> list[str]:
-    """Return both values as text; long texts begin shortly before their first difference."""
+    """Both values as text; long texts begin shortly before their first difference."""
     texts = ["absent" if value is _ABSENT else json.dumps(value, ensure_ascii=False) for value in values]
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False)))
     start = max(0, same - 10) if max(map(len, texts)) > _SHOWN else 0

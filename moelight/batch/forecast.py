@@ -1,7 +1,4 @@
-"""The forecast of a job that is not run: its input, its plan, and the predicted time.
-
-Holds a scan's summary and a plan; neither reads input nor plans nor prints.
-"""
+"""The forecast of a job that is not run: the summary of its input, its plan, and the predicted time."""
 
 from __future__ import annotations
 
@@ -24,12 +21,8 @@ class PhaseForecast:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """The forecast of a job.
-
-    Attributes:
-        input: display name of the input; ``detected`` is its format and the evidence for it.
-        plan: None if no row can be served, or a policy was given.
-    """
+    """The forecast of a job. ``detected`` is the input's format and the evidence for it; ``plan`` is None if no row can
+    be served, or a policy was given."""
 
     input: str
     detected: str
@@ -39,7 +32,6 @@ class Forecast:
 
     @property
     def phases(self) -> tuple[PhaseForecast, ...]:
-        """The kinds of passes in their order: those with prompt tokens, then those that only decode."""
         return () if self.plan is None else phases_of(self.plan)
 
     @property
@@ -49,12 +41,12 @@ class Forecast:
 
     @property
     def given(self) -> str:
-        """The keys of the policy that the user fixed, which the planner did not search; empty if there are none."""
+        """The keys of the policy that the user fixed; empty if there are none."""
         fixed = () if self.plan is None else self.plan.fixed
         return f"given, not searched: {', '.join(fixed)}" if fixed else ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values for ``--json``: bytes, seconds and tokens, unrounded."""
+        """Plain values for ``--json``: bytes, seconds and tokens, unrounded."""
         return {
             "input": self.input,
             "detected": self.detected,
@@ -71,19 +63,18 @@ class Forecast:
 
 
 def predicted_s(plan: Plan) -> float:
-    """Return the predicted seconds of ``plan`` for its whole workload."""
+    """Seconds of ``plan`` for its whole workload."""
     return sum(phase.passes * phase.seconds for phase in plan.estimate.phases)
 
 
 def predicted_prompt_s(plan: Plan) -> float:
-    """Return the predicted seconds due to prompts: those of passes with prompt tokens, less those of as many decode
-    passes."""
+    """Seconds due to prompts: those of passes with prompt tokens, less those of as many decode passes."""
     alone = plan.estimate.pass_s
     return sum(phase.passes * max(0.0, phase.seconds - alone) for phase in plan.estimate.phases if phase.prompt_tokens)
 
 
 def phases_of(plan: Plan) -> tuple[PhaseForecast, ...]:
-    """Return the kinds of passes of ``plan`` that occur at least once."""
+    """The kinds of passes of ``plan`` that occur at least once."""
     return tuple(
         PhaseForecast(
             name=phase.name,

@@ -23,5 +23,5 @@ FORMATS: Registry[Callable[[RowContext, InputSource], Reader]] = Registry(
 
 
 def to_json_line(row: dict[str, Any]) -> bytes:
-    r"""Return ``row`` as one line of UTF-8. A lone surrogate, which UTF-8 cannot encode, becomes its JSON escape."""
+    """One line of UTF-8. A lone surrogate, which UTF-8 cannot encode, becomes its JSON escape."""
     return json.dumps(row, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n"

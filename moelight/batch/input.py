@@ -1,7 +1,4 @@
-"""One input of a job: its format, detected or given, and its rows, iterated any number of times.
-
-Does not depend on the fields of a row.
-"""
+"""One input of a job: its format, detected or given, and its rows, iterated any number of times."""
 
 from __future__ import annotations
 
@@ -40,13 +37,8 @@ _TABLES = ("csv", "parquet")
 
 
 class Input:
-    """The rows of one file, pipe or standard input. A context manager: it holds a descriptor.
-
-    Attributes:
-        name: display name of the file.
-        format: writes the answers to its rows.
-        why: one line: the detected format and the evidence for it.
-    """
+    """The rows of one file, pipe or standard input; a context that closes it. ``why`` is the detected format and the
+    evidence for it, one line."""
 
     def __init__(self, source: InputSource, reader: Reader, why: str) -> None:
         self.name = source.name
@@ -56,12 +48,11 @@ class Input:
 
     @property
     def format(self) -> RowFormat:
-        """The format in which the rows are answered."""
         return self._reader.format
 
     @property
     def size_bytes(self) -> int:
-        """Size of the file as stored, compressed or not."""
+        """Of the file as stored, compressed or not."""
         return self._source.size_bytes
 
     @property
@@ -70,20 +61,15 @@ class Input:
         return self._source.read_bytes
 
     def rows(self, *, skip: Skip | None = None) -> Iterator[Row | BadRow]:
-        """Iterate over every row in order, from the start at each call. Rows for whose number ``skip`` returns True are
-        omitted, and their lines not parsed.
-
-        Raises:
-            InputError: the file cannot be read to its end; the rows before were yielded.
-        """
+        """Every row in order, from the start at each call, except those for whose number ``skip`` is True; an
+        InputError follows the last row if the file cannot be read to its end."""
         return self._reader.rows(self._source, skip=skip)
 
     def digest(self) -> str:
-        """Return BLAKE2b of the file's bytes, to detect a changed file. Reads the whole file."""
+        """BLAKE2b of the whole file, to detect a changed file."""
         return self._source.digest()
 
     def close(self) -> None:
-        """Close the file."""
         self._source.close()
 
     def __enter__(self) -> Input:
@@ -107,12 +93,8 @@ def open_input(
     token_ids: bool = False,
     numbered: bool = False,
 ) -> Input:
-    """Open ``path`` (``-`` is standard input) in ``format``, or in the format detected from its name and first lines.
-
-    Raises:
-        ConfigError: no such format.
-        InputError: the file is missing, cannot be read, holds no row, or cannot be of that format.
-    """
+    """Open ``path`` (``-``: standard input) in ``format``, or in the format detected from its name and first lines;
+    raises InputError if it cannot be read, holds no row, or cannot be of that format."""
     path = Path(path)
     reading = RowContext(
         defaults=defaults if defaults is not None else SamplingParams(),
@@ -141,7 +123,7 @@ def open_input(
 
 
 def _detect(source: InputSource, path: Path) -> tuple[str, str]:
-    """Return ``(format, why)``."""
+    """``(format, why)``."""
     if source.start(len(_PARQUET)) == _PARQUET:
         return "parquet", "it begins as Parquet does"
     suffix = _suffix(path)
@@ -179,7 +161,7 @@ def _suffix(path: PurePath) -> str:
 
 
 def _filled(source: InputSource) -> Iterator[tuple[int, bytes]]:
-    """Iterate over the lines that are neither blank nor too long."""
+    """The lines that are neither blank nor too long."""
     return ((line, raw) for line, raw in source.lines() if raw is not None and raw.strip())
 
 

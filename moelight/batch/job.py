@@ -1,8 +1,5 @@
 """One job: a file of prompts in, a file of completions out. Finished rows survive a crash and are not computed again.
-
-All checks run before the model is loaded; a row that cannot be served becomes an error row. A job runs in the order
-input, plan, engine, journal.
-"""
+All checks precede the loading of the model; a row that cannot be served becomes an error row."""
 
 from __future__ import annotations
 
@@ -73,11 +70,8 @@ class RunTrace:
 
 @contextlib.contextmanager
 def open_trace(path: Path | None) -> Iterator[RunTrace | None]:
-    """Yield the trace that ``path`` holds once `RunTrace.finish` was called and the block ends without error, or None.
-
-    Raises:
-        InputError: ``path`` cannot be written.
-    """
+    """The trace that ``path`` holds once `RunTrace.finish` was called and the block ends without error; None without
+    ``path``."""
     if path is None:
         yield None
         return
@@ -89,9 +83,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
-    """While this context is entered, ``asked`` is True once SIGINT or SIGTERM has arrived. ``on_first`` is called once,
-    in the signal's handler. Outside the main thread, where Python delivers no signals, ``asked`` stays False. Signals
-    that this process was started to ignore, as a script's background jobs are, stay ignored."""
+    """Within this context, ``asked`` becomes True at the first SIGINT or SIGTERM, whose handler calls ``on_first``; a
+    second one raises KeyboardInterrupt. Ignored signals stay ignored; outside the main thread ``asked`` stays False."""
 
     def __init__(self, on_first: Callable[[], None]) -> None:
         self.asked = False
@@ -139,7 +132,7 @@ _TOLD_EVERY_S = 1.0
 
 
 class RowSync:
-    """Observes one run of an engine."""
+    """Observes one run of an engine: reports its passes and commits its rows."""
 
     def __init__(
         self,
@@ -177,7 +170,6 @@ class RowSync:
         self._ledger.tick()
 
     def notify(self) -> None:
-        """Report the counts and the stats to the watchers."""
         self._told_s = time.monotonic()
         self._told.counts(self.counts())
         self._told.measured(self._engine.stats, self._engine.expert_stats)
@@ -187,7 +179,6 @@ class RowSync:
         return max(self._engine.progress_tokens, self._room - self._answering.spared)
 
     def counts(self) -> JobCounts:
-        """Return the current counts."""
         ledger, stats = self._ledger, self._engine.stats
         done = ledger.completed + ledger.failed
         return JobCounts(
@@ -227,11 +218,8 @@ class Prepared:
         return str(self.facts["prompts"]["digest"])
 
     def encode(self, row: Row) -> list[tuple[int, ...]]:
-        """Return the token ids of each prompt of ``row``.
-
-        Raises:
-            InputError: a prompt has no token, or the chat template refuses the conversation.
-        """
+        """Token ids of each prompt of ``row``; raises InputError if one is empty or the chat template refuses the
+        conversation."""
         tokenizer, most = self.model.tokenizer, self.model.context
         if row.conversation is not None:
             prompts = [tuple(tokenizer.render(row.conversation, most=most))]
@@ -245,12 +233,8 @@ class Prepared:
 def run_job(options: JobOptions, *, progress: Progress | None = None, eta: TimeLeft | None = None) -> JobResult:
     """Answer every row of the prompts that no earlier run has answered. Torch is not loaded before the job is checked.
 
-    Args:
-        progress: receives the events, after ``eta``, from which it may read the time left.
-
-    Raises:
-        UserError: before any work: no such file or model, a path that cannot be written, an output of another job.
-            During work: the disk is full or fails; finished rows are kept.
+    ``progress`` receives the events after ``eta``, from which it may read the time left. A UserError is raised before
+    any work, or during work if the disk is full or fails; finished rows are kept.
     """
     left = eta or TimeLeft()
     with terminable(), prepare(options) as prepared:
@@ -283,11 +267,8 @@ def _run_on(
 
 
 def forecast_job(options: JobOptions, *, progress: Progress | None = None) -> Forecast:
-    """Read the input and plan the job; nothing is loaded or written.
-
-    Raises:
-        UserError: as `run_job` does before any work; output files are not checked.
-    """
+    """Read the input and plan the job, as `run_job` does; nothing is loaded or written, and output files are not
+    checked."""
     with prepare(options) as prepared:
         found = scan(prepared.source, prepared.encode, progress or Progress(), context=prepared.model.context)
         workload = found.summary.workload()
@@ -334,8 +315,8 @@ def _done_before(ledger: Ledger, told: Progress) -> JobResult:
 
 @contextlib.contextmanager
 def prepare(options: JobOptions) -> Iterator[Prepared]:
-    """Check the paths, open the prompts, find the model. A missing or empty file of prompts is reported before a model
-    is downloaded from the hub."""
+    """Check the paths, open the prompts, find the model: in this order, so that a missing file of prompts is reported
+    before a model is downloaded."""
     _check_paths(options)
     model = LazyModel(options.model, chat_template=options.chat_template)
     with open_input(
@@ -370,7 +351,7 @@ def prepare(options: JobOptions) -> Iterator[Prepared]:
 
 
 def read_all(prepared: Prepared, ledger: Ledger, told: Progress) -> Scan:
-    """Return the scan of the prompts, from the ledger if an earlier run has read the same prompts."""
+    """The scan of the prompts, from the ledger if an earlier run has read the same prompts."""
     if ledger.scan is not None:
         return Scan.from_dict(ledger.scan)
     found = scan(prepared.source, prepared.encode, told, context=prepared.model.context, preparing=ledger.preparing)
@@ -380,8 +361,6 @@ def read_all(prepared: Prepared, ledger: Ledger, told: Progress) -> Scan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Ran:
-    """The result of answering the rows of this run."""
-
     state: str
     answering: RowProcessor
     stats: RunStats
@@ -441,7 +420,7 @@ def _answer(
 def _start(
     options: JobOptions, prepared: Prepared, summary: ScanSummary, ledger: Ledger, job: PlannedModel
 ) -> JobStart:
-    """Return the facts known before the model is loaded. Predicted seconds are those of the remaining tokens."""
+    """The facts known before the model is loaded; predicted seconds are those of the remaining tokens."""
     source, done = prepared.source, ledger.totals.get("room", 0)
     share = 1.0 - done / max(1, summary.generated_tokens)
     return JobStart(
@@ -462,12 +441,11 @@ def _start(
 
 
 def _detected(prepared: Prepared) -> str:
-    """Return the detected format and its evidence, without the input's name."""
+    """The detected format and its evidence, without the input's name."""
     return prepared.source.why.removeprefix(f"{prepared.source.name}: ")
 
 
 def _write_figures(options: JobOptions, ran: _Ran, trace: RunTrace | None) -> None:
-    """Write the stats and finish the trace of this run."""
     if options.stats is not None:
         figures = ran.stats.as_dict()
         with whole_file(options.stats, what="stats") as write:
@@ -488,7 +466,6 @@ def _write_experts(engine: Engine, options: JobOptions) -> None:
 
 
 def _open_ledger(options: JobOptions, prepared: Prepared) -> Ledger:
-    """Open the output files of the job."""
     how = options.durability
     outputs = Outputs(
         rows=options.output or _NOWHERE,
@@ -521,7 +498,7 @@ def _check_paths(options: JobOptions) -> None:
 
 
 def _counts_of(ledger: Ledger, total: int) -> JobCounts:
-    """Return the counts after the last row."""
+    """The counts after the last row."""
     return JobCounts(total=total, completed=ledger.completed, failed=ledger.failed, state="finalizing")
 
 

@@ -1,7 +1,7 @@
 """The rows of a job: on the disk, each exactly once, also after a crash; or in a pipe, which cannot be resumed.
 
-Depends on row numbers, bytes and the order of writes, not on the contents of rows. A commit fsyncs the rows since the
-last commit, and then stores the lengths of the files and the state of the job (`RowStore`).
+Depends on row numbers, bytes and the order of writes. A commit fsyncs the rows since the last commit, and then stores
+the lengths of the files and the state of the job (`RowStore`).
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ class Ledger:
     """The destination of the rows of a job; a context that closes it.
 
     ``state`` is ``new``, ``resumed`` or ``complete``; ``changed`` lists the differences that ``allow_changed``
-    accepted; ``completed`` and ``failed`` count rows; ``totals`` sums the ``totals`` of all ``put`` calls; ``struck``
-    are rows that are refused because the process died while it prepared them; ``scan`` is the noted result of scanning
-    the input.
+    accepted; ``totals`` sums those of all `put` calls; ``struck`` are rows that are refused because the process died
+    while it prepared them; ``scan`` is the noted result of scanning the input.
     """
 
     struck: frozenset[int] = frozenset()
@@ -65,20 +64,15 @@ class Ledger:
         return number in self._done
 
     def preparing(self, number: int) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Return a context in which row ``number`` is prepared. Raises InputError if the row is `struck`."""
+        """A context in which row ``number`` is prepared; raises InputError if the row is in ``struck``."""
         return contextlib.nullcontext()
 
     def note_scan(self, scan: Mapping[str, Any]) -> None:
-        """Keep the result of scanning the input."""
         self.scan = dict(scan)
 
     def put(self, number: int, data: bytes, *, failed: bool = False, totals: Mapping[str, int] | None = None) -> None:
-        """Append ``data``, line end included, as row ``number``, from 0. ``totals`` is added to the job's totals.
-
-        Raises:
-            InputError: the row cannot be written.
-            BrokenPipeError: the reader has closed the pipe.
-        """
+        """Append ``data``, line end included, as row ``number``, from 0. Raises InputError if the row cannot be
+        written, and BrokenPipeError if the reader has closed the pipe."""
         if number in self._done:
             raise MoelightError(f"row {number} was answered twice")
         self._done.add(number)
@@ -105,17 +99,12 @@ class Ledger:
         """Make every row that was put durable; returns when all are on the disk."""
 
     def finish(self, total: int) -> None:
-        """Complete the files; all rows from 0 to ``total`` - 1 were put.
-
-        Raises:
-            MoelightError: a row is missing.
-            InputError: the disk refuses.
-        """
+        """Complete the files of ``total`` rows. Raises MoelightError if a row is missing, InputError if the disk
+        refuses."""
         self._refuse_missing(total)
         self.state = "complete"
 
     def close(self) -> None:
-        """Close the files."""
         raise NotImplementedError
 
     def _write(self, data: bytes, *, failed: bool) -> None:
@@ -131,11 +120,9 @@ class Ledger:
 
 
 class Journal(Ledger):
-    """The rows of one job in files. Not thread-safe.
-
-    Counts and totals include rows that were put and not yet committed; such rows are lost if the process is killed. A
-    file that the disk refuses is an InputError of the next call and of every later one; committed rows are kept.
-    """
+    """The rows of one job in files. Not thread-safe. Rows that were put and not committed are lost if the process is
+    killed; counts and totals include them. A write that fails is an InputError of the next call and of every later one;
+    committed rows are kept."""
 
     def __init__(self, outputs: Outputs, opened: Opened) -> None:
         record = opened.record
@@ -202,11 +189,9 @@ class Journal(Ledger):
             self.close(forget=isinstance(error, UserError))
 
     def preparing(self, number: int) -> AbstractContextManager[None]:
-        """Return a context in which row ``number`` is prepared. Raises InputError if the row is `struck`."""
         return self._deaths.at(number)
 
     def note_scan(self, scan: Mapping[str, Any]) -> None:
-        """Store the result of scanning the input."""
         self._ready()
         self._wait_commit()
         super().note_scan(scan)
@@ -216,7 +201,6 @@ class Journal(Ledger):
             self._fail(error)
 
     def put(self, number: int, data: bytes, *, failed: bool = False, totals: Mapping[str, int] | None = None) -> None:
-        """As `Ledger.put`."""
         self._ready()
         torn, self._torn = self._torn, True
         try:
@@ -232,20 +216,17 @@ class Journal(Ledger):
             self._waiting.forget()
 
     def tick(self) -> None:
-        """Begin a commit if ``sync_s`` seconds have passed since the last; does not wait for the disk."""
         self._ready()
         if self._pending is None and time.monotonic() - self._last >= self._outputs.sync_s:
             self._begin()
 
     def commit(self) -> None:
-        """Make every row that was put durable; returns when all are on the disk."""
         self._ready()
         self._wait_commit()
         self._begin()
         self._wait_commit()
 
     def finish(self, total: int) -> None:
-        """As `Ledger.finish`."""
         self._ready()
         self._refuse_missing(total)
         for file in self._files.values():
@@ -261,13 +242,9 @@ class Journal(Ledger):
         self.state = "complete"
 
     def close(self, *, forget: bool = False) -> None:
-        """Commit the rows that were put, and close the files. After a failure, uncommitted bytes are truncated.
-
-        With ``forget``, a job without rows removes the files that it created.
-
-        Raises:
-            InputError: the last commit failed, and no earlier call has raised the error.
-        """
+        """Commit the rows that were put and close the files; raises InputError if that fails and no earlier call
+        failed. After a failure, uncommitted bytes are truncated. With ``forget``, a job without rows removes the files
+        it created."""
         if self._closed:
             return
         unfinished = self.state != "complete"
@@ -337,7 +314,6 @@ class Journal(Ledger):
             self._wait_commit()
 
     def _wait_commit(self) -> None:
-        """Wait for the running commit."""
         if self._pending is None:
             return
         try:
@@ -388,9 +364,7 @@ class Journal(Ledger):
 
 class StreamRows(Ledger):
     """Writes rows at once, in completion or input order; no deaths are recorded, and a job that ends early starts over.
-
-    A closed pipe is a BrokenPipeError.
-    """
+    A closed pipe is a BrokenPipeError."""
 
     def __init__(self, outputs: Outputs) -> None:
         if outputs.atomic:
@@ -404,14 +378,12 @@ class StreamRows(Ledger):
             raise
 
     def put(self, number: int, data: bytes, *, failed: bool = False, totals: Mapping[str, int] | None = None) -> None:
-        """As `Ledger.put`."""
         super().put(number, data, failed=failed, totals=totals)
         if self._waiting.held_bytes > _HELD_BYTES:
             with clear(Path(tempfile.gettempdir()), "temporary rows in"):
                 self._waiting.spill(self._next)
 
     def close(self) -> None:
-        """Close the streams and the file of waiting rows."""
         self._output.close()
         if self._errors is not self._output:
             self._errors.close()
@@ -451,11 +423,8 @@ def open_outputs(
     restart: bool = False,
     allow_changed: bool = False,
 ) -> Ledger:
-    """Return a `Journal`; or `StreamRows` if ``outputs.rows`` is standard output, a pipe or a device.
-
-    Raises:
-        InputError: as `Journal.open`; or the two kinds are mixed, or ``atomic`` is requested for a stream.
-    """
+    """A `Journal`; or `StreamRows` if ``outputs.rows`` is standard output, a pipe or a device. Raises InputError as
+    `Journal.open` does, or if the two kinds are mixed, or ``atomic`` is requested for a stream."""
     if writes_directly(outputs.rows):
         return StreamRows(outputs)
     if outputs.errors is not None and writes_directly(outputs.errors):

@@ -21,8 +21,8 @@ class ModelNames:
 
     @classmethod
     def of(cls, *given: str | Path, ignore: bool = False) -> ModelNames:
-        """Return all names of the model ``given`` as a path, a hub id or both: each verbatim, as an absolute path, its
-        last component, and the hub id if the path is a cached copy."""
+        """All names of the model ``given`` as a path, a hub id or both: each verbatim, absolute, its last component,
+        and the hub id of a cached copy."""
         names: set[str] = set()
         for each in given:
             text = str(each).rstrip("/")

@@ -1,7 +1,8 @@
-"""OpenAI batch lines: their valid fields, and the rows read from them.
+"""OpenAI batch lines of ``/v1/chat/completions`` and ``/v1/completions``: their valid fields, and the rows read from
+them.
 
-Reads the fields of ``/v1/chat/completions`` and ``/v1/completions``, and those that vLLM adds. Fields that a body omits
-take the job's defaults, not OpenAI's (whose temperature is 1). URLs and paths in a line are neither fetched nor opened.
+Omitted fields take the job's defaults, not OpenAI's (whose temperature is 1). URLs and paths in a line are neither
+fetched nor opened.
 """
 
 from __future__ import annotations
@@ -148,7 +149,6 @@ class OpenAIReader(LineReader):
         self._samplings = SamplingCache(reading.defaults)
 
     def read(self, raw: bytes, number: int, line: int) -> Row | BadRow:
-        """Return the row of one line."""
         custom_id: str | None = None
         kind = ""
         try:
@@ -327,7 +327,7 @@ def _conversation(body: _ChatBody) -> Conversation:
 
 
 def _constrain(sampling: dict[str, Any], body: _RequestBody) -> None:
-    """Set ``sampling``'s structured_outputs from whichever field of ``body`` gives a constraint."""
+    """Set ``structured_outputs`` from whichever field of ``body`` gives a constraint."""
     found: dict[str, dict[str, Any]] = {}
     if body.response_format is not None:
         constraint = _response_format(body.response_format)
@@ -368,7 +368,7 @@ def _check_logprobs(name: str, value: int) -> None:
 
 
 def _prompts(given: object) -> tuple[Prompt, ...]:
-    """Return the prompts of ``given``: a text, a list of texts, a list of token ids, or a list of such lists."""
+    """``given`` is a text, a list of texts, a list of token ids, or a list of such lists."""
     if given is None:
         raise FieldError("prompt is missing", param="prompt", code="missing_required_parameter")
     if isinstance(given, str):

@@ -1,7 +1,7 @@
 """OpenAI batch answers: the bodies ``chat.completion`` and ``text_completion`` around completions, and error lines.
 
-As in vLLM, a log-probability of minus infinity, which JSON cannot hold, is written as -9999. Ids are derived from the
-input and the row, so that a resumed job writes the same ids.
+As in vLLM, a log-probability of minus infinity is written as -9999. Ids are derived from the input and the row, so that
+a resumed job writes the same ids.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ class OpenAIFormat:
     name: str = "openai"
 
     def answer(self, row: Row, completions: Sequence[Completion], served: AnswerHeader) -> dict[str, Any]:
-        """Return the output line of ``row``; ``completions`` are ordered by prompt, then by sample."""
         body = (self._chat if row.kind == CHAT else self._completions)(row, completions, served)
         return _line(served, row.number, row.custom_id, status=_OK, body=body, error=None)
 
     def refuse(self, bad: BadRow, served: AnswerHeader) -> dict[str, Any]:
-        """Return the output line of a row that was not served; a row without custom_id has its line number."""
+        """The output line of a row that was not served; its line number stands for a missing custom_id."""
         message = bad.message if bad.custom_id is not None else f"line {bad.line}: {bad.message}"
         told = {"message": message, "type": "invalid_request_error", "param": bad.param, "code": bad.code}
         error = {"code": bad.code, "message": message}
@@ -95,7 +94,7 @@ class OpenAIFormat:
         return choice
 
     def _content(self, completion: Completion, most: int) -> list[dict[str, Any]]:
-        """Return chat log-probabilities: each token, and at most ``most`` of the likeliest at its position."""
+        """Chat log-probabilities: each token, and at most ``most`` of the likeliest at its position."""
         return [
             {
                 **self._token(token, likely[token]),
@@ -108,8 +107,7 @@ class OpenAIFormat:
         return {"token": of.decoded_token, "logprob": _finite(of.logprob), "bytes": list(self._bytes(token, of))}
 
     def _lists(self, completion: Completion, prompt: str | tuple[int, ...] | None) -> dict[str, Any]:
-        """Return the log-probabilities of a completion as parallel lists, the echoed ``prompt`` first. The first token
-        of a prompt has none."""
+        """Log-probabilities as parallel lists, the echoed ``prompt`` first. The first token of a prompt has none."""
         places: list[tuple[int, Mapping[int, Logprob] | None]] = []
         if prompt is not None:
             ids = self._ids(prompt)
@@ -127,8 +125,8 @@ class OpenAIFormat:
         }
 
     def _top(self, text: str, own: Logprob, likely: Mapping[int, Logprob]) -> dict[str, float]:
-        """Return log-probabilities by text, the likeliest first. Of two tokens with equal text the likelier is kept,
-        except that ``text``, the text of the token itself, keeps ``own``."""
+        """Log-probabilities by text, the likeliest first. Of two tokens with equal text the likelier is kept, except
+        that ``text``, the text of the token itself, keeps ``own``."""
         top: dict[str, float] = {}
         for other in _by_rank(likely):
             top.setdefault(self._text(other, likely[other]), _finite(likely[other].logprob))
@@ -152,7 +150,7 @@ class OpenAIFormat:
         return of.decoded_token.encode("utf-8", "replace")
 
     def _text(self, token: int, of: Logprob | None) -> str:
-        """Return the text of a token; partial characters are shown as bytes, so that such tokens differ."""
+        """The text of a token; partial characters are shown as bytes, so that such tokens differ."""
         if of is not None and _REPLACEMENT not in of.decoded_token:
             return of.decoded_token
         if self.vocabulary is None:
@@ -165,12 +163,12 @@ class OpenAIFormat:
 
 
 def prompt_logprobs_row(completion: Completion) -> list[dict[str, Any] | None]:
-    """Return vLLM's shape: for each prompt token its likeliest tokens by id, or null if none were requested."""
+    """vLLM's shape: for each prompt token its likeliest tokens by id, or null if none were requested."""
     return [None if likely is None else logprobs_row(likely) for likely in completion.prompt_logprobs or ()]
 
 
 def logprobs_row(likely: Mapping[int, Logprob]) -> dict[str, Any]:
-    """Return the tokens of one position by id, the likeliest first."""
+    """The tokens of one position by id, the likeliest first."""
     return {
         str(token): {
             "logprob": _finite(likely[token].logprob),
@@ -197,7 +195,7 @@ def _id(served: AnswerHeader, number: int, what: str) -> str:
 
 
 def _usage(completions: Sequence[Completion]) -> dict[str, Any]:
-    """Return token counts: prompt tokens once per prompt, completion tokens of all samples."""
+    """Token counts: prompt tokens once per prompt, completion tokens of all samples."""
     prompts = [each for each in completions if each.sample == 0]
     prompt_tokens = sum(each.prompt_tokens for each in prompts)
     completion_tokens = sum(each.completion_tokens for each in completions)

@@ -16,9 +16,9 @@ DONE, INTERRUPTED, DONE_BEFORE = "done", "interrupted", "done before"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Durability:
-    """How the output is written. ``order`` is ``input`` or ``completion``; with ``atomic`` the output appears complete
-    at the end; rows are fsynced every ``sync_s`` seconds. ``restart`` discards finished rows; ``allow_changed`` resumes
-    with settings other than those of the finished rows."""
+    """How the output is written: rows in ``order``, fsynced every ``sync_s`` seconds; with ``atomic`` the output
+    appears complete at the end. ``restart`` discards finished rows; ``allow_changed`` resumes with other settings than
+    theirs."""
 
     order: Literal["input", "completion"] = "input"
     atomic: bool = False
@@ -29,11 +29,8 @@ class Durability:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOptions(EngineOptions):
-    """The options of a job, with those of its engine. A file whose path is None is not written.
-
-    ``sampling`` applies where a row sets no value. ``format`` and the columns determine how ``prompts`` is read; with
-    ``ignore_model`` rows may name any model.
-    """
+    """The options of a job, with those of its engine. A file whose path is None is not written. ``sampling`` applies
+    where a row sets no value; with ``ignore_model`` rows may name any model."""
 
     prompts: Path
     model: str = "demo"
@@ -72,12 +69,9 @@ class JobOptions(EngineOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobResult:
-    """The result of a job: ``done``, ``interrupted`` (running the job again resumes it) or ``done before`` (nothing was
-    left).
-
-    Row counts cover all runs of the job. ``first_error`` is the first row of this run that was not served, if any;
-    ``troubles`` name the status or metrics files that could not be kept up to date.
-    """
+    """The result of a job: ``done``, ``interrupted`` (another run resumes it) or ``done before`` (nothing was left).
+    Row counts cover all runs, ``first_error`` this one; ``troubles`` name status or metrics files that are not up to
+    date."""
 
     state: str
     total: int

@@ -28,7 +28,7 @@ def writes_directly(path: Path) -> bool:
 
 
 def mode_of(path: Path) -> int | None:
-    """Return the mode of the file at ``path``, links followed; None if there is none or the name is invalid."""
+    """The mode of the file at ``path``, links followed; None if there is none or the name is invalid."""
     try:
         return path.stat().st_mode
     except (OSError, ValueError):
@@ -36,11 +36,7 @@ def mode_of(path: Path) -> int | None:
 
 
 def check_writable(path: Path, *, what: str) -> None:
-    """Refuse a path that cannot be written; leaves no file behind.
-
-    Raises:
-        InputError: the path is a directory, its directory is missing or not a directory, or permission is denied.
-    """
+    """Raise InputError if ``path`` cannot be written; leaves no file behind."""
     with clear(path, what):
         with contextlib.suppress(FileNotFoundError):
             os.lstat(path)
@@ -60,11 +56,8 @@ def whole_file(path: Path, *, what: str) -> Iterator[Callable[[bytes], None]]:
     """Yield a function that appends bytes to the new contents of ``path``, which appear once the block ends without
     error.
 
-    The bytes are written to a sibling that then replaces ``path``. Pipes, devices and ``-`` (standard output) are
-    written directly.
-
-    Raises:
-        InputError: the bytes cannot be written (disk full, directory removed); an earlier file is unchanged.
+    Pipes, devices and ``-`` (standard output) are written directly. After an InputError (disk full, directory removed)
+    an earlier file is unchanged.
     """
     direct = writes_directly(path)
     partial = _partial(path)
@@ -104,7 +97,7 @@ def _open_stream(path: Path) -> BinaryIO:
 
 
 def target(path: Path) -> Path:
-    """Return ``path`` with links resolved, so that a replaced file keeps the links to it."""
+    """``path`` with links resolved, so that a replaced file keeps the links to it."""
     return Path(os.path.realpath(path))
 
 
@@ -137,8 +130,8 @@ def clear(path: Path, what: str) -> Iterator[None]:
 
 
 def refused_write(error: OSError | ValueError, what: str, *, kept: str = "") -> InputError:
-    """Return the error of a write to ``what`` that the system refused; ``kept`` ends the message. A `StorageError` if
-    the disk is full or fails."""
+    """The error of a write to ``what`` that the system refused, a `StorageError` if the disk is full or fails; ``kept``
+    ends the message."""
     number, reason = (error.errno, error.strerror) if isinstance(error, OSError) else (None, None)
     kind = StorageError if number in _OF_THE_DISK else InputError
     return kind(f"{what}: cannot be written ({(reason or str(error)).lower()}){kept}", code="output_path")

@@ -18,12 +18,11 @@ WHAT = {"output": "output", "errors": "error file"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outputs:
-    """Destinations of rows.
+    """Destinations of rows; a name that ends in ``.gz`` selects gzip.
 
-    ``rows`` receives every row, or, if there is a file of ``errors``, the rows that did not fail. A name that ends in
-    ``.gz`` selects gzip. In order ``input`` a row is written after all rows before it; in order ``completion`` when it
-    is finished. With ``atomic`` the files are renamed to their final names when all rows are written. Finished rows are
-    fsynced about every ``sync_s`` seconds.
+    ``rows`` receives every row, or, if there is a file of ``errors``, the rows that did not fail. In order ``input`` a
+    row is written after all rows before it; in order ``completion`` when it is finished. With ``atomic`` the files take
+    their final names when all rows are written. Finished rows are fsynced about every ``sync_s`` seconds.
     """
 
     rows: Path
@@ -35,8 +34,7 @@ class Outputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputPath:
-    """A file of rows: ``shown`` as given by the user, ``final`` with links resolved, ``written`` until the job is
-    done."""
+    """A file of rows: ``shown`` as given, ``final`` with links resolved, ``written`` until the job is done."""
 
     what: str
     shown: Path
@@ -48,7 +46,6 @@ class OutputPath:
 
     @property
     def gzip(self) -> bool:
-        """True if rows are compressed."""
         return self.shown.suffix == ".gz"
 
     def refuse_found(self, journal: Path) -> None:
@@ -82,7 +79,7 @@ class JobPaths:
 
     @classmethod
     def of(cls, outputs: Outputs) -> JobPaths:
-        """Return the paths of ``outputs``; resolves links and reads nothing else."""
+        """The paths of ``outputs``; resolves links and reads nothing else."""
         named = {"output": outputs.rows, "errors": outputs.errors}
         files = {
             name: _place(WHAT[name], path, atomic=outputs.atomic) for name, path in named.items() if path is not None
@@ -101,7 +98,6 @@ class JobPaths:
         return final.with_name(f"{final.name}.deaths")
 
     def directories(self) -> set[Path]:
-        """Return the directories of the output files."""
         return {place.final.parent for place in self.files.values()}
 
     def clear(self, *, keep_finals: bool) -> None:
@@ -115,7 +111,7 @@ class JobPaths:
 
 
 def journal_of(output: Path) -> Path:
-    """Return the path of the journal, a database, of ``output``: beside the file that a link points to."""
+    """The path of the journal, a database, of ``output``: beside the file that a link points to."""
     final = target(output)
     return final.with_name(f"{final.name}.journal")
 
@@ -139,6 +135,6 @@ def told(place: OutputPath) -> Iterator[None]:
 
 
 def failed(error: OSError, place: OutputPath) -> InputError:
-    """Return the one-line error of a write to ``place`` that the system refused."""
+    """The one-line error of a write to ``place`` that the system refused."""
     kept = "; every row that was on the disk is kept: put that right, and the same command goes on from there"
     return refused_write(error, str(place), kept=kept)

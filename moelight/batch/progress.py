@@ -1,7 +1,4 @@
-"""Progress events of a job, and their interface.
-
-A watcher (a terminal, a status file, metrics) overrides the events that it needs.
-"""
+"""Progress events of a job. A watcher (a terminal, a status file, metrics) overrides the events that it needs."""
 
 from __future__ import annotations
 
@@ -18,20 +15,16 @@ State: TypeAlias = Literal["validating", "in_progress", "finalizing", "completed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobCounts:
-    """The progress of a job. States are those of OpenAI's batch object.
+    """The progress of a job. States are those of OpenAI's batch object; ``completed`` and ``failed`` cover all runs.
 
     Attributes:
         total: rows of the input; 0 while it is being read for the first time.
-        completed: rows answered, by this run or an earlier one.
-        failed: rows that became error rows, by this run or an earlier one.
         running: sequences that were requested from the engine and are unfinished.
         waiting: sequences that were not requested yet.
         resumed: of ``completed`` and ``failed``, the rows that an earlier run had done.
-        prompt_tokens: prompt tokens that this run has processed.
-        expected_prompt_tokens: all prompt tokens of this run, processed ones included.
+        prompt_tokens: prompt tokens that this run has processed, of ``expected_prompt_tokens``.
         generation_tokens: tokens that this run has generated.
         expected_tokens: the most tokens that this run will generate; it shrinks as sequences end early.
-        passes: passes that this run has made.
         kv_usage: the used share of the KV cache, 0 to 1.
         elapsed_s: seconds since this run began.
         running_s: of ``elapsed_s``, the seconds since the first pass began.
@@ -57,7 +50,6 @@ class JobCounts:
 
     @property
     def done(self) -> int:
-        """Rows that were answered or became error rows."""
         return self.completed + self.failed
 
     @property
@@ -103,8 +95,7 @@ class JobStart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgressFields:
-    """A row that is written: its ``number`` in the input, a short form of its ``prompt``, and the ``texts`` and
-    ``finish_reasons`` of its answers, or the ``error``."""
+    """A row that is written: its ``number`` in the input, a short ``prompt``, and its answers or its ``error``."""
 
     number: int
     prompt: str
@@ -116,14 +107,13 @@ class ProgressFields:
 class Progress:
     """The events of a running job. Every method of this class does nothing; override as needed.
 
-    Events occur in this order: ``reading`` repeatedly, ``started`` once, ``planned`` once the model is loaded, then
-    ``tokens`` after every pass, ``completion`` and ``row`` as they finish, ``counts`` and ``measured`` at most a few
-    times a second and once at the end, ``ended`` last. All are called from one thread.
+    All are called from one thread, in this order: ``reading`` repeatedly, ``started`` once, ``planned`` once the model
+    is loaded, then ``tokens`` after every pass, ``completion`` and ``row`` as they finish, ``counts`` and ``measured``
+    at most a few times a second and once at the end, ``ended`` last.
     """
 
     def reading(self, rows: int, read_bytes: int, total_bytes: int | None = None) -> None:
-        """The input is being read for the first time: ``rows`` so far, ``read_bytes`` of ``total_bytes`` (None if the
-        input is a stream)."""
+        """The first reading of the input has reached ``rows``, ``read_bytes``; a stream has no ``total_bytes``."""
 
     def started(self, start: JobStart) -> None:
         """The input is read and the job is planned."""
@@ -135,8 +125,7 @@ class Progress:
         """The policy changes with the next pass; ``why`` is the reason."""
 
     def tokens(self, done: int, expected: int, binding: Binding | None = None) -> None:
-        """``done`` tokens are generated of at most ``expected``, which shrinks as sequences end early; ``binding`` was
-        the busiest lane of the last few passes."""
+        """``done`` of at most ``expected`` tokens are generated; ``binding`` was the busiest lane recently."""
 
     def completion(self, completion: Completion, *, room: int, latency_s: float | None = None) -> None:
         """A sequence limited to ``room`` tokens has ended, ``latency_s`` seconds after its request."""

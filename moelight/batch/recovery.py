@@ -1,7 +1,4 @@
-"""Decides what becomes of a job that may have been begun before: new, resumed, complete or refused.
-
-A refusal leaves all files unchanged.
-"""
+"""Decides whether a job is new, resumed, complete or refused. A refusal leaves all files unchanged."""
 
 from __future__ import annotations
 
@@ -25,14 +22,8 @@ _BLOCK_BYTES = 1 << 20
 
 
 def check_file(path: Path, extents: list[ByteRange], *, shown: str, journal: Path) -> None:
-    """Refuse a file that is shorter than its journal records, or has other contents.
-
-    The last gigabyte is read back; of earlier bytes only the length is checked.
-
-    Raises:
-        InputError: names the file, the expected and the actual state.
-        OSError: the file cannot be read.
-    """
+    """Raise InputError for a file that is shorter than its journal records, or has other contents; may raise OSError.
+    The last gigabyte is read back; of earlier bytes only the length is checked."""
     end = extents[-1].end if extents else 0
     if end == 0:
         return
@@ -88,11 +79,7 @@ class Opened:
 def open_job(
     outputs: Outputs, facts: Mapping[str, Any], *, informative: Iterable[str], restart: bool, allow_changed: bool
 ) -> Opened:
-    """Lock the job and read its state. A refusal leaves all files unchanged.
-
-    Raises:
-        InputError: see `Journal.open`.
-    """
+    """Lock the job and read its state; raises InputError as `Journal.open` does."""
     for what, path in ((WHAT["output"], outputs.rows), (WHAT["errors"], outputs.errors)):
         if path is not None and not path.exists():
             check_writable(path, what=what)
@@ -187,7 +174,7 @@ def _layout_differs(record: JobRecord, places: JobPaths, outputs: Outputs) -> bo
 
 
 def _layout(outputs: Outputs, places: JobPaths) -> dict[str, Any]:
-    """Return the options that decide where bytes are written; they are fixed for the whole job."""
+    """The options that decide where bytes are written; they are fixed for the whole job."""
     errors = places.files.get("errors")
     return {
         "order": outputs.order,

@@ -1,7 +1,5 @@
-"""Turns rows into requests on demand, and completions into output lines.
-
-Every row that was read is either open (some of its completions are missing) or put into the journal.
-"""
+"""Turns rows into requests on demand, and completions into output lines. Every row that was read is either open (some
+of its completions are missing) or put into the journal."""
 
 from __future__ import annotations
 
@@ -24,8 +22,7 @@ LONGEST_SHOWN = 400
 
 
 def refuse_struck(ledger: Ledger, source: Input, *, model: str, job: str) -> None:
-    """Put the error rows of struck rows first, so that a job with many such rows makes progress even if the process
-    dies again soon."""
+    """Put the error rows of struck rows first: the job then makes progress even if the process dies again soon."""
     left = {number for number in ledger.struck if not ledger.done(number)}
     if not left:
         return
@@ -40,7 +37,7 @@ class Checks(Protocol):
     """The part of the engine that checks a request before it is submitted."""
 
     def check(self, request: Request) -> None:
-        """Refuse a request that can never be served; raises InputError."""
+        """Raise InputError for a request that can never be served."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -69,8 +66,8 @@ class RowProcessor:
         job: str,
         told: Progress,
     ) -> None:
-        """``context`` is the model's context length in tokens; ``repeated`` are rows whose custom_id an earlier row
-        has; ``model`` and ``job`` appear in answers (`AnswerHeader`)."""
+        """``context`` is the model's context length in tokens; an earlier row has the custom_id of each of
+        ``repeated``."""
         self._ledger, self._answers, self._encode, self._context = ledger, answers, encode, context
         self._repeated = frozenset(repeated)
         self._model, self._job, self._told = model, job, told
@@ -91,8 +88,7 @@ class RowProcessor:
             raise MoelightError("a row that the first reading refused can be served")
 
     def requests(self, rows: Iterable[Row | BadRow], engine: Checks | None) -> Iterator[Request]:
-        """Yield the requests of ``rows``, created on demand. Requests that ``engine`` cannot serve become error
-        rows."""
+        """The requests of ``rows``, created on demand. Requests that ``engine`` cannot serve become error rows."""
         for row in rows:
             if isinstance(row, BadRow):
                 self._refuse(row)
@@ -167,7 +163,7 @@ class RowProcessor:
             raise MoelightError(f"line {first} was never answered")
 
     def _refuse(self, bad: BadRow, *, room: int = 0) -> None:
-        """Put an error row; ``room`` is the number of tokens that were expected of it."""
+        """Put an error row, of which ``room`` tokens were expected."""
         self.first_error = self.first_error or bad
         line = to_json_line(self._answers.refuse(bad, self._served()))
         self._ledger.put(bad.number, line, failed=True, totals={"room": room} if room else None)

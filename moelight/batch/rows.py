@@ -1,8 +1,5 @@
-"""The rows of a job: the request of a line, or the reason why it cannot be served, and the interface of a row format.
-
-Does not depend on JSON, files or tokens. A line that cannot be served is a value (`BadRow`), never an exception, so
-that one bad row does not end a run.
-"""
+"""The rows of a job: the request of a line, or the reason why it cannot be served, and the interface of a row format. A
+line that cannot be served is a value (`BadRow`), never an exception, so that one bad row does not end a run."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ class Row:
 
     @property
     def shown(self) -> str:
-        """A display form of the prompt: its text, or the last user message."""
+        """The prompt's text, or the last user message."""
         if self.conversation is not None:
             return self.conversation.shown
         first = self.prompts[0]
@@ -50,8 +47,8 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadRow:
-    """A line that cannot be served, and the reason: ``code`` and the HTTP ``status`` for programs, ``message`` for
-    people, ``param`` the invalid field, if any. ``kind`` is empty if unknown."""
+    """A line that cannot be served: ``code`` and the HTTP ``status`` for programs, ``message`` for people, ``param``
+    the invalid field, if any. ``kind`` is empty if unknown."""
 
     number: int
     line: int
@@ -65,8 +62,8 @@ class BadRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerHeader:
-    """The fields common to all answers of a job: the model's name as given by the user, the time of the answer (seconds
-    since 1970), and an identity of the input: equal for equal inputs, different otherwise."""
+    """The fields common to all answers of a job: the model's name as the user gave it, the time of the answer (seconds
+    since 1970), and an identity of the input, equal for equal inputs alone."""
 
     model: str
     created: int
@@ -79,16 +76,16 @@ class RowFormat(Protocol):
     name: str
 
     def answer(self, row: Row, completions: Sequence[Completion], served: AnswerHeader) -> dict[str, Any]:
-        """Return the output line of ``row``; ``completions`` are ordered by prompt, then by sample."""
+        """The output line of ``row``; ``completions`` are ordered by prompt, then by sample."""
 
     def refuse(self, bad: BadRow, served: AnswerHeader) -> dict[str, Any]:
-        """Return the output line of a row that was not served."""
+        """The output line of a row that was not served."""
 
 
 def bad_row(
     number: int, line: int, custom_id: str | None, error: InputError, *, kind: str = "", param: str | None = None
 ) -> BadRow:
-    """Return ``error`` as the error of one row; a long message, which may quote a huge value, is shortened."""
+    """``error`` as the error of one row; a long message, which may quote a huge value, is shortened."""
     message = " ".join(str(error).split())
     if len(message) > _LONGEST_MESSAGE:
         message = message[: _LONGEST_MESSAGE - 1] + "…"

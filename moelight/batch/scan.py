@@ -1,7 +1,5 @@
-"""The first reading of a job's input: its total work, and the rows that repeat an earlier custom_id.
-
-Memory: 24 bytes a row during the scan, and only the summary afterwards.
-"""
+"""The first reading of a job's input: its total work, and the rows that repeat an earlier custom_id. It takes 24 bytes
+of memory a row."""
 
 from __future__ import annotations
 
@@ -41,23 +39,17 @@ class Scan:
     repeated: frozenset[int] = frozenset()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
         return {"summary": self.summary.as_dict(), "repeated": sorted(self.repeated)}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Scan:
-        """Return the scan that `as_dict` has written."""
         return cls(summary=ScanSummary.from_dict(given["summary"]), repeated=frozenset(given["repeated"]))
 
 
 def scan(source: Input, encode: Encode, told: Progress, *, context: int, preparing: Preparing = _unwatched) -> Scan:
-    """Read ``source`` once, and repeated rows a second time. ``encode`` returns the token ids of a row's prompts;
+    """Read ``source`` once, and repeated rows a second time; raises InputError if it cannot be read or holds no row.
     ``context`` is the model's context length in tokens; ``preparing`` returns the context in which a row, by number, is
-    encoded.
-
-    Raises:
-        InputError: the input cannot be read, or holds no row.
-    """
+    encoded."""
 
     def asked(row: Row | BadRow) -> list[tuple[int, int]] | BadRow:
         return _asked(row, encode, context, preparing)
@@ -80,18 +72,14 @@ def scan(source: Input, encode: Encode, told: Progress, *, context: int, prepari
 
 
 def duplicate(row: Row) -> BadRow:
-    """Return the error row of ``row``, whose custom_id an earlier row has."""
+    """The error row of ``row``, whose custom_id an earlier row has."""
     error = InputError(f"custom_id {row.custom_id!r} was used by an earlier line", code="duplicate_custom_id")
     return bad_row(row.number, row.line, row.custom_id, error, kind=row.kind)
 
 
 def check_length(tokens: int, context: int, *, generates: bool = True) -> None:
-    """Refuse a prompt that is too long for the model's context. The last token of a prompt that is only scored
-    (``generates`` is false) needs no position in the context.
-
-    Raises:
-        InputError: states both lengths.
-    """
+    """Raise InputError for a prompt that is too long for the model's context. The last token of a prompt that is only
+    scored (``generates`` is false) needs no position in the context."""
     if tokens > (context - 1 if generates else context + 1):
         raise InputError(
             f"the prompt has {tokens} tokens, the model's context is {context}", code="context_length_exceeded"
@@ -99,12 +87,12 @@ def check_length(tokens: int, context: int, *, generates: bool = True) -> None:
 
 
 def room(row: Row, tokens: int, context: int) -> int:
-    """Return the most tokens that may be generated for one sample of a prompt of ``row``."""
+    """The most tokens that may be generated for one sample of a prompt of ``row``."""
     return max(0, min(row.sampling.max_tokens, context - tokens))
 
 
 def _asked(row: Row | BadRow, encode: Encode, context: int, preparing: Preparing) -> list[tuple[int, int]] | BadRow:
-    """Return ``(tokens, room)`` of every prompt of ``row``, or the error row if ``row`` cannot be served."""
+    """``(tokens, room)`` of every prompt of ``row``, or the error row if ``row`` cannot be served."""
     if isinstance(row, BadRow):
         return row
     try:
@@ -141,7 +129,6 @@ class _Keys:
         self._last: tuple[SamplingParams | None, int] = (None, 0)
 
     def of(self, sampling: SamplingParams) -> int:
-        """Return the number of ``sampling``."""
         if sampling is not self._last[0]:
             self._last = sampling, hash(repr(sampling))
         return self._last[1]
@@ -159,7 +146,6 @@ class _CustomIds:
         self._numbers.append(number)
 
     def repeated(self) -> frozenset[int]:
-        """Return the numbers of the rows whose custom_id an earlier row has."""
         if not self._numbers:
             return frozenset()
         halves = np.frombuffer(self._digests, dtype=np.uint64).reshape(-1, 2)

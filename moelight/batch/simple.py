@@ -1,7 +1,4 @@
-"""The simple format: one object a line with a prompt or messages; and plain text, one prompt a line.
-
-Field names are vLLM's.
-"""
+"""The simple format, one object a line with a prompt or messages; and plain text, one prompt a line."""
 
 from __future__ import annotations
 
@@ -33,18 +30,15 @@ _FIELDS = (*PROMPT_FIELDS, "custom_id", *SAMPLING_FIELDS)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimpleFormat:
-    """Answers with ``text``, ``finish_reason`` and ``usage``, and further fields on request.
-
-    With ``token_ids`` answers hold the generated ids; with ``numbered`` the line of their prompt, which identifies
-    answers to an input without custom_ids when rows are written in another order.
-    """
+    """Answers with ``text``, ``finish_reason`` and ``usage``, and further fields on request. With ``numbered`` an
+    answer has the line of its prompt, which identifies it when rows are written in another order."""
 
     name: str = "simple"
     token_ids: bool = False
     numbered: bool = False
 
     def answer(self, row: Row, completions: Sequence[Completion], served: AnswerHeader) -> dict[str, Any]:  # noqa: ARG002
-        """Return the output line of ``row``; with ``n`` > 1 the fields of each sample are in ``choices``."""
+        """With ``n`` > 1 the fields of each sample are in ``choices``."""
         head: dict[str, Any] = {} if row.custom_id is None else {"custom_id": row.custom_id}
         if self.numbered:
             head["line"] = row.line
@@ -59,7 +53,6 @@ class SimpleFormat:
         return {**head, **self._said(row, only), "usage": usage, **self._more(row, only), **_of_prompt(row, only)}
 
     def refuse(self, bad: BadRow, served: AnswerHeader) -> dict[str, Any]:  # noqa: ARG002
-        """Return the output line of a row that was not served."""
         head = {} if bad.custom_id is None else {"custom_id": bad.custom_id}
         return {**head, "line": bad.line, "error": {"code": bad.code, "message": bad.message}}
 
@@ -85,7 +78,6 @@ class SimpleReader(LineReader):
         self._samplings = SamplingCache(reading.defaults)
 
     def read(self, raw: bytes, number: int, line: int) -> Row | BadRow:
-        """Return the row of one line."""
         try:
             values = read_row_object(raw, holding="prompt or messages")
         except (InputError, RecursionError) as error:
@@ -101,7 +93,6 @@ class TextReader(LineReader):
         self._sampling = reading.defaults
 
     def read(self, raw: bytes, number: int, line: int) -> Row | BadRow:
-        """Return the row of one line."""
         try:
             text = raw.removesuffix(b"\r").decode("utf-8")
         except UnicodeDecodeError as error:
@@ -111,7 +102,7 @@ class TextReader(LineReader):
 
 
 def read_values(values: Mapping[str, Any], number: int, line: int, samplings: SamplingCache) -> Row | BadRow:
-    """Return the row of the fields ``values``."""
+    """The row of the fields ``values``."""
     custom_id: str | None = None
     kind = ""
     try:

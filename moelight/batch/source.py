@@ -1,7 +1,5 @@
-"""The bytes of an input: a file, a pipe or standard input, gzipped or not, read any number of times.
-
-The file may be larger than memory. Does not depend on the contents of lines.
-"""
+"""The bytes of an input: a file (possibly larger than memory), a pipe or standard input, gzipped or not, read any
+number of times."""
 
 from __future__ import annotations
 
@@ -34,14 +32,8 @@ _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 class InputSource:
-    """An input as of its opening; bytes appended later are not read.
-
-    Attributes:
-        name: display name.
-        size_bytes: size of the file as stored, compressed or not.
-        packed: True if the file is gzipped.
-        read_bytes: bytes that the latest iteration has read, of ``size_bytes``.
-    """
+    """An input as of its opening; bytes appended later are not read. ``size_bytes`` is the size as stored, of which the
+    latest iteration has read ``read_bytes``; ``packed`` means gzipped."""
 
     def __init__(self, name: str, descriptor: int) -> None:
         self.name = name
@@ -55,31 +47,25 @@ class InputSource:
 
     @property
     def is_open(self) -> bool:
-        """True until `close` is called."""
         return self._close.alive
 
     def close(self) -> None:
-        """Close the file. Later reads fail."""
         self._close()
 
     def start(self, count: int) -> bytes:
-        """Return the first bytes of the file as stored: at most ``count``."""
+        """The first bytes of the file as stored: at most ``count``."""
         try:
             return os.pread(self._descriptor, count, 0)
         except OSError as error:
             raise _unreadable(self.name, error) from None
 
     def raw(self) -> io.BufferedReader:
-        """Return a seekable reader of the bytes as stored."""
+        """A seekable reader of the bytes as stored."""
         return io.BufferedReader(_Window(self, self._descriptor), _BLOCK)
 
     def blocks(self) -> Iterator[bytes]:
-        """Yield the uncompressed bytes, at most 1 MiB at a time.
-
-        Raises:
-            InputError: the file cannot be read, has become shorter, or its gzip data is damaged; earlier bytes were
-                yielded.
-        """
+        """The uncompressed bytes, at most 1 MiB at a time; an InputError follows them if the file cannot be read, has
+        become shorter, or its gzip data is damaged."""
         raw: io.BufferedReader = self.raw()
         file: BinaryIO | gzip.GzipFile = gzip.GzipFile(fileobj=raw, mode="rb") if self.packed else raw
         try:
@@ -93,10 +79,8 @@ class InputSource:
             raise _unreadable(self.name, error) from None
 
     def lines(self) -> Iterator[tuple[int, bytes | None]]:
-        r"""Yield ``(number from 1, bytes)`` of every line, without byte order mark and ``\n``.
-
-        Instead of a line above `LONGEST_LINE`, which is not held in memory, yields None.
-        """
+        """``(number from 1, bytes)`` of every line, without byte order mark and line feed; None stands for the bytes of
+        a line above `LONGEST_LINE`, which is not held in memory."""
         number, held, too_long = 1, 0, False
         pieces: list[bytes] = []
         blocks = self.blocks()
@@ -124,7 +108,7 @@ class InputSource:
         yield number, None if too_long else b"".join(pieces)
 
     def digest(self) -> str:
-        """Return BLAKE2b of the bytes as stored, in hexadecimal."""
+        """BLAKE2b of the bytes as stored, in hexadecimal."""
         state = hashlib.blake2b(digest_size=32)
         with self.raw() as file:
             while block := file.read(_BLOCK):
@@ -134,11 +118,7 @@ class InputSource:
 
 def open_input_source(path: Path) -> InputSource:
     """Open the file ``path``; ``-`` is standard input. An input that cannot be read twice is first copied to an unnamed
-    file in the folder TMPDIR.
-
-    Raises:
-        InputError: no such file, the file cannot be read or copied, or has a compression other than gzip.
-    """
+    file in the folder TMPDIR. Raises InputError, also for a compression other than gzip."""
     name = "standard input" if path == STANDARD_STREAM else str(path)
     try:
         if path == STANDARD_STREAM:
@@ -194,7 +174,7 @@ class _Window(io.RawIOBase):
 
 
 def _whole_file(stream: BinaryIO) -> int | None:
-    """Return a descriptor of the file redirected into ``stream``, if it is a regular file at its start."""
+    """A descriptor of the file redirected into ``stream``, if it is a regular file at its start."""
     try:
         descriptor = stream.fileno()
         if stat.S_ISREG(os.fstat(descriptor).st_mode) and os.lseek(descriptor, 0, os.SEEK_CUR) == 0:

@@ -35,9 +35,7 @@ _EVERY_S = 1.0
 
 class LiveFile:
     """The file at ``path``, replaced atomically by a finished sibling: readers see the old text or the new text.
-
-    There is no fsync: after a power cut the file may be old or empty, and the job writes it again.
-    """
+    Without an fsync: after a power cut the file may be old or empty, and the job writes it again."""
 
     def __init__(self, path: Path, *, what: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.trouble = ""
@@ -48,11 +46,7 @@ class LiveFile:
         self._due_s = -1.0
 
     def begin(self, text: str) -> None:
-        """Write ``text`` for the first time.
-
-        Raises:
-            InputError: the file cannot be written: no such directory, a directory of that name, or no permission.
-        """
+        """Write ``text`` for the first time; raises InputError if the file cannot be written."""
         try:
             if self._target.exists() and not stat.S_ISREG(self._target.stat().st_mode):
                 raise InputError(f"{self._what} {self._path}: must be a file, to be replaced whole", code="output_path")
@@ -101,11 +95,7 @@ class BatchFacts:
 
 
 class StatusFile(Progress):
-    """Keeps the file at ``path`` up to date with the job.
-
-    Raises:
-        InputError: the file cannot be written at the start.
-    """
+    """Keeps the file at ``path`` up to date with the job; raises InputError if it cannot be written at the start."""
 
     def __init__(self, path: Path, facts: BatchFacts, eta: TimeLeft, *, clock: Callable[[], float] = time.time) -> None:
         self._facts, self._eta, self._clock = facts, eta, clock
@@ -125,22 +115,18 @@ class StatusFile(Progress):
         return self._file.trouble
 
     def reading(self, rows: int, read_bytes: int, total_bytes: int | None = None) -> None:
-        """Renew the file while the input is validated."""
         self._read = (rows, read_bytes, total_bytes)
         self._file.renew(self._text)
 
     def started(self, start: JobStart) -> None:
-        """Set the row counts; the input is validated."""
         self._endpoint = start.endpoint or self._endpoint
         self._counts = start.counts
         self._enter("in_progress")
 
     def tokens(self, done: int, expected: int, binding: Binding | None = None) -> None:  # noqa: ARG002
-        """Keep the busiest lane."""
         self._binding = binding
 
     def counts(self, counts: JobCounts) -> None:
-        """Renew the file, at most once a second."""
         self._counts = counts
         self._binding = counts.binding or self._binding
         if counts.state != self._state and counts.state not in ("completed", "failed", "cancelled"):
@@ -153,7 +139,6 @@ class StatusFile(Progress):
         self._errors.append({"code": code, "message": message, "line": None, "param": None})
 
     def ended(self, state: State) -> None:
-        """Write the final state."""
         self._enter(state)
 
     def _enter(self, state: State) -> None:
@@ -168,7 +153,7 @@ class StatusFile(Progress):
         return json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the batch object."""
+        """The batch object."""
         facts, counts = self._facts, self._counts
         stamped = ("created", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
         return {
@@ -212,7 +197,7 @@ class StatusFile(Progress):
 
 
 def without_extra(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``batch`` with only OpenAI's fields."""
+    """``batch`` with only OpenAI's fields."""
     return {name: value for name, value in batch.items() if name not in EXTRA}
 
 
@@ -222,11 +207,8 @@ _REASONS = ("stop", "length")
 
 
 class MetricsFile(Progress):
-    """Keeps the file at ``path`` up to date with the job. Counters cover this run only.
-
-    Raises:
-        InputError: the file cannot be written at the start.
-    """
+    """Keeps the file at ``path`` up to date with the job; raises InputError if it cannot be written at the start.
+    Counters cover this run only."""
 
     def __init__(self, path: Path, model: str, eta: TimeLeft) -> None:
         from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics
@@ -261,12 +243,10 @@ class MetricsFile(Progress):
         return self._file.trouble
 
     def started(self, start: JobStart) -> None:
-        """Set the row counts."""
         self._counts = start.counts
         self._file.renew(self.text, now=True)
 
     def completion(self, completion: Completion, *, room: int, latency_s: float | None = None) -> None:  # noqa: ARG002
-        """Count one answer."""
         self._reasons[completion.finish_reason] += 1
         self._generated.labels(self._model).observe(completion.completion_tokens)
         if completion.sample == 0:  # the samples of a prompt share it
@@ -277,27 +257,24 @@ class MetricsFile(Progress):
             self._latency.labels(self._model).observe(latency_s)
 
     def counts(self, counts: JobCounts) -> None:
-        """Renew the file, at most once a second."""
         self._counts = counts
         self._file.renew(self.text)
 
     def measured(self, stats: RunStats, experts: Mapping[str, Any] | None = None) -> None:
-        """Keep the figures for the next renewal."""
         self._stats = stats
         self._experts = (experts or {}).get("overall", {})
 
     def ended(self, state: State) -> None:  # noqa: ARG002
-        """Write the final figures."""
         self._file.renew(self.text, now=True)
 
     def text(self) -> str:
-        """Return the current contents of the file."""
+        """The current contents of the file."""
         from prometheus_client import generate_latest
 
         return generate_latest(self._registry).decode()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the figures that are kept elsewhere, for the registry."""
+        """The figures that are kept elsewhere, for the registry."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         for name, help_, samples in self._figures():
@@ -309,7 +286,7 @@ class MetricsFile(Progress):
             yield metric
 
     def _figures(self) -> Iterator[tuple[str, str, float | tuple[str, Mapping[str, float]]]]:
-        """Yield name, help text and value; or, by the values of a further label, several values."""
+        """Name, help text and value; or, by the values of a further label, several values."""
         counts, left = self._counts, self._eta.remaining_s
         unfinished = max(0, counts.total - counts.done)
         rows = {"completed": counts.completed, "failed": counts.failed, "unfinished": unfinished}
@@ -341,11 +318,7 @@ class MetricsFile(Progress):
 
 
 def file_watchers(options: JobOptions, eta: TimeLeft) -> list[StatusFile | MetricsFile]:
-    """Return the watchers of the requested files; ``eta`` must receive every event before they do.
-
-    Raises:
-        InputError: a file cannot be written.
-    """
+    """The watchers of the requested files; ``eta`` must receive every event before they do. May raise InputError."""
     files: list[StatusFile | MetricsFile] = []
     if options.status is not None:
         output, errors = options.output, options.error_file

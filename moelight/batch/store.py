@@ -1,8 +1,8 @@
 """The state of a job in SQLite, beside its output: rows that are done, rows that wait, and the lengths of the files.
 
-A commit is one transaction. The bytes of the output files are fsynced before the transaction that names their lengths,
-so bytes behind these lengths are unknown and are truncated. The rollback journal is kept in SQLite's mode ``DELETE``
-with ``synchronous = EXTRA``: between commits the database is one file, and a commit that returned survives a power cut.
+A commit is one transaction, after an fsync of the output files whose lengths it stores; bytes behind these lengths are
+unknown and are truncated. With the rollback journal in SQLite's mode ``DELETE`` and ``synchronous = EXTRA`` the
+database is one file between commits, and a commit that returned survives a power cut.
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ class RowSet:
         return int.from_bytes(self._bits, "little").bit_count()
 
     def add(self, number: int) -> None:
-        """Add ``number``."""
         part = number // _PART_BITS
         if number >> 3 >= len(self._bits):
             self._bits.extend(bytes((part + 1) * _PART_BYTES - len(self._bits)))
@@ -77,20 +76,20 @@ class RowSet:
         self._changed.add(part)
 
     def missing(self, total: int) -> int | None:
-        """Return the least number below ``total`` that is not in the set; None if all are."""
+        """The least number below ``total`` that is not in the set; None if all are."""
         full = len(self._bits) - len(self._bits.lstrip(b"\xff"))
         return next((number for number in range(full * 8, min(total, full * 8 + 8)) if number not in self), None)
 
     def changed_parts(self) -> list[tuple[int, bytes]]:
-        """Return the parts that changed since the last call."""
+        """The parts that changed since the last call."""
         parts = [(part, bytes(self._bits[part * _PART_BYTES :][:_PART_BYTES])) for part in sorted(self._changed)]
         self._changed.clear()
         return parts
 
 
 class WaitingRows:
-    """Rows that are finished before their turn: in memory, where they take ``held_bytes``, and in the table ``waiting``
-    of ``base``; `forget` leaves the stored ones to the table. Without ``base``, a temporary database is used."""
+    """Rows that are finished before their turn: in memory, ``held_bytes``, and in the table ``waiting`` of ``base``, or
+    of a temporary database."""
 
     def __init__(self, base: sqlite3.Connection | None = None) -> None:
         self.held_bytes = 0
@@ -102,7 +101,6 @@ class WaitingRows:
             self._temporary.execute(_WAITING)
 
     def hold(self, number: int, data: bytes, *, failed: bool) -> None:
-        """Add the finished row ``number``."""
         self._held[number] = (number, failed, 0, data)
         self._unsaved.append(number)
         self.held_bytes += len(data)
@@ -112,8 +110,8 @@ class WaitingRows:
         return number in self._held
 
     def take(self, number: int) -> tuple[bytes, bool]:
-        """Return the bytes of row ``number`` and whether it failed; the row leaves memory, and the table with the next
-        commit. Raises OSError if the row is in neither."""
+        """The bytes of row ``number`` and whether it failed; the row leaves memory, and the table with the next commit.
+        Raises OSError if the row is in neither."""
         row = self._held.pop(number, None)
         if row is not None:
             self.held_bytes -= len(row[3])
@@ -125,7 +123,7 @@ class WaitingRows:
         return found[0], bool(found[1])
 
     def unsaved(self) -> list[WaitingRow]:
-        """Return the rows that are in memory alone; a later call returns others."""
+        """The rows that are in memory alone; a later call returns others."""
         rows = [self._held[number] for number in self._unsaved if number in self._held]
         self._unsaved.clear()
         return [(number, failed, zlib.crc32(data), data) for number, failed, _, data in rows]
@@ -136,11 +134,8 @@ class WaitingRows:
         self.held_bytes = 0
 
     def spill(self, before: int) -> None:
-        """Move the rows in memory to the temporary database, and remove its rows ``before`` that number.
-
-        Raises:
-            OSError: the directory of temporary files is full.
-        """
+        """Move the rows in memory to the temporary database, and remove its rows ``before`` that number; raises OSError
+        if the directory of temporary files is full."""
         assert self._temporary is not None
         try:
             self._temporary.execute("BEGIN")
@@ -152,18 +147,14 @@ class WaitingRows:
         self.forget()
 
     def close(self) -> None:
-        """Remove the temporary database."""
         if self._temporary is not None:
             self._temporary.close()
 
 
 @dataclass(kw_only=True, slots=True)
 class JobRecord:
-    """The state of a job at its last commit.
-
-    ``stage`` is ``running``, ``renaming`` or ``complete``; ``next`` is the first row that is not in the files, in order
-    ``input``; ``extents`` are by file: ``output``, ``errors``.
-    """
+    """The state of a job at its last commit. ``stage`` is ``running``, ``renaming`` or ``complete``; ``next`` is the
+    first row that is not in the files, in order ``input``; ``extents`` are by file: ``output``, ``errors``."""
 
     layout: dict[str, Any]
     facts: dict[str, Any]
@@ -193,32 +184,28 @@ _VALUES = ("layout", "facts", "scan", "pid", "completed", "failed", "totals", "n
 
 
 class RowStore:
-    """The database of one job at ``path``, locked until it is closed. Used by one thread at a time."""
+    """The database of one job at ``path``, locked until it is closed. Used by one thread at a time. `clear`, `begin`,
+    `commit`, `ends` and `shrink` raise OSError."""
 
     def __init__(self, path: Path, *, shown: Path) -> None:
-        """Lock the database, created if missing.
-
-        Raises:
-            InputError: another process holds the lock.
-            OSError: the file cannot be opened.
-        """
+        """Lock the database, created if missing; raises InputError if another process holds the lock, or OSError."""
         self.path = path
         self._fd = _open_locked(path, shown=shown)
         self._base: sqlite3.Connection | None = None
 
     @property
     def base(self) -> sqlite3.Connection:
-        """The connection. Raises InputError if the file is no database of a job."""
+        """The connection; raises InputError if the file is no database of a job."""
         if self._base is None:
             self._base = _connect(self.path)
         return self._base
 
     def read(self) -> JobRecord | None:
-        """Return the state of the job, None if it has not begun; see `read_record`."""
+        """The state of the job, None if it has not begun; see `read_record`."""
         return _read(self.base, self.path)
 
     def clear(self) -> None:
-        """Empty the file, durably. Raises OSError."""
+        """Empty the file, durably."""
         if self._base is not None:
             self._base.close()
             self._base = None
@@ -227,7 +214,7 @@ class RowStore:
         os.fsync(self._fd)
 
     def begin(self, record: JobRecord) -> None:
-        """Create the tables in the empty file, with the values of ``record``. Raises OSError."""
+        """Create the tables in the empty file, with the values of ``record``."""
         with _explained(self.path):
             self.base.execute("PRAGMA auto_vacuum = INCREMENTAL")
         self.commit({name: getattr(record, name) for name in _VALUES}, schema=_SCHEMA)
@@ -242,11 +229,8 @@ class RowStore:
         schema: Sequence[str] = (),
     ) -> None:
         """Store ``values`` by name, changed ``parts`` of the set of rows, bytes added to files, and ``waiting`` rows in
-        one transaction; remove waiting rows before ``values["next"]``.
-
-        Raises:
-            OSError: the transaction failed; `ends` tells if it took place nevertheless.
-        """
+        one transaction; remove waiting rows before ``values["next"]``. After an OSError, `ends` shows whether it took
+        place."""
         faults.reach("before_journal_write")
         with _explained(self.path):
             self.base.execute("BEGIN IMMEDIATE")
@@ -269,14 +253,14 @@ class RowStore:
         faults.reach("after_journal_fsync")
 
     def ends(self) -> dict[str, int]:
-        """Return the valid length of each file after a failed commit, which is rolled back. Raises OSError."""
+        """The valid length of each file after a failed commit, which is rolled back."""
         with _explained(self.path):
             if self.base.in_transaction:
                 self.base.execute("ROLLBACK")
             return dict(self.base.execute("SELECT file, max(past) FROM extents GROUP BY file"))
 
     def shrink(self) -> None:
-        """Return the space of waiting rows to the file system. Raises OSError."""
+        """Return the space of waiting rows to the file system."""
         with _explained(self.path):
             self.base.execute("PRAGMA incremental_vacuum").fetchall()
 
@@ -300,13 +284,8 @@ class RowStore:
 
 
 def read_record(path: Path) -> JobRecord | None:
-    """Return the state of the job of the database at ``path``, also while another process writes it; None if the job
-    has not begun.
-
-    Raises:
-        OSError: the file is missing or cannot be read.
-        InputError: it is damaged, of another version, or of another kind.
-    """
+    """The state of the job of the database at ``path``, also while another process writes it; None if it has not begun.
+    Raises OSError if the file cannot be read, InputError if it is damaged, of another version, or of another kind."""
     os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
     with contextlib.closing(_connect(path)) as base:
         return _read(base, path)
@@ -420,11 +399,8 @@ def _open_locked(path: Path, *, shown: Path) -> int:
 
 
 def hold(fd: int, path: Path, *, shown: Path) -> None:
-    """Lock the file of ``fd`` until the descriptor is closed.
-
-    Raises:
-        InputError: another process holds the lock; named, if ``path`` is the database of a job.
-    """
+    """Lock the file of ``fd`` until the descriptor is closed. If another process holds the lock, raises InputError,
+    which names the process if ``path`` is the database of a job."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,7 +1,4 @@
-"""The summary of a scan: rows by kind, problems by code, prompts by length.
-
-Of bounded size for any input, and unchanged by a round trip through JSON: it is stored in the job's journal.
-"""
+"""The summary of a scan: rows by kind, problems by code, prompts by length; of bounded size for any input."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ class InputProblem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScanSummary:
-    """The totals of an input, read once.
+    """The totals of an input, read once. A round trip through JSON does not change it: the job's journal stores it.
 
     Attributes:
         rows: rows, refused ones included.
@@ -59,12 +56,10 @@ class ScanSummary:
 
     @property
     def refused(self) -> int:
-        """Rows that cannot be served."""
         return sum(problem.count for problem in self.problems.values())
 
     @property
     def served(self) -> int:
-        """Rows that can be served."""
         return self.rows - self.refused
 
     @property
@@ -74,7 +69,7 @@ class ScanSummary:
         return max(paths, key=lambda kind: paths[kind], default="")
 
     def workload(self) -> Workload | None:
-        """Return the workload for the planner; None if no row can be served."""
+        """The workload for the planner; None if no row can be served."""
         if not self.sequences:
             return None
         return Workload(
@@ -85,7 +80,6 @@ class ScanSummary:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
         problems = {code: [each.count, each.first_line, each.message] for code, each in self.problems.items()}
         histogram = list(self.histogram)
         counts = {name: getattr(self, name) for name in _COUNTS}
@@ -93,11 +87,7 @@ class ScanSummary:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> ScanSummary:
-        """Return the summary that `as_dict` has written.
-
-        Raises:
-            KeyError, TypeError, ValueError: ``given`` is something else.
-        """
+        """The summary that `as_dict` has written; raises KeyError, TypeError or ValueError for anything else."""
         return cls(
             **{name: int(given[name]) for name in _COUNTS},
             kinds={str(kind): int(count) for kind, count in given["kinds"].items()},
@@ -121,8 +111,8 @@ class Summing:
         self._samplings: set[int] = set()
 
     def add(self, kind: str, tokens: int, room: int, *, samples: int = 1, sampling: int | None = None) -> None:
-        """Add a row that can be served, with one prompt of ``tokens`` tokens, whose ``samples`` answers have at most
-        ``room`` tokens each. ``sampling`` is a hash that equal sampling parameters share."""
+        """Add a row with one prompt of ``tokens`` tokens, whose ``samples`` answers have at most ``room`` tokens each;
+        ``sampling`` is a hash that equal sampling parameters share."""
         self._rows(kind)
         self.prompt(tokens, room, samples=samples)
         if sampling is not None and len(self._samplings) < _MOST_SAMPLINGS:
@@ -154,7 +144,6 @@ class Summing:
         self._problem(bad)
 
     def refuse(self, bad: BadRow) -> None:
-        """Add a row that cannot be served."""
         self._rows(bad.kind)
         self._problem(bad)
 
@@ -175,7 +164,6 @@ class Summing:
             self._kinds[kind] = self._kinds.get(kind, 0) + 1
 
     def summary(self) -> ScanSummary:
-        """Return the summary of the rows so far."""
         return ScanSummary(
             **self._counts,
             kinds=dict(self._kinds),
@@ -188,5 +176,5 @@ class Summing:
 
 
 def _bucket(tokens: int) -> int:
-    """Return the histogram index of a prompt of ``tokens`` tokens."""
+    """The histogram index of a prompt."""
     return max(0, tokens.bit_length() - 1)

@@ -1,8 +1,5 @@
-"""The time left of a job: the work that is left, in tokens, over the measured speed.
-
-Lengths of answers are estimated from this run; a prompt token counts as a share of a generated one. Rows of earlier
-runs count neither as work nor as speed.
-"""
+"""The time left of a job: the work that is left, in tokens, over the measured speed. Lengths of answers are estimated
+from this run; a prompt token counts as a share of a generated one. Rows of earlier runs do not count."""
 
 from __future__ import annotations
 
@@ -34,7 +31,6 @@ class TimeLeft(Progress):
         self._predicted_at_s = 0.0
 
     def started(self, start: JobStart) -> None:
-        """Use the plan's prediction until the run has been measured."""
         self.remaining_s = start.predicted_s
         if start.predicted_s is None or not start.prompt_tokens + start.expected_tokens:
             return
@@ -45,12 +41,10 @@ class TimeLeft(Progress):
         self._planned_work = self._prompt_cost * start.prompt_tokens + start.expected_tokens
 
     def completion(self, completion: Completion, *, room: int, latency_s: float | None = None) -> None:  # noqa: ARG002
-        """Update the estimate of answer lengths."""
         self._answers += 1
         self._answer_tokens += completion.completion_tokens
 
     def counts(self, counts: JobCounts) -> None:
-        """Update the speed and the prediction."""
         if counts.state in ("completed", "failed", "cancelled"):
             self.remaining_s = 0.0
             return
@@ -81,12 +75,9 @@ class TimeLeft(Progress):
         self.remaining_s = max(0.0, end_s - counts.elapsed_s)
 
     def _tokens_left(self) -> float:
-        """Return the tokens that unfinished answers will generate, by the mean length of an answer.
-
-        The mean is all generated tokens, those of unfinished answers included, over the finished answers: of an
-        exponential distribution this is the most likely one, and of any other what it approaches while places are taken
-        as they become free.
-        """
+        """All generated tokens, those of unfinished answers included, over the finished answers estimate the mean
+        length: the most likely one of an exponential distribution, and the limit of any other while places are refilled
+        as they become free."""
         counts = self._at
         unfinished = counts.running + counts.waiting
         most = max(0.0, float(counts.expected_tokens - counts.generation_tokens))

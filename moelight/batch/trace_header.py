@@ -1,5 +1,4 @@
-"""The header of a trace: the policy of its run, and the predicted busy time and bytes of each lane in a steady decode
-pass."""
+"""The header of a trace: the policy of its run, and each lane's predicted busy time and bytes in a decode pass."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from moelight.optimizer.simulation import SimulationSetup
 
 
 def trace_header(stage: SimulationSetup, schedule: str, *, source: str) -> TraceHeader:
-    """Return the header of a trace whose passes are ``measured`` or ``simulated`` with ``schedule``."""
+    """The header of a trace whose passes are ``measured`` or ``simulated`` with ``schedule``."""
     estimate, work, crossed = stage.estimate_of(schedule), stage.workload, stage.lane_bytes(schedule)
     return TraceHeader(
         version=__version__,

@@ -1,5 +1,4 @@
-"""``moelight doctor``: what this machine and installation are capable of, with reasons: processors, memory, NUMA nodes,
-direct reads, torch and the kernels."""
+"""``moelight doctor``: what this machine and installation have: processors, memory, direct reads, torch, kernels."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ INSTALL_HINT = (
 
 
 def facts(model: Path | None = None) -> dict[str, Any]:
-    """Return all facts of ``moelight doctor``, ready for JSON. Sizes in bytes. ``model``: a directory of weights."""
+    """Return the facts that ``--json`` prints, sizes in bytes. ``model``: a directory of weights."""
     torch = _torch()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     versions = {name: next((each.version for each in distributions(name=name)), None) for name in LIBRARIES}
@@ -151,10 +150,8 @@ _FREE = 0.9  # share of the free memory that a plan uses by default
 def machine_facts(torch_threads: int | None, plugs: list[PciSlot], model: Path | None) -> dict[str, Any]:
     """Return cores, threads, NUMA, huge pages, direct reads and pinned memory, ready for JSON.
 
-    Args:
-        torch_threads: the most threads that torch would use; None if torch does not load.
-        plugs: where the devices are attached.
-        model: directory whose files are read and whose size host memory would have to hold.
+    ``torch_threads``: the most threads that torch uses, None if torch does not load. ``model``: a directory whose files
+    are probed for direct reads and whose bytes host memory would have to hold.
     """
     topology = read_topology()
     link = plugs[0].bytes_per_s or LINK_BYTES_PER_S if plugs else LINK_BYTES_PER_S
@@ -185,7 +182,7 @@ def machine_facts(torch_threads: int | None, plugs: list[PciSlot], model: Path |
 
 
 def machine_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the facts of `machine_facts` for a person: the name and the text of each line."""
+    """Yield the facts of `machine_facts` as lines of text: name and value."""
     yield "threads", found["threads"]["reason"]
     nodes = found["numa"]["nodes"]
     for node in nodes:
@@ -225,7 +222,7 @@ def _huge_pages(*, sys: Path = SYS) -> str | None:
 
 
 def _direct_reads(directory: Path, files: list[Path]) -> dict[str, Any]:
-    """Test if files of ``directory`` are read past the page cache, on the first of ``files`` or a temporary file."""
+    """Test whether reads bypass the page cache, on the first of ``files`` or, without any, on a temporary file."""
     found: dict[str, Any] = {"directory": str(directory), "direct": None}
     if not native.available():
         return {**found, "direct": False, "reason": "without the extension files are read through the page cache"}
@@ -258,7 +255,7 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The same facts as one JSON object.")] = False,
 ) -> None:
-    """Say what torch, the processors, the memory and the kernels are on this machine."""
+    """Show torch, the processors, the memory and the kernels of this machine."""
     from moelight.weights.source import DEMO, resolve_model
 
     directory = None

@@ -1,4 +1,4 @@
-"""``moelight generate``: turns the options into one job and runs it (or plans it, with --dry-run)."""
+"""``moelight generate``: turn the options into one job, and run the job or, with --dry-run, plan it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ORDERS = ("input", "completion")
 
 @dataclass(frozen=True, kw_only=True)
 class JobArguments:
-    """The command line of a job, as the user gave it."""
+    """The options of ``moelight generate``, as given."""
 
     prompts: Annotated[
         Path,
@@ -63,9 +63,9 @@ class JobArguments:
     chat_template: Annotated[
         Path | None, typer.Option(metavar="FILE.jinja", help="Use this chat template, not the checkpoint's.")
     ] = None
-    order: Annotated[str, typer.Option(help="Rows leave in the order of the input, or of completion.")] = "input"
+    order: Annotated[str, typer.Option(help="Write rows in the order of the input, or of completion.")] = "input"
     token_ids: Annotated[bool, typer.Option("--token-ids", help="Add token_ids to every row (simple format).")] = False
-    restart: Annotated[bool, typer.Option("--restart", help="Forget what an earlier run has done, and begin anew.")] = (
+    restart: Annotated[bool, typer.Option("--restart", help="Discard the rows of an earlier run, and start anew.")] = (
         False
     )
     allow_changed: Annotated[
@@ -128,7 +128,7 @@ class JobArguments:
     hw: Annotated[str, typer.Option(metavar="NAME|FILE|auto", help="The machine to plan for; auto is this one.")] = (
         "auto"
     )
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, xpu, or twin (a GPU played by the CPU).")] = "auto"
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, xpu, or twin (a GPU emulated by the CPU).")] = "auto"
     adapt: Annotated[
         bool | None,
         typer.Option(
@@ -150,7 +150,7 @@ class JobArguments:
         str | None,
         typer.Option(
             metavar="FILE.moe|static|default",
-            help="Which experts stay resident and which are prefetched in on-demand passes; static: those of the plan.",
+            help="Which experts are resident and which are prefetched in on-demand passes; static: those of the plan.",
         ),
     ] = None
     expert_profile: Annotated[
@@ -171,7 +171,7 @@ class JobArguments:
 
 @with_options()
 def generate(given: JobArguments) -> None:
-    """Answer every row of PROMPTS. Run again, the same command goes on where it was interrupted.
+    """Answer every row of PROMPTS. Run again, the same command resumes where it was interrupted.
 
     A row is a line of an OpenAI batch file, or {"prompt": "..."} or {"messages": [{"role": ..., "content": ...}, ...]}
     with an optional custom_id and its own sampling fields, or a line of text, or a row of a table.
@@ -191,13 +191,7 @@ def generate(given: JobArguments) -> None:
 
 
 def read_options(given: JobArguments, *, as_table: bool) -> JobOptions:
-    """Return the job that the command line describes.
-
-    Without ``--output``, rows go to standard output, or only to the table if ``as_table``.
-
-    Raises:
-        ConfigError, InputError: a value is invalid, or two values contradict each other.
-    """
+    """Return the job of the options; without ``--output``, rows go to the table if ``as_table``, else to stdout."""
     from moelight.batch.options import Durability, JobOptions
     from moelight.batch.output import STANDARD_OUTPUT
     from moelight.experts.options import ExpertOptions
@@ -250,11 +244,7 @@ def _fields_of(kind: type[Any], given: JobArguments) -> dict[str, Any]:
 
 
 def read_constraint(given: JobArguments) -> StructuredOutputs | None:
-    """Return the constraint that every completion must match; None if there is none.
-
-    Raises:
-        ConfigError: the schema cannot be read, or more than one constraint is given.
-    """
+    """Return the constraint that every completion must match; None if no option gives one."""
     options = {"--json-schema": given.json_schema, "--regex": given.regex, "--choice": given.choice or None}
     names = [name for name, value in options.items() if value is not None]
     if len(names) > 1:
@@ -269,11 +259,7 @@ def read_constraint(given: JobArguments) -> StructuredOutputs | None:
 
 
 def read_policy(path: Path, given: JobArguments) -> Policy:
-    """Return the policy in the file ``path``. It runs ``--model`` or, if that is not given, the model that it names.
-
-    Raises:
-        ConfigError: an option of `_PLANNED` is given, the file is no policy, or the engine cannot run the policy.
-    """
+    """Return the policy in ``path``; an option of `_PLANNED` or a policy that the engine cannot run is refused."""
     from moelight.optimizer.runnable import policy_faults, why_not
     from moelight.profiles.files import profile_names
     from moelight.profiles.model_files import ALIASES, load_model_profile

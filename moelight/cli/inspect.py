@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _Model = Annotated[str, typer.Argument(metavar="MODEL", help="A known model, or the directory of a config.json.")]
 _Hw = Annotated[
-    str | None, typer.Option("--hw", metavar="NAME|FILE|auto", help="Say what memory this machine would need, too.")
+    str | None, typer.Option("--hw", metavar="NAME|FILE|auto", help="Show the memory needed on this machine, too.")
 ]
 _NEEDED = ("device", "host")
 
@@ -43,7 +43,7 @@ _NEEDED = ("device", "host")
 def inspect(*, model: _Model, hw: _Hw = None, asked: ask.PlanningOptions, as_json: ask.Json = False) -> None:
     """Count a model's parameters and bytes, from its config alone.
 
-    With --hw also what the best plan takes of each memory of that machine, and the least that would do.
+    With --hw also the memory that the best plan uses in each tier of that machine, and the least that suffices.
     """
     from moelight.hrm.inventory import inventory
 
@@ -60,7 +60,7 @@ def inspect(*, model: _Model, hw: _Hw = None, asked: ask.PlanningOptions, as_jso
 
 
 def least_bytes(question: ask.Question) -> dict[str, int]:
-    """Return the fewest bytes of each tier with which a plan fits while the other tiers keep their sizes; 0 if none."""
+    """Return, by tier, the fewest bytes with which a plan fits while the other tiers keep their sizes; 0 if none."""
     found = {}
     for tier in _NEEDED:
         if question.hardware.tier(tier) is None:
@@ -78,7 +78,7 @@ def least_bytes(question: ask.Question) -> dict[str, int]:
 def inspection_as_dict(
     model: ModelProfile, parts: Inventory, plan: Plan | None, least: dict[str, int]
 ) -> dict[str, Any]:
-    """Return the inventory as plain values, in bytes; ``machine`` and ``memory`` only if ``plan`` is given."""
+    """Return the inventory as plain values, sizes in bytes; ``machine``, ``memory`` and ``why`` only with ``plan``."""
     found: dict[str, Any] = {
         "model": model.name,
         "model_type": model.model_type,

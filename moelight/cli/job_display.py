@@ -1,6 +1,4 @@
-"""Display of a job: two live lines on a terminal or a log line every half minute, an optional table of rows, a line at
-the end; and the forecast of ``--dry-run``.
-"""
+"""Display of a job: live lines or log lines, a table of rows, the last line, and the forecast of ``--dry-run``."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ _MANY_TOKENS = 100_000
 
 
 def about_text(seconds: float) -> str:
-    """Return a duration such as ``about 2 h 10 min``, rounded to the precision of a forecast."""
+    """Format a duration as ``about 2 h 10 min``, rounded to the precision of a forecast."""
     if seconds < 4.5:
         return "a few seconds"
     if seconds < 90:
@@ -52,18 +50,18 @@ def about_text(seconds: float) -> str:
 
 
 def clock_text(seconds: float) -> str:
-    """Return elapsed time, such as ``0:07`` or ``1:02:09``."""
+    """Format elapsed time as ``0:07`` or ``1:02:09``."""
     minutes, left = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{left:02}" if minutes >= 60 else f"{minutes}:{left:02}"
 
 
 def tokens_text(count: float) -> str:
-    """Return a number of tokens, such as ``16,384`` or ``1.23M``."""
+    """Format a number of tokens as ``16,384`` or ``1.23M``."""
     return f"{count:,.0f}" if count < _MANY_TOKENS else scaled_text(count)
 
 
 def rows_text(counts: JobCounts) -> str:
-    """Return the progress in rows, such as ``12,340/100,000 rows (12 %)``."""
+    """Format the progress in rows as ``12,340/100,000 rows (12 %)``."""
     share = f" ({share_text(counts.done / counts.total)})" if counts.total else ""
     return f"{counts.done:,}/{counts.total:,} rows{share}"
 
@@ -111,9 +109,9 @@ def end_line(stats: RunStats, *, completed: int, failed: int, output: str = "") 
 
 
 def interrupted_line(counts: JobCounts | None, *, output: str, command: str) -> str:
-    """Return the line for an interrupted job: the rows that are kept and the ``command`` that resumes.
+    """Return the line for an interrupted job: the rows kept and the ``command`` that resumes.
 
-    ``counts`` is None if the job ended before it counted rows. An empty ``output`` means that no rows are kept.
+    ``counts`` is None if the job ended before it counted rows; ``output`` is empty if no rows are kept.
     """
     rows = "" if counts is None else f"{counts.done:,} of {counts.total:,} rows "
     if not output:
@@ -194,10 +192,9 @@ def _command() -> str:
 
 @contextlib.contextmanager
 def progress_view(*, quiet: bool = False) -> Iterator[tuple[TimeLeft, Bar | LogLines | None]]:
-    """Yield the estimate of the time left and the view that shows it on stderr.
+    """Yield the estimate of the time left and the view that shows it on stderr, None if ``quiet``.
 
-    The view is a `Bar` on a terminal, `LogLines` elsewhere, and None if ``quiet``. Both must receive the job's events,
-    the estimate first.
+    Both must receive the job's events, the estimate first.
     """
     eta = TimeLeft()
     if quiet:
@@ -215,7 +212,6 @@ class TableOfRows(Progress):
         self._rows: list[ProgressFields] = []
 
     def row(self, shown: ProgressFields) -> None:
-        """Store the row."""
         self._rows.append(shown)
 
     def table(self) -> Table:
@@ -248,12 +244,10 @@ class _View(Progress, ABC):
         self._read = ""
 
     def reading(self, rows: int, read_bytes: int, total_bytes: int | None = None) -> None:
-        """Record how much of the input is read."""
         part = f", {share_text(min(1.0, read_bytes / total_bytes))}" if total_bytes else ""
         self._read = f"reading the input: {rows:,} rows{part}"
 
     def started(self, start: JobStart) -> None:
-        """Print the start line."""
         self._start_plan = start.plan
         self._counts = JobCounts(
             total=start.total, failed=start.refused, completed=start.resumed, resumed=start.resumed
@@ -261,25 +255,20 @@ class _View(Progress, ABC):
         self.say(start_line(start))
 
     def planned(self, why: str) -> None:
-        """Print the plan, unless the start line contained it."""
         if why != self._start_plan:
             self.say(why)
 
     def adapted(self, why: str) -> None:
-        """Print the reason for the change of policy."""
         self.say(why)
 
     def tokens(self, done: int, expected: int, binding: Binding | None = None) -> None:  # noqa: ARG002
-        """Record the binding lane."""
         self._binding = binding or self._binding
 
     def counts(self, counts: JobCounts) -> None:
-        """Record the counts and the binding lane."""
         self._counts = counts
         self._binding = counts.binding or self._binding
 
     def interrupting(self) -> None:
-        """Print that the job ends after the running pass."""
         self.say("ending after the pass that is running; Ctrl-C again ends at once")
 
     @abstractmethod
@@ -288,10 +277,9 @@ class _View(Progress, ABC):
 
 
 class LogLines(_View):
-    """View for pipes and logs: a line on stderr every half minute, from a thread, since a pass may be long.
+    """View for pipes and logs: a line on stderr every `LOG_EVERY_S` seconds, from a thread, since a pass may be long.
 
-    Lines of the first `HELD_S` seconds are held back, so that a job that fails at once prints only the line with the
-    reason.
+    Lines of the first `HELD_S` seconds are held back: a job that fails at once prints only the reason.
     """
 
     def __init__(self, eta: TimeLeft) -> None:
@@ -312,7 +300,6 @@ class LogLines(_View):
             self.release()
 
     def say(self, line: str) -> None:
-        """Print ``line``, or hold it back during the first seconds."""
         with self._lock:
             if self._held is not None:
                 self._held.append(line)
@@ -320,19 +307,18 @@ class LogLines(_View):
                 _print(line)
 
     def say_last(self, line: str) -> None:
-        """Print the last line, after all lines that were held back."""
+        """Print ``line`` after all lines that were held back."""
         self.release()
         self.say(line)
 
     def release(self) -> None:
-        """Print the lines that were held back and stop holding lines back."""
+        """Print the lines that were held back, and hold no more lines back."""
         with self._lock:
             held, self._held = self._held, None
             for line in held or ():
                 _print(line)
 
     def tell(self) -> None:
-        """Print the progress line."""
         if self._counts.total:
             self.say(log_line(self._counts, self._eta.remaining_s, self._binding))
         elif self._read:
@@ -354,7 +340,7 @@ def _print(line: str) -> None:
 
 
 class Bar(_View):
-    """View on a terminal: two live lines at its bottom."""
+    """View on a terminal: two live lines at its bottom, permanent lines above them."""
 
     def __init__(self, console: Console, eta: TimeLeft) -> None:
         super().__init__(eta)
@@ -376,22 +362,18 @@ class Bar(_View):
         self._live.stop()
 
     def reading(self, rows: int, read_bytes: int, total_bytes: int | None = None) -> None:
-        """Show how much of the input is read."""
         super().reading(rows, read_bytes, total_bytes)
         self._doing = self._read
 
     def started(self, start: JobStart) -> None:
-        """Print the start line above the live lines."""
         super().started(start)
         self._doing = "loading the model"
 
     def planned(self, why: str) -> None:
-        """Switch the live lines to counts."""
         super().planned(why)
         self._doing = ""
 
     def tokens(self, done: int, expected: int, binding: Binding | None = None) -> None:
-        """Move the bar."""
         super().tokens(done, expected, binding)
         likely = max(done, self._eta.expected_tokens or expected)
         self._tokens = (done, likely)
@@ -401,16 +383,14 @@ class Bar(_View):
         self._reached = max(self._reached, before + (1 - before) * run)
 
     def say(self, line: str) -> None:
-        """Print ``line`` above the live lines."""
         self._console.print(Text(printable(line), style="dim"), soft_wrap=True)
 
     def say_last(self, line: str) -> None:
-        """Replace the live lines by ``line``."""
+        """Print ``line`` in place of the live lines."""
         self._live.stop()
         self.say(line)
 
     def drawn(self) -> RenderableType:
-        """Return the current live lines."""
         if self._doing:
             self._spinner.update(text=Text(printable(self._doing), style="dim"))
             return self._spinner
@@ -443,7 +423,7 @@ _WIDEST_BAR = 40
 
 
 def print_forecast(console: Console, forecast: Forecast) -> None:
-    """Print all of ``forecast``, on 80 columns or more."""
+    """Print ``forecast``, on 80 columns or more."""
     show(console, *_parts(forecast, console.width))
 
 

@@ -51,13 +51,7 @@ def lm_eval(arguments: _Arguments = None) -> None:
 
 
 def completed(arguments: Sequence[str]) -> list[str]:
-    """Return ``arguments`` with moelight's defaults prepended (later options win) if they evaluate a moelight model.
-
-    All other arguments are returned unchanged.
-
-    Raises:
-        ConfigError: the file of ``--config`` cannot be read.
-    """
+    """Return ``arguments``, after moelight's defaults if they evaluate a moelight model; later options win."""
     first = arguments[0] if arguments else ""
     command, rest = (first, arguments[1:]) if not first or first in _COMMANDS else ("run", arguments)
     if command != "run" or not rest or {"-h", "--help"} & set(rest):
@@ -86,7 +80,7 @@ def _read_config(path: Path) -> dict[str, object]:
 
 
 def _raised_by_lm_eval(error: BaseException) -> bool:
-    """True if the harness or a library that it calls raised ``error``, so that the message is for the user."""
+    """True if the harness or a library that it calls raised ``error``: its message is for the user."""
     trace, callers = error.__traceback__, set()
     while trace is not None:
         callers.add(str(trace.tb_frame.f_globals.get("__name__")))

@@ -1,9 +1,7 @@
-"""The ``moelight`` program: its commands, its standard streams (which may be closed or full), and the one place that
-turns every error into a line and an exit code.
+"""The ``moelight`` program: its commands, its standard streams, and the one place that turns errors into exit codes.
 
-Exit codes: 0 success; 1 some lines of a job, or a policy file, have errors; 2 refused, with one line of reason; 70 an
-internal error of moelight or a library; 74 a disk is full or fails; 130 interrupted; 141 the reader of the output
-closed the pipe.
+Exit codes: 0 success; 1 some lines of a job, or a policy file, have errors; 2 refused, with one line of reason; 70
+internal error; 74 a disk is full or fails; 130 interrupted; 141 the reader of the output closed the pipe.
 """
 
 from __future__ import annotations
@@ -26,10 +24,7 @@ from moelight.core.errors import StorageError, UserError
 
 
 def shield_streams() -> None:
-    """Open closed standard streams and ignore write errors on the process's own standard error.
-
-    Streams that replace the original ones are left unchanged.
-    """
+    """Open closed standard streams and ignore write errors on the process's own stderr; replaced streams are kept."""
     for descriptor in range(3):
         _occupy(descriptor)
     if sys.stdin is None:
@@ -43,10 +38,7 @@ def shield_streams() -> None:
 
 
 def _occupy(descriptor: int) -> None:
-    """Open ``descriptor`` read-only on the null device if it is closed.
-
-    Otherwise the next opened file would get the number, and with it the output that libraries write there.
-    """
+    """Open ``descriptor`` on the null device if it is closed: the next opened file would get what libraries print."""
     try:
         os.fstat(descriptor)
     except OSError:
@@ -57,7 +49,7 @@ def _occupy(descriptor: int) -> None:
 
 
 def _swallowing(descriptor: int, encoding: str) -> io.TextIOWrapper:
-    """Return a line-buffered text stream that escapes what cannot be encoded, as the interpreter's own stderr does."""
+    """Return a line-buffered text stream that escapes what it cannot encode, as the interpreter's own stderr does."""
     buffer = io.BufferedWriter(_Swallowing(descriptor))  # type: ignore[type-var]
     return io.TextIOWrapper(buffer, encoding, errors="backslashreplace", line_buffering=True, write_through=True)
 
@@ -88,15 +80,15 @@ class _Swallowing(io.RawIOBase):
 COMMANDS = {
     "generate": "Answer every row of PROMPTS.",
     "serve-batch": "Serve OpenAI's Files and Batches on this machine, or watch a folder.",
-    "optimize": "Find the fastest policy that fits the memory, and say why.",
+    "optimize": "Find the fastest policy that fits the memory, and explain it.",
     "simulate": "Run a policy's passes on a virtual clock.",
     "roofline": "Show roofs, turning points, and what binds a policy.",
-    "report": "Hold a trace against its prediction, lane by lane, and say what the busiest one waited for.",
+    "report": "Compare a trace with its prediction, lane by lane, and attribute the idle time of the busiest lane.",
     "inspect": "Count a model's parameters and bytes, from its config alone.",
     "profile": "Measure this machine in about a minute: memory, processor, disk, and a GPU and its link.",
-    "doctor": "Say what torch, the processors, the memory and the kernels are on this machine.",
+    "doctor": "Show torch, the processors, the memory and the kernels of this machine.",
     "lm-eval": "Evaluate a model with lm-evaluation-harness, whose own options follow.",
-    "policy": "Check, format and explain policies of which experts stay.",
+    "policy": "Check, format, explain, compare and tune policies of resident experts.",
 }
 # Unknown options of lm-eval, and everything after the first word, belong to the harness.
 _SETTINGS = {"lm-eval": {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}}
@@ -121,7 +113,6 @@ class Commands(typer.core.TyperGroup):
 
     @property
     def commands(self) -> MutableMapping[str, Any]:
-        """All commands by name."""
         return {name: _command(name) for name in COMMANDS}
 
     @commands.setter
@@ -151,7 +142,7 @@ app = typer.Typer(
 @app.callback(invoke_without_command=True)
 def moelight(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
     with_traceback: Annotated[  # noqa: ARG001 (main looks for it when something has gone wrong)
         bool, typer.Option("--traceback", help="Show the stack when moelight itself is at fault.")
     ] = False,
@@ -199,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fault(error: BaseException, given: Sequence[str]) -> int:
-    """Report an internal error and return `INTERNAL`, since Python's exit code 1 already means rows with errors."""
+    """Report an internal error and return `INTERNAL`; Python's own exit code, 1, means rows with errors."""
     if "--traceback" in given:
         traceback.print_exc()
     else:
@@ -224,7 +215,7 @@ def _say(message: str) -> None:
 
 
 def _forget_stdout() -> None:
-    """Redirect stdout to the null device; otherwise the interpreter reports the error again when it flushes at exit."""
+    """Redirect stdout to the null device, or the interpreter reports the error again when it flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

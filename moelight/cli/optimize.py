@@ -28,9 +28,9 @@ _Output = Annotated[
 def optimize_command(
     *, model: ask.Model, asked: ask.PlanningOptions, output: _Output = None, as_json: ask.Json = False
 ) -> None:
-    """Find the fastest policy that fits the memory, and say why.
+    """Find the fastest policy that fits the memory, and explain it.
 
-    The answer states how far from it the best there can be is at most.
+    The answer states how much faster another policy is at most, by the cost model.
     """
     from moelight.batch.output import STANDARD_OUTPUT, check_writable, whole_file
 
@@ -54,7 +54,7 @@ def optimize_command(
 
 
 def policy_file(plan: Plan) -> str:
-    """Return the policy file of ``plan`` as text, with its purpose and reason as comments at the top."""
+    """Return the policy file of ``plan`` as text; workload, estimate and reason are comments at the top."""
     from moelight.profiles.policy_files import policy_text
 
     return policy_text(plan.policy, comments=_comments(plan))

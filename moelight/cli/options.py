@@ -11,8 +11,8 @@ from typing import Any, get_type_hints
 def with_options(*, without: Collection[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command so that every field of its dataclass parameters is an option, except those of ``without``.
 
-    The fields are annotated as Typer's options are. The command gets the dataclass, with its defaults for the fields
-    of ``without``.
+    Fields are annotated as Typer's options are. The command gets the dataclass; fields of ``without`` have their
+    defaults.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

@@ -24,7 +24,7 @@ _LANE_WORDS = {
 
 
 def print_plan(console: Console, plan: Plan, *, workload_name: str) -> None:
-    """Print all of ``plan``, on 80 columns or more."""
+    """Print ``plan``, on 80 columns or more."""
     show(
         console,
         _head(plan, workload_name),
@@ -53,7 +53,6 @@ def _head(plan: Plan, workload_name: str) -> RenderableType:
 
 
 def _proof(plan: Plan) -> Text:
-    """Return the line with the proven gap to the bound, or the grid of the paper's estimator, and the solve time."""
     if plan.estimator == "paper":
         return text((f"the paper's estimator, over its whole grid; solved in {seconds_text(plan.solve_s)}", "dim"))
     gap = plan.bound_tokens_per_s / plan.estimate.tokens_per_s - 1 if plan.bound_tokens_per_s else 0.0

@@ -46,7 +46,7 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object instead of a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanningOptions:
-    """A planning problem as the user describes it; a command may have some of the options only."""
+    """The options of a planning command; a command may leave some out."""
 
     hw: Hw = AUTO
     workload: Annotated[str | None, typer.Option(metavar="NAME", help="The work; mtbench if not given.")] = None
@@ -72,7 +72,7 @@ class PlanningOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """A planning problem: one machine, model and workload, by name and as profiles, with its constraints.
+    """One planning problem: machine, model and workload, with their names.
 
     ``limits`` are bytes by tier (0: the tier is unused); ``constraints`` are further arguments of `make_plan`.
     """
@@ -86,12 +86,7 @@ class Question:
     constraints: Mapping[str, Any]
 
     def plan(self) -> Plan:
-        """Return the best plan.
-
-        Raises:
-            BudgetError: no policy fits the memory.
-            ConfigError: unknown estimator, or fixed values that contradict each other.
-        """
+        """Return the best plan; raises BudgetError if no policy fits the memory."""
         from moelight.optimizer.optimize import make_plan
 
         return make_plan(
@@ -100,11 +95,7 @@ class Question:
 
 
 def read_question(model: str, asked: PlanningOptions) -> Question:
-    """Return the question that the options describe. Options are validated before a machine is measured.
-
-    Raises:
-        ConfigError: an unknown name (the error suggests the nearest), an invalid value, or options that conflict.
-    """
+    """Return the question that the options describe; they are validated before a machine is measured."""
     from moelight.optimizer.fixed_values import check_fixes, parse_fixes
 
     if asked.estimator not in ESTIMATORS:
@@ -141,13 +132,9 @@ def read_question(model: str, asked: PlanningOptions) -> Question:
 def read_question_or_policy(
     policy: Path | None, model: str | None, asked: PlanningOptions
 ) -> tuple[Question, Policy | None]:
-    """Return the question, and the policy of the file ``policy`` if one is given (else None).
+    """Return the question, about ``model`` or else the policy's model, and the policy of the file if one is given.
 
-    The question is about ``model`` or, if ``model`` is None, the model that the policy names.
-
-    Raises:
-        ConfigError: as for `read_question`; or the file is no policy for the machine, or an option constrains the
-            planner although a policy is given.
+    Options that constrain the planner (`CONSTRAINTS`) are refused beside a policy.
     """
     if policy is None:
         if model is None:
@@ -169,13 +156,7 @@ def read_question_or_policy(
 
 
 def load_machine(hw: str, model: str) -> HardwareProfile:
-    """Return the hardware profile named ``hw`` or stored in the file ``hw``.
-
-    ``auto`` is the measured profile of this machine, with the disk that holds ``model`` if ``model`` is a directory.
-
-    Raises:
-        ConfigError: no such machine (the error suggests the nearest), or the file is invalid.
-    """
+    """Return the profile of the machine or file ``hw``; ``auto``: this machine, with the disk of ``model``."""
     if hw == AUTO:
         from moelight.runtime.machine_profile import machine_profile
 
@@ -187,11 +168,7 @@ def load_machine(hw: str, model: str) -> HardwareProfile:
 
 
 def load_model(model: str) -> ModelProfile:
-    """Return the profile of the model named ``model``, or of the directory's ``config.json``; ``demo`` is bundled.
-
-    Raises:
-        ConfigError, CheckpointError: no such model (the error suggests the nearest), or its config is invalid.
-    """
+    """Return the profile of a known model, of a directory's ``config.json``, or of ``demo``, the bundled model."""
     from moelight.profiles.model_files import load_model_profile
 
     if model == DEMO:
@@ -202,7 +179,7 @@ def load_model(model: str) -> ModelProfile:
 
 
 def _workload(asked: PlanningOptions) -> tuple[Workload, str]:
-    """Return the named workload with the given figures in place of its own, and its name; empty if all were given.
+    """Return the workload with the given figures, and its name, empty if all figures are given.
 
     A longer average raises the longest prompt, too.
     """

@@ -1,4 +1,4 @@
-"""``moelight policy``: check, format and explain expert policies (``.moe`` files)."""
+"""``moelight policy``: check, format, explain, replay, tune and make expert policies (``.moe`` files)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _Hw = Annotated[
     str | None, typer.Option("--hw", metavar="NAME|FILE|auto", help="The machine, for seconds; needs --model.")
 ]
 _Bound = Annotated[
-    bool, typer.Option("--bound", help="Add the most hits that there can be with so much room (Belady).")
+    bool, typer.Option("--bound", help="Add the most hits that any policy can have in this capacity (Belady).")
 ]
 _ReplayJson = Annotated[bool, typer.Option("--json", help="A JSON list, one object a policy.")]
 
@@ -143,10 +143,10 @@ def tune_command(
     output: _TuneOutput = None,
     as_json: _Json = False,
 ) -> None:
-    """Search the policy that takes least time for a routing trace, for several amounts of memory.
+    """Search for the policy that takes the least time for a routing trace, for several amounts of memory.
 
-    What counts is estimated time, not the rate of hits. The policies tried differ in eviction and its parameters, one
-    cache or a budget for each layer, what is fetched ahead, and where a missing expert is computed.
+    Policies are ranked by estimated time, not by hit rate. They differ in eviction and its parameters, in one cache or
+    a budget for each layer, in prefetch, and in where a missing expert is computed.
     """
     from moelight.batch.output import STANDARD_OUTPUT, check_writable, whole_file
     from moelight.experts import tune
@@ -322,7 +322,7 @@ _File = Annotated[Path, typer.Argument(metavar="FILE.moe", help="A policy file."
 
 @policy.callback(invoke_without_command=True)
 def describe_policies(context: typer.Context) -> None:
-    """Check, format and explain policies of which experts stay."""
+    """Check, format, explain, compare and tune policies of resident experts."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -332,9 +332,9 @@ def check(
     files: _Files,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON list, one object a file.")] = False,
 ) -> None:
-    """Say everything that is wrong with policy files.
+    """Report everything that is wrong with policy files.
 
-    The exit code is 0 if nothing is, 1 if there is an error, 2 if a file cannot be read.
+    The exit code is 0 if nothing is wrong, 1 if there is an error, 2 if a file cannot be read.
     """
     from moelight.lang.files import read_file
 
@@ -397,7 +397,7 @@ def format_(
         bool, typer.Option("--check", help="Only say whether the file is formatted; 1 if not.")
     ] = False,
 ) -> None:
-    """Print a policy file in its canonical layout, comments kept."""
+    """Print a policy file in its canonical layout, with its comments."""
     from moelight.lang.format import format_text
 
     if write and only_check:
@@ -414,11 +414,7 @@ def format_(
 
 
 def _write(file: Path, text: str) -> None:
-    """Replace the content of ``file`` atomically; symbolic links and the file mode are preserved.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Replace the content of ``file`` atomically; symbolic links and the file mode are preserved."""
     target = file.resolve()
     beside = target.with_name(f".{target.name}.new")
     try:
@@ -434,15 +430,15 @@ def _write(file: Path, text: str) -> None:
 def explain(
     file: _File,
     model: Annotated[
-        str | None, typer.Option("--model", "-m", metavar="NAME|DIR", help="Say what memory it takes on this model.")
+        str | None, typer.Option("--model", "-m", metavar="NAME|DIR", help="Show the memory it takes on this model.")
     ] = None,
     hw: Annotated[
         str | None, typer.Option("--hw", metavar="NAME|FILE|auto", help="And how much of this machine's that is.")
     ] = None,
 ) -> None:
-    """Say in words what a policy does.
+    """Describe in words what a policy does.
 
-    With --model also the memory that it takes; with --hw, too, where on that machine the experts lie.
+    With --model also the memory that its experts take; with --hw also their tiers on that machine.
     """
     if hw is not None and model is None:
         raise ConfigError("--hw says how much of a machine's memory a model's experts take; give --model, too")
@@ -462,12 +458,7 @@ def explain(
 
 
 def _sound(file: Path) -> CheckedText:
-    """Return the checked file; print its errors and exit if it has any.
-
-    Raises:
-        ConfigError: the file cannot be read.
-        typer.Exit: the file has errors.
-    """
+    """Return the checked file; print its errors and exit if it has any."""
     from moelight.lang.files import read_file
 
     reading = read_file(file)

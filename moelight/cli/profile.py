@@ -52,8 +52,8 @@ _SAME_COLUMN = 1.12
 def profile(output: _Output = None, device: _Device = "auto", quick: _Quick = False, disk_dir: _DiskDir = None) -> None:
     """Measure this machine in about a minute: memory, processor, disk, and a GPU and its link.
 
-    Prints what was found. The profile is written to FILE.yaml, which --hw then takes, or kept where --hw auto finds it.
-    Leave the machine alone meanwhile: other programs make it look slower than it is.
+    Prints the figures, and writes the profile to FILE.yaml, for --hw FILE.yaml, or to the place where --hw auto finds
+    it. Run no other programs meanwhile: they make the machine look slower than it is.
     """
     from moelight.profiles.hardware_text import write_hardware_profile
     from moelight.runtime.calibration.effort import FULL, QUICK
@@ -95,7 +95,7 @@ def _measured(effort: Effort, *, device: str, name: str, disk_dir: Path | None) 
 
 
 def print_profile(console: Console, profile: HardwareProfile) -> None:
-    """Print all of ``profile``, on 80 columns or more: figures with their spread, and speeds by size of work."""
+    """Print ``profile``, on 80 columns or more: figures with their spread, and speeds by size of work."""
     from moelight.profiles.hardware import EFFICIENCY
 
     parts: list[RenderableType] = [text((profile.notes, "dim")), section("figures", _figures(profile))]

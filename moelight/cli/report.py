@@ -23,14 +23,13 @@ _Trace = Annotated[Path, typer.Argument(metavar="TRACE", help="What generate --t
 _Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE.html", help="The page; TRACE with .html if not given.")
 ]
-FAR_OFF = 0.25
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; the page only where -o names it.")]
 
 
 def report(trace: _Trace, output: _Output = None, as_json: _Json = False) -> None:
-    """Hold a trace against its prediction, lane by lane, and say what the busiest one waited for.
+    """Compare a trace with its prediction, lane by lane, and attribute the idle time of the busiest lane.
 
-    Prints tables, and writes a page with the same figures and a Gantt chart to look around in.
+    Prints tables, and writes a page with the same figures and a Gantt chart that zooms and pans.
     """
     from moelight.batch.output import STANDARD_OUTPUT, check_writable, whole_file
     from moelight.core.errors import InputError
@@ -82,12 +81,11 @@ def _table(found: Report) -> Table:
     table, none = plain_table(*heads, numbers=heads[1:]), text(("–", "dim"))
     for lane in found.lanes:
         error = lane.error
-        far = error is not None and abs(error) > FAR_OFF
         table.add_row(
             text((lane.lane, "bold")),
             none if lane.predicted_s is None else seconds_text(lane.predicted_s),
             seconds_text(lane.busy_s),
-            none if error is None else text((share_text(error, signed=True), "red" if far else "")),
+            none if error is None else text((share_text(error, signed=True), "red" if lane.far_off else "")),
             format_bytes(round(lane.bytes)) if lane.bytes else none,
             none if lane.bytes_per_s is None else rate_text(lane.bytes_per_s),
             none if lane.share_of_roof is None else share_text(lane.share_of_roof),

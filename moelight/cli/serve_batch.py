@@ -27,7 +27,7 @@ _INTERRUPTED = 130
 
 @dataclass(frozen=True, kw_only=True)
 class ServerArguments:
-    """The command line of the server, as the user gave it."""
+    """The options of ``moelight serve-batch``, as given."""
 
     model: Annotated[str, typer.Option("--model", "-m", help="A directory, a hub id, or demo, the bundled model.")]
     host: Annotated[str | None, typer.Option(help="The address to listen on; 127.0.0.1 if not given.")] = None
@@ -63,7 +63,7 @@ class ServerArguments:
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, xpu, or twin.")] = None
     expert_policy: Annotated[
         str | None,
-        typer.Option(metavar="FILE.moe|static|default", help="Which experts stay resident in on-demand passes."),
+        typer.Option(metavar="FILE.moe|static|default", help="Which experts are resident in on-demand passes."),
     ] = None
 
 
@@ -71,8 +71,8 @@ class ServerArguments:
 def serve_batch(given: ServerArguments) -> None:
     """Serve OpenAI's Files and Batches on this machine, or watch a folder.
 
-    Each batch is a job of moelight generate in a process of its own, one after another. The openai client's base_url
-    and the file with its api_key are printed on start.
+    Each batch is a job of moelight generate in a process of its own, one after another. The base_url of the openai
+    client and the path of the file with its api_key are printed on start.
     """
     from moelight.profiles.policy_files import load_policy
     from moelight.serve.jobs import generate_command
@@ -129,11 +129,7 @@ def _say(text: str) -> None:
 
 
 def _check_model(model: str) -> None:
-    """Refuse a model that is neither a directory nor shaped like a hub id; the first job queries the hub.
-
-    Raises:
-        ConfigError: the model is refused.
-    """
+    """Refuse a model that is neither a directory nor shaped like a hub id; the first job queries the hub."""
     from moelight.weights.source import DEMO
 
     path = Path(model).expanduser()

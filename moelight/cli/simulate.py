@@ -1,4 +1,4 @@
-"""``moelight simulate``: a policy's passes on a virtual clock, under one schedule or all that are possible."""
+"""``moelight simulate``: the passes of a policy on a virtual clock, under one schedule or all possible ones."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _write_trace(path: Path, stage: SimulationSetup, run: SimulatedRun) -> None:
 
 
 def _plot(path: Path, question: ask.Question, found: Sequence[SimulatedRun]) -> None:
-    """Plot as many layers from the middle of the pass as leave the bars legible."""
+    """Plot layers from the middle of the pass, as many as leave the bars legible."""
     from moelight.observe.plots import excerpt, plot_timelines
     from moelight.optimizer.simulation import layer_starts
 

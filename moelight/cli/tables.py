@@ -1,6 +1,6 @@
-"""What the commands print on a terminal is made of: text without control characters, bars and tables.
+"""Building blocks of terminal output: text without control characters, bars and tables.
 
-rich is imported when something is made, since help and refusals do without it.
+rich is imported on first use, since help texts and refusals do not need it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,2 @@
-"""Layer 0: the types that every package shares, and their units.
-
-Depends only on the standard library; holds no tensors, devices or model shapes.
-"""
+"""Layer 0: the types and units that every package shares. Imports only the standard library; no tensors, devices or
+model shapes."""

@@ -9,12 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adaptation:
-    """A change of policy: after pass ``after_pass`` (counted from 1), the fields in ``before`` take the values in
-    ``now``.
-
-    ``reason`` is one sentence with figures. ``predicted_gain`` is the predicted relative gain in tokens per second, 0
-    for a return to earlier values.
-    """
+    """A change of policy after pass ``after_pass`` (from 1): the fields in ``before`` take the values in ``now``.
+    ``reason`` is one sentence; ``predicted_gain`` is relative, in tokens per second (0: return to earlier values)."""
 
     after_pass: int
     before: Mapping[str, int]
@@ -23,7 +19,6 @@ class Adaptation:
     predicted_gain: float
 
     def as_dict(self) -> dict[str, Any]:
-        """The change as an entry of ``adaptations`` in the metrics."""
         return {
             "pass": self.after_pass,
             "from": dict(self.before),

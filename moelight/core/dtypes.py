@@ -23,11 +23,7 @@ class DType:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one number, without scales.
-
-        Raises:
-            ConfigError: a number is smaller than a byte; use `bytes_for`.
-        """
+        """Bytes of one number, without scales; raises ConfigError if it is smaller than a byte (see `bytes_for`)."""
         if self.bits % 8:
             raise ConfigError(f"{self.name} has no whole number of bytes each")
         return self.bits // 8
@@ -49,11 +45,7 @@ BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype
 
 
 def dtype_named(name: str) -> DType:
-    """The format called ``name``.
-
-    Raises:
-        ConfigError: no such format.
-    """
+    """The format called ``name``; raises ConfigError if there is none."""
     if name not in DTYPES:
         raise ConfigError(f"dtype {name!r} is not one of {', '.join(DTYPES)}{did_you_mean(name, DTYPES)}")
     return DTYPES[name]

@@ -1,7 +1,5 @@
-"""Conversion of panics in Rust libraries into ordinary exceptions.
-
-PyO3 raises a panic as ``pyo3_runtime.PanicException``, a `BaseException` that no module exports.
-"""
+"""Conversion of panics in Rust libraries into exceptions. PyO3 raises ``pyo3_runtime.PanicException``, a
+`BaseException` that no module exports."""
 
 from __future__ import annotations
 
@@ -25,11 +23,8 @@ def is_panic(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def panics_as(make: Callable[[str], Exception], *, quiet: bool = False) -> Iterator[None]:
-    """Raise ``make(message)`` in place of a panic within the block; ``message`` is one line.
-
-    ``quiet`` keeps Rust's own report of the panic off stderr; output of other threads to stderr is held meanwhile, so
-    the block should be short.
-    """
+    """Raise ``make(message)``, a line, in place of a panic within the block. ``quiet`` keeps Rust's own report off
+    stderr; output of other threads to stderr is then held until the block ends, so the block should be short."""
     try:
         with _without_message() if quiet else contextlib.nullcontext():
             yield
@@ -70,6 +65,6 @@ def _without_message() -> Iterator[None]:
 
 
 def _flush() -> None:
-    """Flush Python's stderr, which may be closed, absent, or unwritable."""
+    """Flush Python's stderr, which may be closed, absent or unwritable."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.flush()

@@ -18,12 +18,7 @@ def cache_directory(*parts: str) -> Path:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` atomically: the file appears complete or not at all. Missing parent directories are
-    created.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write ``text`` to ``path`` atomically; create missing parent directories. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}")
     try:

@@ -38,7 +38,13 @@ MOST_COUNTS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shares:
-    """Fractions of a quantity per tier; the three sum to 1."""
+    """Fractions of a quantity per tier; the three sum to 1.
+
+    Attributes:
+        device: the fraction in device memory.
+        host: the fraction in host memory.
+        disk: the fraction on disk.
+    """
 
     device: float = 0.0
     host: float = 0.0
@@ -53,9 +59,10 @@ class Shares:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """N, μ, devices, placement and schedule (MoE-Lightning, table 1) for ``model`` (a directory or a hub id).
+    """N, μ, devices, placement and schedule (MoE-Lightning, table 1) for one model.
 
     Attributes:
+        model: a directory or a hub id.
         batch_size: N, the most sequences running in one pass.
         micro_batch_size: μ, the most sequences in one micro-batch.
         micro_batch_tokens: the most tokens in one micro-batch; longer prompts are cut into chunks.
@@ -66,7 +73,8 @@ class Policy:
         weights: r_w, shares of the *expert* weights per tier; all other weights are on the compute device.
         cpu_experts: the share of the expert weights that the CPU computes from host memory (``split`` only).
         kv: r_c, shares of the KV cache per tier.
-        weight_dtype, kv_dtype: ``auto`` keeps the checkpoint's dtype.
+        weight_dtype: number format of the weights; ``auto`` keeps the checkpoint's dtype.
+        kv_dtype: number format of the KV cache; ``auto`` keeps the checkpoint's dtype.
         schedule: name of the schedule builder.
         kv_block_size: tokens in one block of the paged KV cache.
         look_ahead: micro-batches whose attention precedes the experts of an earlier one (algorithm 1), in schedules
@@ -81,6 +89,9 @@ class Policy:
             device-resident experts have copies in host memory); ``auto``: planned as static, and learned where memory
             allows.
         gpus: GPUs that share each layer. The engine runs on one; more can be planned for, and the engine refuses them.
+
+    Raises:
+        ConfigError: a value is unknown, out of range, or contradicts another value.
     """
 
     model: str
@@ -139,10 +150,6 @@ class Policy:
 
 
 def check_count(name: str, count: int, *, least: int) -> None:
-    """Check that the count ``name`` of a policy is in range.
-
-    Raises:
-        ConfigError: the count is out of range; the message states the range.
-    """
+    """Raise ConfigError, which states the range, if the count ``name`` of a policy is out of range."""
     if not least <= count <= MOST_COUNTS[name]:
         raise ConfigError(f"{name} must be from {least} to {MOST_COUNTS[name]:,}, not {quoted(count)}")

@@ -24,15 +24,10 @@ class Registry(Generic[T]):
         return name in self._targets
 
     def names(self) -> tuple[str, ...]:
-        """All registered names, in table order."""
         return tuple(self._targets)
 
     def get(self, name: str) -> T:
-        """The component called ``name``.
-
-        Raises:
-            ConfigError: no such component; the message lists the known names and the closest one.
-        """
+        """The component called ``name``; raises ConfigError with the known names and the closest one."""
         if name not in self._targets:
             known = ", ".join(self._targets)
             raise ConfigError(f"unknown {self.kind} {name!r}{did_you_mean(name, self._targets)}; known: {known}")

@@ -25,10 +25,17 @@ _RANGES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StructuredOutputs:
-    """The constraint on a completion's text: exactly one field is given.
+    """The constraint on a completion's text: exactly one field is given. Source: vLLM's StructuredOutputsParams.
 
-    ``json`` is a JSON schema (an object, or its text); ``regex`` and ``grammar`` (Lark) are texts; ``choice`` lists the
-    allowed texts; ``json_object`` requires any JSON object. Source: vLLM's StructuredOutputsParams.
+    Attributes:
+        json: a JSON schema, as an object or its text.
+        regex: a regular expression that the whole text matches.
+        choice: the allowed texts.
+        grammar: a Lark grammar.
+        json_object: True requires any JSON object.
+
+    Raises:
+        InputError: no field or several fields are given, or a value has the wrong type.
     """
 
     json: Mapping[str, Any] | str | None = None
@@ -56,7 +63,10 @@ class StructuredOutputs:
 
     @classmethod
     def from_dict(cls, given: object) -> StructuredOutputs:
-        """The constraint described by the object ``given`` of a request.
+        """The constraint described by a request.
+
+        Args:
+            given: an object with one of the fields; null fields are ignored.
 
         Raises:
             InputError: ``given`` is no object, has an unknown field, or does not have exactly one of the known ones.
@@ -74,14 +84,34 @@ class StructuredOutputs:
 class SamplingParams:
     """Sampling and stopping parameters: names, meanings and order of application are vLLM's.
 
-    ``n`` is at most 16,384, as in vLLM. ``temperature`` 0 is greedy (the default: offline jobs should be repeatable).
-    ``top_k`` 0 or -1 and ``top_p`` 1 mean no limit; ``min_p`` is a fraction of the most likely token's probability. A
-    sampled completion depends on ``seed`` and the sample's number alone, not on the rest of the batch. ``logprobs`` k
-    returns, for every generated token, its log-probability and those of the k most likely tokens, before temperature
-    and penalties (0: the token itself only; -1: the whole vocabulary); ``prompt_logprobs`` does so for every prompt
-    token but the first. ``max_tokens`` 0 scores the prompt and generates nothing; it requires ``prompt_logprobs``. A
-    ``stop`` text is left out of the completion unless ``include_stop_str_in_output``. ``logit_bias`` is added to the
-    logits of its token ids.
+    A sampled completion depends on ``seed`` and the sample's number alone, not on the rest of the batch.
+
+    Attributes:
+        n: completions per prompt, at most 16,384.
+        max_tokens: the most generated tokens; 0 scores the prompt alone and requires ``prompt_logprobs``.
+        min_tokens: the tokens that are generated before eos, a stop token or a stop text may end the completion.
+        temperature: 0, the default, is greedy: offline jobs should be repeatable.
+        top_p: the likeliest tokens of this total probability are sampled; 1: no limit.
+        top_k: the number of likeliest tokens that are sampled; 0 or -1: no limit.
+        min_p: the least probability of a sampled token, as a fraction of the likeliest token's.
+        seed: at least 0 and below 2^64.
+        stop: texts that end the completion.
+        stop_token_ids: tokens that end the completion, besides eos.
+        ignore_eos: True if eos does not end the completion.
+        presence_penalty: -2 to 2, subtracted from the logits of tokens generated before.
+        frequency_penalty: -2 to 2, subtracted once per earlier occurrence in the generated tokens.
+        repetition_penalty: above 0; positive logits of tokens in the prompt or completion are divided by it, negative
+            ones multiplied.
+        logit_bias: -100 to 100 by token id, added to the logits.
+        logprobs: the log-probability of every generated token and those of this many likeliest tokens are returned,
+            before temperature and penalties (0: the token itself only; -1: the whole vocabulary).
+        prompt_logprobs: as ``logprobs``, for every prompt token but the first.
+        skip_special_tokens: True if special tokens are left out of the text.
+        include_stop_str_in_output: True if the stop text or stop token is kept in the text.
+        structured_outputs: the constraint on the text.
+
+    Raises:
+        InputError: a value is out of range or has the wrong type.
     """
 
     n: int = 1
@@ -135,12 +165,16 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True if the most likely token is always taken."""
+        """True if the likeliest token is always taken."""
         return self.temperature == 0.0
 
     @classmethod
     def from_dict(cls, given: dict[str, Any], *, base: SamplingParams | None = None) -> SamplingParams:
-        """``base`` (or the defaults) with the fields in ``given`` replaced.
+        """The parameters ``base`` with the fields in ``given`` replaced.
+
+        Args:
+            given: values by field name; None keeps the field.
+            base: the defaults if None.
 
         Raises:
             InputError: an unknown field (the message names the closest known one) or a value out of range.
@@ -154,8 +188,13 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One prompt as token ids; ``index`` is chosen by the caller. With ``prompt_logprobs``, only tokens from position
-    ``scored_from`` on are scored.
+    """One prompt to complete.
+
+    Attributes:
+        index: chosen by the caller; its completions have the same index.
+        token_ids: the prompt.
+        sampling: how the prompt is completed.
+        scored_from: with ``prompt_logprobs``, the position of the first prompt token that is scored.
     """
 
     index: int
@@ -166,7 +205,13 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Logprob:
-    """A token's log-probability (natural), its rank among all tokens (1: the most likely) and its text."""
+    """The score of one token at one position.
+
+    Attributes:
+        logprob: natural logarithm of the token's probability.
+        rank: rank among all tokens, 1 for the likeliest.
+        decoded_token: the token's text.
+    """
 
     logprob: float
     rank: int
@@ -175,13 +220,21 @@ class Logprob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """One answer to one request; ``sample`` counts the request's ``n`` answers from 0.
+    """One answer to one request.
 
-    ``token_ids`` do not include the closing eos. ``stop_reason`` is the stop text or stop token id that ended the
-    completion, if one did; where ``finish_reason`` is ``error``, ``stop_reason`` is the error's text and ``error_code``
-    a short machine-readable reason. ``logprobs`` holds one mapping per generated token, by token id: the requested most
-    likely tokens and always the token itself. ``prompt_logprobs`` holds one per prompt token, None where the token was
-    not scored. The first ``cached_tokens`` of the prompt were computed for an earlier request.
+    Attributes:
+        index: the request's.
+        text: the generated text, without the stop text unless ``include_stop_str_in_output``.
+        token_ids: generated tokens, without the closing eos or stop token.
+        finish_reason: ``stop``, ``length`` or ``error``.
+        prompt_tokens: tokens of the prompt.
+        sample: number of the answer among the request's ``n``, from 0.
+        stop_reason: the stop text or stop token id that ended the completion, if one did; after an error, its text.
+        error_code: after an error, a short machine-readable reason.
+        cached_tokens: the first tokens of the prompt, which were computed for an earlier request.
+        cumulative_logprob: sum of the generated tokens' log-probabilities; None without ``logprobs``.
+        logprobs: one mapping by token id per generated token: the requested likeliest tokens and the token itself.
+        prompt_logprobs: as ``logprobs``, one per prompt token; None where the token was not scored.
     """
 
     index: int
@@ -199,7 +252,7 @@ class Completion:
 
     @property
     def completion_tokens(self) -> int:
-        """Generated tokens, without the closing eos."""
+        """Generated tokens, without the closing eos or stop token."""
         return len(self.token_ids)
 
 

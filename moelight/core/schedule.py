@@ -1,7 +1,5 @@
-"""Schedules as data: tasks on lanes, with their dependencies and the buffers they read and write.
-
-The cost model, validator, simulator, executor and trace writer use these fields alone; the code that carries out a task
-is elsewhere.
+"""Schedules as data: tasks on lanes, their dependencies, and the buffers they read and write. How a task is carried out
+is defined elsewhere.
 """
 
 from __future__ import annotations
@@ -73,9 +71,7 @@ AHEAD_KINDS = frozenset((TaskKind.READ_AHEAD, TaskKind.SEND_AHEAD))
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Page:
-    """An expert page: one expert of one layer, or an aligned ``part`` of the page; the unit of weight transfers.
-    Placements refer to part 0.
-    """
+    """An expert page, or an aligned ``part`` of one: the unit of weight transfers. Placements refer to part 0."""
 
     layer: int
     expert: int
@@ -89,7 +85,7 @@ class Page:
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Buffer:
-    """A memory location that two tasks may contend for: ``space`` names the arena, ``index`` the slot in the arena."""
+    """A memory location that two tasks may contend for: slot ``index`` of the arena ``space``."""
 
     space: str
     index: int
@@ -97,11 +93,11 @@ class Buffer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """One operation on one lane.
+    """One operation on one lane. Tasks on one lane run in schedule order.
 
-    ``deps`` are positions of earlier tasks in the same schedule. Tasks on one lane also run in schedule order.
-    ``bytes`` is the bytes transferred (0 for compute); for tasks that fetch routed experts, the most that the placement
-    can leave to transfer, and for prefetch tasks 0. ``slot`` is the ring slot that a page task fills.
+    ``deps`` are positions of earlier tasks in the schedule. ``bytes`` is the bytes transferred (0 for compute and for
+    prefetch tasks; for tasks that fetch routed experts, the most that the placement can leave to transfer). ``slot`` is
+    the ring slot that a page task fills.
     """
 
     kind: TaskKind
@@ -117,7 +113,7 @@ class Task:
 
     @property
     def name(self) -> str:
-        """A short label: ``post_attention(3,1)`` or ``read_page(4:e7)``."""
+        """``post_attention(3,1)`` or ``read_page(4:e7)``."""
         if self.page is not None:
             return f"{self.kind}({self.page.name})"
         return f"{self.kind}({self.layer},{self.micro_batch})"
@@ -127,7 +123,7 @@ class Task:
 class Schedule:
     """A pass as an ordered tuple of tasks; every dependency points backwards.
 
-    Slots are relative to the page stream's position at the start of the pass; the pass advances that position by
+    Slots are relative to the page stream's position at the start of the pass, which the pass advances by
     ``stream_advance`` page parts. ``prefetched_next`` are the tasks that fetch the first pages of the next pass, in
     ring order.
     """
@@ -138,7 +134,6 @@ class Schedule:
     prefetched_next: tuple[int, ...] = ()
 
     def lanes(self) -> tuple[Lane, ...]:
-        """The lanes in use, in the order of the enumeration."""
         used = {task.lane for task in self.tasks}
         return tuple(lane for lane in Lane if lane in used)
 

@@ -1,8 +1,6 @@
-"""Bounded reads of small files: no path can block the reader or exhaust memory.
+"""Bounded reads of small regular files, through any links: no path can block the reader or exhaust memory.
 
-Only regular files are read, through any links: opening a FIFO would wait for its writer, and a device never ends. The
-limit holds for the bytes read, since some files report a size of 0 and others grow. Readers raise OSError for a file
-that cannot be read or is larger, and ValueError for wrong contents or a path with a null character.
+Readers raise OSError for a file that cannot be read or is larger, ValueError for wrong contents or a null character.
 """
 
 from __future__ import annotations
@@ -24,11 +22,7 @@ _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a de
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """A read-only descriptor of the regular file ``path``. Never blocks.
-
-    Raises:
-        OSError: the file is missing, cannot be opened, or is not regular; ``strerror`` is the reason in words.
-    """
+    """A read-only descriptor of the regular file ``path``; never blocks. Its OSError has the reason in ``strerror``."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -57,11 +51,8 @@ def read_text(path: str | os.PathLike[str], *, most: int) -> str:
 
 
 def parse_json(text: str, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """The JSON value in ``text``; ``pairs`` builds objects from their members and raises no ValueError.
-
-    Raises:
-        ValueError: not JSON, nested too deep, or an integer too long to convert; one line states which.
-    """
+    """The JSON value in ``text``, else a ValueError of one line; ``pairs`` builds objects from their members and raises
+    no ValueError."""
     try:
         return json.loads(text, object_pairs_hook=pairs)
     except json.JSONDecodeError:
@@ -78,7 +69,7 @@ def read_json(path: str | os.PathLike[str], *, most: int = MOST_JSON_BYTES) -> A
 
 
 def read_error_text(error: Exception) -> str:
-    """The reason of an ``error`` raised by one of these functions, without the path."""
+    """The reason of an ``error`` of these functions, without the path."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 

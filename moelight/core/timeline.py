@@ -13,11 +13,10 @@ FREE = -math.inf  # end of the last dependency of a task without dependencies
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """The execution of one task, waiting excluded. Seconds on one monotonic clock.
+    """The execution of one task, waiting excluded, in seconds on one monotonic clock.
 
-    ``waited_for`` is the dependency that ended last, at ``waited_until_s``: None and `FREE` for a task without
-    dependencies. ``waited_until_s`` is None where it was not recorded. ``found_bytes`` is the bytes transferred where
-    they are known only at run time.
+    ``waited_for`` is the dependency that ended last, at ``waited_until_s`` (`FREE` without dependencies, None if not
+    recorded). ``found_bytes`` is the bytes transferred where they are known only at run time.
     """
 
     task: Task
@@ -29,7 +28,6 @@ class Span:
 
     @property
     def bytes(self) -> int:
-        """Bytes transferred."""
         return self.task.bytes if self.found_bytes is None else self.found_bytes
 
 
@@ -50,16 +48,13 @@ class Timeline:
 
     @property
     def start_s(self) -> float:
-        """Start of the first task, seconds."""
         return min((span.start_s for span in self.spans), default=0.0)
 
     @property
     def end_s(self) -> float:
-        """End of the last task, seconds."""
         return max((span.end_s for span in self.spans), default=0.0)
 
     def busy_s(self) -> dict[Lane, float]:
-        """Seconds each lane is busy."""
         totals: dict[Lane, float] = {}
         for span in self.spans:
             totals[span.task.lane] = totals.get(span.task.lane, 0.0) + span.end_s - span.start_s

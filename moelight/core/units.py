@@ -15,11 +15,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str | int, *, what: str = "size") -> int:
-    """Bytes from ``"3GiB"``, ``"3GB"``, ``"1.5GiB"`` or a plain number of bytes.
-
-    Raises:
-        ConfigError: ``text`` is not a positive size; ``what`` names the option or key.
-    """
+    """Bytes from ``"3GiB"``, ``"3GB"``, ``"1.5GiB"`` or a plain number; ``what`` names the option in errors."""
     if isinstance(text, int) and not isinstance(text, bool):
         size = text
     else:

@@ -1,1 +1,1 @@
-"""Prompts to completions: the batcher packs passes, the engine runs them, sampling picks the tokens."""
+"""Prompts to completions: plans, loaded models, batching, passes, sampling, constraints and text."""

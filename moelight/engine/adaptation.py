@@ -1,4 +1,4 @@
-"""Adaptation at run time: shows passes to the adapter and applies its decisions between two passes."""
+"""Adaptation at run time: reports passes to the adapter and applies its decisions between passes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PassAdaptation:
         self._before = Admitted()
 
     def begin(self, output_processor: OutputProcessor, busy_s: Mapping[Lane, float]) -> None:
-        """Start a run of the sequences of ``output_processor``; the lanes have been busy for ``busy_s`` so far."""
+        """Start a run; the lanes have been busy for ``busy_s`` so far."""
         self._outputs, self._before, self._busy_s = output_processor, replace(self._batcher.admitted), dict(busy_s)
 
     def after(self, plans: Sequence[MicroBatchPlan], seconds: float, busy_s: Mapping[Lane, float]) -> None:
@@ -65,8 +65,8 @@ class PassAdaptation:
             self._since_look_s = 0.0
 
     def _lengths(self) -> tuple[float, float]:
-        """Average tokens of a prompt and of an answer over the sequences admitted in this run. The maximum answer
-        length is scaled by the ratio seen in finished sequences."""
+        """Average prompt and answer tokens of this run's sequences; maximum answers are scaled by the finished
+        sequences."""
         now, before, outputs = self._batcher.admitted, self._before, self._outputs
         count = max(1, now.sequences - before.sequences)
         answer = (now.answer_tokens - before.answer_tokens) / count
@@ -89,9 +89,8 @@ class PassAdaptation:
 def adapting_for(
     policy: Policy, plan: Plan | None, model: ModelProfile, batcher: Batcher, passes: PassRunner
 ) -> PassAdaptation | None:
-    """The adaptation of an engine loaded for ``policy``; values that the user fixed in ``plan`` are kept. Without a
-    plan's speeds, those of this machine are used. None under static admission, where one pass does not predict the
-    next."""
+    """The adaptation of an engine loaded for ``policy``; values that the user fixed in ``plan`` are kept, and without a
+    plan's speeds this machine's are used. None under static admission, where one pass does not predict the next."""
     if policy.admission != "refill":
         return None
     speeds = speeds_for(plan, discrete=policy.discrete)

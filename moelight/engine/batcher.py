@@ -1,7 +1,5 @@
-"""The sequences of the next pass, packed into micro-batches by the paper's Algorithm 2, corrected; the prefix cache.
-
-Depends only on requests, KV blocks and token counts. Every request is waiting, running, or finished.
-"""
+"""The batcher: admits sequences, packs the next pass into micro-batches (the paper's Algorithm 2, corrected), and keeps
+the prefix cache. Depends only on requests, KV blocks and token counts."""
 
 from __future__ import annotations
 
@@ -25,12 +23,10 @@ WAIT_SHARE = 0.25  # of a prompt; a shorter prefix, such as the head of a chat t
 
 
 class PrefixCache:
-    """Prefixes that prompts have in common, computed once. The pool finds a full block of a prompt by its key, the
-    digest of all tokens up to the block's end.
+    """Common prefixes of prompts, computed once. A full block is found by the digest of all tokens up to its end.
 
-    On admission a sequence promises the blocks of its prompt that the pool does not hold yet. Another sequence may
-    share promised blocks; it waits until the passes that compute them have been launched, which suffices because lanes
-    run tasks in order. It only waits for sequences admitted before it, so the longest-running sequence never waits.
+    An admitted sequence promises the new blocks of its prompt; a sequence that shares them waits until the passes that
+    compute them are launched. It waits only for sequences admitted before it, so the first one never waits.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, *, enabled: bool, least_share: float) -> None:
@@ -40,8 +36,8 @@ class PrefixCache:
         self._promised: dict[int, RunningSequence] = {}
 
     def find(self, sequence: RunningSequence) -> list[int]:
-        """Return, in order, the blocks of the longest known prefix of a prompt, promised blocks included if the wait is
-        worthwhile. The prefix leaves at least one token uncomputed, and every token whose logits are scored."""
+        """Return, in order, the blocks of the longest known prefix of a prompt; promised blocks only if the wait is
+        worthwhile. At least one token and every token whose logits are scored remain to be computed."""
         if not self._enabled:
             return []
         request = sequence.request
@@ -69,8 +65,7 @@ class PrefixCache:
         return blocks if len(blocks) * self._size >= self._least_share * len(request.token_ids) else []
 
     def admit(self, sequence: RunningSequence, shared: Sequence[int], own: Sequence[int]) -> None:
-        """Assign ``shared``, the blocks returned by `find`, and ``own`` to ``sequence``, which promises the new
-        blocks it will compute."""
+        """Assign ``shared``, the blocks returned by `find`, and the new blocks ``own``, which ``sequence`` promises."""
         sequence.blocks = [*shared, *own]
         sequence.cached = sequence.computed = len(shared) * self._size
         for key, block in zip(islice(sequence.keys, len(shared), None), own, strict=False):
@@ -82,19 +77,17 @@ class PrefixCache:
         return bool(self._promised and self._awaited(sequence))
 
     def computed(self, sequence: RunningSequence, before: int) -> None:
-        """Record that a launched pass raises the cached tokens of ``sequence`` from ``before`` to
-        ``sequence.computed``."""
+        """Record that a launched pass raises the cached tokens from ``before`` to ``sequence.computed``."""
         for block in sequence.blocks[before // self._size : sequence.computed // self._size]:
             self._promised.pop(block, None)
 
     def clear(self) -> None:
-        """Forget all promised blocks; they will not be computed."""
+        """Drop all promised blocks; they will not be computed."""
         for block in self._promised:
             self._pool.forget(block)
         self._promised.clear()
 
     def _awaited(self, sequence: RunningSequence) -> set[RunningSequence]:
-        """The sequences whose promised blocks ``sequence`` waits for."""
         if sequence.computed != sequence.cached:  # the sequence has begun
             return set()
         shared = islice(sequence.blocks, sequence.cached // self._size)
@@ -106,8 +99,7 @@ class PrefixCache:
 
 
 def keys_of(token_ids: Sequence[int], block_size: int) -> tuple[bytes, ...]:
-    """A key of `KEY_BYTES` for each full block of a prompt: keys are equal if the block and all blocks before it hold
-    the same tokens."""
+    """One key of `KEY_BYTES` per full block of a prompt; equal keys: equal tokens in the block and in all before it."""
     tokens, step = memoryview(array("q", token_ids)).cast("B"), 8 * block_size
     digest, keys = hashlib.blake2b(digest_size=KEY_BYTES), []
     for end in range(step, len(tokens) + 1, step):
@@ -118,17 +110,13 @@ def keys_of(token_ids: Sequence[int], block_size: int) -> tuple[bytes, ...]:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class RunningSequence:
-    """One request in progress, up to the last launched pass.
+    """One sequence in progress, as of the last launched pass.
 
     Attributes:
-        keys: prefix-cache keys of the full blocks of the prompt.
-        cached: leading prompt tokens that other sequences compute or have computed.
+        cached: leading prompt tokens taken from the prefix cache; ``keys`` are the keys of its full blocks.
         place: slot of the newest token in the token pool, while the sequence is running.
         computed: leading tokens whose keys and values are in ``blocks`` once all launched passes are done.
-        chosen: tokens that were chosen, or will be by launched passes.
-        generated: the chosen tokens collected so far.
-        finished: the sequence has finished; later tokens are dropped.
-        sample: number of the sample within its request.
+        chosen: number of tokens chosen by all launched passes; ``generated`` are those collected so far.
     """
 
     request: Request
@@ -158,8 +146,7 @@ class RunningSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceChunk:
-    """The tokens of one sequence in one micro-batch: ``count`` tokens from position ``start``. Valid while the sequence
-    is running."""
+    """The tokens of one sequence in one micro-batch: ``count`` from position ``start``; valid while it is running."""
 
     sequence: RunningSequence
     start: int
@@ -167,7 +154,6 @@ class SequenceChunk:
 
     @property
     def decodes(self) -> bool:
-        """True if the chunk is a generated token."""
         return self.start >= len(self.sequence.request.token_ids)
 
     @property
@@ -204,14 +190,12 @@ class MicroBatchPlan:
 
     @property
     def tokens(self) -> int:
-        """Rows of the micro-batch."""
         return sum(chunk.count for chunk in self.chunks)
 
 
 @dataclass(kw_only=True, slots=True)
 class Admitted:
-    """Totals over all admitted sequences: prompt tokens, the prompt tokens found in the cache, and the most answer
-    tokens."""
+    """Totals over all admitted sequences; ``answer_tokens`` is the most that they may generate."""
 
     sequences: int = 0
     prompt_tokens: int = 0
@@ -220,17 +204,9 @@ class Admitted:
 
 
 class Batcher:
-    """Admits, packs and retires sequences.
-
-    A sequence holds the KV blocks for its longest possible answer from admission on, so no running sequence is ever
-    preempted. Waiting sequences are taken from the source when there is capacity, and one ahead, so `busy` and
-    `waiting` may read from the source.
-
-    The batcher runs ahead of the tokens: `launched` assumes that every sequence continues and retires those that
-    certainly finish, which is safe because lanes run passes in order. `next_pass` changes no state but admission, so
-    its result may be dropped and requested again when a sequence has finished early. ``policy`` may change between
-    passes, within the allocation; a lower batch size takes effect as sequences finish.
-    """
+    """Admits, packs and retires sequences. A sequence holds the KV blocks for its longest answer from admission on, so
+    none is preempted. `launched` retires sequences that certainly finish; `next_pass` changes no state but admission,
+    so its result may be dropped. ``policy`` may be replaced between passes, within the allocation."""
 
     def __init__(
         self,
@@ -241,8 +217,6 @@ class Batcher:
         window: int | None = None,
         prefix_caching: bool = False,
     ) -> None:
-        """``window``: sliding window of the model's attention, if any. ``prefix_caching``: prompts with a common prefix
-        share its blocks."""
         self.policy = self._allotted = policy
         self._pool, self._discrete, self._window = pool, discrete, window
         self._buffer_tokens = int(kv_buffer_tokens(policy)) if policy.attention_device == "gpu" else None
@@ -256,12 +230,11 @@ class Batcher:
         self._places = list(range(places(policy, pool.blocks) - 1, -1, -1))
 
     def add(self, sequences: Iterable[RunningSequence]) -> None:
-        """Append sequences to the queue; they are admitted in order and read only when there is capacity."""
+        """Append sequences to the queue; they are read and admitted in order, when there is capacity."""
         self._source = chain(self._source, sequences)
 
     @property
     def busy(self) -> bool:
-        """True if any sequence is waiting or running."""
         return bool(self._running) or self.waiting
 
     @property
@@ -275,16 +248,10 @@ class Batcher:
         return self._running.keys()
 
     def blocks_for(self, tokens: int) -> int:
-        """KV blocks that a request of at most ``tokens`` holds while it is running."""
         return -(-tokens // self.policy.kv_block_size)
 
     def check_buffer(self, tokens: int) -> None:
-        """Reject a request of at most ``tokens`` if attention runs on the device and the context buffer of one
-        micro-batch cannot hold this request alone.
-
-        Raises:
-            InputError: gives the size of the buffer and a setting that suffices.
-        """
+        """Raise InputError if ``tokens`` of one request exceed the device's context buffer of one micro-batch."""
         policy, room = self._allotted, self._buffer_tokens
         need = tokens if self._window is None else min(tokens, self._window - 1 + policy.micro_batch_tokens)
         if room is None or need <= room:
@@ -338,8 +305,8 @@ class Batcher:
         return plans + self._pack(prefill_only) + self._pack(cached, in_buffer=True)
 
     def launched(self, plans: Sequence[MicroBatchPlan]) -> None:
-        """Record that ``plans`` were launched. Blocks and token slots of sequences that finish with them are free for
-        the next pass: lanes run in order, so nothing is overwritten before it is read."""
+        """Record that ``plans`` were launched. Blocks and token slots of sequences that finish are free for the next
+        pass, since lanes run in order."""
         for plan in plans:
             for chunk in plan.chunks:
                 sequence = chunk.sequence
@@ -359,8 +326,7 @@ class Batcher:
             self._places.append(sequence.place)
 
     def clear(self, *, failed: bool = False) -> None:
-        """Drop all unfinished sequences and the source. ``failed``: launched passes may not have been computed, so the
-        contents of the cache are invalid."""
+        """Drop all unfinished sequences and the source. ``failed``: the contents of the cache are invalid too."""
         self._source, self._first = iter(()), None
         self._prefix_cache.clear()
         if failed:
@@ -369,7 +335,6 @@ class Batcher:
             self.retire(sequence)
 
     def _ahead(self) -> RunningSequence | None:
-        """The sequence that is admitted next, None if there is none."""
         if self._first is None:
             self._first = next(self._source, None)
         return self._first
@@ -392,8 +357,7 @@ class Batcher:
         return first
 
     def _pack(self, chunks: list[SequenceChunk], *, in_buffer: bool = False) -> list[MicroBatchPlan]:
-        """Partition chunks into micro-batches. ``in_buffer``: with attention on the device, the contexts of a
-        micro-batch must fit its buffer."""
+        """``in_buffer``: with attention on the device, the contexts of a micro-batch must fit its buffer."""
         parts = partition(
             chunks,
             max_items=self.policy.micro_batch_size,
@@ -415,8 +379,7 @@ class Batcher:
 
 
 def places(policy: Policy, blocks: int) -> int:
-    """Most sequences that can run at a time under any policy within the allocation of ``policy``: each adds a token to
-    a pass and holds one of the ``blocks`` of the cache."""
+    """Most sequences that can run at a time under any policy within the allocation of ``policy``."""
     return min(int(pass_tokens(policy)), blocks)
 
 
@@ -428,12 +391,9 @@ def partition(
     max_seen: int | None = None,
     seen: Callable[[SequenceChunk], int] = lambda chunk: chunk.start + chunk.count,
 ) -> list[list[SequenceChunk]]:
-    """Algorithm 2 (appendix A.2), corrected: longest first, each into the lightest partition that has capacity.
-
-    The published form tries one partition and drops what does not fit. This one tries every partition, then opens a new
-    one, so each chunk is in exactly one. Equal token counts are balanced by context length. With ``max_seen``, the
-    ``seen`` tokens of a partition are bounded too; a chunk above the bound is alone.
-    """
+    """Algorithm 2 (appendix A.2), corrected: longest first, each into the lightest partition that has capacity, else
+    into a new one; the published form drops what does not fit the one partition that it tries. Ties are broken by
+    context length. ``max_seen`` bounds the ``seen`` tokens of a partition too; a chunk above the bound is alone."""
     tokens = sum(chunk.count for chunk in chunks)
     least = max(-(-len(chunks) // max_items), -(-tokens // max_tokens))
     if max_seen is not None:

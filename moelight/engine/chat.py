@@ -1,7 +1,4 @@
-"""Chat templates: render a conversation to the text format the model was trained on.
-
-Reads messages and a checkpoint's templates, which run in the `sandbox` of another process.
-"""
+"""Chat templates: render a conversation to the text format of the model's training, in another process (`sandbox`)."""
 
 from __future__ import annotations
 
@@ -49,9 +46,8 @@ _MARK = "<|moelight:continue-here|> "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """Input of a chat template: ``messages`` that `check_messages` returned, the ``tools`` the model may call, and
-    ``template_kwargs``, passed to the template by name. ``add_generation_prompt`` opens the assistant's turn;
-    ``continue_final_message`` leaves the last message open instead, to be continued."""
+    """Input of a chat template: ``messages`` that `check_messages` returned, ``tools``, ``template_kwargs`` by name.
+    ``add_generation_prompt`` opens the assistant's turn; ``continue_final_message`` keeps the last message open."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -68,12 +64,9 @@ class Conversation:
 
 
 class ChatTemplate:
-    """The chat templates of one checkpoint by name, with the special tokens they may write; rendered in a process that
-    is started for the first conversation.
-
-    ``source`` is the only template, or a mapping of names to templates: ``default``, and ``tool_use`` for conversations
-    with tools. ``sources`` is that mapping.
-    """
+    """The chat templates of one checkpoint, with the special tokens they may write; rendered in a process that is
+    started for the first conversation. ``source`` is the only template, or templates by name: ``default``, and
+    ``tool_use`` for conversations with tools."""
 
     def __init__(self, source: str | Mapping[str, str], *, special_tokens: Mapping[str, str]) -> None:
         self.sources = {DEFAULT: source} if isinstance(source, str) else dict(source)
@@ -85,23 +78,14 @@ class ChatTemplate:
 
     @classmethod
     def from_file(cls, path: Path, *, special_tokens: Mapping[str, str]) -> ChatTemplate:
-        """Read a template that the user wrote into a file.
-
-        Raises:
-            ConfigError: the file cannot be read.
-        """
         try:
             return cls(_read_template(path), special_tokens=special_tokens)
         except CheckpointError as error:
             raise ConfigError(f"chat template {error}") from None
 
     def render(self, conversation: Conversation | object) -> str:
-        """The conversation as text; a plain list of messages opens the assistant's turn.
-
-        Raises:
-            InputError: ``conversation`` is not a list of messages, or the template rejects it, fails or exceeds its
-                limits.
-        """
+        """The conversation as text; a plain list of messages opens the assistant's turn. Raises InputError for anything
+        else, or if the template rejects the conversation, fails or exceeds its limits."""
         if not isinstance(conversation, Conversation):
             conversation = Conversation(messages=check_messages(conversation))
         _check_conversation(conversation)
@@ -140,14 +124,9 @@ class ChatTemplate:
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:
-    """``messages`` as a list of objects with a string ``role``; keys that are null are dropped.
-
-    ``content`` is a string or a list of text parts, or absent beside tool calls or reasoning. Arguments of tool calls
-    become objects if they are JSON text. All other keys pass unchanged.
-
-    Raises:
-        InputError: names the invalid message, counted from 1.
-    """
+    """``messages`` as a list of objects with a string ``role``, without null values; raises InputError otherwise.
+    ``content`` is text or text parts, or absent beside tool calls or reasoning; JSON arguments of tool calls become
+    objects."""
     if not isinstance(messages, list) or not messages:
         raise InputError("messages must be a non-empty list of objects with role and content")
     return [_checked(message, f"message {number}") for number, message in enumerate(messages, start=1)]
@@ -156,13 +135,8 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
 def read_chat_template(
     directory: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> ChatTemplate | None:
-    """The checkpoint's templates: from its files, else from tokenizer_config.json; None if there are none.
-
-    The files are ``chat_template.jinja``, the default, and those of ``additional_chat_templates``.
-
-    Raises:
-        CheckpointError: a template exists but cannot be read, or is neither text nor a list of named texts.
-    """
+    """The checkpoint's templates: ``chat_template.jinja`` (the default) and the files of ``additional_chat_templates``,
+    else those in tokenizer_config.json, if any. Raises CheckpointError for an unreadable or malformed template."""
     paths = {path.stem: path for path in sorted((directory / TEMPLATE_DIRECTORY).glob("*.jinja"))}
     if (directory / TEMPLATE_FILE).exists() or (directory / TEMPLATE_FILE).is_symlink():
         paths[DEFAULT] = directory / TEMPLATE_FILE

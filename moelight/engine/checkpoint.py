@@ -21,11 +21,7 @@ class OpenCheckpoint:
 
 
 def open_checkpoint(model: str) -> OpenCheckpoint:
-    """Find ``model`` and audit it: every tensor present, of the right shape, none left over.
-
-    Raises:
-        CheckpointError, ConfigError: see `resolve_model`, `profile_from_dir`, `require_computable`, `locate`.
-    """
+    """Find ``model`` and audit it: every tensor present, of the right shape, none left over; else CheckpointError."""
     directory = resolve_model(model)
     profile = profile_from_dir(directory)
     require_computable(profile, where=str(directory / "config.json"))

@@ -36,16 +36,13 @@ class EndedError(Exception):
 
 class ConfinedProcess:
     """A process that answers questions, each within ``cpu_s`` seconds of processor time and ``memory_bytes`` of address
-    space beyond that of the idle process. Thread-safe.
-
-    Started for the first question, and again after one that ended it; ends with this object or the parent process.
-    """
+    space beyond that of the idle process. Thread-safe. It is started for the first question and after one that ended
+    it, and ends with this object or the parent process."""
 
     def __init__(
         self, answerer: str, *, cpu_s: float, memory_bytes: int, setup: Callable[[], object] = lambda: None
     ) -> None:
-        """``answerer``: ``module:function``; called in the process with ``setup()``, it returns the function from
-        question to answer."""
+        """``answerer``: ``module:function``; the process calls it with ``setup()`` for the function that answers."""
         self._answerer, self._setup = answerer, setup
         self._cpu_s, self._memory_bytes = cpu_s, memory_bytes
         self._process: subprocess.Popen[bytes] | None = None
@@ -53,13 +50,9 @@ class ConfinedProcess:
         self._lock = threading.RLock()
 
     def ask(self, question: object) -> Any:
-        """The answer to ``question``; both are JSON values.
-
-        Raises:
-            EndedError: the question ended the process; asked twice where the signal may have come from outside.
-            OSError: the process cannot be started.
-            TypeError, ValueError, RecursionError: ``question`` is no JSON value.
-        """
+        """The answer to ``question``, both JSON values. Raises EndedError if the question ended the process (asked
+        twice if the signal may have been sent from outside), OSError if it cannot be started, TypeError or ValueError
+        for no JSON value."""
         line = _encode(question)
         with self._lock:
             try:

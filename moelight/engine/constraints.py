@@ -1,7 +1,5 @@
 """Structured outputs: answers constrained token by token to a JSON schema, a regular expression, choices or a grammar.
-
-Each form is translated to a grammar, which is compiled once.
-"""
+Each form is translated to a grammar, which is compiled once."""
 
 from __future__ import annotations
 
@@ -37,26 +35,17 @@ class Constraints:
         self._compiled: OrderedDict[str, llguidance.LLMatcher | str] = OrderedDict()
 
     def close(self) -> None:
-        """End the process in which grammars are tried."""
         if self._tools is not None:
             self._tools[1].process.close()
 
     def check(self, outputs: StructuredOutputs) -> None:
-        """Compile ``outputs``.
-
-        Raises:
-            InputError: ``outputs`` cannot be compiled, or no token of this model can begin an answer.
-        """
+        """Raise InputError if ``outputs`` cannot be compiled, or if no token of this model can begin an answer."""
         compiled = self._compile(outputs)
         if isinstance(compiled, str):
             raise InputError(f"structured_outputs: {compiled}", code="invalid_structured_output")
 
     def open(self, outputs: StructuredOutputs) -> Constraint:
-        """The constraint of a new answer.
-
-        Raises:
-            InputError: as `check`.
-        """
+        """The constraint of a new answer; raises InputError as `check`."""
         self.check(outputs)
         return Constraint(self._compile(outputs).deep_copy(), self._special)  # type: ignore[union-attr]
 
@@ -94,8 +83,7 @@ class Constraints:
 
 
 class Constraint:
-    """The tokens that may continue one answer. ``stuck``: the answer is incomplete and no token may continue it;
-    ``why`` is the reason. ``complete``: the answer matches and only its end may follow."""
+    """The tokens that may continue one answer. ``stuck``: none may, though it is incomplete, for the reason ``why``."""
 
     def __init__(self, matcher: llguidance.LLMatcher, special: np.ndarray) -> None:
         """``special``: uint32 [V / 32], a bit for each special token that does not end a sequence."""
@@ -104,7 +92,7 @@ class Constraint:
         self.why = NO_TOKEN
 
     def allowed(self) -> np.ndarray | None:
-        """uint32 [V / 32], a bit for each allowed next token; None if the answer is `stuck`."""
+        """uint32 [V / 32], a bit for each allowed next token; None if the answer is ``stuck``."""
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             self.stuck, self.why = True, said(self._matcher.get_error())
@@ -119,7 +107,6 @@ class Constraint:
         return None if self.stuck else allowed
 
     def go_on(self, token: int) -> None:
-        """Advance by the chosen ``token``."""
         self._matcher.consume_token(token)
 
     @property

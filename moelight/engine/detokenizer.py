@@ -1,7 +1,5 @@
-"""Incremental detokenization: the bytes of a token, and stop strings in a growing answer.
-
-Depends only on the decoders of tokenizers, not on models, sampling parameters and prompts.
-"""
+"""Incremental detokenization: the bytes of a token, and stop strings in a growing answer. Depends only on the decoders
+of the tokenizers library."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ _FIRST_DIFFERS = {"Strip", "Metaspace", "WordPiece", "BPEDecoder", "CTC"}
 
 
 class TokenBytes:
-    """The bytes of each token of ``inner`` in the middle of a text."""
+    """The bytes of each token inside a text. ``first_differs``: the first token of a text decodes differently."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         self._inner = inner
@@ -29,7 +27,7 @@ class TokenBytes:
         self.first_differs = not self._steps or any(step["type"] in _FIRST_DIFFERS for step in self._steps)
 
     def __call__(self, token_id: int) -> bytes:
-        """The bytes of a token; empty for an id without a token."""
+        """Empty for an id without a token."""
         if token_id in self._added:
             return str(self._added[token_id].content).encode()
         chunk = self._inner.id_to_token(token_id)
@@ -48,7 +46,6 @@ class TokenBytes:
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of the special tokens."""
         return frozenset(token_id for token_id, token in self._added.items() if token.special)
 
 
@@ -71,9 +68,8 @@ class StopMatcher:
                  never again   decoded, not         new: decoded and
                  decoded       searched again       searched with the tail
 
-    ``tail`` is the end of the searched text, as long as a stop string may reach back. A character split between tokens
-    counts as new until it is complete. The first ``unsearched`` tokens are decoded but not searched; ``context`` are
-    tokens before the sequence that its text depends on.
+    A character split between tokens is new until it is complete. ``context``: tokens before the sequence on which its
+    text depends; ``unsearched``: number of first tokens that are decoded but not searched.
     """
 
     def __init__(
@@ -115,7 +111,7 @@ def _steps(spec: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _spaced(chunk: str, step: Mapping[str, Any]) -> str:
-    """``chunk`` with its spaces as the decoder ``step`` writes them in the middle of a text."""
+    """``chunk`` with its spaces as the decoder ``step`` writes them inside a text."""
     match step:
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
             return chunk.replace(old, new)
@@ -130,8 +126,7 @@ def _spaced(chunk: str, step: Mapping[str, Any]) -> str:
 
 
 def _byte_alphabet() -> dict[str, bytes]:
-    """The characters by which byte-level tokenizers write bytes: printable ones represent themselves, the others follow
-    at U+0100."""
+    """The characters by which byte-level tokenizers write bytes: printable ones as they are, others from U+0100."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): bytes([byte]) for byte in plain} | {

@@ -1,5 +1,4 @@
-"""The engine: prompts to requests, a plan's model loaded, and requests to completions in two loops over passes: one
-launches a pass before the tokens of the pass before it arrive, one after."""
+"""The engine: loads a model under a policy and turns prompts into completions, pass after pass."""
 
 from __future__ import annotations
 
@@ -51,11 +50,7 @@ def requests_from(
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     tokenizer: Tokenizer,
 ) -> list[Request]:
-    """One request per prompt, in order.
-
-    Raises:
-        InputError: a prompt has no known form, or the number of sampling parameters differs from that of the prompts.
-    """
+    """Return one request per prompt, in order; raises InputError for a prompt of unknown form or unequal counts."""
     if not isinstance(prompts, Iterable):
         raise InputError(f"prompts must be a prompt or a sequence of them, not {prompts!r}")
     many: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)  # type: ignore[arg-type]
@@ -96,13 +91,25 @@ def _token_ids(prompt: Prompt, index: int, tokenizer: Tokenizer) -> tuple[int, .
 
 
 class Engine:
-    """Loads ``policy.model`` and generates. A context manager; its exit stops the lanes and frees the model.
+    """Load a model under a policy and generate completions.
+
+    An engine is a context manager; its exit stops the lanes and frees the model.
 
     Example::
 
         with Engine.from_pretrained("path/to/mixtral", host_memory="16GiB") as engine:
             for completion in engine.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
                 print(completion.text)
+
+    Attributes:
+        plan: the plan, if the engine was opened with one.
+        policy: the policy as resolved for this machine; passes may follow an adapted one, see `adaptations`.
+        profile: the model's profile.
+        tokenizer: the model's tokenizer.
+        timeline: the timeline of the last pass; None before the first.
+        progress_tokens: tokens generated in all runs so far.
+        residents_reason: why ``policy.residents`` is ``static`` or ``learned``.
+        host_pages_reason: why ``policy.host_pages`` is ``pinned`` or ``staged``.
     """
 
     def __init__(
@@ -123,14 +130,15 @@ class Engine:
             device: ``auto`` (as the policy's devices require), ``cpu``, ``cuda``, ``xpu``, or ``twin`` (emulated GPU).
             lanes: ``auto``, ``inline`` (nothing overlaps) or ``threads``.
             source: the opened checkpoint, if the caller already has it.
-            adapt: True: N, μ, look-ahead and the prompts of a pass may change between passes if other values turn out
-                to be faster; None: only under a plan, except for the values that the user fixed.
+            adapt: True: N, μ and look-ahead may change between passes if other values prove faster; False: they are
+                fixed; None: True for a plan, False for a policy. Values that the user fixed in the plan are kept.
             experts: residency of experts in on-demand passes, and what is recorded of it; None: the default policy.
             prefix_caching: compute common prefixes of prompts once, in whole blocks.
 
         Raises:
-            ConfigError, CheckpointError, BudgetError: the policy is invalid, the model is unusable, or memory is too
-                small.
+            ConfigError: the policy is invalid or does not suit the machine.
+            CheckpointError: the model is missing or unusable.
+            BudgetError: memory is too small.
         """
         began = time.perf_counter()
         self.plan = policy if isinstance(policy, Plan) else None
@@ -184,13 +192,31 @@ class Engine:
         experts: ExpertOptions | None = None,
         prefix_caching: bool = True,
     ) -> Engine:
-        """Plan the fastest policy for ``workload`` within the memory limits, then load.
+        """Plan the fastest policy for ``workload`` within the memory limits, then load the model under it.
 
         Args:
             model: a directory, ``demo``, or a model id on the hub.
-            hw: a hardware profile's name or file; ``auto`` is this machine as `moelight profile` measured it, or a
+            hw: a hardware profile's name or file; ``auto``: this machine as `moelight profile` measured it, or a
                 typical one of its kind.
-            host_memory, device_memory: bytes, or a size such as ``"16GiB"``; None takes most of what is free.
+            device: as for `Engine`, but ``auto`` is an accelerator if there is one, else ``cpu``.
+            lanes: as for `Engine`.
+            host_memory: limit in bytes, or a size such as ``"16GiB"``; None: 90 % of the free host memory.
+            device_memory: limit in bytes, or a size such as ``"16GiB"``; None: 90 % of the free device memory.
+            batch_size: sequences in progress at a time (N); None: the planner's choice.
+            micro_batch_size: sequences per micro-batch (μ); None: the planner's choice.
+            schedule: name of a schedule; None: the planner's choice.
+            workload: what to plan for; None: the default `Workload`.
+            adapt: as for `Engine`.
+            experts: as for `Engine`; an expert policy in it restricts the search to schedules with on-demand passes.
+            prefix_caching: as for `Engine`.
+
+        Returns:
+            The engine, with its plan in ``plan``.
+
+        Raises:
+            ConfigError: an option is invalid, or the hardware profile does not suit the machine.
+            CheckpointError: the model is missing or unusable.
+            BudgetError: no policy fits the memory limits.
         """
         source = open_checkpoint(str(model))
         plan = plan_for(
@@ -219,10 +245,15 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Completions in the order of ``prompts``; samples of one prompt in the order of their number.
+        """Generate completions for all prompts.
 
-        A prompt is a string, ``{"prompt": str}``, ``{"messages": [...]}``, ``{"prompt_token_ids": [...]}`` or a list of
-        token ids. ``sampling_params`` is one for all, or one per prompt.
+        Args:
+            prompts: one prompt or several. A prompt is a string, ``{"prompt": str}``, ``{"messages": [...]}``,
+                ``{"prompt_token_ids": [...]}`` or a list of token ids.
+            sampling_params: one for all prompts, or one per prompt; None: the defaults.
+
+        Returns:
+            Completions in the order of ``prompts``; samples of one prompt in the order of their number.
 
         Raises:
             InputError: a prompt cannot be served; nothing has been generated then.
@@ -234,7 +265,18 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[Completion]:
-        """Completions as they finish; ``completion.index`` is the prompt's position. Arguments as for ``generate``."""
+        """Generate completions and yield each when it is finished; ``completion.index`` is the prompt's position.
+
+        Args:
+            prompts: as for `generate`.
+            sampling_params: as for `generate`.
+
+        Returns:
+            An iterator of completions; no other call can generate until it is exhausted or closed.
+
+        Raises:
+            InputError: a prompt cannot be served; nothing has been generated then.
+        """
         requests = requests_from(prompts, sampling_params, self.tokenizer)
         for request in requests:
             try:
@@ -245,6 +287,9 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Reject a request that can never be served.
+
+        Args:
+            request: the request, as tokens.
 
         Raises:
             InputError: no tokens, a token outside the vocabulary, a prompt longer than the context or the KV cache, or
@@ -269,14 +314,17 @@ class Engine:
         on_pass: Callable[[], None] | None = None,
         until: Callable[[], bool] | None = None,
     ) -> Iterator[Completion]:
-        """Serve ``requests`` that ``check`` accepted; yields completions as they finish.
+        """Serve ``requests`` that `check` accepted; yield each completion when it is finished.
 
         Args:
-            requests: consumed lazily as sequences are admitted, one ahead; may exceed memory. An exception of the
-                iterable is raised here once the running pass has ended.
-            on_pass: called after every pass; `timeline`, `progress_tokens` and `binding` then describe it.
+            requests: read lazily as sequences are admitted, one ahead; may exceed memory. An exception of the iterable
+                is raised here once the running pass has ended.
+            on_pass: called after every pass; `timeline`, `progress_tokens` and `binding` then describe that pass.
             until: called after every pass, once its completions were consumed; True ends the run and drops all
                 unfinished requests.
+
+        Raises:
+            MoelightError: an earlier call is not finished, or the engine is closed.
         """
         if self._serving:
             raise MoelightError("the engine is still serving an earlier call; finish or close its iterator first")
@@ -315,11 +363,9 @@ class Engine:
             self._serving = False
 
     def _overlapped_passes(self, output_processor: OutputProcessor) -> Generator[list[Completion]]:
-        """Run pass after pass with a device; yield the completions that each one finishes.
-
-        A pass is launched before the tokens of the pass before it arrive: a sequence that finished early is computed
-        once more and discarded. Only where the host needs earlier tokens to choose the next does the launch wait.
-        """
+        """Each pass is launched before the tokens of the pass before it arrive: a sequence that finished early is
+        computed once more and discarded. The launch waits only where the choice of a token needs earlier tokens on the
+        host."""
         in_flight = self._launch(output_processor, self._pack_next())
         try:
             while in_flight is not None:
@@ -334,11 +380,8 @@ class Engine:
                 self._loaded.drain(in_flight)
 
     def _sequential_passes(self, output_processor: OutputProcessor) -> Generator[list[Completion]]:
-        """Run pass after pass without a device; yield the completions that each one finishes.
-
-        A pass is packed while the pass before it runs, assuming that every sequence continues, and launched once the
-        tokens have arrived: before they are processed, unless one of them may finish a sequence.
-        """
+        """A pass is packed while the pass before it runs, as if every sequence continued, and launched once the tokens
+        have arrived: before they are processed, unless one of them may finish a sequence."""
         in_flight = self._launch(output_processor, self._pack_next())
         try:
             while in_flight is not None:
@@ -375,7 +418,7 @@ class Engine:
     def _collect(
         self, output_processor: OutputProcessor, landed: Launched, tokens: list[list[int]]
     ) -> tuple[list[Completion], bool]:
-        """The completions that a pass finishes, and whether a sequence finished that the next pass may have packed."""
+        """The completions that a pass finishes, and whether the next pass may contain a sequence that finished."""
         running = len(self._batcher.running)
         finished = output_processor.collect(self._batcher, landed.plans, tokens)
         before_s, self._collected_s = self._collected_s, time.perf_counter()
@@ -423,12 +466,15 @@ class Engine:
         return self._experts.residency.stats(stalls=self._loaded.stalls)
 
     def end_routing_trace(self) -> None:
-        """Close the trace of `ExpertOptions`; raises the error that kept it from being written."""
+        """Close the routing trace of `ExpertOptions`; raises the error that prevented writing it."""
         if self._experts is not None and self._experts.trace is not None:
             self._experts.trace.close()
 
     def save_expert_profile(self, path: Path) -> None:
         """Write the use counts of experts, from which a later run can start.
+
+        Args:
+            path: the file to write.
 
         Raises:
             ConfigError: the file cannot be written, or nothing was counted because every expert is resident;
@@ -457,7 +503,7 @@ class Engine:
         return self._passes
 
     def close(self) -> None:
-        """Stop the lanes, free the model and end the routing trace. Closing twice is allowed."""
+        """Stop the lanes, free the model and close the routing trace; closing twice is allowed."""
         self._constraints.close()
         if self._passes is not None:
             self._passes.close()

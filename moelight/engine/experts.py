@@ -1,5 +1,4 @@
-"""Connects the engine to ``experts``: the number of cache slots, the cost of a miss, and the routed experts of each
-pass."""
+"""Connects the engine to ``experts``: number of cache slots, cost of a miss, and the routed experts of each pass."""
 
 from __future__ import annotations
 
@@ -28,12 +27,12 @@ from moelight.profiles.model import ModelProfile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertRuntime:
-    """Expert residency in one engine, and the observers of routing decisions.
+    """Expert residency in one engine, and the observers of routing decisions; ``notes``: whole passes record their
+    routing too.
 
     Attributes:
-        miss_s: seconds that an expert takes on the CPU for each of these numbers of tokens; None without a CPU beside
-            a GPU. ``fetch_s`` is the transfer of an expert, ``cross_s`` that of hidden states to the CPU and back.
-        notes: whole passes record their routing too.
+        miss_s: seconds of an expert on the CPU for each of these numbers of tokens; None without a CPU beside a GPU.
+        fetch_s: seconds to transfer an expert; ``cross_s``: seconds of hidden states to the CPU and back.
         computed: the pages that the CPU computes where residency is static.
     """
 
@@ -48,7 +47,7 @@ class ExpertRuntime:
 
     def leave(self, layer: int, ids: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Select from the missing ``ids`` [n] of ``layer``, routed ``tokens`` [n] each, the experts that the CPU
-        computes in place: chosen by the policy, or fixed by the placement if residency is static."""
+        computes in place: by the expert policy, or by the placement if residency is static."""
         if not self.residency.learns:
             return ids[[Page(layer=layer, expert=expert) in self.computed for expert in ids.tolist()]]
         if self.miss_s is None:
@@ -59,7 +58,7 @@ class ExpertRuntime:
         return ids[placed.computed]
 
     def watch(self, *, small: bool) -> Watch | None:
-        """The callback for every routing decision of a pass, or None if nothing observes them."""
+        """The callback for every routing decision of a (``small``: on-demand) pass; None if nothing observes them."""
         if small or not self.notes:  # an on-demand pass records its own routing
             return None if self.trace is None else self._write
         return self._seen
@@ -74,21 +73,13 @@ class ExpertRuntime:
 
 
 def with_capacity(policy: Policy, experts: ExpertPolicy, model: ModelProfile, dtype: DType) -> Policy:
-    """``policy`` with as many resident experts as ``experts`` has cache slots. Experts that lose residency are placed
-    on disk where there is no GPU, else in host memory.
-
-    Raises:
-        ConfigError: the capacity is less than one expert.
-    """
+    """``policy`` with as many resident experts as ``experts`` has cache slots; other experts are placed on disk without
+    a GPU, else in host memory. Raises ConfigError if the capacity is less than one expert."""
     return with_residents(policy, resident_share(experts, model, dtype))
 
 
 def resident_share(experts: ExpertPolicy, model: ModelProfile, dtype: DType) -> float:
-    """The share of all experts of ``model`` that fit the capacity of ``experts``.
-
-    Raises:
-        ConfigError: the capacity is less than one expert.
-    """
+    """The share of all experts of ``model`` that fit the capacity of ``experts``; raises ConfigError if none fits."""
     layers, each = model.num_moe_layers, model.experts.num_experts
     return experts.slots(layers, each, costs.page_bytes(model, dtype)) / (layers * each)
 
@@ -97,10 +88,7 @@ def choices_for(
     options: ExpertOptions, policy: Policy, model: ModelProfile, dtype: DType, speeds: Speeds
 ) -> ExpertRuntime | None:
     """The residency of experts under the resolved ``policy``; None if all experts are resident and no option observes
-    them.
-
-    On a device, routing decisions of whole passes are recorded only on request: the host would have to wait for them.
-    """
+    them. On a device, routing of whole passes is recorded only on request: the host would have to wait for it."""
     placement = place(model, policy)
     if not placement.streamed and not options.watches:
         return None

@@ -1,8 +1,5 @@
-"""Compiles grammars with llguidance, after a trial in a process that a bad grammar may crash.
-
-llguidance's compiler is recursive, and a stack overflow ends the process without an exception. `compiled` does the same
-work in this process, on a stack four times as deep as that of the trial.
-"""
+"""Compiles grammars with llguidance, after a trial in a process that a bad grammar may crash: llguidance's compiler is
+recursive, and a stack overflow ends the process. `compiled` works in this process, on a stack four times as deep."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ _T = TypeVar("_T")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vocabulary:
     """The tokens of a model: the bytes of each (empty: not text), the ``special`` ones, and those that end an answer.
-    If no token ends an answer, ``ends`` holds one id past the last, which the model does not have."""
+    If no token ends an answer, ``ends`` is one id past the last."""
 
     tokens: Sequence[bytes]
     special: Sequence[int]
@@ -73,8 +70,7 @@ def trie_of(words: Vocabulary, encode: Callable[[str], list[int]]) -> llguidance
 def compiled(
     trie: llguidance.LLTokenizer, kind: str, text: str, *, stack_bytes: int = STACK_BYTES
 ) -> llguidance.LLMatcher | str:
-    """The initial matcher of a grammar, or the reason why there is none. ``kind`` is ``json``, ``regex`` or
-    ``lark``."""
+    """The initial matcher of a grammar of ``kind`` ``json``, ``regex`` or ``lark``, or the reason why there is none."""
     return _on_stack(stack_bytes, lambda: _compiled(trie, kind, text))
 
 
@@ -104,7 +100,6 @@ def said(error: str) -> str:
 
 
 def _on_stack(size: int, work: Callable[[], _T]) -> _T:
-    """Return ``work()``, run on a stack of ``size`` bytes."""
     found: list[_T] = []
     raised: list[BaseException] = []
 
@@ -128,18 +123,14 @@ def _on_stack(size: int, work: Callable[[], _T]) -> _T:
 
 
 class GrammarTrial:
-    """Compiles grammars in a process that a bad one may end, to find out whether they can be compiled here."""
+    """Compiles grammars in a process that a bad one may end."""
 
     def __init__(self, words: Vocabulary) -> None:
         self._words = words
         self.process = ConfinedProcess(f"{__name__}:tester", setup=self._setup, cpu_s=TRIED_S, memory_bytes=TRIED_BYTES)
 
     def why_not(self, kind: str, text: str) -> str | None:
-        """The reason why a grammar cannot be compiled; None if it can.
-
-        Raises:
-            OSError: the process cannot be started.
-        """
+        """Why a grammar cannot be compiled, if it cannot; raises OSError if the process cannot be started."""
         try:
             return cast("str | None", self.process.ask([kind, text]))
         except EndedError as error:

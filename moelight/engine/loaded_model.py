@@ -1,5 +1,4 @@
-"""A model in memory under one policy: weights, expert pages, KV cache and the buffers of passes, with the lanes that
-compute on them."""
+"""A model in memory under one policy: weights, expert pages, KV cache, buffers of passes, and lanes."""
 
 from __future__ import annotations
 
@@ -46,17 +45,14 @@ from moelight.weights.torch_dtypes import to_torch
 
 
 class LoadedModel:
-    """A model in memory.
+    """A model in memory: ``executor`` runs schedules of ``operations`` on ``lanes``.
 
     Attributes:
         dtype: of weights and activations.
-        weights: all but the experts'.
-        placement, layout: of the expert pages as loaded.
-        pool: the blocks of the KV cache.
-        lanes, executor: run schedules of ``operations``.
-        pages: the expert pages; ``pager`` moves them in on-demand passes, None where none moves.
-        hidden: [T, H], the hidden states of a pass; ``crossing`` its staging buffers, if a link separates device and
-            host; ``kept`` its saved activations, where experts run once per pass.
+        placement: of the expert pages as loaded; ``layout`` likewise.
+        pager: transfers ``pages`` in on-demand passes; None if no page is transferred.
+        hidden: [T, H], the hidden states of a pass; ``crossing``: their staging buffers, if a link is crossed.
+        kept: saved activations, where experts run once per pass.
     """
 
     def __init__(
@@ -94,7 +90,6 @@ class LoadedModel:
             self._opened = opened.pop_all()
 
     def close(self) -> None:
-        """Stop the lanes and close the files."""
         if self.pager is not None:
             self.pager.land()
         self._opened.close()
@@ -102,7 +97,6 @@ class LoadedModel:
     def _load_pages(
         self, arenas: Mapping[str, Tensor], policy: Policy, experts: ExpertRuntime | None
     ) -> tuple[PageStore, RingPager | None]:
-        """The pages, read into their slots, and their pager."""
         profile, fast_tier, dtype = self.profile, self.placement.fast_tier, to_torch(self.dtype)
         pages = PageStore(
             arenas,
@@ -120,7 +114,6 @@ class LoadedModel:
         return pages, RingPager(pages, experts.residency, self._reader.start, leave=leave, remembers=not experts.plain)
 
     def _operations(self, policy: Policy, machine: Machine, arenas: Mapping[str, Tensor]) -> Operations:
-        """The work of every task."""
         profile, dtype = self.profile, to_torch(self.dtype)
         spaces = {}
         for name in {"work", "host_work"} & set(arenas):
@@ -145,7 +138,7 @@ class LoadedModel:
         )
 
     def _attention(self, policy: Policy, arenas: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[TaskKind, Act]:
-        """The attention operations: on the host over its KV cache, or on the device over blocks in either memory."""
+        """On the host over its KV cache, or on the device over blocks in either memory."""
         spec, layers = self.profile.attention, self.profile.num_layers
         blocks, size = self.pool.blocks, policy.kv_block_size
         if policy.attention_device == "cpu":

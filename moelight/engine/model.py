@@ -1,4 +1,4 @@
-"""A model before its weights are loaded: what a job asks of it, and the plan that loads it. Imports no torch."""
+"""A model before its weights are loaded: its files, checks of sampling, and its plan. Imports no torch."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ _SAMPLES, _SAMPLE_BYTES = 32, 1 << 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
-    """How an engine runs. None leaves a choice to the planner. A ``policy`` is run unchanged; otherwise the planner
-    chooses one for the machine ``hw``. Memory is in bytes."""
+    """How an engine runs; None leaves a choice to the planner. Memory is in bytes. A ``policy`` is run unchanged."""
 
     device: str = "auto"
     host_memory: int | None = None
@@ -63,10 +62,8 @@ class EngineOptions:
 
 
 class LazyModel:
-    """The model ``name``, found (and downloaded) when first asked. ``chat_template`` replaces the checkpoint's.
-
-    Every member raises CheckpointError or ConfigError if the model is missing or unusable.
-    """
+    """The model ``name``, found (and downloaded) on first use; ``chat_template`` replaces the checkpoint's. Every
+    member raises CheckpointError or ConfigError if the model is missing or unusable."""
 
     def __init__(self, name: str, *, chat_template: Path | None = None) -> None:
         self.name = name
@@ -74,38 +71,28 @@ class LazyModel:
 
     @cached_property
     def directory(self) -> Path:
-        """The directory of the checkpoint."""
         return resolve_model(self.name)
 
     @cached_property
     def profile(self) -> ModelProfile:
-        """The profile of the checkpoint."""
         return profile_from_dir(self.directory)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the checkpoint."""
         return Tokenizer.from_dir(self.directory, chat_template=self._chat_template)
 
     @property
     def context(self) -> int:
-        """The context length in tokens."""
         return self.profile.max_positions
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of ``text``."""
         return self.tokenizer.encode(text)
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of a token."""
         return self.tokenizer.token_bytes(token)
 
     def check(self, sampling: SamplingParams) -> None:
-        """Open the model's text files; refuse sampling that can serve no prompt.
-
-        Raises:
-            InputError: names the token id, or the constraint.
-        """
+        """Raise InputError for sampling parameters that can serve no prompt."""
         vocab_size, tokenizer = self.profile.vocab_size, self.tokenizer
         for token in (*sampling.stop_token_ids, *(sampling.logit_bias or ())):
             if token >= vocab_size:
@@ -115,11 +102,7 @@ class LazyModel:
                 constraints.check(sampling.structured_outputs)
 
     def plan(self, options: EngineOptions, workload: Workload) -> PlannedModel:
-        """Audit the checkpoint; return the fastest policy for ``workload`` within the limits, or the given policy.
-
-        Raises:
-            CheckpointError, ConfigError, BudgetError: the model, the limits or the memory are insufficient.
-        """
+        """Audit the checkpoint; return the given policy, or the fastest for ``workload`` (BudgetError if none fits)."""
         from moelight.engine.checkpoint import open_checkpoint
         from moelight.engine.planning import PlanConstraints, plan_for
         from moelight.runtime.machine import find_machine
@@ -157,7 +140,7 @@ class LazyModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedModel:
-    """An audited checkpoint and its policy. ``plan`` is None if the policy was given by the user."""
+    """An audited checkpoint and its policy. ``plan`` is None if the user gave the policy."""
 
     source: OpenCheckpoint
     policy: Policy
@@ -167,7 +150,6 @@ class PlannedModel:
 
     @property
     def why(self) -> str:
-        """One line on how the model will be run."""
         if self.plan is not None:
             return self.plan.why
         policy = self.policy
@@ -177,7 +159,7 @@ class PlannedModel:
         )
 
     def load(self, *, record: bool = False) -> Engine:
-        """Return the engine; a context manager. With ``record``, it keeps figures of every expert."""
+        """Return the engine; a context manager. ``record``: keep figures of every expert."""
         from moelight.engine.engine import Engine
 
         return Engine(
@@ -189,7 +171,7 @@ class PlannedModel:
         )
 
     def simulation(self, policy: Policy) -> SimulationSetup:
-        """Return the cost model's view of ``policy``, as the engine resolved it, on the machine planned for."""
+        """Return the inputs of the cost model for ``policy``, as the engine resolved it, on the machine planned for."""
         from moelight.engine.planning import hardware_for
 
         hardware = hardware_for(self.options.hw, discrete=policy.discrete)
@@ -197,12 +179,8 @@ class PlannedModel:
 
 
 def model_facts(directory: Path) -> dict[str, str]:
-    """Return digests of the model's config, of its tokenizer files, and of a sample of its weights: 64 KiB at 32 places
-    of each file. Training that changes only a few tensors may go undetected.
-
-    Raises:
-        CheckpointError: a file cannot be read.
-    """
+    """Return digests of the config, the tokenizer files and a sample of the weights: 64 KiB at 32 places of each file.
+    Training that changes only a few tensors may go undetected."""
     return {
         "config": _digest_of(directory, _CONFIG, whole=True),
         "tokenizer": _digest_of(directory, _TEXT, whole=True),

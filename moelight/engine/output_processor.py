@@ -1,5 +1,4 @@
-"""Requests to completions: seeds, the choice of each next token, log-probabilities, and the rules that finish a
-sequence: end-of-sequence ids, stop strings, lengths, constraints, logits that are not finite."""
+"""The output processor: chooses tokens, collects log-probabilities, and decides when a sequence is finished."""
 
 from __future__ import annotations
 
@@ -42,9 +41,8 @@ UNCHANGED = Change()
 
 @dataclass(frozen=True, slots=True)
 class SequenceEnd:
-    """The end of a sequence: its ``reason``; the ``closing`` token, which is not part of the answer; and the ``stop``
-    string or token id. ``by_text``: a stop string matched, and the answer is still to be cut there. ``code`` is the
-    code of an error."""
+    """The end of a sequence. ``closing``: a last token outside the answer; ``stop``: stop string, token id, or the
+    message of an error with ``code``; ``by_text``: a stop string matched, and the answer is still to be cut there."""
 
     reason: str
     closing: int | None = None
@@ -54,15 +52,13 @@ class SequenceEnd:
 
 
 class SequenceState:
-    """State of one sequence.
+    """What a sequence needs beyond sampling from its logits until eos.
 
     Attributes:
-        matcher: matches stop strings, if there are any.
         chooses: tokens are chosen separately, since logits are changed or tokens scored.
         needs_history: all tokens must be known before the next one is chosen.
         top: number of likeliest tokens scored besides the chosen one; None if none is scored.
-        chosen: scores of generated tokens that have not been collected yet.
-        prompt: scores of prompt tokens, at ``positions``.
+        chosen: scores of generated tokens not collected yet; ``prompt``: of prompt tokens, at ``positions``.
         logprobs: log-probabilities of the collected tokens.
     """
 
@@ -110,7 +106,7 @@ class SequenceState:
         )
 
     def arrived(self, token: int, *, closes: bool, text: Callable[[int], str]) -> SequenceEnd | None:
-        """Record ``token``. ``closes``: the token ends the sequence and is not part of it. Returns the end of a
+        """Record ``token``; ``closes``: it ends the sequence and is not part of the answer. Returns the end of a
         sequence whose constraint allows no token, else None."""
         if self.top is not None:
             scores, row = self.chosen.popleft()
@@ -124,7 +120,7 @@ class SequenceState:
         return None
 
     def ends(self, token: int) -> SequenceEnd | None:
-        """The end of the sequence if ``token``, which is part of it, completes it; else None."""
+        """The end of the sequence if ``token``, which is part of the answer, completes it; else None."""
         if self.matcher is not None and self.matcher.found(token):
             return SequenceEnd("stop", by_text=True)
         if self._constraint is not None:
@@ -139,8 +135,7 @@ class SequenceState:
         return any(math.isnan(scores.logprobs[row]) for scores, row in self.prompt)
 
     def prompt_logprobs(self, text: Callable[[int], str]) -> tuple[Mapping[int, Logprob] | None, ...] | None:
-        """One mapping per prompt token, None where it was not scored; None if no prompt log-probabilities were
-        requested."""
+        """One mapping per prompt token, None for an unscored one; None if none were requested."""
         if self._how.prompt_logprobs is None:
             return None
         found: list[Mapping[int, Logprob] | None] = [None] * len(self._token_ids)
@@ -150,7 +145,6 @@ class SequenceState:
 
 
 def _changes(how: SamplingParams) -> bool:
-    """True if logits are changed before a token is chosen."""
     penalties = (how.repetition_penalty, how.frequency_penalty, how.presence_penalty)
     return bool(
         how.logit_bias or how.min_tokens or penalties != UNCHANGED.penalties or how.structured_outputs is not None
@@ -158,7 +152,7 @@ def _changes(how: SamplingParams) -> bool:
 
 
 def _logprobs(token: int, scores: Scores, row: int, text: Callable[[int], str]) -> Mapping[int, Logprob]:
-    """Log-probabilities of ``token``, then of the likeliest tokens in order."""
+    """The scored token is first, then the likeliest tokens in order."""
     found = {
         token: Logprob(logprob=float(scores.logprobs[row]), rank=int(scores.ranks[row]), decoded_token=text(token))
     }
@@ -178,14 +172,11 @@ _log = logging.getLogger(__name__)
 
 
 class OutputProcessor:
-    """The sequences of one run and the rules that finish them. Finished sequences are forgotten.
-
-    A running sequence has a `SequenceState` if its parameters require more than sampling from the logits until eos.
+    """The ``sequences`` of one run, created lazily, and the rules that finish them; finished sequences are forgotten.
 
     Attributes:
-        generations: the sequences, created lazily.
         tokens: number of tokens generated so far.
-        ended_tokens, ended_most: tokens that the finished sequences generated, and the most they could have.
+        ended_tokens: number of tokens that the finished sequences generated; ``ended_most``: could have generated.
     """
 
     def __init__(
@@ -201,7 +192,6 @@ class OutputProcessor:
         self.sequences: Iterator[RunningSequence] = (made for request in requests for made in self._open(request))
 
     def _open(self, request: Request) -> Iterator[RunningSequence]:
-        """Yield the ``n`` sequences of a request."""
         how = request.sampling
         seed = secrets.randbits(64) if how.seed is None else how.seed
         self._ending.update(how.stop_token_ids)
@@ -220,12 +210,11 @@ class OutputProcessor:
 
     @property
     def needs_history(self) -> bool:
-        """True if the next token of some sequence can be chosen only after `collect` has processed all earlier
-        tokens."""
+        """True if the next token of some sequence can be chosen only after `collect` processed all earlier tokens."""
         return self._historians > 0
 
     def choose(self, chunks: Sequence[SequenceChunk], logits: Tensor) -> Tensor:
-        """The next token of each completing chunk, int64 [S], from logits float32 [S, V]. `NOT_FINITE` for a row whose
+        """The next token of each completing chunk, int64 [S], from logits float32 [S, V]; `NOT_FINITE` for a row whose
         logits are not finite, whatever its parameters."""
         likeliest, owners = logits.argmax(dim=-1), [chunk.sequence for chunk in chunks]
         params, seeds = [owner.request.sampling for owner in owners], [owner.seed for owner in owners]
@@ -249,8 +238,8 @@ class OutputProcessor:
         return tokens.masked_fill_(not_finite(logits, likeliest), NOT_FINITE)
 
     def score(self, chunks: Sequence[SequenceChunk], first: int, logits: Tensor, targets: Tensor) -> None:
-        """Keep the scores of ``targets`` int64 [R], prompt tokens, under ``logits`` float32 [R, V]. The rows are the
-        scored positions of ``chunks`` from number ``first`` on."""
+        """Keep the scores of prompt tokens ``targets`` int64 [R], the scored positions of ``chunks`` from number
+        ``first`` on, under ``logits`` float32 [R, V]."""
         every = ((chunk.sequence, position) for chunk in chunks for position in chunk.scored)
         wanted = []
         for row, (sequence, position) in enumerate(islice(every, first, first + len(logits))):
@@ -290,8 +279,7 @@ class OutputProcessor:
         return finished
 
     def _ends(self, sequence: RunningSequence, token: int | None) -> SequenceEnd | None:
-        """The end of the sequence if ``token`` finishes it, else None; ``token`` is None where nothing is to be
-        generated."""
+        """The end of the sequence if ``token`` (None where nothing is to be generated) finishes it, else None."""
         how, state = sequence.request.sampling, self._states.get(sequence) if self._states else None
         first = not sequence.generated
         if token == NOT_FINITE or (first and state is not None and state.scored_nan):
@@ -316,7 +304,7 @@ class OutputProcessor:
         return SequenceEnd("length") if len(sequence.generated) >= sequence.max_tokens else None
 
     def _not_finite(self) -> SequenceEnd:
-        """The end of a sequence whose logits are not finite; the first one of a run is logged."""
+        """Only the first such end of a run is logged."""
         if not self._warned:
             self._warned = True
             _log.warning(NO_LOGITS)
@@ -359,8 +347,7 @@ class OutputProcessor:
 
 
 def _score(logits: Tensor, tokens: Tensor, wanted: Sequence[tuple[int, int, Kept]]) -> None:
-    """Score ``tokens`` int64 [S] under ``logits`` float32 [S, V]. Each entry of ``wanted`` is a row, the number of
-    likeliest tokens to score, and the list that receives the scores."""
+    """``wanted``: (row, number of likeliest tokens, list that receives the scores)."""
     by_top: defaultdict[int, list[tuple[int, Kept]]] = defaultdict(list)
     for row, top, kept in wanted:
         by_top[top].append((row, kept))
@@ -380,11 +367,7 @@ def most_tokens(request: Request, max_positions: int) -> int:
 
 
 def check_tokens(request: Request, vocab_size: int, max_positions: int) -> None:
-    """Reject a prompt without tokens or longer than the context, and token ids outside the vocabulary.
-
-    Raises:
-        InputError: names the field and the id at fault.
-    """
+    """Raise InputError for an empty prompt, one longer than the context, or token ids outside the vocabulary."""
     tokens, how = len(request.token_ids), request.sampling
     if not tokens:
         raise InputError("the prompt has no tokens", code="empty_prompt")

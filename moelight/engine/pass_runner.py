@@ -1,7 +1,5 @@
-"""Passes over a loaded model: micro-batch plans to micro-batches, a schedule and a timeline.
-
-Does not depend on the text of requests or on when sequences finish.
-"""
+"""Passes over a loaded model: from micro-batch plans to a schedule, a launched pass, its tokens and timeline. Does not
+depend on the text of requests or on when sequences finish."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ _SCHEDULES_KEPT = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packed:
-    """A pass ready to launch: its micro-batch plans, packed."""
+    """A pass ready to launch."""
 
     plans: Sequence[MicroBatchPlan]
     micro_batches: Sequence[MicroBatch]
@@ -47,14 +45,13 @@ class Packed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launched:
-    """A pass in flight. Its micro-batches are kept until the pass has been collected."""
+    """A pass in flight; keeps its micro-batches alive until the pass has been collected."""
 
     packed: Packed
     in_flight: PassInFlight
 
     @property
     def plans(self) -> Sequence[MicroBatchPlan]:
-        """The micro-batch plans of the pass."""
         return self.packed.plans
 
 
@@ -66,8 +63,7 @@ class ScheduleCache:
         self.use(layout)
 
     def use(self, layout: Layout) -> None:
-        """Build schedules for ``layout`` from now on. None are kept where contexts cross the link, since those differ
-        from pass to pass."""
+        """Build schedules for ``layout`` from now on; none are kept where contexts cross the link."""
         self.layout = layout
         build = partial(self._build, layout)
         self.find: Callable[[PassShape], Schedule] = (
@@ -76,12 +72,11 @@ class ScheduleCache:
 
 
 class PassRunner:
-    """Packs, launches and lands passes over a loaded model. A pass runs all layers once."""
+    """Packs, launches and lands passes over a loaded model."""
 
     def __init__(
         self, source: OpenCheckpoint, policy: Policy, machine: Machine, lanes: str, experts: ExpertRuntime | None = None
     ) -> None:
-        """Load the model; arguments as for `LoadedModel`."""
         self.model = model = LoadedModel(source, policy, machine, lanes, experts)
         self.pool, self.dtype, self.close = model.pool, model.dtype, model.close
         self._policy, self._allocation = policy, Allocation(source.profile, policy, model.dtype)
@@ -97,11 +92,8 @@ class PassRunner:
 
     @property
     def policy(self) -> Policy:
-        """The policy that passes follow. It may be replaced between two passes, within what was allocated.
-
-        Raises:
-            ConfigError: the new policy changes a fixed value or needs more memory.
-        """
+        """The policy that passes follow; it may be replaced between passes. Raises ConfigError if the new policy
+        changes a fixed value or exceeds the allocation."""
         return self._policy
 
     @policy.setter
@@ -110,8 +102,7 @@ class PassRunner:
         self._policy = policy
 
     def pack(self, plans: Sequence[MicroBatchPlan]) -> Packed:
-        """Pack ``plans`` into micro-batches, before or while an earlier pass runs; generated tokens are read when the
-        pass runs."""
+        """Pack ``plans``, before or while an earlier pass runs; generated tokens are read when the pass runs."""
         model, row, sampled, micro_batches = self.model, 0, next(self._sampled), []
         for load in plans:
             chunks = [_chunk(chunk) for chunk in load.chunks]
@@ -133,11 +124,12 @@ class PassRunner:
         return Packed(plans=plans, micro_batches=micro_batches, shapes=shapes)
 
     def launch(self, packed: Packed, choose: Choose, score: Score | None = None, *, follows: bool) -> Launched:
-        """Launch a pass, possibly behind one in flight.
+        """Launch a pass, possibly behind one in flight; ``follows``: another pass follows, so its first pages may be
+        prefetched.
 
-        ``choose(pieces, logits)`` picks the new tokens of the completing chunks, on the device of the logits.
-        ``score(pieces, first, logits, targets)`` scores prompt tokens of a micro-batch from its scored row ``first``
-        on. ``follows``: another pass will follow, so its first pages may be prefetched.
+        ``choose(chunks, logits)`` picks the new tokens of completing chunks on the device of the logits;
+        ``score(chunks, first, logits, targets)`` scores prompt tokens of a micro-batch, ``first`` being its first
+        scored row.
         """
         model, pager = self.model, self._pager_for(sum(load.tokens for load in packed.plans))
         if pager is None:
@@ -181,7 +173,7 @@ class PassRunner:
         return Launched(packed=packed, in_flight=model.executor.launch(schedule, perform))
 
     def _pager_for(self, tokens: int) -> RingPager | None:
-        """The pager, if a pass of ``tokens`` should run on demand; None for a whole pass."""
+        """None for a whole pass."""
         policy = self._policy
         missing = None
         if self._experts is not None:
@@ -191,9 +183,8 @@ class PassRunner:
         return self.model.pager if pays else None
 
     def _in_ring(self, prefetched: int) -> tuple[dict[Page, int], dict[Page, int] | None]:
-        """The pages that the previous pass, if a whole pass, left in the ring, with their slots: the pages of the
-        ``prefetched`` parts it fetched for this pass, and the last pages it used itself (none before the first whole
-        pass)."""
+        """Pages and ring slots left by a whole pass: those of the ``prefetched`` parts, and the last that the pass
+        itself used (none before the first). Nothing after an on-demand pass."""
         if not self._streaming:
             return {}, None
         store, layout = self.model.pages, self._schedules.layout
@@ -218,8 +209,7 @@ class PassRunner:
         model.pages.follow(self._schedules.layout.streamed, self._schedules.layout.computed)
 
     def land(self, launched: Launched) -> tuple[Timeline, list[list[int]]]:
-        """Wait for a pass. Returns its timeline and, for each micro-batch, the new tokens in the order of its
-        completing chunks."""
+        """Wait for a pass; return its timeline and, per micro-batch, the tokens of its completing chunks in order."""
         timeline = self.model.executor.finish(launched.in_flight)
         return timeline, [mb.sampled.tolist() for mb in launched.packed.micro_batches]
 
@@ -234,8 +224,7 @@ class PassRunner:
         return {} if self.model.pager is None else self.model.pager.stats.as_dict()
 
     def _shape(self, load: MicroBatchPlan, mb: MicroBatch) -> MicroBatchShape:
-        """The shape of a micro-batch. Context tokens are exact only where keys and values cross the link; elsewhere
-        they are left out, so that passes share schedules."""
+        """Context tokens are 0 where keys and values do not cross the link, so that passes share schedules."""
         added = mb.added if self.model.layout.context_crosses else None
         context = mb.context if added is not None else None
         return MicroBatchShape(
@@ -249,7 +238,6 @@ class PassRunner:
         )
 
     def _find_context(self, mb: MicroBatch, chunks: Sequence[Chunk]) -> None:
-        """Locate the cached context that the device reads, and the slots for the new keys and values."""
         device, size = mb.hidden.device, self._policy.kv_block_size
         host_slots = self.pool.host_blocks * size
         mb.added = find_added(mb.cache_slots, host_slots=host_slots, device=device)

@@ -1,4 +1,4 @@
-"""Builds a plan from the user's options and the machine, and resolves a hand-written policy to a runnable one."""
+"""Builds a plan from the user's options and the machine; resolves a hand-written policy to a runnable one."""
 
 from __future__ import annotations
 
@@ -44,18 +44,14 @@ _PLAIN_DISK = Tier(name="disk", capacity_bytes=1 << 40, bandwidth_bytes_per_s=2e
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanConstraints:
-    """Values that the user fixed; None leaves the choice to the plan."""
+    """Values that the user fixed; None leaves the choice to the planner."""
 
     batch_size: int | None = None
     micro_batch_size: int | None = None
     schedule: str | None = None
 
     def fixed(self, *, discrete: bool) -> dict[str, Fixed]:
-        """The fixed values by key of the policy.
-
-        Raises:
-            ConfigError: no such schedule, or one that needs a GPU where there is none.
-        """
+        """The fixed values by key of the policy."""
         if self.schedule is not None:
             SCHEDULES.get(self.schedule)
             if not discrete and (reason := misfit(self.schedule, discrete=False, attention="cpu", experts="device")):
@@ -76,12 +72,8 @@ def plan_for(
     workload: Workload,
     experts: ExpertPolicy | None = None,
 ) -> Plan:
-    """The plan for ``source`` on ``machine``: the search of `optimize`, over all that this engine runs there. A memory
-    limit of None is 90 % of the memory free now.
-
-    Raises:
-        BudgetError, ConfigError: see `optimize`.
-    """
+    """The plan for ``source`` on ``machine``: the search of `optimize`, over all that this engine can run there. Memory
+    limits are in bytes; None: 90 % of the memory free now. Raises BudgetError if nothing fits."""
     limits = {"host": host_memory or int(FREE_SHARE * available_bytes())}
     if machine.discrete:
         limits["device"] = device_memory or int(FREE_SHARE * machine.device_memory_bytes())
@@ -117,8 +109,7 @@ def plan_for(
 def _expert_constraints(
     experts: ExpertPolicy, model: ModelProfile, dtype: DType, machine: Machine, constraints: PlanConstraints
 ) -> dict[str, Fixed]:
-    """The values of a policy that ``experts`` determines: the share of resident experts and, beside a GPU, whether the
-    CPU may compute missing experts in place."""
+    """The share of resident experts and, beside a GPU, whether the CPU may compute missing experts in place."""
     share = resident_share(experts, model, dtype)
     if not machine.discrete:
         return {"weights.host": share}
@@ -142,12 +133,8 @@ def speeds_for(plan: Plan | None, *, discrete: bool) -> Speeds:
 
 
 def hardware_for(hw: str, *, discrete: bool) -> HardwareProfile:
-    """The hardware profile ``hw``, completed with a disk and reduced to one GPU. ``auto`` is this machine if it was
-    measured (`moelight profile`), else a typical one of its kind.
-
-    Raises:
-        ConfigError: no such profile, or one of a machine of the other kind.
-    """
+    """The hardware profile ``hw``, completed with a disk and reduced to one GPU. ``auto``: this machine if it was
+    measured (`moelight profile`), else a typical one of its kind."""
     measured = kept_profile() if hw == "auto" else None
     if measured is not None and (measured.tier("device") is not None) == discrete:
         profile = measured
@@ -162,14 +149,14 @@ def hardware_for(hw: str, *, discrete: bool) -> HardwareProfile:
 
 
 def checkpoint_bytes(source: OpenCheckpoint) -> int:
-    """Bytes of all expert pages: the checkpoint holds every page, so any page may be streamed from disk."""
+    """Bytes of all expert pages in float32: the checkpoint holds every page, so any page may be streamed from disk."""
     model = source.profile
     return len(pages(model)) * page_bytes(model, FLOAT32)
 
 
 def resolve_host_pages(policy: Policy, model: ModelProfile, machine: Machine, dtype: DType) -> tuple[Policy, str]:
     """``policy`` with ``host_pages`` resolved, and the reason: ``pinned`` if the machine page-locks memory in place and
-    enough remains for the system. Pinned pages save the staging copy, and two thirds of the host memory traffic of
+    enough remains for the system. Pinned pages save the staging copy and two thirds of the host memory traffic of
     streamed pages."""
 
     def staged(reason: str) -> tuple[Policy, str]:
@@ -203,8 +190,8 @@ def resolve_residents(
     policy: Policy, model: ModelProfile, dtype: DType, limits: Mapping[str, int], *, requested: bool
 ) -> tuple[Policy, str]:
     """``policy`` with ``residents`` resolved, and the reason: ``learned`` if on-demand passes can occur and their
-    memory is available within ``limits``. A ring that holds less than a layer must grow at the expense of resident
-    experts; that happens only on request (``requested``), or if all decode passes are on-demand."""
+    memory fits ``limits``. A ring smaller than a layer must grow at the expense of resident experts; that happens only
+    if ``requested``, or if all decode passes are on-demand."""
 
     def static(reason: str) -> tuple[Policy, str]:
         return replace(policy, residents="static"), reason
@@ -235,8 +222,7 @@ def decodes_on_demand(model: ModelProfile, policy: Policy) -> bool:
 
 
 def _fit_ring(policy: Policy, model: ModelProfile, dtype: DType, before: Footprint) -> Policy | None:
-    """``policy`` with the most resident experts that, with their ring, take no more memory than ``before``; None if not
-    even one fits."""
+    """``policy`` with the most resident experts (at least one, else None) that fit, with the ring, into ``before``."""
     total = len(place(model, policy).tiers)
     most = before.bytes_of("experts") + before.bytes_of("ring")
     stay = len(place(model, policy).resident)
@@ -251,13 +237,8 @@ def _fit_ring(policy: Policy, model: ModelProfile, dtype: DType, before: Footpri
 
 
 def resolve(policy: Policy, model: ModelProfile, *, discrete: bool) -> Policy:
-    """``policy`` with nothing left open.
-
-    ``kv_tokens`` 0 becomes enough for every sequence to reach 1024 tokens (or the model's context, if shorter).
-
-    Raises:
-        ConfigError: the policy needs a device that is missing, or something this engine does not support.
-    """
+    """``policy`` with nothing left open: ``kv_tokens`` 0 becomes 1024 tokens per sequence, or the model's context if
+    shorter. Raises ConfigError if a device is missing or the engine does not support the policy."""
     SCHEDULES.get(policy.schedule)
     if policy.discrete != discrete:
         there = "a GPU" if discrete else "no GPU"

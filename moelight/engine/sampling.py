@@ -1,9 +1,7 @@
-"""From logits to the next token. A sampled token depends only on its sequence's seed and position.
+"""From logits to the next token, which depends only on its sequence's logits, seed and position.
 
-The operations have vLLM's order: biases, minimum number of tokens, penalties, grammar mask; then temperature, min-p,
-top-k, top-p.
-
-Legend: S rows, V vocabulary, K likeliest tokens requested.
+Order of operations, as in vLLM: biases, minimum number of tokens, penalties, grammar mask; then temperature, min-p,
+top-k, top-p. Legend: S rows, V vocabulary, K likeliest tokens requested.
 """
 
 from __future__ import annotations
@@ -26,12 +24,9 @@ NOT_FINITE = -1  # token id of a row whose logits are not finite
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """Changes to one row of logits before its token is chosen.
-
-    ``biases`` are added. ``forbidden`` tokens are masked. ``seen`` counts how often the sequence generated each token
-    (0: only in the prompt), for the ``penalties`` (repetition, frequency, presence). ``allowed`` uint32 [V / 32] is a
-    bit mask of the allowed tokens; None: all are.
-    """
+    """Changes to one row of logits before its token is chosen. ``seen``: how often the sequence generated each token
+    (0: only in the prompt), for ``penalties`` (repetition, frequency, presence). ``allowed``: uint32 [V / 32], bit
+    mask; None: all tokens."""
 
     biases: Mapping[int, float] = field(default_factory=dict)
     forbidden: Collection[int] = ()
@@ -42,9 +37,8 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    """Scores of one token per row: ``logprobs`` float32 [S] and ``ranks`` int64 [S], and the likeliest tokens
-    ``top_ids`` int64 [S, K] with ``top_logprobs`` float32 [S, K]. In host memory; complete once the pass has been
-    collected."""
+    """Scores of one token per row: ``logprobs`` float32 [S], ``ranks`` int64 [S], and the likeliest tokens ``top_ids``
+    int64 [S, K] with ``top_logprobs`` float32 [S, K]. In host memory; complete once the pass has been collected."""
 
     logprobs: Tensor
     ranks: Tensor
@@ -61,10 +55,9 @@ def next_tokens(
     likeliest: Tensor | None = None,
 ) -> Tensor:
     """One token id per row of ``logits`` float32 [S, V] -> int64 [S], on their device and without waiting for it.
-    ``likeliest`` int64 [S]: the argmax of each row, if already known.
 
-    Row s follows ``params[s]``; its random number is a function of ``seeds[s]`` and ``places[s]`` (the number of tokens
-    the sequence has already generated), so the token depends on neither the batch nor the schedule.
+    Row s follows ``params[s]``; its random number is a function of ``seeds[s]`` and ``places[s]`` (tokens generated
+    before), not of batch or schedule. ``likeliest`` int64 [S]: the argmax of each row, if known.
     """
     tokens = logits.argmax(dim=-1) if likeliest is None else likeliest.clone()
     drawn = [row for row, how in enumerate(params) if not how.greedy]
@@ -76,15 +69,13 @@ def next_tokens(
 
 
 def not_finite(logits: Tensor, likeliest: Tensor) -> Tensor:
-    """True for the rows of ``logits`` float32 [S, V] that hold a NaN or have no finite maximum -> bool [S], on their
-    device. Only the logits at ``likeliest`` int64 [S], the argmax of each row, are read: argmax treats NaN as the
-    largest value."""
+    """True for rows of ``logits`` float32 [S, V] with a NaN or without a finite maximum -> bool [S], on their device.
+    Reads only the logits at ``likeliest`` int64 [S], the argmax of each row: argmax treats NaN as the largest value."""
     return logits.gather(1, likeliest.unsqueeze(1)).squeeze(1).isfinite().logical_not_()
 
 
 def blocks(rows: Sequence[int], logits: Tensor, logit_bytes: int) -> Iterator[Sequence[int]]:
-    """Split ``rows`` so that work which takes ``logit_bytes`` a logit needs no more memory per part than all of
-    ``logits`` float32 [S, V]."""
+    """Split ``rows``: at ``logit_bytes`` per logit, no part needs more memory than ``logits`` float32 [S, V]."""
     least = FREE_BYTES // (logits.shape[1] * logit_bytes)
     most = max(1, least, len(logits) * 4 // logit_bytes)
     return (rows[first : first + most] for first in range(0, len(rows), most))
@@ -128,7 +119,6 @@ def _bias(logits: Tensor, changes: Sequence[Change]) -> None:
 
 
 def _penalise(logits: Tensor, changes: Sequence[Change]) -> None:
-    """Penalise the logits of seen tokens; no others are read."""
     seen = [(row, each) for row, each in enumerate(changes) if each.seen]
     if not seen:
         return
@@ -179,8 +169,7 @@ def _ranks(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _draw(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[float]) -> Tensor:
-    """Apply temperature, min-p, top-k and top-p, then invert the cumulative distribution at the row's number. Rows are
-    independent of each other."""
+    """Apply temperature, min-p, top-k and top-p, then invert the cumulative distribution at the row's number."""
     vocabulary = logits.shape[1]
     limits = [how.top_k if 0 < how.top_k < vocabulary else vocabulary for how in params]
     temperatures = [how.temperature for how in params]
@@ -209,5 +198,5 @@ def there(numbers: np.ndarray, beside: Tensor) -> Tensor:
 
 
 def _room(beside: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Allocate host memory that receives a copy from the device of ``beside``."""
+    """Host memory that receives a copy from the device of ``beside``."""
     return torch.empty(shape, dtype=dtype, pin_memory=beside.device.type != "cpu")

@@ -1,7 +1,5 @@
-"""Renders chat templates in jinja2's sandbox, as transformers does, within a `ConfinedProcess`.
-
-A template comes with a downloaded model: it is untrusted code, and the sandbox limits neither its time nor its memory.
-"""
+"""Renders chat templates in jinja2's sandbox, as transformers does, within a `ConfinedProcess`: templates are untrusted
+code, and jinja2's sandbox limits neither their time nor their memory."""
 
 from __future__ import annotations
 
@@ -64,8 +62,8 @@ class _Compiled:
 
 
 def renderer(_setup: object) -> Callable[[list[Any]], list[str | None] | None]:
-    """The function from a question ``[key, source, values]`` to ``[text, None]``, or ``[None, why]`` if the template
-    fails. With ``source`` None, the answer is None where the template of ``key`` is not known."""
+    """The function from a question ``[key, source, values]`` to ``[text, None]``, or to ``[None, why]`` if the template
+    fails. With ``source`` None, the answer is None if the template of ``key`` is not known."""
     kept: OrderedDict[str, _Compiled | str] = OrderedDict()
 
     def render(question: list[Any]) -> list[str | None] | None:
@@ -120,7 +118,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is, not escaped for HTML as jinja2's own filter does."""
+    """JSON as it is, not escaped for HTML as by jinja2's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,5 +1,4 @@
-"""Text to token ids and back, by the checkpoint's tokenizer.json, special tokens, chat template and end-of-sequence
-ids. The rest of the engine handles ids only."""
+"""Text to token ids and back, by the checkpoint's tokenizer, special tokens, chat template and end-of-sequence ids."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ def _fails_at_the_text(said: str) -> InputError:
 
 
 class Tokenizer:
-    """The tokenizer of one checkpoint, with its chat ``template`` if there is one. ``eos_token_ids`` end a
-    completion."""
+    """The tokenizer of one checkpoint, with its chat ``template`` if it has one. ``eos_token_ids`` end a completion."""
 
     def __init__(
         self,
@@ -60,11 +58,7 @@ class Tokenizer:
     @classmethod
     def from_dir(cls, directory: Path, chat_template: Path | None = None) -> Tokenizer:
         """Load the tokenizer of the checkpoint in ``directory``; the file ``chat_template`` replaces the checkpoint's
-        template.
-
-        Raises:
-            CheckpointError: tokenizer.json is missing, or one of the tokenizer's files is damaged.
-            ConfigError: ``chat_template`` cannot be read.
+        template. Raises CheckpointError for a missing or damaged file, ConfigError for an unreadable ``chat_template``.
         """
         config = _read_object(directory / "tokenizer_config.json")
         named = _named_tokens({**_read_object(directory / "special_tokens_map.json"), **config})
@@ -88,19 +82,14 @@ class Tokenizer:
         return int(self._inner.get_vocab_size(with_added_tokens=True))
 
     def token_id(self, role: str) -> int | None:
-        """The id of the special token of this ``role`` (``bos_token``, ``eos_token``, ...), None if there is none."""
+        """The id of the special token of this ``role`` (``bos_token``, ``eos_token``, ...), if any."""
         text = self._named.get(role)
         return None if text is None else self._inner.token_to_id(text)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """The ids of ``text``, by default with the special tokens this checkpoint puts around a prompt.
-
-        A text of far more than ``most`` tokens, the model's context, is rejected before it is encoded whole: the
-        tokenizers library takes some 200 bytes a token.
-
-        Raises:
-            InputError: ``text`` holds half of a surrogate pair, is far too long, or the tokenizers library fails on it.
-        """
+        """The ids of ``text``, by default with the special tokens this checkpoint puts around a prompt. A text far
+        longer than ``most``, the context, is rejected before it is encoded whole (some 200 bytes per token). Raises
+        InputError for that, for half of a surrogate pair, and if the tokenizers library fails."""
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
@@ -116,12 +105,10 @@ class Tokenizer:
                 raise _fails_at_the_text(" ".join(str(error).split())) from None
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ``token_ids``, by default without special tokens."""
         return str(self._inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def context(self, token_ids: Sequence[int]) -> list[int]:
-        """The last of ``token_ids`` that affect how the following text is decoded: empty where every token decodes
-        independently, a few tokens where the first token of a text loses its space."""
+        """The last of ``token_ids``, if any, on which the text of the following tokens depends."""
         if not self._bytes.first_differs:
             return []
         for count in range(_LEAST_CONTEXT, _MOST_CONTEXT):
@@ -144,8 +131,7 @@ class Tokenizer:
         return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token in the middle of a text, possibly part of a character; empty for an id without a
-        token."""
+        """The bytes of a token inside a text, possibly part of a character; empty for an id without a token."""
         return self._bytes(token_id)
 
     def token_text(self, token_id: int) -> str:
@@ -154,17 +140,11 @@ class Tokenizer:
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of the special tokens."""
         return self._bytes.special_ids
 
     def render(self, conversation: Conversation | object, *, most: int | None = None) -> list[int]:
         """The ids of a conversation rendered by the chat template; a plain list of messages opens the assistant's turn.
-        ``most`` is as for `encode`.
-
-        Raises:
-            InputError: ``conversation`` is no such list or is far too long, there is no template, or the template
-                rejects it.
-        """
+        ``most`` as for `encode`. Raises InputError if there is no template or the template rejects the conversation."""
         if self.template is None:
             raise InputError(
                 "this model has no chat template; send a prompt instead, or name a template of your own",
@@ -173,8 +153,7 @@ class Tokenizer:
         return self.encode(self.template.render(conversation), add_special_tokens=False, most=most)
 
     def _refuse_far_too_long(self, text: str, most: int) -> None:
-        """Reject ``text`` by the token count of its beginning, of which only the last tokens can differ in the whole
-        text."""
+        """Count the tokens of the text's beginning, of which only the last can differ in the whole text."""
         most += _CUT_TOKENS
         count = _LETTERS * most
         while count < len(text):
@@ -189,8 +168,6 @@ class Tokenizer:
 
 @contextmanager
 def _library_errors(path: Path) -> Iterator[None]:
-    """Turn panics and bare exceptions of the tokenizers library, which reads ``path``, into a `CheckpointError`."""
-
     def unusable(said: object) -> CheckpointError:
         return CheckpointError(f"{path}: not a usable tokenizer ({said})")
 
@@ -217,7 +194,7 @@ def _read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
 
 
 def _convert_pieces(directory: Path) -> tokenizers.Tokenizer:
-    """Convert a SentencePiece tokenizer with transformers, if that is installed."""
+    """Needs transformers and sentencepiece."""
     chunks = next((name for name in _PIECES if (directory / name).exists()), None)
     if chunks is None:
         raise CheckpointError(f"{directory}: no {TOKENIZER} there; fetch the tokenizer's files too")
@@ -259,8 +236,7 @@ def _read_pieces(path: Path) -> bytes:
 
 
 def _add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """Add the tokens found only in tokenizer_config.json; a token with a role is special whatever tokenizer.json
-    has."""
+    """Add the tokens found only in tokenizer_config.json; a token with a role is special in any case."""
     import tokenizers
 
     present = {token.content: token for token in inner.get_added_tokens_decoder().values()}
@@ -283,7 +259,6 @@ def _add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], named: M
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens by role."""
     return {role: content for role in _NAMED_TOKENS if (content := _content(config.get(role)))}
 
 

@@ -1,5 +1,4 @@
-"""Expert cache, eviction policies, predictors and placement of misses. Works on keys and counters only, not on
-bytes."""
+"""Expert cache, eviction policies, predictors and placement of misses, on keys and counters alone, not on bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ __all__ = ["ExpertCache"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `ExpertCache` on first use, so that a caller that only reads a policy needs no numpy."""
+    """Import `ExpertCache` on first use: reading a policy needs no numpy."""
     if name == "ExpertCache":
         from moelight.experts.cache import ExpertCache
 

@@ -20,16 +20,10 @@ NOTES_KEPT = 1000  # a long job writes millions
 
 
 class Monitor:
-    """``hit_rate`` and ``eviction_rate`` (evictions per access) over the last ``window`` accesses, or over all accesses
-    while there are fewer. Every ``log_interval`` accesses the requested metrics are noted.
-
-    Attributes:
-        accesses: number of accesses so far.
-        notes: the last `NOTES_KEPT` notes, each ``{"access": number, metric: value}``.
-    """
+    """``hit_rate`` and ``eviction_rate`` (evictions per access) over the last ``window`` accesses, or over all while
+    there are fewer. Every ``log_interval`` accesses, `notes` receives the requested metrics."""
 
     def __init__(self, rules: MonitorRules | None = None) -> None:
-        """Raises ConfigError: a window or interval below 1, or an unknown metric."""
         self.rules = rules or MonitorRules()
         for key in ("window", "log_interval"):
             if getattr(self.rules, key) < 1:
@@ -43,11 +37,8 @@ class Monitor:
         self._end = 0
 
     def record(self, hits: int, misses: int, evictions: int) -> dict[str, Floats]:
-        """Record a batch; return each metric after each of its accesses, float64 [hits + misses].
-
-        Evictions beyond the misses (by a trigger, for example) count with the last access. Evictions of a batch without
-        accesses cannot be part of a rate and are ignored.
-        """
+        """Record a batch; return each metric after each access, float64 [hits + misses]. Evictions beyond the misses
+        count with the last access; those of a batch without accesses are ignored."""
         n = hits + misses
         if n == 0:
             return {metric: np.zeros(0) for metric in METRICS}
@@ -68,7 +59,7 @@ class Monitor:
         return found
 
     def now(self) -> dict[str, float]:
-        """Return each metric after the last access; 0 before any access."""
+        """Each metric after the last access; 0 before any access."""
         begin = max(self._end - self.rules.window, 0)
         inside = self._totals[:, self._end] - self._totals[:, begin]
         return dict(zip(METRICS, (inside / max(1, self._end - begin)).tolist(), strict=True))
@@ -110,17 +101,12 @@ class Controlled(Protocol):
         """Return the current value of the key of ``action``, in the syntax of the language; None for a trigger."""
 
     def do(self, action: Action) -> None:
-        """Execute ``action``.
-
-        Raises:
-            UserError: the action is not possible; nothing has changed.
-        """
+        """Execute ``action``; raises UserError if it is not possible, and nothing has changed then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertAdaptation:
-    """Record of a firing: at ``access`` (counted from 1) ``rule`` fired and ``action`` changed ``before`` to ``now``,
-    or failed."""
+    """At ``access`` (counted from 1) ``rule`` fired, and ``action`` changed ``before`` to ``now`` or failed."""
 
     access: int
     rule: str
@@ -130,25 +116,19 @@ class ExpertAdaptation:
     failure: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the record for JSON."""
         said = {"access": self.access, "rule": self.rule, "action": self.action}
         return {**said, "from": self.before, "to": self.now, "failure": self.failure}
 
 
 class AdaptRules:
-    """The rules of one policy, evaluated at every access.
+    """The rules of one policy, evaluated at every access, in their order. ``log``: the last `LOG_KEPT` adaptations.
 
-    A rule fires at the access at which its condition has held for ``accesses`` consecutive accesses, not again before
-    its cooldown, and only if its action changes something (`Controlled.in_force`). Rules are evaluated in their order,
-    access by access; a change takes effect with the next batch, because a batch is decided as a whole.
-
-    Attributes:
-        log: the last `LOG_KEPT` adaptations, including failures.
-        changes, failures: total number of each.
+    A rule fires when its condition has held for ``accesses`` consecutive accesses, not again before its cooldown, and
+    only if its action changes something (`Controlled.in_force`). A change takes effect with the next batch.
     """
 
     def __init__(self, rules: Sequence[AdaptRule], controlled: Controlled, monitor: Monitor) -> None:
-        """Raises ConfigError: a rule that could never fire, or never do anything."""
+        """Raises ConfigError for a rule that could never fire, or never do anything."""
         for rule in rules:
             _check(rule)
         self.rules, self.monitor = tuple(rules), monitor
@@ -224,7 +204,6 @@ class AdaptRules:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the log for JSON."""
         return {"changes": self.changes, "failures": self.failures, "log": [each.as_dict() for each in self.log]}
 
 

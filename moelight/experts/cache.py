@@ -1,9 +1,5 @@
-"""Expert cache: slots, leases, pins, budgets of layers, expiry and counters over an eviction policy.
-
-The cache decides and counts; it holds and moves no bytes. The caller learns which experts were evicted
-(`ExpertCache.on_evict`, `Access.evictions`) and which pages to transfer to which slots (`Access.slots`,
-`Prefetch.slots`, `ExpertCache.preload`).
-"""
+"""Expert cache: slots, leases, pins, budgets of layers, expiry and counters over an eviction policy. The cache decides
+and counts but moves no bytes; the caller transfers pages to the slots that the cache returns."""
 
 from __future__ import annotations
 
@@ -28,10 +24,9 @@ class Access:
     """Result of one batch of one layer. Ids ascend; each is in exactly one of `hits`, `misses` and `kept_out`.
 
     Attributes:
-        hits: int64 [n], expert ids that were resident, in the slots ``hit_slots`` int64 [n].
-        misses: int64 [m], expert ids that were not resident; ``slots`` int64 [m] is the destination slot of each, -1 if
-            it bypasses the cache.
-        kept_out: int64 [o], expert ids that were not resident and that the caller excluded from admission.
+        hits: int64 [n], resident experts, in the slots ``hit_slots`` int64 [n].
+        misses: int64 [m]; ``slots`` int64 [m] is the destination slot of each, -1 if it bypasses the cache.
+        kept_out: int64 [o], missing experts that the caller excluded from admission.
         evictions: int64 [e, 2], evicted (layer, expert), in order. Their slots may be among ``slots``.
         counts: int64 [num_experts], tokens of each expert.
     """
@@ -47,8 +42,7 @@ class Access:
 
 
 class Prefetch(NamedTuple):
-    """Admitted predictions: ``ids`` int64 [n] into ``slots`` int64 [n]; ``evictions`` int64 [e, 2] were evicted for
-    them."""
+    """Admitted predictions: ``ids`` int64 [n] into ``slots`` int64 [n]; ``evictions`` int64 [e, 2] made room."""
 
     ids: IntArray
     slots: IntArray
@@ -61,10 +55,8 @@ class CacheStats:
     Attributes:
         hits, misses: int64 [L, E], accesses; one for each distinct id of a batch.
         tokens: int64 [L, E], (token, expert) pairs.
-        evictions: all evicted pages; ``expired`` and ``pressed`` count those evicted by time to live and by memory
-            pressure.
+        evictions: all evicted pages, including those ``expired`` by time to live and ``pressed`` by memory pressure.
         bypasses: misses that were not admitted.
-        prefetched: predicted experts that were admitted.
     """
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
@@ -90,7 +82,6 @@ class CacheStats:
         return int(self.hits.sum()) / accesses if accesses else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the counters for JSON; ``hit_rate`` of a layer without accesses is None."""
         counters = ("evictions", "expired", "pressed", "bypasses", "prefetched")
         hits, misses = self.hits.sum(axis=1).tolist(), self.misses.sum(axis=1).tolist()
         return {
@@ -108,8 +99,7 @@ class CacheStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPressure:
-    """From ``threshold`` of ``budget_gb`` on, experts of ``expert_gb`` each are evicted until ``headroom`` of the
-    budget is used."""
+    """From ``threshold`` of ``budget_gb`` on, experts of ``expert_gb`` each are evicted down to ``headroom``."""
 
     threshold: float
     headroom: float = 0.7
@@ -117,7 +107,6 @@ class MemoryPressure:
     expert_gb: float = 1.2
 
     def usage(self, residents: int) -> float:
-        """Share of the budget that ``residents`` experts use."""
         return residents * self.expert_gb / self.budget_gb
 
     def surplus(self, residents: int) -> int:
@@ -125,13 +114,11 @@ class MemoryPressure:
         return self.beyond_headroom(residents) if self.usage(residents) >= self.threshold else 0
 
     def beyond_headroom(self, residents: int) -> int:
-        """Number of ``residents`` that exceed the headroom."""
         return sum(self.usage(count) > self.headroom for count in range(1, residents + 1))
 
 
 class Expiry:
-    """Keys by their last access; keys without an access for ``ttl`` accesses are due. The cost is proportional to the
-    due keys; there is no scan."""
+    """Keys by their last access; a key is due ``ttl`` accesses later. The cost is proportional to the due keys."""
 
     def __init__(self, ttl: int) -> None:
         self.ttl = ttl
@@ -148,7 +135,7 @@ class Expiry:
         self._last.pop(key, None)
 
     def due(self, clock: int, spared: Callable[[int], bool]) -> list[int]:
-        """Return expired keys, the oldest first; a key for which ``spared`` is true is due once it no longer is."""
+        """Return the expired keys, the oldest first, without those ``spared``, which remain due."""
         found = []
         for key, last in self._last.items():
             if last > clock - self.ttl:
@@ -163,13 +150,9 @@ _LEAST_WEIGHT = 1e-9  # of the largest weight; smaller ones count as 0, which ke
 
 
 def share_out(total: int, weights: FloatArray, least: IntArray, most: IntArray) -> IntArray:
-    """Distribute ``total`` slots in proportion to ``weights`` float [L], each layer within ``least`` and ``most`` int
-    [L]; equally if all weights are 0. The difference of a layer that is cut at a bound goes to the other layers; the
-    rounding remainder goes to the largest fractions, ties to the first layers. The sum is exactly ``total``.
-
-    Raises:
-        ConfigError: no shares within the bounds have that sum.
-    """
+    """Distribute exactly ``total`` slots in proportion to ``weights`` float [L] (equally if all are 0), each layer
+    within ``least`` and ``most`` int [L]; raises ConfigError if that is impossible. What a bound cuts off goes to the
+    other layers, the rounding remainder to the largest fractions, ties to the first layers."""
     low, high = int(least.sum()), int(most.sum())
     if not low <= total <= high or (least > most).any():
         raise ConfigError(
@@ -217,8 +200,7 @@ class Selections:
         self._seen[layer] += len(ids)
 
     def entropies(self) -> FloatArray:
-        """Entropy of each layer's recent accesses in bits, float [L]; a layer without accesses gets that of a uniform
-        spread (1 bit if it has one expert)."""
+        """Entropy of each layer's recent accesses in bits, float [L]; without accesses, that of a uniform spread."""
         found = np.full(len(self._seen), np.log2(max(self._experts, 2)))
         for layer in np.flatnonzero(self._seen):
             counts = np.bincount(self._last[layer, : self._seen[layer]], minlength=self._experts)
@@ -228,11 +210,7 @@ class Selections:
 
 
 def flat_ids(ids: ArrayLike, num_experts: int) -> IntArray:
-    """Return the experts of ``[tokens, k]`` as one int64 row.
-
-    Raises:
-        ValueError: wrong shape, not integers, or an id outside ``num_experts``.
-    """
+    """Return the experts of ``[tokens, k]`` as one int64 row; raises ValueError for another shape, type or range."""
     given = np.asarray(ids)
     if given.ndim != 2:
         raise ValueError(f"ids: expected [tokens, k], not shape {list(given.shape)}")
@@ -246,11 +224,7 @@ def flat_ids(ids: ArrayLike, num_experts: int) -> IntArray:
 
 
 def mass_of(scores: ArrayLike, flat: IntArray, shape: tuple[int, ...], num_experts: int) -> FloatArray:
-    """Return the summed router weight of each expert, float64 [num_experts]; ``scores`` has the ``shape`` of the ids.
-
-    Raises:
-        ValueError: wrong shape, or weights that are not finite.
-    """
+    """Return the summed router weight of each expert, float64 [num_experts]; the ids had ``shape``."""
     given: NDArray[np.float64] = np.ascontiguousarray(scores, np.float64)
     if given.shape != shape:
         raise ValueError(f"scores: expected the shape of ids, {list(shape)}, not {list(given.shape)}")
@@ -266,9 +240,9 @@ _MANY = 16  # routed tokens per expert from which their count ranks experts as w
 class ExpertCache:
     """Slots for ``capacity`` experts of ``num_layers`` x ``num_experts``, all layers together.
 
-    The distinct ids of a batch are served one after the other, first the resident ones, then the missing ones, each in
-    ascending order; no expert of a batch is evicted for another one of it. With two evictions, the residents of the
-    first are served before those of the second. A miss that is not admitted is a bypass.
+    The distinct ids of a batch are served in ascending order, resident ones before missing ones (with two evictions,
+    residents of the first before those of the second); no expert of a batch is evicted for another one of it. A miss
+    that is not admitted is a bypass.
 
     Args:
         eviction: a name of `EVICTIONS`, two (``("lfu", "lru")`` or ``"lfu | lru"``), or ``fallback``.
@@ -279,17 +253,11 @@ class ExpertCache:
         ttl: accesses after which an expert without an access is evicted.
         pressure: threshold and headroom of memory pressure.
         future: ``(layer, ids)`` of each coming batch, for ``belady``.
-        on_evict: called with (layer, expert, slot) once for each evicted expert, whatever the cause, when the cache is
-            consistent again.
+        on_evict: called with (layer, expert, slot) for each evicted expert, whatever the cause, at the end of the
+            public call that evicted it.
 
-    Invariants: `slot_table` and the pools contain the same keys; a slot is free or holds exactly one key. Each evicted
-    key goes through `_drain` once, and `_notify` reports it at the end of the public call that evicted it.
-
-    Slots are numbers from 0, below the largest capacity the cache has had.
-
-    Raises:
-        ConfigError: an unknown eviction, or budgets that cannot be met.
-        ValueError: no slots, layers or experts.
+    Invariants: `slot_table` and the pools contain the same keys; a slot, numbered from 0 below the largest capacity so
+    far, is free or holds exactly one key; each evicted key goes through `_drain` once.
     """
 
     def __init__(
@@ -356,7 +324,6 @@ class ExpertCache:
         self._pools = pools if self.per_layer is not None else pools * self.num_layers
 
     def _pool(self, capacity: int, layer: int, future: Sequence[Sequence[int]] = ()) -> Eviction:
-        """Return a new pool of ``layer``, or of all layers if they share one."""
         setting = evictions.EvictionContext(
             capacity=capacity,
             population=self.num_experts * (self.num_layers if self.per_layer is None else 1),
@@ -421,11 +388,7 @@ class ExpertCache:
             self._leases[key] = self._leases.get(key, 0) + 1
 
     def release(self, layer: int, ids: Iterable[int]) -> None:
-        """End one lease of each of ``ids``.
-
-        Raises:
-            ValueError: an expert has no lease.
-        """
+        """End one lease of each of ``ids``; raises ValueError if an expert has none."""
         for expert in ids:
             key = self._key(layer, expert)
             left = self._leases.get(key, 0) - 1
@@ -438,8 +401,7 @@ class ExpertCache:
         self._pools[layer].flush()
 
     def pin(self, layer: int, expert: int) -> bool:
-        """Exclude a resident expert from eviction. Return False, without a change, if it is not resident or no further
-        pin is possible."""
+        """Exclude a resident expert from eviction; False if it is not resident or no further pin is possible."""
         key = self._key(layer, expert)
         if key in self._pinned:
             return True
@@ -452,7 +414,7 @@ class ExpertCache:
         return pinned
 
     def unpin(self, layer: int, expert: int) -> bool:
-        """Allow the eviction of a pinned expert again; return False if it was not pinned."""
+        """Allow the eviction of a pinned expert again; False if it was not pinned."""
         key = self._key(layer, expert)
         if key not in self._pinned:
             return False
@@ -506,7 +468,7 @@ class ExpertCache:
         gone.clear()
 
     def _remove(self, keys: Collection[int]) -> int:
-        """Evict ``keys`` for a reason outside their pools; return how many there were."""
+        """Evict ``keys`` for a reason outside their pools; return their number."""
         for key in keys:
             pool = self._pools[key // self.num_experts]
             pool.remove(key)
@@ -528,15 +490,13 @@ class ExpertCache:
         return pairs
 
     def relieve(self) -> IntArray:
-        """Evict experts until memory use is at the headroom, even below the pressure threshold. Without `pressure`, do
-        nothing. Return the evicted (layer, expert), int64 [e, 2]."""
+        """Evict experts down to the headroom of `pressure`, even below its threshold; return them, int64 [e, 2]."""
         if self.pressure is not None:
             self.stats.pressed += self._press(self.pressure.beyond_headroom(len(self)))
         return self._notify()
 
     def _press(self, surplus: int) -> int:
-        """Evict up to ``surplus`` keys in the order of the pools, each from the fullest pool; return how many were
-        evicted."""
+        """Evict up to ``surplus`` keys in the order of the pools, each from the fullest pool; return their number."""
         pools, left = list(self._distinct), 0
         for pool in pools:
             pool.hold(self._last_batch | self._leases.keys())
@@ -557,11 +517,8 @@ class ExpertCache:
             pool.flush()
 
     def clear(self) -> IntArray:
-        """Evict all experts, pinned or not; counters are kept. Return the evicted (layer, expert), int64 [e, 2].
-
-        Raises:
-            ValueError: some experts are leased.
-        """
+        """Evict all experts, pinned or not, but keep the counters; return the evicted (layer, expert), int64 [e, 2].
+        Raises ValueError if an expert is leased."""
         leased = [key for key in self._leases if self._slot_of[key] >= 0]
         if leased:
             raise ValueError(f"{len(leased)} experts are leased; release them before clear()")
@@ -572,12 +529,8 @@ class ExpertCache:
         return self._notify()
 
     def swap(self, eviction: str | Sequence[str] | None = None, rules: EvictionRules | None = None) -> None:
-        """Replace the eviction policy or its parameters; residents, pins, leases and counters are kept. The residents
-        enter the new policy in the eviction order of the old one. A pin that the new policy cannot hold ends.
-
-        Raises:
-            ConfigError: an unknown eviction.
-        """
+        """Replace the eviction policy or its parameters. The residents enter the new policy in the eviction order of
+        the old one; leases and counters are kept, and pins unless the new policy cannot hold them."""
         names = self.eviction if eviction is None else evictions.eviction_names(eviction)
         self.rules = rules or self.rules
         if names == self.eviction:
@@ -601,13 +554,9 @@ class ExpertCache:
         self._use(made)
 
     def resize(self, capacity: int) -> IntArray:
-        """Set the capacity to ``capacity`` experts. The surplus is evicted in the order of the pools; if the pins
-        exceed the capacity, the latest pins end. Return the evicted (layer, expert), int64 [e, 2].
-
-        Raises:
-            ValueError: the leased experts do not fit.
-            ConfigError: budgets of layers that cannot be met.
-        """
+        """Set the capacity to ``capacity`` experts; return the evicted (layer, expert), int64 [e, 2]. If the pins
+        exceed the capacity, the latest pins end; raises ValueError if the leased experts do not fit, ConfigError if the
+        layers' budgets cannot be met."""
         leased = {key for key in self._leases if self._slot_of[key] >= 0}
         if capacity < max(1, len(leased)):
             raise ValueError(f"{capacity=}: {len(leased)} experts are leased")
@@ -627,15 +576,13 @@ class ExpertCache:
         return self._notify()
 
     def rebalance(self) -> None:
-        """Redistribute the slots to the layers by the entropy of their recent accesses; only the surplus of shrinking
-        layers is evicted. Without layer budgets, do nothing."""
+        """If layers have budgets, redistribute the slots by the entropy of the layers' recent accesses."""
         if self.per_layer is not None:
             self._rebalanced = self.clock
             self._apply(self._shares(self.capacity))
 
     def _shares(self, total: int) -> IntArray:
-        """Return budgets int64 [L] that sum to ``total``. Each layer gets at least as many slots as it has experts that
-        may not be evicted."""
+        """Budgets int64 [L] that sum to ``total``, each with room for the layer's pinned and leased experts."""
         rules = self.per_layer
         if rules is None:
             raise ValueError("no budgets of layers")
@@ -668,13 +615,11 @@ class ExpertCache:
         admit: bool = True,
         keep_out: Collection[int] = (),
     ) -> Access:
-        """Serve one batch of integer ``ids`` [tokens, k] with router weights ``scores`` [tokens, k] (None: all 1).
+        """Serve one batch of integer ``ids`` [tokens, k] with router weights ``scores`` [tokens, k] (None: all 1);
+        raises ValueError for a wrong type, shape or range.
 
-        Without ``admit``, the batch is counted and its hits are refreshed, but nothing is admitted, as for passes over
-        whole layers. The experts to ``keep_out`` are counted like the others, but not admitted if they miss.
-
-        Raises:
-            ValueError: a layer, ids or scores of a wrong kind, shape or range.
+        Without ``admit``, as for passes over whole layers, the batch is counted and its hits are refreshed, but no miss
+        is admitted; the experts to ``keep_out`` are counted, but not admitted if they miss.
         """
         if not 0 <= layer < self.num_layers:
             raise ValueError(f"layer {layer} is none of {self.num_layers}")
@@ -741,8 +686,7 @@ class ExpertCache:
         self.stats.bypasses += len(keys)
 
     def _after(self, layer: int, distinct: IntArray) -> None:
-        """Apply memory pressure, time to live and rebalancing after a batch. None of them evicts an expert of the
-        batch."""
+        """Apply memory pressure, time to live and rebalancing after a batch, none of whose experts is evicted."""
         if self.pressure is not None and (surplus := self.pressure.surplus(len(self))):
             self.stats.pressed += self._press(surplus)
         if self._expiry is not None:
@@ -767,13 +711,8 @@ class ExpertCache:
     # ---- predictions
 
     def prefetch(self, layer: int, ids: Iterable[int]) -> Prefetch:
-        """Admit those of ``ids`` that are not resident, in that order, as far as slots allow. Not an access: no expert
-        that is leased, pinned, used by the last batch (of any layer or of this one) or just prefetched is evicted for
-        it.
-
-        Raises:
-            ValueError: an id out of range.
-        """
+        """Admit the missing ones of ``ids``, in that order, as far as slots allow; not an access. No expert that is
+        leased, pinned, used by the last batch (of any layer or of this one) or just prefetched is evicted for it."""
         pool = self._pools[layer]
         held = self._last_batch | set(self._last_of_layer[layer]) | self._leases.keys()
         pool.hold(held)
@@ -795,13 +734,8 @@ class ExpertCache:
         return Prefetch(np.array(found, np.int64), np.array(slots, np.int64), self._notify())
 
     def fill(self, keys: ArrayLike) -> IntArray:
-        """Admit ``keys``, (layer, expert) int [n, 2], highest priority first, into free slots only; not an access. They
-        enter at the end of the eviction order, the first key last of all. Return (layer, expert, slot) of the admitted
-        keys, int64 [m, 3].
-
-        Raises:
-            ValueError: an expert out of range.
-        """
+        """Admit ``keys``, (layer, expert) int [n, 2], highest priority first, into free slots only; not an access. The
+        first key is evicted last. Return (layer, expert, slot) of the admitted keys, int64 [m, 3]."""
         found = []
         chosen: dict[int, list[int]] = {id(pool): [] for pool in self._distinct}
         for layer, expert in np.asarray(keys, np.int64).reshape(-1, 2).tolist():
@@ -818,8 +752,7 @@ class ExpertCache:
         return np.array(found, np.int64).reshape(-1, 3)
 
     def prefetch_ahead(self, layer: int) -> list[tuple[int, Prefetch]]:
-        """Prefetch what the predictor expects of coming layers after ``layer`` was served; return (layer, `Prefetch`)
-        pairs of the layers for which something was admitted."""
+        """Prefetch what the predictor expects after ``layer`` was served; return (layer, `Prefetch`), none empty."""
         if not self.predictor.is_on:
             return []
         predictions = self.predictor.ahead(layer, self._table >= 0)
@@ -832,11 +765,7 @@ class ExpertCache:
     def of(
         cls, policy: ExpertPolicy, *, num_layers: int, num_experts: int, page_bytes: int | None = None
     ) -> ExpertCache:
-        """Return the cache that ``policy`` describes, on a model with experts of ``page_bytes`` each.
-
-        Raises:
-            ConfigError: a capacity in bytes without ``page_bytes``, or budgets of layers that cannot be met.
-        """
+        """Return the cache that ``policy`` describes; a capacity in bytes needs ``page_bytes`` of one expert."""
         rules = policy.cache
         limits = {"headroom": rules.memory_headroom, "budget_gb": rules.memory_budget_gb}
         threshold, expert_gb = rules.memory_threshold, rules.expert_size_gb
@@ -859,12 +788,7 @@ class ExpertCache:
         )
 
     def expect(self, shares: ArrayLike) -> None:
-        """Set prior use rates from a profile: the share of a layer's visits that use each expert, [L, E]. Only
-        ``reuse`` uses them, until it has observed enough visits.
-
-        Raises:
-            ValueError: another shape.
-        """
+        """Set prior use rates, [L, E]: the share of a layer's visits that use each expert (read by ``reuse`` alone)."""
         given = np.asarray(shares, np.float64)
         if given.shape != self._table.shape:
             raise ValueError(f"shares: expected {list(self._table.shape)}, not {list(given.shape)}")
@@ -874,12 +798,8 @@ class ExpertCache:
     # ---- many accesses of one id
 
     def access_each(self, layers: ArrayLike, experts: ArrayLike, scores: ArrayLike | None = None) -> BoolArray:
-        """Equivalent to one `access` per id, in order: ``experts`` [n] of ``layers`` [n], with ``scores`` [n]. Return
-        True for each hit, bool [n]. `on_evict` is called for all evicted experts at the end, in order.
-
-        Raises:
-            ValueError: shapes that differ, or a layer or expert out of range.
-        """
+        """Equivalent to one `access` per id, in order: ``experts`` [n] of ``layers`` [n], with ``scores`` [n]; return
+        bool [n], True for a hit. `on_evict` is called for all evicted experts at the end, in order."""
         at = flat_ids(np.reshape(layers, (-1, 1)), self.num_layers)
         which = flat_ids(np.reshape(experts, (-1, 1)), self.num_experts)
         weights = None if scores is None else np.ascontiguousarray(scores, np.float64).reshape(-1)
@@ -912,8 +832,7 @@ class ExpertCache:
         return hit
 
     def _each(self, pool: Eviction, keys: list[int], scores: list[float] | None) -> list[bool]:
-        """Serve the accesses of `access_each` in one pool; return which were hits. Counters are updated by the
-        caller."""
+        """Serve the accesses of `access_each` in one pool; return which were hits. The caller updates the counters."""
         touch, admit, gone, slot_of, free = pool.touch, pool.admit, pool.gone, self._slot_of, self._free
         counted, begins, frequency = pool.uses_frequency, pool.has_begin, self._frequency
         left, left_slots = self._left.append, self._left_slots.append

@@ -1,9 +1,5 @@
-"""Eviction policies: the order in which resident experts are evicted.
-
-A key is an integer, ``layer * num_experts + expert``. An eviction depends only on keys, accesses and scores; slots,
-layers and statistics belong to the cache. Pinned keys are not part of the order; held keys (leased, or of the current
-batch) are skipped.
-"""
+"""Eviction policies: the order in which resident experts are evicted. A key is ``layer * num_experts + expert``; an
+eviction depends only on keys, accesses and scores, while slots, layers and statistics belong to the cache."""
 
 from __future__ import annotations
 
@@ -28,8 +24,7 @@ BoolArray = NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvictionRules:
-    """Parameters of the evictions: ``decay`` of lfu, ``threshold`` and ``window`` (accesses) of frequency_threshold,
-    ``alpha`` of score."""
+    """``decay`` of lfu, ``threshold`` and ``window`` (accesses) of frequency_threshold, ``alpha`` of score."""
 
     decay: float = 0.95
     threshold: float = 0.05
@@ -58,7 +53,8 @@ class EvictionContext:
 
 
 class Eviction(ABC):
-    """The residents of one pool of ``capacity`` slots, in eviction order.
+    """The residents of one pool of ``capacity`` slots, in eviction order. Pinned keys are not part of the order; held
+    keys (leased, or of the current batch) are skipped.
 
     Attributes:
         held: keys that may not be evicted.
@@ -81,19 +77,16 @@ class Eviction(ABC):
 
     @property
     def pinnable(self) -> int:
-        """Number of keys that may be pinned."""
         return self.capacity
 
     def begin(self) -> None:  # noqa: B027
         """Called at the start of an access, before any lookup."""
 
     def visit(self, first: int, used: BoolArray) -> None:  # noqa: B027
-        """Called after `begin`: the batch is of the layer whose lowest key is ``first``; ``used`` bool [experts] marks
-        its experts."""
+        """Called after `begin`: the batch is of the layer whose lowest key is ``first``; ``used`` bool [experts]."""
 
     def expect(self, first: int, shares: FloatArray) -> None:  # noqa: B027
-        """Set prior use rates of the layer whose lowest key is ``first``: the share of visits that use each expert,
-        float64 [experts]."""
+        """Set prior use rates, float64 [experts], of the layer whose lowest key is ``first``: shares of its visits."""
 
     def touch(self, key: int, score: float) -> None:  # noqa: B027
         """Record a hit of ``key``."""
@@ -102,8 +95,8 @@ class Eviction(ABC):
         """Record a miss of ``key`` without admitting it."""
 
     def admit(self, key: int, score: float, asked: bool = True) -> bool:
-        """Admit the missing ``key``, evicting another one if necessary. Return False if nothing can be evicted or the
-        key ranks too low. ``asked``: True for an access, False for a prediction."""
+        """Admit the missing ``key``, evicting another one if necessary; False if no key can be evicted or ``key`` ranks
+        too low. ``asked``: True for an access, False for a prediction."""
         if asked and self.has_note:
             self.note(key)
         if len(self) >= self.capacity and not self.drop():
@@ -137,7 +130,6 @@ class Eviction(ABC):
         """Remove ``key``, pinned or not, without adding it to `gone`."""
 
     def remove_all(self, keys: Iterable[int]) -> None:
-        """`remove` for each of ``keys``."""
         for key in keys:
             self.remove(key)
 
@@ -159,7 +151,6 @@ class Eviction(ABC):
             self.enter(key, 1.0)
 
     def hold(self, keys: Container[int]) -> None:
-        """Set the keys that may not be evicted to exactly ``keys``."""
         self.held = keys
 
     def flush(self) -> None:  # noqa: B027
@@ -172,7 +163,6 @@ class Eviction(ABC):
             pass
 
     def retune(self, rules: EvictionRules) -> None:
-        """Set other parameters; the residents are kept."""
         self.rules = rules
 
 
@@ -308,7 +298,6 @@ class Ranked(Eviction):
             heappush(self._heap, entry)
 
     def push_all(self, entries: Sequence[Entry]) -> None:
-        """`push` each entry."""
         self.rank.update({entry[2]: entry for entry in entries})
         if len(self._heap) + len(entries) > 2 * len(self.rank) + 64:
             self._rebuild()
@@ -350,7 +339,7 @@ class Ranked(Eviction):
         return True
 
     def lowest(self) -> Entry | None:
-        """Return the top of the heap, the entry of the next key to be evicted."""
+        """The top of the heap, the entry of the next key to be evicted."""
         heap, rank, held = self._heap, self.rank, self.held
         while heap:
             top = heap[0]
@@ -413,8 +402,7 @@ class Ranked(Eviction):
 
 
 class Valued(Ranked):
-    """Ranks are ``(value, number of the admission, key)``: each key has a value that follows its accesses, and equal
-    keys are evicted by age."""
+    """Ranks are ``(value, number of the admission, key)``: a value follows the accesses of its key."""
 
     fills_in_order = True
 
@@ -432,8 +420,7 @@ class Valued(Ranked):
 
 
 class Score(Valued):
-    """Evict the key with the lowest router score. A score starts with that of the admission and follows the accesses as
-    a moving average; the score of a pinned key does not change."""
+    """Evict the key with the lowest router score: a moving average over the accesses, frozen while pinned."""
 
     uses_scores = True
 
@@ -474,12 +461,8 @@ DECAY_EVERY = 100  # accesses, as in the reference implementation
 
 
 class Lfu(Valued):
-    """Evict the key with the fewest accesses since its admission; every 100th access, the counts of all unpinned keys
-    are multiplied by ``decay``.
-
-    Instead of decaying the counts, the increment of an access grows; it is rescaled by a power of two before it
-    overflows.
-    """
+    """Evict the key with the fewest accesses since its admission. Every `DECAY_EVERY` accesses ``decay`` multiplies the
+    counts of unpinned keys; in fact the increment grows, and a power of two rescales it before it overflows."""
 
     has_note = True
 
@@ -561,9 +544,8 @@ class Lfu(Valued):
 
 
 class FrequencyThreshold(Ranked):
-    """After each access, keys with less than ``threshold`` of the last ``window`` accesses are evicted. If the
-    remaining keys exceed the capacity, those with the fewest accesses are evicted, ties broken by least recent use. A
-    key needs the same share to be admitted.
+    """After each access, keys with less than ``threshold`` of the last ``window`` accesses are evicted; if the others
+    exceed the capacity, those with the fewest accesses, least recent first. A key needs the same share to be admitted.
 
     A held key below the threshold is evicted at the start of the first access at which it is no longer held, before any
     lookup. Ranks are ``(accesses in the window, moment of the last, key)``; an access changes the ranks of two keys.
@@ -663,12 +645,8 @@ class FrequencyThreshold(Ranked):
 
 
 class Slru(Ranked):
-    """Segmented LRU eviction.
-
-    `Ranked.rank` is probation, by ``(accesses, moment it entered, key)``. Neither value changes while a key is on
-    probation, since an access removes the key or moves it to the head. Pinned keys count as protected and keep their
-    position in that segment.
-    """
+    """Segmented LRU. `Ranked.rank` is probation, by ``(accesses, moment it entered, key)``, which never change there:
+    an access removes the key or moves it to the head. Pinned keys count as protected and keep their position."""
 
     uses_frequency = True
 
@@ -695,7 +673,7 @@ class Slru(Ranked):
 
     @property
     def probation(self) -> list[int]:
-        """Keys on probation, least recent first."""
+        """Least recent first."""
         return [key for _, _, key in sorted(self.rank.values(), key=lambda entry: entry[1])]
 
     @property
@@ -738,8 +716,7 @@ class Slru(Ranked):
         return True
 
     def drop(self) -> bool:
-        """Evict one key while shrinking: probation except its newest key, then the least recent protected key, then
-        that newest key."""
+        """Evict one key: probation except its newest key, then the least recent protected key, then that newest key."""
         newest = max(self.rank.values(), key=lambda entry: entry[1], default=None)
         older = [entry for entry in self.rank.values() if entry != newest and entry[2] not in self.held]
         victims = (each for each in self._protected if each not in self.held)
@@ -810,8 +787,7 @@ class Reuse(Eviction):
     ``sigmoid(w0 + sum of w_h * logit(share_h) + w * last)``, where ``share_h`` is the share of about the last ``h``
     visits of the layer that used it (for each ``h`` of `HORIZONS`), and ``last`` is 1 if the last visit did. The
     weights of a layer are updated by one step of logistic regression per visit. A miss is admitted only if its
-    probability is above that of its victim, else it is a bypass; otherwise every visit to a layer would evict the
-    experts that the coming layers need.
+    probability is above that of its victim; otherwise every visit would evict the experts that the coming layers need.
 
     Works best with one budget per layer. Arrays over keys have one item for each of the ``population`` keys from
     ``EvictionContext.first`` on; H is the number of horizons, E the number of experts of a layer.
@@ -891,8 +867,7 @@ class Reuse(Eviction):
         self._weights[layer] += RATE * slopes / np.sqrt(self._squares[layer])
 
     def _find_bar(self) -> float:
-        """Return the lowest probability that is kept when all evictable residents and all missing experts are ranked
-        together."""
+        """The lowest probability kept when all evictable residents and all missing experts are ranked together."""
         part, used = self._visited, self._used
         leaving = self._here & ~self._pinned
         missing = used & ~self._here[part]
@@ -969,13 +944,12 @@ _NEVER = 1 << 60
 
 
 class Belady(Ranked):
-    """Of the residents and the requested keys, retain those that are used again soonest; the others are evicted or
-    bypassed.
+    """Of the residents and the requested keys, retain those that are used again soonest; evict or bypass the others.
 
-    `EvictionContext.future` has the keys of each batch, one access each, in order. A batch is decided as a whole, and
-    its own hits can be evicted like any other key. A retained key is an interval between two of its uses; of intervals
-    of which at most ``capacity`` may overlap, choosing those that end first maximises their number, and so the sum of
-    hits. Keys are never held. Ranks are ``(-batch of the next use, key, key)``.
+    A batch of `EvictionContext.future` is decided as a whole, and its own hits can be evicted too; keys are never held.
+    A retained key is an interval between two of its uses; of intervals of which at most ``capacity`` may overlap,
+    choosing those that end first maximises their number, and so the hits. Ranks are
+    ``(-batch of the next use, key, key)``.
     """
 
     has_begin = True
@@ -991,8 +965,7 @@ class Belady(Ranked):
         self._admitted: set[int] = set()  # missing keys of the batch that are admitted
 
     def begin(self) -> None:
-        """Update the ranks of the hits and choose the missing keys to admit, soonest next use first, while a key with a
-        later one can be evicted."""
+        """Update the ranks of the hits; admit misses, soonest next use first, while a later key can be evicted."""
         self._batch += 1
         if self._batch >= len(self._future):
             return
@@ -1029,9 +1002,9 @@ def split(capacity: int) -> tuple[int, int]:
 
 
 class Layered(Eviction):
-    """New keys enter the first level; its victims are demoted to the second, a hit there promotes them back, and only
-    victims of the second level are evicted from the cache. If the first level rejects a key (all pinned or held, or not
-    frequent enough), the second admits it. Both levels observe all accesses. Pinned keys are in the first level."""
+    """Two levels: new keys enter the first, its victims are demoted to the second, a hit there promotes them back, and
+    only victims of the second are evicted from the cache. The second admits a key that the first rejects. Both levels
+    observe all accesses; pinned keys are in the first."""
 
     def __init__(self, setting: EvictionContext, first: type[Eviction], second: type[Eviction]) -> None:
         super().__init__(setting)
@@ -1109,14 +1082,13 @@ class Layered(Eviction):
 
     @property
     def _in_turn(self) -> bool:
-        """True if a batch may go through the first level as a whole and then through the second: neither exceeds its
-        share, and the second need not observe accesses that the first serves."""
+        """True if a batch may go through the first level as a whole, then the second: neither level exceeds its share,
+        and the second need not observe accesses that the first serves."""
         first, second = self.first, self.second
         fits = len(first) <= first.capacity and len(second) <= second.capacity
         return fits and first.fills_in_order and second.fills_in_order and not second.has_note
 
     def touch_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
-        """Touch the keys of the first level, then those of the second."""
         pairs, upper = list(zip(keys, scores, strict=True)), self._upper
         here = [pair for pair in pairs if pair[0] in upper]
         below = [pair for pair in pairs if pair[0] not in upper]
@@ -1155,8 +1127,7 @@ class Layered(Eviction):
         return [True] * there + self.second.admit_all(keys[there:], scores[there:])
 
     def _is_crowded(self) -> bool:
-        """True if the pool is full but one level is not: the other kept more than its share when the capacity
-        shrank."""
+        """True if the pool is full but one level is not: the other exceeds its share since the capacity shrank."""
         first, second = len(self.first), len(self.second)
         return first + second >= self.capacity and (first < self.first.capacity or second < self.second.capacity)
 
@@ -1229,11 +1200,7 @@ EVICTIONS: Registry[type[Eviction]] = Registry(
 
 
 def eviction_names(eviction: str | Sequence[str]) -> tuple[str, ...]:
-    """Return ``"lru"``, ``"lfu | lru"``, ``"fallback"`` or a sequence of names as one or two known names.
-
-    Raises:
-        ConfigError: an unknown name, or more than two.
-    """
+    """Return ``"lru"``, ``"lfu | lru"``, ``"fallback"`` or a sequence of names as one or two known names."""
     names = tuple(part.strip() for part in eviction.split("|")) if isinstance(eviction, str) else tuple(eviction)
     names = FALLBACK if names == ("fallback",) else names
     for name in names:
@@ -1244,10 +1211,6 @@ def eviction_names(eviction: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def make_eviction(names: Sequence[str], setting: EvictionContext) -> Eviction:
-    """Return the eviction of one name, or of two: the second retains what the first evicts.
-
-    Raises:
-        ConfigError: an unknown name.
-    """
+    """Return the eviction of one name, or of two: the second retains what the first evicts."""
     kinds = [EVICTIONS.get(name) for name in names]
     return kinds[0](setting) if len(kinds) == 1 else Layered(setting, *kinds)

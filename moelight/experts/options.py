@@ -14,7 +14,7 @@ class ExpertOptions:
 
     Attributes:
         policy: the expert policy; None: the default policy.
-        learn: False: the experts that the plan placed in the fast tier remain resident, and nothing is prefetched.
+        learn: False: the experts that the plan placed in the fast tier remain resident, and no page is prefetched.
         profile: file of counts to start from, recorded on this model; overrides the profile of the policy.
         record: count the routed experts of every pass, including passes that do not need the counts.
         trace: file that receives one row per routing decision.

@@ -1,8 +1,5 @@
-"""Expert policy as a value: cache, prefetch and placement rules of experts.
-
-The fields are those of the ``.moe`` language; ``lang`` parses text into these objects and formats them. Values that
-``lang`` parses satisfy the rules of the language; `lang.builder.check_expert_policy` checks values built otherwise.
-"""
+"""Expert policy as a value: cache, prefetch and placement rules, with the fields of the ``.moe`` language. `lang`
+parses and formats these objects; `lang.builder.check_expert_policy` checks objects that were built otherwise."""
 
 from __future__ import annotations
 
@@ -19,6 +16,7 @@ MODES = ("gpu_only", "cpu_fallback", "hybrid")
 ALLOCATIONS = ("uniform", "entropy")
 METRICS = ("hit_rate", "eviction_rate")
 CAPACITY_UNITS = ("slots", "percent", "bytes")
+PRESSURE_THRESHOLD = 0.9  # of the memory budget, if the policy gives none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,11 +27,8 @@ class Capacity:
     unit: str = "slots"
 
     def slots(self, experts: int, page_bytes: int | None) -> int:
-        """Return the capacity in slots, at most ``experts``, for a model of ``experts`` experts of ``page_bytes`` each.
-
-        Raises:
-            ConfigError: a capacity in bytes without ``page_bytes``, or smaller than one expert.
-        """
+        """Capacity in slots, at most ``experts``, for ``experts`` experts of ``page_bytes`` each; raises ConfigError
+        for a capacity in bytes without ``page_bytes``, or smaller than one expert."""
         if self.unit == "slots":
             return min(int(self.value), experts)
         if self.unit == "percent":
@@ -97,8 +92,8 @@ class PrefetchRules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleRules:
-    """Block ``schedule``: where a missing expert is computed. ``offload_threshold_ms``: in ``hybrid``, an expert whose
-    transfer takes longer may be computed where it is stored, if that is estimated to be faster."""
+    """Block ``schedule``: where a missing expert is computed. In ``hybrid``, an expert whose transfer takes longer than
+    ``offload_threshold_ms`` may be computed where it is stored, if that is estimated to be faster."""
 
     mode: str = "gpu_only"
     offload_threshold_ms: float = 50.0
@@ -117,8 +112,7 @@ class MonitorRules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PerLayerRules:
-    """Block ``per_layer``: every layer has a budget of its own, together ``total_budget`` slots (None: layers x
-    ``cache.capacity``)."""
+    """Block ``per_layer``: a budget for each layer, in all ``total_budget`` slots (None: layers x capacity)."""
 
     allocation: str = "entropy"
     entropy_window: int = 200
@@ -130,11 +124,8 @@ class PerLayerRules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Action:
-    """Action of a rule: ``set`` a key to ``value``, ``trigger`` an event, or ``rebalance`` the budgets of the layers.
-
-    ``value`` is a `Capacity` for ``capacity``, the tuple of `CacheRules` for ``eviction``, otherwise a word or a
-    number.
-    """
+    """Action of a rule: ``set`` a key to ``value`` (a `Capacity` for ``capacity``, the tuple of `CacheRules` for
+    ``eviction``, else a word or a number), ``trigger`` an event, or ``rebalance`` the budgets of the layers."""
 
     kind: str
     name: str
@@ -149,7 +140,7 @@ OPERATORS = ("<", ">", "<=", ">=", "!=")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptRule:
     """``when metric op threshold for accesses``: once the condition has held for that many consecutive accesses,
-    execute ``action``, and not again before ``cooldown`` accesses. ``conditional``: written as
+    execute ``action``, and not again before ``cooldown`` accesses. ``conditional``: written
     ``key = A : B when ...``."""
 
     metric: str
@@ -174,18 +165,14 @@ class ExpertPolicy:
     adapt: tuple[AdaptRule, ...] = ()
 
     def slots(self, num_layers: int, num_experts: int, page_bytes: int | None = None) -> int:
-        """Return the total capacity in slots, all layers together, on a model with ``num_layers`` MoE layers.
-
-        Raises:
-            ConfigError: as `Capacity.slots`.
-        """
+        """Total capacity in slots, all layers together, with ``num_layers`` MoE layers; errors as `Capacity.slots`."""
         layers = self.per_layer
         if layers is not None and layers.total_budget is not None:
             return min(layers.total_budget, num_layers * num_experts)
         return self.slots_of(self.cache.capacity, num_layers, num_experts, page_bytes)
 
     def slots_of(self, capacity: Capacity, num_layers: int, num_experts: int, page_bytes: int | None = None) -> int:
-        """Return the same for another ``capacity``, of the shared cache or of each layer, as a rule sets it."""
+        """`slots` with another ``capacity``, of the shared cache or of each layer, as a rule sets it."""
         if self.per_layer is None:
             return capacity.slots(num_layers * num_experts, page_bytes)
         return num_layers * capacity.slots(num_experts, page_bytes)

@@ -1,9 +1,5 @@
-"""Predictors of the experts of coming layers, learned from earlier batches; the prefetch budget, the quality of
-predictions, and confidence in them.
-
-Works on keys and counters of whole batches; a prediction never changes a result. Layers are numbered 0..L-1 in the
-order in which a pass visits them; the last layer is followed by the first layer of the next pass.
-"""
+"""Predictors of the experts of coming layers, learned from earlier batches; the quality of predictions, and confidence
+in them. Layers are numbered 0..L-1 in the order of a pass; the last is followed by the first layer of the next pass."""
 
 from __future__ import annotations
 
@@ -34,12 +30,8 @@ def likeliest(scores: Floats | Ints | Matrix, budget: int) -> Ints:
 
 
 class NoPredictor:
-    """Predicts nothing (strategy ``none``), and the base of all predictors.
-
-    Attributes:
-        steps: number of coming layers that the predictor can predict.
-        scores: [L, E], the higher, the likelier.
-    """
+    """Predicts nothing (strategy ``none``), and the base of all predictors. ``steps``: number of coming layers that the
+    predictor can predict; ``scores``: [L, E], the higher, the likelier."""
 
     steps = 1
 
@@ -47,20 +39,17 @@ class NoPredictor:
         self.scores = np.zeros((num_layers, num_experts))
 
     def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:
-        """Record a batch: it chose the distinct experts ``ids`` [n] of ``layer``, for ``counts`` [n] tokens each, with
-        the summed router weights ``mass`` [n] (None: unknown, token counts are used)."""
+        """Record a batch: the distinct experts ``ids`` [n] of ``layer``, for ``counts`` [n] tokens each, with the
+        summed router weights ``mass`` [n] (None: unknown, token counts are used)."""
 
     def predict(self, layer: int, budget: int) -> Ints:
-        """Return at most ``budget`` distinct experts that the next batch of ``layer`` may choose, the likeliest first,
-        ties by id."""
+        """At most ``budget`` experts that the next batch of ``layer`` may choose, the likeliest first, ties by id."""
         return likeliest(self.scores[layer], budget) if len(self.scores) else _NOTHING
 
     def hint(self, layer: int, ids: Ints, mass: Floats) -> None:
-        """Record an early evaluation of the router of ``layer``: it would choose ``ids`` [n] with weights ``mass``
-        [n]."""
+        """Record the router of ``layer``, evaluated early: it would choose ``ids`` [n] with weights ``mass`` [n]."""
 
     def reset(self) -> None:
-        """Discard everything learned."""
         self.scores.fill(0)
 
 
@@ -73,8 +62,8 @@ class PreviousPredictor(NoPredictor):
 
 
 class NextRouterPredictor(NoPredictor):
-    """Predicts by the layer's own router, applied to the hidden state of the layer before. The caller evaluates the
-    router and passes the sufficiently certain experts as a `hint`, which is valid for one batch."""
+    """Predicts by the layer's own router, which the caller applies to the hidden state of the layer before; a `hint`
+    gives the sufficiently certain experts and is valid for one batch."""
 
     def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:  # noqa: ARG002
         self.scores[layer].fill(0.0)
@@ -85,8 +74,7 @@ class NextRouterPredictor(NoPredictor):
 
 
 class FrequencyPredictor(NoPredictor):
-    """Predicts the most frequent experts: the share of tokens of each expert, averaged over batches with ``decay`` per
-    batch."""
+    """Predicts the experts with the largest share of tokens, averaged over batches with ``decay`` per batch."""
 
     def __init__(self, num_layers: int, num_experts: int, *, decay: float = FREQUENCY_DECAY) -> None:
         super().__init__(num_layers, num_experts)
@@ -99,8 +87,7 @@ class FrequencyPredictor(NoPredictor):
 
 
 class HistoryPredictor(NoPredictor):
-    """Predicts the experts that most of a layer's last ``window`` batches chose; with ``steps`` above 1, strategy
-    ``lookahead``."""
+    """Predicts the experts that most of a layer's last ``window`` batches chose; ``steps`` above 1 is ``lookahead``."""
 
     def __init__(self, num_layers: int, num_experts: int, *, window: int = 50, steps: int = 1) -> None:
         super().__init__(num_layers, num_experts)
@@ -148,11 +135,7 @@ class AffinityPredictor(NoPredictor):
         self._last: _LastBatch | None = None
 
     def learned(self, transitions: Transitions) -> None:
-        """Continue from ``transitions`` of a saved profile.
-
-        Raises:
-            ConfigError: the transitions are of another model.
-        """
+        """Continue from ``transitions`` of a saved profile; raises ConfigError for another model's shape."""
         matrix, times = transitions.matrix, transitions.times
         if matrix.shape != self.matrix.shape or times.shape != self.times.shape:
             raise ConfigError(f"affinity of shape {matrix.shape}; this model needs {self.matrix.shape}")
@@ -172,8 +155,8 @@ class AffinityPredictor(NoPredictor):
         self._last = _LastBatch(layer, ids.copy(), np.array(counts if mass is None else mass, dtype=np.float32), rows)
 
     def predict(self, layer: int, budget: int) -> Ints:
-        """Return experts that follow at least one expert of the layer before with at least the threshold probability,
-        ordered by the router weight of the experts that they follow."""
+        """Experts that follow an expert of the layer before with at least the threshold probability, ordered by the
+        router weight of the experts that they follow."""
         last = self._before(layer)
         if last is None:
             return _NOTHING
@@ -182,7 +165,7 @@ class AffinityPredictor(NoPredictor):
         return likeliest(scores, budget)
 
     def _before(self, layer: int) -> _LastBatch | None:
-        """Return the batch of the layer before ``layer`` if it was the last batch and chose an expert."""
+        """The batch of the layer before ``layer``, if it was the last batch and chose an expert."""
         last = self._last
         return last if last and (last.layer + 1) % len(self.times) == layer and last.ids.size else None
 
@@ -202,11 +185,7 @@ class _LastBatch(NamedTuple):
 
 
 def make_predictor(rules: PrefetchRules, *, num_layers: int, num_experts: int) -> NoPredictor:
-    """Return a new predictor for ``rules``.
-
-    Raises:
-        ConfigError: an unknown strategy; the message suggests the nearest name.
-    """
+    """Return a new predictor for ``rules``."""
     shape = num_layers, num_experts
     makers: dict[str, Callable[[], NoPredictor]] = {
         "none": NoPredictor,
@@ -227,10 +206,8 @@ class Quality:
     """Counters of one predictor's predictions.
 
     Attributes:
-        issued: predictions; each (layer, expert) counts once between two visits of its layer, however often it is
-            repeated.
-        useful: issued predictions that the next visit of the layer chose.
-        unused: issued predictions that the next visit of the layer did not choose.
+        issued: predictions; each (layer, expert) counts once between two visits of its layer.
+        useful, unused: issued predictions that the next visit of the layer chose, or did not.
         used: experts that visits chose, predicted or not.
         late: useful predictions whose transfer was not complete in time; counted by the pager.
         stall_removed_s: seconds of stall avoided by predictions that were in time; counted by the pager.
@@ -242,7 +219,6 @@ class Quality:
         self._pending = np.zeros((num_layers, num_experts), dtype=np.bool_)
 
     def predicted(self, layer: int, ids: Ints) -> None:
-        """Record the prediction of ``ids`` of ``layer``."""
         row = self._pending[layer]
         self.issued += len(ids) - int(np.count_nonzero(row[ids]))
         row[ids] = True
@@ -268,14 +244,12 @@ class Quality:
         return self.useful / self.used if self.used else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the counters for JSON."""
         names = ("issued", "useful", "unused", "late", "used", "precision", "recall", "stall_removed_s")
         return {name: getattr(self, name) for name in names}
 
 
 class Prefetcher:
-    """The current predictor and its budget. The predictor can be exchanged at any time; the state and counters of the
-    previous one are kept for later use."""
+    """The current predictor and its budget; each predictor keeps its state and counters while another is used."""
 
     def __init__(self, rules: PrefetchRules, *, num_layers: int, num_experts: int) -> None:
         self.rules = rules
@@ -286,11 +260,6 @@ class Prefetcher:
         self.use(rules.strategy)
 
     def use(self, strategy: str) -> None:
-        """Make ``strategy`` the current predictor.
-
-        Raises:
-            ConfigError: an unknown strategy.
-        """
         rules = replace(self.rules, strategy=strategy)
         shape = {"num_layers": self.num_layers, "num_experts": self.num_experts}
         if strategy not in self._predictors:
@@ -301,11 +270,7 @@ class Prefetcher:
         self.rules = rules
 
     def know(self, transitions: Transitions) -> None:
-        """Set the transitions with which ``affinity`` starts, now or at its first use.
-
-        Raises:
-            ConfigError: the transitions are of another model.
-        """
+        """Set the transitions with which ``affinity`` starts; errors as `AffinityPredictor.learned`."""
         self._known = transitions
         if (found := self.affinity) is not None:
             found.learned(transitions)
@@ -316,17 +281,14 @@ class Prefetcher:
 
     @property
     def is_on(self) -> bool:
-        """True if the strategy is not ``none``."""
         return self.rules.strategy != "none"
 
     @property
     def predictor(self) -> NoPredictor:
-        """The current predictor."""
         return self._predictors[self.rules.strategy]
 
     @property
     def quality(self) -> Quality:
-        """Counters of the current predictor."""
         return self.qualities[self.rules.strategy]
 
     @property
@@ -342,15 +304,13 @@ class Prefetcher:
             self.predictor.observe(layer, ids, counts, mass)
 
     def hint(self, layer: int, ids: Ints, mass: Floats) -> None:
-        """As `NoPredictor.hint`."""
         self.predictor.hint(layer, ids, mass)
 
     def ahead(self, layer: int, resident: Mask | None = None) -> Iterator[tuple[int, Ints]]:
         """Yield ``(coming layer, experts)`` to prefetch after ``layer`` has routed, the most urgent first.
 
-        The budget is spent on the next layer; the unused part goes to the layers after it, up to the steps of the
-        predictor. Experts that are already in the fast tier (``resident`` [L, E]) cost no budget; they count as
-        predictions if they are likelier than an expert to prefetch.
+        The budget is spent on the next layer, the unused part on the layers after it, up to the steps of the predictor.
+        ``resident`` experts [L, E] cost no budget; they count as predictions if likelier than one to prefetch.
         """
         left = self.rules.budget
         for step in range(1, self.predictor.steps + 1):
@@ -386,7 +346,6 @@ class _HitRecord:
         self._made = np.ones(_KINDS)  # one wrong prediction as prior, so that an unseen kind has no confidence
 
     def chance(self, kinds: Ints) -> Floats:
-        """Return the accuracy of each of ``kinds``."""
         return np.asarray(self._right[kinds] / self._made[kinds])
 
     def flush(self, kinds: Ints, came_true: Mask) -> None:
@@ -422,10 +381,7 @@ class PrefetchConfidence:
 
 class RouterConfidence:
     """Confidence of predictions of a layer's own router, evaluated one layer early, by the margin of each token's
-    choice.
-
-    The margin of a choice is the logarithm of its weight over the smallest chosen weight of the token.
-    """
+    choice: the logarithm of its weight over the smallest chosen weight of the token."""
 
     def __init__(self, num_experts: int) -> None:
         self._num_experts = num_experts
@@ -433,8 +389,7 @@ class RouterConfidence:
         self._open: dict[int, list[tuple[np.ndarray[Any, Any], Ints]]] = {}
 
     def add(self, row: int, ids: np.ndarray[Any, Any], weights: np.ndarray[Any, Any]) -> None:
-        """Record that the router of ``row`` would choose ``ids`` [T, k] with ``weights`` [T, k] for the next tokens of
-        the pass."""
+        """Record that the router of ``row`` would choose ``ids`` [T, k] with ``weights`` [T, k] for the next tokens."""
         least = weights.min(axis=1, keepdims=True)
         margin = np.log(np.maximum(weights, 1e-30) / np.maximum(least, 1e-30))
         kinds = np.minimum(margin / _MARGIN_STEP, _KINDS - 1).astype(np.int64)

@@ -1,7 +1,5 @@
-"""Activation profiles: how often each expert of each layer was chosen; counted, merged, compared, saved and read.
-
-A fingerprint of plain values, given by the caller, identifies the model.
-"""
+"""Activation profiles: how often each expert of each layer was chosen; counted, merged, compared, saved and read. A
+fingerprint of plain values, given by the caller, identifies the model."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ _OLD = 256.0  # half-lives after which counts are rescaled to current units, far
 def facts_of_model(
     *, model_type: str, moe_layers: int, num_experts: int, top_k: int | None, expert_numbers: int
 ) -> Facts:
-    """Return the values that identify a model, equal whether read from its configuration or its modules: type, MoE
-    layers, experts per layer, experts per token and numbers in an expert. The dtype and the training data are not
-    included."""
+    """Return the values that identify a model, equal whether read from its configuration or its modules."""
     return {
         "type": model_type,
         "moe_layers": moe_layers,
@@ -59,11 +55,8 @@ class Distance:
 
 
 class ActivationProfile:
-    """Tokens that chose each expert of each layer, [L, E] float64, with exponential decay by a half-life.
-
-    An access is one distinct expert of one batch; after ``half_life`` accesses, earlier counts have half their weight
-    (None: no decay, and counts are integers).
-    """
+    """Tokens that chose each expert of each layer, [L, E] float64, with exponential decay: ``half_life`` accesses
+    (distinct experts of a batch) halve the weight of earlier counts. None: no decay, and counts are integers."""
 
     def __init__(self, *, model: Facts, num_layers: int, num_experts: int, half_life: float | None = None) -> None:
         if half_life is not None and not half_life > 0:
@@ -102,21 +95,17 @@ class ActivationProfile:
         self.accesses += accesses
 
     def layer_counts(self) -> Floats:
-        """Return tokens x top_k of each layer, [L]."""
+        """Tokens x top_k of each layer, [L]."""
         return np.asarray(self.counts.sum(axis=1))
 
     def top_experts(self, layer: int, n: int) -> Ints:
-        """Return at most ``n`` most used experts of ``layer`` with a positive count, the most used first, ties by
-        id."""
+        """At most ``n`` most used experts of ``layer`` with a positive count, the most used first, ties by id."""
         return likeliest(self._counts[layer], n)
 
     def residents(self, capacity: int | Ints) -> Ints:
-        """Return the initial residents: ``(layer, expert)`` [<= capacity, 2], highest priority first.
-
-        Args:
-            capacity: slots that all layers share, filled rank by rank: each layer's most used expert before any layer's
-                second, within a rank by count. Or slots of each layer, [L].
-        """
+        """Return the initial residents: ``(layer, expert)`` [<= capacity, 2], highest priority first. ``capacity``:
+        slots of each layer, [L]; or slots that all layers share, filled rank by rank (each layer's most used expert
+        before any layer's second), within a rank by count."""
         order = np.argsort(-self._counts, axis=1, kind="stable")
         ranked = np.take_along_axis(self._counts, order, axis=1)
         layer, rank = (np.broadcast_to(places, ranked.shape) for places in np.ogrid[: len(order), : order.shape[1]])
@@ -127,8 +116,8 @@ class ActivationProfile:
         return found[by_want][: capacity if isinstance(capacity, int) else None]
 
     def distance(self, other: ActivationProfile, top: int) -> Distance:
-        """Return the distance to ``other``, of a model of the same shape, by shares and by the ``top`` most used
-        experts of each layer; 1 between layers of which one alone has counts, 0 between two without."""
+        """Distance to ``other``, of the same shape, by shares and by the ``top`` most used experts of each layer; 1 if
+        one of two layers has no counts, 0 if both have none."""
         _same_shape(self, other)
         totals = [profile.counts.sum(axis=1, keepdims=True) for profile in (self, other)]
         mine, others = (
@@ -146,11 +135,7 @@ class ActivationProfile:
 
 
 def merge(profiles: Sequence[ActivationProfile]) -> ActivationProfile:
-    """Return the sum of the counts of ``profiles``; transitions are averaged, weighted by their number of observations.
-
-    Raises:
-        ConfigError: no profile, or profiles of different models.
-    """
+    """Return the summed ``profiles`` of one model; transitions are averaged, weighted by their observations."""
     if not profiles:
         raise ConfigError("no expert profile to merge; give at least one")
     first = profiles[0]
@@ -172,8 +157,7 @@ def merge(profiles: Sequence[ActivationProfile]) -> ActivationProfile:
 
 
 def differing(here: Facts, there: Facts) -> str:
-    """Return the first values in which two models differ, such as ``" (hidden_size 64 and 128)"``, or an empty
-    string."""
+    """Return the first values in which two models differ, such as ``" (hidden_size 64 and 128)"``, or ""."""
     keys = [key for key in sorted({*here, *there}) if here.get(key) != there.get(key)]
     shown = ", ".join(f"{key} {here.get(key)} and {there.get(key)}" for key in keys[:3])
     return f" ({shown})" if shown else ""
@@ -196,11 +180,7 @@ _ANEW = "make a new one with --save-expert-profile"
 
 
 def save_profile(profile: ActivationProfile, path: Path) -> None:
-    """Write ``profile`` to ``path`` atomically.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write ``profile`` to ``path`` atomically."""
     counts = profile.counts
     whole = profile.half_life is None and bool(np.all(counts == np.rint(counts)))
     found: dict[str, Any] = {
@@ -225,11 +205,7 @@ def save_profile(profile: ActivationProfile, path: Path) -> None:
 def load_profile(
     path: Path, *, model: Facts, num_layers: int, num_experts: int, half_life: float | None = None
 ) -> ActivationProfile:
-    """Read a profile that was counted on this model; further counts decay with ``half_life``.
-
-    Raises:
-        ConfigError: the file is unreadable, not a profile, or of another model; the message names file, key and remedy.
-    """
+    """Read a profile counted on this model, else raise ConfigError; further counts decay with ``half_life``."""
     found = _read(path)
     if found["format"] != FORMAT:
         _refuse(path, "format", f"is {_shown(found['format'])}, not {FORMAT!r}; {_ANEW}")

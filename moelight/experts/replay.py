@@ -1,8 +1,5 @@
-"""Replay of a recorded trace under a policy: hits, misses and estimated seconds.
-
-A row of the trace is one batch of one layer; an access is one distinct expert of it, as in `ExpertCache.access`. At the
-start only the pins of the policy are resident. Reads nothing but the trace.
-"""
+"""Replay of a recorded trace under a policy: hits, misses and estimated seconds. A row of the trace is one batch of one
+layer; an access is one distinct expert of it, as in `ExpertCache.access`."""
 
 from __future__ import annotations
 
@@ -28,10 +25,8 @@ from moelight.profiles.model import ModelProfile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """Shape of a trace: ``layers`` with experts, by their numbers in the model, each with ``num_experts``.
-
-    ``page_bytes`` of an expert and ``top_k`` of a token are None if no model was given.
-    """
+    """``layers`` of a trace, by their numbers in the model, with ``num_experts`` each; ``page_bytes`` of an expert and
+    ``top_k`` of a token are None if no model was given."""
 
     layers: tuple[int, ...]
     num_experts: int
@@ -57,13 +52,12 @@ class Shape:
 class Trace:
     """Re-iterable rows of a trace file, with layers numbered from 0 among the MoE layers.
 
-    A file is read again for each iteration, so memory does not depend on its length; input that can be read only once,
-    such as a pipe, is kept in memory. Without a model, the layers are those that occur, and the largest id gives the
-    number of experts.
+    A file is read again for each iteration; input that can be read only once, such as a pipe, is kept in memory.
+    Without a model, the layers are those that occur, and the largest id gives the number of experts.
     """
 
     def __init__(self, path: Path, model: ModelProfile | None = None) -> None:
-        """Raises ConfigError: the trace cannot be read, does not match ``model``, or has no rows."""
+        """Raises ConfigError if the trace cannot be read, does not match ``model``, or has no rows."""
         self.path = path
         self._name = "" if model is None else model.name
         self._kept = None if path.is_file() else list(read_rows(path))
@@ -84,7 +78,7 @@ class Trace:
         return read_rows(self.path) if self._kept is None else self._kept
 
     def __iter__(self) -> Iterator[TraceRow]:
-        """Raises ConfigError: a row does not match the model."""
+        """Raises ConfigError if a row does not match the model."""
         for row in self._read():
             at, most = self._row_of.get(row.layer), int(row.ids.max(initial=-1))
             if at is None:
@@ -106,10 +100,10 @@ class Outcome:
 
     Attributes:
         slots: capacity in experts at the start.
-        page_bytes: size of one expert; ``bytes``: transferred, misses and predictions, each page once. None without a
-            model.
-        stall_s: seconds without computation while a page is transferred, of ``total_s`` of the whole replay;
-            ``tokens_per_s``: tokens of the trace per second, prompts included. None without a machine.
+        page_bytes: size of one expert; None without a model.
+        bytes: transferred for misses and predictions, each page once; None without a model.
+        stall_s: seconds without computation while a page is transferred, of ``total_s``; None without a machine.
+        tokens_per_s: tokens of the trace, prompts included, over ``total_s``; None without a machine.
         notes: parts of the policy that the replay could not follow.
     """
 
@@ -138,19 +132,15 @@ class Outcome:
         return None if self.page_bytes is None else self.slots * self.page_bytes
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the outcome for JSON."""
         names = ("policy", "accesses", "hits", "misses", "hit_rate", "evictions", "max_resident", "bytes", "stall_s")
         return {name: getattr(self, name) for name in (*names, "tokens_per_s")}
 
 
 class Replay:
-    """Replay of one policy over a trace.
+    """Replay of one policy over a trace; at the start (``begins_with``) only the pins of the policy are resident.
 
-    Computing misses on the CPU needs a machine with a GPU to compare costs; otherwise every miss is transferred.
+    The CPU computes misses only on a machine with a GPU to compare costs; otherwise every miss is transferred.
     Predicted experts are prefetched beside the cache, as in the engine: a prefetch shortens misses and adds no hits.
-
-    Attributes:
-        begins_with: (layer, expert) of the residents before the first batch.
     """
 
     def __init__(
@@ -161,11 +151,7 @@ class Replay:
         *,
         cache: ExpertCache | None = None,
     ) -> None:
-        """Create a replay; ``cache`` replaces the cache that ``policy`` describes.
-
-        Raises:
-            ConfigError: the policy cannot be met.
-        """
+        """``cache`` replaces the cache that ``policy`` describes."""
         self.policy, self.shape = policy, shape
         layers, experts = len(shape.layers), shape.num_experts
         given = cache
@@ -249,7 +235,6 @@ class Replay:
             self._clock.prediction(self._predicted.tolist())
 
     def outcome(self) -> Outcome:
-        """Return the outcome of all rows so far."""
         clock, page = self._clock, self.shape.page_bytes
         stats = self._residency.cache.stats
         tokens = self._tokens / len(self.shape.layers)
@@ -282,11 +267,7 @@ def _notes(policy: ExpertPolicy, may_compute: bool) -> Iterator[str]:
 def replay_trace(
     rows: Iterable[TraceRow], shape: Shape, policies: Sequence[ExpertPolicy], machine: MachineCosts | None = None
 ) -> list[Outcome]:
-    """Replay ``rows`` under each of ``policies``; the rows are read once and not kept.
-
-    Raises:
-        ConfigError: a policy cannot be met, or reading the rows fails.
-    """
+    """Replay ``rows`` under each of ``policies``; the rows are read once and not kept."""
     replays = []
     for policy in policies:
         try:
@@ -313,9 +294,6 @@ def bound(
     The replay starts with no resident, or with the best subset of the experts with which ``policies`` start. The
     seconds assume that every miss is transferred, so a policy that predicts or computes misses on the CPU may take
     less. The rows are kept in memory, because the eviction reads ahead.
-
-    Raises:
-        ConfigError: one of ``policies`` cannot be met.
     """
     rows = list(rows)
     policy = ExpertPolicy(name=f"belady@{slots}", cache=CacheRules(capacity=Capacity(value=slots)))

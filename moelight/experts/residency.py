@@ -1,7 +1,5 @@
-"""One expert policy on one model: cache, predictor, rules, warm pins, counts and metrics.
-
-Works on keys and counters; the caller reports every batch and performs the transfers.
-"""
+"""One expert policy on one model: cache, predictor, rules, warm pins, counts and metrics. Works on keys and counters;
+the caller reports every batch and performs the transfers."""
 
 from __future__ import annotations
 
@@ -18,7 +16,15 @@ from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.paths import write_whole
 from moelight.experts.adapt import AdaptRules, ExpertAdaptation, Monitor
 from moelight.experts.cache import Access, ExpertCache, MemoryPressure, Prefetch
-from moelight.experts.policy import ACTION_KEYS, MODES, Action, Capacity, ExpertPolicy, ScheduleRules
+from moelight.experts.policy import (
+    ACTION_KEYS,
+    MODES,
+    PRESSURE_THRESHOLD,
+    Action,
+    Capacity,
+    ExpertPolicy,
+    ScheduleRules,
+)
 from moelight.experts.predict import Floats, Ints, Mask, Prefetcher, Transitions, likeliest
 from moelight.experts.profile import ActivationProfile
 from moelight.experts.sizing import SlotPlan, judge_slots
@@ -26,8 +32,7 @@ from moelight.experts.sizing import SlotPlan, judge_slots
 
 def busiest_residents(counts: Ints, resident: Mask, *, per_layer: int, budget: int) -> Ints:
     """Return ``(layer, expert)`` [<= budget, 2]: the residents among the ``per_layer`` most used experts of each layer,
-    the most used layers first (ties by number), none of layers without accesses. ``counts``, ``resident`` are [L, E].
-    """
+    the most used layers first, none of layers without accesses; ``counts``, ``resident``: [L, E]."""
     found: list[tuple[int, int]] = []
     of_layer = counts.sum(axis=1)
     for layer in np.argsort(-of_layer, kind="stable")[: np.count_nonzero(of_layer)].tolist():
@@ -40,18 +45,13 @@ class WarmPin:
     """Pins once, after ``after`` accesses (hits and misses).
 
     Attributes:
-        fired: True once the experts have been pinned.
         pinned: pinned (layer, expert) [n, 2], sorted by layer, then id.
         pre_hits, pre_misses: totals at the time of pinning; 0 before.
     """
 
     def __init__(self, after: int, *, per_layer: int | None = None, active: int | None = None) -> None:
-        """Pin ``per_layer`` experts of each layer (0: off); None: as many as a token chooses (``active``; None: one),
-        and none if all experts fit.
-
-        Raises:
-            ConfigError: ``after`` is below 1, or ``per_layer`` below 0.
-        """
+        """``per_layer``: experts to pin in each layer (0: off); None: ``active``, the experts per token (None: one),
+        and none if all experts fit."""
         if after < 1:
             raise ConfigError(f"warm_pin must be a whole number of at least 1 access, not {after}")
         if per_layer is not None and per_layer < 0:
@@ -63,7 +63,7 @@ class WarmPin:
         self.pre_hits, self.pre_misses = 0, 0
 
     def due(self, accesses: int) -> bool:
-        """Return True if the experts are to be pinned before the access after ``accesses``."""
+        """True if the experts are to be pinned before the access after ``accesses``."""
         return not self.fired and accesses >= self.after
 
     def fire(
@@ -76,10 +76,9 @@ class WarmPin:
         pinnable: int,
         pin: Callable[[int, int], bool],
     ) -> None:
-        """Pin, and record the totals before. ``hits``, ``misses`` and ``resident`` are [L, E].
+        """Pin at most half of the ``capacity`` and at most ``pinnable`` experts, and record the totals before.
 
-        At most half of the ``capacity`` is pinned, and at most ``pinnable`` (protected from eviction);
-        ``pin(layer, expert)`` returns True if it could pin.
+        ``hits``, ``misses`` and ``resident`` are [L, E]; ``pin(layer, expert)`` returns True if it could pin.
         """
         self.fired = True
         self.pre_hits, self.pre_misses = int(hits.sum()), int(misses.sum())
@@ -91,7 +90,7 @@ class WarmPin:
         self.pinned = np.array(sorted(pinned), dtype=np.int64).reshape(-1, 2)
 
     def as_dict(self, hits: int, misses: int) -> dict[str, Any]:
-        """Return the hit rates before and after pinning, for these totals, and the pinned experts of each layer."""
+        """Hit rates before and after pinning, for these totals, and the pinned experts of each layer."""
         before, total = self.pre_hits + self.pre_misses, hits + misses
         after = total - before
         overall = hits / total if total else 0.0
@@ -179,7 +178,7 @@ def expert_stats(
 
 
 def save_stats(stats: Mapping[str, Any], path: Path) -> None:
-    """Write ``stats`` to ``path`` atomically; raises ConfigError if the file cannot be written."""
+    """Write ``stats`` to ``path`` atomically."""
     try:
         write_whole(path, json.dumps(stats, indent=2) + "\n")
     except OSError as error:
@@ -209,8 +208,7 @@ class MissPlacement:
 
 
 def fetch_order(tokens: Ints, *, priority_routing: bool) -> Ints:
-    """Return the transfer order of missing experts: as given, or by descending ``tokens`` [n], so that most work can
-    begin soonest."""
+    """Return the transfer order of missing experts: as given, or by descending ``tokens`` [n]."""
     return np.argsort(-tokens, kind="stable") if priority_routing else np.arange(len(tokens))
 
 
@@ -226,22 +224,18 @@ def place_misses(
 ) -> MissPlacement:
     """Choose for each missing expert to transfer it or to compute it where it is stored.
 
-    ``hybrid`` takes the least time over all subsets. Transfers cost the same each, so for any number of transfers the
-    experts with the highest computation cost are transferred, and one pass over the n + 1 splits finds the best. Of
-    equally fast splits it takes the one with the most transfers, because transferred pages may become resident.
+    ``hybrid`` takes the least time over all subsets: transfers cost the same each, so the experts with the highest
+    computation cost are transferred, and one pass over the n + 1 splits finds the best; of equally fast splits, the one
+    with the most transfers, because transferred pages may become resident.
 
     Args:
         tokens: int64 [n], tokens of each missing expert.
         fetch_s: seconds of one page over the link or from the disk; pages are transferred one after the other.
         cpu_s: float64 [n], seconds to compute each expert where it is stored; experts are computed one after the other.
-        fixed_s: seconds that the hidden states take to the CPU and back, once, if anything is computed there.
+        fixed_s: seconds that the hidden states take to the CPU and back, once, if any expert is computed there.
         mode: ``gpu_only`` transfers all, ``cpu_fallback`` none.
         offload_threshold_s: in ``hybrid``, transfers that take no longer are never avoided.
         priority_routing: the order of transfers, as in `fetch_order`.
-
-    Raises:
-        ConfigError: an unknown mode.
-        ValueError: arrays of different lengths.
     """
     if mode not in MODES:
         raise ConfigError(f"unknown schedule mode {mode!r}{did_you_mean(mode, MODES)}; known: {', '.join(MODES)}")
@@ -274,7 +268,6 @@ def _best_split(descending_s: Floats, fetch_s: float, fixed_s: float) -> int:
 
 
 Value = tuple[str, ...] | str | float | int
-PRESSURE_THRESHOLD = 0.9  # of the memory budget, if the policy gives none: the default of the language
 
 
 class Controls:
@@ -283,8 +276,7 @@ class Controls:
     def __init__(
         self, policy: ExpertPolicy, cache: ExpertCache, *, page_bytes: int | None = None, most_slots: int | None = None
     ) -> None:
-        """``page_bytes``: size of one expert, for capacities in bytes; ``most_slots``: allocated slots (None: no
-        limit)."""
+        """``page_bytes`` of one expert, for capacities in bytes; ``most_slots``: allocated slots (None: no limit)."""
         self.schedule: ScheduleRules = policy.schedule
         self._policy, self._cache = policy, cache
         self._page_bytes, self._most_slots = page_bytes, most_slots
@@ -299,21 +291,18 @@ class Controls:
         }
 
     def in_force(self, action: Action) -> bool:
-        """Return True if ``action`` sets the current value, or relieves memory pressure that is watched and would evict
-        nothing."""
+        """True if ``action`` sets the current value, or relieves watched memory pressure and would evict no page."""
         if action.kind == "trigger":
             return self._cache.pressure is not None and not self._cache.relief
         return action.kind == "set" and self._key(action.name)[1]() == self._meant(action)
 
     def shown(self, action: Action) -> str | None:
-        """Return the current value in the syntax of the language."""
         if action.kind != "set":
             return None
         now = self._key(action.name)[1]()
         return " | ".join(now) if isinstance(now, tuple) else f"{now}"
 
     def do(self, action: Action) -> None:
-        """Execute ``action``; raises ConfigError if it is not possible, and nothing has changed then."""
         if action.kind == "trigger":
             self._press()
         elif action.kind == "rebalance":
@@ -398,9 +387,6 @@ class Residency:
             known: profile of this model to start from.
             batch: tokens of a pass.
             most_slots: largest number of slots that will be allocated (None: no limit).
-
-        Raises:
-            ConfigError: the policy cannot be applied to this model.
         """
         self.policy, self.counted = policy, counted
         self.cache = ExpertCache.of(policy, num_layers=num_layers, num_experts=num_experts, page_bytes=page_bytes)
@@ -464,11 +450,9 @@ class Residency:
         return found
 
     def ahead(self, layer: int) -> list[tuple[int, Prefetch]]:
-        """Prefetch after ``layer`` was served, as `ExpertCache.prefetch_ahead`."""
         return self.cache.prefetch_ahead(layer)
 
     def hint(self, layer: int, ids: Ints, mass: Floats) -> None:
-        """As `predict.Predictor.hint`."""
         self.cache.predictor.hint(layer, ids, mass)
 
     def place(self, tokens: Ints, *, fetch_s: float, cpu_s: Floats, fixed_s: float = 0.0) -> MissPlacement:
@@ -486,7 +470,7 @@ class Residency:
 
     @property
     def adaptations(self) -> list[ExpertAdaptation]:
-        """The most recent adaptations."""
+        """The last `LOG_KEPT` adaptations."""
         return list(self.adapting.log) if self.adapting is not None else []
 
     @property
@@ -502,7 +486,7 @@ class Residency:
         return self.counted
 
     def stats(self, stalls: Mapping[str, float] | None = None) -> dict[str, Any]:
-        """Return all statistics of the run, as `expert_stats`."""
+        """All statistics of the run, as `expert_stats`."""
         said = self.cache.stats.as_dict()
         shown = ("evictions", "expired", "pressed", "bypasses", "prefetched")
         return expert_stats(

@@ -35,7 +35,6 @@ class SlotPlan:
     status: Status
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the plan for JSON."""
         return {
             "slots": self.slots,
             "recommended_slots": self.recommended,
@@ -65,9 +64,6 @@ def plan_slots(
         reserve_bytes: part of the free bytes that is not used.
         batch: tokens of a pass. For one token, twice its experts are recommended; for more, the expected number of
             distinct experts if that is larger.
-
-    Raises:
-        ConfigError: ``batch`` below 1.
     """
     if batch < 1:
         raise ConfigError(f"batch must be at least 1 token, not {batch}")
@@ -87,8 +83,7 @@ def plan_slots(
 
 
 def judge_slots(slots: int, *, allocated: int, layers: int, num_experts: int, active: int, batch: int = 1) -> SlotPlan:
-    """Assess an existing cache of ``slots`` with memory for ``allocated`` slots; the other arguments as in
-    `plan_slots`."""
+    """Assess an existing cache of ``slots`` with memory for ``allocated`` slots; other arguments as in `plan_slots`."""
     shape: dict[str, int] = {"layers": layers, "num_experts": num_experts, "active": active, "batch": batch}
     plan = plan_slots(**shape, free_bytes=allocated, per_expert_bytes=1, reserve_bytes=0)
     return replace(plan, slots=min(slots, plan.slots))

@@ -1,7 +1,5 @@
-"""Seconds of a routing trace on a machine: computation by the ledger, and stalls for pages.
-
-Depends on the ledger (``hrm``) and on one clock for one link; does not depend on residency.
-"""
+"""Seconds of a routing trace on a machine: computation by the ledger (``hrm``), and stalls for pages by one clock for
+one link; does not depend on residency."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ class MachineCosts:
     """
 
     def __init__(self, model: ModelProfile, hardware: HardwareProfile) -> None:
-        """Raises ConfigError: the model has no experts, or the machine has no tier to read them from."""
+        """Raises ConfigError if the model has no experts, or the machine has no tier to read them from."""
         if not model.num_moe_layers:
             raise ConfigError(f"the model {model.name} has no experts")
         speeds, self.discrete = speeds_of(hardware), hardware.tier("device") is not None
@@ -53,8 +51,8 @@ class MachineCosts:
         self.lead_s = lru_cache(maxsize=1 << 14)(self._lead_s)
 
     def _lead_s(self, row: int, tokens: float) -> float:
-        """Return the seconds for ``tokens`` between the experts of one MoE layer and the routing of the next, MoE layer
-        number ``row``: attention and router, layers without experts, and the head between two passes."""
+        """Seconds for ``tokens`` from the experts of one MoE layer to the routing of the next, MoE layer number
+        ``row``: attention and router, layers without experts, and the head between two passes."""
         cost_model, layer = self._cost_model, self.layers[row]
         first = 0 if row == 0 else self.layers[row - 1] + 1
         passed = [*range(self.layers[-1] + 1, self.model.num_layers)] if row == 0 else []
@@ -74,32 +72,32 @@ class MachineCosts:
         return replace(rules, offload_threshold_ms=float(f"{0.5e3 * self.fetch_s:.2g}"))
 
     def crossing_s(self, tokens: float) -> float:
-        """Return the seconds to transfer the hidden states of ``tokens`` from a GPU to the CPU and back."""
+        """Seconds to transfer the hidden states of ``tokens`` from a GPU to the CPU and back."""
         size = tokens * costs.residual_bytes(self.model, self._cost_model.dtype, 1)
         return float(self._cost_model.down_s(size) + self._cost_model.up_s(size))
 
     def resident_s(self, counts: IntArray) -> FloatArray:
-        """Return the seconds of resident experts, [n], for ``counts`` tokens [n] each."""
+        """Seconds of resident experts, [n], for ``counts`` tokens [n] each."""
         if counts.size and int(counts.max()) >= len(self._table_s):
             self._table_s = self._table(self._cost_model.expert_unit, int(counts.max()))
         return self._table_s[counts]
 
     def cpu_s(self, counts: IntArray) -> FloatArray:
-        """Return the seconds of experts that the CPU computes in host memory, [n], for ``counts`` tokens [n] each."""
+        """Seconds of experts that the CPU computes in host memory, [n], for ``counts`` tokens [n] each."""
         if counts.size and int(counts.max()) >= len(self._cpu):
             self._cpu = self._table(self._cost_model.speeds.cpu, int(counts.max()))
         return self._cpu[counts]
 
     def _table(self, unit: Unit, most: int) -> FloatArray:
-        """Return the seconds of one expert by its number of tokens, [> most]."""
+        """Seconds of one expert by its number of tokens, [> most]."""
         rows = np.arange(2 * most + 1, dtype=np.float64)
         found: FloatArray = np.where(rows > 0, self._cost_model.expert_s(unit, rows), 0.0)
         return found
 
 
 def _fetch_s(cost_model: CostModel, hardware: HardwareProfile) -> float:
-    """Return the seconds to transfer an offloaded page: from the disk; or over the link, where the share that exceeds
-    host memory is limited by the disk."""
+    """Seconds to transfer an offloaded page: from the disk; or over the link, where the share that exceeds host memory
+    is limited by the disk."""
     size, disk, host = cost_model.page_bytes(), cost_model.speeds.disk, hardware.tier("host")
     if not cost_model.discrete:
         if not disk:
@@ -160,8 +158,7 @@ class Clock:
         self.now += float(self._machine.resident_s(misses).sum())
 
     def prediction(self, keys: Iterable[int]) -> None:
-        """Prefetch ``keys`` after the misses of the last batch; the prefetch was requested when the router of that
-        batch had chosen."""
+        """Prefetch ``keys`` after the misses of the last batch, requested at the time its router had chosen."""
         for key in keys:
             self._arrivals[key] = self._fetch(1, self._routed)
         if not self._overlap:

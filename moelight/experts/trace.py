@@ -1,8 +1,6 @@
-"""Routing traces: the experts that each batch of a layer chose, one JSON object per line, parsed strictly.
-
-A row is ``{"l": layer, "e": [ids], "s": [scores]}``: the ids of all tokens one after the other, repeats kept, and the
-router weight of each id; ``s`` is optional. Files may be gzipped.
-"""
+"""Routing traces: the experts that each batch of a layer chose. Each line is
+``{"l": layer, "e": [ids], "s": [scores]}``: the ids of all tokens one after the other, repeats kept, and optional
+router weights; files may be gzipped."""
 
 from __future__ import annotations
 
@@ -44,11 +42,8 @@ class TraceRow:
 
 
 def read_rows(path: Path) -> Iterator[TraceRow]:
-    """Yield the rows of ``path`` in order, one at a time; empty lines are skipped.
-
-    Raises:
-        ConfigError: the file cannot be read, or a line is not a row; the message names the line and the error.
-    """
+    """Yield the rows of ``path`` in order, one at a time; empty lines are skipped. Raises ConfigError, with the line,
+    if the file cannot be read or a line is not a row."""
     try:
         with path.open("rb") as raw:
             yield from _rows(path, gzip.GzipFile(fileobj=raw) if raw.peek(2)[:2] == _GZIP else raw)
@@ -144,7 +139,6 @@ class RoutingTrace:
     """Writer of a trace. An existing file of that name is replaced immediately; `close` ends the trace."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError: the file cannot be written."""
         self._path = path
         try:
             self._file = path.open("wb", buffering=_BUFFER_BYTES)
@@ -152,11 +146,8 @@ class RoutingTrace:
             raise self._fault(error) from None
 
     def write(self, layer: int, ids: ArrayLike, weights: ArrayLike) -> None:
-        """Write one batch of ``layer``: ``ids`` int [T, k] and router ``weights`` float [T, k]. Writes are buffered.
-
-        Raises:
-            ConfigError: the row cannot be written, for example because the disk is full.
-        """
+        """Write one batch of ``layer``, buffered: ``ids`` int [T, k] and router ``weights`` float [T, k]. Raises
+        ConfigError if the row cannot be written, for example because the disk is full."""
         chosen, shares = np.asarray(ids).ravel(), np.asarray(weights, np.float64).ravel()
         row: dict[str, Any] = {"l": int(layer), "e": chosen.tolist()}
         if math.isfinite(float(shares.sum())):  # else `read_rows` would reject the row
@@ -168,11 +159,7 @@ class RoutingTrace:
             raise self._fault(error) from None
 
     def close(self) -> None:
-        """Flush and close the file. May be called twice.
-
-        Raises:
-            ConfigError: as `write`.
-        """
+        """Flush and close the file, errors as `write`; may be called twice."""
         try:
             self._file.close()
         except OSError as error:

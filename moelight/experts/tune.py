@@ -1,11 +1,6 @@
-"""Choice of a policy: with a recorded trace, the one with the least estimated time for each amount of memory; without
-a trace, the default policy in the memory that is free, with the reason for each line.
-
-The search runs in rounds for each capacity: each eviction with its parameters, with one cache or a budget per layer, on
-the first eighth of the trace; the best of each eviction on half of it, since some learn longer than others; the best of
-all with each predictor and budget; the last few on the whole trace. The search is deterministic: there are no random
-draws, and the first of equally fast policies wins.
-"""
+"""Choice of a policy: with a recorded trace, the one with the least estimated time for each amount of memory
+(`tune_policy`); without a trace, the default policy in the free memory, with the reason for each line
+(`auto_policy`)."""
 
 from __future__ import annotations
 
@@ -52,8 +47,7 @@ MOST_ROWS = 20_000  # a longer trace is cut; the last round then takes a second 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuned:
-    """The fastest policy found for one capacity, and its replay of the trace. ``on_front``: True if no policy with less
-    memory is as fast."""
+    """The fastest policy of one capacity, and its replay; ``on_front``: no policy with less memory is as fast."""
 
     policy: ExpertPolicy
     outcome: Outcome
@@ -78,10 +72,13 @@ class Tuning:
 def tune_policy(
     rows: Sequence[TraceRow], shape: Shape, machine: MachineCosts, *, most_slots: int | None = None
 ) -> Tuning:
-    """Search policies for at most ``most_slots`` experts (None: all), equally many in each layer.
+    """Search policies for at most ``most_slots`` experts (None: all), equally many in each layer; raises ValueError for
+    no rows, or less than one slot for each layer.
 
-    Raises:
-        ValueError: no rows, or less than one slot for each layer.
+    The rounds for each capacity: each eviction with its parameters, with one cache or a budget per layer, on the first
+    eighth of the trace; the best of each eviction on half of it, since some learn longer than others; the best of all
+    with each predictor and budget; the last few on the whole trace. The search draws no random numbers, and the first
+    of equally fast policies wins.
     """
     rows = rows[:MOST_ROWS]
     most = shape.num_experts if most_slots is None else min(shape.num_experts, most_slots // len(shape.layers))
@@ -99,8 +96,7 @@ def tune_policy(
 
 
 def share_of(count: int, num_experts: int) -> Capacity:
-    """Return ``count`` of the ``num_experts`` of every layer as a percentage that yields exactly ``count`` slots per
-    layer, for a shared cache and for layer budgets."""
+    """Return ``count`` of ``num_experts`` as a percentage that yields exactly ``count`` slots per layer."""
     exact = Decimal(100 * count) / num_experts
     return Capacity(value=float(exact.quantize(Decimal("0.0001"), rounding=ROUND_CEILING)), unit="percent")
 
@@ -124,8 +120,7 @@ class _TuneSearch:
         self.replays = 0
 
     def best(self, count: int, before: ExpertPolicy | None) -> tuple[ExpertPolicy, Outcome]:
-        """Return the best policy with ``count`` experts of each layer; ``before``, the best with less memory, enters
-        the last round."""
+        """The best policy with ``count`` experts of each layer; ``before``: the best with less memory, tried again."""
         kinds: dict[tuple[str, ...], list[ExpertPolicy]] = {}
         for policy in self._structures(count):
             kinds.setdefault(policy.cache.eviction, []).append(policy)
@@ -146,7 +141,6 @@ class _TuneSearch:
         return sorted(policies, key=lambda policy: _seconds(self._run(policy, part)))[:kept]
 
     def _run(self, policy: ExpertPolicy, part: float) -> Outcome:
-        """Replay ``policy`` over the first ``part`` of the trace."""
         self.replays += 1
         least = LEAST_PASSES * len(self._shape.layers)
         run = Replay(policy, self._shape, self._machine)
@@ -155,8 +149,7 @@ class _TuneSearch:
         return run.outcome()
 
     def _structures(self, count: int) -> Iterator[ExpertPolicy]:
-        """Yield eviction policies per layer and over all layers; with a GPU, each with and without computing misses on
-        the CPU."""
+        """Yield eviction policies per layer and over all layers; with a GPU, with and without misses on the CPU."""
         # hybrid never takes longer for a batch than gpu_only or cpu_fallback.
         modes = ("gpu_only", "hybrid") if self._machine.discrete else ("gpu_only",)
         layers, capacity = len(self._shape.layers), share_of(count, self._shape.num_experts)
@@ -218,8 +211,7 @@ class AutoPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertMemory:
-    """Memory of the processor of the experts: ``tier``, its capacity, and the bytes not available for experts, by
-    purpose."""
+    """Memory of the processor of the experts: ``tier``, capacity, and the bytes ``taken`` from it, by purpose."""
 
     tier: str
     capacity_bytes: int
@@ -227,13 +219,12 @@ class ExpertMemory:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes left for experts."""
         return max(0, self.capacity_bytes - sum(self.taken.values()))
 
 
 def room_for_experts(model: ModelProfile, hardware: HardwareProfile, batch_size: int = 1) -> ExpertMemory:
     """Return the memory of the compute unit, a GPU's or else the host's, with the part taken by ``batch_size``
-    sequences of `KV_TOKENS` tokens and by the ring for pages in transfer, which shrinks as more pages are resident."""
+    sequences of `KV_TOKENS` tokens and by the ring, which shrinks as more pages are resident."""
     device = hardware.tier("device")
     tier = device or hardware.tier("host")
     if tier is None:
@@ -265,8 +256,8 @@ def room_for_experts(model: ModelProfile, hardware: HardwareProfile, batch_size:
 
 
 def _ring_pages(model: ModelProfile, pages: int) -> int:
-    """Return the ring slots out of ``pages``: two layers of offloaded pages, and at least one whole layer, since any
-    page may be offloaded (`hrm.footprint.ring_slots`); 0 if all pages fit."""
+    """Ring slots out of ``pages`` (`hrm.footprint.ring_slots`): two layers of offloaded pages, and at least one whole
+    layer, since any page may be offloaded; 0 if all pages fit."""
     layers, experts = model.num_moe_layers, model.experts.num_experts
     if pages >= layers * experts:
         return 0
@@ -280,12 +271,8 @@ def met_experts(model: ModelProfile, tokens: int) -> int:
 
 
 def auto_policy(model: ModelProfile, hardware: HardwareProfile, *, name: str, batch_size: int = 1) -> AutoPolicy:
-    """Return the initial policy for passes of ``batch_size`` tokens. ``name``: the user's name of the model.
-
-    Raises:
-        BudgetError: not one expert fits.
-        ConfigError: the model has no experts, or the hardware profile lacks a required entry.
-    """
+    """Return the initial policy for passes of ``batch_size`` tokens; raises BudgetError if not one expert fits.
+    ``name``: the user's name of the model."""
     machine = MachineCosts(model, hardware)
     room = room_for_experts(model, hardware, batch_size)
     layers, experts, active = model.num_moe_layers, model.experts.num_experts, model.router.top_k
@@ -326,8 +313,7 @@ def auto_policy(model: ModelProfile, hardware: HardwareProfile, *, name: str, ba
 
 
 def _with_room(plan: SlotPlan, layers: int, experts: int) -> tuple[ExpertPolicy, dict[tuple[str, str], str]]:
-    """Return the default policy with the slots of ``plan``, equally many for each layer if there are enough, and its
-    reasons."""
+    """Return the default policy with the slots of ``plan``, equally many per layer if possible, and its reasons."""
     count = min(experts, plan.slots // layers)
     reasons: dict[tuple[str, str], str] = {}
     default = replace(DEFAULT_POLICY, name="auto")
@@ -366,8 +352,7 @@ def _why_capacity(model: ModelProfile, plan: SlotPlan, batch_size: int) -> str:
 
 
 def _with_schedule(policy: ExpertPolicy, machine: MachineCosts, reasons: dict[tuple[str, str], str]) -> ExpertPolicy:
-    """Set the schedule for a machine with a GPU: ``hybrid`` if the CPU computes one token's expert before its page is
-    transferred."""
+    """Set the schedule for a GPU: ``hybrid`` if the CPU computes one token's expert before its page is transferred."""
     fetch_s = machine.fetch_s
     cpu_s = float(machine.cpu_s(np.array([1]))[0]) + machine.crossing_s(1.0)
     faster = cpu_s < fetch_s

@@ -1,8 +1,5 @@
-"""Seconds of each layer phase of a micro-batch: the ledger's bytes and flops over a machine's speeds.
-
-The estimate adds the seconds up; the simulator schedules the phases in time. Token counts may be numbers or arrays.
-Does not depend on schedules.
-"""
+"""Seconds of each layer phase of a micro-batch: the ledger's bytes and flops over a machine's speeds. Token counts may
+be numbers or arrays. Does not depend on schedules."""
 
 from __future__ import annotations
 
@@ -27,11 +24,8 @@ KERNELS = {"before": 10, "attention": 3, "after": 12, "expert": 5, "head": 4}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
-    """Costs of one model in its dtypes on one machine.
-
-    ``dtype`` is the compute and activation dtype, ``page_dtype`` the dtype of the expert weights. ``pinned_pages``:
-    expert pages in host memory are page-locked and cross the link without a staging copy.
-    """
+    """Costs of one model on one machine. ``dtype``: of computation and activations; ``page_dtype``: of the expert
+    weights; ``pinned_pages``: expert pages in host memory are page-locked and cross the link without a staging copy."""
 
     model: ModelProfile
     speeds: Speeds
@@ -54,7 +48,6 @@ class CostModel:
         return gpu if self.discrete and gpu is not None else self.speeds.cpu
 
     def layer_kinds(self) -> tuple[tuple[costs.LayerElements, bool, int], ...]:
-        """``(elements, has experts, how many layers)`` for each kind of layer."""
         return costs.layer_kinds(self.model)
 
     def before_s(self, elements: costs.LayerElements, tokens: Any) -> Any:
@@ -67,8 +60,7 @@ class CostModel:
         )
 
     def after_s(self, elements: costs.LayerElements, tokens: Any, *, moe: bool) -> Any:
-        """Seconds of the output projection, norm, router, shared experts or dense layer, and row gathering; routed
-        experts excluded."""
+        """Seconds of output projection, norm, router, shared experts or dense layer, and row gathering."""
         copies = (
             self.model.router.top_k if moe and self.expert_unit.experts is None else 0
         )  # else measured with the experts
@@ -80,8 +72,7 @@ class CostModel:
         )
 
     def experts_s(self, unit: Unit, tokens: Any, share: Any = 1.0) -> Any:
-        """Seconds of a ``share`` of the distinct experts of one layer to which ``tokens`` are routed, on ``unit``; each
-        page is read once."""
+        """Seconds of a ``share`` of the distinct experts of one layer for ``tokens`` tokens; each page is read once."""
         met = costs.distinct_experts(self.model, tokens)
         rows = tokens * self.model.router.top_k / np.maximum(met, 1e-9)
         return share * met * self.expert_s(unit, rows)
@@ -93,22 +84,20 @@ class CostModel:
         return each + launches * unit.launch_s
 
     def decode_attention_s(self, unit: Unit, tokens: Any, context: Any) -> Any:
-        """Seconds of one (average) layer's attention of ``tokens`` sequences over ``context`` cached tokens each."""
+        """Seconds of an average layer's attention of ``tokens`` sequences over ``context`` cached tokens each."""
         seen = self.seen(context)
         size = tokens * seen * costs.kv_layer_bytes(self.model, self.kv_dtype)
         flops = costs.attention_flops(self.model, tokens * seen)
         return unit.attention_s(size, flops, context) + self._overhead_s(unit, KERNELS["attention"])
 
     def prefill_attention_s(self, unit: Unit, tokens: Any, prompt_len: Any) -> Any:
-        """Seconds of one layer's attention of prompts of ``prompt_len`` tokens, ``tokens`` in all, over themselves (eq.
-        of A_g = 1)."""
+        """Seconds of one layer's attention of ``tokens`` prompt tokens over themselves (equation of A_g = 1)."""
         pairs = tokens * self.seen((prompt_len + 1) / 2)
         return unit.prefill_s(costs.attention_flops(self.model, pairs), prompt_len) + self._overhead_s(
             unit, KERNELS["attention"]
         )
 
     def head_s(self, rows: Any) -> Any:
-        """Seconds of the logits of ``rows`` tokens."""
         product = self.expert_unit.product_s(rows, costs.head_elements(self.model), self.dtype)
         return product + self._overhead_s(self.expert_unit, KERNELS["head"])
 
@@ -121,7 +110,6 @@ class CostModel:
         return tokens * self.seen(context) * costs.kv_layer_bytes(self.model, self.kv_dtype)
 
     def page_bytes(self) -> int:
-        """Bytes of one expert page on any link."""
         return costs.page_bytes(self.model, self.page_dtype)
 
     def up_s(self, size: Any, transfers: Any = 1.0) -> Any:
@@ -129,7 +117,6 @@ class CostModel:
         return size / self.speeds.h2d + transfers * self.speeds.transfer_s
 
     def down_s(self, size: Any, transfers: Any = 1.0) -> Any:
-        """Seconds to move ``size`` bytes from device to host in ``transfers`` transfers."""
         return size / self.speeds.d2h + transfers * self.speeds.transfer_s
 
     @staticmethod

@@ -1,7 +1,7 @@
 """The ledger: bytes and flops of everything that a pass stores, moves or computes, one function per quantity.
 
-Higher packages take every quantity from here. Token counts may be numbers or arrays. Symbols of MoE-Lightning
-(table 1): h1 hidden size, h2 expert width, n_e experts, k of them per token, n_q and n_kv heads.
+Token counts may be numbers or arrays. Symbols of MoE-Lightning (table 1): h1 hidden size, h2 expert width, n_e experts,
+k of them per token, n_q and n_kv heads.
 """
 
 from __future__ import annotations
@@ -35,21 +35,18 @@ def page_elements(model: ModelProfile) -> int:
 
 
 def page_bytes(model: ModelProfile, dtype: DType) -> int:
-    """Bytes of one expert: gate, up and down. W_i of the paper is n_e of these."""
+    """Bytes of one expert: gate, up and down. W_i of the paper is n_e of them."""
     return sum(dtype.bytes_for(rows * columns) for rows, columns in page_shapes(model).values())
 
 
 def page_slot_bytes(model: ModelProfile, dtype: DType) -> int:
-    """Bytes that one expert page takes in an arena: whole memory pages, so that direct I/O can read into the slot."""
+    """Bytes of one expert page in an arena: whole memory pages, so that direct I/O can read into the slot."""
     return align_up(page_bytes(model, dtype), PAGE_ALIGNMENT)
 
 
 def page_parts(size: int, most: int = PART_BYTES) -> tuple[range, ...]:
-    """Byte ranges in which an expert page of ``size`` bytes crosses a link.
-
-    As few parts as fit ``most`` (a multiple of `PAGE_ALIGNMENT`), of nearly equal size. Every part but the last ends on
-    a multiple of `PAGE_ALIGNMENT`.
-    """
+    """Byte ranges in which an expert page of ``size`` bytes crosses a link: as few of at most ``most`` bytes as
+    possible, nearly equal; every part but the last ends on a multiple of `PAGE_ALIGNMENT`."""
     blocks, count = -(-size // PAGE_ALIGNMENT), -(-size // most)
     bounds = [min(size, blocks * part // count * PAGE_ALIGNMENT) for part in range(count + 1)]
     return tuple(range(first, last) for first, last in pairwise(bounds))
@@ -63,7 +60,7 @@ def dense_bytes(model: ModelProfile, dtype: DType) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerElements:
-    """Numbers in the matrices of one layer by which every token is multiplied, per phase; routed experts excluded."""
+    """Numbers in the matrices of one layer that multiply every token, per phase; routed experts excluded."""
 
     before_attention: int
     after_attention: int
@@ -71,7 +68,7 @@ class LayerElements:
 
 @lru_cache(maxsize=64)
 def layer_elements(model: ModelProfile) -> tuple[LayerElements, ...]:
-    """Elements of each layer: projections into attention; output projection, router, shared experts or dense layer."""
+    """`LayerElements` of each layer, in order."""
     before, after = [0] * model.num_layers, [0] * model.num_layers
     for tensor in dense_tensors(model):
         if tensor.layer >= 0 and len(tensor.shape) > 1:
@@ -90,21 +87,19 @@ def layer_kinds(model: ModelProfile) -> tuple[tuple[LayerElements, bool, int], .
 
 
 def head_elements(model: ModelProfile) -> int:
-    """Numbers in the matrix that turns a hidden state into logits."""
+    """Numbers in the matrix that turns hidden states into logits."""
     return model.vocab_size * model.hidden_size
 
 
 def product_flops(rows: Any, elements: int) -> Any:
-    """Flops of a product of ``rows`` vectors with a matrix: one multiplication and one addition per number."""
+    """Flops of ``rows`` vectors times a matrix: one multiplication and one addition per number."""
     return 2.0 * rows * elements
 
 
 def attention_flops(model: ModelProfile, pairs: Any) -> Any:
-    """Flops of one layer's scores and values over ``pairs`` of a query token and a position that it attends to.
-
-    Grouped queries: 4 n_q d per pair (the paper counts the 2 n_q d of the scores alone). Latent attention in absorbed
-    form: scores over the latent and rotary widths, values over the latent.
-    """
+    """Flops of one layer's scores and values over ``pairs`` of a query token and an attended position: 4 n_q d per pair
+    (the paper counts the 2 n_q d of the scores alone). Absorbed latent attention: scores over the latent and rotary
+    widths, values over the latent."""
     spec = model.attention
     if spec.latent is not None:
         return 2.0 * pairs * spec.num_heads * (2 * spec.latent.kv_lora_rank + spec.latent.rope_head_dim)
@@ -112,7 +107,7 @@ def attention_flops(model: ModelProfile, pairs: Any) -> Any:
 
 
 def seen_positions(model: ModelProfile, context: Any) -> Any:
-    """Positions that a token with ``context`` tokens of context attends to, summed over layers: all, or a window."""
+    """Attended positions of a token after ``context`` tokens, summed over layers: all, or those of a window."""
     spec = model.attention
     windowed = 0 if spec.window is None else sum(spec.window_layers) if spec.window_layers else model.num_layers
     window = context if spec.window is None else np.minimum(context, spec.window)
@@ -125,8 +120,7 @@ def distinct_experts(model: ModelProfile, tokens: Any) -> Any:
 
 
 def expected_distinct(experts: int, top_k: int, tokens: Any) -> Any:
-    """Expected distinct experts out of ``experts`` if each of ``tokens`` chooses ``top_k`` at random:
-    E (1 - (1 - k/E)^t)."""
+    """Expected distinct experts if each of ``tokens`` draws ``top_k`` of ``experts`` at random: E (1 - (1 - k/E)^t)."""
     missed = math.log1p(-top_k / experts) if top_k < experts else -_ALL_MET  # log of the share that a token misses
     return -experts * np.expm1(tokens * missed)
 
@@ -147,8 +141,7 @@ def qkv_bytes(model: ModelProfile, dtype: DType, tokens: int) -> int:
 
 
 def kv_bytes(model: ModelProfile, dtype: DType, tokens: int) -> int:
-    """Bytes of the keys and values alone of ``tokens`` tokens of one layer, device to host, where the device
-    attended."""
+    """Bytes of keys and values of ``tokens`` tokens of one layer, device to host, for attention on the device."""
     return tokens * model.attention.cache_width * dtype.itemsize
 
 
@@ -163,7 +156,7 @@ def residual_bytes(model: ModelProfile, dtype: DType, tokens: int) -> int:
 
 
 def routed_bytes(model: ModelProfile, dtype: DType, tokens: int) -> int:
-    """Bytes sent to experts across a link: hidden states, and the expert ids and weights of each token."""
+    """Bytes that cross a link to the experts: hidden states, and the expert ids and weights of each token."""
     return residual_bytes(model, dtype, tokens) + tokens * routing_bytes(model)
 
 
@@ -187,19 +180,15 @@ def attention_out_width(model: ModelProfile) -> int:
 
 
 def staging_passes(*, from_disk: bool) -> int:
-    """Times that host memory is touched per streamed byte: a write and the link's read; one more where a copy from
-    pageable memory precedes them."""
+    """Times that host memory is touched per streamed byte: write and link's read, and a copy if not from disk."""
     return 2 if from_disk else 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertWorkspace:
-    """Sizes of the buffers that experts write.
-
-    ``rows_bytes``: all routed rows ``[R, H]``. ``wide_bytes``: for at most `EXPERT_ROWS` rows of an expert, gate and up
-    ``[rows, 2I]`` (or the activation in float32); where all experts run in one launch, the activations of all,
-    ``[R, I]``. ``narrow_bytes``: the activation ``[rows, I]`` or the output ``[rows, H]``.
-    """
+    """Sizes of the buffers that experts write. ``rows_bytes``: all routed rows ``[R, H]``. For at most `EXPERT_ROWS`
+    rows of an expert, ``wide_bytes``: gate and up ``[rows, 2I]`` or the float32 activation (all experts in one launch:
+    ``[R, I]``); ``narrow_bytes``: activation ``[rows, I]`` or output ``[rows, H]``."""
 
     rows_bytes: int
     wide_bytes: int
@@ -207,16 +196,13 @@ class ExpertWorkspace:
 
     @property
     def bytes(self) -> int:
-        """The sum of the three buffers."""
         return self.rows_bytes + self.wide_bytes + self.narrow_bytes
 
 
 def expert_workspace(model: ModelProfile, tokens: Any, dtype: DType, *, grouped: bool) -> ExpertWorkspace:
-    """The expert workspace for micro-batches of ``tokens``, all of which may be routed to one expert.
-
-    Row counts may be rounded up. ``grouped``: experts may run in one launch, as on a device. The CPU's native kernel
-    has its own, smaller buffers in place of the wide and the narrow one.
-    """
+    """The expert workspace for micro-batches of ``tokens``, all of which may be routed to one expert. ``grouped``:
+    experts may run in one launch. The CPU's native kernel uses smaller buffers of its own, not ``wide_bytes`` and
+    ``narrow_bytes``."""
     routed, padded = tokens * model.router.top_k + ROW_PADDING, np.minimum(tokens, EXPERT_ROWS) + ROW_PADDING
     width = max(model.experts.intermediate_size, model.dense_intermediate_size)
     wide = padded * 2 * width

@@ -1,9 +1,5 @@
-"""Predicted seconds of a job and of its passes, by lane: the engine's execution, priced by the ledger.
-
-Covers decode passes that prefill tokens join and slots that are refilled (``workload_model``), whole pages, transfers
-in both directions, contention for host memory, and launch costs (``pass_cost``, ``cost_model``). Works on one policy or
-on arrays of candidates.
-"""
+"""Predicted seconds of a job and of its passes, by lane, for one policy or for arrays of candidates: the engine's
+execution, priced by the ledger (``workload_model``, ``pass_cost``, ``schedule_time``)."""
 
 from __future__ import annotations
 
@@ -29,8 +25,7 @@ from moelight.profiles.workload import Workload
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """One kind of pass of a job: number of passes, tokens per pass, seconds of one pass and of its work on each
-    lane."""
+    """One kind of pass: number of passes, tokens per pass, seconds of one pass and of its work by lane."""
 
     name: str
     passes: float
@@ -45,10 +40,11 @@ class Estimate:
     """The predicted performance of a policy.
 
     Attributes:
-        layer_s, pass_s: seconds of one layer and of one pass in which every slot decodes.
+        layer_s: seconds of one layer in a pass in which every slot decodes.
+        pass_s: seconds of one such pass.
         decode_tokens_per_s: tokens per second of such passes alone.
-        tokens_per_s: generated tokens over the whole time, prompts included.
-        lanes: seconds of work per lane in one such pass.
+        tokens_per_s: generated tokens over the seconds of the whole job, prompts included.
+        lanes: seconds of work by lane in one such pass.
         binding: the lane that is busiest over the whole job.
         phases: the kinds of passes of the job.
     """
@@ -63,7 +59,7 @@ class Estimate:
 
 
 def cost_model_of(model: ModelProfile, policy: Policy, speeds: Speeds, dtype: DType | None = None) -> CostModel:
-    """The cost model of ``policy``; ``dtype`` is the compute dtype where it differs from the model's own."""
+    """The cost model of ``policy``; ``dtype``: the compute dtype, if not the model's own."""
     own = dtype or dtype_named(model.dtype)
     return CostModel(
         model=model,
@@ -118,17 +114,14 @@ def estimate(
 
 
 def running_of(model: ModelProfile, workload: Workload, sizes: Sizes) -> Any:
-    """Sequences that run at a time: at most N, all requests, and as many as the cache holds (at least one)."""
+    """Sequences that run at a time: at most N, all requests, and as many as the cache holds, but at least one."""
     held = cached_sequences(workload, sizes.kv_tokens, sizes.kv_block_size, model.max_positions)
     return np.minimum(np.minimum(sizes.batch_size, workload.num_requests), np.maximum(held, 1))
 
 
 def _batches_of(workload: Workload, sizes: Sizes, running: Any) -> Any:
-    """Micro-batches of a pass in which all ``running`` sequences decode.
-
-    Where a GPU attends, each micro-batch has buffers for its share of the cache at N sequences (`kv_buffer_tokens`), so
-    their number does not fall where the cache holds fewer sequences.
-    """
+    """Micro-batches of a pass in which all ``running`` sequences decode. For attention on a GPU their number does not
+    fall if the cache holds fewer sequences, since `kv_buffer_tokens` are an even share at N sequences."""
     sequences = np.minimum(sizes.batch_size, workload.num_requests) if sizes.attention_device == "gpu" else running
     return np.ceil(sequences / sizes.micro_batch_size)
 
@@ -140,11 +133,7 @@ def kinds_of(model: ModelProfile, workload: Workload, sizes: Sizes) -> Passes:
 
 
 def job_s(cost_model: CostModel, workload: Workload, schedule: str, sizes: Sizes, placed: PlacementCounts) -> Any:
-    """Seconds of the whole job for many candidates at once.
-
-    ``sizes`` and ``placed`` hold arrays of one length, or numbers. Kinds of passes that a candidate does not have are
-    not priced.
-    """
+    """Seconds of the whole job for many candidates: ``sizes`` and ``placed`` hold numbers, or arrays of one length."""
     kinds = kinds_of(cost_model.model, workload, sizes)
     count = np.atleast_2d(kinds.count.T).T
     kind, candidate = np.nonzero(count)
@@ -182,11 +171,8 @@ def cost_of(
     *,
     streams: bool | None = None,
 ) -> PassCost:
-    """The work of one pass of each of ``kinds`` under a policy.
-
-    ``streams``: True if pages are assumed to move; None: where ``placed`` has streamed pages. With ``streams`` given,
-    the result is affine in ``placed``.
-    """
+    """The work of one pass of each of ``kinds`` under a policy. ``streams``: whether pages are assumed to move (then
+    the result is affine in ``placed``); None: where ``placed`` has streamed pages."""
     running = np.asarray(running_of(cost_model.model, workload, sizes), dtype=float)
     return _cost(
         cost_model,
@@ -215,8 +201,7 @@ def _cost(
     least: float,
     streams: bool | None = None,
 ) -> PassCost:
-    """``pass_cost`` under ``schedule``; ``least`` as in `routed_only`. Where no page moves (``streams``), no lane waits
-    for the routers."""
+    """`pass_cost` under ``schedule``; ``least`` as in `routed_only`. If no page moves, no lane waits for routers."""
     tokens = kinds.decode_tokens + kinds.prompt_tokens
     routed = routed_only(cost_model.model, schedule, tokens, most, least=least)
     moving = np.asarray(placed.from_host + placed.from_disk) > 0 if streams is None else streams
@@ -235,17 +220,13 @@ def _cost(
 
 
 def least_missed(policy: Sizes) -> float:
-    """The least share of unrouted pages from which on passes of ``policy`` transfer routed pages only.
-
-    `MEASURED_SHARE` where residents are learned and the offloaded tier is a disk alone: there every pass measures the
-    share. `ROUTED_ONLY_SHARE` otherwise.
-    """
+    """The least share of unrouted pages from which on passes of ``policy`` transfer routed pages only. Where every pass
+    measures it (learned residents, offloaded to disk alone) `MEASURED_SHARE`, else `ROUTED_ONLY_SHARE`."""
     return MEASURED_SHARE if policy.residents == "learned" and not policy.discrete else ROUTED_ONLY_SHARE
 
 
 def flops_per_token(model: ModelProfile) -> float:
-    """Flops of one token: two per weight of the matrices outside the experts and of ``top_k`` experts per MoE layer.
-    Excludes attention and the head, which only some tokens pass."""
+    """Flops of one token in all layers, two per weight, with ``top_k`` experts; attention and the head excluded."""
     layers = costs.layer_elements(model)
     dense = sum(layer.before_attention + layer.after_attention for layer in layers)
     return 2.0 * (dense + model.num_moe_layers * model.router.top_k * costs.page_elements(model))

@@ -1,8 +1,8 @@
-"""Bytes that a policy takes on each tier, by purpose, before anything is loaded.
+"""Bytes that a policy takes on each tier, by purpose, before anything is loaded; ``paging`` and ``runtime`` allocate
+these.
 
-``memory`` allocates exactly what is announced here. Three purposes bound allocations of others: ``transient`` and
-``host_transient``, the temporaries of kernels during one task, and ``runtime``, the memory of torch's product kernels,
-the tokenizer and threads (measured: docs/log.md). Sizes may be numbers or arrays of many candidates at once.
+Three purposes only bound what others allocate: ``transient`` and ``host_transient`` (temporaries of kernels during one
+task) and ``runtime`` (torch's product kernels, tokenizer, threads: docs/log.md). Sizes may be arrays of candidates.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WHOLE_EXPERTS = ("module",)  # schedules in which experts run once over the whol
 
 
 class Sizes(Protocol):
-    """The values that memory depends on besides the placement of pages: a policy, or many candidates as arrays."""
+    """The values besides the placement of pages on which memory depends: a policy, or many candidates as arrays."""
 
     @property
     def batch_size(self) -> Any: ...
@@ -82,21 +82,17 @@ class Footprint:
     arenas: tuple[ArenaSize, ...]
 
     def total(self, tier: str) -> int:
-        """Bytes on ``tier``."""
         return sum(arena.bytes for arena in self.arenas if arena.tier == tier)
 
     def bytes_of(self, purpose: str) -> int:
-        """Bytes of ``purpose`` over all tiers."""
         return sum(arena.bytes for arena in self.arenas if arena.purpose == purpose)
 
 
 def footprint(
     model: ModelProfile, policy: Policy, *, dtype: DType, kv_dtype: DType, page_dtype: DType | None = None
 ) -> Footprint:
-    """All regions of ``policy`` on ``model``; resolved policies only (``kv_tokens`` above 0).
-
-    ``dtype`` is the compute dtype; ``page_dtype`` the dtype of the experts, where it differs.
-    """
+    """All regions of ``policy``, which is resolved (``kv_tokens`` above 0); ``page_dtype`` (of experts): if not
+    ``dtype``."""
     placement = place(model, policy)
     slot = costs.page_slot_bytes(model, page_dtype or dtype)
     fixed = {key: int(size) for key, size in fixed_bytes(model, policy, dtype=dtype, kv_dtype=kv_dtype).items()}
@@ -132,7 +128,7 @@ _ORDER = (
 
 
 def fixed_bytes(model: ModelProfile, sizes: Sizes, *, dtype: DType, kv_dtype: DType) -> dict[tuple[str, str], Any]:
-    """Bytes of every region that does not depend on the placement of pages and cache blocks, by (purpose, tier)."""
+    """Bytes by (purpose, tier) of every region that does not depend on the placement of pages and cache blocks."""
     fast_tier = "device" if sizes.discrete else "host"
     found = {
         ("dense", fast_tier): costs.dense_bytes(model, dtype),
@@ -169,21 +165,14 @@ def offloaded_pages(placement: Placement) -> tuple[Page, ...]:
 
 
 def ring_slots(placement: Placement) -> int:
-    """Ring slots on the fast tier: the streamed pages of two layers (the double buffer).
-
-    At least one whole layer where residents are learned, since any page may be offloaded.
-    """
+    """Ring slots on the fast tier: streamed pages of two layers; with learned residents at least one whole layer."""
     double = 2 * placement.most_streamed_per_layer
     return max(double, placement.most_per_layer) if placement.learned and double else double
 
 
 def pinned_slots(placement: Placement) -> int:
-    """Slots of the pinned ring between an offloaded tier and the link.
-
-    One layer's streamed pages; two layers' where some are read from disk, so that a slow disk is read while a whole
-    layer's pages cross; none where every page crosses directly from its tier. At least one whole layer where residents
-    are learned and evicted pages are read from disk.
-    """
+    """Slots of the pinned ring between an offloaded tier and the link: the streamed pages of one layer, or two if some
+    are on disk; 0 if every page crosses directly; at least one whole layer if evicted pages are read from disk."""
     from_disk = any(placement.tiers[page] == "disk" for page in placement.streamed)
     if placement.pinned_pages and not from_disk:
         return 0
@@ -245,8 +234,7 @@ def hidden_arena_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
 
 
 def moe_workspace_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
-    """Bytes that a pass holds for experts that run once: normed hidden states, their float32 sums, and the expert ids
-    and weights of each token."""
+    """Bytes that a pass holds for experts that run once: normed hidden states, float32 sums, expert ids and weights."""
     return pass_tokens(sizes) * (model.hidden_size * (dtype.itemsize + 4) + costs.routing_bytes(model))
 
 
@@ -256,12 +244,9 @@ def work_bytes(model: ModelProfile, sizes: Sizes, dtype: DType, *, grouped: bool
 
 
 def transient_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
-    """Upper bound of the bytes that passes allocate and free.
-
-    The sum of what micro-batches hold between phases and of the largest phase: attention (a later chunk of a prompt
-    gathers its context head by head), routing and combining, or the head; with the weights and rows that a product
-    copies.
-    """
+    """Upper bound of the bytes that passes allocate and free: what micro-batches hold between phases, plus the largest
+    phase: attention (a later chunk of a prompt gathers its context head by head), routing and combining, or the head,
+    with the weights and rows that a product copies."""
     tokens, item = sizes.micro_batch_tokens, dtype.itemsize
     spec, hidden = model.attention, model.hidden_size
     width = max(model.experts.intermediate_size, model.dense_intermediate_size)
@@ -280,16 +265,14 @@ def transient_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
 
 
 def host_transient_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
-    """The bound of `transient_bytes` for experts computed by the CPU beside a GPU: routing and combining, and the
-    copies of products."""
+    """The bound of `transient_bytes` for experts that the CPU computes beside a GPU."""
     tokens, hidden, spec = sizes.micro_batch_tokens, model.hidden_size, model.experts
     ends = tokens * (hidden * (8 + 2 * dtype.itemsize) + 12 * spec.num_experts)
     return ends + _product_bytes(model, tokens, 2 * spec.intermediate_size * hidden * dtype.itemsize)
 
 
 def _product_bytes(model: ModelProfile, tokens: Any, largest: int) -> Any:
-    """Bytes that a product on the CPU copies: slabs of widened weights and rows, and the ``largest`` matrix,
-    repacked."""
+    """Bytes that a product on the CPU copies: slabs of widened weights and rows; the ``largest`` matrix, repacked."""
     width = max(model.experts.intermediate_size, model.dense_intermediate_size)
     slab = tokens * model.hidden_size * 4 + 2 * SLAB_BYTES
     slab = slab + tokens * 4 * (SLAB_BYTES // 4 // min(model.hidden_size, width))
@@ -297,13 +280,9 @@ def _product_bytes(model: ModelProfile, tokens: Any, largest: int) -> Any:
 
 
 def in_flight_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
-    """Bytes that micro-batches hold between phases.
-
-    Rotations of every token; queries, keys, values and attention outputs of the micro-batches in flight (all where
-    streams may still read them, three where one thread computes), and inputs and outputs of the CPU's experts. Where
-    the device attends over blocks on both tiers: the new keys and values of either tier, and the piece of a context
-    that is gathered at once.
-    """
+    """Bytes that micro-batches hold between phases: rotations, queries, keys, values, attention outputs (of all
+    micro-batches if streams may still read them, else of three), and inputs and outputs of the CPU's experts. With the
+    cache on both tiers also the new keys and values of either tier and the gathered piece of a context."""
     in_flight = pass_tokens(sizes) if sizes.discrete else 3 * sizes.micro_batch_tokens
     each = costs.attention_width(model) + costs.attention_out_width(model) + model.attention.cache_width
     if sizes.discrete and sizes.ffn_device != "gpu":

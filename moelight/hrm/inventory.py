@@ -20,16 +20,8 @@ ENDS, ATTENTION, DENSE_LAYERS, SHARED, EXPERTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inventory:
-    """The parts of a model.
-
-    Attributes:
-        parameters: parameters by kind, in the order above.
-        active: parameters that one token uses, embedding and head included.
-        bytes: bytes by kind, experts in ``dtype``.
-        pages: number of expert pages.
-        page_bytes: bytes of one expert of one layer.
-        kv_token_bytes: bytes of one token in the cache, over all layers.
-    """
+    """Parameters and bytes of a model by kind, experts in ``dtype``. ``active``: parameters that one token uses,
+    embedding and head included. ``kv_token_bytes``: over all layers."""
 
     dtype: str
     parameters: dict[str, int]
@@ -41,17 +33,15 @@ class Inventory:
 
     @property
     def total_parameters(self) -> int:
-        """All parameters."""
         return sum(self.parameters.values())
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all weights."""
         return sum(self.bytes.values())
 
 
 def inventory(model: ModelProfile, *, weight_dtype: DType | None = None, kv_dtype: DType | None = None) -> Inventory:
-    """The parts of ``model``. ``weight_dtype`` is the dtype of the experts; other weights have the model's dtype."""
+    """The parts of ``model``. ``weight_dtype``: of the experts; all other weights have the model's dtype."""
     own = dtype_named(model.dtype)
     page_dtype, cache_dtype = weight_dtype or own, kv_dtype or own
     parameters = dict.fromkeys((ENDS, ATTENTION, DENSE_LAYERS, SHARED), 0)

@@ -1,7 +1,4 @@
-"""Sustained speeds of one machine: measured figures where there are any, otherwise shares of stated peaks.
-
-Depends only on hardware profiles. Does not depend on models and passes (``task_cost``).
-"""
+"""Sustained speeds of one machine, from its hardware profile: measured values, or else shares of the stated peaks."""
 
 from __future__ import annotations
 
@@ -28,10 +25,8 @@ ELEMENTWISE_SHARE = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """A processor (or all equal GPUs together) with its memory. Rates in bytes and flop per second.
-
-    ``task_s`` is the overhead of one layer phase of a micro-batch, ``launch_s`` the overhead of each of its kernels.
-    """
+    """A processor (or all equal GPUs together) with its memory; rates in bytes/s and flop/s. ``task_s``: overhead of
+    one layer phase of a micro-batch; ``launch_s``: overhead of each kernel in it."""
 
     flops: float
     memory: float
@@ -46,7 +41,7 @@ class Unit:
     prefill_flops: float = 0.0
 
     def product_s(self, rows: Any, elements: int, dtype: DType, *, experts: bool = False) -> Any:
-        """Seconds for ``rows`` vectors times a matrix of ``elements``, weights read from this unit's memory."""
+        """Seconds of ``rows`` vectors times a matrix of ``elements``, weights read from this unit's memory."""
         surface = self.experts if experts else self.linear
         flops = 2.0 * rows * elements
         size = float(dtype.bytes_for(elements))
@@ -59,28 +54,26 @@ class Unit:
         return np.where(np.asarray(rows) > 0, np.maximum(read_s, flops / max(surface.curves[-1].y)), 0.0)
 
     def attention_s(self, bytes_read: Any, flops: Any, context: Any) -> Any:
-        """Seconds to attend over ``bytes_read`` of cached keys and values, ``context`` tokens per sequence."""
+        """Seconds of attention over ``bytes_read`` of cached keys and values, ``context`` tokens per sequence."""
         speed = self.memory if self.attention is None else self.attention.at(np.maximum(context, 1.0))
         return np.maximum(bytes_read / speed, flops / self.flops)
 
     def touch_s(self, size: Any) -> Any:
-        """Seconds in which the norms and sums of one phase touch ``size`` bytes."""
+        """Seconds in which norms and sums of one phase touch ``size`` bytes."""
         return size / (self.elementwise if self.touching is None else self.touching.at(np.maximum(size, 1.0)))
 
     def prefill_s(self, flops: Any, tokens: Any) -> Any:
-        """Seconds for the attention of prompts of ``tokens`` each over themselves."""
+        """Seconds of the attention of prompts of ``tokens`` each over themselves."""
         speed = self.prefill_flops if self.prefill is None else self.prefill.at(np.maximum(tokens, 1.0))
         return flops / speed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speeds:
-    """Speeds of one machine, in bytes per second.
+    """Speeds of one machine in bytes/s, links of all GPUs together.
 
     Attributes:
-        gpu: None where the machine has none.
         dram: host memory, shared by everything that touches it.
-        disk, h2d, d2h: rates of transfers; links of all GPUs together.
         stage: payload of a copy into pinned memory.
         transfer_s: seconds of overhead per transfer.
         under_disk: the share of the CPU's speed that remains while the disk is read.
@@ -100,11 +93,7 @@ class Speeds:
 
 
 def speeds_of(hardware: HardwareProfile) -> Speeds:
-    """The speeds of ``hardware``. A missing link takes no time; a missing disk has speed 0.
-
-    Raises:
-        ConfigError: the machine has no host memory or no CPU.
-    """
+    """The speeds of ``hardware``. A missing link takes no time; a missing disk has speed 0."""
     host, cpu = hardware.tier("host"), hardware.processor("cpu")
     if host is None or cpu is None:
         raise ConfigError(f"hardware profile {hardware.name!r} lacks tiers.host or processors.cpu")
@@ -128,7 +117,7 @@ def speeds_of(hardware: HardwareProfile) -> Speeds:
 
 
 def slowed(speeds: Speeds, by: Mapping[str, float]) -> Speeds:
-    """The machine on which all work of each lane in ``by`` takes that many times as long; other lanes are unchanged."""
+    """The machine on which all work of each lane in ``by`` takes that many times as long."""
     links = {name: getattr(speeds, name) / by.get(name, 1.0) for name in ("disk", "stage", "h2d", "d2h")}
     gpu = None if speeds.gpu is None else slowed_unit(speeds.gpu, by.get("device", 1.0))
     return replace(speeds, cpu=slowed_unit(speeds.cpu, by.get("cpu", 1.0)), gpu=gpu, **links)
@@ -144,10 +133,7 @@ def slowed_unit(unit: Unit, by: float) -> Unit:
 
 
 def at_best(speeds: Speeds) -> Speeds:
-    """A machine nowhere slower than ``speeds``, on which more rows take no less time and run at no lower rate.
-
-    Measured curves nearly have this property; bounds over many sizes of work rely on it.
-    """
+    """A machine nowhere slower than ``speeds``, on which more rows take no less time and run at no lower rate."""
     gpu = None if speeds.gpu is None else _unit_at_best(speeds.gpu)
     return replace(speeds, cpu=_unit_at_best(speeds.cpu), gpu=gpu)
 
@@ -173,7 +159,7 @@ def _surface_at_best(surface: Surface | None) -> Surface | None:
 
 
 def _share(hardware: HardwareProfile, what: str) -> float:
-    """The sustained share of a stated bandwidth: 1.0 where the profile holds measurements, else the usual share."""
+    """The sustained share of a stated bandwidth: 1.0 if the profile holds measurements, else the usual share."""
     return 1.0 if hardware.measured else SUSTAINED[what]
 
 
@@ -187,7 +173,7 @@ def _link(hardware: HardwareProfile, src: str, dst: str) -> float:
 def _unit(
     hardware: HardwareProfile, unit: Processor, memory: float, *, task_s: float = 0.0, launch_s: float = 0.0
 ) -> Unit:
-    """All ``unit.count`` processors together; every matrix is divided over them in equal parts."""
+    """All ``unit.count`` processors together; every matrix is divided among them in equal parts."""
     name, count = unit.name, unit.count
     surfaces = {work: hardware.surface(f"{name}_{work}") for work in WORK}
     fields = {"touching" if work == "elementwise" else work: surface for work, surface in surfaces.items()}

@@ -1,8 +1,7 @@
-"""Seconds of work that one pass puts on each lane. A lane runs one task at a time, so each is a lower bound on the
-pass.
+"""Seconds of work that one pass puts on each lane; each is a lower bound on the pass. Does not depend on schedules.
 
-All counts may be arrays over many candidates. All costs are affine in the placement of pages and cache blocks, so the
-optimizer can solve for the placement. Does not depend on schedules (``schedule_time``).
+Counts may be arrays over many candidates. Costs are affine in the placement of pages and cache blocks, so that the
+optimizer can solve for the placement.
 """
 
 from __future__ import annotations
@@ -22,11 +21,8 @@ NO_DISK_BYTES_PER_S = 1e-3  # without a disk a page takes practically for ever, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementCounts:
-    """Numbers of pages by tier, over all layers, and the share of the cache on the device.
-
-    ``from_host`` and ``from_disk`` are streamed every pass; ``computed`` are computed in place by the CPU, beside a
-    GPU; all other pages are resident.
-    """
+    """Numbers of pages over all layers, and the share of the cache on the device. ``from_host`` and ``from_disk`` are
+    streamed every pass; the CPU computes ``computed`` in place, beside a GPU; all other pages are resident."""
 
     from_host: Any = 0.0
     from_disk: Any = 0.0
@@ -34,7 +30,6 @@ class PlacementCounts:
     device_kv: Any = 0.0
 
     def at(self, index: Any) -> PlacementCounts:
-        """The counts of the candidates that ``index`` selects."""
         names = ("from_host", "from_disk", "computed", "device_kv")
         return PlacementCounts(**{name: np.asarray(getattr(self, name))[index] for name in names})
 
@@ -44,23 +39,23 @@ class PassCost:
     """The work of one pass, in seconds.
 
     Attributes:
-        lanes: work on each lane; ``dram`` is host memory, which several lanes share.
+        lanes: work by lane; ``dram`` is host memory, which several lanes share.
         count: micro-batches that decode.
-        act, attend, up: time of one such micro-batch in all layers: device work, attention, and transfers to the
-            device.
+        act: device work of one such micro-batch in all layers.
+        attend: its attention in all layers.
+        up: its transfers to the device in all layers.
         chain: latency of one micro-batch alone through all layers.
-        waits: idle time of a lane at the ends of the pass, while a micro-batch is on another lane; without a device,
-            the slowdown that concurrent lanes cause each other.
+        waits: idle time of a lane at the ends of the pass; without a device, the slowdown that concurrent lanes cause.
         experts: device work of experts that run once over the whole pass.
-        pages: time that streamed pages take on each lane they pass.
-        link_waits: idle time of the link while it waits for results of the CPU's experts.
-        link_reads: seconds of host memory bandwidth that streamed pages take while they cross the link.
+        pages: time of the streamed pages on each lane that they cross.
+        link_waits: idle time of the link until results of the CPU's experts are ready.
+        link_reads: host memory time of streamed pages while they cross the link.
         look_ahead: as in `Policy`.
-        apart: 1 where only routed pages move, so that links and compute alternate; else 0.
-        share: the share of streamed pages that move: those with routed tokens, in expectation, where only they move.
-        crossing: time that pages take on the host-to-device link.
-        first: time of one micro-batch up to the end of attention, where there is no link.
-        meanwhile: time of resident experts that run while routed pages are read, where there is no link.
+        apart: 1 if only routed pages move, so that links and compute alternate; else 0.
+        share: the expected share of streamed pages that move.
+        crossing: time of the pages on the host-to-device link.
+        first: without a link, time of one micro-batch up to the end of attention.
+        meanwhile: without a link, time of resident experts that run while routed pages are read.
     """
 
     lanes: dict[str, Any]
@@ -84,8 +79,6 @@ class PassCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _MicroBatches:
-    """``count`` micro-batches of ``tokens`` each."""
-
     count: Any
     tokens: Any
 
@@ -110,9 +103,9 @@ def pass_cost(
         batches: micro-batches of a pass in which all N decode.
         prompt_tokens: the most tokens in a micro-batch of prompts.
         whole: experts run once over the whole pass, not once per micro-batch.
-        look_ahead: as in `Policy`; has no effect without a GPU.
+        look_ahead: as in `Policy`; without effect if there is no GPU.
         routed_only: pages without routed tokens do not move.
-        apart: as in `PassCost`; by default wherever only routed pages move.
+        apart: as in `PassCost`; by default equal to ``routed_only``.
     """
     met = costs.distinct_experts(cost_model.model, kind.decode_tokens + kind.prompt_tokens)
     share = np.where(routed_only, met / cost_model.model.experts.num_experts, 1.0)
@@ -132,12 +125,8 @@ def pass_cost(
 def _on_the_cpu(
     cost_model: CostModel, kind: Passes, placed: PlacementCounts, batches: _MicroBatches, whole: bool, share: Any
 ) -> PassCost:
-    """The cost of a pass without a GPU: decoding sequences and prompts share micro-batches, and one thread pool does
-    everything but page reads.
-
-    Reads slow down compute and compute slows down reads: while both run, each keeps a share of its speed, and the
-    longer one finishes alone. Its time is then its own work plus the slowdown by the other.
-    """
+    """The cost of a pass without a GPU. Page reads and compute slow each other while both run; the longer one finishes
+    alone, so its time is its own work plus the slowdown by the other."""
     cpu, layers, speeds = cost_model.expert_unit, cost_model.model.num_layers, cost_model.speeds
     each = 0.0 if whole else _experts_s(cost_model, cpu, batches.tokens, 1.0)
     act = phases_s(cost_model, batches.tokens) + each
@@ -182,8 +171,7 @@ def _beside_a_gpu(
     whole: bool,
     share: Any,
 ) -> PassCost:
-    """The cost of a pass beside a GPU: decoding sequences and prompts are in separate micro-batches; every crossing is
-    a transfer."""
+    """The cost of a pass beside a GPU: decoding sequences and prompts have separate micro-batches."""
     layers, speeds, unit = cost_model.model.num_layers, cost_model.speeds, cost_model.expert_unit
     on_cpu = _computed_share(cost_model, placed)
     per_batch = 0.0 if whole else 1.0 - on_cpu
@@ -237,7 +225,7 @@ def _beside_a_gpu(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _AttentionTraffic:
-    """Traffic of attention in one pass: bytes up and down and their numbers of transfers, bytes down for one decoding
+    """Traffic of attention in one pass: bytes up and down and numbers of transfers, bytes down for one decoding
     micro-batch, and bytes that the host writes into its cache."""
 
     up: Any
@@ -272,7 +260,7 @@ def _crossings(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _CpuExperts:
-    """Experts computed by the CPU beside a GPU: CPU seconds and link seconds (each way) of a pass, both of one decoding
+    """Experts that the CPU computes beside a GPU: CPU and link seconds (each way), of a pass and of one decoding
     micro-batch, and bytes of weights read from host memory."""
 
     cpu_s: Any
@@ -337,7 +325,6 @@ def _staged_bytes(cost_model: CostModel, placed: PlacementCounts) -> Any:
 
 
 def _computed_share(cost_model: CostModel, placed: PlacementCounts) -> Any:
-    """The share of the experts that the CPU computes."""
     if cost_model.ffn_device == "cpu":
         return 1.0
     return placed.computed / (cost_model.model.num_moe_layers * cost_model.model.experts.num_experts)

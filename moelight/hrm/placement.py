@@ -1,4 +1,4 @@
-"""The tier of each expert page, page by page, such that the shares of a policy are met exactly."""
+"""The tier of each expert page, such that the shares of a policy are met exactly."""
 
 from __future__ import annotations
 
@@ -21,13 +21,9 @@ Table = np.ndarray[Any, np.dtype[np.int32]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """``tiers`` of all pages; ``fast_tier`` is the tier beside the processor of the experts.
-
-    Pages on ``fast_tier`` are resident. ``computed`` are pages in host memory whose experts the CPU computes in place,
-    beside a GPU (``ffn_device`` split). All other pages are streamed every pass, in the order of ``streamed``.
-    ``pinned_pages``: pages in host memory are page-locked and cross the link without a staging copy. ``learned``: the
-    set of resident pages may change.
-    """
+    """``tiers`` of all pages. Pages on ``fast_tier``, beside the processor of the experts, are resident; the CPU
+    computes ``computed`` in host memory (``ffn_device`` split); every pass streams ``streamed``, in this order.
+    ``pinned_pages``: host pages are page-locked, without staging copy. ``learned``: the set of residents may change."""
 
     fast_tier: str
     tiers: Mapping[Page, str]
@@ -38,13 +34,11 @@ class Placement:
 
     @property
     def resident(self) -> tuple[Page, ...]:
-        """Pages on ``fast_tier``."""
         return tuple(page for page, home in self.tiers.items() if home == self.fast_tier)
 
     @property
     def host_copies(self) -> bool:
-        """True if pages resident on a device keep a copy in host memory, from which they are transferred again after
-        eviction."""
+        """True if device-resident pages keep a copy in host memory, for transfers after an eviction."""
         return self.learned and self.fast_tier == "device" and "host" in self.tiers.values()
 
     @property
@@ -53,21 +47,16 @@ class Placement:
         return max((page.expert + 1 for page in self.tiers), default=0)
 
     def on(self, tier: str) -> tuple[Page, ...]:
-        """Pages placed on ``tier``."""
         return tuple(page for page, home in self.tiers.items() if home == tier)
 
     @property
     def most_streamed_per_layer(self) -> int:
-        """The largest number of streamed pages in one layer."""
         return max(Counter(map(attrgetter("layer"), self.streamed)).values(), default=0)
 
 
 def with_residents(policy: Policy, share: float) -> Policy:
-    """``policy`` with ``share`` of the expert weights resident.
-
-    Pages that are no longer resident move to the tier of the streamed pages: the disk without a GPU, else host memory,
-    as far as the disk did not hold them before.
-    """
+    """``policy`` with ``share`` of the expert weights resident. The other pages move to the tier of the streamed pages:
+    without a GPU the disk, else host memory, beyond what the disk held before."""
     if resident_tier(policy) == "host":
         return replace(policy, weights=Shares(host=share, disk=1.0 - share))
     disk = min(policy.weights.disk, 1.0 - share) if policy.weights.host else 1.0 - share
@@ -77,11 +66,8 @@ def with_residents(policy: Policy, share: float) -> Policy:
 
 
 def moved(placement: Placement, resident: Collection[Page]) -> Placement:
-    """``placement`` with the pages ``resident`` resident, as many as fit.
-
-    Evicted pages are streamed from their copies in host memory, or from disk. The CPU computes the same pages in place
-    as before, unless they became resident.
-    """
+    """``placement`` with the pages ``resident`` resident, as many as fit. Evicted pages are streamed from their host
+    copies or from disk; the CPU computes the same pages as before, unless they became resident."""
     away = "host" if placement.host_copies else "disk"
     tiers = {
         page: placement.fast_tier if page in resident else away if home == placement.fast_tier else home
@@ -98,7 +84,7 @@ def moved(placement: Placement, resident: Collection[Page]) -> Placement:
 
 
 def slot_table(placement: Placement, model: ModelProfile) -> Table:
-    """int32 [layers, experts]: the cache slot of each resident page, in order, or -1."""
+    """int32 ``[layers, experts]``: the cache slot of each resident page, in order, or -1."""
     table = np.full((model.num_layers, model.experts.num_experts), -1, dtype=np.int32)
     for slot, page in enumerate(placement.resident):
         table[page.layer, page.expert] = slot

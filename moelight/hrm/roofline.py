@@ -1,8 +1,7 @@
 """The Hierarchical Roofline Model (MoE-Lightning, section 3.2): roofs and turning points of a chain of memories.
 
-A level is a memory and the processor beside it. Level i computes; data may be placed on a farther level j, behind a
-link. The intensity I_x^i of work x is its flops over the bytes it touches at level i. Depends only on rates,
-intensities and the placement of a policy's attention and experts. Does not estimate seconds and does not draw
+A level is a memory and the processor beside it. Level i computes; data may be on a farther level j, behind a link. The
+intensity I_x^i of work x is its flops over the bytes it touches at level i. Does not estimate seconds and does not draw
 (``observe.plots``).
 """
 
@@ -23,10 +22,8 @@ ACTIVATION_BYTES = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Level:
-    """Memory ``name`` of ``bandwidth`` bytes/s, beside ``processor`` of ``peak_flops`` flop/s (none: ``""`` and 0).
-
-    ``link_bandwidth``: bytes/s from the next farther level to this one; 0 at the end of the chain.
-    """
+    """A memory of ``bandwidth`` bytes/s beside a processor of ``peak_flops`` flop/s (none: ``""`` and 0).
+    ``link_bandwidth``: bytes/s from the next farther level; 0 at the end of the chain."""
 
     name: str
     processor: str
@@ -39,10 +36,8 @@ Chain = tuple[Level, ...]
 
 
 def chain_of(hardware: HardwareProfile) -> Chain:
-    """The levels of a machine, strongest processor first: device, host, disk, as far as they exist.
-
-    GPUs count together, and so do their links. Where no link is stated, as for disks, the slower memory is the limit.
-    """
+    """The levels of a machine: device, host, disk, as far as they exist; all GPUs and their links together. Without a
+    stated link, as for disks, the slower memory is the limit."""
     tiers = [tier for name in ("device", "host", "disk") if (tier := hardware.tier(name)) is not None]
     levels: list[Level] = []
     for tier, farther in zip(tiers, [*tiers[1:], None], strict=True):
@@ -66,7 +61,7 @@ def chain_of(hardware: HardwareProfile) -> Chain:
 
 
 def link_between(chain: Chain, near: int, far: int) -> float:
-    """B_peak^{j,i}: bytes/s from level ``far`` (j) to level ``near`` (i) of ``chain``; the slowest link on the way."""
+    """B_peak^{j,i}: bytes/s from level ``far`` (j) to level ``near`` (i); the slowest link on the way."""
     return min(level.link_bandwidth for level in chain[near:far])
 
 
@@ -86,61 +81,48 @@ def link_roof(link_bandwidth: float, far_intensity: float) -> float:
 
 
 def attainable_from(level: Level, link_bandwidth: float, intensity: float, far_intensity: float) -> float:
-    """Eq. (7): min(P_peak^i, B_peak^i I_x^i, B_peak^{j,i} I_x^j), for work whose data are transferred from level j."""
+    """Eq. (7): min(P_peak^i, B_peak^i I_x^i, B_peak^{j,i} I_x^j), for data that are transferred from level j."""
     return min(attainable(level, intensity), link_roof(link_bandwidth, far_intensity))
 
 
 def attainable(level: Level, intensity: float) -> float:
-    """Eq. (8): min(P_peak^i, B_peak^i I_x^i), for work whose data are all at level i."""
+    """Eq. (8): min(P_peak^i, B_peak^i I_x^i), for data that are all at level i."""
     return min(compute_roof(level), memory_roof(level, intensity))
 
 
 def turning_point(level: Level) -> float:
-    """Eq. (3): P_peak / B_peak, the intensity from which on the memory of a single level is no longer the limit."""
+    """Eq. (3): P_peak / B_peak, the intensity from which on the memory of one level is no longer the limit."""
     return level.peak_flops / level.bandwidth
 
 
 def first_turning_point(far: Level, link_bandwidth: float, far_intensity: float = inf) -> float:
-    """Eq. (9), P1: min(P_peak^j, B_peak^j I_x^j) / B_peak^{j,i}. Below this intensity at j, work is done at j, not
-    shipped.
-
-    Without ``far_intensity``: the point where the link's roof crosses the compute roof of j.
-    """
+    """Eq. (9), P1: min(P_peak^j, B_peak^j I_x^j) / B_peak^{j,i}; below this intensity, work is done at level j. With
+    infinite ``far_intensity`` the point where the link's roof crosses the compute roof of j."""
     return attainable(far, far_intensity) / link_bandwidth
 
 
 def second_turning_point(near: Level, link_bandwidth: float, intensity: float = inf) -> float:
-    """Eq. (10), P2: min(P_peak^i, B_peak^i I_x^i) / B_peak^{j,i}. Below this intensity at j, work is bound by the link.
-
-    Without ``intensity``: the point where the link's roof reaches the compute roof of i.
-    """
+    """Eq. (10), P2: min(P_peak^i, B_peak^i I_x^i) / B_peak^{j,i}; below this intensity, work is bound by the link. With
+    infinite ``intensity`` the point where the link's roof reaches the compute roof of i."""
     return attainable(near, intensity) / link_bandwidth
 
 
 def balance_point(near: Level, link_bandwidth: float, intensity: float) -> float:
-    """Eq. (11): the I_x^j at which B_peak^i I_x^i = B_peak^{j,i} I_x^j.
-
-    Beyond this point more intensity at j (a larger N) has no effect; only more at i (a larger μ) has.
-    """
+    """Eq. (11): the I_x^j at which B_peak^i I_x^i = B_peak^{j,i} I_x^j. Beyond this point a larger I_x^j (a larger N)
+    has no effect; only a larger I_x^i (a larger μ) has."""
     return memory_roof(near, intensity) / link_bandwidth
 
 
 def attention_intensity(model: ModelProfile, context: float, *, kv_dtype: DType = FLOAT16) -> float:
-    """Decode attention of one layer over ``context`` tokens: flops of scores and values over the bytes of queries,
-    outputs, keys and values.
-
-    Windows and latent attention as in the ledger.
-    """
+    """Decode attention of one layer: flops of scores and values over the bytes of queries, outputs, keys and values."""
     seen = float(costs.seen_positions(model, context)) / model.num_layers
     crossing = ACTIVATION_BYTES * (costs.attention_width(model) + costs.attention_out_width(model))
     return float(costs.attention_flops(model, seen)) / (crossing + seen * costs.kv_layer_bytes(model, kv_dtype))
 
 
 def scores_intensity(model: ModelProfile, context: float, *, dtype: DType = FLOAT16) -> float:
-    """`attention_intensity` as the paper's figures 4 and 5 count it, which is half.
-
-    Flops of scores and softmax only, (2 d + 2) n_q L; queries and outputs have the dtype of the cache.
-    """
+    """`attention_intensity` as in the paper's figures 4 and 5: flops of scores and softmax alone, (2 d + 2) n_q L;
+    queries and outputs have the dtype of the cache."""
     spec = model.attention
     flops = context * spec.num_heads * (2 * spec.head_dim + 2)
     return flops * 8 / (dtype.bits * (2 * spec.q_dim + context * spec.cache_width))
@@ -148,17 +130,15 @@ def scores_intensity(model: ModelProfile, context: float, *, dtype: DType = FLOA
 
 def ffn_intensity(model: ModelProfile, tokens: float, *, share: float = 1.0, weight_dtype: DType = FLOAT16) -> float:
     """Experts of one layer over ``tokens``: 6 t h1 h2 k flops over 2 t h1 + 2 t h2 + W_i bytes, each expert read once.
-
-    With t = μ, this is I^i of the level that computes. With t = N and ``share``, the part of the weights that is
-    transferred from level j, this is I^j of the farther level j: resident weights (r_w) raise it.
-    """
+    With t = μ, I^i of the level that computes; with t = N and ``share`` of the weights transferred from level j,
+    I^j."""
     h1, h2 = model.hidden_size, model.experts.intermediate_size
     weights = model.experts.num_experts * costs.page_bytes(model, weight_dtype) * share
     return 6.0 * tokens * h1 * h2 * model.router.top_k / (ACTIVATION_BYTES * tokens * (h1 + h2) + weights)
 
 
 def ffn_tokens(model: ModelProfile, intensity: float, *, share: float = 1.0, weight_dtype: DType = FLOAT16) -> float:
-    """The token count at which `ffn_intensity` is ``intensity``; infinite where no count reaches it."""
+    """The tokens at which `ffn_intensity` is ``intensity``; infinite if no number of tokens reaches it."""
     h1, h2 = model.hidden_size, model.experts.intermediate_size
     weights = model.experts.num_experts * costs.page_bytes(model, weight_dtype) * share
     each = 6.0 * h1 * h2 * model.router.top_k - ACTIVATION_BYTES * intensity * (h1 + h2)
@@ -167,12 +147,8 @@ def ffn_tokens(model: ModelProfile, intensity: float, *, share: float = 1.0, wei
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """One kind of work of a policy under the roofs.
-
-    ``level`` computes; ``home`` is the level of its data (the same where nothing crosses a link). ``intensity`` is at
-    ``level``, ``home_intensity`` at ``home``; ``flops`` is the attained flop/s, and ``bound`` its limit: ``compute``,
-    ``memory`` or ``link``.
-    """
+    """One kind of work of a policy under the roofs. ``level`` computes, ``home`` holds the data (equal if nothing
+    crosses a link); ``flops`` is the attained flop/s and ``bound`` its limit: ``compute``, ``memory`` or ``link``."""
 
     work: str
     level: str
@@ -185,7 +161,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """Turning point ``name`` of the link between ``near`` and ``far``: its intensity at ``far`` and its flop/s."""
+    """A turning point of the link between ``near`` and ``far``: its intensity at ``far`` and its flop/s."""
 
     name: str
     near: str
@@ -196,7 +172,7 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roofline:
-    """The roofs of a machine, the work of a policy under them, and the turning points relevant to the policy."""
+    """The roofs of a machine, the work of a policy under them, and the relevant turning points."""
 
     machine: str
     model: str
@@ -227,7 +203,7 @@ def _place(chain: Chain, name: str) -> int:
 
 
 def _level_of(chain: Chain, processor: str) -> int:
-    """The index of the level beside ``processor``; 0 where the machine has no such processor."""
+    """The index of the level beside ``processor``; 0 if there is none."""
     return next((place for place, level in enumerate(chain) if level.processor == processor), 0)
 
 
@@ -249,7 +225,6 @@ def _point(chain: Chain, work: str, near: int, far: int, intensity: float, far_i
 
 
 def _attention_point(chain: Chain, model: ModelProfile, policy: Policy, workload: Workload) -> Point:
-    """The point of attention; keys and values placed on another level than attention cross the link."""
     near = _level_of(chain, policy.attention_device)
     context = workload.prompt_len + workload.gen_len / 2
     intensity = attention_intensity(model, context, kv_dtype=_dtype(policy.kv_dtype, model))
@@ -261,8 +236,7 @@ def _attention_point(chain: Chain, model: ModelProfile, policy: Policy, workload
 
 
 def _ffn_points(chain: Chain, model: ModelProfile, policy: Policy) -> tuple[Point, ...]:
-    """The points of the experts: on their level, fed by the level whose link is the tightest; with ``split`` also the
-    experts that the CPU computes in place."""
+    """The points of the experts, fed over the tightest link; with ``split`` also the experts that the CPU computes."""
     dtype = _dtype(policy.weight_dtype, model)
     near = _level_of(chain, "cpu" if policy.ffn_device == "cpu" else "gpu")
     intensity = ffn_intensity(model, policy.micro_batch_size, weight_dtype=dtype)

@@ -1,8 +1,5 @@
-"""Seconds of a pass under each schedule: the busiest lane, plus the time that the schedule leaves exposed.
-
-MoE-Lightning, section 4.1 and figure 6. Each schedule is a list of terms, affine in the placement of pages; the largest
-term is the time of the pass. The simulator runs the same work task by task (``scheduler.simulate``).
-"""
+"""Seconds of a pass under each schedule (MoE-Lightning, section 4.1 and figure 6): the largest of a list of terms,
+which are affine in the placement of pages. ``scheduler.simulate`` runs the same work task by task."""
 
 from __future__ import annotations
 
@@ -34,11 +31,9 @@ LOOK_AHEAD = 2  # micro-batches that attend while another one runs its experts, 
 def routed_only(
     model: ModelProfile, schedule: str, tokens: Any, most_tokens: Any, *, least: float | None = None
 ) -> Any:
-    """True if a pass of ``tokens`` under ``schedule`` transfers only the streamed pages to which its tokens are routed.
-
-    ``most_tokens``: the most tokens of a micro-batch, and of an on-demand pass, since all micro-batches keep their
-    expert inputs. ``least``: the least share of unrouted pages, `ROUTED_ONLY_SHARE` if None.
-    """
+    """True if a pass of ``tokens`` transfers only the streamed pages to which its tokens are routed. ``most_tokens``:
+    of a micro-batch, and of an on-demand pass, since all micro-batches keep their expert inputs. ``least``: the least
+    share of unrouted pages, `ROUTED_ONLY_SHARE` if None."""
     least = ROUTED_ONLY_SHARE if least is None else least
     missed = 1.0 - costs.distinct_experts(model, tokens) / model.experts.num_experts
     small = (missed >= least) & (np.asarray(tokens) <= most_tokens)
@@ -46,12 +41,8 @@ def routed_only(
 
 
 def cgopipe(cost: PassCost) -> list[Any]:
-    """S1: all lanes overlap.
-
-    Links run on from pass to pass; compute starts anew with the first micro-batch, with ``look_ahead`` + 1
-    micro-batches in flight. Where only routed pages move, links and compute alternate, except for experts that run
-    meanwhile.
-    """
+    """S1: all lanes overlap, links from pass to pass, compute from the first micro-batch on, with ``look_ahead`` + 1
+    micro-batches in flight. If only routed pages move, links and compute alternate, except for resident experts."""
     return _overlapped(cost, cost.look_ahead)
 
 
@@ -64,8 +55,8 @@ def _overlapped(cost: PassCost, look_ahead: Any = LOOK_AHEAD) -> list[Any]:
 
 
 def fastdecode(cost: PassCost) -> list[Any]:
-    """S2: a layer's pages cross as one block before the next layer's first hidden states, so during that transfer only
-    micro-batches whose hidden states are already up can proceed."""
+    """S2: a layer's pages cross as one block before the next layer's first hidden states; meanwhile only micro-batches
+    whose hidden states crossed before can proceed."""
     if "h2d" not in cost.lanes:
         return _overlapped(cost)
     behind = np.maximum(cost.count - 2.0, 0.0)
@@ -80,11 +71,8 @@ def flexgen_c(cost: PassCost) -> list[Any]:
 
 
 def flexgen(cost: PassCost) -> list[Any]:
-    """S4: contexts cross one micro-batch ahead, after the pages of their layer.
-
-    Without a link, the next layer's block is read after the first micro-batch's experts, overlapping everything up to
-    the next layer's.
-    """
+    """S4: contexts cross one micro-batch ahead, after the pages of their layer. Without a link, the next layer's block
+    is read after the first micro-batch's experts, beside everything up to the next layer's."""
     if "h2d" not in cost.lanes:
         first = np.where(cost.count > 1, cost.act + cost.attend - cost.first, 0.0)
         return [*cgopipe(cost), *(pages + first for pages in cost.pages)]
@@ -93,12 +81,9 @@ def flexgen(cost: PassCost) -> list[Any]:
 
 
 def flexgen_loop(cost: PassCost) -> list[Any]:
-    """FlexGen's actual loop: a full synchronisation after each micro-batch; the whole next layer crosses beside the
-    first.
-
+    """FlexGen's actual loop, synchronised after each micro-batch; the next layer crosses beside the first micro-batch:
     max(w + K, c) + (n - 1) max(c, K). Without a link, a layer's block is read beside its first attention a, and nothing
-    else overlaps: max(w, a) + (n - 1) a + n e.
-    """
+    else overlaps: max(w, a) + (n - 1) a + n e."""
     if "h2d" not in cost.lanes:
         return [*cgopipe(cost), *(pages + cost.lanes["cpu"] - cost.first for pages in cost.pages)]
     others, steps = np.maximum(cost.count - 1.0, 0.0), (cost.chain, cost.up)
@@ -113,11 +98,8 @@ def serial(cost: PassCost) -> list[Any]:
 
 
 def module(cost: PassCost) -> list[Any]:
-    """Experts run once over the whole pass, after all attention of their layer, and the next attention waits for them.
-
-    Meanwhile the next layer's pages cross, but no contexts. At worst all pages cross beside attention and delay its
-    reads of host memory; however fast the link, they take no more of host memory than the pages' bytes.
-    """
+    """Experts run once over the whole pass, between all attention of their layer and of the next. Meanwhile the next
+    layer's pages cross, but no contexts; at worst they delay attention's reads of host memory by their bytes."""
     if "device" not in cost.lanes:
         return _overlapped(cost)
     attended = cost.lanes["cpu"] + cost.link_reads + cost.waits["cpu"]

@@ -1,4 +1,4 @@
-"""The cost of one task on a machine. Does not depend on schedules, which are simulated in ``scheduler.simulate``."""
+"""The cost of one task on a machine; ``scheduler.simulate`` simulates whole schedules of tasks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moelight.hrm.placement import Placement
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskCost:
-    """``seconds`` of a task alone on the machine, and the bytes of host memory that it touches in that time."""
+    """``seconds`` of a task alone on the machine, and the bytes of host memory that it touches."""
 
     seconds: float
     dram_bytes: float = 0.0
@@ -22,8 +22,8 @@ class TaskCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchLoad:
-    """The tokens of one micro-batch: sequences that decode at ``context`` tokens each, and prompts of ``prompt_len``
-    each, ``prompt_tokens`` in all. ``rows`` of them get a new token."""
+    """The tokens of one micro-batch: sequences that decode at ``context`` tokens each, and ``prompt_tokens`` of prompts
+    of ``prompt_len`` each; ``rows`` of them get a new token."""
 
     decode_tokens: float = 0.0
     context: float = 0.0
@@ -33,7 +33,6 @@ class MicroBatchLoad:
 
     @property
     def tokens(self) -> float:
-        """All tokens of the micro-batch."""
         return self.decode_tokens + self.prompt_tokens
 
 
@@ -45,11 +44,8 @@ def pass_costs(
     host_kv: float = 1.0,
     routed_only: bool = False,
 ) -> Callable[[Task], TaskCost]:
-    """A function that returns the cost of every task of a pass with micro-batches ``loads``, by the estimator's ledger.
-
-    ``host_kv`` is the share of the cache in host memory. Where only routed pages move, each transfer has the cost of
-    its expected share, since the chosen pages are not known in advance.
-    """
+    """A function that returns the cost of every task of a pass with micro-batches ``loads``. ``host_kv``: share of the
+    cache in host memory. With ``routed_only`` each transfer has the cost of its expected share."""
     table = _Table(cost_model, placement, loads, host_kv)
     tokens = sum(load.tokens for load in loads)
     met = float(costs.distinct_experts(cost_model.model, tokens))
@@ -98,8 +94,6 @@ def pass_costs(
 
 
 class _Table:
-    """Look-ups by task: its load, its layer's matrices, and the layer's share of experts that the CPU computes."""
-
     def __init__(
         self, cost_model: CostModel, placement: Placement, loads: Sequence[MicroBatchLoad], host_kv: float
     ) -> None:
@@ -129,7 +123,7 @@ class _Table:
         return self._elements[task.layer]
 
     def attention(self, task: Task) -> TaskCost:
-        """The cost of attention: decoding rows read the cache; prompts attend over themselves on the compute unit."""
+        """Decoding rows read the cache; prompts attend over themselves on the compute unit."""
         cost_model, load = self._cost_model, self.load(task)
         unit = cost_model.speeds.cpu if task.lane is Lane.CPU else cost_model.expert_unit
         seconds = read = 0.0
@@ -152,7 +146,6 @@ class _Table:
         return float(self._cost_model.after_s(self.elements(task), self.tokens(task), moe=moe))
 
     def experts_s(self, task: Task) -> float:
-        """Seconds of the experts on the compute unit."""
         cost_model = self._cost_model
         if not cost_model.model.moe_layers[task.layer] or (cost_model.discrete and cost_model.ffn_device == "cpu"):
             return 0.0
@@ -161,7 +154,6 @@ class _Table:
         )
 
     def cpu_experts(self, task: Task) -> TaskCost:
-        """The cost of experts that the CPU computes beside a GPU."""
         cost_model = self._cost_model
         share = 1.0 if cost_model.ffn_device == "cpu" else self._computed.get(task.layer, 0.0)
         cpu = cost_model.speeds.cpu
@@ -171,7 +163,7 @@ class _Table:
 
 
 def _moved(cost_model: CostModel, task: Task) -> TaskCost:
-    """The cost of a transfer. A staging copy writes and reads host memory; every other transfer touches it once."""
+    """The cost of a transfer: a staging copy writes and reads host memory; every other transfer touches it once."""
     speeds = cost_model.speeds
     if task.lane is Lane.DISK:
         return TaskCost(seconds=task.bytes / speeds.disk if speeds.disk else float("inf"), dram_bytes=task.bytes)

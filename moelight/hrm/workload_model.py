@@ -2,9 +2,8 @@
 
 N sequences run at a time; each takes one pass for its prompt and generates one token in every later pass. A pass has at
 most N + R tokens, decoding sequences first, so prompts that do not fit one pass are split into cohorts, one per pass,
-and a slot that becomes free is refilled in the next pass. A job is thus a series of waves of ``gen_len`` passes; or,
-where prompts take longer than that, one stream of cohorts. All counts may be arrays over many candidates; only the
-number of full waves is rounded, since averages over long jobs need no rounding.
+and a freed slot is refilled in the next pass: a series of waves of ``gen_len`` passes, or, if prompts take longer, one
+stream of cohorts. Counts may be arrays over candidates; only the number of full waves is rounded.
 """
 
 from __future__ import annotations
@@ -22,11 +21,8 @@ KINDS = ("first prompts", "prompts", "decode", "last prompts", "overlap", "last 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passes:
-    """``count`` passes with ``decode_tokens`` decoding sequences at ``context`` tokens of context each, and
-    ``prompt_tokens`` of prompts of ``prompt_len`` each.
-
-    Arrays may hold several kinds of passes along the first dimension.
-    """
+    """``count`` passes with ``decode_tokens`` decoding sequences at ``context`` tokens each, and ``prompt_tokens`` of
+    prompts of ``prompt_len`` each; arrays hold several kinds along the first dimension."""
 
     count: Any
     decode_tokens: Any
@@ -40,7 +36,6 @@ class Passes:
         return self.prompt_tokens / self.prompt_len
 
     def kind(self, index: Any) -> Passes:
-        """The kind or kinds that ``index`` selects."""
         count, decode, prompt = (a[index] for a in (self.count, self.decode_tokens, self.prompt_tokens))
         return passes(count, decode, prompt, context=self.context, prompt_len=self.prompt_len)
 
@@ -57,17 +52,14 @@ def passes(count: Any, decode_tokens: Any, prompt_tokens: Any, *, context: float
 
 
 def cache_tokens(workload: Workload, sequences: Any, block_size: int, context: int) -> Any:
-    """Cache tokens that ``sequences`` sequences need at a time.
-
-    Each takes the average length of ``workload`` and one partly filled block; together they have space for the longest
-    sequence. ``context`` is the most tokens of a sequence.
-    """
+    """Cache tokens of ``sequences`` sequences: the average length and one partly filled block each, and together room
+    for the longest sequence. ``context``: the most tokens of a sequence."""
     average, longest = _lengths(workload, context)
     return np.maximum(sequences * average, longest) + block_size * sequences
 
 
 def cached_sequences(workload: Workload, tokens: Any, block_size: int, context: int) -> Any:
-    """The most sequences whose `cache_tokens` are at most ``tokens``; 0 where not even the longest one fits."""
+    """The most sequences whose `cache_tokens` are at most ``tokens``; 0 if not even the longest one fits."""
     average, longest = _lengths(workload, context)
     return np.maximum(np.minimum(tokens // (average + block_size), (tokens - longest) // block_size), 0)
 
@@ -81,9 +73,9 @@ def _lengths(workload: Workload, context: int) -> tuple[int, int]:
 def passes_of(workload: Workload, batch_size: Any, prefill: Any) -> Passes:
     """The `KINDS` of passes that serve ``workload`` with at most ``batch_size`` running sequences, and R = ``prefill``.
 
-    The first wave's cohorts start on an empty machine; cohorts of later waves take the slots of the wave before. The
-    requests that full waves leave over are a last, smaller wave, which starts while the last full wave drains. Exact in
-    sum: every prompt is processed once, and every sequence decodes ``gen_len`` - 1 times.
+    The first cohorts start on an empty machine; later cohorts take the slots of the wave before. The requests that full
+    waves leave over are a last, smaller wave, begun while the last full wave drains. Exact in sum: every prompt is
+    processed once, and every sequence decodes ``gen_len`` - 1 times.
     """
     requests, gen = workload.num_requests, workload.gen_len
     running = np.minimum(np.asarray(batch_size, dtype=float), requests)
@@ -113,7 +105,7 @@ def passes_of(workload: Workload, batch_size: Any, prefill: Any) -> Passes:
 
 def static_passes_of(workload: Workload, batch_size: Any, prefill: Any) -> Passes:
     """`passes_of` under static admission: the prompts of a batch in as few passes as hold them, then ``gen_len`` - 1
-    passes in which the whole batch decodes; the requests that full batches leave over are a last, smaller batch."""
+    passes in which the whole batch decodes; the requests left over are a last, smaller batch."""
     requests, more = workload.num_requests, workload.gen_len - 1.0
     running = np.minimum(np.asarray(batch_size, dtype=float), requests)
     waves = np.floor(requests / running)
@@ -132,8 +124,7 @@ def static_passes_of(workload: Workload, batch_size: Any, prefill: Any) -> Passe
 
 
 def _streaming(workload: Workload, cohorts: Any, size: Any, nothing: Any) -> tuple[tuple[Any, Any, Any], ...]:
-    """Kinds of passes where ``cohorts`` cohorts follow each other without a break, and each decodes beside the next
-    ``gen_len`` - 1 cohorts."""
+    """Kinds of passes of ``cohorts`` cohorts without a break, each decoding beside the next ``gen_len`` - 1 cohorts."""
     gen, prompts, none = workload.gen_len, size * workload.prompt_len, (nothing, nothing, nothing)
     ramp = gen + nothing, size * (gen - 1.0) / 2.0, prompts
     steady = np.maximum(cohorts - gen, 0.0), size * (gen - 1.0), prompts
@@ -147,12 +138,9 @@ def decode_pass(workload: Workload, batch_size: Any) -> Passes:
 
 
 def steady_passes(workload: Workload, batch_size: Any, prefill: Any, *, spread: Any = 1.0) -> Passes:
-    """Two kinds of passes, with prompts and without, that together process N prompts and decode N answers to their end.
-
-    The job is in a steady state: every free slot is refilled. The prompts take as many passes as they need, at least
-    ``spread``, since sequences that began in different passes also end in different passes. Where prompts take longer
-    than answers, every pass has some, and fewer than N sequences run.
-    """
+    """Two kinds of passes, with prompts and without, that together process N prompts and decode N answers, every free
+    slot refilled. Prompts take at least ``spread`` passes, since sequences that began in different passes end in
+    different passes; if they take longer than answers, every pass has some, and fewer than N sequences run."""
     running, gen = np.asarray(batch_size, dtype=float), float(workload.gen_len)
     wave = _Wave.of(workload, running, running, prefill)
     streaming = wave.cohorts > gen
@@ -167,16 +155,13 @@ def steady_passes(workload: Workload, batch_size: Any, prefill: Any, *, spread: 
 
 
 def bounding_passes(workload: Workload, sequences: tuple[Any, Any], prefill: tuple[Any, Any]) -> tuple[Passes, Any]:
-    """Kinds of passes whose total time is a lower bound of the job's, for any N in ``sequences`` and any R in
-    ``prefill``.
+    """Kinds of passes whose total time is a lower bound of the job's, for any N in ``sequences`` and R in ``prefill``,
+    if more tokens in a pass never take less time; and the number of further passes, each of one of the first three
+    kinds.
 
-    Assumes that a pass takes no less time with more tokens in it. Also returns the number of further passes, each of
-    one of the first three kinds: a wave has ``gen_len`` passes, but the number with prefill tokens depends on N and R.
-
-    Where all these N make the same number of full waves, `passes_of` has at least as many passes of every kind, each
-    with at least as many tokens. Otherwise a last wave counts as at least its share of a full one. The third kind
-    decodes with all slots; it is the only one whose number of micro-batches is the policy's. Exact for a single
-    candidate.
+    If all these N make the same number of full waves, `passes_of` has at least as many passes of every kind, each with
+    at least as many tokens; otherwise a last wave counts as at least its share of a full one. Only the third kind, in
+    which all slots decode, has the policy's number of micro-batches. Exact for a single candidate.
     """
     requests, gen = workload.num_requests, workload.gen_len
     least, most = (np.asarray(bound, dtype=float) for bound in sequences)
@@ -218,11 +203,8 @@ def bounding_passes(workload: Workload, sequences: tuple[Any, Any], prefill: tup
 def bounding_static_passes(
     workload: Workload, sequences: tuple[Any, Any], prefill: tuple[Any, Any]
 ) -> tuple[Passes, Any]:
-    """`bounding_passes` of `static_passes_of`.
-
-    Prompts at the rate of the fullest possible passes; decode passes as few as the most sequences need, each with the
-    fewest tokens. Exact for a single candidate.
-    """
+    """`bounding_passes` of `static_passes_of`: prompts at the rate of the fullest possible passes; decode passes as few
+    as the most sequences need, each with the fewest tokens. Exact for a single candidate."""
     requests, more = workload.num_requests, workload.gen_len - 1.0
     least, most = (np.asarray(bound, dtype=float) for bound in sequences)
     waves = np.floor(requests / most)
@@ -245,18 +227,14 @@ def bounding_static_passes(
 
 
 def _chosen(condition: Any, these: Passes, those: Passes) -> Passes:
-    """``these`` passes where ``condition`` holds, ``those`` elsewhere."""
     names = ("count", "decode_tokens", "prompt_tokens")
     return replace(those, **{name: np.where(condition, getattr(these, name), getattr(those, name)) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Wave:
-    """``running`` sequences whose prompts are processed in ``cohorts`` of ``size`` sequences and ``prompts`` tokens,
-    one per pass.
-
-    Beside each cohort decode, on average, ``first`` sequences if no slot was in use before, ``refilling`` otherwise.
-    """
+    """``running`` sequences whose prompts run in ``cohorts`` of ``size`` sequences and ``prompts`` tokens, one per
+    pass; beside each decode on average ``first`` sequences if no slot was in use before, else ``refilling``."""
 
     running: Any
     cohorts: Any
@@ -267,11 +245,8 @@ class _Wave:
 
     @classmethod
     def of(cls, workload: Workload, running: Any, batch_size: Any, prefill: Any) -> _Wave:
-        """The wave with the largest cohort that fits a pass.
-
-        All other sequences of the wave decode beside a cohort of a: a p + running - a <= N + R; or, with more than
-        ``gen_len`` cohorts, those still decoding: a p + a (n - 1) <= N + R.
-        """
+        """The wave with the largest cohort a that fits a pass beside all other sequences: a p + running - a <= N + R;
+        or, with more than ``gen_len`` cohorts n, beside those still decoding: a p + a (n - 1) <= N + R."""
         gen, prompt_len = workload.gen_len, workload.prompt_len
         room = np.asarray(prefill, dtype=float) + batch_size
         beside_all = (room - running) / max(prompt_len - 1.0, 1e-9)

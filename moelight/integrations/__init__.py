@@ -1,2 +1,1 @@
-"""Integrations with other libraries and test harnesses. Each module depends on one library and imports it when it
-runs."""
+"""Integrations with other libraries and test harnesses; each module depends on one library, imported when it runs."""

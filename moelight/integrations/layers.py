@@ -1,10 +1,7 @@
-"""Finds the expert layers of a transformers model, and the layout of an expert's tensors in its page.
+"""Finds the expert layers of a transformers model by structure, and lays out an expert's tensors in its page.
 
-Supports two forms: `fused`, an experts module with one tensor over all experts of a layer (transformers 5), and
-`listed`, a `ModuleList` of identical modules beside a router (transformers 4, and code that ships with checkpoints).
-Both are detected by structure, never by class name.
-
-Shapes: E experts of a layer, H hidden, I expert width.
+Two forms: `fused`, one tensor over all experts of a layer (transformers 5), and `listed`, a `ModuleList` beside a
+router (transformers 4, and code of checkpoints). Shapes: E experts of a layer, H hidden, I expert width.
 """
 
 from __future__ import annotations
@@ -38,15 +35,14 @@ class TensorSlice:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
     def of(self, page: Tensor) -> Tensor:
-        """The tensor as a view of ``page``, uint8 [at least a page]."""
+        """View of ``page``, uint8 [at least a page]."""
         return page[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
     def over(self, slots: Tensor) -> Tensor:
-        """The tensor of every slot at once, ``[slots, *shape]``: a view of ``slots``, uint8 [slots, slot bytes]."""
+        """View of ``slots``, uint8 [slots, slot bytes], as ``[slots, *shape]``."""
         flat, item = slots.view(-1).view(self.dtype), self.dtype.itemsize
         inner = torch.empty(self.shape, device="meta").stride()
         begin = flat.storage_offset() + self.offset // item
@@ -59,7 +55,7 @@ class MoeLayer:
 
     Attributes:
         name: path of the experts' module in the model.
-        experts: the experts' module, of the `fused` form if ``fused``, else of the `listed` form.
+        experts: the experts' module, of the `fused` or the `listed` form.
         block: the parent module of ``experts``.
         router: the sibling module with one row of weights per expert, if there is one.
         pieces: an expert's tensors, in page order.
@@ -80,21 +76,19 @@ class MoeLayer:
         return self.pieces[-1].offset + self.pieces[-1].nbytes
 
     def tensors(self) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield ``(expert, first byte in its page, tensor)`` of all experts."""
+        """``(expert, first byte in its page, tensor)`` of all experts."""
         for held in self.parameters:
             for expert, tensor in held.parts(held.parameter.detach()):
                 yield expert, held.piece.offset, tensor
 
     @property
     def device(self) -> torch.device:
-        """The device on which the layer computes."""
         return self.parameters[0].parameter.device
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class ExpertParameter:
-    """A parameter of experts: entry ``key`` of the module ``owner``. ``expert`` None: the parameter holds all experts
-    along its first axis."""
+    """Parameter ``key`` of the module ``owner``; ``expert`` None: of all experts along the first axis."""
 
     owner: nn.Module
     key: str
@@ -103,17 +97,13 @@ class ExpertParameter:
     expert: int | None
 
     def parts(self, whole: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield ``(expert, its tensor)`` from ``whole``, a tensor shaped like the parameter."""
+        """``(expert, its tensor)`` of ``whole``, a tensor shaped like the parameter."""
         yield from enumerate(whole) if self.expert is None else ((self.expert, whole),)
 
 
 def moe_layers(model: nn.Module) -> list[MoeLayer]:
-    """The layers of ``model`` that have experts, in module order.
-
-    Raises:
-        ConfigError: there are none, or some cannot be moved: quantised, offloaded, shared between modules, on several
-            devices.
-    """
+    """The layers of ``model`` with experts, in module order; raises ConfigError if there are none, or some cannot be
+    moved: quantised, offloaded, shared between modules, on several devices."""
     every = [
         _layer(name, key, block, child)
         for name, block in model.named_modules()
@@ -241,7 +231,7 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_topk", "
 
 
 def top_k(layer: MoeLayer, config: Any) -> int | None:
-    """Experts per token in ``layer``; None if neither its modules nor the model's ``config`` define it."""
+    """Experts per token; None if neither the layer's modules nor ``config`` define it."""
     for place, names in ((layer.router, _TOP_K), (layer.block, _TOP_K), (config, _TOP_K)):
         for name in names:
             found = getattr(place, name, None)
@@ -251,8 +241,8 @@ def top_k(layer: MoeLayer, config: Any) -> int | None:
 
 
 def chosen(output: Any, num_experts: int, k: int | None) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return ``(ids int64 [T, k], scores float32 [T, k])`` from a router's ``output``: its ids if it contains any, else
-    the ``k`` largest of its logits; None if it contains neither."""
+    """``(ids int64 [T, k], scores float32 [T, k])`` from a router's ``output``: its ids, else the ``k`` largest of its
+    logits; None if it contains neither."""
     given = [each for each in (output if isinstance(output, tuple) else (output,)) if isinstance(each, Tensor)]
     for ids in given:
         if not ids.is_floating_point() and ids.dim() >= 1:
@@ -268,7 +258,7 @@ def chosen(output: Any, num_experts: int, k: int | None) -> tuple[np.ndarray, np
 
 
 def ask(router: nn.Module, states: Tensor, num_experts: int, k: int | None) -> tuple[np.ndarray, np.ndarray] | None:
-    """The choice of ``router`` for ``states`` [T, H], without running its hooks."""
+    """The choice of ``router`` for ``states`` [T, H], without its hooks."""
     return chosen(type(router).forward(router, states), num_experts, k)
 
 

@@ -1,8 +1,5 @@
 """moelight as a model of lm-evaluation-harness: ``--model moelight`` there, or an instance for ``simple_evaluate``.
-
-Texts are tokenized, truncated and answered as by the harness's own class for transformers models, so that results are
-comparable; scores are passes over prompts that generate nothing. Does not depend on tasks and metrics.
-"""
+Texts are tokenized, truncated and answered as by the harness's class for transformers models."""
 
 from __future__ import annotations
 
@@ -45,11 +42,8 @@ Scored = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, ids of th
 
 @register_model("moelight")
 class MoELightLM(TemplateLM):
-    """A checkpoint behind the three request types of the harness. ``close`` frees the model.
-
-    The model is loaded at the first request, with a plan for those requests. It is loaded again if later requests are
-    longer than the plan allows, or switch between scoring and generation. ``engine`` is the loaded engine, if any.
-    """
+    """A checkpoint behind the three request types of the harness; ``close`` frees the model. Longer requests, or a
+    switch between scoring and generation, load the model again with another plan."""
 
     def __init__(
         self,
@@ -66,7 +60,7 @@ class MoELightLM(TemplateLM):
         chat_template_args: Mapping[str, Any] | None = None,
         **planning: Any,
     ) -> None:
-        """Open the checkpoint and its tokenizer.
+        """Open the checkpoint and its tokenizer; raises ConfigError or CheckpointError.
 
         Args:
             pretrained: a directory, ``demo``, a model id on the hub, or an engine, which the caller still owns.
@@ -74,14 +68,11 @@ class MoELightLM(TemplateLM):
             batch_size: sequences in a pass; None or ``auto``: planned.
             device: as `Engine` takes it; the number of a device (``cuda:0``) is dropped.
             add_bos_token: True if texts begin with the bos token; None: as the checkpoint's tokenizer does.
-            prefix_token_id: the token that conditions the first token of a text; None: bos, or eos where there is none.
+            prefix_token_id: id that conditions the first token of a text; None: bos, or eos where there is none.
             max_gen_toks: most generated tokens if a task does not set them.
-            enable_thinking, chat_template_args: passed to the chat template by name.
+            enable_thinking: argument of the chat template, as are ``chat_template_args``.
             think_end_token: text or id of the token after which an answer begins.
             planning: `_PLANNING`, as `Engine.from_pretrained` takes them.
-
-        Raises:
-            ConfigError, CheckpointError: an argument is invalid, or the model is unusable.
         """
         super().__init__()
         for name in planning:
@@ -112,14 +103,13 @@ class MoELightLM(TemplateLM):
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> MoELightLM:
-        """Create from ``key=value,...``."""
         return cls.create_from_arg_obj(utils.simple_parse_args_string(arg_string), additional_config)
 
     @classmethod
     def create_from_arg_obj(
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> MoELightLM:
-        """Create from a model's arguments, which override the harness's additional configuration."""
+        """``arg_dict`` overrides the harness's additional configuration."""
         given = {name: value for name, value in (additional_config or {}).items() if value is not None} | arg_dict
         if "pretrained" not in given:
             raise ConfigError("the model's arguments name no checkpoint: --model_args pretrained=PATH")
@@ -135,13 +125,13 @@ class MoELightLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int | None:
-        """The token that ends a text: the tokenizer's eos, else the smallest id that ends a completion."""
+        """The tokenizer's eos, else the smallest id that ends a completion."""
         named = self.tokenizer.token_id("eos_token")
         return min(self.tokenizer.eos_token_ids, default=None) if named is None else named
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that conditions the first token of a text."""
+        """Id of the token that conditions the first token of a text."""
         for token in (self.custom_prefix_token_id, self.tokenizer.token_id("bos_token"), self.eot_token_id):
             if token is not None:
                 return token
@@ -149,12 +139,11 @@ class MoELightLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Name of the tokenizer in the harness's cache of requests."""
+        """Key of the harness's cache of requests."""
         return self._name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The ids of ``string``. ``add_special_tokens`` None: follow `add_bos_token`, without a second bos for a text
-        that begins with one."""
+        """``add_special_tokens`` None: follow `add_bos_token`, without a second bos for a text that begins with one."""
         wants = self.add_bos_token if add_special_tokens is None else add_special_tokens
         if add_special_tokens is None and string.startswith(self._prefix_text):
             wants = False
@@ -163,7 +152,6 @@ class MoELightLM(TemplateLM):
         return [bos, *ids] if wants and self.add_bos_token and bos is not None and ids[:1] != [bos] else ids
 
     def tok_decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ``tokens``."""
         return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
 
     @cached_property
@@ -171,12 +159,12 @@ class MoELightLM(TemplateLM):
         return self.tok_decode([self.prefix_token_id], skip_special_tokens=False)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The source of the default chat template, for the harness's records."""
+        """Source of the default chat template, for the harness's records."""
         template = self.tokenizer.template
         return template.sources.get(DEFAULT) if chat_template and template is not None else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The conversation as text, with the assistant's turn opened or its last message left open."""
+        """The conversation as text, with the assistant's turn opened, or its last message left open."""
         template = self.tokenizer.template
         if template is None:
             raise InputError(f"{self._name} has no chat template: evaluate it without --apply_chat_template")
@@ -200,20 +188,19 @@ class MoELightLM(TemplateLM):
             return rendered(spoken)
 
     def get_model_info(self) -> dict[str, Any]:
-        """Facts about the model for the harness's results."""
         policy = None if self.engine is None else policy_as_dict(self.engine.policy)
         return {"model_dtype": self.profile.dtype, "moelight_version": __version__, "moelight_policy": policy}
 
     # --- request types of the harness ---
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """For each ``(context, continuation)``: the continuation's log-probability, and True if it is greedy."""
+        """Log-probability of each request's continuation, and True if the continuation is greedy."""
         if self.enable_thinking:
             raise ConfigError("enable_thinking=True goes with tasks that generate, and one of these scores")
         return cast("list[tuple[float, bool]]", super().loglikelihood(requests, disable_tqdm=disable_tqdm))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """For each ``(text,)``: its log-probability, in windows of ``max_length`` if it is longer."""
+        """Log-probability of each request's text, in windows of ``max_length``."""
         windows: list[Scored] = []
         owners: list[int] = []
         for number, (text,) in enumerate(request.args for request in requests):
@@ -248,7 +235,7 @@ class MoELightLM(TemplateLM):
         return [answers[index] for index in range(len(requests))]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """For each ``(context, gen_kwargs)``: the generated text before the first of ``until``."""
+        """Generated text of each request, before the first of ``until``."""
         asked = [self._generation(index, *request.args) for index, request in enumerate(requests)]
         texts: dict[int, str] = {}
         for completion in self._serve(asked, "Running generate_until requests", disable_tqdm):
@@ -260,7 +247,7 @@ class MoELightLM(TemplateLM):
     # --- conversion of requests and answers ---
 
     def _scoring(self, index: int, context: list[int], continuation: list[int]) -> Request:
-        """A scoring request. The last token is not computed, so ``max_length`` tokens may precede it."""
+        """The last token is not computed, so ``max_length`` tokens may precede it."""
         if not context or not 0 < len(continuation) <= self.max_length:
             raise InputError(
                 f"request {index}: a continuation must have 1 to {self.max_length} tokens after its context, not "
@@ -290,7 +277,7 @@ class MoELightLM(TemplateLM):
         return str(postprocess_generated_text(self.tok_decode(tokens).lstrip(), list(until), None))
 
     def _serve(self, requests: list[Request], what: str, quiet: bool) -> Iterator[Completion]:
-        """Yield completions as they finish, and update a progress bar."""
+        """Yield completions as they finish, with a progress bar."""
         if not requests:
             return
         with tqdm(total=len(requests), desc=what, disable=quiet) as bar:
@@ -299,7 +286,7 @@ class MoELightLM(TemplateLM):
                 yield completion
 
     def _engine_for(self, requests: Sequence[Request]) -> Engine:
-        """The loaded engine, if its plan is of the same kind and has capacity for all requests; else a new one."""
+        """The loaded engine, if its plan is of the same kind and fits all requests; else a new one."""
         from moelight.engine.engine import Engine
 
         scores = requests[0].sampling is _SCORING
@@ -327,7 +314,7 @@ class MoELightLM(TemplateLM):
 
 
 def _score(completion: Completion, continuation: Sequence[int]) -> tuple[float, bool]:
-    """The sum of the continuation's log-probabilities, and True if each of its tokens is the likeliest."""
+    """Sum of the continuation's log-probabilities, and True if each of its tokens is the likeliest."""
     if completion.finish_reason == "error":
         raise InputError(str(completion.stop_reason), code=completion.error_code or "error")
     found = cast("Sequence[Mapping[int, Any]]", completion.prompt_logprobs)[-len(continuation) :]
@@ -336,8 +323,7 @@ def _score(completion: Completion, continuation: Sequence[int]) -> tuple[float, 
 
 
 def _sampling(constraints: dict[str, Any], until: Sequence[str], tokens: int) -> SamplingParams:
-    """Sampling parameters of a generation request. Stop strings match special tokens too, as in the harness; the answer
-    is decoded without special tokens."""
+    """Stop strings match special tokens too, as in the harness; the answer is decoded without special tokens."""
     if not constraints.pop("do_sample"):
         constraints.update(temperature=0.0)
     elif "seed" not in constraints:

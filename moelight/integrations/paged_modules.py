@@ -1,9 +1,8 @@
 """Forward passes of paged expert layers: the model's own code, run over slots.
 
-Results equal those of the unmodified model, bit for bit as far as the library's products allow: each expert sees the
-same rows in the same order, and a token's experts are summed in the model's order.
-
-Shapes: T tokens, k experts of a token, H hidden, S slots.
+Results equal those of the unmodified model, bit for bit as far as the library's products allow: an expert receives the
+same rows in the same order, and a token's experts are summed in the model's order. Shapes: T tokens, k experts of a
+token, H hidden, S slots.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Asked = Callable[[Tensor], tuple[np.ndarray, np.ndarray] | None]
 
 
 class NotTrainable(torch.autograd.Function):
-    """Identity on hidden states whose backward pass raises an error that explains why there is no gradient."""
+    """Identity whose backward pass raises an error that explains why there is no gradient."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, inputs: Tensor) -> Tensor:  # noqa: ARG004
@@ -45,19 +44,16 @@ class NotTrainable(torch.autograd.Function):
 
 
 class PagedExperts:
-    """One layer's experts under a pager, from `install` to `remove`. ``ahead`` is called with the hidden states that
-    enter the layer's experts, before anything is prefetched."""
+    """One layer's experts under a pager; ``ahead`` receives the layer's hidden states before anything is prefetched."""
 
     def __init__(self, layer: MoeLayer, number: int, pager: SlotPager, ahead: Callable[[Tensor], None]) -> None:
         self.layer, self.number, self.pager, self.ahead = layer, number, pager, ahead
         self._undo: list[Callable[[], None]] = []
 
     def install(self) -> None:
-        """Replace the forward methods of the layer."""
         raise NotImplementedError
 
     def remove(self) -> None:
-        """Restore the original forward methods."""
         while self._undo:
             self._undo.pop()()
 
@@ -77,7 +73,7 @@ class PagedExperts:
 
 
 class PagedFusedExperts(PagedExperts):
-    """Experts of one module, called once per layer with (hidden states [T, H], ids [T, k], weights [T, k])."""
+    """Experts of one module, called with hidden states [T, H], ids [T, k] and weights [T, k]."""
 
     def __init__(self, layer: MoeLayer, number: int, pager: SlotPager, ahead: Callable[[Tensor], None]) -> None:
         super().__init__(layer, number, pager, ahead)
@@ -113,13 +109,12 @@ class PagedFusedExperts(PagedExperts):
         return NotTrainable.apply(found, states) if torch.is_grad_enabled() and states.requires_grad else found
 
     def _one_by_one(self, turn: Turn, states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Run the class's own loop, which looks up one expert after the other."""
+        """The class's own loop looks up one expert after the other."""
         stand_in = self._stand_in({piece.name: _Lookup(turn, piece, self.pager.slots) for piece in self.layer.pieces})
         return type(self.layer.experts).forward(stand_in, states, ids, weights)
 
     def _together(self, turn: Turn, states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Run grouped or batched products over the experts that are ready, then over those that have arrived
-        meanwhile."""
+        """Grouped or batched products over the experts that are ready, then over those that have arrived meanwhile."""
         tokens, k = ids.shape
         outputs: Tensor | None = None
         flat = ids.reshape(-1)
@@ -145,7 +140,7 @@ class PagedFusedExperts(PagedExperts):
         return weighted.view(tokens, k, -1).sum(dim=1).to(states.dtype)
 
     def _calls(self, ready: Slots, *, together: bool) -> list[tuple[int, int, Slots]]:
-        """``(first slot, last slot + 1, experts)`` of the products to compute."""
+        """``(first slot, last slot + 1, experts)`` of each product."""
         low, high = min(ready.values()), max(ready.values()) + 1
         if high - low <= _SLOTS_A_CALL and (together or high - low <= _EMPTY_SLOTS_A_CALL * len(ready)):
             return [(low, high, ready)]
@@ -157,7 +152,7 @@ class PagedFusedExperts(PagedExperts):
         return [(min(part.values()), max(part.values()) + 1, part) for part in windows.values()]
 
     def _stand_in(self, tensors: dict[str, Any], num_experts: int | None = None) -> nn.Module:
-        """A copy of the experts' module with other tensors and number of experts."""
+        """Copy of the experts' module with other tensors and number of experts."""
         stand_in = copy.copy(self.layer.experts)
         stand_in.__dict__["_parameters"] = {
             name: value for name, value in self.layer.experts._parameters.items() if name not in tensors
@@ -180,8 +175,7 @@ class _Lookup:
 
 
 class PagedExpertList(PagedExperts):
-    """Experts that are modules of a list. Their block calls one after the other; their router's output announces them
-    if ``asked`` can decode it."""
+    """Experts in a module list, called one by one; their router's output announces them if ``asked`` can decode it."""
 
     def __init__(
         self, layer: MoeLayer, number: int, pager: SlotPager, ahead: Callable[[Tensor], None], asked: Asked

@@ -35,7 +35,7 @@ from moelight.runtime.measure import available_bytes
 
 
 def offload_layer(store: OffloadStore, number: int, layer: MoeLayer) -> None:
-    """Copy the experts of layer ``number`` to ``store`` and free their memory."""
+    """Copy the experts of layer ``number`` to ``store``; free their memory."""
     store.keep(number, layer.name, layer.tensors())
     for held in layer.parameters:
         parameter = held.parameter
@@ -46,18 +46,14 @@ def offload_layer(store: OffloadStore, number: int, layer: MoeLayer) -> None:
 
 
 def trim() -> None:
-    """Return freed memory to the system: glibc keeps allocations of less than 32 MiB."""
+    """Return freed memory to the system, because glibc keeps allocations of less than 32 MiB."""
     give = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries lack malloc_trim and do not need it
     if give is not None:
         give(0)
 
 
 def restore_layer(store: OffloadStore, number: int, layer: MoeLayer) -> None:
-    """Restore the bytes of the parameters of layer ``number`` and put them back into the model.
-
-    Raises:
-        CheckpointError: the offload store cannot be read; the layer remains offloaded.
-    """
+    """Put the parameters of layer ``number`` back into the model; after CheckpointError the layer remains offloaded."""
     coming, wholes = [], []
     for held in layer.parameters:
         shape = held.piece.shape if held.expert is not None else (layer.num_experts, *held.piece.shape)
@@ -75,11 +71,8 @@ def restore_layer(store: OffloadStore, number: int, layer: MoeLayer) -> None:
 def residency_of(
     policy: ExpertPolicy, model: nn.Module, layers: Sequence[MoeLayer], page_bytes: int, active: int | None
 ) -> tuple[ResidencyManager, int]:
-    """The residency of ``policy`` on ``model``, and the most slots that the policy or one of its rules sets.
-
-    Raises:
-        ConfigError: the policy does not fit the model, or its profile is of another model.
-    """
+    """The residency of ``policy`` on ``model``, and the most slots that the policy or one of its rules sets; raises
+    ConfigError if policy or profile do not fit the model."""
     count, experts = len(layers), max(layer.num_experts for layer in layers)
     facts = facts_of_model(
         model_type=str(getattr(getattr(model, "config", None), "model_type", type(model).__name__)),
@@ -101,12 +94,8 @@ def residency_of(
 
 
 def policy_for(model: nn.Module, layers: Sequence[MoeLayer], batch: int) -> tuple[ExpertPolicy, str]:
-    """A policy for ``model`` and the reason: `DEFAULT_POLICY`, with slots for twice a token's experts, or for the
-    experts that ``batch`` tokens are expected to use, as far as free memory suffices.
-
-    Raises:
-        BudgetError: there is no memory for a single expert.
-    """
+    """`DEFAULT_POLICY` with slots for twice a token's experts, or for the experts that ``batch`` tokens are expected to
+    use, as far as free memory suffices, and the reason. Raises BudgetError if not one expert fits."""
     active = [top_k(layer, getattr(model, "config", None)) for layer in layers]
     each, experts = max(k or 1 for k in active), sum(layer.num_experts for layer in layers)
     page_bytes, device = _slot_bytes(layers), layers[0].device
@@ -154,11 +143,8 @@ def policy_for(model: nn.Module, layers: Sequence[MoeLayer], batch: int) -> tupl
 
 
 def read_expert_policy(policy: ExpertPolicy | str | Path) -> ExpertPolicy:
-    """An expert policy given as an object, as the text of a ``.moe`` file (which contains braces), or as a path.
-
-    Raises:
-        ConfigError: the file does not exist, the text has errors, or it does not hold exactly one policy.
-    """
+    """``policy`` itself, or parsed from the text of a ``.moe`` file (which contains braces) or from a path; raises
+    ConfigError if that is not exactly one valid policy."""
     if isinstance(policy, ExpertPolicy):
         return policy
     if not isinstance(policy, (str, os.PathLike)):
@@ -186,19 +172,24 @@ def attach(
 ) -> Attachment:
     """Page the experts of ``model``, a transformers MoE model for inference.
 
-    Beside the compute unit there are as many slots as the policy's capacity, and `STAGED` more for streamed experts.
-    All other experts are offloaded: to a private file on disk for a model on a CPU, to host memory for one on a GPU.
-    ``model.generate`` and the model itself work as before and give the same tokens.
+    Beside the compute unit there are as many slots as the policy's capacity, and 4 more (`STAGED`), through which
+    experts without a slot are streamed. All other experts are offloaded. ``model.generate`` and the model itself work
+    as before and give the same tokens.
 
     Args:
         model: in float32, bfloat16, float16 or float64, its experts in memory and on one device.
         policy: an `ExpertPolicy`, the text of a ``.moe`` file with one policy, or the path of one.
-        home: store of offloaded experts: ``disk`` (for a model on a CPU), or ``memory``.
+        home: store of the offloaded experts, ``disk`` (a private file; only for a model on a CPU) or ``memory`` (host
+            memory). By default ``disk`` for a model on a CPU, ``memory`` for one on a GPU.
         directory: directory of the experts' file, which is unlinked once written; by default the system's temporary
             directory.
 
+    Returns:
+        The attachment; its ``detach`` restores the model.
+
     Raises:
-        ConfigError: the model has no experts that can be moved, or the policy is invalid or does not fit the model.
+        ConfigError: the model has no experts that can be moved or is attached already, or the policy is invalid or does
+            not fit the model.
         BudgetError: there is too little memory for the slots.
     """
     _refuse_attached(model)
@@ -208,9 +199,21 @@ def attach(
 def auto_attach(
     model: nn.Module, *, batch: int = 1, home: str | None = None, directory: str | Path | None = None
 ) -> Attachment:
-    """`attach` with a policy made for ``model``: slots for twice a token's experts in every layer, or for the experts
-    that ``batch`` tokens are expected to use, as far as memory suffices. `Attachment.reason` gives the choice and the
-    reason."""
+    """Page the experts of ``model`` as `attach` does, with a policy made for the model and the free memory.
+
+    Every layer gets slots for twice a token's experts, or for the experts that ``batch`` tokens are expected to use, as
+    far as memory suffices. `Attachment.reason` gives the choice and the reason.
+
+    Args:
+        model: as in `attach`.
+        batch: tokens that one forward pass computes together, for example the number of sequences that are decoded.
+        home: as in `attach`.
+        directory: as in `attach`.
+
+    Raises:
+        ConfigError: the model has no experts that can be moved, or is attached already.
+        BudgetError: there is too little memory for the slots.
+    """
     _refuse_attached(model)
     policy, reason = policy_for(model, moe_layers(model), batch)
     return Attachment(model, policy, home=home, directory=directory, reason=reason)
@@ -220,7 +223,8 @@ class Attachment:
     """A model with paged experts, until `detach`; also a context manager.
 
     Attributes:
-        model, policy: as given.
+        model: as given.
+        policy: as given, or as `auto_attach` chose it.
         reason: why `auto_attach` chose the policy; empty after `attach`.
         resident_bytes: memory of the slots beside the compute unit.
         offloaded_bytes: memory of all experts.
@@ -300,10 +304,9 @@ class Attachment:
             }
 
     def detach(self) -> None:
-        """Restore the experts in the model, with its original modules and parameters. Further calls have no effect.
+        """Restore the experts in the model, with its original modules and parameters; further calls have no effect.
 
-        Raises:
-            CheckpointError: the experts' file cannot be read; the model is unusable then.
+        Raises CheckpointError if the experts' file cannot be read; the model is unusable then.
         """
         with self._turn:
             if not self._attached:
@@ -339,7 +342,7 @@ class Attachment:
             )
 
         def hint(states: Tensor) -> None:
-            """Evaluate the next layer's router on this layer's hidden states, if the active predictor uses it."""
+            """Evaluate the next layer's router on this layer's hidden states, if the active predictor uses that."""
             if coming.router is not None and residency.predicts_experts:
                 found = ask(coming.router, states, coming.num_experts, k)
                 if found is not None:

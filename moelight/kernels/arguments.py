@@ -1,4 +1,4 @@
-"""Arguments of the kernels: lent to the extension, which checks them, or checked here for the implementations in torch.
+"""Arguments of the kernels: exported to the extension, which checks them, or checked here for torch.
 
 Every refusal is a ValueError of one line that begins with the argument's name.
 """
@@ -36,7 +36,7 @@ def maybe_dlpack(name: str, tensor: Tensor | None) -> object:
 
 
 def check_threads(threads: object) -> int:
-    """Number of threads; None is torch's number."""
+    """The number of threads; None is torch's number."""
     if threads is None:
         return torch.get_num_threads()
     if not isinstance(threads, int) or threads < 1:
@@ -45,14 +45,14 @@ def check_threads(threads: object) -> int:
 
 
 def check_window(window: object) -> int | None:
-    """Number of positions that attention sees; None is all."""
+    """The number of positions in the attention window; None is all."""
     if window is not None and (not isinstance(window, int) or window < 1):
         raise ValueError(f"window: must be a positive integer or None, is {window!r}")
     return None if window is None else min(window, _FOREVER)
 
 
 def check_softcap(cap: object) -> float | None:
-    """Cap of scores; float32 holds no meaning beyond `SOFTCAPS`."""
+    """The cap of scores, within `SOFTCAPS`, or None."""
     if cap is not None and not (isinstance(cap, (int, float)) and SOFTCAPS[0] <= cap <= SOFTCAPS[1]):
         raise ValueError(f"softcap: must be a number from {SOFTCAPS[0]} to {SOFTCAPS[1]} or None, is {cap!r}")
     return None if cap is None else float(cap)
@@ -93,10 +93,9 @@ def check_tensor(
     device: torch.device | None = CPU,
     gap: bool = True,
 ) -> torch.Size:
-    """Check for a dense tensor on ``device`` (None: any but meta), of one of ``dtypes`` and of ``shape``, where None is
-    any size; return its shape.
+    """Check that ``value`` is dense on ``device`` (None: any but meta), with one of ``dtypes``; return its shape.
 
-    The tensor is contiguous, apart from a distance between the rows of its first dimension if ``gap``.
+    None in ``shape`` is any size. ``value`` is contiguous, but with ``gap`` rows of the first dimension may be apart.
     """
     value = check_dense(name, value, device)
     dtypes = dtypes if isinstance(dtypes, tuple) else (dtypes,)

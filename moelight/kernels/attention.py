@@ -1,6 +1,8 @@
 """CPU attention over the paged key/value cache: native where the extension is built, else `reference.py`.
 
-Every wrong argument is a ValueError that names it.
+Tensors are in CPU memory, contiguous beyond the first dimension. Every wrong argument is a ValueError that names it.
+``threads`` None stands for torch.get_num_threads(). Attention sums in float32 and releases the GIL; a sequence's result
+is bit for bit independent of the rest of the batch and of the number of threads.
 
 Legend: B sequences, T tokens, Hq query heads, Hkv key/value heads, D head size, P block size in tokens; of latent
 attention H heads, R the size of the latent, Rr of the rotary part.
@@ -54,10 +56,6 @@ def cpu_gqa_decode(
     softcap       scores become softcap * tanh(score / softcap) before the softmax
     k_scale, v_scale  float32 [blocks, Hkv, P]: the factor of each position's row; for int8 caches, and only for them
     k_new, v_new  [B, Hkv, D], dtype of q: written first, at position seq_lens - 1, as by `cpu_kv_append`; both or none
-    threads       None for torch.get_num_threads()
-
-    CPU memory, contiguous beyond the first dimension. Accumulates in float32. A sequence's result is bit for bit
-    independent of the rest of the batch and of the number of threads. The GIL is released.
     """
     scale, threads = arguments.check_number("scale", scale), arguments.check_threads(threads)
     window, softcap = arguments.check_window(window), arguments.check_softcap(softcap)
@@ -94,16 +92,13 @@ def cpu_kv_append(
 ) -> None:
     """Write token t of k_new, v_new to block slots[t] // P, offset slots[t] % P of the caches.
 
-    k_cache, v_cache  [blocks, Hkv, P, D]: float32, bfloat16, float16 or int8, D a multiple of 8 up to 256, P
-                      one of 16, 32, 64 and 128
+    k_cache, v_cache  [blocks, Hkv, P, D]: float32, bfloat16, float16 or int8, D and P as in `cpu_gqa_decode`
     k_new, v_new      [T, Hkv, D], dtype of the caches; any of the three float dtypes if those are int8
     slots             int64 [T], 0 to blocks * P - 1; if a slot occurs twice, the later token is kept
     k_scale, v_scale  float32 [blocks, Hkv, P], for int8 caches and only for them: written too. A row's scale is its
-                      largest magnitude / 127, its codes the nearest multiples of that; a row that is not finite gets
-                      the scale nan
-    threads           None for torch.get_num_threads()
+                      largest magnitude / 127, its codes the nearest multiples of that; nan for a row that is not finite
 
-    CPU memory, contiguous beyond the first dimension. Nothing is written if any argument is wrong.
+    Nothing is written if any argument is wrong.
     """
     threads = arguments.check_threads(threads)
     extension = native.extension()
@@ -134,21 +129,16 @@ def cpu_mla_decode(
     out: Tensor | None = None,
     threads: int | None = None,
 ) -> Tensor:
-    """Latent attention of one query per sequence over its paged context -> `out` (may be `q_nope_absorbed`), or a new
-    tensor.
+    """Latent attention of one query per sequence over its paged context -> `out`, or a new tensor.
 
     A cached row is a latent c of R elements and a rotary key r of Rr, shared by all heads. The score of a position is
     scale * (q_nope_absorbed . c + q_rope . r), the result the sum of softmax weights times c.
 
-    q_nope_absorbed, out  [B, H, R]: float32, bfloat16 or float16
+    q_nope_absorbed, out  [B, H, R], may be the same: float32, bfloat16 or float16, as q_rope and cache
     q_rope        [B, H, Rr]
     cache         [blocks, P, R + Rr]
     block_tables  int32 [B, max_blocks]; entries beyond a sequence's blocks are ignored
     seq_lens      int32 [B], 0 to max_blocks * P; 0 gives zeros
-    threads       None for torch.get_num_threads()
-
-    One dtype throughout, CPU memory, contiguous beyond the first dimension. Accumulates in float32. A sequence's result
-    is bit for bit independent of the rest of the batch and of the number of threads. The GIL is released.
     """
     scale, threads = arguments.check_number("scale", scale), arguments.check_threads(threads)
     extension = native.extension()
@@ -174,12 +164,11 @@ def cpu_mla_decode(
 def cpu_mla_append(cache: Tensor, new: Tensor, slots: Tensor, *, threads: int | None = None) -> None:
     """Write token t of `new` to block slots[t] // P, offset slots[t] % P of a latent cache.
 
-    cache    [blocks, P, R + Rr]: float32, bfloat16 or float16
-    new      [T, R + Rr], dtype of the cache
-    slots    int64 [T], 0 to blocks * P - 1; if a slot occurs twice, the later token is kept
-    threads  None for torch.get_num_threads()
+    cache  [blocks, P, R + Rr]: float32, bfloat16 or float16
+    new    [T, R + Rr], dtype of the cache
+    slots  int64 [T], 0 to blocks * P - 1; if a slot occurs twice, the later token is kept
 
-    CPU memory, contiguous beyond the first dimension. Nothing is written if any argument is wrong.
+    Nothing is written if any argument is wrong.
     """
     threads = arguments.check_threads(threads)
     extension = native.extension()
@@ -213,20 +202,18 @@ def cpu_prefill_attention(
 
     q, out      [T, Hq, D]: float32, bfloat16 or float16, Hq a multiple of Hkv, D a multiple of 8 up to 256
     k, v        [T, Hkv, D], dtype of q
-    cu_seqlens  int32 [S + 1], ascending from 0 to T: sequence s owns rows cu_seqlens[s] to cu_seqlens[s + 1]
-    window      a row sees the last `window` positions, its own included; None for all
+    cu_seqlens  int32 [S + 1], ascending from 0 to T: sequence s has rows cu_seqlens[s] to cu_seqlens[s + 1]
+    window      a row attends to the last `window` positions, its own included; None for all
     sinks       [Hq], a float dtype: one logit per head that joins the softmax and is dropped
     softcap     logits become softcap * tanh(logit / softcap)
     cache       (k_cache, v_cache, block_tables, context_lens): [blocks, Hkv, P, D] twice, dtype of q, int32
                 [S, max_blocks] and int32 [S]. Sequence s follows context_lens[s] positions in the cache; entries of
                 block_tables beyond them, or before the window, are ignored
     k_scale, v_scale  float32 [blocks, Hkv, P], for int8 caches: factors of their rows, rounded to q's dtype after
-    threads     None for torch.get_num_threads()
 
-    CPU memory, contiguous beyond the first dimension. Sums in float32; bfloat16 is multiplied in pairs where the
-    processor does so. A row's result depends on its own sequence up to its own position alone, bit for bit: not on the
-    other sequences, the number of threads, or the chunks that its prompt is cut into, if the cache holds the same
-    values as k and v (an int8 cache does not). The GIL is released.
+    bfloat16 is multiplied in pairs where the processor does so. A row's result depends on its own sequence up to its
+    own position alone, bit for bit: not on the chunks that its prompt is cut into, if the cache holds the same values
+    as k and v (an int8 cache does not).
     """
     scale, threads = arguments.check_number("scale", scale), arguments.check_threads(threads)
     window, softcap = arguments.check_window(window), arguments.check_softcap(softcap)

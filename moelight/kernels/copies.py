@@ -1,4 +1,4 @@
-"""Multi-threaded copies of bytes within host memory. Without the extension torch copies."""
+"""Multi-threaded copies of bytes within host memory, through torch without the extension."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ def copy_pages(dst: Tensor, src: Tensor, *, threads: int | None = None) -> None:
     """Copy src uint8 [n] to dst uint8 [n], both contiguous in CPU memory (pinned or not), without overlap.
 
     From 2 MiB on, `dst` is written past the caches, which saves reading it first. ``threads`` is None for
-    torch.get_num_threads(). The GIL is released.
-
-    Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride, or an overlap.
+    torch.get_num_threads(). The GIL is released. Every wrong argument is a ValueError that names it.
     """
     threads = arguments.check_threads(threads)
     extension = native.extension()

@@ -1,6 +1,7 @@
 """Linear layers and experts on the CPU, over weights as the checkpoint stores them.
 
-Native where the extension is built, else `reference.py`. Every wrong argument is a ValueError that names it.
+Native where the extension is built, else `reference.py`. Tensors are in CPU memory, contiguous beyond the first
+dimension. Every wrong argument is a ValueError that names it. ``threads`` None stands for torch.get_num_threads().
 
 Weights are float32, bfloat16, float16, int8 or, as uint8, int4: two values a byte along the input dimension, the
 earlier in the low four bits, 8 meaning zero. Integers have float32 scales, one per output row, or one per row and
@@ -10,9 +11,6 @@ A token's result is bit for bit independent of the other tokens, its position in
 differs between instruction sets by rounding. With bfloat16 tokens on AVX512_BF16, int4 times its scale is rounded to
 bfloat16 before it is multiplied, and tokens multiplied by int8 are 16-bit integers times a power of two; in the tiles
 of AMX, int8 times its scale is rounded to bfloat16 too. Elsewhere nothing is rounded before the products.
-
-A call uses a workspace that its thread keeps for the next call; `cpu_expert_ffn_workspace` and `cpu_linear_workspace`
-return its size.
 
 Legend: T tokens, N outputs, K inputs, E experts, H hidden, I intermediate.
 """
@@ -43,7 +41,7 @@ def cpu_linear(
     out: Tensor | None = None,
     threads: int | None = None,
 ) -> Tensor:
-    """x weight^T + bias -> `out`, or a new [T, N].
+    """x weight^T + bias -> `out`, or a new [T, N]; the GIL is released.
 
     x           [T, K]: float32, bfloat16 or float16
     weight      [N, K], any of the stored forms above; uint8 is [N, K / 2]
@@ -51,9 +49,6 @@ def cpu_linear(
     scale       float32 [N], or [N, ceil(K / group_size)]: for int8 and uint8 only
     group_size  a multiple of 32; None for one scale per row
     out         [T, N], dtype of x; must not overlap x
-    threads     None for torch.get_num_threads()
-
-    CPU memory, contiguous beyond the first dimension. The GIL is released.
     """
     group_size, threads = _check_group_size(group_size), arguments.check_threads(threads)
     extension = native.extension()
@@ -100,15 +95,14 @@ def cpu_expert_ffn(
     x, out        [T, H] of one dtype, sorted by expert: float32, bfloat16 or float16
     gate_up       E tensors [2I, H], gate rows before up rows, at any address; uint8 is [2I, H / 2]
     down          E tensors [H, I]; uint8 is [H, I / 2]
-    offsets       int32 [E + 1]: expert e owns rows offsets[e] to offsets[e + 1]
+    offsets       int32 [E + 1]: expert e has rows offsets[e] to offsets[e + 1]
     activation    silu: silu(gate) up; gelu_tanh: gelu(gate) up; swiglu_oai: gpt-oss's, clamped at 7
     gate_up_bias, down_bias    E tensors [2I] and [H]: float32 or the dtype of x
     gate_up_scale, down_scale  E tensors float32, as in `cpu_linear`: for int8 and uint8 only
     group_size    of both weights: a multiple of 32; None for one scale per row
-    threads       None for torch.get_num_threads()
 
-    All entries of an expert without rows may be None. The tensors of a list share their shape and dtype. CPU memory,
-    contiguous beyond the first dimension. The activation is rounded to the dtype of x. The GIL is released.
+    All entries of an expert without rows may be None. The tensors of a list share their shape and dtype. The activation
+    is rounded to the dtype of x. The GIL is released.
     """
     group_size, threads = _check_group_size(group_size), arguments.check_threads(threads)
     if activation not in tuple(reference.ACTIVATIONS):
@@ -162,11 +156,7 @@ def cpu_expert_ffn_workspace(
     weight_dtype: torch.dtype = torch.bfloat16,
     threads: int | None = None,
 ) -> int:
-    """Bytes that `cpu_expert_ffn` with up to these sizes keeps per calling thread; 0 without the extension.
-
-    tokens   rows of x, all experts together
-    experts  E
-    """
+    """Bytes that `cpu_expert_ffn` keeps, see `cpu_linear_workspace`; ``tokens``: rows of x, all experts together."""
     types = _check_sizes(dtype, weight_dtype, tokens=tokens, hidden=hidden, intermediate=intermediate, experts=experts)
     threads, extension = arguments.check_threads(threads), native.extension()
     if extension is None:

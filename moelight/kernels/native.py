@@ -1,7 +1,4 @@
-"""The compiled extension: whether it is available, why not, the instruction set in use, and the operations it serves.
-
-Never imports torch, because `doctor` uses this module.
-"""
+"""The compiled extension: availability, with the reason, instruction set, and operations. Never imports torch."""
 
 import importlib
 from dataclasses import dataclass
@@ -72,7 +69,7 @@ def has_fast_bfloat16() -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Serving:
-    """One row: the `implementation` of `operation`, and the `reason` for it."""
+    """The implementation of an operation, and the reason for it."""
 
     operation: str
     implementation: str

@@ -1,7 +1,7 @@
 """Operations on a token's row between two products: root-mean-square norm, residual sum, rotary embedding.
 
 Native for tensors in CPU memory where the extension is built, else `reference.py`. Every wrong argument of a `cpu_`
-function is a ValueError that names it.
+function is a ValueError that names it. ``threads`` None stands for torch.get_num_threads().
 
 Legend: T tokens, G heads of a token, H elements, D head size.
 """
@@ -44,7 +44,6 @@ def cpu_rms_norm(
     weight   [H], dtype of x
     add      as x: added to x first, in place
     out      as x, and may be x
-    threads  None for torch.get_num_threads()
 
     Rounded as HF transformers does: normalised in float32, rounded to x's dtype, then scaled. The result of a row
     is bit for bit independent of other rows and of the number of threads.
@@ -74,7 +73,6 @@ def cpu_rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None
     x         [T, heads, D]: float32, bfloat16 or float16, D even; there may be a gap between tokens
     cos, sin  [T, D], dtype of x; the second half repeats the first
     out       as x, and may be x
-    threads   None for torch.get_num_threads()
 
     Rounded as HF transformers does: both products, then their sum.
     """

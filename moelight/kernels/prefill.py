@@ -1,8 +1,6 @@
-"""Causal attention of packed, ragged prompts through torch's fused kernel, one sequence at a time; no padding.
+"""Causal attention of packed prompts through torch's fused kernel, one sequence at a time, on any device.
 
-Runs on any device of torch. Its reference implementation is `reference.prefill_attention`.
-
-Legend: T tokens, Hq query heads, Hkv key/value heads, D head size, C earlier positions.
+Legend: T tokens, Hq query heads, Hkv key/value heads, D head size, P block size in tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ def prefill_attention(
 ) -> Tensor:
     """Attention of a prompt, or of a later chunk: q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D].
 
-    A later chunk also sees its ``context`` earlier positions, gathered from ``cache`` = (k_cache, v_cache
+    A later chunk also attends to its ``context`` earlier positions, gathered from ``cache`` = (k_cache, v_cache
     [blocks, Hkv, P, D], block_table int32 [max_blocks]). ``window`` counts the current position.
     """
     if context and cache is not None:
@@ -80,8 +78,7 @@ def _later_chunk(
 
 
 def _mask(first: int, last: int, context: int, window: int | None, device: torch.device) -> Tensor:
-    """Mask bool [rows, positions] of rows ``first`` to ``last`` over positions 0 to ``context + last``: true where
-    seen."""
+    """bool [rows, positions], true where rows ``first`` to ``last`` attend to positions 0 to ``context + last``."""
     position = torch.arange(context + first, context + last, device=device).unsqueeze(1)
     key_position = torch.arange(context + last, device=device)
     seen = key_position <= position

@@ -1,13 +1,10 @@
-"""Products of ragged rows with weights: native on a CPU where the extension is built, else through torch, each in the
-form that is fastest for its row count.
+"""Products of ragged rows with weights: native on a CPU where the extension is built, else through torch.
 
-Depends only on shapes, number formats and the cost of torch's CPU products (measured in docs/log.md), not on routing.
-
-Three facts determine the use of torch. Torch compiles and caches a kernel of about 0.6 MiB for every new shape, so row
-counts are rounded up to a coarse grid; the extra rows are computed and dropped. Torch repacks the right-hand operand at
-every call, so with few rows the rows, and not the weights, are the right-hand operand. And without matrix tiles (AMX),
-16-bit products run at half the rate of float32 ones, so with many rows the weights are widened slab by slab. The choice
-depends on the row count and the processor alone, so a machine gives the same tokens every time.
+Three facts determine the use of torch (docs/log.md). Torch compiles and caches a kernel of about 0.6 MiB for every new
+shape, so row counts are rounded up to a coarse grid. Torch repacks the right-hand operand at every call, so with few
+rows the rows are the right-hand operand. And without matrix tiles (AMX), 16-bit products run at half the rate of
+float32 ones, so with many rows the weights are widened slab by slab. The choice depends on the row count and the
+processor alone, so a machine gives the same tokens every time.
 
 Legend: R rows, H hidden, I intermediate.
 """
@@ -39,7 +36,7 @@ def padded_rows(rows: int) -> int:
 
 
 def parts(first: int, count: int) -> Iterator[tuple[int, int]]:
-    """Yield (first row, rows) of ``count`` rows, cut so that each part fits a `Workspace`."""
+    """(first row, rows) of ``count`` rows, cut so that each part fits a `Workspace`."""
     for start in range(first, first + count, EXPERT_ROWS):
         yield start, min(EXPERT_ROWS, first + count - start)
 
@@ -92,8 +89,10 @@ class Workspace:
 
 
 def feed_forward(x: Tensor, gate_up: Tensor, down: Tensor, space: Workspace) -> Tensor:
-    """Feed-forward with gated SiLU: x [R, H], R on the grid and at most `EXPERT_ROWS`, gate_up [2I, H] (gate rows
-    first), down [H, I] -> [R, H]."""
+    """Feed-forward with gated SiLU: x [R, H], gate_up [2I, H] (gate rows first), down [H, I] -> [R, H].
+
+    R is on the grid and at most `EXPERT_ROWS`.
+    """
     rows, width = x.shape[0], down.shape[1]
     if x.device.type == "cpu" and native.available():
         return cpu_expert_ffn(x, (gate_up,), (down,), torch.tensor((0, rows), dtype=torch.int32))

@@ -62,7 +62,7 @@ class PreadRequest:
         if self.done is not None:
             try:
                 self.done(self.first)
-            except BaseException as error:  # noqa: BLE001 - nobody above could be told
+            except BaseException as error:  # noqa: BLE001 - no caller could receive it
                 told = (type(error), error, error.__traceback__, "a callback of a file reader", None)
                 sys.unraisablehook(SimpleNamespace(**dict(zip(_UNRAISABLE, told, strict=True))))
             self.done = None
@@ -70,7 +70,7 @@ class PreadRequest:
 
 
 class PreadReader:
-    """Same methods as the extension's `FileReader`; every file is read through the page cache."""
+    """The methods of the extension's `FileReader`; every file is read through the page cache."""
 
     def __init__(self, files: list[bytes], depth: int, chunk_bytes: int, direct: bool) -> None:  # noqa: ARG002
         self._descriptors: list[int] = []
@@ -235,8 +235,7 @@ class ReadTicket:
         """Return when every part is in place; other threads run meanwhile.
 
         Raises:
-            OSError: a part cannot be read, or its file ends early; names file and byte. The contents of the other parts
-                are undefined.
+            OSError: a part cannot be read, or its file ends early; names file and byte. The other parts are undefined.
             TimeoutError: not within ``timeout`` seconds; the reads continue.
             RuntimeError: called by a callback of the reader, or in a fork, where it would block forever.
         """
@@ -254,7 +253,7 @@ class ReadTicket:
             raise OSError(*fault)
 
     def _over(self) -> bool:
-        """True if the reader may drop the ticket: it is done, and its error, if any, was reported."""
+        """True if the reader may drop the ticket: done, and its error, if any, reported."""
         return self.done() and (self._told or self._request.fault() is None)
 
 
@@ -267,11 +266,8 @@ class FileReader(AbstractContextManager["FileReader"]):
     ``depth * (chunk_bytes + 4096)`` bytes of them, at the same rate for more processor time. Where the file system
     refuses direct reads, they go through the page cache, which is then advised to drop the file.
 
-    Any number of threads may submit and wait. In the child of a fork the reader raises RuntimeError.
-
-    Raises:
-        OSError: a file does not exist, is a directory, or cannot be opened.
-        ValueError: an argument is wrong; named.
+    Any number of threads may submit and wait; in the child of a fork the reader raises RuntimeError. Raises OSError if
+    a file cannot be opened, and ValueError for a wrong argument, which it names.
     """
 
     def __init__(
@@ -299,12 +295,10 @@ class FileReader(AbstractContextManager["FileReader"]):
         _OPEN.add(self)
 
     def submit(self, parts: Sequence[ReadPart], done: Callable[[OSError | None], None] | None = None) -> ReadTicket:
-        """Submit ``parts`` to be read.
+        """Submit ``parts`` to be read; raises ValueError for a file that was not opened, a wrong offset or memory.
 
         ``done`` is called once, in a thread of the reader, with None or the error. It must not wait for reads; an
         exception it raises goes to `sys.unraisablehook`.
-
-        Raises ValueError, naming the argument, for a part of a file that was not opened, a wrong offset or memory.
         """
         if self._closed:
             raise ValueError("reader: is closed")
@@ -329,15 +323,10 @@ class FileReader(AbstractContextManager["FileReader"]):
         return bool(self._reader.direct(self._index[_path(file)]))
 
     def counts(self) -> ReadCounts:
-        """Statistics so far."""
         return ReadCounts(**self._reader.counts())
 
     def close(self) -> None:
-        """Wait for the reads in flight and close the files.
-
-        Raises:
-            OSError: the first error that no `wait` and no callback has reported.
-        """
+        """Wait for the reads in flight, close the files; raises the first OSError not yet reported."""
         if self._closed:
             return
         self._reader.close()

@@ -1,6 +1,6 @@
 """Reference implementations of the kernels in plain torch, accumulating in float32 or, of float64, in float64.
 
-One operation at a time, on any device; clarity before speed. Callers check the arguments.
+They run on any device; callers check the arguments.
 
 Legend: T tokens, B sequences, Hq query heads, Hkv key/value heads, D head size, P block size, E experts, H hidden; of
 latent attention H heads, R the size of the latent, Rr of the rotary part.
@@ -24,20 +24,14 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension: x [..., H], weight [H] -> [..., H].
-
-    Rounded as HF transformers does: normalised in float32, rounded to x's dtype, then scaled.
-    """
+    """`cpu_rms_norm`, without its sum: x [..., H], weight [H] -> [..., H]."""
     wide = _wide(x)
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return wide.to(x.dtype) * weight
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Half-rotation: x [T, heads, D], cos and sin [T, D] of its dtype -> [T, heads, D]; pairs are (i, i + D/2).
-
-    Rounded as HF transformers does: both products, then their sum.
-    """
+    """`cpu_rotate`: x [T, heads, D], cos and sin [T, D] of its dtype -> [T, heads, D]."""
     half = x.shape[-1] // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
     return (x * cos.unsqueeze(1)).add_(turned.mul_(sin.unsqueeze(1)))
@@ -117,10 +111,7 @@ def mla_append(cache: Tensor, new: Tensor, slots: Tensor) -> None:
 def mla_decode(
     q_nope_absorbed: Tensor, q_rope: Tensor, cache: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float
 ) -> Tensor:
-    """`cpu_mla_decode`: q_nope_absorbed [B, H, R], q_rope [B, H, Rr] -> [B, H, R]; zeros where seq_lens is 0.
-
-    A row of the cache [blocks, P, R + Rr] is a latent, which is key and value of all heads, and a rotary key.
-    """
+    """`cpu_mla_decode`: q_nope_absorbed [B, H, R], q_rope [B, H, Rr], cache [blocks, P, R + Rr] -> [B, H, R]."""
     out = torch.zeros_like(q_nope_absorbed)
     q = torch.cat((q_nope_absorbed, q_rope), dim=-1)
     for b, length in enumerate(seq_lens.tolist()):
@@ -155,7 +146,7 @@ def prefill_attention(
                 for each, scales in ((cache[0], k_scale), (cache[1], v_scale))
             ]
             keys, values = torch.cat((earlier[0], keys)), torch.cat((earlier[1], values))
-            context -= begin  # positions count from the first one that any row sees
+            context -= begin  # positions count from the first one that any row attends to
         position = torch.arange(context, context + last - first, device=q.device).unsqueeze(1)
         key_position = torch.arange(len(keys), device=q.device)
         seen = key_position <= position
@@ -189,7 +180,7 @@ def _attend(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """q [n, Hq, D], k [m, Hkv, D], v [m, Hkv, R], mask [n, m] true where seen, sinks [Hq] -> [n, Hq, R]."""
+    """q [n, Hq, D], k [m, Hkv, D], v [m, Hkv, R], mask [n, m] true where attended, sinks [Hq] -> [n, Hq, R]."""
     kv_heads = k.shape[1]
     grouped = _wide(q).unflatten(1, (kv_heads, -1))
     scores = torch.einsum("nhgd,mhd->hgnm", grouped, k.to(grouped.dtype)) * scale
@@ -205,7 +196,7 @@ def _attend(
 
 
 def route_topk(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """The k most likely experts of each token: logits [T, E] -> weights float32 [T, k], ids int64 [T, k].
+    """logits [T, E] -> weights float32 [T, k] and ids int64 [T, k] of the k most likely experts.
 
     Softmax over all experts in float32, then the k largest; of equals the lowest id wins. `normalize` makes a
     token's k weights sum to one.
@@ -241,7 +232,7 @@ def linear(
     scale: Tensor | None = None,
     group_size: int | None = None,
 ) -> Tensor:
-    """x [T, K] -> x weight^T + bias [T, N], in float32 or wider, rounded to x's dtype."""
+    """`cpu_linear`: x [T, K] -> x weight^T + bias [T, N], in float32 or wider, rounded to x's dtype."""
     return _product(x, weight, bias, scale, group_size).to(x.dtype)
 
 
@@ -276,7 +267,7 @@ def expert_ffn(
     down_scale: Sequence[Tensor | None] | None = None,
     group_size: int | None = None,
 ) -> Tensor:
-    """`cpu_expert_ffn`: x [T, H] sorted by expert -> [T, H]; expert e owns rows offsets[e] to offsets[e + 1]."""
+    """`cpu_expert_ffn`: x [T, H] sorted by expert -> [T, H]; expert e has rows offsets[e] to offsets[e + 1]."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for e, (first, last) in enumerate(pairwise(offsets)):
         wide, narrow = gate_up[e], down[e]
@@ -292,11 +283,7 @@ def expert_ffn(
 
 
 def route(logits: Tensor, top_k: int, *, normalize: bool, round_weights: bool) -> tuple[Tensor, Tensor]:
-    """logits [T, E] -> weights float32 [T, k] and ids int32 [T, k] of the k largest logits, ids ascending.
-
-    Weights are the softmax over all experts; of equal logits the lowest id wins. A token with a logit that is not a
-    number, or infinite, gets the first k experts and weights that are not numbers.
-    """
+    """`cpu_route`: logits [T, E] -> weights float32 [T, k] and ids int32 [T, k], ids ascending."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     shares = wide.softmax(-1)
     wide = wide.masked_fill(shares.isnan().any(-1, keepdim=True), 0.0)
@@ -311,8 +298,7 @@ def route(logits: Tensor, top_k: int, *, normalize: bool, round_weights: bool) -
 
 
 def sort_by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sort routed rows by expert, then token: ids int32 [T, k] -> order [R], token of each [R], position in that order
-    of routed row (token, rank) [T, k], offsets [E + 1]. All int32."""
+    """`cpu_sort_by_expert`: ids int32 [T, k] -> order [R], token [R], position [T, k], offsets [E + 1], all int32."""
     tokens, top_k = ids.shape
     flat = ids.flatten()
     order = flat.argsort(stable=True)
@@ -330,10 +316,7 @@ def gather_rows(x: Tensor, token_of_row: Tensor) -> Tensor:
 
 
 def scatter_sum(rows: Tensor, position: Tensor, weights: Tensor, out: Tensor, *, residual: bool) -> Tensor:
-    """Sum into out [T, H] each token's rows[position[t, r]] times weights[t, r], over r in order, in float32.
-
-    A negative position adds nothing. The sum is rounded to rows' dtype; with ``residual`` it is then added to `out`.
-    """
+    """`cpu_scatter_sum`: rows [_, H], position and weights [T, k], out [T, H], overwritten unless ``residual``."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     total = torch.zeros(out.shape, dtype=wide, device=out.device)
     for rank in range(position.shape[1]):

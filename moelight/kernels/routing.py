@@ -1,6 +1,7 @@
 """Routing on the CPU: the experts of each token, rows sorted by expert, and the weighted sum back.
 
 Native where the extension is built, else `reference.py`. Every wrong argument is a ValueError that names it.
+``threads`` None stands for torch.get_num_threads().
 
 Legend: T tokens, E experts, k experts per token, H hidden size, R = T * k routed rows (token * k + rank).
 """
@@ -23,7 +24,7 @@ class SortedRows(NamedTuple):
     """Routed rows sorted by expert, then token; all int32.
 
     ``order`` [R] lists the routed rows, ``token`` [R] the token of each, and ``position`` [T, k] the index in ``order``
-    of routed row (token, rank). Expert e owns ``offsets[e]`` to ``offsets[e + 1]``.
+    of routed row (token, rank). Expert e has ``offsets[e]`` to ``offsets[e + 1]``.
     """
 
     order: Tensor
@@ -40,7 +41,6 @@ def cpu_route(
     logits         float32, bfloat16 or float16; E up to 65536
     normalize      a token's weights are divided by their sum
     round_weights  the weights are rounded to the dtype of the logits, as models in that dtype do
-    threads        None for torch.get_num_threads()
 
     Weights are the softmax over all E logits in float32. Of equal logits the lowest id wins. The result is bit for bit
     independent of instruction set, number of threads and other tokens. A token with a logit that is not a number, or
@@ -95,8 +95,7 @@ def cpu_gather_rows(
 ) -> Tensor:
     """x [T, H] float32, bfloat16 or float16, token_of_row int32 [R] -> `out`, or a new [R, H].
 
-    `out` may have a gap between its rows; it shares no memory with `x`. ``threads`` is None for
-    torch.get_num_threads().
+    `out` may have a gap between its rows; it shares no memory with `x`.
     """
     threads = arguments.check_threads(threads)
     extension = native.extension()
@@ -129,11 +128,9 @@ def cpu_scatter_sum(
     weights   float32 [T, k]
     out       [T, H], dtype of rows, sharing no memory with it; needed if ``residual``
     residual  the sum is added to the contents of `out`, else it replaces them
-    threads   None for torch.get_num_threads()
 
-    A token is summed in float32 over its ranks in order, so that ids in ascending order are summed in that order, and
-    rounded to the dtype of `rows`; then it is added to `out`, as `out += ...` would. The result is bit for bit
-    independent of instruction set, number of threads and other tokens.
+    A token is summed in float32 over its ranks in order, and rounded to the dtype of `rows`; then it is added to `out`,
+    as `out += ...` would. The result is bit for bit independent of instruction set, number of threads and other tokens.
     """
     threads = arguments.check_threads(threads)
     if residual and out is None:

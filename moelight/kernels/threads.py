@@ -1,7 +1,6 @@
 """Thread teams: threads reserved for the kernels that one lane calls, optionally bound to cores.
 
-Does not assign cores to lanes (`runtime.topology` does). Without the extension a team has no effect: torch's threads
-compute, and torch places them.
+`runtime.topology` assigns cores to lanes. Without the extension a team has no effect.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ class ThreadTeam:
 
     ``places`` is one list of processors per thread; threads are bound to them where the system allows it. The caller is
     not bound, but replaces the thread of the place it runs on. Threads are started at first use.
-
-    Raises ValueError, naming the argument, for a wrong number of threads or places.
     """
 
     def __init__(self, threads: int, places: Sequence[Sequence[int]] = ()) -> None:

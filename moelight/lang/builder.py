@@ -29,7 +29,7 @@ _MORE_THAN_A_VALUE = re.compile(r"[{}#;\n]|(?<![<>!])=")
 
 
 class PolicyBuilder:
-    """Collects blocks and rules; each method returns the builder, and `build` returns the policy."""
+    """Collects blocks and rules; each method returns the builder. Arguments of a block are its keys in the language."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -37,23 +37,18 @@ class PolicyBuilder:
         self._rules: list[str] = []
 
     def cache(self, **keys: Any) -> PolicyBuilder:
-        """Add the block ``cache``; arguments are its keys in the language."""
         return self._block("cache", keys)
 
     def prefetch(self, **keys: Any) -> PolicyBuilder:
-        """Add the block ``prefetch``."""
         return self._block("prefetch", keys)
 
     def schedule(self, **keys: Any) -> PolicyBuilder:
-        """Add the block ``schedule``."""
         return self._block("schedule", keys)
 
     def monitor(self, **keys: Any) -> PolicyBuilder:
-        """Add the block ``monitor``."""
         return self._block("monitor", keys)
 
     def per_layer(self, **keys: Any) -> PolicyBuilder:
-        """Add the block ``per_layer``."""
         return self._block("per_layer", keys)
 
     def when(self, condition: str, *, accesses: int = 1, **action: Any) -> PolicyBuilder:
@@ -67,11 +62,7 @@ class PolicyBuilder:
         return self
 
     def build(self) -> ExpertPolicy:
-        """Build and check the policy.
-
-        Raises:
-            ConfigError: the policy breaks rules of the language; all broken rules are named, with their codes.
-        """
+        """Return the checked policy; raises ConfigError with the codes of all broken rules of the language."""
         adapt = ["adapt {", *self._rules, "}"] if self._rules else []
         return _read(self._name, "\n".join((f"policy {self._name} {{", *self._blocks, *adapt, "}")))[0]
 
@@ -86,22 +77,14 @@ class PolicyBuilder:
 
 
 def expert_policy(define: Callable[[PolicyBuilder], object]) -> ExpertPolicy:
-    """Decorator that turns a function into the policy that it builds, under the function's name.
-
-    Raises:
-        ConfigError: as `PolicyBuilder.build`.
-    """
+    """Decorator that turns a function into the policy that it builds, under the function's name."""
     builder = PolicyBuilder(define.__name__)
     define(builder)
     return builder.build()
 
 
 def check_expert_policy(policy: ExpertPolicy) -> None:
-    """Check a policy that was built by hand against the rules of the language.
-
-    Raises:
-        ConfigError: the policy breaks rules, or the language cannot express the policy.
-    """
+    """Raise ConfigError if ``policy`` breaks a rule of the language, or the language cannot express it."""
     if _read(policy.name, format_policy(policy)) != (policy,):
         raise ConfigError(f"policy {policy.name}: a value is not of the type that the language gives it")
 

@@ -1,7 +1,5 @@
-"""From text to policies: blocks, keys, values and rules of a tree, checked against the language.
-
-One call finds all errors of a text; legal statements without effect become warnings.
-"""
+"""From text to policies: blocks, keys, values and rules of a tree, checked against the language. One call finds all
+errors of a text; legal statements without effect become warnings."""
 
 from __future__ import annotations
 
@@ -84,7 +82,7 @@ class CheckedText:
 
 
 def read(text: str) -> CheckedText:
-    """The policies of ``text``, and all errors and warnings in the order of the text."""
+    """Return the policies of ``text``, and all errors and warnings in the order of the text."""
     tree, found = parse(text)
     whole = not found
 
@@ -115,8 +113,7 @@ def read(text: str) -> CheckedText:
 
 
 class _PolicyReading:
-    """One policy on its way from tree to object. ``whole``: no part of the text was unreadable, so that what is missing
-    is an error."""
+    """Reads one policy of the tree. ``whole``: all of the text could be parsed, so a missing part is an error."""
 
     def __init__(self, errors: list[LanguageError], *, whole: bool) -> None:
         self.errors, self.whole = errors, whole
@@ -153,7 +150,7 @@ class _PolicyReading:
     # ---- blocks and entries
 
     def _block(self, block: Block) -> bool:
-        """Read the block; return True if it excuses a missing block ``cache``, being perhaps a misspelt one."""
+        """Read the block; True if it excuses a missing block ``cache``, being perhaps a misspelt one."""
         name, span = block.name.text, block.name.span
         if name in FOREIGN_BLOCKS:
             self._error("unsupported", f"block {name} of version 1.15 is not supported", span)
@@ -183,7 +180,7 @@ class _PolicyReading:
         return False
 
     def _entry(self, entry: Assignment, block: str) -> bool:
-        """Read the entry; return True if it excuses a missing ``capacity``, being perhaps a misspelt one."""
+        """Read the entry; True if it excuses a missing ``capacity``, being perhaps a misspelt one."""
         name, span = entry.key.text, entry.key.span
         keys = KEYS.get(block, {})
         if name not in keys:
@@ -278,7 +275,7 @@ class _PolicyReading:
         return None if None in found.values() else found
 
     def _accesses(self, rule: Rule) -> int | None:
-        """The number of consecutive accesses over which the condition must hold; 1 if the rule has none."""
+        """The accesses over which the condition must hold; 1 if the rule has no number, None with an error."""
         if rule.duration is None:
             return 1
         counted, unit = rule.duration

@@ -35,12 +35,11 @@ class Diagnostic:
     warning: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
         return {"code": self.code, "line": self.line, "column": self.column, "message": self.message}
 
 
 def located(errors: list[LanguageError], text: str) -> list[Diagnostic]:
-    """The errors and warnings with their positions, in the order of the text."""
+    """Return the errors and warnings with their positions, in the order of the text."""
     starts = [0, *(at + 1 for at, c in enumerate(text) if c == "\n")] if errors else []
     findings = []
     for complaint in errors:
@@ -60,7 +59,7 @@ def located(errors: list[LanguageError], text: str) -> list[Diagnostic]:
 
 
 def diagnostic_lines(finding: Diagnostic, file: str, lines: Sequence[str]) -> str:
-    """Three lines: position and message, the source line from ``lines``, and a caret under the position."""
+    """Return three lines: position and message, the source line from ``lines``, and a caret under the position."""
     line = lines[finding.line - 1] if finding.line <= len(lines) else ""
     at = finding.column - 1
     first, last = max(0, at - _SHOWN), at + _SHOWN

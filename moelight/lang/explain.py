@@ -1,7 +1,4 @@
-"""Explain a policy in words, and the memory that it takes on a model and a machine.
-
-Depends only on counts and bytes of a model's experts; `moelight policy replay` estimates speeds.
-"""
+"""Explain a policy in words, and its memory on a model and a machine, from counts and bytes of the experts alone."""
 
 from __future__ import annotations
 
@@ -10,10 +7,9 @@ from dataclasses import dataclass
 
 from moelight.core.errors import ConfigError
 from moelight.core.units import GB, format_bytes
-from moelight.experts.policy import AdaptRule, ExpertPolicy
+from moelight.experts.policy import PRESSURE_THRESHOLD, AdaptRule, ExpertPolicy
 from moelight.lang.format import condition_text, entries, rule_text, value_text
 from moelight.lang.keys import KEYS
-from moelight.lang.rules import PRESSURE_THRESHOLD
 
 _EVICTIONS = {
     "lru": "the expert unused for longest",
@@ -77,7 +73,7 @@ class Explanation:
 
 
 def meanings(policy: ExpertPolicy) -> list[Explanation]:
-    """Explanations of every line of the canonical text, and of the defaults of eviction, prefetch and mode."""
+    """Explain every line of the canonical text, and the defaults of eviction, prefetch and mode."""
     said = {("cache", "eviction"), ("prefetch", "strategy"), ("schedule", "mode")}
     found: list[Explanation] = []
     last = ""
@@ -128,11 +124,7 @@ class ExpertSizes:
 
 
 def cached_experts(policy: ExpertPolicy, experts: ExpertSizes) -> int:
-    """The number of experts of the model that the cache holds.
-
-    Raises:
-        ConfigError: the capacity is smaller than one expert, or the layers' budgets cannot be met.
-    """
+    """Return the number of experts of the model that fit in the cache."""
     layers, total = policy.per_layer, policy.slots(experts.layers, experts.per_layer, experts.page_bytes)
     if layers is None:
         return total
@@ -146,7 +138,7 @@ def cached_experts(policy: ExpertPolicy, experts: ExpertSizes) -> int:
 
 
 def memory_words(policy: ExpertPolicy, experts: ExpertSizes, model: str) -> str:
-    """One sentence on the cache's size in experts and bytes for a model."""
+    """Return one sentence on the cache's size in experts and bytes for a model."""
     count, page = cached_experts(policy, experts), experts.page_bytes
     left = experts.count - count
     if not left:
@@ -159,7 +151,7 @@ def memory_words(policy: ExpertPolicy, experts: ExpertSizes, model: str) -> str:
 
 
 def pressure_words(policy: ExpertPolicy, experts: ExpertSizes) -> str:
-    """The memory threshold in experts of the policy's own ``expert_size_gb``, or an empty string if there is none."""
+    """Return the memory threshold in experts of ``expert_size_gb`` each, or an empty string without a threshold."""
     cache = policy.cache
     if cache.memory_threshold is None:
         return ""
@@ -171,8 +163,8 @@ def pressure_words(policy: ExpertPolicy, experts: ExpertSizes) -> str:
 
 
 def spread(policy: ExpertPolicy, experts: ExpertSizes, capacities: Mapping[str, int]) -> dict[str, int]:
-    """Experts by tier, fastest first: cached ones in the first tier (``device``, or ``host`` without a GPU), the others
-    in the second as far as they fit, and the rest in the last. ``capacities``: bytes by tier."""
+    """Return the experts by tier, fastest first: cached ones in the first tier (``device``, or ``host`` without a GPU),
+    the others in the second as far as they fit, and the rest in the last. ``capacities``: bytes by tier."""
     tiers = [tier for tier in ("device", "host", "disk") if capacities.get(tier)]
     found = {tiers[0]: cached_experts(policy, experts)}
     left = experts.count - found[tiers[0]]

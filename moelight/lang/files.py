@@ -15,11 +15,7 @@ _MOST_BYTES = 4 * MOST_CHARACTERS + 8  # of the longest allowed text, and a few 
 
 
 def read_file(path: str | os.PathLike[str]) -> CheckedText:
-    """The policies of the file with its errors and warnings.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """Return the policies of the file with its errors and warnings; raises ConfigError for an unreadable file."""
     try:
         with open(open_regular(path), "rb") as file:
             data = file.read(_MOST_BYTES)
@@ -36,11 +32,7 @@ def read_file(path: str | os.PathLike[str]) -> CheckedText:
 
 
 def load_expert_policies(path: str | os.PathLike[str]) -> tuple[ExpertPolicy, ...]:
-    """The policies of a ``.moe`` file.
-
-    Raises:
-        ConfigError: the file cannot be read, or has errors; all errors are named, with line and column.
-    """
+    """Return the policies of a ``.moe`` file; raises ConfigError with all its errors, each with line and column."""
     reading = read_file(path)
     if reading.errors:
         said = "; ".join(f"{e.line}:{e.column}: {e.message} [{e.code}]" for e in reading.errors)
@@ -49,11 +41,7 @@ def load_expert_policies(path: str | os.PathLike[str]) -> tuple[ExpertPolicy, ..
 
 
 def load_expert_policy(path: str | os.PathLike[str], name: str | None = None) -> ExpertPolicy:
-    """The policy called ``name`` of a file, or its only one.
-
-    Raises:
-        ConfigError: as `load_expert_policies`; or there is no such policy, or several policies and no name.
-    """
+    """Return the policy called ``name`` of a file, or its only one."""
     policies = load_expert_policies(path)
     names = [policy.name for policy in policies]
     if name is None:

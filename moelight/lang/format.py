@@ -1,7 +1,7 @@
 """Format objects as canonical text, which `check.read` turns into equal objects; format texts, keeping comments.
 
 Canonical text has blocks and keys in the order of `keys.KEYS`, one key a line, and only keys that differ from their
-defaults. Formatting a text also keeps the keys that are written in it.
+defaults; formatting a text also keeps the keys that are written in it.
 """
 
 from __future__ import annotations
@@ -36,21 +36,13 @@ Line = tuple[Anchor, str]
 
 
 def format_policy(policy: ExpertPolicy, *, written: Collection[Place] = ()) -> str:
-    """The canonical text of ``policy``. Keys in ``written`` are included even with default values.
-
-    Raises:
-        ConfigError: the language cannot express the policy: a cooldown other than `COOLDOWN`, or second values out of
-            order.
-    """
+    """Return the canonical text of ``policy``, with the keys in ``written`` even if their values are defaults. Raises
+    ConfigError for what the language cannot express: a cooldown other than `COOLDOWN`, second values out of order."""
     return "".join(f"{line}\n" for _, line in _lines(policy, 0, written))
 
 
 def format_text(text: str) -> str:
-    """``text`` in canonical layout, with its own keys and comments and no others.
-
-    Raises:
-        ConfigError: ``text`` has errors.
-    """
+    """Return ``text`` in canonical layout, with its own keys and comments; raises ConfigError if it has errors."""
     reading = read(text)
     if reading.errors:
         first = reading.errors[0]
@@ -91,7 +83,7 @@ def entries(policy: ExpertPolicy, *, written: Collection[Place] = ()) -> Iterato
 
 
 def rule_text(rule: AdaptRule) -> str:
-    """The text of an explicit rule of the block ``adapt``."""
+    """Return the text of an explicit rule of the block ``adapt``."""
     held = "" if rule.accesses == 1 else f" for {rule.accesses} accesses"
     action = rule.action
     setting = f"{action.name} = {value_text(action.value)}" if action.kind == "set" else f"{action.kind} {action.name}"
@@ -99,12 +91,12 @@ def rule_text(rule: AdaptRule) -> str:
 
 
 def condition_text(rule: AdaptRule) -> str:
-    """The text of the rule's condition, such as ``hit_rate < 0.4``."""
+    """Return the text of the rule's condition, such as ``hit_rate < 0.4``."""
     return f"{rule.metric} {rule.op} {number_literal(rule.threshold)}"
 
 
 def value_text(value: Any, *, quoted: bool = False, listed: bool = False) -> str:
-    """The text of a value in the language. ``quoted``: in quotes; ``listed``: names or ids in brackets."""
+    """Return the text of a value in the language. ``quoted``: in quotes; ``listed``: names or ids in brackets."""
     if isinstance(value, Capacity):
         return _capacity_text(value)
     if isinstance(value, bool):
@@ -120,7 +112,7 @@ def value_text(value: Any, *, quoted: bool = False, listed: bool = False) -> str
 
 
 def number_literal(value: Any) -> str:
-    """The exact number, without a decimal point if it is whole."""
+    """Return the exact number, without a decimal point if it is whole."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else str(value)
 
 
@@ -191,8 +183,7 @@ def _anchors(tree: PolicyText) -> Iterator[tuple[int, Anchor]]:
 
 
 def _with_comments(text: str, lines: list[Line], places: dict[int, Anchor]) -> str:
-    """The lines with the comments of ``text``: a comment behind a statement stays behind it, others stay before the
-    next statement."""
+    """The lines with the comments of ``text``; one behind a statement remains there, others precede the next."""
     starts = sorted(places)
     known = {anchor for anchor, _ in lines}
     before: dict[Anchor, list[str]] = {}

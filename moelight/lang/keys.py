@@ -219,11 +219,7 @@ _WANTED = {
 
 
 def typed_value(name: str, key: Key, value: Value) -> object:
-    """``value`` converted to the type of ``key`` in policy objects.
-
-    Raises:
-        WrongValueError: ``value`` is of another type, or an unknown word.
-    """
+    """Return ``value`` as the type of ``key``; raises WrongValueError for another type or an unknown word."""
     kind = value.kind
     if kind == "signed":
         raise WrongValueError("type", f"{name} = {value.value}: numbers of this language carry no sign", value.span)
@@ -271,11 +267,7 @@ def _eviction(name: str, key: Key, value: Value) -> tuple[str, ...] | None:
 
 
 def word_of(noun: str, choices: tuple[str, ...], value: Value) -> str:
-    """A bare word that must be one of ``choices``; ``noun`` names the choices in the error.
-
-    Raises:
-        WrongValueError: the word is not one of ``choices``.
-    """
+    """Return a bare word of ``choices``, else raise WrongValueError, in which ``noun`` names the choices."""
     word = str(value.value)
     if word in choices:
         return word

@@ -1,7 +1,5 @@
-"""Parse text to a tree: the grammar of ``moe.lark`` (LALR, contextual lexer) and the messages of syntax errors.
-
-After an error the parse continues behind the faulty statement, so that one error hides no other.
-"""
+"""Parse text to a tree: the grammar of ``moe.lark`` (LALR, contextual lexer) and the messages of syntax errors. After
+an error the parse continues behind the faulty statement, so that one error hides no other."""
 
 from __future__ import annotations
 
@@ -34,21 +32,18 @@ _OPEN_ENDED = ("=", ":", "|", ",", "[")
 
 @dataclass(frozen=True, slots=True)
 class RecoveredText:
-    """The text after recovery. Later errors from ``start`` to ``end`` and in the blanks after it repeat the same
-    error."""
+    """The text after recovery; errors from ``start`` to ``end`` and in the blanks after it repeat the first."""
 
     text: str
     start: int
     end: int
 
     def covers(self, at: int) -> bool:
-        """True if an error at ``at`` repeats the error that was recovered from."""
         return self.start <= at and not self.text[self.end : at].strip()
 
 
 class _Faulty:
-    """A text with an error at ``at``. ``clear`` is the text with blanks for comments and quoted texts, ``opened`` the
-    positions of the braces that are open at the error."""
+    """A text with an error at ``at``. ``clear``: blanks replace comments and quotes; ``opened``: the open braces."""
 
     def __init__(self, text: str, at: int) -> None:
         self.text, self.at = text, at
@@ -106,7 +101,7 @@ class _Faulty:
         return (repr(word[0]), word[1]) if word else ("this block", (brace, brace + 1))
 
     def lacks_value(self) -> str | None:
-        """The key whose ``=`` is the error, because it is where the value of the previous key belongs."""
+        """The key whose ``=`` is the error, because the value of the previous key is missing."""
         if self.clear[self.at : self.at + 1] != "=" or self.before is None:
             return None
         word, (start, _) = self.before
@@ -168,7 +163,7 @@ _EXPECTED = {
 
 
 def parse(text: str) -> tuple[PolicyText, list[LanguageError]]:
-    """The tree of ``text`` and its syntax errors; unreadable statements are missing from the tree."""
+    """Return the tree of ``text`` and its syntax errors; unreadable statements are missing from the tree."""
     if len(text) > MOST_CHARACTERS:
         message = f"the file has {len(text):,} characters; a policy file has at most {MOST_CHARACTERS:,}"
         return PolicyText(None, ()), [LanguageError(code="too_long", message=message, span=(0, 0))]
@@ -279,7 +274,7 @@ def _number(token: Token) -> Value:
 
 
 def _size(token: Token) -> Value:
-    """The value of a size; one below a byte is 0, which a rule refuses, not the syntax."""
+    """The value of a size; one below a byte is 0, which a rule rejects, not the syntax."""
     if token.endswith("%"):
         share = float(token[:-1])
         return Value("percent", share, _span(token)) if math.isfinite(share) else Value("huge", token, _span(token))

@@ -1,18 +1,15 @@
-"""Rules V1 to V20 of the language, our own rules on ranges, and warnings about what has no effect, over policy objects.
-
-The rules depend only on values; the caller maps them to positions in a text.
-"""
+"""Rules V1 to V20 of the language, our own rules on ranges, and warnings about what has no effect. The rules depend
+only on the values of policy objects; the caller maps them to positions in a text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from moelight.experts.policy import Action, AdaptRule, ExpertPolicy
+from moelight.experts.policy import PRESSURE_THRESHOLD, Action, AdaptRule, ExpertPolicy
 from moelight.lang.keys import KEYS, SELECTORS, SWAPS, Place
 
 MOST_SLOTS, MOST_ID = 512, 511
-PRESSURE_THRESHOLD = 0.9  # set by `trigger memory_pressure` if the policy has no threshold
 
 _MEMORY_KEYS = ("memory_headroom", "memory_budget_gb", "expert_size_gb")
 
@@ -27,7 +24,7 @@ class BrokenRule:
 
 
 def broken_rules(policy: ExpertPolicy) -> list[BrokenRule]:
-    """All rules that ``policy`` breaks. To check its ``adapt``, apply this function to each `swapped` policy."""
+    """Return all rules that ``policy`` breaks. To check its ``adapt``, apply this function to each `swapped` policy."""
     found = list(_capacity(policy))
     for block, keys in KEYS.items():
         for name, key in keys.items():
@@ -91,7 +88,7 @@ def _together(policy: ExpertPolicy) -> Iterator[BrokenRule]:
 
 
 def swapped(policy: ExpertPolicy, action: Action) -> ExpertPolicy:
-    """``policy`` after ``action``; ``rebalance`` moves slots between layers and leaves the policy unchanged."""
+    """Return ``policy`` after ``action``; ``rebalance`` moves slots between layers and leaves the policy unchanged."""
     if action.kind == "trigger":
         threshold = policy.cache.memory_threshold
         kept = PRESSURE_THRESHOLD if threshold is None else threshold
@@ -103,7 +100,7 @@ def swapped(policy: ExpertPolicy, action: Action) -> ExpertPolicy:
 
 
 def unread_keys(policy: ExpertPolicy) -> Iterator[BrokenRule]:
-    """The keys that no eviction, strategy, mode or allocation reads that the policy has or may switch to."""
+    """Yield the keys that no eviction, strategy, mode or allocation reads that the policy has or may switch to."""
     for block, (selector, shown) in SELECTORS.items():
         section = getattr(policy, block)
         if section is None:
@@ -134,7 +131,7 @@ def _unread(block: str, key: str, reader: str, instead: str) -> BrokenRule:
 
 
 def pointless(policy: ExpertPolicy) -> Iterator[BrokenRule]:
-    """Values that contain duplicates."""
+    """Yield the values that contain duplicates."""
     cache = policy.cache
     if len(set(cache.pin)) < len(cache.pin):
         yield BrokenRule(code="pointless", message="pin names an expert twice", places=(("cache", "pin"),))
@@ -146,7 +143,7 @@ def pointless(policy: ExpertPolicy) -> Iterator[BrokenRule]:
 
 
 def pointless_rule(policy: ExpertPolicy, rule: AdaptRule) -> Iterator[str]:
-    """The reasons why ``rule`` of ``policy`` can never change anything, or always does. Both metrics lie in [0, 1]."""
+    """Yield why ``rule`` of ``policy`` can never change anything, or always does. Both metrics lie in [0, 1]."""
     op, threshold, action, layers = rule.op, rule.threshold, rule.action, policy.per_layer
     never = (op == "<" and threshold <= 0) or (op == ">" and threshold >= 1) or (op == ">=" and threshold > 1)
     always = (op == "<" and threshold > 1) or (op == "<=" and threshold >= 1) or (op == ">=" and threshold <= 0)

@@ -9,11 +9,9 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One value as written.
-
-    ``kind`` is ``int``, ``number`` (with a point or exponent), ``size`` (value: bytes), ``percent``, ``name``,
-    ``text``, ``list`` or ``layers`` (value: tuple of `Value`), ``signed`` or ``huge`` (value: as written).
-    """
+    """One value as written. ``kind`` is ``int``, ``number`` (with a point or exponent), ``size`` (value: bytes),
+    ``percent``, ``name``, ``text``, ``list`` or ``layers`` (value: tuple of `Value`), ``signed`` or ``huge`` (value: as
+    written)."""
 
     kind: str
     value: int | float | str | tuple[Value, ...]

@@ -1,1 +1,1 @@
-"""Layer 5: one decoder for all families, in three layer phases: before attention, attention, after attention."""
+"""One decoder for all families: before attention, after attention, router and experts."""

@@ -1,6 +1,4 @@
-"""The decoder layer in phases, for every family; families differ in fields of the profile.
-
-Operates on the tensors of one micro-batch and the weights of one layer. Does not depend on the paging of experts, the
+"""The decoder layer in phases; families differ in fields of the profile. Does not depend on the paging of experts, the
 layout of the KV cache, or the schedule.
 
 Legend: T tokens, H hidden, Hq query heads, Hkv key/value heads, D head size, V vocabulary.
@@ -73,9 +71,7 @@ class Decoder:
         experts: Sequence[ExpertWeights | None],
         watch: Watch | None = None,
     ) -> None:
-        """hidden [T, H] += o(attention [T, Hq, D]), then += experts(norm(hidden)); in place. ``watch`` is called
-        with the layer's routing.
-        """
+        """hidden [T, H] += o(attention [T, Hq, D]), then += experts(norm(hidden)); in place."""
         x = self._after_attention(layer, hidden, attention)
         mine = self.weights.layers[layer]
         if mine.router is None:
@@ -95,9 +91,8 @@ class Decoder:
         return self._routed(x, router)
 
     def predict_experts(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Route hidden [T, H] of an earlier layer by the router of ``layer``, as a prediction: weights float32 and
-        ids int32 [T, k]. ``hidden`` is not modified.
-        """
+        """Route hidden [T, H] of an earlier layer by the router of ``layer``, as a prediction: weights float32 [T, k]
+        and ids int32 [T, k]. ``hidden`` is not modified."""
         mine = self.weights.layers[layer]
         if mine.router is None:
             raise MoelightError(f"layer {layer} has no router")
@@ -105,9 +100,7 @@ class Decoder:
         return route_tokens(linear(x, mine.router), self.model.router)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [S, H] -> float32 [S, V]. The head is computed in chunks of rows, which bounds the size of repacked
-        copies.
-        """
+        """hidden [S, H] -> float32 [S, V], in chunks of the head's rows, which bounds the size of repacked copies."""
         x = rms_norm(hidden, self.weights.final_norm, self.model.norm_eps)
         head = self.weights.head
         rows = max(1, HEAD_CHUNK_BYTES // (head.shape[1] * head.element_size()))

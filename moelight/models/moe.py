@@ -1,6 +1,6 @@
 """Router and experts of one layer: sort tokens by expert, run each expert once over its rows, sum the weighted results.
 
-Legend: T tokens, E experts, k experts per token, H hidden, I intermediate, R = T * k routed rows.
+Legend: T tokens, E experts, k experts per token, H hidden, I intermediate.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ _IDLE = (None, None)  # an expert without rows; exporting its weights to a kerne
 
 
 class MoEWeights(tuple[ExpertWeights | None, ...]):
-    """gate_up and down of a layer's experts, None for an expert that is computed elsewhere. Reusing the object
-    avoids another upload of the page table to the device.
-    """
+    """gate_up and down of a layer's experts, None for one computed elsewhere. Reuse saves another page-table upload."""
 
     @cached_property
     def pages(self) -> PageTable:
@@ -43,9 +41,7 @@ class MoEWeights(tuple[ExpertWeights | None, ...]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routed:
-    """Input of the experts: ``x`` [T, H] after the norm, and per token the ``weights`` float32 [T, k] and ``ids``
-    [T, k] of its experts, in ascending order of ids.
-    """
+    """Input of the experts: ``x`` [T, H], ``weights`` float32 [T, k], ``ids`` [T, k] in ascending order."""
 
     x: Tensor
     weights: Tensor
@@ -53,9 +49,8 @@ class Routed:
 
 
 def route_tokens(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
-    """logits [T, E] -> weights float32 [T, k] and ids int32 [T, k] of the k most likely experts, in ascending order
-    of ids; the lowest id wins a tie.
-    """
+    """logits [T, E] -> weights float32 [T, k] and ids int32 [T, k] of the k most likely experts, in ascending order of
+    ids; the lowest id wins a tie."""
     if logits.device.type == "cpu":
         return cpu_route(logits, spec.top_k, normalize=spec.normalize, round_weights=spec.weights_in_model_dtype)
     if serving.serves(logits.device, logits.dtype)[0]:
@@ -93,8 +88,8 @@ class SplitMoE:
     """`moe_forward` in two steps: the constructor computes the experts not in ``late``, `end` the ``late`` ones, which
     may become resident meanwhile. Without native kernels, `end` does all work. The sums do not depend on ``late``.
 
-    Rows are sorted: first experts not in ``late``, then ``late`` ones, then experts computed elsewhere, which are
-    skipped. The T k rows of ``space`` from ``first_row`` on are in use until `end` returns.
+    Rows are sorted: experts not in ``late``, ``late`` ones, then experts computed elsewhere, which are skipped. The T k
+    rows of ``space`` from ``first_row`` on are in use until `end` returns.
     """
 
     def __init__(
@@ -149,9 +144,7 @@ class SplitMoE:
 
 
 def grouped_forward(routed: Routed, experts: MoEWeights, space: Workspace, into: Tensor | None = None) -> Tensor:
-    """`moe_forward` by grouped GPU kernels, a few launches for all experts; tokens are processed in chunks whose
-    activations fit ``space``.
-    """
+    """`moe_forward` by grouped GPU kernels, a few launches for all experts, in token chunks that fit ``space``."""
     pages, top_k = experts.pages, routed.ids.shape[1]
     out = torch.empty_like(routed.x) if into is None else into
     most = max(1, space.room_for(pages.width) // top_k)
@@ -198,7 +191,7 @@ def add_experts(
 def _accumulate_natively(
     sums: Tensor, routed: Routed, experts: Sequence[ExpertWeights | None], space: Workspace, most_rows: int
 ) -> None:
-    """`add_experts` by native kernels, in chunks of as many rows as ``space`` holds, across experts."""
+    """In chunks of as many rows as ``space`` holds, across experts."""
     by_expert = cpu_sort_by_expert(routed.ids, len(experts))
     weights = routed.weights.flatten()[by_expert.order.long()]
     bounds = enumerate(pairwise(by_expert.offsets.tolist()))

@@ -1,8 +1,8 @@
 """Attribution of the idle time of lanes: each part of the time between two tasks of a lane has one cause.
 
-Until the last dependency of a task ends, its lane waits for that dependency; after that, for the launch of the task.
-The time after all tasks of a pass except page transfers have ended, and before any such task of the next pass begins,
-is between passes, whatever the next task waited for.
+A lane waits for the last dependency of its next task, then for the launch of the task. The time from the end of all
+tasks of a pass to the first task of the next pass, page transfers aside, is between passes, whatever the next task
+waited for.
 """
 
 from __future__ import annotations
@@ -27,12 +27,9 @@ _GAPS_KEPT = 16  # a lane idle for more passes in a row is not the binding lane
 
 @dataclass(kw_only=True, slots=True)
 class Bubble:
-    """All idle time of one lane with one cause.
+    """All idle time of one lane with one cause: total seconds, number of pieces, and the longest piece.
 
-    Attributes:
-        seconds, count: total idle seconds, and number of pieces.
-        longest_s, longest_at_s: length and start of the longest piece.
-        pass_number, layer: those of the task that follows the longest piece; -1 if there is none.
+    ``pass_number`` and ``layer`` are those of the task that follows the longest piece; -1 if there is none.
     """
 
     seconds: float = 0.0
@@ -64,8 +61,8 @@ def cause_of(waiting: TaskKind, last: TaskKind) -> str:
 class Bubbles:
     """Idle time by lane and cause, accumulated pass by pass.
 
-    Memory is bounded: two timelines, and one sum for each lane and cause. Two timelines, because pages that one pass
-    transfers for the next run between its own tasks and are listed with the next.
+    Holds two timelines at most: transfers of pages for the next pass run between the tasks of this pass, and are listed
+    with the next.
     """
 
     def __init__(self) -> None:
@@ -85,7 +82,6 @@ class Bubbles:
         self._begin(start_s)
 
     def add(self, timeline: Timeline) -> None:
-        """Add the next pass."""
         number, horizon_s = self._passes, self._end_s
         self._passes += 1
         if not timeline.spans:
@@ -132,7 +128,7 @@ class Bubbles:
         del self._pending[:seen]
 
     def _gap(self, from_s: float, span: Span, number: int) -> None:
-        """Attribute the idle time of the lane of ``span`` from ``from_s`` to the start of ``span``."""
+        """Attribute the idle time of the lane of ``span``, from ``from_s`` to the start of ``span``."""
         pieces: dict[str, list[float]] = {}
         crossed = [gap for gap in self._gaps if gap[1] > from_s and gap[0] < span.start_s]  # usually none
         for between_from_s, between_to_s in crossed:

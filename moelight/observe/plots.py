@@ -1,6 +1,6 @@
 """The two plots: timelines as Gantt charts, and the Hierarchical Roofline Model with the work of a policy under it.
 
-matplotlib is imported when something is drawn. ``hrm.roofline`` computes the roofs.
+matplotlib is imported on first use. ``hrm.roofline`` computes the roofs.
 """
 
 from __future__ import annotations
@@ -65,11 +65,7 @@ def _check_suffix(path: Path) -> None:
 
 
 def _new_figure(height_inches: float) -> Any:
-    """Return an empty matplotlib ``Figure``.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Return an empty matplotlib ``Figure``; raises ConfigError if matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -92,13 +88,10 @@ def excerpt(timeline: Timeline, start_s: float, end_s: float) -> Timeline:
 
 
 def plot_timelines(path: Path, rows: Sequence[tuple[str, Timeline]], *, title: str = "") -> None:
-    """Draw each ``(title, timeline)`` as a panel, from its own start, to ``path``, in the format given by its suffix.
+    """Draw each ``(title, timeline)`` as a panel, from its own start, to ``path``.
 
-    The busiest lane of each timeline is the binding lane; its idle time is shaded and labelled.
-
-    Raises:
-        ConfigError: the suffix is not in `SUFFIXES`, nothing to draw, or matplotlib is not installed.
-        OSError: ``path`` cannot be written.
+    The suffix of ``path``, one of `SUFFIXES`, is the format. The busiest lane of each timeline is the binding lane; its
+    idle time is shaded and labelled.
     """
     _check_suffix(path)
     if not any(timeline.spans for _, timeline in rows):
@@ -119,7 +112,6 @@ def plot_timelines(path: Path, rows: Sequence[tuple[str, Timeline]], *, title: s
 
 
 def _head(figure: Any, title: str, kinds: Sequence[TaskKind], height: float) -> None:
-    """Draw the title and, below it, the legend of the colours."""
     from matplotlib.patches import Patch
 
     figure.text(_LEFT, 1 - 0.26 / height, title, fontsize=14, fontweight="bold", color=_INK, va="center")
@@ -157,7 +149,6 @@ class _Panel:
         self.binding = max(self.lanes, key=self.busy_s.__getitem__)
 
     def draw(self, axes: Any, longest_s: float, *, last: bool) -> None:
-        """Draw bars, idle time, layer boundaries and the load of each lane."""
         self._frame(axes, longest_s, last=last)
         for row, lane in enumerate(self.lanes):
             spans = sorted((s for s in self.timeline.spans if s.task.lane is lane), key=lambda span: span.start_s)
@@ -204,7 +195,6 @@ class _Panel:
         label.set(color=_IDLE, fontweight="bold")
 
     def _idle(self, axes: Any, row: int, spans: Sequence[Span]) -> None:
-        """Shade and label the idle time of the binding lane."""
         gaps, reached = [], 0.0
         for span in spans:
             if span.start_s > reached:
@@ -263,22 +253,13 @@ def _short(task: Task) -> str:
 
 
 def write_roofline(path: Path, roofline: Roofline) -> None:
-    """Draw ``roofline`` to ``path``, in the format given by its suffix.
-
-    Raises:
-        ConfigError: the suffix is not in `SUFFIXES`, or matplotlib is not installed.
-        OSError: ``path`` cannot be written.
-    """
+    """Draw ``roofline`` to ``path``, whose suffix, one of `SUFFIXES`, is the format."""
     _check_suffix(path)
     figure_of(roofline).savefig(path, dpi=DPI)
 
 
 def figure_of(roofline: Roofline) -> Any:
-    """Return the plot as a matplotlib ``Figure``.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Return the plot of ``roofline`` as a matplotlib ``Figure``."""
     figure = _new_figure(_ROOFS_INCHES)
     _Picture(figure, roofline).draw()
     return figure
@@ -296,7 +277,6 @@ class _Picture:
         self._drawn: list[tuple[float, float]] = []
 
     def draw(self) -> None:
-        """Draw the whole figure, from the roofs to the labels of the points."""
         self._frame()
         self._rows.append((None, "Roofs"))
         self._roofs()

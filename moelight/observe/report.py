@@ -1,8 +1,6 @@
-"""Figures of a trace: seconds and bytes of each lane in a typical pass beside the prediction, the share of its roof
-that each lane reached, and the idle time of the busiest lane by cause.
+"""Figures of a trace: lanes in the median pass beside the prediction and their roofs, and the busiest lane's idle time.
 
-A typical pass is the median over passes, lane by lane: the few passes that hold prompts, or drain at the end, change
-the median little. ``report_page`` and the command line render a report.
+The median is taken lane by lane; the few passes with prompts, and those at the end, change it little.
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ from moelight.observe.trace_reading import FOR_NOTHING, NOT_RECORDED, Recording
 class PassFigures:
     """Figures of one pass, in microseconds from the first task of the trace.
 
-    ``length_us`` is measured from the end of the pass before. ``busy_us`` and ``bytes`` are indexed by position in
-    `Lane`.
+    ``length_us`` counts from the end of the pass before. ``busy_us`` and ``bytes`` are indexed by position in `Lane`.
     """
 
     number: int
@@ -41,11 +38,9 @@ class PassFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaneReport:
-    """Figures of one lane.
+    """Figures of one lane: ``busy_s`` and ``bytes`` are medians over passes; other measurements cover the whole run.
 
-    ``busy_s`` and ``bytes`` describe the typical pass; ``total_s`` (seconds at work), ``idle_s``, ``total_bytes`` and
-    ``tasks`` the whole run. ``roof_bytes_per_s`` is the maximal bandwidth of the lane. Predictions and roof are None
-    if unknown.
+    ``roof_bytes_per_s`` is the maximal bandwidth of the lane. Predictions and roof are None if unknown.
     """
 
     lane: str
@@ -72,10 +67,7 @@ class LaneReport:
 
     @property
     def share_of_roof(self) -> float | None:
-        """Share of its roof that the lane reached while at work; None if unknown.
-
-        For a lane that moves nothing, the share of the predicted speed (predicted over measured seconds).
-        """
+        """Share of its roof that the lane reached at work; of its predicted speed, if the lane moves nothing."""
         rate, roof = self.bytes_per_s, self.roof_bytes_per_s
         if rate is None:
             return self.predicted_s / self.busy_s if self.predicted_s and self.busy_s > 0 else None
@@ -86,13 +78,17 @@ class LaneReport:
         """Measured over predicted seconds, less one; None without a prediction."""
         return self.busy_s / self.predicted_s - 1 if self.predicted_s else None
 
+    @property
+    def far_off(self) -> bool:
+        """True if the prediction is off by more than a quarter; reports mark such lanes."""
+        return self.error is not None and abs(self.error) > 0.25
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """Figures of a trace.
+    """Figures of a trace; ``pass_s`` is the length of the median pass.
 
-    ``pass_s`` is the length of the median pass; ``predicted_pass_s`` is None without a prediction. ``bubbles`` is the
-    idle time of the binding lane by cause, longest first, on the clock of the trace.
+    ``bubbles`` is the idle time of the binding lane by cause, longest first, on the clock of the trace.
     """
 
     about: TraceHeader | None
@@ -105,7 +101,6 @@ class Report:
 
     @property
     def source(self) -> str:
-        """``measured`` or ``simulated``."""
         return "simulated" if self.about is not None and self.about.source == "simulated" else "measured"
 
     @property

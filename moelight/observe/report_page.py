@@ -21,7 +21,6 @@ from moelight.observe.trace_reading import Recording
 MOST_TASKS_SHOWN = 60_000
 MOST_WINDOWS = 1200
 _HERE = Path(__file__).parent
-_FAR_OFF = 0.25
 
 # One hue per family of tasks: experts blue, attention amber, weights green, transfers for attention violet, ends grey.
 COLOURS = {
@@ -59,10 +58,9 @@ _CAUSES = tuple(dict.fromkeys(cause_of(waiting, last) for waiting in TaskKind fo
 
 
 def page_text(report: Report, recording: Recording, *, title: str) -> Iterator[str]:
-    """Yield the page in pieces. ``title`` names the trace.
+    """Yield the page in pieces; ``title`` names the trace.
 
-    For a long run the page holds the tasks of some passes only, evenly spread (at most `MOST_TASKS_SHOWN` tasks), with
-    a note.
+    Of a long run the page holds evenly spread passes, at most `MOST_TASKS_SHOWN` tasks, with a note.
     """
     shown = shown_passes([figures.tasks for figures in report.passes], MOST_TASKS_SHOWN)
     style, script = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
@@ -158,7 +156,7 @@ def _lane(lane: LaneReport, longest: float) -> Sequence[str]:
     none = "<span class=none>–</span>"
     bars = "" if lane.predicted_s is None else _bar("p", lane.predicted_s / longest)
     off = none if lane.error is None else share_text(lane.error, signed=True)
-    if lane.error is not None and abs(lane.error) > _FAR_OFF:
+    if lane.far_off:
         off = f"<span class=off>{off}</span>"
     return (
         lane.lane,

@@ -48,13 +48,11 @@ class RunStats:
     Attributes:
         wall_s: from the start of the first pass to the last token.
         load_s: from the start of loading to the first pass.
-        python_s: the part of ``wall_s`` in which no lane was at work: launching, bookkeeping and packing that no task
-            overlaps.
+        python_s: the part of ``wall_s`` in which no lane was at work.
         device_peak_bytes: peak memory of the device's allocator since loading began; 0 without a GPU.
         lanes: the lanes that exist on the machine.
-        counts: event counts by name: ``prefix_cache_queries`` counts the tokens of all prompts begun,
-            ``prefix_cache_hits`` the prompt tokens found in the prefix cache.
-        adaptations: changes of policy between passes, a handful at most.
+        counts: events by name; ``prefix_cache_queries`` counts the tokens of all prompts begun, ``prefix_cache_hits``
+            those found in the prefix cache.
     """
 
     wall_s: float

@@ -33,19 +33,11 @@ class LaneForecast(Struct, frozen=True, kw_only=True):
 
 
 class TraceHeader(Struct, frozen=True, kw_only=True):
-    """Header of a trace, its ``otherData``: the run and its prediction, for comparison with the bars.
+    """Header of a trace, its ``otherData``: the run and its prediction. Limits are checked where a trace is read.
 
-    Limits are checked where a trace is read.
-
-    Attributes:
-        version: version of moelight.
-        source: ``measured`` or ``simulated``.
-        hardware: name of the machine that the prediction is for.
-        policy: keys and plain values of the policy, nested at most once (by tier).
-        predicted: prediction by lane, for one steady decode pass; empty without a prediction.
-        pass_s: predicted seconds of one steady decode pass; 0 without a prediction.
-        roofs: maximal bytes per second by lane.
-        notes: further facts by name, shown verbatim.
+    ``source`` is ``measured`` or ``simulated``. ``predicted`` and ``pass_s`` (seconds) describe one steady decode pass,
+    and are empty and 0 without a prediction. ``policy`` holds plain values, nested at most once (by tier); ``roofs``
+    the maximal bytes per second by lane.
     """
 
     version: str = msgspec.field(name="moelight")
@@ -93,11 +85,7 @@ class TraceWriter:
 
 
 def write_trace(path: Path, timelines: Iterable[Timeline], about: TraceHeader | None = None) -> None:
-    """Write a whole trace to ``path``: every span of ``timelines``, one per pass, on one clock.
-
-    Raises:
-        OSError: ``path`` cannot be written.
-    """
+    """Write a whole trace to ``path``: every span of ``timelines``, one per pass, on one clock."""
     with path.open("wb") as file:
         writer = TraceWriter(file.write)
         for timeline in timelines:

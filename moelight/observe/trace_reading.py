@@ -27,8 +27,8 @@ FOR_NOTHING, NOT_RECORDED = -1, -2
 class TaskColumns:
     """All tasks of a trace as columns, 51 bytes a task.
 
-    ``lanes`` and ``kinds`` hold positions in `Lane` and `TaskKind`. ``waited_for`` holds the position of the kind of
-    the dependency that ended last, at ``until_us``; or `FOR_NOTHING`; or `NOT_RECORDED` in a trace of an older version.
+    ``lanes`` and ``kinds`` hold positions in `Lane` and `TaskKind`. ``waited_for`` holds the kind (its position) of the
+    dependency that ended last, at ``until_us``; or `FOR_NOTHING`; or `NOT_RECORDED` in a trace of an older version.
     """
 
     def __init__(self) -> None:
@@ -84,12 +84,7 @@ _EVENT = msgspec.json.Decoder(_TaskEvent | _MetadataEvent)
 
 
 def read_trace(path: Path) -> Recording:
-    """Return the recording in the file ``path``, as written by ``generate --trace`` or ``simulate --trace``.
-
-    Raises:
-        InputError: the file is unreadable, not such a trace, truncated, or holds an impossible value, which the
-            message names.
-    """
+    """Return the recording in the trace file ``path``; raises InputError, which names the fault, if it is invalid."""
     try:
         with open(open_regular(path), "rb") as file:
             return _read(file)

@@ -1,6 +1,6 @@
-"""Adapt a policy within its allocated memory to the measured speed of the machine.
+"""Adapt a policy, within its allocated memory, to the measured speed of the machine.
 
-The ledger's speeds, corrected by measured passes, price other policies. A policy changes when two looks in a row
+Measured passes correct the ledger's speeds, which price other policies. A policy changes when two looks in a row
 predict a gain of more than 5 %, and changes back if the gain is not realised.
 """
 
@@ -56,8 +56,8 @@ _WORDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passed:
-    """One measured pass: its tokens, its seconds and the busy seconds of each lane. ``context`` is the average number
-    of cached tokens of a decoding sequence; ``prompts`` the number of prompts or prompt chunks."""
+    """One measured pass. ``context``: average cached tokens of a decoding sequence; ``prompts``: prompts or their
+    chunks."""
 
     decode_tokens: int
     context: float
@@ -69,8 +69,8 @@ class Passed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rest:
-    """The rest of a job: whether requests wait, the average tokens of a prompt and of an answer, and the most such
-    sequences that the cache holds."""
+    """The rest of a job. ``waiting``: whether requests wait; average tokens of a prompt and of an answer;
+    ``most_running``: the most such sequences that the cache holds."""
 
     waiting: bool
     prompt_len: float
@@ -80,14 +80,14 @@ class Rest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Belief:
-    """Correction factors: ``slower`` is measured over planned seconds by lane, ``stretch`` the factor by which a pass
-    takes longer than its lanes explain."""
+    """Correction factors. ``slower``: measured over planned seconds, by lane; ``stretch``: seconds of a pass over those
+    that its lanes explain."""
 
     slower: Mapping[str, float] = field(default_factory=dict)
     stretch: float = 1.0
 
     def blended(self, newer: Belief) -> Belief:
-        """The geometric mean of both beliefs; lanes absent here take the newer factor."""
+        """The geometric mean of both beliefs; lanes without a factor in this belief take the newer one."""
         slower = {lane: math.sqrt(self.slower.get(lane, new) * new) for lane, new in newer.slower.items()}
         return Belief(slower={**self.slower, **slower}, stretch=math.sqrt(self.stretch * newer.stretch))
 
@@ -111,7 +111,7 @@ def _candidates(policy: Policy, rows: Collection[Values]) -> Any:
 
 
 class Allocation:
-    """The memory regions allocated for ``policy``, which is resolved; those of `FIELDS` in ``fixed`` do not change."""
+    """The memory regions allocated for ``policy``, which is resolved; `FIELDS` in ``fixed`` keep their values."""
 
     def __init__(self, model: ModelProfile, policy: Policy, dtype: DType, *, fixed: Collection[str] = ()) -> None:
         self.policy, self._fixed, self._model, self._dtype = policy, frozenset(fixed), model, dtype
@@ -119,8 +119,8 @@ class Allocation:
         self._most = int(pass_tokens(policy))
 
     def holds(self, sizes: Sizes) -> Any:
-        """True, for each candidate, if no region would have to be larger. The batcher fills the cache buffer that it
-        has, so this region bounds nothing."""
+        """True, for each candidate, if every region is large enough. The cache buffer is not compared: the batcher
+        fills the one that exists."""
         needed = fixed_bytes(self._model, sizes, dtype=self._dtype, kv_dtype=self._dtype)
         fits = np.asarray(pass_tokens(sizes) <= self._most)
         fits = fits & (sizes.micro_batch_tokens <= self.policy.micro_batch_tokens)
@@ -129,11 +129,7 @@ class Allocation:
         return fits
 
     def check(self, policy: Policy) -> None:
-        """Refuse a policy that is outside this allocation.
-
-        Raises:
-            ConfigError: ``policy`` differs in more than `FIELDS`, or a region would have to be larger.
-        """
+        """Raise ConfigError if ``policy`` differs in more than `FIELDS`, or a region would have to be larger."""
         if with_values(policy, values_of(self.policy)) != self.policy or not bool(self.holds(policy)):
             raise ConfigError(f"not within what was allocated for {self.policy}: {policy}")
 
@@ -165,12 +161,10 @@ class Pricing:
         self._placed = placement_counts(place(model, policy), policy)
 
     def seconds(self, sizes: Sizes, passes: Passes, belief: Belief) -> Any:
-        """Predicted seconds of each of ``passes``."""
         cost = self._cost(sizes, passes, self._slowed(belief.slower))
         return np.broadcast_to(belief.stretch * pass_s(self._schedule, cost), np.shape(passes.count))
 
     def learn(self, policy: Policy, ran: Sequence[Passed], belief: Belief) -> Belief:
-        """A new belief from passes that ``ran`` under ``policy``, starting from ``belief``."""
         passes, slower = passes_that_ran(ran), dict(belief.slower)
         for _ in range(_ROUNDS):
             for lane, seconds in self.lanes(policy, ran, slower).items():
@@ -185,8 +179,8 @@ class Pricing:
     def lanes(
         self, policy: Policy, ran: Sequence[Passed], slower: Mapping[str, float] | None = None
     ) -> dict[str, float]:
-        """Predicted busy seconds of each lane for the passes that ``ran``, as planned or with lanes ``slower``. Without
-        a GPU, disk reads and computation slow each other while they overlap."""
+        """Predicted busy seconds by lane of the passes that ran, as planned or with lanes ``slower``. Without a GPU,
+        disk reads and computation slow each other while they overlap."""
         cost_model = self._slowed(slower or {})
         cost = self._cost(policy, passes_that_ran(ran), cost_model)
         busy = {lane: cost.lanes[lane] for lane in LANES if lane in cost.lanes}
@@ -231,21 +225,18 @@ def passes_that_ran(ran: Sequence[Passed]) -> Passes:
 
 
 class _Trial(NamedTuple):
-    """A change under evaluation: policy and belief before it, and the predicted gain."""
-
     before: Policy
     belief: Belief
     gain: float
 
 
 class Adapter:
-    """Observes the passes of one run. ``policy`` is the best one at present."""
+    """Observes the passes of one run; ``policy`` is the best one at present. Its regions are allocated."""
 
     def __init__(
         self, model: ModelProfile, policy: Policy, speeds: Speeds, dtype: DType, *, fixed: Collection[str] = ()
     ) -> None:
-        """``policy`` is resolved and its regions are allocated; ``speeds`` are those of its estimate; those of `FIELDS`
-        in ``fixed`` are never changed."""
+        """``speeds`` are those of the policy's estimate; `FIELDS` in ``fixed`` never change."""
         self.policy, self.allocation = policy, Allocation(model, policy, dtype, fixed=fixed)
         self._pricing = Pricing(model, policy, speeds, dtype)
         self._belief = Belief()
@@ -275,10 +266,7 @@ class Adapter:
         return self._changes + 2 > MOST_CHANGES and self._trial is None
 
     def look(self, rest: Rest, *, after_pass: int) -> Adaptation | None:
-        """Learn from the passes since the last look, and change ``policy`` if the predicted gain suffices.
-
-        Returns the change made, or None.
-        """
+        """Learn from the passes since the last look; return the change of ``policy`` if the predicted gain suffices."""
         ran, self._gen_len = list(self._ran), rest.gen_len
         self._ran.clear()
         if not ran:
@@ -314,7 +302,6 @@ class Adapter:
         return self._change(back, f"{reason}, so {_differences(now, back)}", 0.0, after_pass)
 
     def _change(self, values: Values, reason: str, gain: float, after_pass: int) -> Adaptation:
-        """Change ``policy`` to ``values`` and return the record of the change."""
         changed = _changes(values_of(self.policy), values)
         self.policy = with_values(self.policy, values)
         self._changes, self._settling, self._noted = self._changes + 1, _SETTLING, None
@@ -346,8 +333,7 @@ class Adapter:
         return seconds[0] / seconds[1:] - 1.0
 
     def _evidence(self, ran: Sequence[Passed], best: Values, rest: Rest) -> str:
-        """The reason for a change: the busiest lane's measured over planned time, or else the batch size or the share
-        of passes with prompts."""
+        """The reason for a change: the busiest lane's measured over planned time, or batch size, or prompt passes."""
         least = _NAMED_FROM * sum(each.seconds for each in ran)
         measured = {lane: sum(each.busy_s.get(lane, 0.0) for each in ran) for lane in LANES}
         planned = {lane: s for lane, s in self._pricing.lanes(self.policy, ran).items() if s > 0}
@@ -360,7 +346,6 @@ class Adapter:
 
 
 def _changes(now: Values, then: Values) -> dict[str, tuple[int, int]]:
-    """The old and the new value of each of `FIELDS` that differs."""
     return {name: (old, new) for name, old, new in zip(FIELDS, now, then, strict=True) if old != new}
 
 

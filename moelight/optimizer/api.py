@@ -36,13 +36,19 @@ def optimize(
     """The plan with the most tokens per second for ``model`` on ``hardware``.
 
     Args:
-        hardware, model, workload: names, files, or profiles; a model may be a directory with a ``config.json``.
+        hardware: a profile, its name or its file.
+        model: a profile, its name, its file, or a directory with a ``config.json``.
+        workload: a workload, its name or its file.
         name: the model's name in the policy; default: ``model`` if that is text, else the profile's name.
         estimator: ``calibrated``, the cost of the engine's own passes, or ``paper``, the published formulas.
         limits: usable bytes by tier (``device`` of one GPU, ``host``, ``disk``; 0: none), where not the whole tier.
         fix: parts of the policy, by the keys of ``--fix`` (``{"attention": "cpu", "weights.device": 0.1}``).
-        weight_dtypes, kv_dtypes: allowed dtypes of experts and cache; ``auto`` is the model's own.
+        weight_dtypes: allowed dtypes of the experts; ``auto`` is the model's own.
+        kv_dtypes: allowed dtypes of the KV cache; ``auto`` is the model's own.
         cache: whether a stored plan of equal inputs may be returned.
+
+    Returns:
+        The policy with its predicted speed, memory use and proven bound.
 
     Raises:
         ConfigError: an unknown name (the nearest is named), or fixed parts that contradict each other.
@@ -75,14 +81,18 @@ def simulate(
 
     Args:
         plan_or_policy: the policy to simulate; a plan also provides machine and workload.
-        hardware, workload: default: those of the plan; for a policy, no machine and ``mtbench``.
-        model: default: the model that the policy names.
-        schedule: a schedule in place of the policy's.
+        hardware: a profile, its name or its file; default: the plan's machine; needed for a policy.
+        model: a profile, its name or its file; default: the model that the policy names.
+        workload: a workload, its name or its file; default: the plan's, or ``mtbench`` for a policy.
+        schedule: the name of a schedule in place of the policy's.
         with_prompts: simulate the pass with prompt tokens instead of a steady pass in which every slot decodes.
 
+    Returns:
+        The start and the end of every task, in seconds.
+
     Raises:
-        ConfigError: no machine is named, an unknown name, a schedule that these devices do not allow, or a workload
-            without passes with prompts.
+        ConfigError: no machine is named, an unknown name, a schedule that these devices do not allow, too many tasks,
+            or a workload without passes with prompts.
     """
     plan = plan_or_policy if isinstance(plan_or_policy, Plan) else None
     policy = plan.policy if plan is not None else plan_or_policy

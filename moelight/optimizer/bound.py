@@ -1,13 +1,13 @@
 """Upper bound on the speed of any policy: branch and bound over boxes of all values of a policy.
 
 A box is a range of N, of numbers of micro-batches, of tokens in a prompt micro-batch, of prompt tokens in a pass, of
-pages for the CPU and of the cache's share on the device. The price of a box combines the best values in the box: passes
-that are fewer and have fewer tokens than those of any N in the box (`bounding_passes`), weights read for its fewest
-micro-batches, a pipeline filled as by its most, the free memory of its smallest candidate, pages computed and cached
-where that is best, no transfer of a page without routed tokens and no wait for routers, on a machine where more work
-never takes less time or is done at a lower rate. So no policy in the box is faster, whatever its schedule: cgopipe
-takes no longer than any other but ``module``. Unless fixed otherwise, the cache has the smallest blocks, host pages are
-pinned and look-ahead is the largest allowed: none of these ever takes longer. Each way of admission has its own boxes.
+pages for the CPU and of the cache's share on the device. Its price combines the best values in the box: passes that are
+fewer and have fewer tokens than those of any N in it (`bounding_passes`), weights read for its fewest micro-batches, a
+pipeline filled as by its most, the free memory of its smallest candidate, pages computed and cached where that is best,
+no transfer of a page without routed tokens and no wait for routers, on a machine where more work never takes less time
+or is done at a lower rate. So no policy in the box is faster under any schedule: cgopipe takes no longer than any other
+but ``module``. Unless fixed otherwise, the cache has the smallest blocks, host pages are pinned and look-ahead is the
+largest allowed, none of which ever takes longer. Each way of admission has its own boxes.
 
 Boxes that cannot beat the best known policy are dropped. The others are cut in two along the side that has raised
 bounds the most so far for its length, until all remaining boxes are within the gap or the limit of boxes is reached.
@@ -47,10 +47,9 @@ BOUNDING = ("cgopipe", "module")  # no other schedule takes less than cgopipe, w
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Boxes:
-    """N from ``n0`` to ``n1``, micro-batches from ``b0`` to ``b1``, tokens of a prompt micro-batch from ``t0`` to
-    ``t1``, prompt tokens of a pass from ``r0`` to ``r1``, pages computed by the CPU from ``c0`` to ``c1`` and the share
-    of the cache on the device from ``k0`` to ``k1``: arrays of one length. ``before_s`` is the bound of the parent box,
-    which was cut along ``side``, of ``length`` before the cut."""
+    """Arrays of one length: N in ``n0..n1``, micro-batches ``b``, tokens of a prompt micro-batch ``t``, prompt tokens
+    of a pass ``r``, pages for the CPU ``c``, device share of the cache ``k``; ``before_s``: bound of the parent box,
+    cut along ``side``, of ``length`` before the cut."""
 
     n0: Any
     n1: Any
@@ -80,8 +79,8 @@ _FIELDS = (*(name for side in _SIDES for name in side), "before_s", "side", "len
 
 
 def least_seconds(problem: Problem, known_s: float) -> float:
-    """A lower bound in seconds on the job under any policy; ``known_s`` is the time of the best known policy. The bound
-    is within `GAP` of ``known_s`` if the boxes suffice; boxes are cut first in the variant with the lowest bound."""
+    """A lower bound in seconds on the job under any policy, within `GAP` of ``known_s``, the best known time, if the
+    boxes suffice. Boxes are cut first in the variant with the lowest bound."""
     goal_s, left = known_s * (1 - GAP), MOST_BOXES[problem.has_gpu]
     fronts = [_Front.of(problem, variant, goal_s) for variant in _bounding(problem)]
     while left > 0:
@@ -101,8 +100,8 @@ def _bounding(problem: Problem) -> Iterator[Variant]:
 
 
 def undecided(problem: Problem, known_s: float, *, most_boxes: int) -> list[Candidates]:
-    """The sizes, as single candidates, that some placement might make faster than ``known_s``, lowest bound first.
-    Complete if the boxes suffice and prompt micro-batches are fixed."""
+    """The sizes, as single candidates, that some placement might make faster than ``known_s``, lowest bound first;
+    complete if the boxes suffice and prompt micro-batches are fixed."""
     found: list[tuple[float, Candidates]] = []
     for variant in variants(problem):
         front, left = _Front.of(problem, variant, known_s * (1 - EXACT)), most_boxes
@@ -122,8 +121,8 @@ def undecided(problem: Problem, known_s: float, *, most_boxes: int) -> list[Cand
 
 @dataclass(kw_only=True, slots=True)
 class _Front:
-    """The boxes of one variant that may hold a policy faster than ``goal_s``, and their bounds: boxes ``waiting`` to be
-    cut, and ``whole`` boxes that cannot be cut further."""
+    """The boxes of one variant that may hold a policy faster than ``goal_s``: ``waiting`` to be cut, or ``whole``,
+    which cannot be cut further; with their bounds."""
 
     problem: Problem
     variant: Variant
@@ -136,7 +135,6 @@ class _Front:
 
     @classmethod
     def of(cls, problem: Problem, variant: Variant, goal_s: float) -> _Front:
-        """The front of all boxes of ``variant``."""
         variant = replace(variant, cost_model=replace(variant.cost_model, speeds=at_best(variant.cost_model.speeds)))
         boxes, bounds = _open(problem, variant, _all(problem, variant), goal_s)
         return cls(
@@ -152,12 +150,11 @@ class _Front:
 
     @property
     def least_s(self) -> float:
-        """The least of all bounds; infinite where no box is left."""
+        """The least of all bounds; infinite if no box is left."""
         return float(min(np.min(self.waiting_s, initial=np.inf), np.min(self.whole_s, initial=np.inf)))
 
     def advance(self) -> int:
-        """Cut the boxes with the lowest bounds, which raises the overall bound fastest; return the number of new
-        boxes."""
+        """Cut the boxes with the lowest bounds; return the number of new boxes."""
         order = np.argsort(self.waiting_s, kind="stable")
         first, rest = order[:AT_ONCE], order[AT_ONCE:]
         lengths = _lengths(self.problem, self.waiting.at(first))
@@ -251,9 +248,8 @@ def _ranges(fewest: int, most: int, factor: int) -> list[tuple[int, int]]:
 
 
 def _trimmed(problem: Problem, boxes: _Boxes) -> _Boxes:
-    """Boxes shrunk to consistent sizes: N at least the number of micro-batches, a fixed μ where given, a token for each
-    sequence of a micro-batch, at least one prompt micro-batch in a pass, whole blocks of the cache. Empty boxes are
-    dropped."""
+    """Boxes shrunk to consistent sizes: N at least the number of micro-batches, a fixed μ if given, a token per
+    sequence, at least one prompt micro-batch in a pass, whole cache blocks. Empty boxes are dropped."""
     n0, n1, b0, b1, mu = boxes.n0, boxes.n1, boxes.b0, boxes.b1, problem.count("micro_batch_size")
     if mu is not None:
         n0, n1 = np.maximum(n0, (b0 - 1) * mu + 1), np.minimum(n1, b1 * mu)
@@ -275,7 +271,7 @@ def _trimmed(problem: Problem, boxes: _Boxes) -> _Boxes:
 
 
 def _bound_s(problem: Problem, variant: Variant, boxes: _Boxes) -> Any:
-    """A lower bound of the seconds of any policy, for each box; infinite where no policy fits."""
+    """A lower bound of the seconds of any policy, for each box; infinite if no policy fits."""
     (mu, _), (few, many) = _micro_batches(problem, boxes)
     smallest = make_candidates(problem, variant, boxes.n0.astype(np.int64), mu, few, boxes.r0 / few)
     bounding = bounding_static_passes if variant.admission == "static" else bounding_passes
@@ -337,8 +333,7 @@ def _bound_s(problem: Problem, variant: Variant, boxes: _Boxes) -> Any:
 
 
 def _micro_batches(problem: Problem, boxes: _Boxes) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """The least and the most sequences of a micro-batch in each box, and the same of tokens in a prompt
-    micro-batch."""
+    """The least and the most sequences of a micro-batch in each box; the same of tokens in a prompt micro-batch."""
     fixed = problem.count("micro_batch_size")
     least, most = np.ceil(boxes.n0 / boxes.b1), np.ceil(boxes.n1 / boxes.b0)
     if fixed is not None:
@@ -348,9 +343,8 @@ def _micro_batches(problem: Problem, boxes: _Boxes) -> tuple[tuple[Any, Any], tu
 
 
 def _most_room(problem: Problem, smallest: Candidates, boxes: _Boxes, most_tokens: Any) -> FreeMemory:
-    """The free memory of the smallest candidate of each box, plus the memory that another candidate saves where use
-    does not grow with size: buffers for a share of the cache that falls with N, and the gathered context, which is not
-    needed where T exceeds the context."""
+    """The free memory of the smallest candidate of each box, plus what another candidate saves where use does not grow
+    with size: cache buffers, which fall with N, and the gathered context, not needed if T exceeds the context."""
     free, model, cost_model = free_memory(problem, smallest), problem.model, smallest.variant.cost_model
     none = replace(smallest, kv_tokens=np.zeros_like(smallest.kv_tokens))
     context = np.minimum(smallest.kv_tokens, model.max_positions)
@@ -368,8 +362,8 @@ def _most_room(problem: Problem, smallest: Candidates, boxes: _Boxes, most_token
 
 
 def _from_disk(problem: Problem, variant: Variant, cost: PassCost, placed: PlacementCounts) -> PassCost:
-    """``cost`` less the copies inside host memory that reading pages from disk instead could save: a lane's time falls
-    until the disk is as busy; without such a limit in ``serial``, which overlaps nothing."""
+    """``cost`` less the host copies that reading pages from disk could save: a lane's time falls until the disk is as
+    busy; without this limit in ``serial``, which overlaps nothing."""
     if "stage" not in cost.lanes:
         return cost
     speeds, page = variant.cost_model.speeds, variant.cost_model.page_bytes()
@@ -392,9 +386,8 @@ def _from_disk(problem: Problem, variant: Variant, cost: PassCost, placed: Place
 def _pages_or_cache(
     variant: Variant, cost: PassCost, bare: PlacementCounts, free: FreeMemory, boxes: _Boxes, links: list[PassCost]
 ) -> PassCost:
-    """``cost`` with a host-to-device link that transfers one more page for every slot of device memory that the cache
-    takes, less one page in total. ``links`` are passes without slots taken, at the least and the most cache on the
-    device; link time is linear in between."""
+    """``cost`` with one more page on the host-to-device link for each device slot that the cache takes, less one page
+    in all. ``links``: passes without slots taken, at the least and the most device cache, linear in between."""
     page_s = links[0].share * variant.cost_model.page_bytes() / variant.cost_model.speeds.h2d
     taken = free.kv_blocks * free.kv_block_bytes / free.slot_bytes
     least = np.minimum(
@@ -430,8 +423,7 @@ def _best_of(costs: list[PassCost]) -> PassCost:
 
 
 def _lengths(problem: Problem, boxes: _Boxes) -> Any:
-    """The length of each of `_SIDES`: of sizes the log of their ratio, of shares the difference; 0 for a single
-    value."""
+    """The length of each of `_SIDES`: of sizes the log of their ratio, of shares the difference."""
     blocks = np.ceil(kv_tokens(problem, boxes.n0) / problem.block_size)
     return np.stack(
         [

@@ -1,7 +1,5 @@
-"""Generators of candidates: a sample of the whole space, and random and single steps around good candidates.
-
-Depends on the fixed values; does not depend on costs.
-"""
+"""Generators of candidates: a sample of the whole space, and random and single steps around good candidates. Does not
+depend on costs."""
 
 from __future__ import annotations
 
@@ -34,13 +32,12 @@ class PlacedCandidates:
     requested: RequestedPlacement
 
     def at(self, index: Any) -> PlacedCandidates:
-        """The candidates at ``index``."""
         return PlacedCandidates(sizes=self.sizes.at(index), requested=self.requested.at(index))
 
 
 def first_sample(problem: Problem, variant: Variant) -> PlacedCandidates:
-    """A sample of a variant: N, micro-batches, prompt tokens and placement shares, each over its whole range; and a
-    coarse grid of N with the least of everything else, which takes the least memory."""
+    """A sample of a variant: sizes and placement shares, each over its whole range; and a coarse grid of N with the
+    least of everything else, which takes the least memory."""
     draw, requests = np.random.default_rng(1), problem.workload.num_requests
     if requests <= WHOLE_UP_TO:
         every = [(n, b) for n in range(1, requests + 1) for b in range(1, n + 1)]
@@ -64,8 +61,8 @@ def first_sample(problem: Problem, variant: Variant) -> PlacedCandidates:
 
 
 def _tokens(problem: Problem, draw: np.random.Generator, count: int) -> tuple[Any, Any]:
-    """Tokens of a prompt micro-batch, and prompt tokens of a pass: from few up to those of all prompts, or as many as
-    the longest context, for which no context is gathered."""
+    """Random tokens of a prompt micro-batch, some as many as the longest context, for which no context is gathered; and
+    prompt tokens of a pass."""
     most = max(problem.prompt_tokens, LEAST_TOKENS)
     tokens = np.exp2(draw.integers(4, np.log2(max(min(most, 1 << 16), 32)) + 1, count))
     whole = problem.model.max_positions
@@ -74,7 +71,7 @@ def _tokens(problem: Problem, draw: np.random.Generator, count: int) -> tuple[An
 
 
 def _prefill_over(problem: Problem, variant: Variant, sequences: Any, passes: Any) -> Any:
-    """Prompt tokens of a pass when the prompts of ``sequences`` are spread over ``passes`` (`hrm.workload_model`)."""
+    """Prompt tokens of a pass if the prompts of ``sequences`` are spread over ``passes`` (`hrm.workload_model`)."""
     prompt = problem.workload.prompt_len
     if variant.admission == "static":
         return sequences * prompt / passes - sequences
@@ -82,8 +79,8 @@ def _prefill_over(problem: Problem, variant: Variant, sequences: Any, passes: An
 
 
 def around(problem: Problem, beam: PlacedCandidates, *, step: float) -> PlacedCandidates:
-    """Neighbours of candidates of one variant: sizes differ by a factor up to ``1 + step``, shares by up to ``step`` of
-    the whole, and in any case by one unit."""
+    """Neighbours of candidates of one variant: sizes by a factor up to ``1 + step``, shares by up to ``step``, or one
+    unit."""
     candidate, requests = beam.sizes, problem.workload.num_requests
     n, mu, t, p = (np.atleast_1d(np.asarray(getattr(candidate, name)))[:, None] for name in _SIZE_NAMES)
     factor, single, in_waves, times, more, twice = _SIZE_MOVES
@@ -183,8 +180,7 @@ _SAME_SIZE = 99.0  # in place of a change of the number of micro-batches: keep t
 
 
 def _size_moves() -> Any:
-    """Moves of N (exponent of a factor, single steps, the same for waves) and of micro-batches (also times 2 or
-    1/2)."""
+    """Moves of N (exponent of a factor, single steps, the same for waves) and of micro-batches."""
     sizes = [(up, single, waves) for up, single, waves in product(_STEPS, _STEPS, (0, 1)) if not (up and single)]
     batches = [(float(times), float(more), 1.0) for times in _STEPS for more in (0, times or 1)]
     batches += [(0.0, -1.0, 1.0), (0.0, _SAME_SIZE, 1.0), (0.0, 0.0, 2.0), (0.0, 0.0, 0.5)]
@@ -195,8 +191,7 @@ _SIZE_MOVES = _size_moves()
 
 
 def _token_moves(t: Any, p: Any, step: float) -> tuple[Any, Any]:
-    """Moves of the tokens of a prompt micro-batch and of the number of prompt micro-batches: each alone, and both with
-    the same prompt tokens per pass."""
+    """Moves of prompt micro-batch tokens and of prompt micro-batches: each alone, and both with equal product."""
     factors = np.array([1.0, 2.0, 0.5, 1.0 + step, 1.0 / (1.0 + step), 1.0, 1.0])
     singles = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 1.0, -1.0])
     tokens = np.round(t * factors) + singles
@@ -215,9 +210,8 @@ def _columns(requested: RequestedPlacement) -> tuple[Any, Any, Any, Any]:
 
 
 def _near_shares(problem: Problem, candidate: Candidates, requested: Any, step: float) -> tuple[list[Any], list[Any]]:
-    """Placements near ``requested``: more or fewer resident pages, and the cache in the memory that they leave; and a
-    second list, tried with unchanged sizes only: more or fewer pages for the CPU with each of these, and pages on disk
-    instead of host memory."""
+    """Placements near ``requested``: other numbers of resident pages, the cache in the remaining memory; and a second
+    list for unchanged sizes only: other numbers of pages for the CPU, and pages on disk instead of host memory."""
     c, k, most, x = requested
     single, wide = np.array([1.0, -1.0, 1.0, -1.0]), np.array([1.0, -1.0, 0.0, 0.0]) * step / 4
     near: list[Any] = []
@@ -247,8 +241,7 @@ def cache_is_open(problem: Problem, variant: Variant) -> bool:
 def _choices(
     problem: Problem, variant: Variant, n: Any, b: Any, t: Any, p: Any, c: Any, k: Any, most: Any, x: Any
 ) -> PlacedCandidates:
-    """Candidates from raw columns: clipped to their bounds, fixed values inserted, micro-batches as small as their
-    number allows, prompt tokens per pass no more than the workload's. Infeasible rows are dropped."""
+    """Candidates from raw columns: clipped, fixed values inserted, μ as small as possible, infeasible rows dropped."""
     fewest, largest = problem.sequences
     number, size, tokens, prefill = (problem.count(key) for key in _COUNTS)
     n = np.clip(n, fewest, largest).astype(np.int64)

@@ -1,5 +1,4 @@
-"""Explain a plan in one sentence, compute what-ifs (the gain of the same problem on a better machine), and name the
-memory that is missing where nothing fits."""
+"""Explain a plan in one sentence, compute what-ifs, and name the missing memory if nothing fits."""
 
 from __future__ import annotations
 
@@ -43,10 +42,8 @@ def why(plan: Plan, model: ModelProfile) -> str:
 
 
 def what_if(problem: Problem, found: Found) -> tuple[WhatIf, ...]:
-    """The gain of doubling each part of the machine, best first; gains below 1 % are left out.
-
-    Devices and schedule are kept and sizes near the chosen ones are tried, so re-planning can only gain more.
-    """
+    """The gain of doubling each part of the machine, best first, without gains below 1 %. Devices and schedule are kept
+    and only sizes near the chosen ones are tried, so that planning anew can only gain more."""
     now_s = _seconds(problem, found)
     changes = {f"twice the {what}": changed for what, changed in _better(problem).items()}
     gains = [WhatIf(change=change, gain=now_s / _seconds(better, found) - 1.0) for change, better in changes.items()]
@@ -107,8 +104,7 @@ _PLENTY = 1 << 60
 
 
 def infeasible_error(problem: Problem) -> BudgetError:
-    """The error that names the memory missing for the candidate nearest to fitting: of one tier, or, where no single
-    tier suffices, of both host and device."""
+    """The error that names the memory missing for the candidate nearest to fitting: one tier, or host and device."""
     looks = [_smallest(first_sample(problem, variant)) for variant in variants(problem)]
     for tier in _TIERS:
         if (needed := _least(problem, looks, tier)) is not None:
@@ -142,8 +138,7 @@ def _smallest(choices: PlacedCandidates) -> PlacedCandidates:
 
 
 def _least(problem: Problem, looks: list[PlacedCandidates], tier: str) -> int | None:
-    """The least bytes of ``tier`` with which some candidate fits, the other tiers unchanged; None where more of
-    ``tier`` does not help."""
+    """The least bytes of ``tier`` with which some candidate fits; None if more of ``tier`` does not help."""
     if tier not in problem.capacity_bytes:
         return None
 

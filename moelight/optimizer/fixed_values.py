@@ -1,8 +1,5 @@
 """Values of a policy that the user fixes before planning (``--fix KEY=VALUE``): parsed, typed, checked for
-contradictions.
-
-Keys are spelled as in ``policy_as_dict``. The checks hold on any machine; ``search`` finds what fits.
-"""
+contradictions on any machine. Keys are spelled as in ``policy_as_dict``."""
 
 from __future__ import annotations
 
@@ -60,12 +57,7 @@ _MOST_DIGITS = 20  # of a count
 
 
 def parse_fixes(given: Iterable[str]) -> dict[str, Fixed]:
-    """The fixed values by full key: whole numbers, shares from 0 to 1, or words.
-
-    Raises:
-        ConfigError: not of the form KEY=VALUE, an unknown key or word (the nearest is named), a value out of range, or
-            one key with two values.
-    """
+    """The fixed values by full key: whole numbers, shares from 0 to 1, or words."""
     found: dict[str, Fixed] = {}
     written: dict[str, str] = {}
     for text in given:
@@ -86,11 +78,7 @@ def parse_fixes(given: Iterable[str]) -> dict[str, Fixed]:
 
 
 def check_fixes(fixes: Mapping[str, Fixed], *, has_gpu: bool) -> None:
-    """Refuse fixed values that no plan can satisfy.
-
-    Raises:
-        ConfigError: two of ``fixes`` contradict each other (both are named), or one needs a GPU where there is none.
-    """
+    """Raise ConfigError if two of ``fixes`` contradict each other (both are named), or a GPU is missing."""
     _check_shares(fixes, ("weights.device", "weights.host", "weights.disk"))
     _check_shares(fixes, ("kv.device", "kv.host"))
     _check_counts(fixes)
@@ -102,11 +90,7 @@ def check_fixes(fixes: Mapping[str, Fixed], *, has_gpu: bool) -> None:
 
 
 def check_extent(model: ModelProfile, workload: Workload, fixes: Mapping[str, Fixed]) -> None:
-    """Refuse counts out of range, and numbers of sequences whose keys and values exceed `_MOST_CACHE_BYTES`.
-
-    Raises:
-        ConfigError: names the values that are too large.
-    """
+    """Raise ConfigError for counts out of range, and sequences whose keys and values exceed `_MOST_CACHE_BYTES`."""
     _check_range(fixes)
     parts = int(fixes.get("num_micro_batches", 1)) * int(fixes.get("micro_batch_size", 1))
     sequences = int(fixes.get("batch_size", max(workload.num_requests, parts)))
@@ -172,8 +156,7 @@ def _check_shares(fixes: Mapping[str, Fixed], keys: tuple[str, ...]) -> None:
 
 
 def _check_counts(fixes: Mapping[str, Fixed]) -> None:
-    """Refuse counts that contradict each other: N is cut into micro-batches of at most μ sequences, each with at least
-    one token."""
+    """Refuse contradictory counts: N is cut into micro-batches of at most μ sequences, each with at least one token."""
     _check_range(fixes)
     for smaller, larger in (("micro_batch_size", "batch_size"), ("num_micro_batches", "batch_size")):
         if int(fixes.get(smaller, 1)) > int(fixes.get(larger, 1 << 62)):

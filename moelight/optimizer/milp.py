@@ -1,7 +1,8 @@
-"""The integer programme: the placement of every page and cache block of one candidate that minimises the job's time.
+"""The integer programme (HiGHS): the placement of every page and cache block of one candidate that minimises the job's
+time.
 
-Solved by HiGHS. Time is a sum over the kinds of passes, each as long as its longest term; every term is affine in the
-placement (``hrm.pass_cost``), so pricing unit steps gives its coefficients.
+Time is a sum over the kinds of passes, each as long as its longest term; every term is affine in the placement
+(``hrm.pass_cost``), so that pricing unit steps gives its coefficients.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _NAMES = ("resident", "from_host", "from_disk", "computed", "per_layer", "device
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SolvedPlacement:
-    """Page counts and device cache blocks of the best placement, and the seconds of the job under this placement."""
+    """Page counts and device cache blocks of the best placement, and the seconds of the job."""
 
     resident: int
     from_host: int
@@ -62,7 +63,7 @@ class _IntegerProgram:
         self.most.append(most)
 
     def solved(self) -> list[float] | None:
-        """The values of all variables that minimise the sum of seconds; None if the programme is infeasible."""
+        """The values of all variables that minimise the sum of seconds; None if infeasible."""
         import highspy
 
         lp, matrix, whole = highspy.HighsLp(), np.array(self.matrix), len(_NAMES)

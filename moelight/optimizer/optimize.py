@@ -1,4 +1,4 @@
-"""``optimize``: make a plan from the profiles of a machine, a model and a workload."""
+"""``make_plan``: a plan from the profiles of a machine, a model and a workload."""
 
 from __future__ import annotations
 
@@ -45,19 +45,8 @@ def make_plan(
     kv_dtypes: tuple[str, ...] = ("auto",),
     cache: bool = True,
 ) -> Plan:
-    """The best plan for ``model``, called ``name``, on ``hardware`` for ``workload``.
-
-    Args:
-        estimator: ``calibrated``, the cost of the engine's own passes, or ``paper``, the published formulas.
-        limits: usable bytes by tier, where not the whole tier; ``device`` is of one GPU, ``disk`` 0 means no disk.
-        fix: values by key of the policy (``optimizer.fixed_values``).
-        weight_dtypes, kv_dtypes: allowed dtypes of experts and cache.
-        cache: whether a stored plan of equal inputs may be returned.
-
-    Raises:
-        ConfigError: unknown estimator, or fixed values that contradict each other.
-        BudgetError: nothing fits; names the tier, the missing bytes and a sufficient size.
-    """
+    """The best plan for ``model``, called ``name``; arguments as in `moelight.optimizer.api.optimize`. Raises
+    BudgetError if nothing fits, with the tier, the missing bytes and a sufficient size."""
     if estimator not in ESTIMATORS:
         raise ConfigError(
             f"unknown estimator {estimator!r}{did_you_mean(estimator, ESTIMATORS)}; known: {', '.join(ESTIMATORS)}"
@@ -93,13 +82,7 @@ def make_plan(
 
 
 def best_plan(problem: Problem, hardware: HardwareProfile, limits: Mapping[str, int], *, proof: bool = True) -> Plan:
-    """The best plan for ``problem``; ``limits`` are the capacities that the user set.
-
-    Without ``proof`` the plan has neither what-ifs nor a bound.
-
-    Raises:
-        BudgetError, ConfigError: see `make_plan`.
-    """
+    """The best plan for ``problem``; ``limits``: the user's capacities. Without ``proof`` no what-ifs and no bound."""
     check_extent(problem.model, problem.workload, problem.fixed)
     _check_cache(problem)
     began_s = time.perf_counter()
@@ -177,8 +160,7 @@ def policy_of(problem: Problem, found: Found) -> Policy:
 
 
 def _simplest(problem: Problem, policy: Policy) -> Policy:
-    """``policy`` with the default value of every key that gains nothing: unpinned host pages, larger blocks, fewer
-    micro-batches of look-ahead."""
+    """``policy`` with the default of every key that gains nothing: host pages, larger blocks, less look-ahead."""
     plain, work = Policy(model=policy.model), problem.workload
     blocks = {"kv_block_size": plain.kv_block_size}
     if "kv_tokens" not in problem.fixed:
@@ -203,7 +185,6 @@ def _tokens_per_s(problem: Problem, policy: Policy) -> float:
 
 
 def _fits(problem: Problem, policy: Policy) -> bool:
-    """True if ``policy`` fits in memory."""
     kv, pages = _dtypes(problem, policy)
     taken = footprint(problem.model, policy, dtype=problem.dtype, kv_dtype=kv, page_dtype=pages)
     needed = {tier: taken.total(tier) for tier in ("device", "host") if tier in problem.capacity_bytes}
@@ -239,7 +220,7 @@ def memory_of(
 
 
 def disk_purposes(problem: Problem, policy: Policy) -> list[tuple[str, int]]:
-    """Bytes of pages that every pass reads from disk, by purpose; the checkpoint itself is not counted."""
+    """Bytes of pages that every pass reads from disk, by purpose, without the checkpoint itself."""
     pages = problem.dtype if policy.weight_dtype == "auto" else dtype_named(policy.weight_dtype)
     streamed = len(place(problem.model, policy).on("disk"))
     return [("disk_experts", streamed * page_bytes(problem.model, pages))] if streamed else []
@@ -281,7 +262,6 @@ def _published(
     limits: Mapping[str, int],
     fix: Mapping[str, Fixed],
 ) -> Plan:
-    """The plan of the published estimator and its grid."""
     from moelight.optimizer.published import published_plan
 
     tiers = tuple(replace(tier, capacity_bytes=limits.get(tier.name, tier.capacity_bytes)) for tier in hardware.tiers)

@@ -1,7 +1,7 @@
 """Placement of pages and cache blocks in the free memory, in closed form for many candidates at once.
 
-A resident page saves a transfer in every pass and ring slots besides, so the memory of the experts' processor goes to
-pages first and the rest to the cache (a byte of cache saves at most a byte, and only in passes that read all of it).
+A resident page saves a transfer in every pass and ring slots besides, so that pages take the memory of the experts'
+processor first and the cache the rest (a byte of cache saves at most a byte, and only in passes that read all of it).
 The integer programme (``milp``) decides the cases that the closed form cannot.
 """
 
@@ -20,8 +20,8 @@ from moelight.optimizer.problem import Candidates, Problem
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FreeMemory:
-    """Bytes left on each tier after everything of fixed placement, for each candidate. ``kv_blocks`` blocks of
-    ``kv_block_bytes`` each and ``pages`` pages in slots of ``slot_bytes`` each are still to be placed."""
+    """Bytes left on each tier after everything of fixed placement, for each candidate; ``kv_blocks`` blocks and
+    ``pages`` pages, each in a slot of ``slot_bytes``, are still to be placed."""
 
     device: Any
     host: Any
@@ -39,10 +39,10 @@ class RequestedPlacement:
     """The free choices of a placement, for each candidate.
 
     Attributes:
-        computed: pages that the CPU computes beside a GPU; raised where the others do not fit through the ring.
+        computed: pages that the CPU computes beside a GPU; raised if the others do not fit through the ring.
         device_kv: the share of the cache on the device; NaN: all that the pages leave free.
         resident: with ``device_kv`` NaN, the most pages resident on the device.
-        spilled: the least number of pages streamed from disk, even if host memory could hold them: this saves copies.
+        spilled: the least pages streamed from disk, even if host memory could hold them: this saves copies.
     """
 
     computed: Any
@@ -51,14 +51,14 @@ class RequestedPlacement:
     spilled: Any = 0.0
 
     def at(self, index: Any) -> RequestedPlacement:
-        """The requests of the candidates at ``index``; all fields must be arrays."""
+        """All fields must be arrays."""
         names = ("computed", "device_kv", "resident", "spilled")
         return RequestedPlacement(**{name: getattr(self, name)[index] for name in names})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedPlacement:
-    """Counts ``placed`` and ``resident`` pages, and whether they are ``feasible``, for each candidate."""
+    """Counts of ``placed`` and ``resident`` pages, and whether they are ``feasible``, for each candidate."""
 
     placed: PlacementCounts
     resident: Any
@@ -95,11 +95,9 @@ def fill(
     in_host: Any = None,
     free: FreeMemory | None = None,
 ) -> ResolvedPlacement:
-    """Resolve the requested placement; free choices fill the tiers from the fastest on.
-
-    For bounds only: ``off_host`` is the share of the cache that host memory need not hold and ``in_host`` the number of
-    pages for the CPU that host memory must hold, where they differ from the request; ``free`` is the memory to fill.
-    """
+    """Resolve the requested placement; free choices fill the tiers from the fastest on. Only bounds set ``off_host``,
+    the share of the cache that host memory need not hold, ``in_host``, the pages for the CPU that host memory must
+    hold, and ``free``."""
     computed, device_kv = requested.computed, requested.device_kv
     free = free_memory(problem, candidates) if free is None else free
     held = computed if in_host is None else in_host
@@ -138,8 +136,7 @@ def fill(
 
 
 def _least_computed(free: FreeMemory, device: Any) -> Any:
-    """The least number of pages that the CPU computes: all others must be resident, or stream through two slots for
-    each streamed page of a layer."""
+    """The fewest pages for the CPU; others are resident, or stream through two slots per streamed page of a layer."""
     slots = np.floor(np.maximum(device, 0) / free.slot_bytes)
     return np.maximum(free.pages - np.maximum(slots, free.layers * np.floor(slots / 2)), 0)
 
@@ -163,8 +160,8 @@ def _at_most(most: Any, pages: Any, free: FreeMemory, resident: Any, ring: Any) 
 
 
 def _cache_blocks(candidates: Candidates, free: FreeMemory, held: Any, device_kv: Any) -> Any:
-    """Cache blocks placed in device memory before any page: the requested share, or, if the share is free, all that fit
-    where device memory holds no pages, and otherwise only those that host memory cannot hold."""
+    """Cache blocks placed in device memory before any page: the requested share; if that is free, all that fit where
+    device memory holds no pages, else those that host memory cannot hold."""
     if candidates.attention_device == "cpu":
         return np.zeros_like(free.kv_blocks)
     if candidates.ffn_device == "cpu":
@@ -185,8 +182,7 @@ def _from_host(
     held: Any,
     spilled: Any,
 ) -> Any:
-    """Pages streamed from host memory with ``slots`` free slots; -1 where pages and ``pinned`` ring do not fit. The
-    ring has more slots where some pages are streamed from disk."""
+    """Pages streamed from host memory; -1 if pages and ``pinned`` ring, larger with pages on disk, do not fit."""
     shallow, deep = pinned
     on_host = slots - shallow
     reads = _needs_disk(problem, free, streamed, on_host, held)
@@ -215,9 +211,8 @@ def _on_host(problem: Problem, free: FreeMemory) -> int:
 
 
 def _resident(pages: Any, free: FreeMemory, slots: Any, share: float | None, elsewhere: Any) -> tuple[Any, Any, Any]:
-    """The most resident ``pages`` within ``slots`` beside the ring of the others, the ring's slots, and whether both
-    fit: r + 2 ceil((pages - r) / layers) <= slots. Fixed shares of other tiers exclude ``elsewhere`` pages; a fixed
-    ``share`` of this tier leaves no choice."""
+    """The most resident pages r, the slots of the ring of the others, r + 2 ceil((pages - r) / layers) <= slots, and
+    whether both fit. Fixed shares of other tiers exclude ``elsewhere`` pages; a fixed ``share`` leaves no choice."""
     if share is not None:
         requested = np.round(share * free.pages)
         resident = np.minimum(requested, pages) + 0 * slots
@@ -233,16 +228,14 @@ def _resident(pages: Any, free: FreeMemory, slots: Any, share: float | None, els
 
 
 def _needs_disk(problem: Problem, free: FreeMemory, streamed: Any, on_host: Any, held: Any) -> Any:
-    """True if some pages are streamed from disk, for lack of host memory or by fixed shares: pinned memory is then two
-    layers deep."""
+    """True if some pages are streamed from disk; pinned memory is then two layers deep."""
     host = problem.share("weights.host")
     kept_off = False if host is None else streamed > _on_host(problem, free) - held
     return (streamed > on_host) | bool(problem.share("weights.disk")) | kept_off
 
 
 def _host_pages(problem: Problem, free: FreeMemory, streamed: Any, on_host: Any, computed: Any, held: Any) -> Any:
-    """Pages streamed from host memory, the most for any number of CPU pages between ``held`` and ``computed``; -1 where
-    a fixed share is infeasible."""
+    """The most pages streamed from host memory for ``held`` to ``computed`` CPU pages; -1 if infeasible."""
     host, disk = problem.share("weights.host"), problem.share("weights.disk")
     most = np.minimum(streamed, np.maximum(on_host, 0))
     if host is not None:

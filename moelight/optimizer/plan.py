@@ -1,5 +1,4 @@
-"""The result of the optimizer: a policy with its memory use, its estimate, the proven bound and an explanation; and
-plans on disk, keyed by a hash of all inputs."""
+"""The result of the optimizer, a plan, and plans on disk, keyed by a hash of all inputs."""
 
 from __future__ import annotations
 
@@ -24,7 +23,13 @@ _FORMAT = 3  # increment when formulas change, so that stored plans are not used
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierUse:
-    """The bytes that a plan uses of one tier, by purpose, and the tier's capacity."""
+    """The bytes that a plan uses of one tier.
+
+    Attributes:
+        tier: ``device``, ``host`` or ``disk``.
+        capacity_bytes: the size of the whole tier, all GPUs together, or the user's limit.
+        by_purpose: pairs of a purpose and its bytes; ``system``: left to the system.
+    """
 
     tier: str
     capacity_bytes: int
@@ -32,13 +37,17 @@ class TierUse:
 
     @property
     def total_bytes(self) -> int:
-        """The sum over all purposes."""
         return sum(size for _, size in self.by_purpose)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WhatIf:
-    """A ``change`` of the machine (``twice the host memory``) and its relative ``gain`` in tokens per second."""
+    """The predicted gain of one change of the machine.
+
+    Attributes:
+        change: the change in words, such as ``twice the host memory``.
+        gain: the relative gain in tokens per second; 0.5 is half as many again.
+    """
 
     change: str
     gain: float
@@ -49,13 +58,16 @@ class Plan:
     """The best policy found for one machine, model and workload.
 
     Attributes:
+        policy: the best policy found.
         hardware: the machine's name.
+        workload: the workload for which the policy was chosen.
         estimator: ``calibrated`` or ``paper``.
+        estimate: the predicted performance of the policy.
         memory: the use of every tier of the machine.
         why: a one-sentence explanation.
         what_if: the changes of the machine that gain most, best first.
         bound_tokens_per_s: proven upper bound: no policy is faster by the same estimate, for any values of the keys
-            that are not fixed.
+            that are not fixed; 0 if not computed.
         solve_s: seconds that the original solution took.
         speeds: the machine's speeds in the estimate; None for plans of the paper estimator.
         fixed: keys of the policy that the user fixed.
@@ -82,7 +94,7 @@ class Plan:
         return not self.why_not
 
     def use_of(self, tier: str) -> TierUse:
-        """The use of ``tier``; of capacity 0 if the machine has no such tier."""
+        """The use of ``tier``, of capacity 0 if the machine has no such tier."""
         return next(
             (use for use in self.memory if use.tier == tier), TierUse(tier=tier, capacity_bytes=0, by_purpose=())
         )
@@ -134,7 +146,7 @@ def policy_as_dict(policy: Policy) -> dict[str, Any]:
 
 
 def key_of(*inputs: Any) -> str:
-    """The key of a planning problem: equal for equal inputs; different inputs or program versions give other keys."""
+    """The key of a planning problem; other inputs or program versions give another key."""
     text = json.dumps([_FORMAT, __version__, *inputs], sort_keys=True, default=asdict)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

@@ -1,7 +1,5 @@
-"""One optimization problem and its search space: devices, schedules, dtypes and sizes.
-
-Costs are in ``hrm``, the search is in ``search``.
-"""
+"""One optimization problem and its search space: devices, schedules, dtypes and sizes. Costs are in ``hrm``, the search
+is in ``search``."""
 
 from __future__ import annotations
 
@@ -49,11 +47,10 @@ class Problem:
 
     Attributes:
         name: the model's name in the policy.
-        capacity_bytes: usable bytes of each tier; no ``device`` without a GPU, ``disk`` 0 where nothing may be
-            streamed from disk.
-        dtype: the dtype of computation; ``weight_dtypes`` and ``kv_dtypes`` are those allowed for experts and cache.
-        fixed: values by key of the policy.
+        capacity_bytes: usable bytes by tier; no ``device`` without a GPU, ``disk`` 0 if nothing may be streamed.
+        dtype: the dtype of computation.
         schedules: those that may be chosen, unless one is fixed.
+        fixed: values by key of the policy.
         needs_gpu: True if a policy that leaves the GPU idle cannot be chosen.
     """
 
@@ -71,7 +68,6 @@ class Problem:
 
     @property
     def has_gpu(self) -> bool:
-        """True if the machine has device memory."""
         return "device" in self.capacity_bytes
 
     @property
@@ -80,16 +76,13 @@ class Problem:
         return self.model.num_moe_layers * self.model.experts.num_experts
 
     def share(self, key: str) -> float | None:
-        """The fixed share under ``key``, if any."""
         return None if key not in self.fixed else float(self.fixed[key])
 
     def count(self, key: str) -> int | None:
-        """The fixed whole number under ``key``, if any."""
         return None if key not in self.fixed else int(self.fixed[key])
 
     @property
     def block_size(self) -> int:
-        """Tokens in a block of the cache."""
         return self.count("kv_block_size") or KV_BLOCK_SIZE
 
     @property
@@ -105,8 +98,8 @@ class Problem:
 
     @property
     def sequences(self) -> tuple[int, int]:
-        """The least and the most N. The most is the number of requests, unless a fixed micro-batch requires more, and
-        no more than a fixed cache holds; it is below the least where the fixed cache holds too few."""
+        """The least and the most N: up to all requests (more if a fixed micro-batch requires it), as many as a fixed
+        cache holds; the most is below the least if that cache holds too few."""
         fixed, number, size = (self.count(key) for key in ("batch_size", "num_micro_batches", "micro_batch_size"))
         if fixed is not None:
             least = most = fixed
@@ -123,8 +116,7 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """The discrete part of a policy: devices, schedule, admission, dtypes, pinned or unpinned host pages,
-    fixed or learned residents; ``cost_model`` prices it."""
+    """The discrete part of a policy; ``cost_model`` prices it."""
 
     cost_model: CostModel
     schedule: str
@@ -135,19 +127,17 @@ class Variant:
 
     @property
     def attention_device(self) -> str:
-        """The device of decode attention."""
         return self.cost_model.attention_device
 
     @property
     def ffn_device(self) -> str:
-        """The device of the experts."""
         return self.cost_model.ffn_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidates:
-    """Candidates of one variant as arrays of one shape: N, μ, the most tokens of a prompt micro-batch, and the number
-    of prompt micro-batches in a pass. Has the attributes of a policy that memory and time depend on."""
+    """Candidates of one variant as arrays of one shape: N, μ, the most tokens of a prompt micro-batch, and prompt
+    micro-batches of a pass. Has the attributes of a policy on which memory and time depend."""
 
     variant: Variant
     batch_size: Any
@@ -184,7 +174,6 @@ class Candidates:
         return self.variant.cost_model.discrete
 
     def at(self, index: Any) -> Candidates:
-        """The candidates at ``index``."""
         return replace(self, **{name: np.asarray(getattr(self, name))[index] for name in SIZE_ARRAYS})
 
 
@@ -192,13 +181,9 @@ SIZE_ARRAYS = ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_m
 
 
 def variants(problem: Problem) -> Iterator[Variant]:
-    """Yield every allowed combination of devices, schedule, admission and dtypes. Unless fixed, host pages are pinned,
-    which takes less time and less memory. Learned residents are variants of their own where they change which pages
-    passes transfer (`hrm.estimate.least_missed`).
-
-    Raises:
-        ConfigError: the fixed values contradict each other; names them.
-    """
+    """Yield every allowed combination of devices, schedule, admission and dtypes; ConfigError if the fixed values
+    contradict each other. Unless fixed, host pages are pinned (less time, less memory); learned residents are variants
+    of their own where they change which pages passes transfer (`hrm.estimate.least_missed`)."""
     fixed, found = problem.fixed, 0
     schedules = (str(fixed["schedule"]),) if "schedule" in fixed else problem.schedules
     attentions = (str(fixed["attention_device"]),) if "attention_device" in fixed else PROCESSORS
@@ -242,8 +227,7 @@ def variants(problem: Problem) -> Iterator[Variant]:
 
 
 def _contradicts(problem: Problem, attention: str, ffn: str) -> bool:
-    """True if fixed shares contradict the devices: device memory holds pages only for experts on the GPU and a cache
-    only for attention on the GPU."""
+    """True if fixed shares contradict the devices: device memory holds pages and cache only for work on the GPU."""
     return bool(
         (ffn == "cpu" and problem.share("weights.device"))
         or (attention == "cpu" and (problem.share("kv.device") or (problem.share("kv.host") or 1.0) < 1.0))

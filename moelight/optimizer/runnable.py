@@ -1,7 +1,5 @@
-"""The features that can be planned but not run: one list for plans, policy files and the engine's own checks.
-
-Depends only on policies and models; the engine checks the devices of the machine.
-"""
+"""The features that can be planned but not run: one list for plans, policy files and the engine. Depends only on
+policies and models; the engine checks the devices of the machine."""
 
 from __future__ import annotations
 

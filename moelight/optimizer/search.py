@@ -1,11 +1,11 @@
-"""The outer search: over N, micro-batches, prompts in a pass, and the variants. The integer programme (``milp``)
-decides the placement of pages and cache where the closed form may not be optimal.
+"""The outer search: over N, micro-batches, prompts in a pass, and the variants.
 
-The search samples each variant over its whole space, with placement in closed form (``placement``). It continues at
-random around the best candidates of different regions with shrinking steps, and drops variants that fall behind. The
-last steps are single sequences, micro-batches, pages and blocks. For N sequences in b micro-batches, the smallest μ is
-best: the same work in less memory. Branch and bound (``bound``) proves how far any policy can be from the result, and
-solves problems of few requests and fixed prompt micro-batches exactly.
+The search samples each variant over its whole space, with placement in closed form (``placement``), and continues at
+random around the best candidates of different regions with shrinking steps, down to single sequences, micro-batches,
+pages and blocks; variants that fall behind are dropped. For N sequences in b micro-batches, the smallest μ is best: the
+same work in less memory. The integer programme (``milp``) places pages and cache where the closed form may not be
+optimal. Branch and bound (``bound``) proves how far any policy can be from the result, and solves problems of few
+requests and fixed prompt micro-batches exactly.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _is_rare(variant: Variant) -> bool:
 
 
 def closed_form_s(problem: Problem, choices: PlacedCandidates) -> Any:
-    """Seconds of the job for every candidate with its placement in closed form; infinite where it does not fit."""
+    """Seconds of the job for every candidate with its placement in closed form; infinite if it does not fit."""
     filled = fill(problem, choices.sizes, choices.requested)
     seconds = np.full(np.shape(filled.feasible), np.inf)
     fits = np.flatnonzero(filled.feasible)
@@ -152,8 +152,8 @@ def closed_form_s(problem: Problem, choices: PlacedCandidates) -> Any:
 
 
 def keep_best(problem: Problem, beam: Beam | None, look: PlacedCandidates, *, by_waves: bool = False) -> Any:
-    """The best candidates of ``beam`` and of each region of ``look``, at most `FEW`; of equals those with larger N and
-    micro-batches. None if there are none.
+    """The best candidates of ``beam`` and of each region of ``look``, at most `FEW`, or None; of equals the larger N
+    and micro-batches.
 
     A region holds sizes of about the same logarithm, or, with ``by_waves``, of the same number of waves for all
     requests, full waves apart. Candidates with every page resident are regions apart: no small step leads to them.
@@ -174,7 +174,6 @@ def keep_best(problem: Problem, beam: Beam | None, look: PlacedCandidates, *, by
 
 
 def _region(problem: Problem, choices: PlacedCandidates, *, by_waves: bool) -> Any:
-    """The region number of each candidate."""
     candidate, all_stay = choices.sizes, choices.requested.resident + choices.requested.computed >= problem.pages
     n, requests = candidate.batch_size, problem.workload.num_requests
     b = -(-n // candidate.micro_batch_size)
@@ -188,8 +187,7 @@ def _region(problem: Problem, choices: PlacedCandidates, *, by_waves: bool) -> A
 
 
 def _as_filled(problem: Problem, choices: PlacedCandidates) -> PlacedCandidates:
-    """The same candidates with the resolved placement as the requested one, so that a small step of the request is a
-    small step of the result: pages streamed from disk, and resident pages, which leave the rest to the cache."""
+    """The same candidates, requested as resolved: a small step of the request is then one of the result."""
     variant = choices.sizes.variant
     if variant.ffn_device == "cpu" or not choices.sizes.batch_size.size:
         return choices
@@ -281,8 +279,7 @@ def _certified(problem: Problem, best: Found) -> Found:
 
 
 def _with_fewer_tokens(problem: Problem, best: Found) -> Found:
-    """``best`` with the fewest prompt tokens per pass and per micro-batch that are as good (`AS_GOOD`): memory for a
-    pass of a million tokens is not worth a thousandth of a percent of speed."""
+    """``best`` with the fewest prompt tokens per pass and per micro-batch that are as good (`AS_GOOD`)."""
     candidate, placed = best.candidate, best.placed
     tokens, prompt_batches = int(candidate.micro_batch_tokens), int(candidate.prompt_micro_batches)
     sizes, whole = {tokens}, tokens * prompt_batches

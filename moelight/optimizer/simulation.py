@@ -1,8 +1,5 @@
-"""Simulate a policy's passes on a virtual clock: built by a schedule, priced by the ledger, run as the executor would.
-
-The first pass has prompts, as in a job whose slots refill; in the following passes every slot decodes. ``simulate`` (in
-``api``) and the command line present the results.
-"""
+"""Simulate a policy's passes on a virtual clock, built by a schedule and priced by the ledger. The first pass has
+prompts, as in a job whose slots refill; in the following passes every slot decodes."""
 
 from __future__ import annotations
 
@@ -49,13 +46,12 @@ class PassRun:
 
     @property
     def busy_s(self) -> dict[Lane, float]:
-        """Busy seconds by lane, in the order of the enumeration; idle lanes are left out."""
+        """Busy seconds by lane, in the order of the enumeration, without idle lanes."""
         found = self.timeline.busy_s()
         return {lane: found[lane] for lane in Lane if found.get(lane, 0.0) > 0}
 
     @property
     def binding(self) -> Lane:
-        """The busiest lane."""
         busy = self.busy_s
         return max(busy, key=busy.__getitem__)
 
@@ -67,12 +63,9 @@ class PassRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedRun:
-    """The simulated passes of one schedule, on one clock. ``with_prompts`` is None where the job has no such pass;
-    ``estimate`` is the ledger's estimate of the same schedule.
-
-    ``tokens_per_s`` is the rate of the whole job: the estimated seconds of passes with and without prompts, scaled by
-    the ratio of simulated to estimated seconds of each kind.
-    """
+    """The simulated passes of one schedule, on one clock; ``with_prompts`` is None if the job has no such pass.
+    ``tokens_per_s`` is the rate of the whole job: estimated seconds of passes with and without prompts, scaled by the
+    ratio of simulated to estimated seconds of each kind."""
 
     schedule: str
     estimate: Estimate
@@ -87,16 +80,12 @@ class SimulatedRun:
 
     @property
     def timelines(self) -> tuple[Timeline, ...]:
-        """The timelines of all passes, in order."""
         first = () if self.with_prompts is None else (self.with_prompts.timeline,)
         return (*first, *(run.timeline for run in self.decode))
 
 
 class SimulationSetup:
-    """One policy, resolved or not, of one model on one machine for one workload.
-
-    ``estimate`` is the ledger's estimate of the policy's own schedule.
-    """
+    """One policy, resolved or not, of one model on one machine for one workload; ``estimate``: the ledger's."""
 
     def __init__(self, policy: Policy, model: ModelProfile, hardware: HardwareProfile, workload: Workload) -> None:
         hardware = with_gpus(hardware, policy.gpus)
@@ -108,30 +97,23 @@ class SimulationSetup:
         self._placement: Placement = place(model, policy)
 
     def estimate_of(self, schedule: str) -> Estimate:
-        """The ledger's estimate of the policy with ``schedule`` in place of its own."""
         policy = replace(self.policy, schedule=schedule)
         return estimate(self.model, policy, self.workload, self._speeds, dtype=self._dtype)
 
     def schedules(self) -> tuple[str, ...]:
-        """Names of the schedules that the policy's devices allow."""
         policy = self.policy
         placed = {"attention": policy.attention_device, "experts": EXPERT_PLACES[policy.ffn_device]}
         return tuple(name for name in SCHEDULES if misfit(name, discrete=policy.discrete, **placed) is None)
 
     def roofs(self) -> dict[str, float]:
-        """The most bytes per second of each lane, by lane; links that the machine lacks are left out."""
+        """The most bytes per second of each lane; links that the machine lacks are left out."""
         speeds = self._speeds
         rates = {Lane.DISK: speeds.disk, Lane.STAGE: speeds.stage, Lane.H2D: speeds.h2d, Lane.D2H: speeds.d2h}
         there = (Lane.DISK, Lane.STAGE, Lane.H2D, Lane.D2H) if self.policy.discrete else (Lane.DISK,)
         return {str(lane): rates[lane] for lane in there if 0 < rates[lane] < math.inf}
 
     def simulated_run(self, schedule: str, *, passes: int = STEADY_PASSES) -> SimulatedRun:
-        """Simulate one pass with prompts, where the job has one, and ``passes`` decode passes.
-
-        Raises:
-            ConfigError: the schedule does not exist, or these devices do not allow it; or the passes have more than
-                `MOST_TASKS` tasks.
-        """
+        """One pass with prompts, if the job has one, and ``passes`` decode passes; ConfigError above `MOST_TASKS`."""
         self._check_size(passes + 1)
         loads = [found for found in (self._prompt_loads(), *[self._decode_loads()] * passes) if found]
         steps = list(self._steps(schedule, loads))
@@ -155,8 +137,7 @@ class SimulationSetup:
         return self._built(schedule, self._decode_loads(), self._prefetched(schedule)).lane_bytes()
 
     def _check_size(self, passes: int) -> None:
-        """Refuse too many passes before any schedule is built: each layer of each micro-batch is about five tasks, each
-        part of a streamed page is two."""
+        """Refuse too many passes before any schedule is built, by a rough count of tasks."""
         policy, running = self.policy, min(self.policy.batch_size, self.workload.num_requests)
         count = -(-running // policy.micro_batch_size) + policy.prompt_micro_batches
         tasks = passes * (5 * count * self.model.num_layers + 2 * len(self._layout.streamed))
@@ -217,7 +198,7 @@ class SimulationSetup:
         return [MicroBatchLoad(decode_tokens=size, context=context, rows=size) for size in sizes]
 
     def _prompt_loads(self) -> list[MicroBatchLoad]:
-        """Micro-batches of a pass with prompts; empty where the job has no such pass."""
+        """Micro-batches of a pass with prompts; empty if the job has no such pass."""
         phase = _prompts(self.estimate)
         if phase is None:
             return []
@@ -250,7 +231,7 @@ class SimulationSetup:
 
 
 def _prompts(priced: Estimate) -> Phase | None:
-    """The passes that refill slots, or the first ones where no slot is ever refilled."""
+    """The passes that refill slots, or the first ones if no slot is ever refilled."""
     phases = {phase.name: phase for phase in priced.phases if phase.prompt_tokens >= 1}
     return phases.get("prompts") or phases.get("first prompts")
 

@@ -1,9 +1,5 @@
-"""Arenas: named memory regions whose sizes are announced before loading. They hold every long-lived byte of a run.
-
-Host memory is on huge pages, and page-locked in place where a device accesses it by DMA: torch's pinned allocator
-rounds every size up to a power of two, which the plan does not account for. Uses the CUDA runtime (ROCm's is the same
-under another name).
-"""
+"""Arenas: named memory regions, announced before loading, that hold every long-lived byte of a run. Host memory is
+page-locked in place for DMA, because torch's pinned allocator rounds sizes up to a power of two."""
 
 from __future__ import annotations
 
@@ -30,15 +26,9 @@ _BOUNDS_ONLY = frozenset({"transient", "host_transient", "runtime"})
 
 
 def allocate(footprint: Footprint, device: torch.device, *, pinned_pages: bool = False) -> dict[str, Tensor]:
-    """One uint8 tensor per purpose: device arenas on ``device``, host arenas for transfers pinned if ``device`` is not
-    the CPU.
-
-    The host KV cache is pinned too if the device attends over it, and host experts with ``pinned_pages``.
-    ``transient``, ``host_transient`` and ``runtime`` are bounds on other allocations and get no region.
-
-    Raises:
-        BudgetError: the system refuses a region that the plan accounted for.
-    """
+    """One uint8 tensor per purpose, except the bounds ``transient``, ``host_transient`` and ``runtime``; raises
+    BudgetError if the system refuses a region. Pinned, if ``device`` is not the CPU: host arenas for transfers, the KV
+    cache if the device attends over it, and host experts with ``pinned_pages``."""
     arenas = {}
     attends = any(arena.purpose == "kv_buffer" for arena in footprint.arenas)
     crossing = _PINNED | ({"kv"} if attends else set()) | ({"host_experts"} if pinned_pages else set())
@@ -60,13 +50,13 @@ def allocate(footprint: Footprint, device: torch.device, *, pinned_pages: bool =
 
 
 def slots(arena: Tensor, slot_bytes: int) -> Iterator[Tensor]:
-    """Consecutive slots of ``slot_bytes`` bytes in ``arena``."""
+    """Consecutive slots of ``slot_bytes`` bytes."""
     for start in range(0, arena.numel(), slot_bytes):
         yield arena[start : start + slot_bytes]
 
 
 def typed(arena: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A view of the arena's first bytes as ``shape`` of ``dtype``."""
+    """A view of the first bytes of ``arena``."""
     size = dtype.itemsize
     for extent in shape:
         size *= extent
@@ -82,19 +72,14 @@ def _region(size: int, where: torch.device, device: torch.device, *, pinned: boo
 
 
 def on_huge_pages(size: int) -> Tensor:
-    """``size`` bytes of host memory, aligned to a huge page where the system has them: sequential reads of weights
-    and caches then avoid TLB misses (docs/log.md). Pages are committed on first write.
-    """
+    """``size`` bytes of host memory, on huge pages where the system has them, so that sequential reads avoid TLB misses
+    (docs/log.md). Pages are committed on first write."""
     raw = torch.frombuffer(_mapped(size), dtype=torch.uint8)
     return raw[_start(raw) :][:size]
 
 
 def page_locked(size: int, device: torch.device) -> Tensor:
-    """``size`` bytes of page-locked host memory, which ``device`` reads and writes by DMA.
-
-    Raises:
-        RuntimeError: the system refuses to lock that much.
-    """
+    """``size`` bytes of host memory for DMA by ``device``; raises RuntimeError if the system refuses."""
     if not locks_in_place(device.type):
         return _aligned_empty(size, pin_memory=True)
     return _locked(size)
@@ -102,7 +87,7 @@ def page_locked(size: int, device: torch.device) -> Tensor:
 
 @functools.cache
 def locks_in_place(device_type: str) -> bool:
-    """True if memory can be locked in place; tested with one huge page."""
+    """True if memory can be locked in place, tested with one huge page."""
     if device_type != "cuda":
         return False
     try:

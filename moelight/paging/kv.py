@@ -1,8 +1,5 @@
-"""The paged KV cache: blocks of tokens, assigned to sequences through block tables, without padding.
-
-A block of a sequence has the same index in every layer. Two layouts: `KVCache` for CPU attention, which reads blocks in
-place; `TokenCache` for device attention, whose contexts are copied, one on each tier that holds blocks.
-"""
+"""The paged KV cache: blocks of tokens, assigned to sequences through block tables, with the same index in every layer.
+Two layouts: CPU attention reads `KVCache` in place; contexts of `TokenCache` are copied for device attention."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from moelight.profiles.model import AttentionSpec
 
 
 class KVCache:
-    """``layer(l)`` returns that layer's key and value caches, each ``[blocks, Hkv, block_size, D]``."""
+    """Keys and values for CPU attention."""
 
     def __init__(
         self, arena: Tensor, spec: AttentionSpec, *, num_layers: int, blocks: int, block_size: int, dtype: torch.dtype
@@ -29,20 +26,18 @@ class KVCache:
         self._layers = [(pool[layer, 0], pool[layer, 1]) for layer in range(num_layers)]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of ``layer``."""
+        """Keys and values of ``layer``, each ``[blocks, Hkv, block_size, D]``."""
         return self._layers[layer]
 
 
 class TokenCache:
-    """``layer(l)`` returns that layer's cache ``[slots, 2, Hkv, D]``: slot block * block_size + offset holds a
-    token's key and value, so consecutive tokens are copied as one range.
-    """
+    """Keys and values for device attention: slot block * block_size + offset holds a token's key and value."""
 
     def __init__(self, arena: Tensor, spec: AttentionSpec, *, num_layers: int, slots: int, dtype: torch.dtype) -> None:
         self._pool = typed(arena, dtype, (num_layers, slots, 2, spec.num_kv_heads, spec.head_dim))
 
     def layer(self, layer: int) -> Tensor:
-        """Keys and values of ``layer``."""
+        """``[slots, 2, Hkv, D]`` of ``layer``."""
         return self._pool[layer]
 
 
@@ -56,8 +51,8 @@ class BlockPool:
     """Allocator of KV blocks with reference counts and a prefix index.
 
     Blocks below ``host_blocks`` are in host memory, the other ``device_blocks`` on the device. Allocations keep the
-    device's share of blocks as exactly as whole blocks allow, per ``take`` (within one block), in total, and evenly
-    along the sequence; one tier replaces the other only when that other is exhausted.
+    device's share of blocks as exactly as whole blocks allow, per ``take``, in total, and evenly along the sequence;
+    one tier replaces the other only when that one is exhausted.
 
     A block is in use until every sequence that took or shares it has released it. A block with a key can be found even
     when free, until it is reallocated: on each tier, free blocks without a key are reallocated first, then the least
@@ -74,15 +69,13 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Number of free blocks."""
         return len(self._on_host) + len(self._on_device)
 
     def free_beside(self, shared: Sequence[int]) -> int:
-        """Number of free blocks that are not in ``shared``."""
         return self.free - sum(not self._holders[block] for block in shared)
 
     def take(self, count: int) -> list[int]:
-        """Allocate ``count`` blocks in the order of a sequence's positions, lowest free ones of each tier first."""
+        """Allocate blocks in the order of a sequence's positions, lowest free ones of each tier first."""
         if count > self.free:
             raise MoelightError(f"{count} KV blocks asked for, {self.free} are free")
         there, twice = self._device_part(count), 2 * max(count, 1)
@@ -102,31 +95,29 @@ class BlockPool:
             self._holders[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop a reference to each of ``blocks``. The last, useful to the fewest prompts, are reallocated first."""
+        """Drop a reference to each of ``blocks``; the last of them are reallocated first."""
         for block in reversed(blocks):
             self._holders[block] -= 1
             if not self._holders[block]:
                 self._side(block).add(block, named=block in self._keys)
 
     def find(self, key: bytes) -> int | None:
-        """The block indexed under ``key``, or None."""
+        """The block indexed under ``key``."""
         return self._found.get(key)
 
     def name(self, block: int, key: bytes) -> bool:
-        """Index ``block``, which is in use, under ``key``; False if another block is indexed under it already."""
+        """Index ``block``, which is in use, under ``key``; False if another block has that key."""
         if key in self._found:
             return False
         self._keys[block], self._found[key] = key, block
         return True
 
     def forget(self, block: int) -> None:
-        """Remove ``block`` from the index."""
         if self._unname(block) and not self._holders[block]:
             self._side(block).remove(block)
             self._side(block).add(block, named=False)
 
     def forget_all(self) -> None:
-        """Remove all blocks from the index."""
         for block in list(self._keys):
             self.forget(block)
 
@@ -140,9 +131,7 @@ class BlockPool:
         return self._on_host if block < self.host_blocks else self._on_device
 
     def _device_part(self, count: int) -> int:
-        """Number of the next ``count`` blocks to place on the device: the integer next to the device's share of
-        ``count`` that keeps all blocks in use closest to that share.
-        """
+        """Of the next ``count`` blocks; keeps all blocks in use closest to the device's share."""
         if not self.blocks:
             return 0
         device_blocks = self.blocks - self.host_blocks
@@ -155,7 +144,7 @@ class BlockPool:
 
 
 class _Free:
-    """Free blocks of one tier; named ones can be found again, and are overwritten last."""
+    """Free blocks of one tier; those with a key are reallocated last."""
 
     def __init__(self, blocks: range) -> None:
         self._plain = list(reversed(blocks))

@@ -1,7 +1,4 @@
-"""Stores of offloaded experts: a private file on a disk, or host memory; and the copies from host memory to slots.
-
-A page takes ``slot_bytes`` in every store. Does not depend on which pages are requested.
-"""
+"""Stores of offloaded experts (a private file on disk, or host memory), and the copies from host memory to slots."""
 
 from __future__ import annotations
 
@@ -30,25 +27,23 @@ Tensors = Iterable[tuple[int, int, Tensor]]  # (expert, first byte in its page, 
 
 
 class OffloadStore(Protocol):
-    """Holds every page of a model. ``where`` describes the location."""
+    """Holds every page of a model; ``where`` describes the location."""
 
     where: str
 
     @property
     def busy_s(self) -> float:
-        """Seconds with a transfer in flight, as far as the host can tell."""
+        """Seconds with a transfer in flight, as far as the host knows."""
         ...
 
-    def keep(self, layer: int, name: str, tensors: Tensors) -> None:
-        """Copy the experts of ``layer``, called ``name``, into the store."""
-        ...
+    def keep(self, layer: int, name: str, tensors: Tensors) -> None: ...
 
     def kept(self) -> None:
         """Called once all layers are stored."""
         ...
 
     def start(self, page: Page, into: Into) -> PendingPage:
-        """Start to copy a page, or parts of it; pages are copied in the order of calls."""
+        """Start to copy a page, or parts of it, in the order of calls."""
         ...
 
     def close(self) -> None:
@@ -57,15 +52,11 @@ class OffloadStore(Protocol):
 
 
 class DiskStore:
-    """Pages in a private file, read past the page cache. The file is unlinked once it is written, so it disappears with
-    the process however that ends.
-
-    Raises:
-        ConfigError: ``directory`` cannot be written, or has too little space.
-    """
+    """Pages in a private file, read past the page cache and unlinked once written, so that it ends with the process;
+    raises ConfigError if ``directory`` cannot be written or has too little space."""
 
     def __init__(self, directory: Path, experts: Sequence[int], slot_bytes: int) -> None:
-        """``experts``: their number in each layer."""
+        """``experts``: number of experts in each layer."""
         self._num_experts, self._slot_bytes = max(experts), slot_bytes
         size = len(experts) * self._num_experts * slot_bytes
         try:
@@ -88,11 +79,7 @@ class DiskStore:
         return self._reader.counts().busy_s if self._reader is not None else 0.0
 
     def keep(self, layer: int, name: str, tensors: Tensors) -> None:
-        """Copy a layer to the file and drop it from the page cache.
-
-        Raises:
-            ConfigError: the write fails.
-        """
+        """Write the layer and drop it from the page cache; raises ConfigError if the write fails."""
         try:
             for expert, offset, tensor in tensors:
                 left, at = memoryview(bytes_of(tensor.cpu()).numpy()), self._at(layer, expert) + offset  # type: ignore[arg-type]  # numpy's arrays are buffers from Python 3.12 on
@@ -115,7 +102,7 @@ class DiskStore:
 
     def close(self) -> None:
         if self._reader is not None:
-            with suppress(OSError):  # of pages that nobody waited for
+            with suppress(OSError):  # of reads that nothing waited for
                 self._reader.close()
         self._unlink()
 
@@ -130,8 +117,6 @@ class DiskStore:
 
 
 class _DiskRead:
-    """A disk read of one page in flight."""
-
     def __init__(self, ticket: ReadTicket, page: Page) -> None:
         self.done, self._ticket, self._page = ticket.done, ticket, page
 
@@ -149,7 +134,7 @@ class HostStore:
     """Pages in host memory, page-locked if ``device`` fetches them across a link."""
 
     def __init__(self, device: torch.device, experts: Sequence[int], slot_bytes: int) -> None:
-        """``experts``: their number in each layer."""
+        """``experts``: number of experts in each layer."""
         self._device, self._experts, self._slot_bytes = device, experts, slot_bytes
         self._pages: dict[int, Tensor] = {}
         self._copies = copies_to(device)
@@ -186,26 +171,23 @@ class HostStore:
 
 
 class _CopyInFlight:
-    """A copy in flight."""
-
     def __init__(self, wait: Callable[[], None], done: Callable[[], bool]) -> None:
         self.wait, self.done = wait, done
 
 
 class CopyThread:
-    """Copies within host memory by one thread, in the order of calls."""
+    """Copies within host memory, by one thread in the order of calls."""
 
     def __init__(self) -> None:
         self.busy_s = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moelight-experts")
 
     def start(self, copies: Sequence[tuple[Tensor, Tensor]]) -> PendingPage:
-        """Start ``copies``, (destination, source) each."""
+        """``copies``: (destination, source) each."""
         future = self._thread.submit(self._copy, copies)
         return _CopyInFlight(future.result, future.done)
 
     def close(self) -> None:
-        """Finish all copies."""
         self._thread.shutdown()
 
     def _copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -216,17 +198,17 @@ class CopyThread:
 
 
 class CopyStream:
-    """Copies to a device on a stream of their own. A copy waits for all earlier work on the compute stream, so a slot
-    is overwritten only after its last use; the compute stream waits for the copies it needs."""
+    """Copies to a device on a stream: a copy waits for all earlier work on the compute stream, so a slot is overwritten
+    only after its last use; the compute stream waits for the copies that it needs."""
 
     busy_s = 0.0
 
     def __init__(self, stream: Any, compute: Callable[[], Any], new_event: Callable[[], Any]) -> None:
-        """``compute`` returns whichever stream is current where a layer computes."""
+        """``compute`` returns the stream that is current where a layer computes."""
         self._stream, self._compute, self._new_event = stream, compute, new_event
 
     def start(self, copies: Sequence[tuple[Tensor, Tensor]]) -> PendingPage:
-        """Start ``copies``, (destination, source) each."""
+        """``copies``: (destination, source) each."""
         before, after = self._new_event(), self._new_event()
         before.record(self._compute())
         self._stream.wait_event(before)
@@ -237,7 +219,6 @@ class CopyStream:
         return _CopyInFlight(lambda: self._compute().wait_event(after), lambda: True)
 
     def close(self) -> None:
-        """Finish all copies."""
         self._stream.synchronize()
 
 

@@ -1,7 +1,4 @@
-"""Which experts of a model are resident: a `Residency` addressed by the layer numbers of the model.
-
-Layers without experts are not passed to `Residency`. Depends only on keys, slots and counters; not thread-safe.
-"""
+"""Which experts of a model are resident: a `Residency` addressed by layer numbers of the model. Not thread-safe."""
 
 from __future__ import annotations
 
@@ -26,8 +23,7 @@ _NOTHING: IntArray = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
-    """Model properties used by the manager: ``moe_layers`` marks the layers with experts; ``facts`` identify the model
-    in profiles."""
+    """Model properties that residency depends on; ``facts`` identify the model in profiles."""
 
     moe_layers: tuple[bool, ...]
     num_experts: int
@@ -40,7 +36,6 @@ class ResidencyManager:
     """Tracks the resident experts over the passes of an engine or an attached model.
 
     Attributes:
-        residency: the policy applied to the model.
         learns: True if residents may be evicted for other experts.
         table: int32 [layers, experts], the slot of each resident expert, else -1.
         version: number that changes whenever ``table`` does.
@@ -57,18 +52,13 @@ class ResidencyManager:
         batch: int = 1,
         most_slots: int | None = None,
     ) -> None:
-        """Create a cache with as many slots as there are pages in ``resident``, which are the first residents.
+        """Create a cache; raises ConfigError if the policy cannot be met.
 
         Args:
-            resident: None: the capacity is the policy's, and nothing is resident but `first_pages`.
-            learns: residents may be evicted for other experts.
-            profile: known routing of the model; if it ``learns``, the most used experts are the first residents
-                instead.
+            resident: first residents, one slot each; None: the policy's capacity, with only `first_pages` resident.
+            profile: known routing; if the cache ``learns``, the most used experts are the first residents instead.
             batch: sequences of a pass.
             most_slots: largest number of slots that will be allocated; None: as many as ``resident``.
-
-        Raises:
-            ConfigError: the policy cannot be met.
         """
         self.model, self.learns = model, learns
         self._layers = [layer for layer, moe in enumerate(model.moe_layers) if moe]
@@ -112,16 +102,12 @@ class ResidencyManager:
         return self.residency.cache.predictor.rules.strategy == "next_router"
 
     def pages(self) -> frozenset[Page]:
-        """Return the resident pages."""
         return frozenset(Page(layer=int(layer), expert=int(e)) for layer, e in np.argwhere(self.table >= 0))
 
     def choose(
         self, layer: int, ids: NDArray[Any], weights: NDArray[Any], *, leave: frozenset[int] = frozenset()
     ) -> Access:
-        """Access the cache for tokens routed to ``ids`` int [T, k] of ``layer`` with ``weights`` [T, k].
-
-        ``leave``: missing experts that are computed where they are stored and not admitted.
-        """
+        """Access the cache for ``ids`` int [T, k] with ``weights`` [T, k]; missing experts in ``leave`` get no slot."""
         row, missing_before = self._row[layer], self._away(layer)
         self._confidence.flush(row, ids)
         self._decision.flush(row, ids)
@@ -133,7 +119,7 @@ class ResidencyManager:
     def use(
         self, layer: int, ids: NDArray[Any], weights: NDArray[Any], *, leave: frozenset[int] = frozenset()
     ) -> Access:
-        """`choose`, and lease every expert that has a slot until `end_use`."""
+        """`choose`, and lease every expert with a slot until `end_use`."""
         found = self.choose(layer, ids, weights, leave=leave)
         here = [*found.hits.tolist(), *found.misses[found.slots >= 0].tolist()]
         self.lease(layer, here)
@@ -141,25 +127,23 @@ class ResidencyManager:
         return found
 
     def end_use(self) -> None:
-        """End the leases of `use`."""
         while self._in_use:
             self.release(*self._in_use.pop())
 
     def first_pages(self) -> list[tuple[Page, int]]:
-        """Return the pages to load before the first pass, with their slots."""
+        """Pages to load before the first pass, with their slots."""
         return [
             (Page(layer=self._layers[row], expert=expert), slot)
             for row, expert, slot in self.residency.begin_with.tolist()
         ]
 
     def note(self, layer: int, ids: NDArray[Any], weights: NDArray[Any]) -> None:
-        """Count a whole pass that routed to ``ids`` [T, k]; no expert is admitted or evicted."""
+        """Count the routing ``ids`` [T, k] of a whole pass; no expert is admitted or evicted."""
         found = self.residency.access(self._row[layer], ids, weights, admit=False, rules=False)
         self._count_missing(len(ids), len(found.misses), self._away(layer))
 
     def missing_share(self, tokens: int) -> float | None:
-        """Return the share of the offloaded experts that passes of as many ``tokens`` routed to recently; None if
-        unknown."""
+        """Share of the offloaded experts that passes of about ``tokens`` tokens recently routed to; None if unknown."""
         return self._missing.get(tokens.bit_length())
 
     def _away(self, layer: int) -> int:
@@ -171,8 +155,7 @@ class ResidencyManager:
             self._missing[size] = now + MISSING_DECAY * (self._missing.get(size, now) - now)
 
     def prediction(self, layer: int) -> IntArray:
-        """Return the offloaded experts of ``layer`` that are worth a prefetch once the layer before has routed, the
-        likeliest first."""
+        """Offloaded experts of ``layer`` worth a prefetch once the layer before has routed, the likeliest first."""
         row, resident = self._row[layer], self.residency.cache.slot_table >= 0
         if self.predicts_experts:
             self.residency.hint(row, *self._decision.likely(row))
@@ -182,18 +165,17 @@ class ResidencyManager:
         return _NOTHING
 
     def hint(self, layer: int, ids: NDArray[Any], weights: NDArray[Any]) -> None:
-        """Record an early evaluation of the router of ``layer``: ``ids`` [T, k] with ``weights`` [T, k] for the next
-        tokens of the pass."""
+        """Record an early evaluation of the router of ``layer`` for the next tokens of the pass."""
         self._decision.add(self._row[layer], ids, weights)
 
     def expect(self, layer: int, ids: NDArray[Any], weights: NDArray[Any]) -> None:
-        """Tell the predictor that the router of ``layer`` would choose ``ids`` [T, k] with ``weights`` [T, k]."""
+        """Give the predictor the probable choice of the router of ``layer``."""
         distinct, places = np.unique(ids, return_inverse=True)
         mass = np.asarray(np.bincount(places.ravel(), weights.ravel(), minlength=len(distinct)), np.float64)
         self.residency.hint(self._row[layer], distinct, mass)
 
     def admit_ahead(self, layer: int) -> list[tuple[int, Prefetch]]:
-        """Admit what the predictor expects of coming layers after ``layer`` was served, as (layer, `Prefetch`)."""
+        """Admit the experts that are predicted for coming layers after ``layer`` was served."""
         found = [(self._layers[row], each) for row, each in self.residency.ahead(self._row[layer])]
         self._follow()
         return found
@@ -207,19 +189,18 @@ class ResidencyManager:
         self.residency.cache.release(self._row[layer], ids)
 
     def profile(self) -> ActivationProfile:
-        """Return the routing counts and learned affinities of this run."""
+        """Routing counts and learned affinities of this run."""
         self._counted.transitions = self.residency.transitions
         return self._counted
 
     def stats(self, stalls: Mapping[str, float] | None = None) -> dict[str, Any]:
-        """Return all statistics for JSON; layers are MoE layers, with their numbers in the model."""
+        """All statistics for JSON, by the model's layer numbers."""
         found = self.residency.stats(stalls)
         for each in (*found["layers"], *found["pinned"]):
             each["layer"] = self._layers[each["layer"]]
         return found
 
     def _follow(self) -> None:
-        """Copy the slot table of the cache into ``table``."""
         now = self.residency.cache.slot_table
         if not np.array_equal(self.table[self._layers], now):
             self.table[self._layers] = now
@@ -227,11 +208,10 @@ class ResidencyManager:
 
 
 def _within(policy: ExpertPolicy, slots: int) -> ExpertPolicy:
-    """Return ``policy`` with a total of ``slots`` slots."""
     rules = None if policy.per_layer is None else replace(policy.per_layer, total_budget=slots)
     return replace(policy, cache=replace(policy.cache, capacity=Capacity(value=slots)), per_layer=rules)
 
 
 def _unmoved(policy: ExpertPolicy, slots: int) -> ExpertPolicy:
-    """Return a policy with static residents, for counting only."""
+    """``policy`` with static residents, for counting only."""
     return ExpertPolicy(name="static", cache=CacheRules(capacity=Capacity(value=slots)), schedule=policy.schedule)

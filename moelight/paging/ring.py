@@ -1,10 +1,8 @@
 """On-demand passes of the engine: missing pages pass through a ring, and may become resident there.
 
-The resident pages that a layer uses are leased until the experts of the next MoE layer are chosen; until then their
-slots are not overwritten. The lease covers every reader, because the routers of the next layer run after the experts of
-this one. A page that becomes resident exchanges its memory with the evicted page (`PageStore.swap`), so the ring also
-holds evicted pages and pages that did not become resident, until their memory is needed; a later request finds them
-there. Does not depend on eviction policies or on the order of tasks.
+A layer's resident pages are leased until the experts of the next MoE layer are chosen, which is after the last use. A
+page that becomes resident exchanges its memory with the evicted page (`PageStore.swap`), so a later request may find
+evicted pages in the ring.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ class LayerDemand:
     """Pages and weights that one layer of one pass needs.
 
     Attributes:
-        late: missing experts, whose pages are not transferred yet when the demand is computed.
+        late: experts whose pages were missing when the demand was computed.
         on_cpu: weights of the experts that the CPU computes in place, beside a GPU; empty if there are none.
         experts: weights of the other routed experts; None for all others.
         transfers: pages to transfer, ``read_pages`` of them from disk, since ``since_s``.
@@ -46,7 +44,7 @@ class LayerDemand:
     since_s: float = 0.0
 
     def wait(self) -> None:
-        """Block until all pages have been read; raise the error of a read."""
+        """Block until all pages have been read; raises the error of a read."""
         for transfer in self.coming:
             transfer.wait()
         if self.read_pages:
@@ -55,11 +53,7 @@ class LayerDemand:
 
 
 class RingPager:
-    """Pages of on-demand passes.
-
-    The state is that of the last layer demanded by any pass: a pass may be launched while the previous one still runs.
-    Not thread-safe.
-    """
+    """Pages of on-demand passes, in the state of the last layer demanded by any pass; not thread-safe."""
 
     def __init__(
         self,
@@ -70,12 +64,7 @@ class RingPager:
         leave: Leave | None = None,
         remembers: bool = True,
     ) -> None:
-        """Create a pager.
-
-        Args:
-            leave: selects the missing experts that the CPU computes in place; None: none.
-            remembers: reuse pages that are still in the ring.
-        """
+        """``leave`` selects the missing experts that the CPU computes; ``remembers``: reuse pages still in the ring."""
         self.store, self.residency, self.stats = store, residency, TransferStats()
         self._start_page, self._leave, self._remembers = start_page, leave, remembers
         self._num_experts = store.table.shape[1]
@@ -87,12 +76,8 @@ class RingPager:
             self._resident[int(store.table[layer, expert])] = Page(layer=layer, expert=expert)
 
     def begin(self, prefetched: Mapping[Page, int], left: Mapping[Page, int] | None) -> None:
-        """Begin a pass.
-
-        Args:
-            prefetched: ring slots that a whole pass prefetched for this one, possibly still in transfer.
-            left: ring slots that the whole pass used last; None after an on-demand pass.
-        """
+        """Begin a pass after a whole pass that prefetched ``prefetched`` (ring slots, possibly still in transfer) and
+        used ``left`` last; ``left`` None: after an on-demand pass."""
         if left is None:
             return
         there = {slot: page for page, slot in left.items()}
@@ -101,13 +86,12 @@ class RingPager:
             self.ring.give(slot, there.get(slot))
 
     def land(self) -> None:
-        """Wait for all pending transfers; all layers have been demanded, and their experts are done."""
+        """Wait for all pending transfers, after the experts of all layers."""
         self._settle(keep=None)
         self._release()
 
     def demand(self, layer: int, ids: np.ndarray, weights: np.ndarray) -> LayerDemand:
-        """Find the pages of ``layer``, which routed to ``ids`` int [T, k] with ``weights`` [T, k], and begin the reads
-        of those that are on disk."""
+        """Find the pages of ``layer``, routed to ``ids`` int [T, k] with ``weights`` [T, k], and begin disk reads."""
         self._settle(keep=layer)
         self._release()
         for page in [page for page in self.prefetched if page.layer != layer]:
@@ -131,11 +115,8 @@ class RingPager:
         return demand
 
     def prefetch(self, layer: int) -> int:
-        """Begin to transfer the predicted pages of ``layer``; return their bytes.
-
-        Only a layer that needs such a page waits for it. Pages that cross a link are copied on the current stream. One
-        slot of the ring stays for each expert of the layer that is not resident.
-        """
+        """Begin to transfer the predicted pages of ``layer``; return their bytes. A copy across a link is on the
+        current stream; one slot of the ring remains for each expert of the layer that is not resident."""
         ring, store, moved = self.ring, self.store, 0
         most = int((store.table[layer] < 0).sum())
         for expert in self.residency.prediction(layer).tolist():
@@ -157,8 +138,7 @@ class RingPager:
         return moved
 
     def _settle(self, keep: int | None) -> None:
-        """Wait for prefetches of layers other than ``keep``. Read errors are ignored: a layer that needs such a page
-        reads it again."""
+        """Read errors are ignored, because a layer that needs the page reads it again."""
         for transfer in [transfer for transfer in self.ring.in_flight.values() if transfer.page.layer != keep]:
             del self.ring.in_flight[transfer.slot]
             try:
@@ -168,14 +148,13 @@ class RingPager:
                 self.ring.give(transfer.slot, None)
 
     def _release(self) -> None:
-        """Release the leased pages and the ring slots of the previous layer, whose experts are done."""
         for slot in self._passing:
             self.ring.give(slot, self.ring.pages[slot])
         self._passing = []
         self.residency.end_use()
 
     def _bring(self, page: Page, slot: int, demand: LayerDemand) -> ExpertWeights:
-        """Weights of ``page`` at its destination: resident in ``slot``, or in the ring if ``slot`` is negative."""
+        """Weights of ``page``: resident in ``slot``, or in the ring if ``slot`` is negative."""
         store, ring = self.store, self._in_ring(page, demand)
         if ring is None:
             ring = self.ring.take()
@@ -190,7 +169,7 @@ class RingPager:
         return store.resident_views[slot]
 
     def _in_ring(self, page: Page, demand: LayerDemand) -> int | None:
-        """Ring slot that holds or will hold ``page``, from now on owned by the caller; None if there is none."""
+        """Ring slot that holds or will hold ``page``; the caller owns the slot."""
         if page in self.prefetched:
             return self.prefetched.pop(page)
         transfer = next((each for each in self.ring.in_flight.values() if each.page == page), None)
@@ -205,7 +184,6 @@ class RingPager:
         return transfer.slot
 
     def _left_to_cpu(self, layer: int, ids: np.ndarray) -> frozenset[int]:
-        """Missing experts that the CPU computes in place."""
         if self._leave is None:
             return frozenset()
         chosen, tokens = np.unique(ids, return_counts=True)
@@ -215,7 +193,7 @@ class RingPager:
         return frozenset(self._leave(layer, chosen[asked], tokens[asked]).tolist())
 
     def _begin_reads(self, demand: LayerDemand) -> None:
-        """Begin the reads from disk: into the ring, or into pinned memory on the way to a device."""
+        """Pages are read into the ring, or into pinned memory on the way to a device."""
         store, demand.since_s = self.store, time.perf_counter()
         for transfer in demand.transfers:
             if transfer.source is not None:

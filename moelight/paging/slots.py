@@ -16,7 +16,7 @@ class PendingPage(Protocol):
     """A read or a copy in flight."""
 
     def wait(self) -> None:
-        """Block the computation until the bytes have arrived; raise the error of the read."""
+        """Block the computation until the bytes have arrived; raises the error of the read."""
         ...
 
     def done(self) -> bool:
@@ -26,11 +26,8 @@ class PendingPage(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One page on its way ``into`` the memory of ``slot``.
-
-    ``source``: host memory that the page crosses a link from; None for a page that is read in place. ``pending``: None
-    if nothing is to be waited for.
-    """
+    """One page on its way ``into`` the memory of ``slot``, from host memory ``source`` across a link if given;
+    ``pending`` None: nothing to wait for."""
 
     page: Page
     slot: int
@@ -40,11 +37,10 @@ class Transfer:
     since_s: float = field(default_factory=time.perf_counter)
 
     def done(self) -> bool:
-        """True if the slot may be given away."""
         return self.pending is None or self.pending.done()
 
     def wait(self) -> None:
-        """Block the computation until the page has arrived; raise the error of the transfer."""
+        """Block the computation until the page has arrived; raises the error of the transfer."""
         if self.pending is not None:
             self.pending.wait()
 
@@ -55,8 +51,7 @@ class TransferStats:
 
     Attributes:
         pages: transferred pages, in ``seconds``.
-        ahead_pages: prefetched pages; ``ahead_useful`` of them were needed, ``ahead_late`` of those still in transfer
-            then.
+        ahead_pages: prefetched pages; ``ahead_useful`` were needed, ``ahead_late`` of those still in transfer then.
         spared_s: seconds of transfer that prefetches saved.
         found: needed pages that were still in the ring.
         visits: layers that used experts.
@@ -76,12 +71,11 @@ class TransferStats:
     stall_s: float = 0.0
 
     def as_dict(self) -> dict[str, float]:
-        """What on-demand passes report, for JSON."""
+        """Figures of on-demand passes, for JSON."""
         names = ("pages", "seconds", "ahead_pages", "ahead_useful", "ahead_late", "spared_s", "found")
         return {name: getattr(self, name) for name in names}
 
     def record_useful(self, transfer: Transfer) -> None:
-        """Record that a prefetched page is needed now."""
         page_s, late = self.seconds / self.pages if self.pages else 0.0, not transfer.done()
         self.ahead_useful += 1
         self.ahead_late += late
@@ -89,14 +83,12 @@ class TransferStats:
 
 
 class SlotTable:
-    """The page of each slot, transfers into slots, and the unused slots of the ring, the longest unused first.
-
-    A page can be found in an unused slot until the slot is taken.
+    """Pages of slots, transfers into slots, and unused ring slots, whose pages can be found until the slot is taken.
 
     Attributes:
         pages: what each slot holds or receives; None: nothing valid.
         in_flight: prefetched or awaited pages, by slot.
-        unused: unused slots, in order.
+        unused: the longest unused first.
     """
 
     def __init__(self, slots: int, ring: Iterable[int]) -> None:
@@ -110,7 +102,6 @@ class SlotTable:
         return page in self._where
 
     def begin(self, transfer: Transfer) -> None:
-        """Record that ``transfer`` has begun."""
         self.pages[transfer.slot], self.in_flight[transfer.slot] = transfer.page, transfer
 
     def give(self, slot: int, page: Page | None) -> None:
@@ -126,7 +117,7 @@ class SlotTable:
         return slot
 
     def find(self, page: Page) -> int | None:
-        """Take the unused slot that still holds ``page``; None if there is none."""
+        """Take the unused slot that holds ``page``, if any."""
         slot = self._where.get(page)
         if slot is not None:
             self._forget(slot)

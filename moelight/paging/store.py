@@ -1,10 +1,8 @@
 """The memory of every expert page of an engine: a resident slot on the fast tier, host memory, or a slot of the ring.
 
-The ``table``, int32 [layers, experts], holds the resident slot of each page, or -1; it changes between passes where
-residents are learned. The stream of the other pages is endless: page k of the stream is ``streamed[k % len(streamed)]``
-and occupies page k of the ring (modulo its length) from its arrival until a later page overwrites it. Pages are
-streamed in parts, so stream positions and ring slots count parts; the parts of a page are contiguous and in order. The
-schedule decides when pages are transferred; ``start`` reads files.
+``table``, int32 [layers, experts], holds the resident slot of each page, or -1. The stream of the other pages is
+endless: page k is ``streamed[k % len(streamed)]`` and occupies page k of the ring (modulo its length) until a later
+page overwrites it. Stream positions and ring slots count the parts of pages, which are contiguous and in order.
 """
 
 from __future__ import annotations
@@ -27,12 +25,8 @@ ExpertWeights = tuple[Tensor, Tensor]
 
 
 class PageStore:
-    """Page bytes in arenas of slots: ``experts`` (resident), ``host_experts`` (offloaded), ``ring`` and
-    ``pinned_ring``.
-
-    ``far`` are the pages offloaded to host memory, ``computed`` those that the CPU computes there. ``parts`` are the
-    byte ranges of a page's parts; ``view`` returns a page's ``(gate_up [2I, H], down [H, I])``.
-    """
+    """Page bytes in arenas of slots: ``experts`` (resident), ``host_experts`` (pages ``far``), ``ring`` and
+    ``pinned_ring``. ``parts`` are byte ranges of a page; ``view`` returns ``(gate_up [2I, H], down [H, I])``."""
 
     def __init__(
         self,
@@ -69,16 +63,14 @@ class PageStore:
         return [page[part.start : part.stop] for part in self._parts]
 
     def follow(self, streamed: Sequence[Page], computed: Sequence[Page]) -> None:
-        """Set the stream to the parts ``streamed`` and the CPU's pages to ``computed``, from the next pass on. All
-        other pages are resident, by the table.
-        """
+        """Set the streamed parts and the pages that the CPU computes from the next pass on."""
         whole = (page for page in streamed if page.part == 0)
         self._position_in_stream = {page: k for k, page in enumerate(whole)}
         self._computed = frozenset(computed)
         self._layers_computed = frozenset(page.layer for page in computed)
 
     def load(self, start: StartPage) -> None:
-        """Fill all resident slots and all offloaded slots in host memory, a few pages at a time."""
+        """Fill all resident and all host slots, a few pages at a time."""
         coming: deque[PendingPage] = deque()
         bounce: Tensor | None = None
         resident = [
@@ -101,46 +93,43 @@ class PageStore:
             coming.popleft().wait()
 
     def slot(self, buffer: Buffer, position: int) -> Tensor:
-        """Bytes of a part's slot in the ring or in pinned memory, relative to stream ``position``."""
+        """A part's slot in the ring or in pinned memory, relative to stream ``position``."""
         ring = self._slots[buffer.space]
         return ring[(position + buffer.index) % len(ring)]
 
     def swap(self, slot: int, ring: int) -> None:
-        """Make the page in ring page ``ring`` resident in ``slot``, by exchanging the memory of the two."""
+        """Exchange the memory of ring page ``ring`` and resident ``slot``, so that the ring's page becomes resident."""
         self.resident_pages[slot], self.ring_pages[ring] = self.ring_pages[ring], self.resident_pages[slot]
         self.resident_views[slot], self.ring_views[ring] = self.ring_views[ring], self.resident_views[slot]
         each = len(self._parts)
         self._slots["ring"][ring * each : (ring + 1) * each] = self._in_parts(self.ring_pages[ring])
 
     def ring_page(self, k: int, position: int) -> int:
-        """The ring page that holds page k of the stream, counted from ``position``."""
+        """Ring page of page k of the stream, counted from ``position``."""
         return (position // len(self._parts) + k) % len(self.ring_pages)
 
     def phase(self, position: int) -> int:
-        """The ring page at stream ``position``; passes with equal phases find the same pages in the same ring pages."""
+        """Ring page at ``position``; passes of equal phase find the same pages in the same ring pages."""
         return self.ring_page(0, position) if self.ring_pages else 0
 
     def offloaded_tier(self, page: Page) -> Tensor:
-        """Bytes of a part of a page that is offloaded to host memory."""
+        """Bytes of a part that is offloaded to host memory."""
         part = self._parts[page.part]
         return self._offloaded[replace(page, part=0)][part.start : part.stop]
 
     def offloaded_page(self, page: Page) -> Tensor | None:
-        """Bytes of a whole page that is offloaded to host memory; None for a page that is only on disk."""
+        """Bytes of a whole page; None if it is only on disk."""
         return self._offloaded.get(page)
 
     def offloaded_view(self, page: Page) -> ExpertWeights:
-        """The weights of an expert that is offloaded to host memory."""
         return self._offloaded_views[page]
 
     def begin(self, page: Page) -> int:
-        """Offset of a part in its page, bytes."""
+        """Offset of a part in its page in bytes."""
         return self._parts[page.part].start
 
     def layer_experts(self, layer: int, num_experts: int, position: int) -> list[ExpertWeights | None]:
-        """The weights of every expert of ``layer``, resident or in the ring, in the pass that began at ``position``;
-        None for experts that the CPU computes in place.
-        """
+        """Weights of the experts of ``layer`` in the pass begun at ``position``; None for experts of the CPU."""
         experts: list[ExpertWeights | None] = []
         for expert in range(num_experts):
             page, slot = Page(layer=layer, expert=expert), self.table[layer, expert]
@@ -157,6 +146,6 @@ class PageStore:
         return layer in self._layers_computed
 
     def computed_experts(self, layer: int, num_experts: int) -> list[ExpertWeights | None]:
-        """The weights of the experts of ``layer`` that the CPU computes in place; None for the others."""
+        """Weights of the experts that the CPU computes in place; None for the others."""
         pages = (Page(layer=layer, expert=expert) for expert in range(num_experts))
         return [self._offloaded_views[page] if page in self._computed else None for page in pages]

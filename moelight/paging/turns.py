@@ -1,8 +1,5 @@
-"""Experts of an attached model: a cache assigns slots, and prefetches experts into them.
-
-Every slot is handed out only as that of the page whose bytes it holds or receives. Experts that get no slot are
-streamed through a ring of `STAGED` slots. Does not depend on what an expert computes.
-"""
+"""Experts of an attached model: a cache assigns slots, and prefetches experts into them; experts without a slot are
+streamed through a ring of `STAGED` slots."""
 
 from __future__ import annotations
 
@@ -30,10 +27,8 @@ Slots = dict[int, int]  # expert -> slot
 
 
 class SlotPager:
-    """Slots of one size for the experts of all layers: uint8 ``slots`` [largest capacity + `STAGED`, slot bytes].
-
-    One thread at a time has a turn; other threads wait for its end. ``lock`` keeps every turn from beginning.
-    """
+    """Slots of the experts of all layers: uint8 ``slots`` [largest capacity + `STAGED`, slot bytes]. One thread at a
+    time has a turn; while ``lock`` is held, no turn begins."""
 
     def __init__(self, residency: ResidencyManager, store: OffloadStore, slots: Tensor) -> None:
         self.residency, self.store, self.slots = residency, store, slots
@@ -44,7 +39,6 @@ class SlotPager:
         self._leased: list[Transfer] = []  # prefetches, whose slots must not be reassigned before they arrived
 
     def turn(self, layer: int) -> Turn:
-        """The turn of one layer, a context manager."""
         return Turn(self, layer)
 
     def begin(self) -> None:
@@ -54,14 +48,13 @@ class SlotPager:
                 self._start_ahead(page, slot)
 
     def end(self) -> None:
-        """Wait for all transfers in flight; no turn may begin afterwards."""
+        """Wait for all transfers; no turn may begin afterwards."""
         with self.lock:
             for transfer in self.table.in_flight.values():
-                with suppress(MoelightError):  # nobody needs the page any more
+                with suppress(MoelightError):  # the page is no longer needed
                     transfer.wait()
 
     def prefetch(self, layer: int) -> None:
-        """Prefetch what is predicted of later layers, after ``layer`` was served."""
         for coming, found in self.residency.admit_ahead(layer):
             for expert, slot in zip(found.ids.tolist(), found.slots.tolist(), strict=True):
                 page = Page(layer=coming, expert=expert)
@@ -69,13 +62,12 @@ class SlotPager:
                 self.stats.ahead_pages += 1
 
     def settle(self) -> None:
-        """Release the leases of prefetched pages that have arrived."""
+        """Release the leases of prefetched pages that arrived."""
         for transfer in [transfer for transfer in self._leased if transfer.done()]:
             self._leased.remove(transfer)
             self.residency.release(transfer.page.layer, [transfer.page.expert])
 
     def start(self, page: Page, slot: int) -> Transfer:
-        """Start to transfer ``page`` into ``slot``."""
         before = self.table.in_flight.get(slot)
         if before is not None and not before.done():
             before.wait()  # the old page is obsolete, but two transfers must not write to one slot
@@ -87,7 +79,7 @@ class SlotPager:
         return transfer
 
     def count_hit(self, page: Page) -> None:
-        """Record that ``page`` is needed, if it was prefetched."""
+        """Update the statistics if ``page``, which is needed now, was prefetched."""
         transfer = self._prefetched.pop(page, None)
         if transfer is not None:
             self.stats.record_useful(transfer)
@@ -104,7 +96,7 @@ class SlotPager:
             del self.table.in_flight[slot]
 
     def arrived(self, slot: int) -> bool:
-        """True if nothing is on its way into ``slot``."""
+        """True if no transfer into ``slot`` is in flight."""
         transfer = self.table.in_flight.get(slot)
         return transfer is None or transfer.done()
 
@@ -115,7 +107,7 @@ class SlotPager:
 
 
 class Turn:
-    """One layer's use of experts while it computes: `need` requests experts, then `arriving` or `slot` returns them."""
+    """One layer's use of experts while it computes: `need`, then `arriving` or `slot`."""
 
     def __init__(self, pager: SlotPager, layer: int) -> None:
         self.layer = layer
@@ -139,11 +131,10 @@ class Turn:
             self._pager.lock.release()
 
     def __len__(self) -> int:
-        """Number of distinct experts requested."""
         return self._asked
 
     def need(self, ids: Ids, scores: NDArray[np.float32]) -> None:
-        """Request the experts ``ids`` [tokens, k] that the layer is about to compute, with their router weights."""
+        """Request ``ids`` [tokens, k] with their router weights."""
         pager, stats = self._pager, self._pager.stats
         pager.settle()
         access = pager.residency.use(self.layer, ids, scores)
@@ -164,28 +155,23 @@ class Turn:
         self._stage()
 
     def has(self, expert: int) -> bool:
-        """True if the expert was requested in this turn."""
         return expert in self._slots or expert in self._waiting or any(expert == each for each, _ in self._staged)
 
     def look_ahead(self) -> None:
-        """Prefetch the predicted experts of later layers, queued behind everything this layer needs.
-
-        A policy rule may have revoked slots of this turn; their bytes remain valid until the end of the turn, because
-        nothing is prefetched into them.
-        """
+        """Prefetch the predicted experts of later layers. Slots of this turn that a policy rule has revoked remain
+        valid until its end, because nothing is prefetched into them."""
         table = self._pager.residency.table[self.layer]
         if all(table[expert] == slot for expert, slot in self._slots.items()):
             self._pager.prefetch(self.layer)
 
     def slot(self, expert: int) -> int:
-        """The slot of ``expert``, after its page has arrived. A streamed expert's slot is valid until the next call for
-        another expert."""
+        """The slot of ``expert`` after its page has arrived; valid until the next expert if ``expert`` is streamed."""
         found = self._slots.get(expert)
         return self._wait(expert, self._staged_slot(expert) if found is None else found)
 
     def arriving(self, *, together: bool) -> Iterator[Slots]:
-        """Yield all requested experts in groups, those that have arrived first; with ``together``, all that have slots
-        of their own at once. A group is valid until the next one is requested."""
+        """Yield all requested experts in groups, those that have arrived first, each valid until the next;
+        ``together``: all that have slots of their own at once."""
         left = dict(self._slots)
         while left:
             ready = left if together else {expert: slot for expert, slot in left.items() if self._pager.arrived(slot)}
@@ -205,8 +191,7 @@ class Turn:
         return slot
 
     def _staged_slot(self, expert: int) -> int:
-        """The slot of a streamed expert. Streamed experts are used in request order, so those before ``expert`` are
-        dropped; one requested out of order is transferred again."""
+        """Streamed in request order: experts before ``expert`` are dropped, one out of order is transferred again."""
         if all(each != expert for each, _ in self._staged):
             if expert in self._waiting:
                 self._waiting.remove(expert)
@@ -217,7 +202,7 @@ class Turn:
         return self._staged[0][1]
 
     def _drop(self, count: int) -> None:
-        """Give back the first ``count`` ring slots, and start the next transfers."""
+        """Give back the first ``count`` ring slots and start the next transfers."""
         for _ in range(count):
             expert, slot = self._staged.popleft()
             self._ring.give(slot, self._page(expert))

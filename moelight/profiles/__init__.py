@@ -1,1 +1,1 @@
-"""Layer 1: strict, frozen records about machines, models and workloads. Does not depend on tensors or costs."""
+"""Profiles of machines, models and workloads: strict, frozen records. Does not depend on tensors or costs."""

@@ -1,7 +1,4 @@
-"""Measured speeds as functions of the size of the work: interpolated curves and families of curves.
-
-The caller defines the units of the axes.
-"""
+"""Measured speeds by size of the work, as interpolated curves; the caller defines the units of the axes."""
 
 from __future__ import annotations
 
@@ -15,9 +12,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """``y`` at each ``x``, both above 0, ``x`` ascending; piecewise linear on log-log axes, constant beyond the
-    ends.
-    """
+    """``y`` at each ``x``, both above 0, ``x`` ascending; linear on log-log axes, constant beyond the ends."""
 
     x: tuple[float, ...]
     y: tuple[float, ...]
@@ -27,15 +22,16 @@ class Curve:
     @overload
     def at(self, x: Array) -> Array: ...
     def at(self, x: Any) -> Any:
-        """The speed at ``x`` (a number or an array of any shape)."""
+        """``y`` at ``x``, a number or an array."""
         found = np.exp(np.interp(np.log(np.maximum(x, 1e-9)), np.log(self.x), np.log(self.y)))
         return found if isinstance(x, np.ndarray) else float(found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surface:
-    """Curves measured at several sizes of one operand; interpolated between sizes on a logarithmic scale, constant
-    beyond them. A single curve has size 0.
+    """Curves measured at several sizes of one operand, interpolated on a logarithmic scale of size, constant beyond.
+
+    A single curve has size 0.
     """
 
     name: str
@@ -47,7 +43,6 @@ class Surface:
     @overload
     def at(self, x: Array, size: float = 0.0) -> Array: ...
     def at(self, x: Any, size: float = 0.0) -> Any:
-        """The speed at ``x`` for an operand of ``size``."""
         if len(self.sizes) == 1 or size <= self.sizes[0]:
             return self.curves[0].at(x)
         if size >= self.sizes[-1]:
@@ -58,7 +53,6 @@ class Surface:
         return self.curves[above - 1].at(x) ** (1 - share) * self.curves[above].at(x) ** share
 
     def times(self, factor: float) -> Surface:
-        """The surface with every speed multiplied by ``factor``."""
         if factor == 1:
             return self
         curves = tuple(Curve(x=curve.x, y=tuple(y * factor for y in curve.y)) for curve in self.curves)

@@ -45,8 +45,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.012345
 class YamlNode:
     """One value of a YAML file; ``key`` is its dotted path.
 
-    Every method that reads the value raises a `ConfigError` with file, line and key where the value is not as its
-    summary says.
+    A method that reads the value raises `ConfigError` with file, line and key if the value breaks the method's rule.
     """
 
     def __init__(self, path: Path, node: yaml.Node, loader: _Loader, key: str = "") -> None:
@@ -62,15 +61,14 @@ class YamlNode:
         return f"{self._path}:{self._node.start_mark.line + 1}"
 
     def error(self, complaint: str) -> ConfigError:
-        """A `ConfigError` about this value: file, line, key, complaint."""
+        """A `ConfigError` with file, line, key and ``complaint``."""
         return ConfigError(f"{self.where}: {self.key or 'the file'} {complaint}")
 
     def is_mapping(self) -> bool:
-        """True if the value is a mapping."""
         return isinstance(self._node, yaml.MappingNode)
 
     def entries(self) -> dict[str, YamlNode]:
-        """The values of a mapping with arbitrary keys, none of them repeated."""
+        """The values of a mapping with arbitrary, distinct keys."""
         if not isinstance(self._node, yaml.MappingNode):
             raise self.error(f"must be a mapping, not {self._shown()}")
         found: dict[str, YamlNode] = {}
@@ -100,7 +98,7 @@ class YamlNode:
         return found
 
     def scalar(self) -> str | int | float | bool | None:
-        """A single value, as parsed by YAML: no date, and no number that is not finite or exceeds a float."""
+        """A single value, as parsed by YAML; neither a date nor a number that a float cannot hold."""
         value = self._value() if isinstance(self._node, yaml.ScalarNode) else self
         if not isinstance(value, (str, int, float, bool, type(None))):
             raise self.error(f"must be a single value, not {self._shown()}")
@@ -118,7 +116,6 @@ class YamlNode:
         return value
 
     def integer(self, *, least: int = 1, most: int | None = None) -> int:
-        """An integer from ``least`` to ``most``."""
         value = self.scalar()
         within = isinstance(value, int) and least <= value and (most is None or value <= most)
         if isinstance(value, bool) or not isinstance(value, int) or not within:
@@ -127,7 +124,7 @@ class YamlNode:
         return value
 
     def number(self, *, most: float, wanted: str) -> float:
-        """A number from 0 to ``most``, in words ``wanted``."""
+        """A number from 0 to ``most``; an error describes the range as ``wanted``."""
         value = self.scalar()
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
             raise self.error(f"must be a number {wanted}, not {value!r}")
@@ -142,7 +139,7 @@ class YamlNode:
             raise self.error(f"must be a day like 2026-11-03, not {self._shown()}") from None
 
     def plain(self) -> Any:
-        """The value as Python data: dicts, lists, text, numbers, true, false, None."""
+        """The value as dicts, lists and scalars."""
         if isinstance(self._node, yaml.MappingNode):
             return {name: node.plain() for name, node in self.entries().items()}
         if isinstance(self._node, yaml.SequenceNode):
@@ -163,11 +160,7 @@ class YamlNode:
 
 
 def read_yaml(path: Path) -> YamlNode:
-    """The single document of ``path``.
-
-    Raises:
-        ConfigError: unreadable, not YAML, empty, or more than one document; the message names file and line.
-    """
+    """The single, non-empty document of ``path``."""
     try:
         loader = _Loader(read_text(path, most=_MAX_FILE_BYTES))
         node = loader.get_single_node()
@@ -191,11 +184,7 @@ def yaml_comments(paragraphs: Iterable[str], width: int) -> Iterator[str]:
 
 
 def profile_directories(kind: str) -> list[Path]:
-    """The directories searched for profiles of ``kind`` (``hardware``, ``model`` or ``workload``), in order.
-
-    Raises:
-        ConfigError: the environment variable names a directory that does not exist.
-    """
+    """The directories searched for profiles of ``kind`` (``hardware``, ``model`` or ``workload``), in order."""
     directories = []
     own = os.environ.get(PROFILES_VARIABLE)
     if own:
@@ -215,11 +204,7 @@ def profile_names(kind: str) -> dict[str, Path]:
 
 
 def find_profile(kind: str, name: str) -> Path:
-    """The file of the ``kind`` profile called ``name``.
-
-    Raises:
-        ConfigError: no such profile; the message lists the known names and the closest one.
-    """
+    """The file of the ``kind`` profile called ``name``; the error for an unknown name lists the known ones."""
     known = profile_names(kind)
     if name not in known:
         listed = ", ".join(known) or "none"

@@ -1,6 +1,6 @@
-"""Hardware profiles: capacities of tiers, bandwidths of links, speeds of processors.
+"""Hardware profiles: capacities of tiers, bandwidths of links, speeds of processors, and their YAML files.
 
-Reads the YAML of ``hardware_profiles/``. Does not depend on models or costs.
+Does not depend on models or costs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BYTES_PER_S, FLOPS, SECONDS, SHARE, PROCESSORS_BUSY = "bytes/s", "flop/s", "s", 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A kind of measured number: its ``unit`` and its meaning."""
+    """A kind of measured number: its unit and its meaning."""
 
     unit: str
     says: str
@@ -94,13 +94,13 @@ class Link:
 
     @property
     def name(self) -> str:
-        """``host_to_device``."""
+        """For example ``host_to_device``."""
         return f"{self.src}{TO}{self.dst}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Processor:
-    """``count`` equal processors of kind ``name`` (``cpu`` or ``gpu``), each with a peak of ``peak_flops`` flop/s."""
+    """``count`` equal processors of kind ``name`` (``cpu`` or ``gpu``); ``peak_flops`` is the flop/s of one."""
 
     name: str
     count: int
@@ -117,12 +117,15 @@ def figures_of(part: Part | type[Part]) -> Iterator[tuple[str, str, Quantity]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareProfile:
-    """One machine. ``source`` is the origin of its figures; ``sources`` gives the origin of single figures, by dotted
-    key.
+    """One machine.
 
-    ``measured`` (see `MEASURED`) and ``efficiency`` (see `EFFICIENCY`) hold measurements, if any; ``date``
-    (``2026-11-03``) and ``notes`` are their date and method. ``spread`` is their dispersion by dotted key
-    (``efficiency.cpu_linear`` for a whole surface): the interquartile range of the samples over their median.
+    Attributes:
+        source: the origin of the figures; ``sources`` gives the origin of single figures, by dotted key.
+        measured: scalar measurements by name, see `MEASURED`.
+        efficiency: measured speeds by size of work, see `EFFICIENCY`.
+        date: the day of the measurements, such as ``2026-11-03``; ``notes`` describes their method.
+        spread: interquartile range of the samples over their median, by dotted key (``efficiency.cpu_linear`` for a
+            whole surface).
     """
 
     name: str
@@ -138,11 +141,9 @@ class HardwareProfile:
     spread: tuple[tuple[str, float], ...] = ()
 
     def tier(self, name: str) -> Tier | None:
-        """The tier called ``name``, or None."""
         return next((tier for tier in self.tiers if tier.name == name), None)
 
     def link(self, src: str, dst: str) -> Link | None:
-        """The link from ``src`` to ``dst``, or None."""
         return next((link for link in self.links if (link.src, link.dst) == (src, dst)), None)
 
     def processor(self, name: str) -> Processor | None:
@@ -177,11 +178,7 @@ class HardwareProfile:
 
 
 def with_gpus(hardware: HardwareProfile, count: int) -> HardwareProfile:
-    """``hardware`` restricted to ``count`` of its GPUs; capacities, links and peaks are stated per GPU.
-
-    Raises:
-        ConfigError: the machine has fewer GPUs. (``count`` 1 is always valid: a policy may not use the GPU.)
-    """
+    """``hardware`` restricted to ``count`` GPUs; 1 is valid without one. Capacities, links and peaks are per GPU."""
     gpu = hardware.processor("gpu")
     there = 0 if gpu is None else gpu.count
     if count > max(1, there):
@@ -193,23 +190,13 @@ def with_gpus(hardware: HardwareProfile, count: int) -> HardwareProfile:
 
 
 def load_hardware_profile(name_or_path: str) -> HardwareProfile:
-    """The hardware profile with a name, or in the YAML file at a path.
-
-    Raises:
-        ConfigError: no such profile (the message names the closest one), or the file breaks a rule (the message names
-            file and line).
-    """
+    """The hardware profile with a name, or in the YAML file at a path."""
     is_path = name_or_path.endswith((".yaml", ".yml")) or "/" in name_or_path
     return read_hardware_profile(Path(name_or_path) if is_path else find_profile("hardware", name_or_path))
 
 
 def read_hardware_profile(path: Path) -> HardwareProfile:
-    """The hardware profile in the YAML file ``path``.
-
-    Raises:
-        ConfigError: an unknown or missing key, a wrong unit, or tiers and processors that do not match; the message
-            names file and line.
-    """
+    """The hardware profile in the YAML file ``path``; an error names file and line."""
     root = read_yaml(path)
     optional = ("source", "date", "notes", "links", "measured", "efficiency", "spread")
     given = root.fields(*optional, required=("name", "tiers", "processors"))
@@ -267,7 +254,7 @@ def _processor(name: str, node: YamlNode, sources: dict[str, str]) -> Processor:
 
 
 def _surface(name: str, node: YamlNode) -> Surface:
-    """``{SIZE: {X: speed}}`` with weights of several sizes, or ``{X: speed}``; in any order."""
+    """A surface from ``{SIZE: {X: speed}}`` (weights of several sizes) or ``{X: speed}``, in any order."""
     entries = node.entries()
     if not entries:
         raise node.error("is empty")

@@ -1,4 +1,4 @@
-"""Hardware profiles as YAML text, the output of ``moelight profile``; ``hardware`` reads it back unchanged."""
+"""Hardware profiles as YAML text, which `hardware` reads back unchanged."""
 
 from __future__ import annotations
 
@@ -25,11 +25,7 @@ def hardware_profile_text(profile: HardwareProfile, *, comments: Iterable[str] =
 
 
 def write_hardware_profile(profile: HardwareProfile, path: Path, *, comments: Iterable[str] = ()) -> None:
-    """Write ``profile`` to the file ``path`` atomically.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write ``profile`` to ``path`` atomically."""
     try:
         write_whole(path, hardware_profile_text(profile, comments=comments))
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Typed access to the fields of an HF ``config.json``, under the names of both transformers generations.
+"""Typed access to the fields of an HF ``config.json``, under the names of transformers 4 and 5.
 
-Does not depend on model families. Every error names the file and the key.
+Does not depend on model families.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ _ABSENT = object()
 
 
 class HFConfig:
-    """Typed look-ups in one ``config.json``; errors name the path ``where``.
+    """Typed look-ups in one ``config.json``; every error names the path ``where`` and the file's own key.
 
     ``keys`` maps usual keys to those of this file: ``{"hidden_size": "d_model", "clip_qkv": "attn_config.clip_qkv"}``.
-    Errors name the file's own key.
     """
 
     def __init__(self, values: Mapping[str, Any], *, where: str, keys: Mapping[str, str] | None = None) -> None:
@@ -38,11 +37,7 @@ class HFConfig:
 
     @classmethod
     def from_file(cls, path: Path) -> HFConfig:
-        """Read ``path``.
-
-        Raises:
-            CheckpointError: missing, unreadable, not JSON, or not an object.
-        """
+        """Read ``path``; raises CheckpointError if it is missing, unreadable or not a JSON object."""
         try:
             return cls(read_object(path), where=str(path))
         except FileNotFoundError:
@@ -59,8 +54,9 @@ class HFConfig:
         return self._value(key, _ABSENT) is not _ABSENT
 
     def integer(self, *keys: str, default: int | None = None, least: int = 1, most: int = _MOST) -> int:
-        """An integer from ``least`` to ``most``; ``default`` None means the key is required. ``keys`` are spellings
-        of one setting: those present must agree.
+        """An integer; ``default`` None means that the key is required.
+
+        ``keys`` are spellings of one setting: those present must agree.
         """
         self._agree(*keys)
         wanted = f"an integer from {least} to {most}"
@@ -73,7 +69,7 @@ class HFConfig:
         return self.integer(key, least=least)
 
     def number(self, key: str, *, default: float | None = None) -> float:
-        """A number above 0, within the range of float32; ``default`` None means the key is required."""
+        """A number above 0, within the range of float32; ``default`` None means that the key is required."""
         wanted = f"a number above 0, from {_LEAST_NUMBER:g} to {_MOST_NUMBER:g}"
 
         def fits(value: Any) -> bool:
@@ -82,7 +78,6 @@ class HFConfig:
         return float(self._checked((key,), default, fits, wanted))
 
     def flag(self, key: str, *, default: bool) -> bool:
-        """A boolean."""
         return bool(self._checked((key,), default, lambda value: isinstance(value, bool), "true or false"))
 
     def integers(self, key: str) -> tuple[int, ...]:
@@ -118,7 +113,6 @@ class HFConfig:
                 raise ConfigError(f"{self.where}: {key} is not supported: {because}")
 
     def refuse_quantised(self) -> None:
-        """Check that the config does not declare quantised weights."""
         for key in _QUANTISED_KEYS:
             value = self.find(key)
             if value is not None:
@@ -148,12 +142,11 @@ class HFConfig:
         return str(self.find("dtype", "torch_dtype") or default).removeprefix("torch.")
 
     def rope(self, *, default_type: str, default_theta: float, known: Collection[str]) -> tuple[str, float, float]:
-        """``(type, theta, factor)``: one of the types ``known``, the base, and the linear scaling of positions (1 for
-        every other type). ``default_type`` applies if the file has neither object.
+        """``(type, theta, factor)``; the factor is 1 except for ``linear``; ``default_type`` applies without an object.
 
-        Transformers 4 writes ``rope_theta`` and ``rope_scaling``, 5 writes ``rope_parameters``. If both objects are
-        present, transformers uses ``rope_scaling`` alone, unless it is empty, and the top-level ``rope_theta`` if that
-        object has none.
+        Transformers 4 writes ``rope_theta`` and the object ``rope_scaling``, 5 the object ``rope_parameters``. If both
+        objects are present, transformers uses ``rope_scaling`` alone, unless that is empty, and the top-level
+        ``rope_theta`` if ``rope_scaling`` has none.
         """
         key, scaling = self._scaling()
         absent = default_type if not key and self.find("rope_parameters") is None else "default"

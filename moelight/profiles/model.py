@@ -1,7 +1,4 @@
-"""Model profiles: the sizes and operations of a model per layer. Families fill the fields from an HF ``config.json``.
-
-Does not depend on the location of weights on disk or on costs.
-"""
+"""Model profiles: the sizes and operations of a model per layer, independent of files and costs."""
 
 from __future__ import annotations
 
@@ -33,15 +30,15 @@ class LatentSpec:
 class AttentionSpec:
     """Grouped-query attention, or latent attention if ``latent`` is given.
 
-    ``qk_norm``: ``none``, ``head`` (RMSNorm over each head, after the split) or ``projection`` (over the whole
-    projection, before the split). ``clip_qkv`` bounds q, k and v in absolute value. ``window``: the last W positions
-    only, in the layers that ``window_layers`` marks (empty: in all). ``sinks``: one learned logit per head joins each
-    softmax.
-
-    With ``latent``, ``head_dim`` is the width of an expanded key (both its parts), ``num_kv_heads`` equals
-    ``num_heads``, and ``qkv_bias`` means the biases of the projections into the latents. ``rotary_share``: the fraction
-    of a head that is rotated. ``rope_type`` is stored by name only, with the base and the factor of ``linear``: the
-    constants of other types change no size.
+    Attributes:
+        head_dim: with ``latent``, the width of an expanded key (both parts); ``num_kv_heads`` is then ``num_heads``.
+        qk_norm: ``none``, ``head`` (RMSNorm over each head) or ``projection`` (over all heads before the split).
+        clip_qkv: bound of q, k and v in absolute value.
+        qkv_bias: with ``latent``, biases of the projections into the latents.
+        sinks: one learned logit per head joins each softmax.
+        window: the last W positions only, in the layers that ``window_layers`` marks (empty: in all).
+        rope_type: the name; constants of types other than ``linear`` change no size and are not stored.
+        rotary_share: the fraction of a head that is rotated.
     """
 
     num_heads: int
@@ -62,7 +59,6 @@ class AttentionSpec:
 
     @property
     def q_dim(self) -> int:
-        """Width of the query projection."""
         return self.num_heads * self.head_dim
 
     @property
@@ -82,13 +78,13 @@ class AttentionSpec:
 class RouterSpec:
     """The ``top_k`` experts of a token and their weights, divided by their sum if ``normalize``, times ``scale``.
 
-    ``weights_in_model_dtype``: the weights are rounded to the model's dtype before use (Qwen, OLMoE), else kept in
-    float32 (Mixtral).
-
-    ``scoring``: ``softmax`` over all experts in float32, then the largest; ``softmax_of_top`` over the largest alone
-    (gpt-oss); ``sigmoid`` (DeepSeek-V3); ``sparsemixer`` (Phi-3.5-MoE). With ``groups`` above 1, only experts of the
-    best ``top_groups`` groups can be chosen. ``bias`` is added to the logits; ``selection_bias`` to the scores used for
-    selection, not to the weights.
+    Attributes:
+        weights_in_model_dtype: weights are rounded to the model's dtype (Qwen, OLMoE), else float32 (Mixtral).
+        scoring: ``softmax`` over all experts in float32, then the largest; ``softmax_of_top`` over the largest alone
+            (gpt-oss); ``sigmoid`` (DeepSeek-V3); ``sparsemixer`` (Phi-3.5-MoE).
+        groups: above 1, only experts of the best ``top_groups`` groups can be chosen.
+        bias: the logits have a bias.
+        selection_bias: the scores have a bias for the selection, but not for the weights.
     """
 
     top_k: int
@@ -106,10 +102,11 @@ class RouterSpec:
 class ExpertSpec:
     """Gated feed-forward experts: ``down(act(gate x) * up x)``.
 
-    ``shared_intermediate_size``: the width of all shared experts together, which compute every token (0: none); with
-    ``shared_gate`` their output is multiplied by a sigmoid of one logit per token. ``bias``: all three matrices of an
-    expert have one. ``clamp``: bound of gate and up, with ``(up + 1) * gate * sigmoid(1.702 gate)`` in place of the
-    product (gpt-oss).
+    Attributes:
+        shared_intermediate_size: width of all shared experts together, which compute every token; 0: none.
+        shared_gate: the shared experts' output is multiplied by a sigmoid of one logit per token.
+        bias: all three matrices of an expert have one.
+        clamp: bound of gate and up, with ``(up + 1) * gate * sigmoid(1.702 gate)`` for the product (gpt-oss).
     """
 
     num_experts: int
@@ -123,10 +120,10 @@ class ExpertSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelProfile:
-    """One model. ``moe_layers[l]`` is False if layer l has one dense feed-forward of ``dense_intermediate_size``.
+    """One model, without multi-token-prediction layers (DeepSeek-V3, GLM-4.5).
 
-    ``norm``: ``rms``, or ``layer`` (LayerNorm), which may have a ``norm_bias``. ``head_bias``: the logits have a bias.
-    Multi-token-prediction layers (DeepSeek-V3, GLM-4.5) are not part of a profile.
+    ``moe_layers[l]`` is False if layer l has one dense feed-forward of ``dense_intermediate_size``. ``norm`` is ``rms``
+    or ``layer`` (LayerNorm), which may have a ``norm_bias``; ``head_bias``: the logits have a bias.
     """
 
     name: str
@@ -150,7 +147,6 @@ class ModelProfile:
 
     @property
     def num_moe_layers(self) -> int:
-        """Layers with a router and experts."""
         return sum(self.moe_layers)
 
 
@@ -180,11 +176,7 @@ def not_computed(model: ModelProfile) -> tuple[str, ...]:
 
 
 def require_computable(model: ModelProfile, *, where: str) -> None:
-    """Check that the engine computes every feature of ``model``. ``where`` is the file named in the message.
-
-    Raises:
-        ConfigError: features are not computed; the message lists them all.
-    """
+    """Raise ConfigError, naming the file ``where``, if the engine does not compute a feature of ``model``."""
     missing = not_computed(model)
     if missing:
         raise ConfigError(

@@ -1,6 +1,6 @@
 """Models by name: ``model_profiles/NAME.yaml`` holds the model's ``config.json`` and its source.
 
-Defines the YAML around the config and the short names; the families interpret the config's keys.
+`families` interprets the config's keys.
 """
 
 from __future__ import annotations
@@ -112,13 +112,9 @@ NESTED_KEYS = {
 
 
 def load_model_profile(name_or_path: str) -> ModelProfile:
-    """The profile of a named model, of a YAML file, or of the checkpoint in a directory (its ``config.json``).
+    """The profile of a named model, of a YAML file, or of the checkpoint in a directory.
 
-    A plain name is looked up among the named models before directories.
-
-    Raises:
-        ConfigError: no such model (the message names the closest one), or a file breaks a rule.
-        CheckpointError: the directory has no readable ``config.json``.
+    Names take precedence over directories. Raises CheckpointError if a directory has no readable ``config.json``.
     """
     path = _place(name_or_path)
     if path.is_dir():
@@ -128,11 +124,7 @@ def load_model_profile(name_or_path: str) -> ModelProfile:
 
 
 def model_config(name_or_path: str) -> dict[str, Any]:
-    """The raw ``config.json`` values of the model that `load_model_profile` finds.
-
-    Raises:
-        ConfigError, CheckpointError: as `load_model_profile`.
-    """
+    """The raw ``config.json`` values of the model that `load_model_profile` finds; raises the same errors."""
     path = _place(name_or_path)
     if path.is_dir():
         return dict(HFConfig.from_file(path / "config.json").values)

@@ -16,11 +16,11 @@ _SHARED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorNames:
-    """Templates over ``{layer}`` and ``{expert}``. Exactly one spelling of each must be present in a checkpoint.
+    """Templates over ``{layer}`` and ``{expert}``; a checkpoint must have exactly one spelling of each.
 
     ``gate``, ``up``, ``down`` are per expert; ``fused_gate_up`` ``[E, 2I, H]`` (gate rows first) and ``fused_down``
-    ``[E, H, I]`` hold all experts of a layer. All five are empty for families with another expert layout. ``qkv``, if
-    given, holds q, k and v in one tensor. ``ignored`` are regular expressions of names that hold no weights.
+    ``[E, H, I]`` hold all experts of a layer; all five are empty for other layouts. ``qkv``, if given, holds q, k and v
+    in one tensor. ``ignored`` are regular expressions of names that hold no weights.
     """
 
     router: Spellings

@@ -1,7 +1,4 @@
-"""Policies as YAML files: written by ``optimize -o``, read by ``generate --policy`` and ``load_policy``.
-
-The planner and the engine check whether a policy fits a machine.
-"""
+"""Policies as YAML files: written by ``optimize -o``, read by ``generate --policy`` and ``load_policy``."""
 
 from __future__ import annotations
 
@@ -47,14 +44,18 @@ _TYPES = {field.name: field.type for field in fields(Policy)}
 
 
 def load_policy(path: str | Path) -> Policy:
-    """The policy in the YAML file ``path``.
+    """Read a policy from a YAML file, such as ``moelight optimize -o`` writes.
 
-    Only ``model`` is required; other keys default as in `Policy`. ``num_micro_batches`` is optional and must agree with
-    ``batch_size`` and ``micro_batch_size``.
+    Args:
+        path: the file. Only its key ``model`` is required; other keys default as in `Policy`. ``num_micro_batches`` is
+            optional and must agree with ``batch_size`` and ``micro_batch_size``.
+
+    Returns:
+        The policy. The planner and the engine check whether it fits a machine.
 
     Raises:
-        ConfigError: unreadable, an unknown key (the message names the closest one), a wrong type or an impossible
-            value; the message names file and line.
+        ConfigError: the file is unreadable, or has an unknown key (the message names the closest one), a wrong type or
+            an impossible value; the message names file and line.
     """
     given = read_yaml(Path(path)).fields(*(key for key in _NOTES if key != "model"), required=("model",))
     stated = given.pop("num_micro_batches", None)

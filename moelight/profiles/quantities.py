@@ -28,8 +28,7 @@ _DECIMAL = {unit: float(parse_bytes(f"1{unit}")) for unit in ("TB", "GB", "MB", 
 class Quantity:
     """A kind of quantity: its name, an example, and its range in base units and in words.
 
-    ``read`` gives base units for a text, None if it is no such quantity; ``units`` are the factors of those that
-    `spelled` writes; ``whole``: an integer.
+    ``read`` returns base units of a text, or None; ``units`` are the factors of the units that `spelled` writes.
     """
 
     name: str
@@ -42,11 +41,7 @@ class Quantity:
     whole: bool = False
 
     def parse(self, value: str | float, *, what: str) -> float:
-        """The quantity in base units, from text with a unit or from a number.
-
-        Raises:
-            ConfigError: not such a quantity, or out of range; names ``what``.
-        """
+        """Base units from text with a unit or from a number; an error names ``what``."""
         number = self.read(value) if isinstance(value, str) else value
         if number is None:
             raise ConfigError(f"{what}: {quoted(value)} is not {self.name}; write {self.example}")

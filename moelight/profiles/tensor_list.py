@@ -1,8 +1,4 @@
-"""The tensors of a model outside its experts, and the layout of an expert page.
-
-The list is shared by the footprint (bytes), the cost model (products), the loader (reads) and the audit (nothing
-missing, nothing left over). The biases of an expert are part of its page.
-"""
+"""The tensors of a model outside its experts, and the layout of an expert page."""
 
 from __future__ import annotations
 
@@ -27,7 +23,6 @@ class StoredTensor:
 
     @property
     def elements(self) -> int:
-        """Numbers in the tensor."""
         return math.prod(self.shape)
 
 
@@ -41,20 +36,17 @@ class StackedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The summed rows of all parts, then the shared trailing shape."""
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
 
     @property
     def elements(self) -> int:
-        """Numbers in the tensor."""
         return math.prod(self.shape)
 
 
 def dense_tensors(model: ModelProfile) -> Iterator[StackedTensor]:
     """Every tensor outside the experts, in the order of its arena.
 
-    q, k and v (and their biases, and the gate and up of a dense layer or of the shared experts) are stacked into one
-    matrix.
+    Stacked into one matrix are q, k and v, their biases, and the gate and up of a dense layer or of shared experts.
     """
     embedding = (model.vocab_size, model.hidden_size)
     yield _stacked("embed", -1, embedding)
@@ -68,9 +60,9 @@ def dense_tensors(model: ModelProfile) -> Iterator[StackedTensor]:
 
 
 def page_shapes(model: ModelProfile) -> dict[str, tuple[int, int]]:
-    """The matrices of an expert page in order: gate, up ``[I, H]``, down ``[H, I]``.
+    """The matrices of an expert page in order: gate, up ``[I, H]``, down ``[H, I]``; then biases, if any.
 
-    Where experts have biases, ``[1, 2I]`` and ``[1, H]`` of them follow.
+    Biases are ``[1, 2I]`` (gate and up) and ``[1, H]``.
     """
     hidden, width = model.hidden_size, model.experts.intermediate_size
     shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
@@ -136,9 +128,8 @@ def _grouped_tensors(model: ModelProfile) -> _Tensors:
 
 
 def _latent_tensors(spec: AttentionSpec, latent: LatentSpec, hidden: int) -> _Tensors:
-    """DeepSeek-V2, section 2.1: ``kv_a`` gives the cached latent and rotary key, ``kv_b`` every head's keys and
-    values (without the rotary part) from the latent; queries are projected directly, or in two steps if they have a
-    latent of their own.
+    """DeepSeek-V2, section 2.1: ``kv_a`` gives the cached latent and rotary key, ``kv_b`` every head's keys and values
+    (without the rotary part) from the latent. Queries are projected directly, or through a latent of their own.
     """
     rank = latent.q_lora_rank
     if rank is None:
@@ -157,7 +148,7 @@ def _latent_tensors(spec: AttentionSpec, latent: LatentSpec, hidden: int) -> _Te
 
 
 def _sparse_tensors(model: ModelProfile) -> _Tensors:
-    """The tensors of a sparse layer besides routed experts: router, shared experts and the gate on their output."""
+    """The tensors of a sparse layer besides routed experts: router, shared experts and their gate."""
     hidden, experts, router = model.hidden_size, model.experts, model.router
     yield "router", (experts.num_experts, hidden)
     if router.bias:

@@ -1,4 +1,4 @@
-"""Workloads: the number of requests, their prompt tokens and new tokens; by name, ``workload_profiles/NAME.yaml``."""
+"""Workloads: the numbers of requests, prompt tokens and new tokens; by name, ``workload_profiles/NAME.yaml``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,16 @@ MOST_REQUESTS, MOST_TOKENS = 1 << 30, 1 << 24  # in all; per prompt, and per ans
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """A number of requests; tokens per request: ``prompt_len`` on average, ``max_prompt_len`` at most, ``gen_len``
-    generated at most.
+    """The requests that a plan is made for, by number and length.
+
+    Attributes:
+        num_requests: requests in all.
+        prompt_len: prompt tokens of a request, on average.
+        max_prompt_len: prompt tokens of the longest request, at least ``prompt_len``.
+        gen_len: new tokens of a request, at most.
+
+    Raises:
+        ConfigError: a value is below 1 or too large, or ``prompt_len`` exceeds ``max_prompt_len``.
     """
 
     num_requests: int = 1024
@@ -32,11 +40,7 @@ class Workload:
 
 
 def load_workload(name_or_path: str) -> Workload:
-    """The workload called ``name_or_path``, or that of a YAML file.
-
-    Raises:
-        ConfigError: no such workload (the message names the closest one), or a file breaks a rule.
-    """
+    """The workload called ``name_or_path``, or that of a YAML file."""
     path = Path(name_or_path)
     if path.name == name_or_path and path.suffix not in (".yaml", ".yml"):
         path = find_profile("workload", name_or_path)

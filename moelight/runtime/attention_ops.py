@@ -1,9 +1,5 @@
-"""Attention tasks: on the host over its paged cache, or on the device over contexts copied there.
-
-Each class holds one table from task kind to operation. Does not depend on projections, experts or pages.
-
-Legend: T tokens, Hq query heads, Hkv key/value heads, D head size.
-"""
+"""Attention tasks, on the host over its paged cache or on the device over copied contexts, as tables of operations.
+Legend: T tokens, Hq query heads, Hkv key/value heads, D head size."""
 
 from __future__ import annotations
 
@@ -39,7 +35,6 @@ class HostAttention:
         }
 
     def _attention(self, task: Task, mb: MicroBatch) -> None:
-        """Attention of fresh prompts over their own keys and values."""
         mb.attn = attend_prefill(mb, self._scale, self._window)
 
     def _offload_qkv(self, task: Task, mb: MicroBatch) -> None:
@@ -50,7 +45,7 @@ class HostAttention:
         cpu_kv_append(*self._cache.layer(task.layer), k, v, mb.cache_slots)
 
     def _cpu_attention(self, task: Task, mb: MicroBatch) -> None:
-        """Append this layer's keys and values to the cache, then attend: decode rows paged, prompts packed."""
+        """Append this layer's keys and values to the cache before attention: decode rows paged, prompts packed."""
         q, k, v = require(mb.qkv) if mb.crossing is None else require(mb.qkv_host)
         if mb.crossing is None:
             mb.qkv = None  # on a device, streams may still read them
@@ -73,11 +68,8 @@ class HostAttention:
 
 
 class DeviceAttention:
-    """Attention on the device.
-
-    Cached tokens in host memory are transferred into one of two ``buffers``; cached tokens on the device are gathered
-    into the same buffer. One buffer is enough if the whole cache is on the device.
-    """
+    """Attention on the device: cached tokens are transferred from host memory, or gathered from device memory, into one
+    of two ``buffers``; one buffer is enough if the whole cache is on the device."""
 
     def __init__(
         self, spec: AttentionSpec, buffers: Tensor, *, on_host: TokenCache | None, on_device: TokenCache | None
@@ -101,7 +93,6 @@ class DeviceAttention:
             buffer[place : place + count].copy_(cache[slot : slot + count], non_blocking=True)
 
     def _offload_kv(self, task: Task, mb: MicroBatch) -> None:
-        """Copy the keys and values of rows whose cache slots are in host memory."""
         (q, k, v), rows = require(mb.qkv), require(mb.added).host_rows
         mb.qkv_host = require(mb.crossing).take(q[:0], _picked(k, rows), _picked(v, rows))
 
@@ -128,8 +119,7 @@ class DeviceAttention:
             mb.attn = self._attend(mb, self._buffers[index])
 
     def _complete(self, buffer: Tensor, task: Task, mb: MicroBatch) -> None:
-        """Add the new keys and values and the device's part of the context to ``buffer``, which holds the transferred
-        part; the context is gathered in pieces of bounded size."""
+        """``buffer`` holds the transferred part of the context; the rest is gathered in pieces of bounded size."""
         (_, k, v), context = require(mb.qkv), require(mb.context)
         put(buffer, k, v, context.own)
         if context.slots is None:
@@ -141,7 +131,7 @@ class DeviceAttention:
             buffer.index_copy_(0, places, cache.index_select(0, slots))
 
     def _attend(self, mb: MicroBatch, buffer: Tensor) -> Tensor:
-        """Attention of every sequence over its run in ``buffer`` [places, 2, Hkv, D], which includes its new tokens."""
+        """``buffer`` [places, 2, Hkv, D] includes the new tokens."""
         q, k, v = require(mb.qkv)
         out = torch.empty_like(q)
         for first, last, place, cached in require(mb.context).spans:
@@ -180,7 +170,7 @@ def attend_prefill(mb: MicroBatch, scale: float, window: int | None) -> Tensor:
 
 
 def _picked(tensor: Tensor, rows: Tensor | None) -> Tensor:
-    """The given rows of ``tensor``; None: all."""
+    """``rows`` None: all."""
     return tensor if rows is None else tensor.index_select(0, rows)
 
 

@@ -1,10 +1,7 @@
 """Cache slots of tokens, and the packed context of a micro-batch whose attention runs on the device.
 
-In the buffer every sequence has one run: the cached tokens that it still sees, then space for its new tokens. Slots
-below ``host_slots`` are in host memory, the others on the device, whose cache counts from there. Depends on indices
-only, not on key/value tensors or copies.
-
-Legend: T tokens of the micro-batch, C cached tokens that it sees.
+In the buffer a sequence has one run: the cached tokens that it still sees, then space for its new tokens. Slots below
+``host_slots`` are in host memory; the device's cache counts from there. Legend: T new tokens, C cached tokens seen.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Targets:
-    """Scored tokens of a prompt: the first is scored by row ``row`` of a chunk, the others by the following rows."""
+    """Scored tokens of a prompt: row ``row`` of a chunk scores the first, the following rows the others."""
 
     row: int
     token_ids: Sequence[int]
@@ -30,10 +27,9 @@ class Targets:
 class Chunk:
     """Tokens ``start`` to ``start + count`` of one sequence, which owns ``blocks`` of the cache.
 
-    ``decodes``: one generated token, computed by the decode kernel. The token is at ``place`` of the token pool, where
-    the next one is written too, so ``token_ids`` is empty. Prompt tokens never decode, even in a chunk of one token:
-    their result would depend on how the prompt is cut. ``samples``: the last row samples a token. ``targets`` are
-    scored.
+    ``decodes``: one generated token, at ``place`` of the token pool (``token_ids`` is empty), where the next token is
+    written too. A prompt token never decodes, not even in a chunk of one: the result would depend on how the prompt is
+    cut. ``samples``: the last row samples a token.
     """
 
     token_ids: Sequence[int]
@@ -46,24 +42,21 @@ class Chunk:
 
     @property
     def count(self) -> int:
-        """Number of rows."""
         return 1 if self.decodes else len(self.token_ids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """Context buffer layout of one micro-batch.
+    """Context buffer layout of one micro-batch; all tensors int64, on the device.
 
     Attributes:
         tokens: C.
         there: cached tokens in the device's cache.
         runs: (place in the buffer, slot in the host's cache, count) of cached tokens that are contiguous in both.
         spans: (first row, last row, place in the buffer, cached tokens) of each sequence.
-        own: int64 [T], on the device: places of the new tokens.
-        slots: int64, on the device: slots in the device's cache of the cached tokens at ``places``. If the whole cache
-            is on the device, slots of all T + C places, and ``places`` is None. None if no cached token is on the
-            device.
-        places: int64, on the device: places in the buffer that are gathered from the device's cache.
+        own: places [T] of the new tokens.
+        slots: slots in the device's cache of the tokens at ``places``; None: no cached token is on the device.
+        places: places that are gathered from the device's cache; None: all T + C.
     """
 
     tokens: int
@@ -77,14 +70,12 @@ class Context:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Added:
-    """Destinations of the new keys and values of a micro-batch.
+    """Destinations of new keys and values; int64, on the device except ``host_slots``. Rows None: all.
 
     Attributes:
         there: number of rows kept on the device.
-        host_rows: int64, on the device: rows copied to the host; None for every row.
-        host_slots: int64, in host memory: slots of those rows in the host's cache.
-        device_rows: int64, on the device: rows kept on the device; None for every row.
-        device_slots: int64, on the device: slots of those rows in the device's cache; None if there are none.
+        host_slots: slots of ``host_rows`` in the host's cache, in host memory.
+        device_slots: slots of ``device_rows`` in the device's cache; None if there are none.
     """
 
     there: int
@@ -100,7 +91,7 @@ def seen_before(start: int, window: int | None) -> int:
 
 
 def find_added(slots: Tensor, *, host_slots: int, device: torch.device) -> Added:
-    """Destinations of the rows with cache slots ``slots`` (int64, in host memory)."""
+    """``slots`` int64, in host memory: cache slots of the rows."""
     down = slots < host_slots
     if bool(down.all()):
         return Added(there=0, host_rows=None, host_slots=slots, device_rows=None, device_slots=None)
@@ -155,7 +146,7 @@ def slots_of(chunk: Chunk, begin: int, end: int, block_size: int) -> np.ndarray:
 
 
 def _runs(place: int, slots: np.ndarray, host_slots: int) -> list[tuple[int, int, int]]:
-    """Contiguous runs of ``slots`` in host memory; a run that continues into the device's slots is cut there."""
+    """A run that continues into the device's slots is cut there."""
     bounds = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
     runs = []
     for first, last in pairwise(bounds):

@@ -31,12 +31,11 @@ class PassInFlight:
 
 
 class Executor:
-    """Runs passes. Pages prefetched for the next pass may still be in transfer when a pass ends.
+    """Runs passes; pages prefetched for the next pass may still be in transfer when a pass ends.
 
-    A pass may be launched while the previous one is running, in the same arenas. An arena that a single lane touches
-    (``device``: hidden states and the token pool, ``cpu``: a cache that it attends over) is protected by the order of
-    that lane. Where two lanes share memory, the first task of each waits for the last task of the previous pass on the
-    other (`_MEETS`), so no pass overwrites what a task of an earlier pass still reads.
+    A pass may be launched while the previous one runs in the same arenas. The order of a lane protects memory that only
+    this lane touches. Where two lanes share memory, the first task of each waits for the last task of the previous pass
+    on the other (`_MEETS`), so no pass overwrites what an earlier pass still reads.
     """
 
     def __init__(self, lanes: Mapping[Lane, LaneRunner]) -> None:
@@ -51,15 +50,11 @@ class Executor:
         return len(self._prefetched)
 
     def run(self, schedule: Schedule, perform: Perform) -> Timeline:
-        """`launch`, then `finish`."""
         return self.finish(self.launch(schedule, perform))
 
     def launch(self, schedule: Schedule, perform: Perform) -> PassInFlight:
-        """Submit every task in order to its lane. ``perform`` maps a task to its work.
-
-        Raises the error of a task that ran inline. No pass can follow one that did not finish, because the contents of
-        the rings are undefined.
-        """
+        """Submit every task in order to its lane; ``perform`` maps a task to its work. Raises the error of a task that
+        ran inline; no pass can follow then, because the contents of the rings are undefined."""
         self._begin()
         submitted: list[Submitted] = []
         begun: set[Lane] = set()
@@ -85,8 +80,7 @@ class Executor:
         return in_flight
 
     def finish(self, in_flight: PassInFlight) -> Timeline:
-        """Wait for all of ``in_flight``; return when each task ran and what it waited for last. Raises the error of a
-        task."""
+        """Wait for ``in_flight``; return when each task ran and what it waited for last. Raises the error of a task."""
         self._begin()
         for _, ticket, _ in reversed(in_flight.submitted):  # last task of a lane first: its others are done then
             ticket.wait()
@@ -94,7 +88,7 @@ class Executor:
         return _timeline(in_flight.submitted)
 
     def wait(self) -> None:
-        """Wait for everything launched, except pages prefetched for the next pass. Raises the error of a task."""
+        """Wait for everything launched except prefetches for the next pass. Raises the error of a task."""
         self._begin()
         for _, ticket in self._last.values():
             ticket.wait()
@@ -106,13 +100,11 @@ class Executor:
         self.broken = True
 
     def close(self) -> None:
-        """Finish submitted work and stop the lanes."""
         for lane in self._lanes.values():
             lane.close()
 
 
 def _timeline(submitted: Sequence[Submitted]) -> Timeline:
-    """Spans of the tasks that had something to do, each with the dependency it waited for last."""
     done: dict[Ticket, tuple[float, float]] = {}  # each device event is queried once
 
     def span(ticket: Ticket) -> tuple[float, float]:
@@ -140,17 +132,14 @@ def _timeline(submitted: Sequence[Submitted]) -> Timeline:
 
 
 class Idle:
-    """Sums the seconds in which no lane worked: launches, bookkeeping and batch assembly that nothing overlaps.
-
-    ``seconds`` counts from ``began_s`` until the last task of the last timeline.
-    """
+    """Sums the seconds, from ``began_s`` to the end of the last timeline, in which no lane worked."""
 
     def __init__(self, began_s: float) -> None:
         self.seconds = 0.0
         self._reached = began_s
 
     def add(self, timeline: Timeline) -> None:
-        """Add the timeline of the next pass, in order."""
+        """Timelines are added in the order of passes."""
         for start, end in sorted((span.start_s, span.end_s) for span in timeline.spans):
             self.seconds += max(0.0, start - self._reached)
             self._reached = max(self._reached, end)

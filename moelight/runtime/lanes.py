@@ -1,7 +1,7 @@
-"""Lanes: resources that run one piece of work after another and report when each is done.
+"""Lanes: resources that run one piece of work after another, with the threads, streams and events of a run.
 
-Holds the threads, streams and events of a run. A ticket represents one piece of work; other lanes and the executor
-wait for it. A lane that failed rejects all later work, so no reader sees the output of a failed writer.
+Other lanes and the executor wait for the ticket of a piece of work. A lane that failed rejects all later work, so no
+reader sees the output of a failed writer.
 """
 
 from __future__ import annotations
@@ -37,10 +37,7 @@ SKIPPED = Skipped()
 
 @dataclass(frozen=True, slots=True)
 class MovedBytes:
-    """Outcome of work that found out how many ``bytes`` to move.
-
-    ``rest`` is the part that continues by itself, since ``since_s`` if it began before the lane reached the work.
-    """
+    """Outcome of work that found out how many ``bytes`` to move; ``rest`` continues by itself, since ``since_s``."""
 
     bytes: int
     rest: Pending | None = None
@@ -52,8 +49,7 @@ Work = Callable[[], Outcome]
 
 
 class Ticket(Protocol):
-    """One submitted piece of work. Once it is done, ``skipped`` is True if there was nothing to do, and ``found_bytes``
-    holds the bytes it moved, if known only at run time."""
+    """One submitted piece of work; ``skipped`` and ``found_bytes`` (None if known before) hold once it is done."""
 
     @property
     def skipped(self) -> bool: ...
@@ -61,12 +57,10 @@ class Ticket(Protocol):
     @property
     def found_bytes(self) -> int | None: ...
 
-    def wait(self) -> None:
-        """Block the calling thread until the work is done; raise its error."""
-        ...
+    def wait(self) -> None: ...
 
     def span(self) -> tuple[float, float]:
-        """Start and end in seconds on the clock of ``time.perf_counter``; only after ``wait``."""
+        """Start and end in seconds of ``time.perf_counter``; valid after ``wait``."""
         ...
 
 
@@ -77,13 +71,11 @@ class LaneRunner(Protocol):
         """Run ``work`` after everything submitted before it and after all of ``after``."""
         ...
 
-    def close(self) -> None:
-        """Finish submitted work, then stop."""
-        ...
+    def close(self) -> None: ...
 
 
 class HostTicket:
-    """Ticket of work done by a thread of this process, or begun by such a thread."""
+    """Ticket of work done or begun by a thread of this process."""
 
     __slots__ = ("_done", "end_s", "error", "found_bytes", "skipped", "start_s")
 
@@ -104,7 +96,7 @@ class HostTicket:
         return self.start_s, self.end_s
 
     def carry_out(self, work: Work) -> None:
-        """Run ``work`` to its end on the calling thread and record the times."""
+        """``work`` runs to its end on the calling thread."""
         self.start_s = time.perf_counter()
         try:
             self.finish(work())
@@ -112,7 +104,6 @@ class HostTicket:
             self.end_s = time.perf_counter()
 
     def finish(self, outcome: Outcome) -> None:
-        """Record ``outcome`` and wait for pending work."""
         if isinstance(outcome, MovedBytes):
             self.start_s = self.start_s if outcome.since_s is None else outcome.since_s
             self.found_bytes, outcome = outcome.bytes, outcome.rest
@@ -123,7 +114,7 @@ class HostTicket:
 
 
 class InlineLane:
-    """A lane on the calling thread: work is done when ``submit`` returns, its kernels on the threads of ``team``."""
+    """A lane on the calling thread: work is done when ``submit`` returns; kernels run on the threads of ``team``."""
 
     def __init__(self, team: ThreadTeam | None = None) -> None:
         self._broken: BaseException | None = None
@@ -144,15 +135,12 @@ class InlineLane:
         return mine
 
     def close(self) -> None:
-        """End the team's threads; no work is left to finish."""
         _dismiss(self._team)
 
 
 class ThreadLane:
-    """A lane with a thread of its own. Kernels and reads release the GIL, so lanes overlap.
-
-    With a ``team`` the thread is bound to the team's cores, and so are the threads that torch starts for it.
-    """
+    """A lane with a thread of its own; kernels and reads release the GIL, so lanes overlap. With a ``team``, the thread
+    and the threads that torch starts for it are bound to the team's cores."""
 
     def __init__(self, name: str, team: ThreadTeam | None = None) -> None:
         self._team = team
@@ -186,7 +174,7 @@ class ThreadLane:
                 try:
                     self._wait_for(after)
                     ticket.carry_out(work)
-                except BaseException as error:  # noqa: BLE001 - every waiter must hear of it, whatever it is
+                except BaseException as error:  # noqa: BLE001 - every waiter must receive any error
                     self._broken = ticket.error = error
                 finally:
                     done.set()
@@ -202,12 +190,8 @@ _Begun = tuple[Outcome, HostTicket, threading.Event]
 
 
 class PendingLane(ThreadLane):
-    """A lane that begins one work after another without waiting for their ends, so that a resource with a queue of its
-    own (a disk) is never idle.
-
-    Ends are recorded in the order of beginnings, and a work's span starts no earlier than the end of the previous one:
-    spans of the lane do not overlap.
-    """
+    """A lane that does not wait for the end of earlier work, so that a resource with a queue (a disk) is never idle.
+    Ends are recorded in order of beginnings, so spans do not overlap."""
 
     def __init__(self, name: str) -> None:
         self._begun: queue.SimpleQueue[_Begun | None] = queue.SimpleQueue()
@@ -227,7 +211,7 @@ class PendingLane(ThreadLane):
                 self._wait_for(after)
                 ticket.start_s = time.perf_counter()
                 outcome = work()
-            except BaseException as error:  # noqa: BLE001 - every waiter must hear of it, whatever it is
+            except BaseException as error:  # noqa: BLE001 - every waiter must receive any error
                 self._broken = ticket.error = error
             self._begun.put((outcome, ticket, done))
         self._begun.put(None)
@@ -240,7 +224,7 @@ class PendingLane(ThreadLane):
                 ticket.finish(outcome)
                 if self._broken is not None:
                     raise self._broken
-            except BaseException as error:  # noqa: BLE001 - every waiter must hear of it, whatever it is
+            except BaseException as error:  # noqa: BLE001 - every waiter must receive any error
                 self._broken = ticket.error = error
             finally:
                 ticket.start_s = max(ticket.start_s, last_s)
@@ -249,7 +233,7 @@ class PendingLane(ThreadLane):
 
 
 class StreamTicket:
-    """Ticket of work enqueued on a device stream, between two events recorded on that stream."""
+    """Ticket of work between two events on a device stream."""
 
     __slots__ = ("_clock", "_done", "_start", "found_bytes", "skipped")
 
@@ -271,11 +255,9 @@ class StreamTicket:
 
 
 class StreamLane:
-    """A stream of an accelerator, through torch's device-generic ``Stream`` and ``Event`` (CUDA, ROCm, XPU).
-
-    The calling thread launches work. Streams wait for streams on the device; the launching thread waits for host lanes.
-    On the emulated device the launching thread and the ``team`` do the work.
-    """
+    """A stream of an accelerator, through torch's device-generic ``Stream`` and ``Event`` (CUDA, ROCm, XPU). The
+    calling thread launches work and waits for host lanes; on the emulated device that thread and the ``team`` do the
+    work."""
 
     def __init__(self, stream: Any, new_event: Callable[[], Any], team: ThreadTeam | None = None) -> None:
         self._team = team
@@ -288,7 +270,6 @@ class StreamLane:
 
     @classmethod
     def on(cls, device: torch.device) -> StreamLane:
-        """A new stream of ``device``."""
         return cls(torch.Stream(device=device), lambda: torch.Event(device=device, enable_timing=True))
 
     def submit(self, work: Work, after: Sequence[Ticket]) -> Ticket:

@@ -1,8 +1,5 @@
-"""The machine that passes run on: the compute device with its lanes, arenas and allocator; the emulated device.
-
-The emulated device (``twin``) replaces a GPU in host memory: the same tiers, transfers and lanes without an
-accelerator, and no memory of its own.
-"""
+"""The machine that passes run on: the compute device with its lanes, arenas and allocator. The emulated device
+(``twin``) replaces a GPU in host memory: the same tiers, transfers and lanes, no accelerator."""
 
 from __future__ import annotations
 
@@ -43,16 +40,15 @@ class EmulatedEvent:
         self._at_s: float | None = None
 
     def record(self, stream: EmulatedStream) -> None:
-        """Record the current time; everything launched so far is done."""
         self._at_s = time.perf_counter()
 
     def synchronize(self) -> None:
-        """Return at once; raise RuntimeError if the event was never recorded, where a real device would hang."""
+        """Return at once; raises RuntimeError if the event was never recorded, where a real device would hang."""
         if self._at_s is None:
             raise RuntimeError("waited for an event that was never recorded")
 
     def elapsed_time(self, later: EmulatedEvent) -> float:
-        """Milliseconds to ``later``."""
+        """Milliseconds between the two recordings."""
         self.synchronize()
         later.synchronize()
         return ((later._at_s or 0.0) - (self._at_s or 0.0)) * 1e3
@@ -68,7 +64,7 @@ class EmulatedStream:
         return None
 
     def wait_event(self, event: EmulatedEvent) -> None:
-        """Return at once; raise RuntimeError if the event was never recorded, where a real stream would race."""
+        """Return at once; raises RuntimeError if the event was never recorded, where a real stream would race."""
         event.synchronize()
 
     def synchronize(self) -> None:
@@ -83,10 +79,8 @@ _DEVICE_LANES = (Lane.H2D, Lane.D2H, Lane.DEVICE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """``device`` holds the dense weights and the ring; ``discrete`` if a link separates it from host memory.
-
-    ``bf16``: the device computes in bfloat16 (NVIDIA cards from compute capability 8.0 on, so not a T4).
-    """
+    """``device`` holds the dense weights and the ring; ``discrete`` if a link separates it from host memory; ``bf16``
+    if it computes in bfloat16 (NVIDIA from compute capability 8.0 on)."""
 
     device: torch.device
     discrete: bool
@@ -98,7 +92,7 @@ class Machine:
         return FLOAT16 if dtype == BFLOAT16 and not self.bf16 else dtype
 
     def device_memory_bytes(self) -> int:
-        """Free memory of the device in bytes; raises ConfigError for the emulated device, which has none."""
+        """Free device memory; raises ConfigError for the emulated device, which has none."""
         if self.device.type == "cpu":
             raise ConfigError("--device-memory is needed for a twin: it has no memory of its own")
         free, _ = torch.get_device_module(self.device).mem_get_info(self.device)
@@ -106,11 +100,7 @@ class Machine:
 
 
 def find_machine(name: str) -> Machine:
-    """The machine called ``name``; ``auto`` selects an accelerator if torch finds one.
-
-    Raises:
-        ConfigError: unknown name, or no such device here.
-    """
+    """The machine called ``name``, or that ``auto`` selects; raises ConfigError if the device is absent."""
     if name not in DEVICES:
         raise ConfigError(f"--device {name!r} is not one of {', '.join(DEVICES)}")
     if name == "twin":
@@ -128,10 +118,7 @@ def find_machine(name: str) -> Machine:
 
 
 def open_lanes(machine: Machine, kind: str = "auto", shares: CoreShares | None = None) -> dict[Lane, LaneRunner]:
-    """A runner for every lane of the machine, each with the threads that ``shares`` assigns.
-
-    ``auto``: compute on the calling thread (or on streams), everything else on threads of its own.
-    """
+    """A runner for every lane, with the threads of ``shares``; ``auto``: compute on the calling thread or a stream."""
     if kind not in LANE_KINDS:
         raise ConfigError(f"lanes {kind!r} is not one of {', '.join(LANE_KINDS)}")
     teams = {} if shares is None else teams_of(shares)
@@ -149,7 +136,7 @@ def open_lanes(machine: Machine, kind: str = "auto", shares: CoreShares | None =
 
 
 def teams_of(shares: CoreShares) -> dict[Lane, ThreadTeam]:
-    """Thread team of each computing lane. Lanes with the same share use the same team, in turn."""
+    """Thread team of each computing lane; lanes with the same share take turns with one team."""
     made: dict[Share, ThreadTeam] = {}
     found = {}
     for lane in Lane:
@@ -162,14 +149,14 @@ def teams_of(shares: CoreShares) -> dict[Lane, ThreadTeam]:
 
 
 def cores_for(machine: Machine, policy: Policy) -> CoreShares:
-    """Assignment of this process's cores to the lanes of a run of ``policy``; the emulated device runs on the CPU."""
+    """Assignment of this process's cores to the lanes of a run of ``policy``."""
     device = machine.discrete and not machine.twin
     plug = pci_slot_of(machine.device) if device else None
     return share_cores(read_topology(), demands_of(policy, plug, device=device), at_most=torch.get_num_threads())
 
 
 def allocate_for(machine: Machine, footprint: Footprint, *, pinned_pages: bool = False) -> dict[str, Tensor]:
-    """Allocate the arenas of ``footprint`` (`paging.arena.allocate`); those in host memory on suitable NUMA nodes."""
+    """Allocate the arenas of ``footprint`` (`paging.arena.allocate`), those in host memory on suitable NUMA nodes."""
     plug = pci_slot_of(machine.device)
     tiers = ("host",) if machine.device.type != "cpu" else ("host", "device")
     place = place_memory(
@@ -196,17 +183,17 @@ def _device_lane(machine: Machine, lane: Lane, kind: str, team: ThreadTeam | Non
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DevicePeak:
-    """Most bytes held by tensors (``allocated``) and kept for them by the allocator (``reserved``)."""
+    """Most bytes of tensors (``allocated``) and of the allocator's segments (``reserved``)."""
 
     allocated: int = 0
     reserved: int = 0
 
 
 def limit_device_memory(device: torch.device, limit_bytes: int | None) -> None:
-    """Limit the allocator to ``limit_bytes`` of ``device`` (None: all of it); larger requests fail from now on.
+    """Limit the allocator to ``limit_bytes`` of ``device`` (None: all); larger requests fail from now on.
 
-    On CUDA its segments grow in place, so that memory freed by one size serves another. The device's own context (some
-    hundred MiB) is not counted. Does nothing where the device has no memory or no such limit.
+    On CUDA segments then grow in place, so that freed memory serves requests of any size. The device's context (some
+    hundred MiB) does not count. No effect where the device has no memory or no such limit.
     """
     module = _module(device)
     if module is None or not hasattr(module, "set_per_process_memory_fraction"):

@@ -1,8 +1,5 @@
-"""The profile of this machine: measured once, cached on disk under the machine's fingerprint, with capacities read at
-every call.
-
-Never imports torch where no accelerator can be present.
-"""
+"""The profile of this machine, cached under its fingerprint, with capacities read at every call. Never imports torch
+where no accelerator can be present."""
 
 from __future__ import annotations
 
@@ -48,23 +45,18 @@ _DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg", "dri/renderD*")
 
 
 def to_stderr(line: str) -> None:
-    """Print one line for the user."""
+    """Print ``line`` for the user."""
     print(f"moelight: {line}", file=sys.stderr, flush=True)
 
 
 def machine_profile(device: str = AUTO, *, disk_dir: Path | None = None, say: Say = to_stderr) -> HardwareProfile:
-    """The measured profile of this machine: the cached one, or a new measurement of about ten seconds.
-
-    The capacities are those available now: free host memory within the limits of control groups, free memory of one
-    GPU, free disk space at ``disk_dir``.
+    """The cached profile of this machine with current capacities, or a new measurement of about ten seconds; raises
+    ConfigError if there is no such device or the measurement fails.
 
     Args:
         device: ``auto``, ``cpu``, ``cuda`` or ``xpu``, as in `find_machine`.
-        disk_dir: a directory on the disk that holds the models; the current directory if None.
+        disk_dir: a directory on the disk that holds the models; None: the current directory.
         say: receives a line when something is measured, and when a cached file is unusable.
-
-    Raises:
-        ConfigError: no such device, or the machine cannot be measured.
     """
     directory = disk_dir or Path.cwd()
     path = kept_path(device)
@@ -85,18 +77,18 @@ def machine_profile(device: str = AUTO, *, disk_dir: Path | None = None, say: Sa
 
 
 def kept_profile(device: str = AUTO, *, say: Say = to_stderr) -> HardwareProfile | None:
-    """The cached profile of this machine; None if there is none. Measures nothing."""
+    """The cached profile of this machine, if there is one; measures nothing."""
     kept = _kept(kept_path(device), say)
     return None if kept is None or _missing(kept, gpu=bool(accelerators(device))) else kept
 
 
 def kept_path(device: str = AUTO) -> Path:
-    """Path of the cached profile: ``hardware/FINGERPRINT.yaml`` in moelight's cache directory."""
+    """``hardware/FINGERPRINT.yaml`` in moelight's cache directory."""
     return cache_directory("hardware", f"{fingerprint(device)}.yaml")
 
 
 def _kept(path: Path, say: Say) -> HardwareProfile | None:
-    """The cached profile; None if it does not exist or cannot be read."""
+    """None if the file does not exist or cannot be read."""
     try:
         return read_hardware_profile(path) if path.exists() else None
     except (ConfigError, OSError) as error:
@@ -112,8 +104,7 @@ def _keep(profile: HardwareProfile, path: Path, say: Say) -> None:
 
 
 def _missing(profile: HardwareProfile, *, gpu: bool) -> bool:
-    """True if figures are missing that every measurement of such a machine gives, for example in a file of an older
-    release."""
+    """True if figures of such a machine are missing, for example in a file of an older release."""
     units = ("cpu", "gpu") if gpu else ("cpu",)
     surfaces = [f"{unit}_{work}" for unit in units for work in WORK]
     figures = (*_CPU_FIGURES, *_GPU_FIGURES) if gpu else _CPU_FIGURES
@@ -144,7 +135,6 @@ def _joined(kept: HardwareProfile, measured: HardwareProfile) -> HardwareProfile
 
 
 def _merged(mine: tuple[T, ...], others: tuple[T, ...], name: str) -> tuple[T, ...]:
-    """``mine``, and the items of ``others`` whose attribute ``name`` differs from that of every item of ``mine``."""
     have = {getattr(item, name) for item in mine}
     return (*mine, *(item for item in others if getattr(item, name) not in have))
 
@@ -154,7 +144,6 @@ def _disturbance(profile: HardwareProfile) -> float:
 
 
 def _now(profile: HardwareProfile, device: str, directory: Path) -> HardwareProfile:
-    """``profile`` with the current capacities."""
     free = {"host": available_bytes(), "disk": shutil.disk_usage(directory).free}
     if profile.tier("device") is not None:
         from moelight.runtime.machine import find_machine
@@ -165,7 +154,7 @@ def _now(profile: HardwareProfile, device: str, directory: Path) -> HardwareProf
 
 
 def _measured_apart(device: str, directory: Path, say: Say) -> HardwareProfile:
-    """Measure quickly in a subprocess, so that its memory is not taken from this process."""
+    """The memory of the measurement ends with its subprocess."""
     say("measuring this machine, which takes about ten seconds and is done once (moelight profile does it finely)")
     own = os.environ.get("PYTHONPATH")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_PACKAGE_ROOT), *([own] if own else [])])}
@@ -189,18 +178,14 @@ def _cannot_measure(why: str) -> ConfigError:
 
 
 def may_have_accelerator() -> bool:
-    """True if an accelerator may be present; on Linux, only if a driver has created a device file."""
+    """On Linux, True only if a driver has created a device file."""
     return not sys.platform.startswith("linux") or any(
         True for pattern in _DEVICE_FILES for _ in Path("/dev").glob(pattern)
     )
 
 
 def accelerators(device: str) -> tuple[str, ...]:
-    """Names of the accelerators selected by ``device`` (``auto``, ``cpu``, ``cuda``, ``xpu``); none for a CPU.
-
-    Raises:
-        ConfigError: no such device here, or the emulated device.
-    """
+    """Names of the accelerators of ``device``, none for a CPU; raises ConfigError if it is absent or emulated."""
     if device == "cpu" or (device == "auto" and not may_have_accelerator()):
         return ()
     import torch
@@ -217,7 +202,7 @@ def accelerators(device: str) -> tuple[str, ...]:
 
 
 def fingerprint(device: str) -> str:
-    """Short hash of this machine and these versions; other hardware or another release has another one."""
+    """Short hash of the hardware and of the versions of torch, moelight and its native kernels."""
     facts = (
         processor_name(),
         usable_threads(),
@@ -231,7 +216,7 @@ def fingerprint(device: str) -> str:
 
 
 def describe(machine: Machine) -> str:
-    """Description of the machine in one clause, for the notes of a profile."""
+    """One clause for the notes of a profile."""
     import torch
 
     gpus = accelerators(machine.device.type)
@@ -241,7 +226,7 @@ def describe(machine: Machine) -> str:
 
 
 def usable_threads() -> int:
-    """Number of hardware threads that this process may run on."""
+    """Hardware threads that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,7 +1,5 @@
-"""Facts of this process and machine: memory that exists, is allowed and is used; the processor's name and quota.
-
-Reads /proc, control groups (both versions) and getrusage. Does not depend on tensors or devices; never imports torch.
-"""
+"""Memory that exists, is allowed and is used, and the processor's name and quota, from /proc, control groups (both
+versions) and getrusage. Never imports torch."""
 
 from __future__ import annotations
 
@@ -22,12 +20,12 @@ _GROUP_FILES = {
 
 
 def physical_bytes() -> int:
-    """RAM of the machine in bytes."""
+    """RAM of the machine."""
     return int(psutil.virtual_memory().total)
 
 
 def memory_limit_bytes(*, proc: Path = PROC) -> int:
-    """Most bytes this process may use: RAM, or a smaller limit of its control group or any group above it."""
+    """RAM, or a smaller limit of this process's control group or any group above it."""
     return min([physical_bytes(), *(limit for limit, _ in _group_limits(proc))])
 
 
@@ -38,10 +36,7 @@ def available_bytes(*, proc: Path = PROC) -> int:
 
 
 def peak_rss_bytes(*, proc: Path = PROC) -> int:
-    """Largest resident set of this process so far in bytes, file-backed pages included.
-
-    Linux's VmHWM is preferred: ``ru_maxrss`` starts at the size of the process that forked this one.
-    """
+    """Largest resident set so far, with file-backed pages: VmHWM, because ``ru_maxrss`` includes the parent."""
     try:
         for line in (proc / "self/status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
@@ -53,7 +48,7 @@ def peak_rss_bytes(*, proc: Path = PROC) -> int:
 
 
 def current_rss_bytes() -> int:
-    """Resident set of this process now in bytes, file-backed pages included."""
+    """Resident set now, with file-backed pages."""
     return int(psutil.Process().memory_info().rss)
 
 
@@ -67,7 +62,7 @@ def processor_name(*, proc: Path = PROC) -> str:
 
 
 def processor_quota(*, proc: Path = PROC) -> float | None:
-    """Processors' worth of time that the control groups of this process grant; None if they grant all."""
+    """Processors' worth of time that the control groups grant; None if they grant all."""
     granted = []
     for directory, version in _groups(proc, "cpu"):
         if version == 2:
@@ -80,10 +75,7 @@ def processor_quota(*, proc: Path = PROC) -> float | None:
 
 
 def _group_limits(proc: Path) -> Iterator[tuple[int, int]]:
-    """``(limit, used)`` of every control group with a limit, from this process's own upwards, in bytes.
-
-    Page cache that the kernel drops first does not count as used.
-    """
+    """``(limit, used)`` in bytes of every group with a limit, from this process's upwards, without page cache."""
     for directory, version in _groups(proc, "memory"):
         limit_file, usage_file, inactive = _GROUP_FILES[version]
         limit = _number(directory / limit_file)
@@ -93,8 +85,7 @@ def _group_limits(proc: Path) -> Iterator[tuple[int, int]]:
 
 
 def _groups(proc: Path, controller: str) -> Iterator[tuple[Path, int]]:
-    """This process's groups of ``controller`` and their parents up to the mount point, with the version of control
-    groups."""
+    """Groups of ``controller`` from this process's up to the mount point, with the version of control groups."""
     paths = _paths_of_process(proc)
     for fstype, options, root, mount in _mounts(proc):
         if fstype == "cgroup2" and "" in paths:
@@ -114,7 +105,6 @@ def _groups(proc: Path, controller: str) -> Iterator[tuple[Path, int]]:
 
 
 def _paths_of_process(proc: Path) -> dict[str, str]:
-    """Control-group path by controller; version 2's has the empty name."""
     paths = {}
     for line in _lines(proc / "self/cgroup"):
         _, _, rest = line.partition(":")
@@ -142,7 +132,6 @@ def _inactive_bytes(directory: Path, entry: str) -> int:
 
 
 def _number(path: Path) -> int | None:
-    """The number in ``path``; None if the file does not exist or contains ``max``."""
     text = "".join(_lines(path)).strip()
     return int(text) if text.isdecimal() else None
 

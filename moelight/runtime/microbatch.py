@@ -1,8 +1,5 @@
-"""The micro-batch: packed tokens and their intermediate tensors on the way through the layers of one pass, and the
-arenas from which micro-batches take their shares.
-
-Legend: T tokens, D decoding sequences (one token each, the first rows), B block-table width.
-"""
+"""The micro-batch: packed tokens and their tensors on the way through a pass, and the arenas that micro-batches share.
+Legend: T tokens, D decoding sequences (one token each, the first rows), B block-table width."""
 
 from __future__ import annotations
 
@@ -29,11 +26,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagingBuffers:
-    """Pinned staging buffers of one micro-batch, through which activations cross between device and CPU; all uint8.
-
-    ``down`` receives queries, keys and values (or keys and values only), ``up`` holds the attention output; ``routing``
-    and ``routed`` receive the inputs of the CPU's experts, ``experts`` holds their output.
-    """
+    """Pinned staging buffers, uint8, through which one micro-batch's activations cross between device and CPU: ``down``
+    and ``up`` of attention, ``routing``, ``routed`` (inputs) and ``experts`` (output) of the CPU's experts."""
 
     dtype: torch.dtype
     down: Tensor
@@ -43,7 +37,7 @@ class StagingBuffers:
     experts: Tensor
 
     def take(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Copy q, k and v to host memory; the copies are complete when the lane's event is."""
+        """Copy to host memory; the copies are complete when the lane's event is."""
         sizes = [part.numel() * part.element_size() for part in (q, k, v)]
         places = self.down[: sum(sizes)].split(sizes)
         return _land(places[0], q), _land(places[1], k), _land(places[2], v)
@@ -56,11 +50,11 @@ class StagingBuffers:
         )
 
     def attention_output(self, shape: torch.Size) -> Tensor:
-        """View of ``up`` for the attention output ``[T, Hq, D]``."""
+        """View of ``up`` as ``[T, Hq, D]``."""
         return self.up.view(self.dtype).view(shape)
 
     def experts_output(self, shape: torch.Size) -> Tensor:
-        """View of ``experts`` for the output ``[T, H]`` of the CPU's experts."""
+        """View of ``experts`` as ``[T, H]``."""
         return self.experts.view(self.dtype).view(shape)
 
 
@@ -81,21 +75,18 @@ class StagingArena:
         self._dtype, self._regions = to_torch(dtype), _regions(arena, tokens, each)
 
     def share(self, row: int, tokens: int) -> StagingBuffers:
-        """Buffers of ``tokens`` tokens from row ``row`` of the pass on."""
         cut = {name: region[row : row + tokens].reshape(-1) for name, region in self._regions.items()}
         return StagingBuffers(dtype=self._dtype, **cut)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedActivations:
-    """Activations of one micro-batch, saved for experts that run once per pass: the inputs ``routed``, and the sums of
-    the outputs, ``sums`` float32 [T, H]."""
+    """Inputs ``routed`` and output ``sums`` float32 [T, H] of one micro-batch, for experts that run once per pass."""
 
     routed: Routed
     sums: Tensor
 
     def keep(self, routed: Routed) -> None:
-        """Copy ``routed`` and clear the sums."""
         self.routed.x.copy_(routed.x)
         self.routed.weights.copy_(routed.weights)
         self.routed.ids.copy_(routed.ids)
@@ -103,7 +94,7 @@ class SavedActivations:
 
 
 class SavedActivationArena:
-    """The ``mixture`` arena: activations saved for experts that run once for all micro-batches of a pass."""
+    """The ``mixture`` arena: saved activations of a whole pass."""
 
     def __init__(self, arena: Tensor, *, tokens: int, hidden: int, top_k: int, dtype: torch.dtype) -> None:
         """``arena`` uint8, of `moe_workspace_bytes` for ``tokens``."""
@@ -113,14 +104,13 @@ class SavedActivationArena:
         self._ids, self._x = found["ids"].view(torch.int32), found["x"].view(dtype)
 
     def rows(self, first: int, count: int) -> SavedActivations:
-        """Saved activations of ``count`` tokens from row ``first`` of the pass on."""
         rows = slice(first, first + count)
         routed = Routed(x=self._x[rows], weights=self._weights[rows], ids=self._ids[rows])
         return SavedActivations(routed=routed, sums=self._sums[rows])
 
 
 def _regions(arena: Tensor, tokens: int, each: Mapping[str, int]) -> dict[str, Tensor]:
-    """Consecutive regions ``[tokens, bytes per token]`` of ``arena``, by name."""
+    """Consecutive regions ``[tokens, bytes per token]`` by name."""
     parts = arena[: tokens * sum(each.values())].split([tokens * size for size in each.values()])
     return {name: part.view(tokens, size) for (name, size), part in zip(each.items(), parts, strict=True)}
 
@@ -134,19 +124,18 @@ class MicroBatch:
     """Packed rows without padding: decoding sequences first, then prompts one after another.
 
     Attributes:
-        token_ids: int64 [T]; those of decode rows are read from the token pool at ``places`` when the pass runs.
-        cache_slots: int64 [T], the cache slot of each token's key and value.
-        block_tables: int32 [D, B], and ``seq_lens`` int32 [D]: arguments of the decode kernel.
+        token_ids: int64 [T]; decode rows are read from the token pool at ``places`` when the pass runs.
+        cache_slots: int64 [T], slots of the new keys and values.
+        block_tables: int32 [D, B], with ``seq_lens`` int32 [D] the arguments of the decode kernel.
         prompts: (first row, last row, start, block table) of each prompt.
-        packed: (ends int32 [P + 1], block tables, earlier positions) of all P prompts; None without prompts.
+        packed: (ends int32 [P + 1], block tables, earlier positions) of all P prompts.
         places: int64 [D], places of the decode rows in the token pool.
-        sample_rows: rows that sample a token, which is written to ``sample_places`` of the token pool.
-        sampled: int64 [S] in host memory, for the new tokens.
-        scored_rows: int64 [R], rows that score the prompt tokens after them, ``targets`` int64 [R].
-        crossing: staging buffers, if a link separates device and host.
-        kept: saved activations, where experts run once per pass.
-        context: layout of the cached tokens, for attention on the device.
-        added: destinations of the new keys and values, for attention on the device.
+        sample_rows: rows that sample a token for ``sample_places`` of the token pool.
+        sampled: int64 [S] in host memory, the new tokens.
+        scored_rows: int64 [R], rows that score ``targets`` int64 [R].
+        crossing: only if a link separates device and host.
+        kept: only where experts run once per pass.
+        context: only for attention on the device, as ``added``.
     """
 
     token_ids: Tensor
@@ -180,16 +169,14 @@ class MicroBatch:
 
     @property
     def tokens(self) -> int:
-        """T, the number of rows."""
         return self.token_ids.numel()
 
     @property
     def decoding(self) -> int:
-        """D, the number of decode rows."""
         return self.seq_lens.numel()
 
     def land(self) -> None:
-        """Copy the host's index tensors to the device without waiting; called on the compute lane."""
+        """Copy index tensors to the device without waiting; called on the compute lane."""
         if (device := self.hidden.device).type != "cpu":
             names = ("token_ids", "positions", "places", "sample_rows", "sample_places", "scored_rows", "targets")
             parts = [getattr(self, name) for name in names]
@@ -208,8 +195,7 @@ def pack(
     prefill_only: bool,
     kept: SavedActivations | None = None,
 ) -> MicroBatch:
-    """Pack ``chunks`` (decoding ones first) into a micro-batch, with its shares of the arenas: ``hidden`` [T, H], and
-    ``sampled`` in host memory."""
+    """Pack ``chunks``, decoding ones first, with their shares of the arenas (``sampled`` in host memory)."""
     decoding = [chunk for chunk in chunks if chunk.decodes]
     rest = chunks[len(decoding) :]
     first = len(decoding)
@@ -256,14 +242,14 @@ def pack(
 
 
 def require(value: T | None) -> T:
-    """Return ``value``, which an earlier task of the same pass has set; raises ScheduleError if it is None."""
+    """``value``, which an earlier task of the pass has set; raises ScheduleError if it is None."""
     if value is None:
         raise ScheduleError("a task ran before the one that feeds it")
     return value
 
 
 def _packed(chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Arguments of the host's prefill kernel for all prompts: their ends, block tables and earlier positions."""
+    """Ends, block tables and earlier positions of all prompts, for the host's prefill kernel."""
     if not chunks:
         return None
     ends = np.cumsum([0, *(chunk.count for chunk in chunks)]).astype(np.int32)
@@ -272,7 +258,7 @@ def _packed(chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, Tensor] | None:
 
 
 def _tables(chunks: Sequence[Chunk]) -> np.ndarray:
-    """Block tables int32 [sequences, B], padded with zeros."""
+    """int32 [sequences, B], padded with zeros."""
     width = max((len(chunk.blocks) for chunk in chunks), default=1)
     rows = [(*chunk.blocks, *(0,) * (width - len(chunk.blocks))) for chunk in chunks]
     return np.array(rows, dtype=np.int32).reshape(-1, width)

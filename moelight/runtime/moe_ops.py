@@ -1,9 +1,4 @@
-"""Expert tasks: of one micro-batch or of a whole pass at once, on the compute unit or on the CPU beside it.
-
-Holds one table from task kind to operation. Does not depend on attention or on when pages are transferred.
-
-Legend: T tokens, H hidden, k experts per token.
-"""
+"""Expert tasks of one micro-batch or of a whole pass, on the compute unit or on the CPU beside it, as one table."""
 
 from __future__ import annotations
 
@@ -24,11 +19,8 @@ MoEOperation = Callable[[Task, PassPages], Outcome]
 
 
 class MoEOps:
-    """Operations after attention.
-
-    ``host_space``: the CPU's buffers, if it computes experts beside a device; ``kept``: saved activations, if experts
-    run once per pass. Such experts process ``most_rows`` rows at a time, on a CPU at most `CPU_ROWS`.
-    """
+    """Operations after attention. ``host_space``: buffers of the CPU's experts beside a device; ``kept``: activations,
+    if experts run once per pass, at most ``most_rows`` rows (on a CPU `CPU_ROWS`) at a time."""
 
     def __init__(
         self,
@@ -80,7 +72,7 @@ class MoEOps:
             pass_pages.small.demand(task.layer)  # begin reads at once, before the next task
 
     def _predict_experts(self, task: Task, pass_pages: PassPages) -> None:
-        """Predict the next MoE layer's experts: run its router on the hidden state without this layer's experts."""
+        """Run the router of the next MoE layer on the hidden state without this layer's experts."""
         coming = next(other for other in range(task.layer + 1, len(self._moe)) if self._moe[other])
         weights, ids = self._decoder.predict_experts(coming, pass_pages.micro_batches[task.micro_batch].hidden)
         require(pass_pages.small).predict_experts(coming, task.micro_batch, ids.cpu().numpy(), weights.cpu().numpy())
@@ -92,7 +84,7 @@ class MoEOps:
         mb.begun = SplitMoE(require(mb.routed), experts, late, self._decoder.space, first_row)
 
     def _experts(self, task: Task, pass_pages: PassPages) -> None:
-        """Experts on the compute unit: of one micro-batch, except those left to the CPU, or of the whole pass."""
+        """The task is one micro-batch without the experts left to the CPU, or the whole pass."""
         if task.micro_batch >= 0:
             mb = pass_pages.micro_batches[task.micro_batch]
             if mb.begun is not None:
@@ -140,8 +132,7 @@ class MoEOps:
         return None
 
     def _combine(self, task: Task, pass_pages: PassPages) -> Outcome:
-        """Add the output of the CPU's experts. ``routed`` is no longer read; ``experts`` is kept until it is replaced,
-        because streams may still read it."""
+        """``experts`` is kept until it is replaced, because streams may still read it."""
         mb = pass_pages.micro_batches[task.micro_batch]
         mb.routed = None
         if not self._some_on_cpu(task.layer, pass_pages):
@@ -150,7 +141,6 @@ class MoEOps:
         return None
 
     def _some_on_cpu(self, layer: int, pass_pages: PassPages) -> bool:
-        """True if the CPU computes experts of ``layer`` beside a device."""
         if self._pages.fast_tier == "host":
             return True
         if pass_pages.small is None:

@@ -1,4 +1,4 @@
-"""On-demand passes as tasks: what each layer demands of the pager is computed once, by the first task that asks."""
+"""On-demand passes as tasks; the first task that needs the demand of a layer computes it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ class PassPages:
 
     Attributes:
         position: position of the page stream at the start of the pass.
-        small: the on-demand pass; None for a whole pass.
-        watch: callback that receives the routing of each layer; None for none.
+        small: None for a whole pass.
         residents: a number that changes whenever other pages are resident.
     """
 
@@ -35,7 +34,7 @@ class PassPages:
 
 
 class OnDemandPass:
-    """One on-demand pass over ``pager``, which has begun it. Lanes of several threads may ask."""
+    """One on-demand pass that ``pager`` has begun; thread-safe."""
 
     def __init__(self, pager: RingPager, micro_batches: Sequence[MicroBatch]) -> None:
         self._pager, self._micro_batches = pager, micro_batches
@@ -48,7 +47,6 @@ class OnDemandPass:
         return self._demand(layer)[0]
 
     def experts(self, layer: int) -> MoEWeights:
-        """Weights of the routed experts of ``layer``."""
         return self._demand(layer)[1]
 
     def _demand(self, layer: int) -> tuple[LayerDemand, MoEWeights]:
@@ -59,7 +57,7 @@ class OnDemandPass:
             return self._demands[layer]
 
     def fetch(self, task: Task) -> Outcome:
-        """Transfer the missing pages of the task's layer over its lane; disk reads have begun with the demand."""
+        """Transfer the missing pages of the layer over the task's lane; disk reads began with the demand."""
         demand, size = self.demand(task.layer), self._pager.store.page_bytes
         if task.kind is TaskKind.SEND_EXPERTS:
             for transfer in demand.transfers:
@@ -70,19 +68,19 @@ class OnDemandPass:
         return MovedBytes(demand.read_pages * size, demand, demand.since_s)
 
     def fetch_ahead(self, task: Task) -> Outcome:
-        """Prefetch the predicted pages of the task's layer over its lane; the prefetch may have begun before."""
+        """Prefetch the predicted pages of the layer over the task's lane; the prefetch may have begun before."""
         moved = self._begin_ahead(task.layer)
         return MovedBytes(moved) if moved else SKIPPED
 
     def predict_experts(self, layer: int, j: int, ids: np.ndarray, weights: np.ndarray) -> None:
-        """Record the prediction that ``layer`` chooses ``ids`` [T, k] with ``weights`` for micro-batch ``j``."""
+        """Record the predicted routing ``ids`` and ``weights`` [T, k] of ``layer`` for micro-batch ``j``."""
         with self._turn:
             self._pager.residency.hint(layer, ids, weights)
         if j + 1 == len(self._micro_batches) and self._pager.store.fast_tier == "host":
             self._begin_ahead(layer)
 
     def _begin_ahead(self, layer: int) -> int:
-        """Begin to prefetch the predicted pages of ``layer``, once, after the demand of the previous layer."""
+        """The prefetch begins once, after the demand of the previous layer."""
         with self._turn:
             if layer not in self._ahead:
                 self._ahead[layer] = 0 if layer in self._demands else self._pager.prefetch(layer)

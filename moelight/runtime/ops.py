@@ -1,4 +1,4 @@
-"""Implementation of every task kind on the tensors of one engine, as one table that the executor looks tasks up in."""
+"""Implementation of every task kind on the tensors of one engine, as one table."""
 
 from __future__ import annotations
 
@@ -27,12 +27,8 @@ Score = Callable[[int, int, Tensor, Tensor], None]
 
 
 class Operations:
-    """Work of every task of one engine: its decoder, its pages, ``attention`` (a table of operations) and ``moe_ops``.
-
-    ``pool`` int64 [N or more] holds the newest token of every running sequence. Tokens are written to the pool and read
-    from it on the compute lane, in the order of passes, so a pass can be launched before the host has received the
-    tokens of the previous one.
-    """
+    """Work of every task of one engine. ``pool`` int64 holds the newest token of every running sequence; the compute
+    lane writes and reads it in the order of passes, so a pass can be launched before the host has all tokens."""
 
     def __init__(
         self,
@@ -56,12 +52,11 @@ class Operations:
         }
 
     def bind(self, pass_pages: PassPages, sample: Sample, score: Score) -> Perform:
-        """Return the function that maps a task of the pass ``pass_pages`` to its work.
+        """The function that maps a task of ``pass_pages`` to its work.
 
         Args:
-            sample: ``sample(j, first, logits)`` returns the tokens int64 that follow sample rows ``first`` and on of
-                micro-batch j.
-            score: ``score(j, first, logits, targets)`` scores the targets int64 of scored rows ``first`` and on.
+            sample: ``(j, first, logits)`` -> the tokens int64 of micro-batch j's sample rows from ``first`` on.
+            score: ``(j, first, logits, targets)`` scores the targets int64 of scored rows from ``first`` on.
         """
 
         def perform(task: Task) -> Work:
@@ -81,11 +76,7 @@ class Operations:
         return perform
 
     def _mover(self, task: Task, position: int) -> Work:
-        """Transfer of a page.
-
-        The addresses are resolved now: before the transfer begins, an on-demand pass that finds the page in the ring
-        may have swapped its memory.
-        """
+        """The addresses are resolved now: an on-demand pass may swap the page's memory before the transfer begins."""
         page, (into,) = require(task.page), task.writes
         target = self._pages.slot(into, position)
         if task.kind is TaskKind.READ_PAGE:
@@ -109,10 +100,8 @@ class Operations:
         mb.qkv = self._decoder.pre_attention(task.layer, mb.hidden, require(mb.rope))
 
     def _sample(self, task: Task, mb: MicroBatch, sample: Sample, score: Score) -> None:
-        """Sample tokens into the pool and begin their copy to the host, complete when the lane's ticket is; then score.
-
-        A token below 0 means that there is no token: the host receives it and drops what is computed for it meanwhile.
-        """
+        """Sample into the pool, begin the copy to the host (complete when the lane's ticket is), then score. A token
+        below 0 is no token: the host drops what is computed for it."""
         hidden, rows = mb.hidden[mb.sample_rows], sample_rows(self._decoder.model)
         for first in range(0, len(hidden), rows):
             part = slice(first, first + rows)

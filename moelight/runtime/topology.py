@@ -1,9 +1,5 @@
-"""Cores and memory of the machine: read from the system, shared among the lanes of a run, and chosen for its arenas.
-
-Reads /sys as Linux provides it; elsewhere every processor is a core of one node. On a machine with one node, or where
-the system refuses, the operating system places memory: a run is then slower, not wrong. Never imports torch, because
-`doctor` uses this module.
-"""
+"""Cores and memory of the machine: read from /sys, shared among the lanes of a run, and chosen for its arenas. Without
+/sys every processor is a core of one node. Never imports torch, because `doctor` uses this module."""
 
 from __future__ import annotations
 
@@ -49,7 +45,7 @@ _NUMBERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Core:
-    """One core: the numbers of its processors (hyperthreads) that this process may use, and its NUMA node."""
+    """Numbers of the core's processors (hyperthreads) that this process may use, and its NUMA node."""
 
     processors: tuple[int, ...]
     node: int = 0
@@ -57,7 +53,7 @@ class Core:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumaNode:
-    """One NUMA node with memory. ``available_bytes``: free memory and page cache, which the kernel drops first."""
+    """A NUMA node with memory; page cache is available memory, because the kernel drops it first."""
 
     number: int
     total_bytes: int
@@ -66,7 +62,7 @@ class NumaNode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PciSlot:
-    """PCI slot of a GPU: its NUMA node, and the bytes/s of its link in one direction; None if unknown."""
+    """PCI slot of a GPU, its NUMA node, and the speed of its link in one direction; None if unknown."""
 
     address: str
     node: int | None = None
@@ -75,8 +71,7 @@ class PciSlot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """``cores`` that this process may use, ``nodes`` whose memory it may use, and the ``quota`` of its control group in
-    processors' worth of time (None: no limit)."""
+    """``cores`` and ``nodes`` that this process may use; ``quota`` in processors' worth of time (None: no limit)."""
 
     cores: tuple[Core, ...]
     quota: float | None = None
@@ -84,7 +79,7 @@ class Topology:
 
 
 def read_topology(*, sys: Path = SYS, proc: Path = PROC, allowed: Iterable[int] | None = None) -> Topology:
-    """Topology of this process. ``allowed``: processor numbers; by default those of this process."""
+    """``allowed``: processor numbers; None: those that this process may use."""
     processors = sorted(_own_processors() if allowed is None else allowed)
     numbers = _node_numbers(sys)
     node_of = {each: number for number in numbers for each in _listed(_node(sys, number) / "cpulist")}
@@ -101,7 +96,7 @@ def read_topology(*, sys: Path = SYS, proc: Path = PROC, allowed: Iterable[int] 
 
 
 def read_plug(address: str, *, sys: Path = SYS) -> PciSlot:
-    """Slot of the device at PCI ``address`` (``0000:3b:00.0``)."""
+    """``address`` is written as in ``0000:3b:00.0``."""
     directory = sys / "bus/pci/devices" / address
     node, width = _text(directory / "numa_node"), _text(directory / "max_link_width")
     speed = re.match(r"[0-9.]+", _text(directory / "max_link_speed"))
@@ -114,7 +109,7 @@ def read_plug(address: str, *, sys: Path = SYS) -> PciSlot:
 
 
 def pci_slot_of(device: torch.device, *, sys: Path = SYS) -> PciSlot | None:
-    """Slot of torch's ``device``; None for the CPU, or where torch does not report the slot."""
+    """The slot is None for the CPU, or where torch does not report it."""
     if device.type == "cpu":
         return None
     import torch
@@ -165,7 +160,7 @@ def _listed(path: Path) -> list[int]:
 
 
 def _numbers(text: str) -> list[int]:
-    """Numbers of a list such as ``0-3,8``; empty for any other text."""
+    """Numbers of a list such as ``0-3,8``; empty for other text."""
     found: list[int] = []
     for part in text.split(","):
         bounds = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
@@ -190,8 +185,6 @@ class Demands:
         device: a discrete device computes.
         computes: the CPU computes attention or experts (always without a device).
         stages: pages are staged from host memory.
-        link_bytes_per_s: rate of the link to the device.
-        node: NUMA node of the device; None if unknown.
     """
 
     device: bool
@@ -203,8 +196,7 @@ class Demands:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """``threads`` of a lane's kernels, each bound to one of ``places`` (the processors of one core); unbound without
-    places."""
+    """``threads`` of a lane, each bound to one of ``places`` (the processors of one core); unbound without places."""
 
     threads: int
     places: tuple[tuple[int, ...], ...] = ()
@@ -212,11 +204,8 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoreShares:
-    """Threads of the computing lanes and of staging (None: no such work), with the reason.
-
-    No thread is bound to the ``free`` processors, so launching and reading threads find time there; empty if every
-    processor has a bound thread or no thread is bound. ``shared``: all computing lanes use ``compute``.
-    """
+    """Threads of the computing lanes and of staging (None: no such work), with the reason; none is bound to the
+    ``free`` processors, which serve launching and reading threads. ``shared``: all computing lanes use ``compute``."""
 
     compute: Share | None
     staging: Share | None
@@ -225,7 +214,7 @@ class CoreShares:
     shared: bool
 
     def of(self, lane: Lane) -> Share | None:
-        """Threads of ``lane``; None for a lane that computes nothing on the CPU."""
+        """Lanes that compute nothing on the CPU have no share."""
         if self.shared:
             return None if lane is Lane.DISK else self.compute
         return {Lane.CPU: self.compute, Lane.STAGE: self.staging}.get(lane)
@@ -244,10 +233,7 @@ def demands_of(policy: Policy, plug: PciSlot | None, *, device: bool) -> Demands
 
 
 def share_cores(topology: Topology, demands: Demands, *, at_most: int) -> CoreShares:
-    """Assign one thread per core, ``at_most`` in all (torch's thread count).
-
-    Threads are bound only if the run uses all cores; otherwise the operating system places them.
-    """
+    """Assign one thread per core, at most ``at_most``; threads are bound only if the run uses all cores."""
     # the nearest to the device first
     cores = tuple(sorted(topology.cores, key=lambda core: demands.node is not None and core.node != demands.node))
     granted = len(cores) if topology.quota is None else math.ceil(topology.quota)
@@ -282,11 +268,8 @@ def share_cores(topology: Topology, demands: Demands, *, at_most: int) -> CoreSh
 
 
 def _split(threads: int, demands: Demands) -> tuple[int, int]:
-    """Numbers of threads that stage and that compute.
-
-    Staging gets as many threads as the link can use, at most a third if the CPU computes too; work that occurs gets at
-    least one thread.
-    """
+    """Threads that stage and that compute: staging gets as many as the link can use, at most a third if the CPU
+    computes too, and work that occurs at least one."""
     wanted = max(1, math.ceil(demands.link_bytes_per_s / COPY_BYTES_PER_S)) if demands.stages else 0
     if not demands.computes:
         return min(wanted, threads), 0
@@ -309,8 +292,7 @@ def _count(topology: Topology, threads: int, *, bound: bool) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlace:
-    """Placement of host memory, with the reason: ``anywhere``, ``bound`` to one of ``nodes`` (while the node has free
-    memory), or ``interleaved`` over all ``nodes``."""
+    """Host memory ``anywhere``, ``bound`` to a node while it has free memory, or ``interleaved`` over ``nodes``."""
 
     kind: str
     nodes: tuple[int, ...] = ()
@@ -320,11 +302,8 @@ class MemoryPlace:
 def place_memory(
     topology: Topology, wanted_bytes: int, *, device_node: int | None = None, refusal: str | None = None
 ) -> MemoryPlace:
-    """Choose the placement of ``wanted_bytes`` of host memory.
-
-    Memory is bound to the node of the device, or of all cores, if everything fits there with a margin, else
-    interleaved. ``refusal``: the reason why the system does not place memory; None if it does.
-    """
+    """Choose the placement of ``wanted_bytes``: bound to the node of the device, or of all cores, if everything fits
+    there with a margin, else interleaved. ``refusal``: why the system places no memory, if so."""
     nodes = {node.number: node for node in topology.nodes}
     if len(nodes) < 2:
         return MemoryPlace(kind="anywhere", reason="one NUMA node")
@@ -347,7 +326,7 @@ def place_memory(
 
 
 def why_not_placed() -> str | None:
-    """Reason why the system does not place memory for this thread; None if it does."""
+    """Why the system places no memory for this thread; None if it does."""
     if platform.system() != "Linux" or platform.machine() not in _NUMBERS:
         return f"memory is not placed on {platform.system()} {platform.machine()}"
     mode = ctypes.c_int(_DEFAULT)
@@ -358,8 +337,7 @@ def why_not_placed() -> str | None:
 
 @contextmanager
 def placing(place: MemoryPlace) -> Iterator[None]:
-    """Place memory that the calling thread touches first within the context at ``place``. Threads started within
-    inherit the placement."""
+    """Place memory that the calling thread, or a thread started within the context, touches first."""
     if place.kind == "anywhere":
         yield
         return
@@ -371,8 +349,7 @@ def placing(place: MemoryPlace) -> Iterator[None]:
 
 
 def settle(place: MemoryPlace, start: int, size: int) -> None:
-    """Place the untouched pages of the ``size`` bytes from address ``start`` on at ``place``, whichever thread touches
-    them."""
+    """Place the untouched pages of ``size`` bytes from address ``start`` on, whichever thread touches them."""
     if place.kind != "anywhere" and size > 0:
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         address = ctypes.c_void_p(first)
@@ -388,7 +365,7 @@ def _mask(nodes: Iterable[int]) -> ctypes.Array[ctypes.c_ulong]:
 
 
 def _call(name: str, *arguments: object) -> int:
-    """Return 0, or the errno of the failure."""
+    """Return 0 or an errno."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
     wide = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]

@@ -1,4 +1,4 @@
-"""Schedules as data. A lazy table of builders serves look-ups, help texts and errors."""
+"""Schedules as data. `SCHEDULES` lists the builders by name and imports each on first use."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Writes a schedule task by task: the pages, the layer phases of each micro-batch, and the transfers between them.
-
-The functions of `schedules` and `on_demand` decide only the order of the calls; dependencies, buffers and bytes of each
-task are defined here.
-"""
+"""Writes a schedule task by task: dependencies, buffers and bytes of each task. The functions of `schedules` and
+`on_demand` decide only the order of the calls."""
 
 from __future__ import annotations
 
@@ -24,12 +21,10 @@ def drop_none(*tasks: int | None) -> tuple[int, ...]:
 
 class ScheduleBuilder:
     """Writes a schedule task by task; methods return task positions. Micro-batches attend layer by layer, in order.
+    Page k is in ring slot ``k % ring_slots``; ``k`` runs on into the pages of the next pass. A slot is refilled only
+    after the last experts of its former layer have read it.
 
-    Page k of the pass is in ring slot ``k % ring_slots``; ``k`` runs on past the pass's own pages into those of the
-    next pass. A slot is refilled only after the last experts of its former layer have read it.
-
-    ``chained``: every task also waits for the one before. Consecutive disk reads wait for the dependencies of the first
-    of them, and the next task waits for all of them.
+    ``chained``: every task also waits for the one before; consecutive disk reads count as one.
     """
 
     def __init__(self, layout: Layout, shape: PassShape, *, chained: bool = False) -> None:
@@ -70,7 +65,7 @@ class ScheduleBuilder:
     # ---- tasks
 
     def buffer(self, space: str, index: int) -> Buffer:
-        """Slot ``index`` of ``space``: one object for all tasks that touch it."""
+        """One object per slot for all tasks that touch it."""
         found = self._buffers.get((space, index))
         if found is None:
             found = self._buffers[space, index] = Buffer(space=space, index=index)
@@ -95,8 +90,7 @@ class ScheduleBuilder:
         lane: Lane | None = None,
         size: int = 0,
     ) -> int:
-        """Add a task on buffers of micro-batch ``j``, on the compute lane unless ``lane`` is given; a transfer moves
-        ``size`` bytes."""
+        """Add a task on buffers of micro-batch ``j``, by default on the compute lane; ``size``: bytes of a transfer."""
         return self.add(
             Task(
                 kind=kind,
@@ -136,10 +130,7 @@ class ScheduleBuilder:
         return range(first.start + total, first.stop + total)
 
     def fetch(self, k: int) -> None:
-        """Transfer page ``k`` from its tier to a pinned slot.
-
-        Does nothing where the page needs no pinned slot, or while the slot's former page has not been sent on.
-        """
+        """Transfer page ``k`` to a pinned slot, if it needs one and the slot's former page has been sent."""
         if not self.layout.stops(k) or k in self._fetched or k in self._delivered:
             return
         slot, former_k = k % self.layout.pinned_slots, k - self.layout.pinned_slots
@@ -162,8 +153,7 @@ class ScheduleBuilder:
         )
 
     def deliver(self, k: int) -> None:
-        """Transfer page ``k`` into its ring slot. Where two layers do not fit the ring, the transfer is deferred until
-        the experts that read the slot's former page are written."""
+        """Transfer page ``k`` into its ring slot, once the experts that read the slot's former page are written."""
         if k in self._delivered or k in self._waiting:
             return
         former_k = k - self.layout.ring_slots
@@ -188,7 +178,6 @@ class ScheduleBuilder:
         )
 
     def deliver_layer(self, layer: int) -> None:
-        """Deliver all pages of ``layer`` as one block."""
         for page in self.layer_pages(layer):
             self.deliver(page)
 
@@ -211,11 +200,8 @@ class ScheduleBuilder:
             )
 
     def prefetch_predicted(self, layer: int, coming: int) -> None:
-        """Begin to fetch the predicted pages of layer ``coming`` once the routers of ``layer``, and later layers'
-        routers where they run on its hidden states to predict, are done.
-
-        No task depends on this one; an expert that needs one of its pages waits for that page's transfer.
-        """
+        """Begin to fetch the predicted pages of layer ``coming`` after the routers of ``layer`` (and later layers'
+        routers, if they predict). No task depends on this one; an expert waits for the transfer of its own page."""
         after = self._routed[layer]
         for j in range(self.count) if self.shape.predict_experts else ():
             after = self.compute(TaskKind.PREDICT_EXPERTS, layer, j, (self._ready[j],), reads=("hidden",))
@@ -240,8 +226,7 @@ class ScheduleBuilder:
         return self._rings[layer]
 
     def arrived(self, layer: int) -> tuple[int, ...]:
-        """The task that the experts of ``layer`` wait for: pages arrive on one lane in stream order, so the last
-        arrival implies all others."""
+        """The task that the experts of ``layer`` wait for: the last arrival, as pages arrive on one lane in order."""
         if self.shape.routed_only:
             return drop_none(self._brought.get(layer))
         mine = self.layer_pages(layer)
@@ -258,11 +243,9 @@ class ScheduleBuilder:
                 self.deliver(k)
 
     def _is_read(self, layer: int) -> bool:
-        """True if all experts of ``layer`` of this pass are written."""
         return self._reads.get(layer, 0) >= len(self.shape.micro_batches)
 
     def finish(self, builder: str) -> Schedule:
-        """The finished schedule."""
         total = len(self.layout.streamed)
         ahead = sorted(k for k in self._delivered if k >= total)
         return Schedule(
@@ -282,15 +265,12 @@ class ScheduleBuilder:
 
     @property
     def count(self) -> int:
-        """Micro-batches in the pass."""
         return len(self.shape.micro_batches)
 
     def load_kv(self, layer: int, j: int) -> None:
         """Transfer the cached keys and values of micro-batch ``j`` to the device, into the buffer of its step's parity.
-
-        Does nothing where keys and values do not cross, where the transfer is already written or more than one step
-        ahead of attention, or while the pass still computes some of them; `attend` calls this again.
-        """
+        Does nothing if none cross, the transfer is written or too early, or the pass still computes some; `attend`
+        calls this again."""
         mine, step = self._of(j), layer * self.count + j
         if step in self._context_loaded or step > self._attended + 1 or not self._context_crosses(mine):
             return
@@ -344,10 +324,7 @@ class ScheduleBuilder:
         )
 
     def post_attention(self, layer: int, j: int) -> None:
-        """Output projection, router and experts of micro-batch ``j``; reads every ring slot of the layer.
-
-        Where the CPU computes experts across a link, they are still running afterwards; `combine` completes them.
-        """
+        """Output projection, router and experts of micro-batch ``j``; `combine` completes experts across a link."""
         if self.layout.cpu_layers[layer]:
             self._experts_over_the_link(layer, j, self._route(layer, j))
             return
@@ -358,8 +335,7 @@ class ScheduleBuilder:
         self.read_ring(layer, task)
 
     def combine(self, layer: int, j: int) -> None:
-        """Transfer the outputs of the CPU's experts for micro-batch ``j`` to the device and add them; does nothing
-        where there are none."""
+        """Transfer the outputs of the CPU's experts for micro-batch ``j``, if any, to the device and add them."""
         if j not in self._returning:
             return
         up = costs.residual_bytes(self.layout.model, self.layout.dtype, self._of(j).tokens)
@@ -376,10 +352,7 @@ class ScheduleBuilder:
             self.post_attention(layer, j)
 
     def experts_of(self, layer: int, j: int) -> None:
-        """The experts of micro-batch ``j`` after its router; does nothing in a layer without experts.
-
-        Results of the CPU's experts are still in flight afterwards; `combine` completes them.
-        """
+        """The experts, if any, of micro-batch ``j`` after its router; `combine` completes those on the CPU."""
         if self.layout.cpu_layers[layer]:
             self._experts_over_the_link(layer, j, self._ready[j])
         elif self.layout.model.moe_layers[layer]:
@@ -397,7 +370,7 @@ class ScheduleBuilder:
             self._ready[j] = self.compute(kind, layer, j, deps, reads=reads, writes=writes)
 
     def experts(self, layer: int) -> None:
-        """The experts of ``layer``, once for all micro-batches; does nothing in a layer without experts."""
+        """The experts of ``layer``, if any, once for all micro-batches."""
         if not self.layout.model.moe_layers[layer]:
             return
         micro_batches = range(self.count)
@@ -428,8 +401,7 @@ class ScheduleBuilder:
         return self.layout.context_crosses and not micro_batch.prefill_only and micro_batch.context > 0
 
     def _attend_on_device(self, layer: int, j: int, before: int) -> None:
-        """Attend over the new keys and values, those on the device, and those transferred to it; send the new ones to
-        the host."""
+        """Attend over keys and values on the device and those transferred to it; send the new ones to the host."""
         step, layout = layer * self.count + j, self.layout
         loaded = self._context_loaded.get(step)
         context = (self.buffer("context", step % 2),) if loaded is not None else ()
@@ -480,10 +452,7 @@ class ScheduleBuilder:
         return self.compute(TaskKind.ROUTE, layer, j, (self._ready[j],), reads=("attn",), writes=written)
 
     def _experts_over_the_link(self, layer: int, j: int, routed: int) -> None:
-        """Send the CPU's share down and compute it, ready for `combine`; run the device's share, if any, meanwhile.
-
-        In an on-demand pass the split is decided once all routers of the layer have chosen.
-        """
+        """Send the CPU's share down and compute it, ready for `combine`; run the device's share, if any, meanwhile."""
         down = costs.routed_bytes(self.layout.model, self.layout.dtype, self._of(j).tokens)
         known = (routed, self._routed[layer]) if self.shape.routed_only else (routed,)
         reads, writes = ("routed",), ("routed_host",)

@@ -25,20 +25,16 @@ class Layout:
     """Devices, placement and slots of one engine; pages may move between passes, all else is fixed.
 
     Attributes:
-        dtype: the dtype of compute and of transfers between units; ``page_dtype`` and ``kv_dtype`` are those of the
-            experts and of the cache.
-        discrete: a GPU takes part, so a link connects two memories. Without one, the CPU does everything.
-        attention: ``cpu`` or ``gpu``: where sequences attend that need the cache (prefill-only prompts attend on the
-            GPU).
+        dtype: of compute and of transfers between devices; ``page_dtype``: of experts; ``kv_dtype``: of the cache.
+        discrete: a GPU takes part, so a link connects two memories; otherwise the CPU does everything.
+        attention: ``cpu`` or ``gpu``: where sequences attend that need the cache (prefill-only prompts: on the GPU).
         experts: ``device``; ``host``; or ``split``: the CPU computes ``computed`` in place, the GPU all others.
         kv_host: the share of every context whose keys and values are in host memory.
         parts: the bytes of each part in which a page moves: several across a link, one without.
-        streamed: the parts of pages that move every pass, in order of use; ``from_disk`` marks those read from disk,
-            and ``layer_pages`` has the positions of each layer.
+        streamed: the parts of pages that move every pass, in order of use; ``layer_pages``: their positions, by layer.
         cpu_layers: the layers whose hidden states cross the link for the CPU's experts.
-        ring_slots: slots of the ring on the fast tier, each of one part; the parts of a page are contiguous and in
-            order. Across a link, parts pass through ``pinned_slots`` first, except parts in pinned host memory
-            (``pinned_pages``).
+        ring_slots: slots of the ring on the fast tier, one part each; the parts of a page are contiguous and in order.
+        pinned_slots: slots through which parts pass before a link, unless in pinned host memory (``pinned_pages``).
     """
 
     model: ModelProfile
@@ -65,7 +61,6 @@ class Layout:
         return Lane.DEVICE if self.discrete else Lane.CPU
 
     def bytes_at(self, k: int) -> int:
-        """Bytes of position ``k`` of the stream."""
         return len(self.parts[k % len(self.parts)])
 
     @property
@@ -75,7 +70,7 @@ class Layout:
 
     @property
     def page_lanes(self) -> tuple[Lane, ...]:
-        """The lanes that chosen experts may pass, in order. Pages in host memory cross the link only."""
+        """The lanes that chosen experts may pass, in order; pages in host memory cross the link only."""
         if not self.pages_cross:
             return (Lane.DISK,)
         return (Lane.DISK, Lane.H2D) if any(self.from_disk) else (Lane.H2D,)
@@ -105,24 +100,20 @@ class Layout:
         return crossing * costs.kv_layer_bytes(self.model, self.kv_dtype)
 
     def device_tokens(self, tokens: int) -> int:
-        """The number of ``tokens`` in cache blocks on the device, by the policy's share; 0 where contexts do not
-        cross."""
+        """How many of ``tokens`` are in cache blocks on the device, by the policy's share; 0 if no context crosses."""
         return math.floor(tokens * (1.0 - self.kv_host) + 1e-9) if self.context_crosses else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchShape:
-    """The shape of one micro-batch. ``prefill_only`` prompts attend over their own new keys and values; all others need
-    the cache.
+    """The shape of one micro-batch.
 
     Attributes:
+        prefill_only: its prompts attend over their own new keys and values; no chunk reads the cache.
         samples: at least one sequence gets a new token at the end of the pass.
-        context: cached tokens of all sequences together; 0 where keys and values do not cross the link, so that
-            schedules can be cached by shape.
-        continues: the context includes tokens of earlier micro-batches of this pass (a prompt cut in two); False where
-            ``context`` is always 0.
-        device_tokens, device_context: the new tokens and the context tokens in blocks on the device, which do not
-            cross; 0 where no blocks are on the host.
+        context: cached tokens of all sequences; 0 where none cross the link, so that schedules can be cached by shape.
+        continues: the context includes tokens of earlier micro-batches of this pass (a prompt cut in two).
+        device_tokens: the new tokens in blocks on the device, which do not cross; ``device_context``: of the context.
     """
 
     tokens: int
@@ -139,14 +130,10 @@ class PassShape:
     """The shape of one pass.
 
     Attributes:
-        micro_batches: its micro-batches.
         prefetched: parts of its first pages that are already in the ring.
         wraps: another pass follows.
-        look_ahead: as in `Policy`.
-        routed_only: a layer's pages move once all its routers have chosen, and only the chosen ones; none are
-            prefetched for the next pass.
-        ahead: in such a pass, predicted experts of later layers are prefetched.
-        predict_experts: with ``ahead``, later layers' routers are run early to predict their experts.
+        routed_only: an on-demand pass; none of its pages are prefetched for the next pass.
+        ahead: in such a pass, predicted experts of later layers are prefetched; ``predict_experts``: by their routers.
     """
 
     micro_batches: tuple[MicroBatchShape, ...]
@@ -167,14 +154,10 @@ def layout_of(
     part_bytes: int | None = None,
     placement: Placement | None = None,
 ) -> Layout:
-    """The pipeline of ``policy`` on ``model``, with compute in ``dtype``; ``placement`` where pages have moved.
-
-    ``discrete``: True if the machine has a GPU, where the policy alone does not show that (both devices ``cpu``).
-    ``part_bytes``: the most bytes of a page that cross a link at a time, if not `costs.PART_BYTES`.
-
-    Raises:
-        ConfigError: placement and devices of the policy contradict each other.
-    """
+    """The layout of ``policy`` on ``model``, with compute in ``dtype``; raises ConfigError if placement and devices
+    contradict. ``discrete``: the machine has a GPU, where the policy does not show it. ``part_bytes``: at most this
+    much of a page crosses a link at a time (default `costs.PART_BYTES`). ``placement``: the present one, where pages
+    have moved."""
     discrete = policy.discrete if discrete is None else discrete
     _check(policy, discrete=discrete)
     placement, experts = placement or place(model, policy), EXPERT_PLACES[policy.ffn_device]

@@ -1,9 +1,5 @@
-"""On-demand passes: a layer's pages move once all its routers have chosen, and only chosen offloaded ones.
-
-The cost is the overlap of links and compute; the gain is that pages without routed tokens do not move
-(`hrm.schedule_time.routed_only` decides when that pays). The pages are known only when the pass runs, so one task per
-layer and lane stands for all of them. One schedule for all builders that have on-demand passes.
-"""
+"""On-demand passes: only the chosen offloaded pages of a layer are transferred, once all its routers have chosen. The
+pages are known only when the pass runs, so one task per layer and lane stands for all of them."""
 
 from __future__ import annotations
 
@@ -22,10 +18,8 @@ def pays(
     *,
     least: float | None = None,
 ) -> bool:
-    """True if a pass of ``tokens`` is to transfer routed pages only; ``most_tokens``, ``least``: as in `routed_only`.
-
-    ``missing``: the measured share of the streamed pages that such passes were routed to; None: the expected share.
-    """
+    """True if a pass of ``tokens`` should transfer routed pages only; ``most_tokens``, ``least``: as in `routed_only`.
+    ``missing``: measured share of the streamed pages to which such passes were routed; None: the expected share."""
     if not layout.streamed:
         return False
     if missing is None:
@@ -35,12 +29,9 @@ def pays(
 
 
 def write(draft: ScheduleBuilder, builder: str, *, whole: bool = False) -> Schedule:
-    """For each layer: all micro-batches through attention and router, the chosen pages, the experts.
-
-    The CPU's experts beside a GPU that hold no streamed pages need not wait, but separating them does not pay in so
-    small a pass. Without a GPU, resident experts run while the others are read. Predicted pages of later layers are
-    fetched after the pages of this layer. ``whole``: experts run once for all micro-batches.
-    """
+    """For each layer: all micro-batches through attention and router, the chosen pages, the experts (``whole``: once
+    for all micro-batches). Resident experts run while others are read only without a GPU: beside one, the CPU's experts
+    are not separated, which does not pay in so small a pass."""
     layout, micro_batches, layers = draft.layout, range(draft.count), draft.layout.model.num_layers
     for layer in range(layers):
         for j in micro_batches if layout.discrete else ():

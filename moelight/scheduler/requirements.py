@@ -32,7 +32,7 @@ NEEDS: Mapping[str, Needs] = {
 
 
 def misfit(schedule: str, *, discrete: bool, attention: str, experts: str) -> str | None:
-    """The reason why the builder ``schedule`` does not support such a layout, as one clause; None where it does."""
+    """The reason why the builder ``schedule`` does not support such a layout, as one clause; None if it does."""
     needs = NEEDS[schedule]
     if not discrete:
         return "needs a GPU, and there is none" if needs.gpu else None
@@ -44,21 +44,13 @@ def misfit(schedule: str, *, discrete: bool, attention: str, experts: str) -> st
 
 
 def check_policy(policy: Policy, *, discrete: bool | None = None) -> None:
-    """Reject a policy that its schedule does not support.
-
-    Raises:
-        ConfigError: names what the schedule needs, and the schedules that support the policy.
-    """
+    """Raise ConfigError for a policy that its schedule does not support, with the schedules that do."""
     discrete = policy.discrete if discrete is None else discrete
     _check(policy.schedule, discrete, policy.attention_device, EXPERT_PLACES[policy.ffn_device])
 
 
 def check_layout(schedule: str, layout: Layout, shape: PassShape | None = None) -> None:
-    """Reject a layout or a ``shape`` that the builder ``schedule`` does not support.
-
-    Raises:
-        ConfigError: names what the schedule needs, and the schedules that support the layout.
-    """
+    """Raise ConfigError for a layout or ``shape`` that the builder ``schedule`` does not support."""
     _check(schedule, layout.discrete, layout.attention, layout.experts)
     if shape is not None and shape.routed_only and schedule not in ON_DEMAND_SCHEDULES:
         raise ConfigError(f"schedule {schedule!r} moves every page, whoever is routed to it")

@@ -1,8 +1,7 @@
 """The seven schedules: CGOPipe (MoE-Lightning, Algorithm 1) and the schedules that it is compared with.
 
 FastDecode (S2), FlexGen(c) (S3) and FlexGen (S4) are MoE-Lightning's readings of these systems; ``flexgen-loop`` is
-FlexGen's code as published; ``module`` runs the attention of a layer over the whole batch, then its experts, as MoE-Gen
-and MoE-Lens do; ``serial`` overlaps nothing.
+FlexGen's code as published; ``module`` is the order of MoE-Gen and MoE-Lens; ``serial`` overlaps nothing.
 """
 
 from __future__ import annotations
@@ -20,15 +19,12 @@ LOOK_AHEAD = 2
 
 def build_cgopipe(layout: Layout, shape: PassShape) -> Schedule:
     """GPU experts, CPU attention and paged weights, interleaved (Algorithm 1). Steps are (layer, micro-batch), layer by
-    layer; attention is ``look_ahead`` steps ahead.
+    layer; attention is ``look_ahead`` steps ahead, at most n, and n - 1 where experts are ``late`` by a step.
 
-    Pages of the next layer are sent between the hidden-state transfers of the current layer, so no transfer waits for a
-    whole layer. Each is launched only when the experts need it next, since a launch may block on its host part. Where
+    Pages of the next layer cross between the hidden-state transfers of the current one, so no transfer waits for a
+    whole layer; each is launched only when the experts need it next, since a launch may block on its host part. Where
     the device attends, contexts take the place of hidden states on the link; where the CPU computes experts, their
-    outputs cross one step after their inputs.
-
-    A single micro-batch can only be one step ahead, since its next layer needs the experts of the current one; one step
-    less where experts are ``late`` by a step. The paper's W_PinToG is ``deliver``, its W_CtoPin ``fetch``: two steps
+    outputs cross one step after their inputs. The paper's W_PinToG is ``deliver``, its W_CtoPin ``fetch``: two steps
     ahead of the delivery, across layers.
     """
     draft = ScheduleBuilder(layout, shape)
@@ -60,10 +56,8 @@ def build_cgopipe(layout: Layout, shape: PassShape) -> Schedule:
 
 def page_shares(draft: ScheduleBuilder) -> list[range]:
     """For each step, the positions of the next layer's pages that cross in that step: consecutive parts, nearly equal.
-
-    Where pages cross no link, nothing waits for them: all go in a layer's first step, so that the disk is never idle
-    while the launching thread computes.
-    """
+    Where pages cross no link, all are in a layer's first step, so that the disk is never idle while the launching
+    thread computes."""
     n, shares = draft.count if draft.layout.pages_cross else 1, []
     for layer in range(draft.layout.model.num_layers):
         pages = draft.layer_pages(layer + 1)
@@ -85,12 +79,9 @@ def _fetch(draft: ScheduleBuilder, shares: list[range]) -> None:
 
 
 def build_fastdecode(layout: Layout, shape: PassShape) -> Schedule:
-    """S2: CPU attention two micro-batches ahead, as in CGOPipe, but a layer's pages cross as one block.
-
-    The block crosses after all hidden states of the layer before and ahead of its own layer's first hidden states,
-    which wait for it. Without a link nothing waits for the block: the next layer's pages are read while this layer
-    computes.
-    """
+    """S2: CPU attention two micro-batches ahead, as in CGOPipe, but a layer's pages cross as one block: after all
+    hidden states of the layer before, ahead of the first of its own layer. Without a link, the next layer's pages are
+    read while this layer computes."""
     check_layout("fastdecode", layout)
     draft = ScheduleBuilder(layout, shape)
     if shape.routed_only:
@@ -136,11 +127,7 @@ def build_flexgen_c(layout: Layout, shape: PassShape) -> Schedule:
 
 def build_flexgen(layout: Layout, shape: PassShape) -> Schedule:
     """S4: the device attends; meanwhile the next micro-batch's context crosses, and after the second context the next
-    layer's block.
-
-    Without a link, disk and host memory take these parts: the next layer's block is read after the first micro-batch,
-    or beside it where it is the only one.
-    """
+    layer's block. Without a link, that block is read after the first micro-batch, or beside it if it is alone."""
     check_layout("flexgen", layout, shape)
     draft = ScheduleBuilder(layout, shape)
     n, layers = draft.count, layout.model.num_layers
@@ -170,14 +157,13 @@ def build_flexgen_loop(layout: Layout, shape: PassShape) -> Schedule:
 
 
 def loop(layout: Layout, shape: PassShape, *, separate: bool) -> Schedule:
-    """Attention and experts of all micro-batches, with a full synchronisation after each of them; without a link, a
-    synchronisation of compute and page reads.
+    """Attention and experts of all micro-batches, each followed by a full synchronisation; without a link, by one of
+    compute and page reads. The whole next layer's weights are launched with the first micro-batch, each next context
+    beside the current micro-batch.
 
-    The whole next layer's weights are launched with the first micro-batch; each next context beside the current
-    micro-batch. ``separate``: attention and experts are separate layers, each with a loop over micro-batches and a
-    synchronisation in every iteration. The experts' weights then cross beside the first attention of their own layer,
-    and contexts cross only beside attention. New keys and values go down in the iteration that computes them, not in
-    the next.
+    ``separate``: attention and experts are separate layers, each with a loop over micro-batches; the experts' weights
+    cross beside the first attention of their own layer, contexts only beside attention. New keys and values go down in
+    the iteration that computes them, not in the next.
     """
     draft = ScheduleBuilder(layout, shape)
     n, layers = draft.count, layout.model.num_layers
@@ -209,9 +195,9 @@ def loop(layout: Layout, shape: PassShape, *, separate: bool) -> Schedule:
 def build_module(layout: Layout, shape: PassShape) -> Schedule:
     """For each layer: all micro-batches into attention, out of it and through the router, then the experts.
 
-    While the CPU attends one part of the batch, the device projects the other: first into attention, then out of it. No
-    experts run before every hidden state is on the device, so the link transfers those first, then the next layer's
-    pages as one block, beside the experts and the next attention.
+    While the CPU attends one part of the batch, the device projects the other. No experts run before every hidden state
+    is on the device, so the link transfers those first, then the next layer's pages as one block, beside the experts
+    and the next attention.
     """
     check_layout("module", layout)
     draft = ScheduleBuilder(layout, shape)

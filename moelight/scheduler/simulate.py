@@ -1,9 +1,6 @@
-"""A virtual clock over schedules: the times at which tasks run if each takes its cost.
-
-The rules are the executor's: a lane runs one task at a time, in schedule order; a task starts when its lane is free and
-its dependencies are done; a pass begins when the one before is done, except for prefetched pages. Lanes that touch host
-memory share its bandwidth. A ``Price`` returns the cost of a task.
-"""
+"""A virtual clock over schedules, with the executor's rules: a lane runs one task at a time, in schedule order; a task
+starts when its lane is free and its dependencies are done; a pass begins when the one before is done, except for
+prefetched pages. Lanes that touch host memory share its bandwidth."""
 
 from __future__ import annotations
 
@@ -30,19 +27,15 @@ def simulate_pass(
     start_s: float = 0.0,
     launcher: bool = False,
 ) -> Timeline:
-    """Simulate one pass. Pages prefetched by the pass before are in their slots at ``start_s``; those prefetched for
-    the next pass are not part of this one.
+    """Simulate one pass. Pages prefetched by the pass before are in their slots at ``start_s``; the timeline excludes
+    the pages prefetched for the next.
 
     Args:
         cost: seconds of each task alone on the machine, and the bytes of host memory that it touches in them.
-        dram_bytes_per_s: tasks that together need more than this share it fairly: a task that needs less than an equal
-            share gets what it needs, the others divide the rest. None: unlimited.
+        dram_bytes_per_s: shared by max-min fairness among tasks that together need more; None: unlimited.
         launcher: one thread launches all tasks in order, as in the engine. At a task of a stream lane (``h2d``,
             ``d2h``, ``device``) it waits until the host lanes have finished the task's dependencies; without a device,
             it runs the ``cpu`` lane itself.
-
-    Returns:
-        Spans in schedule order, without the pages prefetched for the next pass.
     """
     job = [(schedule, cost)]
     return simulate_passes(job, dram_bytes_per_s=dram_bytes_per_s, start_s=start_s, launcher=launcher)[0]
@@ -55,15 +48,14 @@ def simulate_passes(
     start_s: float = 0.0,
     launcher: bool = False,
 ) -> tuple[Timeline, ...]:
-    """Simulate passes one after another on one clock, each with its own costs; prefetched pages keep their transfer
-    times."""
+    """`simulate_pass` for passes on one clock, each with its own costs; prefetched pages keep their transfer times."""
     clock = VirtualClock(dram_bytes_per_s=dram_bytes_per_s, start_s=start_s, launcher=launcher)
     return tuple(clock.run(schedule, cost) for schedule, cost in passes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SteadyPass:
-    """One of a long row of equal passes. Its ``timeline`` begins before ``began_s`` where pages were prefetched."""
+    """One of many equal passes in a row. Its ``timeline`` begins before ``began_s`` where pages were prefetched."""
 
     began_s: float
     timeline: Timeline
@@ -74,12 +66,10 @@ class SteadyPass:
         return self.timeline.end_s - self.began_s
 
     def idle_s(self, lane: Lane) -> float:
-        """Seconds of a pass in which ``lane`` is idle."""
         return max(0.0, self.seconds - self.timeline.busy_s().get(lane, 0.0))
 
     @property
     def binding(self) -> Lane:
-        """The busiest lane."""
         busy = self.timeline.busy_s()
         return max(busy, key=busy.__getitem__)
 
@@ -87,19 +77,16 @@ class SteadyPass:
 def steady_pass(
     schedule: Schedule, cost: Price, *, dram_bytes_per_s: float | None = None, launcher: bool = False
 ) -> SteadyPass:
-    """The third of three passes of ``schedule``, which must start with the pages that it prefetches for the next; the
-    first where it prefetches none, since then all passes are alike."""
+    """The third of three equal passes, or the first if nothing is prefetched. ``schedule`` must start with the pages
+    that it prefetches for the next."""
     passes = [(schedule, cost)] * (3 if schedule.prefetched_next else 1)
     timelines = simulate_passes(passes, dram_bytes_per_s=dram_bytes_per_s, launcher=launcher)
     return SteadyPass(began_s=timelines[-2].end_s if len(timelines) > 1 else 0.0, timeline=timelines[-1])
 
 
 class _RunningTask:
-    """One task in flight.
-
-    ``share``: bytes per second of host memory that it needs; ``left_s``: seconds at full speed until it is done.
-    ``waits_for``: its dependencies until it begins; ``waited``: the dependency that ended last.
-    """
+    """One task in flight. ``share``: bytes per second of host memory that it needs; ``left_s``: seconds at full speed
+    until it is done; ``waits_for``: its dependencies until it begins; ``waited``: the dependency that ended last."""
 
     __slots__ = ("done", "ends_s", "left_s", "missing", "share", "starts_s", "task", "waited", "waiters", "waits_for")
 
@@ -124,7 +111,6 @@ class _RunningTask:
 
     @property
     def span(self) -> Span:
-        """The task with its start and end times, and the dependency that ended last."""
         last, until_s = self.waited
         return Span(task=self.task, start_s=self.starts_s, end_s=self.ends_s, waited_for=last, waited_until_s=until_s)
 
@@ -140,11 +126,7 @@ class VirtualClock:
         self._prefetched: dict[Page, _RunningTask] = {}
 
     def run(self, schedule: Schedule, cost: Price) -> Timeline:
-        """Run one pass: until everything but the pages prefetched for the next pass is done.
-
-        Raises:
-            ScheduleError: tasks wait for each other for ever.
-        """
+        """Run one pass, without the pages prefetched for the next; raises ScheduleError for a deadlock."""
         running_tasks = [self._run_task(task, cost) for task in schedule.tasks]
         ahead = set(schedule.prefetched_next)
         awaited = [each for position, each in enumerate(running_tasks) if position not in ahead]
@@ -191,7 +173,6 @@ class VirtualClock:
                 yield [running_task]
 
     def _start(self, lane: Lane) -> None:
-        """Begin the lane's next task if the lane is free and the task's dependencies are done."""
         queue = self._queues[lane]
         if lane in self._running or not queue or queue[0].missing:
             return
@@ -200,7 +181,6 @@ class VirtualClock:
         self._running[lane] = running_task
 
     def _advance(self) -> None:
-        """Advance to the next end of a task."""
         running = list(self._running.values())
         shares = [each.share for each in running] if self._dram is not None else ()
         soonest, ended = math.inf, None

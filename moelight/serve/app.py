@@ -40,7 +40,7 @@ class _BatchBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _batch_object(batch: Batch, model: str, waits: BatchFailure | None) -> dict[str, Any]:
-    """The batch as OpenAI's object; while an open batch is blocked, ``waits`` is among its errors."""
+    """Return ``batch`` as OpenAI's object; while an open batch is blocked, ``waits`` is among its errors."""
     told = batch.errors if waits is None or batch.status not in OPEN else (*batch.errors, waits)
     return {
         **{name: getattr(batch, name) for name in _SAME},
@@ -126,10 +126,10 @@ def make_app(
     hosts: Collection[str] | None,
     waits: Callable[[str], BatchFailure | None] = lambda _: None,
 ) -> Starlette:
-    """The application over ``data``.
+    """Return the application over ``data``.
 
-    ``wake`` is called when a batch is created or to be cancelled; ``hosts``: see `Guard`; ``waits`` returns the reason
-    why a batch is blocked, or None.
+    ``wake`` is called when a batch is created or is to be cancelled; ``waits`` returns the reason why a batch is
+    blocked, or None; ``hosts``: see `Guard`.
     """
     files = FileRoutes(data, max_bytes=max_file_bytes)
     batches = BatchRoutes(data.store, model=model, wake=wake, waits=waits)

@@ -27,11 +27,7 @@ _MOST_TOKEN_BYTES = 4096
 
 
 def read_token(path: Path) -> str:
-    """The token in the file ``path``.
-
-    Raises:
-        ConfigError: the file does not exist, is accessible to others than its owner, or contains no valid token.
-    """
+    """Return the token in the file ``path``, which must be accessible to its owner only."""
     try:
         with open(open_regular(path), "rb") as file:
             if os.fstat(file.fileno()).st_mode & 0o077:
@@ -60,11 +56,12 @@ def make_token(path: Path) -> None:
 
 
 class Guard:
-    """Middleware that accepts requests with the token and a valid host name, up to ``most_requests`` at a time."""
+    """Middleware that accepts requests with the token, up to ``most_requests`` at a time.
+
+    ``hosts``: host names under which the server may be addressed, None for any. Other names hint at DNS rebinding.
+    """
 
     def __init__(self, app: ASGIApp, *, token: str, hosts: Collection[str] | None, most_requests: int) -> None:
-        """``hosts``: host names under which the server may be addressed, None for any. Other names hint at DNS
-        rebinding."""
         self._app, self._hosts, self._most = app, hosts, most_requests
         self._expected = f"Bearer {token}".encode("latin-1")
         self._running = 0
@@ -102,7 +99,7 @@ class Guard:
 
 
 class _DrainedBody:
-    """Reads and discards the rest of a request's body, for `LINGER_S` at most, when the response is ready earlier.
+    """Discards the rest of a request's body, for `LINGER_S` at most, when the response is ready earlier.
 
     Closing at once would reset the connection, and the sender would see the reset instead of the response.
     """

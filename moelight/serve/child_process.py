@@ -1,8 +1,7 @@
-"""Replaces itself by a command, once no other process works on the job and the parent is still running.
+"""Replaces itself by a command: ``python -I -S child_process.py PARENT LOCK COMMAND...``.
 
-``python -I -S child_process.py PARENT LOCK COMMAND...``. The process itself holds the lock until it ends, so a batch
-has at most one worker, even if the server that started it was killed. The kernel kills the process when its parent
-dies. Imports little of the standard library and nothing else, since this runs before each job.
+The process holds the lock until it ends, so a batch has at most one worker, even if the server that started it was
+killed; the kernel kills the process when its parent dies. Imports little, since it runs before each job.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _SET_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG: kept over exec, cleared by a 
 
 
 def run_child(parent: int, lock: str, command: list[str]) -> None:
-    """Replace this process by ``command``, or exit with 1 if the parent is gone."""
+    """Replace this process by ``command`` once ``lock`` is free; exit with 1 if ``parent`` is gone."""
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(1)

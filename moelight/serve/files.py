@@ -1,5 +1,4 @@
-"""OpenAI's Files over HTTP: uploads streamed to disk, downloads streamed from disk. File names are never used as
-paths."""
+"""OpenAI's Files over HTTP, streamed to and from disk. File names of clients are never used as paths."""
 
 from __future__ import annotations
 
@@ -34,9 +33,8 @@ def _broken(message: str) -> ApiError:
 class Upload:
     """A form with one part ``file``, whose bytes are written to ``path``; the other parts are ``fields``.
 
-    A context manager: the file is removed on exit unless ``kept``. Every method raises an `ApiError` where the form is
-    malformed, has parts that no upload has, or holds more than ``max_bytes``, and an OSError where the disk is full or
-    fails otherwise.
+    A context manager: the file is removed on exit unless ``kept``. Every method raises ApiError for a malformed or too
+    long form, and OSError where the disk is full or fails.
     """
 
     def __init__(self, path: Path, *, content_type: str, max_bytes: int) -> None:
@@ -143,7 +141,7 @@ class Upload:
 
 
 def _shown_name(name: bytes) -> str:
-    """A file name as text for display, never a path: its last component, printable."""
+    """Return the last component of a file name, printable, for display; it is never used as a path."""
     last = name.decode("utf-8", "replace").replace("\\", "/").rpartition("/")[2]
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in last)[:_MOST_NAME] or "upload"
 
@@ -163,7 +161,7 @@ def _check_fields(upload: Upload) -> None:
 
 
 def file_object(file: StoredFile) -> dict[str, Any]:
-    """The file as OpenAI's object."""
+    """Return ``file`` as OpenAI's object."""
     return {
         "id": file.id,
         "object": "file",

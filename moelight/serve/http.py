@@ -1,7 +1,4 @@
-"""What all routes share: bounded bodies with a time limit, parameters of a page, and failures in OpenAI's format.
-
-A failure is ``{"error": {"message", "type", "param", "code"}}``.
-"""
+"""What all routes share: bounded bodies with a time limit, parameters of a page, and errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -43,14 +40,14 @@ def error_response(
     code: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
-    """The error as a response."""
+    """Return an error in OpenAI's format."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     error = {"message": message, "type": kind, "param": param, "code": code}
     return JSONResponse({"error": error}, status, headers)
 
 
 def on_refusal(request: Request, error: Exception) -> Response:
-    """The response to an error that a route raised, or to a request without a route."""
+    """Return the response to an error that a route raised, or to a request without a route."""
     if isinstance(error, ApiError):
         return error_response(error.status_code, error.detail, param=error.param, code=error.code)
     assert isinstance(error, HTTPException)
@@ -63,7 +60,7 @@ def on_refusal(request: Request, error: Exception) -> Response:
 
 
 def on_storage(request: Request, error: Exception) -> Response:  # noqa: ARG001 (the signature is Starlette's)
-    """The response to a full disk (507) or another storage failure (500)."""
+    """Return the response to a full disk (507) or another storage failure (500)."""
     full = isinstance(error, OSError) and error.errno in _FULL
     if full or (isinstance(error, sqlite3.OperationalError) and "full" in str(error)):
         return error_response(507, "the server's disk is full; nothing was kept", code="insufficient_storage")
@@ -71,15 +68,15 @@ def on_storage(request: Request, error: Exception) -> Response:  # noqa: ARG001 
 
 
 def on_fault(request: Request, error: Exception) -> Response:  # noqa: ARG001 (the signature is Starlette's)
-    """The response to a bug in the server: the stack trace is in the server's output, not in the response."""
+    """Return the response to a bug in the server, without the stack trace, which is in the server's output."""
     return error_response(500, "internal error", code="internal_error")
 
 
 async def chunks(request: Request, most: int, *, around: int = 0) -> AsyncIterator[bytes]:
-    """The chunks of the body as they arrive, at most ``most`` bytes and ``around`` bytes of framing.
+    """Yield the body as it arrives, at most ``most`` bytes and ``around`` bytes of framing.
 
-    Raises:
-        ApiError: the body is longer, or says so (413), no data arrived for too long (408), or the sender disconnected.
+    Raises ApiError if the body is longer or says so (413), no data arrives in time (408), or the sender disconnects
+    (400).
     """
     length = request.headers.get("content-length", "0")
     if not length.isascii() or not length.isdigit() or int(length) > most + around:
@@ -101,16 +98,12 @@ async def chunks(request: Request, most: int, *, around: int = 0) -> AsyncIterat
 
 
 def too_large(most: int) -> ApiError:
-    """The error for a body of more than ``most`` bytes."""
+    """Return the error for a body of more than ``most`` bytes."""
     return ApiError(413, f"too large: at most {most} bytes are taken", code="too_large")
 
 
 async def read_body(request: Request, kind: type[_Asked]) -> _Asked:
-    """The JSON body as a ``kind``; other fields are rejected.
-
-    Raises:
-        ApiError: the body is too long, not JSON, or not a ``kind``.
-    """
+    """Return the JSON body as a ``kind``; raises ApiError if it is too long, not JSON, or not a ``kind``."""
     body = b"".join([chunk async for chunk in chunks(request, MOST_JSON_BYTES)])
     try:
         return msgspec.json.decode(body, type=kind)
@@ -123,7 +116,7 @@ async def read_body(request: Request, kind: type[_Asked]) -> _Asked:
 
 
 def page_of(request: Request, *, limit: int, most: int) -> tuple[str | None, int]:
-    """``after`` and ``limit`` of a request for a page; ``limit`` is the default, ``most`` the maximum."""
+    """Return ``after`` and ``limit`` of a request for a page; ``limit`` is the default, ``most`` the maximum."""
     given = request.query_params.get("limit", str(limit))
     if not given.isascii() or not given.isdigit() or not 1 <= int(given[:9]) <= most:
         raise ApiError(400, f"limit is a number from 1 to {most}", param="limit", code="invalid_request")
@@ -133,7 +126,7 @@ def page_of(request: Request, *, limit: int, most: int) -> tuple[str | None, int
 def page_response(
     request: Request, found: tuple[list[_Item], bool] | None, what: str, shown: Callable[[_Item], dict[str, Any]]
 ) -> JSONResponse:
-    """The page ``found``: its items, and True if there are more. None: no ``what`` is called as ``after`` says."""
+    """Return the page ``found``: its items, and if more follow. None: no ``what`` has the id ``after``."""
     if found is None:
         after = request.query_params["after"]
         raise ApiError(400, f"there is no {what} {after[:80]!r}", param="after", code="invalid_request")

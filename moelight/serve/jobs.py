@@ -1,7 +1,7 @@
 """One job in a process of its own: started, watched, interrupted, started again, and never left behind.
 
-Depends on exit codes, the status file and the journal of ``moelight generate``. Does not depend on batches or the
-origin of a job. The journal alone decides if a job is done, whatever the exit code of its process.
+The journal of ``moelight generate`` alone decides if a job is done, whatever the exit code of its process. Does not
+depend on batches or the origin of a job.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Job:
         self.lock = directory / "worker.lock"  # held by the running process
 
     def counts(self) -> RowCounts | None:
-        """Counts of the status file, None where it is missing or invalid."""
+        """Return the counts of the status file; None if the file is missing or invalid."""
         try:
             with self.status.open("rb") as file:
                 found = json.loads(file.read(_MAX_STATUS_BYTES))["request_counts"]
@@ -55,7 +55,7 @@ class Job:
             return None
 
     def past(self) -> JobRecord | None:
-        """State of the job in its journal, None where there is none or it cannot be read."""
+        """Return the state of the job in its journal; None if there is no journal or it cannot be read."""
         try:
             return read_record(journal_of(self.output))
         except (OSError, InputError):
@@ -69,8 +69,8 @@ Command = Callable[[Job], Sequence[str]]
 class Ending:
     """The end of a process: its exit code, negative for a signal, and its last line of output.
 
-    ``rows`` are the counts of the journal; ``whole`` is True if they cover all rows, each answered or made an error
-    row.
+    ``rows`` are the counts of the journal. ``whole`` is True if each row is answered or an error row, and the files are
+    as long as the journal says.
     """
 
     code: int
@@ -79,7 +79,7 @@ class Ending:
     whole: bool = False
 
     def why(self) -> str:
-        """Reason why the job did not end well."""
+        """Return the reason why the job did not end well."""
         if self.code == REFUSED:
             return self.said or "the job was refused"
         if self.code == STORAGE:
@@ -100,7 +100,7 @@ class Pace:
 
 
 def generate_command(model: str, options: Sequence[str] = (), *, line_format: str) -> Command:
-    """The command of a job: ``moelight generate`` with ``options`` unchanged."""
+    """Return the command of a job: ``moelight generate`` with ``options`` unchanged."""
 
     def command(job: Job) -> list[str]:
         return [
@@ -115,7 +115,7 @@ def generate_command(model: str, options: Sequence[str] = (), *, line_format: st
 class JobRunner:
     """Runs jobs one after another, each in processes of ``command`` until its ending is final.
 
-    Other threads set ``news`` when something should be checked at once, and `stop` the runner.
+    Other threads may set ``news``, so that the runner checks at once, and call `stop`.
     """
 
     def __init__(self, command: Command, *, say: Callable[[str], None], pace: Pace | None) -> None:
@@ -144,9 +144,8 @@ class JobRunner:
     ) -> Ending | None:
         """Run the job, again after a crash, until its ending is final; return None if it is ``unwanted`` first.
 
-        ``seen`` is called with every change of the counts; ``waits`` with the reason why the job is blocked by a full
-        or failing disk, and with an empty text when it continues. The job's files record finished rows in any case;
-        the same job run again resumes from them.
+        ``seen`` is called with every change of the counts; ``waits`` with the reason why a full or failing disk blocks
+        the job, and with an empty text when the job continues. The same job run again resumes after its finished rows.
         """
         crashes, refusals, rows = 0, 0, 0
 
@@ -226,8 +225,7 @@ class JobRunner:
             self.wait(self.pace.poll_s)
 
     def _wait_for_room(self, directory: Path, every_s: float, unwanted: Callable[[], bool]) -> None:
-        """Return when ``directory`` is writable again, checked every ``every_s`` seconds; or when the job is
-        unwanted."""
+        """Return when ``directory`` is writable again or the job is unwanted."""
         probe, room = directory / "room", False
         while not room and not unwanted():
             self.wait(every_s)
@@ -247,7 +245,7 @@ def _size(path: Path) -> int:
 
 
 def _last_line(log: Path, begin: int) -> str:
-    """The last non-blank line of ``log`` after byte ``begin``."""
+    """Return the last non-blank line of ``log`` after byte ``begin``."""
     with log.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(begin, end - 8 * _MAX_MESSAGE))
@@ -257,12 +255,7 @@ def _last_line(log: Path, begin: int) -> str:
 
 
 def wait_until_free(job: Job, *, within_s: float) -> None:
-    """Wait until a job's process of an earlier server is gone; a killed process with much memory takes a moment to
-    exit.
-
-    Raises:
-        TimeoutError: the process is still running after ``within_s`` seconds.
-    """
+    """Wait until a job's process of an earlier server is gone; raises TimeoutError after ``within_s`` seconds."""
     if not job.directory.is_dir():
         return
     deadline = time.monotonic() + within_s
@@ -280,8 +273,8 @@ def wait_until_free(job: Job, *, within_s: float) -> None:
 class WorkThread(threading.Thread):
     """The one thread that starts jobs: the kernel kills a job with the thread that started it (`child_process`).
 
-    A daemon, so that a second interrupt ends the program at once. ``sound`` is True once ``work`` has returned; a fault
-    of ours leaves it False.
+    A daemon, so that a second interrupt ends the program at once. ``sound`` is True once ``work`` has returned, False
+    if ``work`` has raised.
     """
 
     def __init__(self, work: Callable[[], None], *, on_end: Callable[[], None]) -> None:
@@ -298,7 +291,7 @@ class WorkThread(threading.Thread):
 
 @contextlib.contextmanager
 def handled_signals(handle: Callable[[int, FrameType | None], None]) -> Iterator[list[int]]:
-    """Call ``handle`` for SIGINT and SIGTERM within the block, and list the signals that came."""
+    """Call ``handle`` for SIGINT and SIGTERM within the block; yield the list of signals received so far."""
     came: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:

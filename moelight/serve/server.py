@@ -30,8 +30,10 @@ HEADERS_S = 10.0  # the longest a request line and its headers may take
 
 
 class Connection(H11Protocol):
-    """Closes itself when the headers of its next request are not complete in time; and, when the number of connections
-    exceeds the limit, closes the oldest of the least valuable ones."""
+    """Connection that aborts itself if the headers of its next request are late.
+
+    A new connection above the limit aborts the oldest of the least valuable ones.
+    """
 
     _late: asyncio.TimerHandle | None = None
     _known = False  # True once a request brought the token; each request has a state of its own
@@ -57,7 +59,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP in the format of every other rejection."""
+        """Answer bytes that are not HTTP in the format of every other rejection."""
         answer = error_response(400, msg, code="invalid_http", headers={"Connection": "close"})
         head = h11.Response(status_code=400, headers=answer.raw_headers)
         for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
@@ -110,11 +112,7 @@ class ServerOptions:
 
 
 def serve(options: ServerOptions, command: Command, *, say: Callable[[str], None], pace: Pace | None = None) -> int:
-    """Serve until a signal arrives, and return its number.
-
-    Raises:
-        ConfigError: the address, the token file or the data directory cannot be used.
-    """
+    """Serve until a signal arrives, and return its number."""
     listening = listen(options.host, options.port, allow_remote=options.allow_remote)
     with contextlib.closing(listening), contextlib.closing(DataDirectory(options.data)) as data:
         token_file = options.token_file
@@ -157,11 +155,7 @@ def serve(options: ServerOptions, command: Command, *, say: Callable[[str], None
 
 
 def listen(host: str, port: int, *, allow_remote: bool) -> socket.socket:
-    """A socket that listens on ``host`` and ``port``.
-
-    Raises:
-        ConfigError: the address is reachable from other machines without ``allow_remote``, or cannot be bound.
-    """
+    """Return a socket that listens on ``host`` and ``port``; other machines reach it only if ``allow_remote``."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
@@ -182,7 +176,7 @@ def listen(host: str, port: int, *, allow_remote: bool) -> socket.socket:
 
 
 def base_url(listening: socket.socket) -> str:
-    """The ``base_url`` for the ``openai`` client."""
+    """Return the ``base_url`` for the ``openai`` client."""
     host, port, *_ = listening.getsockname()
     return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
 

@@ -62,8 +62,7 @@ CREATE INDEX batches_by_status ON batches (status, place);
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredFile:
-    """A file that was uploaded or written by a batch. ``path`` is relative to the data directory and chosen by the
-    server."""
+    """A file, uploaded or written by a batch; the server chooses ``path``, relative to the data directory."""
 
     id: str
     path: str
@@ -128,11 +127,6 @@ class Store:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open ``path``, or create it.
-
-        Raises:
-            ConfigError: the file is not a database, or was made by a later version of moelight.
-        """
         self._lock = threading.Lock()
         try:
             self._base = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30.0)
@@ -178,7 +172,7 @@ class Store:
     def page_of_files(
         self, *, after: str | None, limit: int, newest_first: bool = True, purpose: str | None = None
     ) -> tuple[list[StoredFile], bool] | None:
-        """At most ``limit`` files after ``after``, and True if there are more; None if ``after`` does not exist."""
+        """Return up to ``limit`` files after ``after``, and True if more follow; None if ``after`` does not exist."""
         return self._page(_file, "files", after, limit, newest_first=newest_first, purpose=purpose)
 
     def add_batch(self, batch: Batch) -> bool:
@@ -195,11 +189,11 @@ class Store:
         return next(iter(self._select(_batch, "SELECT * FROM batches WHERE id = ?", batch_id)), None)
 
     def page_of_batches(self, *, after: str | None, limit: int) -> tuple[list[Batch], bool] | None:
-        """As `page_of_files`, newest first."""
+        """Return a page as `page_of_files` does, newest first."""
         return self._page(_batch, "batches", after, limit)
 
     def open_batches(self) -> list[Batch]:
-        """Batches with work left: started ones first, then in order of creation."""
+        """Return the batches with work left: started ones first, then in order of creation."""
         query = f"SELECT * FROM batches WHERE status IN ({_marks(OPEN)}) ORDER BY status = 'validating', place"
         return self._select(_batch, query, *OPEN)
 
@@ -213,8 +207,7 @@ class Store:
         output: StoredFile | None = None,
         error_output: StoredFile | None = None,
     ) -> bool:
-        """Move the batch to the state ``to`` and store its results; return False if its current state does not allow
-        that."""
+        """Move the batch to the state ``to`` and store its results; return False if its state does not allow that."""
         changes: dict[str, Any] = {"status": to, f"{to}_at": int(time.time())}
         if counts is not None:
             changes |= asdict(counts)
@@ -315,11 +308,6 @@ class DataDirectory:
     """A data directory locked by this process; created if missing."""
 
     def __init__(self, root: Path) -> None:
-        """Lock ``root`` for this process.
-
-        Raises:
-            ConfigError: the directory cannot be created or written, or another server uses it.
-        """
         self.root = root.absolute()
         self.files, self.batches = self.root / "files", self.root / "batches"
         base = self.root / "state.db"
@@ -369,11 +357,7 @@ class DataDirectory:
 
 
 def take_lock(path: Path, *, what: str) -> int:
-    """A descriptor that holds the lock until it is closed or the process ends.
-
-    Raises:
-        ConfigError: another process holds the lock.
-    """
+    """Return a descriptor that holds the lock until it is closed or the process ends."""
     held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)

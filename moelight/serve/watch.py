@@ -35,7 +35,7 @@ _SUFFIX = ".jsonl"
 
 
 class Watcher:
-    """Runs the files dropped in ``root``; call `run` in a thread of its own, `stop` from any thread."""
+    """Locks ``root`` and runs the files dropped there; call `run` in a thread of its own, `stop` from any thread."""
 
     def __init__(
         self,
@@ -46,11 +46,6 @@ class Watcher:
         pace: Pace | None = None,
         settle_s: float = SETTLE_S,
     ) -> None:
-        """Lock ``root`` for this process.
-
-        Raises:
-            ConfigError: ``root`` is not a writable directory, or another process watches it.
-        """
         self._root, self._say, self._settle_s = root.absolute(), say, settle_s
         self._runner = JobRunner(command, say=say, pace=pace)
         self._taken = self._root / ".moelight"
@@ -88,7 +83,7 @@ class Watcher:
             runner.wait(max(runner.pace.poll_s, self._settle_s / 4))
 
     def _next(self) -> Job | None:
-        """The job of a file that was taken before, or of a complete file that is taken now; None if there is none."""
+        """Return the job of a file taken before, or of a complete file, which is taken now; None if there is none."""
         now, self._at = time.monotonic(), ""
         self._later = {name: due for name, due in self._later.items() if due > now}
         taken = sorted(path for path in self._taken.iterdir() if path.is_dir())
@@ -109,8 +104,7 @@ class Watcher:
         return job
 
     def _complete(self, left: Collection[str]) -> Path | None:
-        """The oldest dropped file that has stopped growing. Links, hidden files, empty files and those in ``left`` are
-        skipped."""
+        """Return the oldest file that has stopped growing. Links, hidden and empty files, and ``left``, are skipped."""
         now, before, ready = time.monotonic(), self._sizes, []
         self._sizes = {}
         with os.scandir(self._root) as entries:
@@ -180,7 +174,7 @@ _ENDS = (_SUFFIX, f".output{_SUFFIX}", f".errors{_SUFFIX}", ".error.txt")
 
 
 def _cut(name: str, most: int) -> str:
-    """``name``, truncated to at most ``most`` bytes at a character boundary."""
+    """Return ``name``, truncated to at most ``most`` bytes at a character boundary."""
     while len(os.fsencode(name)) > most:
         name = name[:-1]
     return name

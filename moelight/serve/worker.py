@@ -1,7 +1,7 @@
 """The worker: runs batches one after another, each along its states, also those that a killed server left open.
 
-Checks that an input can be a batch; faults of single lines are left to the job, which turns each such line into an
-error row. Maps a job's ending to the state of its batch. Does not depend on HTTP or on how a job runs.
+Checks that an input can be a batch; the job turns each faulty line into an error row. Does not depend on HTTP or on how
+a job runs.
 """
 
 from __future__ import annotations
@@ -51,12 +51,11 @@ class Worker:
         self._runner.stop()
 
     def waits(self, batch_id: str) -> BatchFailure | None:
-        """The reason why the batch is blocked, if it is the running batch; otherwise None."""
+        """Return the reason why the batch is blocked, if it is the running batch; otherwise None."""
         waits = self._waits
         return waits[1] if waits is not None and waits[0] == batch_id else None
 
     def run(self) -> None:
-        """Run batches until stopped."""
         runner = self._runner
         while not runner.stopping.is_set():
             batches = self._store.open_batches()
@@ -175,10 +174,10 @@ _DECODER = msgspec.json.Decoder(_Line)
 
 
 def check_lines(path: Path, *, endpoint: str) -> tuple[int, list[BatchFailure]]:
-    """The number of non-blank lines, and the faults that reject the file as a whole (empty if there are none).
+    """Return the number of non-blank lines, and the faults, 100 at most, that reject the file as a whole.
 
-    A file is rejected when it has no line, when none of its lines is a JSON object, or when a line is for another
-    endpoint than the batch. At most 100 faults are returned.
+    A file is rejected if it has no line, none of its lines is a JSON object, or a line is for another endpoint than
+    ``endpoint``.
     """
     total, objects, faults = 0, 0, list[BatchFailure]()
     for number, line in _lines(path):
@@ -206,7 +205,7 @@ def check_lines(path: Path, *, endpoint: str) -> tuple[int, list[BatchFailure]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """``(number from 1, line)`` for each non-blank line; a very long line is cut."""
+    """Yield ``(number from 1, line)`` for each non-blank line; a very long line is cut."""
     with path.open("rb") as file:
         number = 0
         while line := file.readline(_MAX_LINE_BYTES):

@@ -1,5 +1,5 @@
-"""Reads weights from disk into the caller's memory: the dense part into its arena as `ModelWeights`, expert pages into
-slots that the caller chooses. Allocates no memory beyond one bounce buffer per thread.
+"""Reads weights from disk into the caller's memory: the dense part into its arena, expert pages into given slots.
+Allocates only one bounce buffer per thread.
 
 Shapes: H hidden, Q query width, K key width, V vocabulary, E experts, I expert width, F dense feed-forward width.
 """
@@ -30,11 +30,7 @@ BOUNCE_BYTES = 4 * MiB
 
 
 class ExtentReader(AbstractContextManager["ExtentReader"]):
-    """Reads extents of ``files``, each opened once. Thread-safe.
-
-    Raises:
-        CheckpointError: a file cannot be opened, or (while reading) ends early or gives an I/O error.
-    """
+    """Reads extents of ``files``, each opened once. Thread-safe. Raises CheckpointError for a damaged file."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._descriptors: dict[Path, int] = {}
@@ -51,15 +47,11 @@ class ExtentReader(AbstractContextManager["ExtentReader"]):
         self.close()
 
     def close(self) -> None:
-        """Close every file. Reading after `close` is a programming error."""
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
     def read(self, extent: TensorExtent, dest: torch.Tensor) -> None:
-        """Fill ``dest`` (contiguous, as many numbers as ``extent`` holds, any device, any dtype).
-
-        Releases the GIL during disk reads. Numbers are rounded to ``dest``'s dtype if it differs from the stored one.
-        """
+        """Fill ``dest`` (contiguous, as many numbers as ``extent``, any device), rounding to its dtype; no GIL held."""
         source = to_torch(extent.dtype)
         if dest.numel() * source.itemsize != extent.nbytes or not dest.is_contiguous():
             raise ValueError(f"{extent.tensor}: {extent.nbytes} bytes of {source} do not fill {tuple(dest.shape)}")
@@ -158,13 +150,8 @@ class ModelWeights:
 
 
 def load_dense(weight_map: WeightMap, model: ModelProfile, arena: torch.Tensor, dtype: torch.dtype) -> ModelWeights:
-    """Read all weights except experts into ``arena``, as ``dtype``; the result holds views of ``arena``.
-
-    Args:
-        arena: uint8 [at least `dense_bytes`], contiguous, on any device.
-
-    Raises:
-        CheckpointError: a file ends early or cannot be read, or tied embeddings are stored twice and differ.
+    """Read all weights except experts as ``dtype``; the result holds views of ``arena`` (uint8, at least `dense_bytes`,
+    contiguous, any device). Raises CheckpointError for an unreadable file, or tied embeddings stored twice that differ.
     """
     _check_bytes(arena, dense_bytes(model, from_torch(dtype)), "the arena")
     tensors: dict[tuple[str, int], torch.Tensor] = {}
@@ -203,12 +190,8 @@ Submit = Callable[[Sequence[tuple[Path, int, torch.Tensor]]], PageRead]
 class PageReader(AbstractContextManager["PageReader"]):
     """Reads expert pages from disk, as ``dtype``. Thread-safe; `close` after use.
 
-    ``submit`` starts reads of (file, offset, destination) that bypass the page cache, several at a time; it is used for
-    pages that need no dtype conversion. Without ``submit``, and for other pages, reads are sequential and go through
-    the page cache.
-
-    Raises:
-        CheckpointError: a file of the checkpoint cannot be opened.
+    ``submit`` starts reads of (file, offset, destination) that bypass the page cache, for pages that need no dtype
+    conversion. Without it, and for other pages, reads are sequential and go through the page cache.
     """
 
     def __init__(
@@ -224,18 +207,14 @@ class PageReader(AbstractContextManager["PageReader"]):
         self.close()
 
     def read(self, page: Page, dest: torch.Tensor, begin: int = 0) -> None:
-        """Read a page: `start`, then wait."""
         reading = self.start(page, dest, begin)
         if reading is not None:
             reading.wait()
 
     def start(self, page: Page, dest: torch.Tensor, begin: int = 0) -> PageRead | None:
-        """Start to fill ``dest`` (uint8, contiguous, whole numbers of ``dtype``) with the bytes of ``page`` (gate, up
-        and down, concatenated) from ``begin`` on. Returns None if the read is complete on return.
-
-        Raises:
-            CheckpointError: here or in `PageRead.wait`: a file ends early or gives an I/O error.
-        """
+        """Start to fill ``dest`` (uint8, contiguous, whole numbers of ``dtype``) with the bytes of ``page`` (gate, up,
+        down) from ``begin`` on. Returns None if the read is complete on return; raises CheckpointError here or in
+        `PageRead.wait`."""
         _check_bytes(dest, 1, "the slot")
         size = min(dest.numel(), self.page_bytes - begin)
         pieces, filled = self._pieces(page, begin, size), 0
@@ -253,7 +232,6 @@ class PageReader(AbstractContextManager["PageReader"]):
         return None
 
     def close(self) -> None:
-        """Close the files."""
         self._reader.close()
 
     def _pieces(self, page: Page, begin: int, size: int) -> list[TensorExtent]:
@@ -270,8 +248,6 @@ class PageReader(AbstractContextManager["PageReader"]):
 
 
 class _DirectPageRead:
-    """A read of a page in flight that bypasses the page cache."""
-
     def __init__(self, reading: PageRead, pieces: Sequence[TensorExtent]) -> None:
         self._reading, self._pieces = reading, pieces
 
@@ -311,7 +287,7 @@ def _check_bytes(memory: torch.Tensor, needed: int, what: str) -> None:
 
 
 def _check_tie(weight_map: WeightMap, model: ModelProfile) -> None:
-    """Check that tied embeddings that are stored twice are equal; otherwise it is ambiguous which of the two to use."""
+    """If tied embeddings are stored twice and differ, it is ambiguous which of the two to use."""
     spare = weight_map.spare_head
     if spare is None:
         return

@@ -1,8 +1,5 @@
-"""Parser of the safetensors header: eight bytes of length, JSON, then the tensors' bytes without gaps.
-
-The input is untrusted: the result is a list of tensors inside the file, or a `CheckpointError` that names file and
-tensor. The file is not memory-mapped, and the tensors' bytes are not read.
-"""
+"""Parser of the safetensors header: eight bytes of length, JSON, then the tensors' bytes without gaps. The input is
+untrusted: the result is a list of tensors inside the file, or a CheckpointError that names file and tensor."""
 
 from __future__ import annotations
 
@@ -33,10 +30,8 @@ _BITS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorInfo:
-    """The location of one tensor: ``nbytes`` bytes at ``offset`` (from the start of ``file``), row-major.
-
-    ``dtype`` is the safetensors name (``BF16``), possibly of a format that moelight does not support.
-    """
+    """The location of one tensor: ``nbytes`` bytes at ``offset`` (from the start of ``file``), row-major. ``dtype`` is
+    the safetensors name (``BF16``), possibly of a format that moelight does not support."""
 
     name: str
     file: Path
@@ -47,11 +42,7 @@ class TensorInfo:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """All tensors of ``file`` by name.
-
-    Raises:
-        CheckpointError: the file is missing, unreadable, truncated, or its header breaks a rule of the format.
-    """
+    """All tensors of ``file`` by name; raises CheckpointError for a file that is missing, truncated or malformed."""
     try:
         with open(open_regular(file), "rb", buffering=0) as raw:
             size = os.fstat(raw.fileno()).st_size

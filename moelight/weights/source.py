@@ -1,8 +1,5 @@
-"""Locates a checkpoint and lists its tensors.
-
-Reads directories, the Hugging Face hub and the two layouts of safetensors (one file, or shards with an index). Pickles
-are never opened; ``tensor_map`` interprets the tensors.
-"""
+"""Finds a checkpoint in a directory or on the Hugging Face hub and lists its tensors, in one safetensors file or in
+shards with an index. Pickles are never opened; `tensor_map` interprets the tensors."""
 
 from __future__ import annotations
 
@@ -44,14 +41,9 @@ _HUB_FILES = [
 
 
 def resolve_model(model: str) -> Path:
-    """The directory of ``model``: the word ``demo``, a local directory, or the id of a model on the hub.
-
-    Only an id of the form ``owner/name`` or ``owner/name@revision`` that is no local path is looked up on the hub. Only
-    the required files are downloaded, into the hub's own cache; cached files are not downloaded again.
-
-    Raises:
-        CheckpointError: no such directory or model exists, or the hub cannot be reached.
-    """
+    """The directory of ``model``: the word ``demo``, a local directory, or the id of a model on the hub (``owner/name``
+    or ``owner/name@revision``). Only the required files are downloaded, into the hub's own cache. Raises
+    CheckpointError if no such directory or model exists, or the hub cannot be reached."""
     if model == DEMO:
         return _DEMO_DIRECTORY
     if not model.strip():
@@ -134,11 +126,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, directory: Path) -> Checkpoint:
-        """Read the headers (never the tensors) of the checkpoint in ``directory``.
-
-        Raises:
-            CheckpointError: no safetensors, or a header or the index breaks a rule; the message names file and tensor.
-        """
+        """Read the headers of the checkpoint in ``directory``; raises CheckpointError for a damaged one."""
         single, index = directory / SINGLE, directory / INDEX
         if single.exists() or single.is_symlink():
             tensors, listing = read_header(single), single
@@ -218,8 +206,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 def _is_inside(shard: str) -> bool:
     """True if ``shard`` is a relative path, without ``..``, to a ``.safetensors`` file. Links are allowed: the hub
-    cache uses them.
-    """
+    cache uses them."""
     path = PurePosixPath(shard)
     plain = shard.isprintable() and "\\" not in shard and path.suffix == ".safetensors"
     return plain and not path.is_absolute() and ".." not in path.parts

@@ -1,8 +1,5 @@
-"""Matches the tensors of a checkpoint with those a model requires, and audits the match.
-
-Every required tensor is found exactly once and none is left over, or a `CheckpointError` names file and tensor. Only
-names, shapes and dtypes are compared; no weights are read.
-"""
+"""Matches the tensors of a checkpoint with those a model requires: each is found exactly once and none is left over, or
+a CheckpointError names file and tensor. Only names, shapes and dtypes are compared."""
 
 from __future__ import annotations
 
@@ -69,11 +66,8 @@ class TensorExtent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightMap:
-    """The location on disk of every tensor a model requires, all of one ``dtype``.
-
-    ``parts`` maps every part of `dense_tensors`; ``pages`` maps each expert to its extents, which concatenated are
-    gate, up, down. ``spare_head`` is an output matrix that is stored although the config ties it to the embeddings.
-    """
+    """The location of every tensor a model requires, all of one ``dtype``. ``pages``: gate, up, down of each expert.
+    ``spare_head``: an output matrix that is stored although the config ties it to the embeddings."""
 
     directory: Path
     dtype: DType
@@ -83,12 +77,8 @@ class WeightMap:
 
 
 def locate(checkpoint: Checkpoint, model: ModelProfile) -> WeightMap:
-    """Find every tensor of ``model`` in ``checkpoint``.
-
-    Raises:
-        CheckpointError: a tensor is missing, stored twice, left over, mis-shaped, or of an unsupported dtype; the
-            message describes the first fault and counts the others.
-    """
+    """Find every tensor of ``model`` in ``checkpoint``; a CheckpointError describes the first fault (missing, stored
+    twice, left over, mis-shaped, unsupported dtype) and counts the others."""
     _refuse_absurd(checkpoint, model)
     search = _TensorSearch(checkpoint, model)
     parts = {part: search.part(part) for stored in dense_tensors(model) for part in stored.parts}
@@ -157,7 +147,7 @@ class _TensorSearch:
         ]
 
     def spare_head(self) -> TensorInfo | None:
-        """The stored output matrix that is redundant because embeddings are tied, or None."""
+        """The stored output matrix, if any, that is redundant because embeddings are tied."""
         model = self._model
         spare = [name for name in self._stored(self._spell("head")) if name not in self._used]
         if not model.tie_embeddings or not spare:
@@ -165,11 +155,7 @@ class _TensorSearch:
         return self._one("head", spare, (model.vocab_size, model.hidden_size))
 
     def audit(self) -> DType:
-        """The one dtype of all tensors used.
-
-        Raises:
-            CheckpointError: a fault was found, tensors are left over, or dtypes are unsupported or mixed.
-        """
+        """The one dtype of all tensors used; raises CheckpointError for any fault, leftover tensors or mixed dtypes."""
         common = Counter(info.dtype for info in self._used.values()).most_common(1)
         name = common[0][0] if common else FLOAT32.safetensors
         for info in self._used.values():
@@ -231,7 +217,6 @@ class _TensorSearch:
         return None
 
     def _missing(self, part: str, name: str, shape: tuple[int, ...]) -> None:
-        """``config.json`` requires ``name``, and no spelling of it is stored."""
         model = self._model
         reason = {
             "head": "tie_word_embeddings is false",

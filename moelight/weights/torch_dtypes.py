@@ -17,11 +17,7 @@ def to_torch(dtype: DType) -> torch.dtype:
 
 
 def from_torch(dtype: torch.dtype) -> DType:
-    """The number format of the torch ``dtype``.
-
-    Raises:
-        ConfigError: weights of that dtype are not supported.
-    """
+    """The number format of the torch ``dtype``; raises ConfigError for an unsupported one."""
     if dtype not in _CORE:
         raise ConfigError(f"{dtype} is not supported; known: {', '.join(ours.name for ours in _TORCH)}")
     return _CORE[dtype]

@@ -1,7 +1,7 @@
 """Experts on the GPU: rows sorted by expert, each expert's matrices at any address, two launches.
 
-Triton's kernels, or torch where `serving` says so. With Triton nothing waits for the device: only the kernels read the
-number of rows of an expert.
+Triton's kernels, or torch where `serving` selects it. With Triton nothing synchronizes the device: only the kernels
+read the number of rows of an expert. Every wrong argument is a ValueError that names it.
 
 Legend: R routed rows, T rows of x, E experts, H hidden, I intermediate.
 """
@@ -49,11 +49,9 @@ def expert_ffn(
     out      [R, H] in x's dtype, contiguous; may be x where ``tokens`` is None
     scratch  [R, I] in x's dtype, contiguous: overwritten; None: allocated by torch
 
-    Sums in float32; the activation is rounded to x's dtype. Rows of an expert that is None in ``pages`` are zeros:
-    the expert is computed elsewhere, and adds nothing. On a device ``offsets`` and ``tokens`` are not checked, because
-    that would synchronize it; they are bounded, so wrong ones make the result wrong and touch nothing else.
-
-    Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, stride, range or index.
+    Sums in float32; the activation is rounded to x's dtype. Rows of an expert that is None in ``pages`` are zeros,
+    because another processor computes the expert. On a device ``offsets`` and ``tokens`` are not checked, because that
+    would synchronize it; they are bounded, so wrong ones make the result wrong and touch no other memory.
     """
     rows = _check(x, pages, offsets, activation, clamp, tokens)
     for name, buffer, columns in (("out", out, pages.hidden), ("scratch", scratch, pages.width)):
@@ -74,7 +72,7 @@ def expert_ffn(
 def expert_ffn_in_torch(
     x: Tensor, pages: PageTable, offsets: Tensor, *, activation: str, clamp: float, tokens: Tensor | None, out: Tensor
 ) -> Tensor:
-    """`expert_ffn` into ``out`` [R, H], one expert after another; reads ``offsets``, and so waits for the device."""
+    """`expert_ffn` into ``out`` [R, H], one expert after another; reads ``offsets``, which synchronizes the device."""
     result = torch.zeros_like(out)
     source = x if tokens is None else x[tokens]
     for e, (first, last) in enumerate(pairwise(offsets.tolist())):

@@ -1,7 +1,6 @@
-"""The grouped product of experts in Triton: a map from rows to experts, and one kernel for both products.
+"""The grouped product of experts in Triton, for compute capability 7.5 and later: one kernel for both products.
 
-Does not choose tiles (`tiles`) or check arguments (`grouped`). Imported only where Triton is installed. Uses nothing
-that a card of compute capability 7.5 lacks.
+`grouped` checks the arguments, `tiles` chooses the tiles. Imported only where Triton is installed.
 
 A slot is a block of at most BM rows of one expert. Integer weights enter the product as integers, exact in every 16-bit
 format, and the scales multiply the float32 sums: one scale a row of the matrix and group of its input.

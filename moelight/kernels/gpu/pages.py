@@ -1,9 +1,8 @@
 """Addresses of expert matrices: one table that the kernels read, and the views that keep the matrices alive.
 
-Depends only on layouts, number formats and addresses. A table is valid as long as its slots hold the same pages (equal
-phases of the ring have the same pages in the same slots).
+A table is valid as long as its slots hold the same pages. Every wrong argument is a ValueError that names it.
 
-Legend: E experts, H hidden, I intermediate, g inputs with one scale.
+Legend: E experts, H hidden, I intermediate.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ class PageTable:
 
     @property
     def experts(self) -> int:
-        """E."""
         return self.table.shape[1]
 
     @property
@@ -55,7 +53,6 @@ class PageTable:
 
     @property
     def biased(self) -> bool:
-        """True if the matrices have biases."""
         return bool(self.parts["gate_up_bias"])
 
     def dtype_of(self, part: str) -> torch.dtype:
@@ -83,8 +80,6 @@ class PageTable:
         group_size  a multiple of 16 (int8) or 32 (uint8, where it is needed)
 
         Contiguous; matrices begin at multiples of 16 bytes. Scales and biases: float32, bfloat16 or float16.
-
-        Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, layout, length or alignment.
         """
         given = (gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias)
         parts = {name: _tuple(name, tensors) for name, tensors in zip(PARTS, given, strict=True)}
@@ -131,10 +126,10 @@ class PageTable:
         down_bias: Parts | None = None,
         group_size: int | None = None,
     ) -> PageTable:
-        """Table of matrices in ``arena`` [elements], which has their dtype (through `view`): matrix e begins at element
-        ``*_offsets[e]``, int64 [E] in host memory; -1 for an expert that is computed elsewhere.
+        """Table of matrices in ``arena`` [elements], a view of an arena in their dtype.
 
-        Raises ValueError, naming the argument, for what `of` rejects and for a matrix that exceeds the arena.
+        Matrix e begins at element ``*_offsets[e]``, int64 [E] in host memory; -1 for an expert computed elsewhere. The
+        other arguments are those of `of`.
         """
         check_tensor("arena", arena, MATRICES, (None,), device=None)
         for name, size in (("hidden", hidden), ("width", width)):

@@ -1,6 +1,7 @@
 """Routing around the experts on the GPU: experts of each token, rows sorted by expert, weighted sums back.
 
-Triton's kernels, or torch where `serving` says so. Nothing waits for the device.
+Triton's kernels, or torch where `serving` selects it. Nothing synchronizes the device. Every wrong argument is a
+ValueError that names it.
 
 Legend: T tokens, E experts, k experts per token, R = T * k routed rows, H hidden.
 """
@@ -24,11 +25,9 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """logits [T, E] -> weights float32 [T, k] and ids int32 [T, k] of the k most likely experts, ids ascending.
 
-    logits  float32, bfloat16 or float16, contiguous within rows
-    Softmax over all experts in float32, then the k largest; of equals the lowest id wins. ``normalize`` makes a token's
-    weights sum to one; ``weights_in_model_dtype`` rounds them to the dtype of the logits.
-
-    Raises ValueError, naming the argument, for a wrong type, dtype, shape, stride or number.
+    logits are float32, bfloat16 or float16, contiguous within rows. Softmax over all experts in float32, then the k
+    largest; of equals the lowest id wins. ``normalize`` makes a token's weights sum to one; ``weights_in_model_dtype``
+    rounds them to the dtype of the logits.
     """
     tokens, experts = check_tensor("logits", logits, FLOATS, (None, None), device=None)
     check_integer("top_k", top_k, 1, experts)
@@ -65,12 +64,9 @@ def route(
 
 
 def by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort routed rows by expert, then token.
+    """Sort routed rows by expert, then token: ids int32 or int64 [T, k] -> tokens, places, offsets.
 
-    ids int32 or int64 [T, k] -> tokens int64 [R] and places int64 [T, k] for `expert_ffn` and `combine`, and offsets
-    int32 [E + 1].
-
-    Raises ValueError, naming the argument, for a wrong type, dtype, shape or number.
+    tokens int64 [R] and places int64 [T, k] for `expert_ffn` and `combine`, offsets int32 [E + 1].
     """
     _, top_k = check_tensor("ids", ids, (torch.int32, torch.int64), (None, None), device=None)
     check_integer("experts", experts, 1)
@@ -93,8 +89,6 @@ def combine(
     places   int64 [T, k]: the row of each in ``results``; on a device they are bounded, not checked
     out      [T, H] in the dtype of ``results`` or float32, contiguous
     add      begin with the contents of ``out``, not with zero
-
-    Raises ValueError, naming the argument, for a wrong type, dtype, device, shape, layout or index.
     """
     rows, width = check_tensor("results", results, FLOATS, (None, None), device=None, gap=False)
     tokens, top_k = check_tensor("weights", weights, torch.float32, (None, None), device=results.device, gap=False)

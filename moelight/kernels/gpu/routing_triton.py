@@ -1,7 +1,4 @@
-"""The router and the weighted sum of experts in Triton.
-
-Does not check arguments (`routing` does). Imported only where Triton is installed.
-"""
+"""The router and the weighted sum of experts in Triton (imported only where installed); `routing` checks arguments."""
 
 import triton
 import triton.language as tl

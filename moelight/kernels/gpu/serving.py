@@ -1,7 +1,6 @@
 """Selection of the implementation of a GPU operation, Triton or torch, with the reason.
 
-Checks for Triton, for interpretation of its kernels on the CPU (TRITON_INTERPRET=1, for tests), and for the card's
-compute capability. Imports torch and Triton only on demand.
+Imports torch and Triton only on demand.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def triton_reason() -> str:
 
 @cache
 def interpreting() -> bool:
-    """True if Triton was imported to run its kernels on the CPU, element by element: correct, and slow."""
+    """True if Triton runs its kernels on the CPU, element by element (TRITON_INTERPRET=1): correct, and slow."""
     if not triton_available():
         return False
     standard = importlib.import_module("triton.language.standard")
@@ -63,10 +62,7 @@ def capability(index: int | None) -> tuple[int, int]:
 
 @cache
 def failure(index: int | None) -> str | None:
-    """Reason why Triton's kernels do not run on a card, found by running a small one; None if they run.
-
-    A machine may lack the C compiler that Triton needs for its launchers.
-    """
+    """Why Triton, or the C compiler that it needs, fails on a card, found by running a kernel; None if it runs."""
     import torch
 
     from moelight.kernels.gpu import routing_triton
@@ -79,7 +75,7 @@ def failure(index: int | None) -> str | None:
             places = torch.zeros(1, 1, dtype=torch.int64, device=device)
             routing_triton.combine[(1, 1)](out + 1, ones, places, out, 1, 16, TOP_K=1, ADD=False, BY_HAND=False, BW=16)
             right = bool((out == 1).all())
-    except Exception as error:  # noqa: BLE001 - whatever a compiler, driver or launcher raises, torch serves instead
+    except Exception as error:  # noqa: BLE001 - torch computes after any error of a compiler, driver or launcher
         return "triton's kernels do not run here: " + (str(error).strip() or repr(error)).splitlines()[0]
     return None if right else "triton's kernels give wrong numbers here"
 

@@ -1,7 +1,4 @@
-"""Tile sizes of the grouped product: they fit a card's shared memory and suit the rows of an expert.
-
-Imports neither torch nor Triton.
-"""
+"""Tile sizes of the grouped product, for a card's shared memory and the rows of an expert; imports no torch."""
 
 from __future__ import annotations
 
@@ -23,8 +20,10 @@ _WIDE_FROM_SHARED_SINCE = (9, 0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """``rows`` of x times ``columns`` of the output, ``depth`` inputs at a time, ``stages`` loads in flight; the slots
-    of a ``band`` are computed before the next band."""
+    """``rows`` of x times ``columns`` of the output, ``depth`` inputs at a time, ``stages`` loads in flight.
+
+    All slots of a ``band`` are computed before the next band.
+    """
 
     rows: int
     columns: int
@@ -42,21 +41,17 @@ def shared_bytes(card: tuple[int, int]) -> int:
 def depth_of(group: int, *, units: bool) -> int:
     """Inputs at a time: a power of two that divides the group, so that a step has one scale a row.
 
-    The depth is the same for every row count, so the sums of a token are taken in the same steps whatever the other
-    rows. The order inside a step is the card's own.
+    Independent of the row count, and so are the steps of a token's sums; the order inside a step is the card's.
     """
     deepest = _DEEPEST if units else _DEEPEST // 2
     return min(group & -group, deepest) if group else deepest
 
 
 def choose(card: tuple[int, int], *, itemsize: int, mean_rows: float, group: int, matrices: int) -> Tile:
-    """Choose the tile of a product.
+    """The tile of a product with numbers of ``itemsize`` bytes and ``mean_rows`` rows per expert.
 
-    ``itemsize``: bytes of a number in the product; ``mean_rows`` of an expert; ``group``: inputs with one scale, 0 for
-    none; ``matrices``: 2 if gate and up are computed at once.
-
-    The most rows and columns are those whose sums stay in registers (`tests/kernels/test_gpu_compiles.py`): half as
-    many with groups, which need a second sum, and few without tensor cores.
+    ``group``: inputs with one scale, 0 for none; ``matrices``: 2 if gate and up are computed at once. The sums of a
+    tile fit the registers (`tests/kernels/test_gpu_compiles.py`); groups need a second sum.
     """
     units = card >= UNITS_SINCE and itemsize == 2
     depth = depth_of(group, units=units)

@@ -1,7 +1,5 @@
-"""Planning as published: the best policy by MoE-Lightning's own estimator, over its own grid.
-
-Only the parts of a policy that the published model has can be fixed.
-"""
+"""Planning as published: the best policy by MoE-Lightning's own estimator, over its own grid. Only the parts of a
+policy that the published model has can be fixed."""
 
 from __future__ import annotations
 
@@ -55,16 +53,12 @@ def published_plan(
     fix: Mapping[str, Any],
     what_ifs: bool = True,
 ) -> Plan:
-    """The plan of least T / N for the model called ``name``, with the values of ``fix``.
+    """The plan of least T / N for the model called ``name``, with the values of ``fix``; raises BudgetError if nothing
+    fits.
 
-    ``workload.prompt_len`` is s and ``workload.gen_len`` n; the workload's other fields are not used. The bound is the
-    decode rate, which no cell of the grid exceeds. A tier's capacity is the whole memory, all GPUs together; the
-    estimator uses at most 0.86 (device) and 0.8 (host) of it.
-
-    Raises:
-        ConfigError: no GPU; fewer than two tokens to generate; a fixed value contradicts another, or the published
-            model has no such key (keys are named).
-        BudgetError: nothing fits; names the memory, the missing bytes and a sufficient size.
+    ``workload.prompt_len`` is s and ``workload.gen_len`` n; its other fields are not used. The bound is the decode
+    rate, which no cell of the grid exceeds. A tier's capacity is the whole memory, all GPUs together, of which the
+    estimator uses at most 0.86 (device) and 0.8 (host).
     """
     if workload.gen_len < 2:
         raise ConfigError(
@@ -212,11 +206,7 @@ def _shares(fix: Mapping[str, Any], what: str, host: float) -> Shares:
 
 
 def read_limits(fix: Mapping[str, Any]) -> Limits:
-    """The part of the grid that ``fix`` leaves free.
-
-    Raises:
-        ConfigError: see `published_plan`.
-    """
+    """The part of the grid that ``fix`` leaves free."""
     check_fixes(fix, has_gpu=True)
     for key in fix:
         if key not in (*_SIZES, *_DEVICES, *_SHARES):
@@ -296,8 +286,7 @@ def _refused(fix: Mapping[str, Any], *keys: str, why: str) -> ConfigError:
 def published_infeasible_error(
     setting: PaperSetting, limits: Limits, hardware: HardwareProfile, model: ModelProfile
 ) -> BudgetError:
-    """The error that names the memory too small for even the smallest cell, the missing bytes, and the least change
-    that suffices."""
+    """The error that names the memory too small for the smallest cell, the missing bytes, and a sufficient change."""
     mu = limits.micro_batch_size or 1
     n_ub = limits.num_micro_batches or max(1, (limits.batch_size or 1) // mu)
     device_needed = -(-_device_needed(setting, limits, mu, n_ub) // setting.gpus)

@@ -1,9 +1,9 @@
-"""The published estimator: seconds of one layer and bytes of each memory, as MoE-Lightning's artifact computes them.
+"""The published estimator: seconds of one layer and bytes of each memory, as MoE-Lightning's artifact computes them,
+one function per formula.
 
-One function per formula, uncorrected. Letters are those of the paper's table 1; g and nb are the artifact's. Not
-covered: projections and the head, transfers of queries and hidden states in decoding, launches, contention, whole
-experts, shared experts, dense layers (all l layers count as layers of n_e experts). Latent attention is treated as
-grouped queries over a cache of the same width.
+Letters are those of the paper's table 1; g and nb are the artifact's. Not covered: projections and the head, transfers
+of queries and hidden states in decoding, launches, contention, whole experts, shared experts, dense layers (all l
+layers count as layers of n_e experts). Latent attention is treated as grouped queries over a cache of the same width.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FUSED_KERNEL = 1.2  # workspace of the fused expert kernel, relative to its oper
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PaperSetting:
-    """Model, machine and workload in the estimator's terms. Bytes, bytes per second, flop per second.
+    """Model, machine and workload in the estimator's terms; bytes, bytes/s, flop/s.
 
     Attributes:
         prompt_len, gen_len: s, n.
@@ -71,11 +71,9 @@ class PaperSetting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PaperPolicy:
-    """A policy in the estimator's terms; every field but the last may be an array.
-
-    ``micro_batch_size`` μ (g), ``num_micro_batches`` n_ub (nb), ``weights_host`` w_c, ``kv_host`` c_c,
-    ``gpu_attention`` A_g. The shares on the GPU are the remainders: w_g = 1 - w_c, c_g = 1 - c_c. F_g is always 1.
-    """
+    """A policy in the estimator's terms; every field but the last may be an array: ``micro_batch_size`` μ (g),
+    ``num_micro_batches`` n_ub (nb), ``weights_host`` w_c, ``kv_host`` c_c, ``gpu_attention`` A_g. The shares on the GPU
+    are w_g = 1 - w_c and c_g = 1 - c_c; F_g is always 1."""
 
     micro_batch_size: Any
     num_micro_batches: Any
@@ -106,11 +104,7 @@ class LayerTime:
 def setting_of(
     hardware: HardwareProfile, model: ModelProfile, workload: Workload, *, weight_dtype: DType, kv_dtype: DType
 ) -> PaperSetting:
-    """The setting of a machine, a model and a workload. A grouped ``weight_dtype`` applies to the experts only.
-
-    Raises:
-        ConfigError: the machine has no GPU, which the published model requires.
-    """
+    """The setting of a machine with a GPU; a grouped ``weight_dtype`` applies to the experts only."""
     device, host = hardware.tier("device"), hardware.tier("host")
     gpu, cpu = hardware.processor("gpu"), hardware.processor("cpu")
     link = hardware.link("host", "device")
@@ -199,8 +193,7 @@ def prefill_link_s(setting: PaperSetting, policy: PaperPolicy) -> Any:
 
 
 def ffn_s(setting: PaperSetting, policy: PaperPolicy, tokens_each: int) -> Any:
-    """nb max(6 t h1 h2 k / p_g, (2 t h1 + 2 t h2 + W_i) / b_g), t = g ``tokens_each``: every micro-batch reads all
-    experts again."""
+    """nb max(6 t h1 h2 k / p_g, (2 t h1 + 2 t h2 + W_i) / b_g), t = g ``tokens_each``; W_i for every micro-batch."""
     tokens = policy.micro_batch_size * tokens_each
     compute_s = ffn_flops(setting, tokens) / setting.gpu_flops
     memory_s = ffn_bytes(setting, tokens) / setting.device_bandwidth
@@ -239,33 +232,26 @@ def prefill_time(setting: PaperSetting, policy: PaperPolicy) -> LayerTime:
 
 
 def decode_tokens_per_s(setting: PaperSetting, batch_size: int, layer_s: float) -> float:
-    """N n / (T (n-1) l): the artifact's reported speed. The time of prompts is excluded; the token that they yield is
-    counted."""
+    """N n / (T (n-1) l): the artifact's reported speed; excludes the time of prompts, counts the token they yield."""
     return batch_size * setting.gen_len / (layer_s * (setting.gen_len - 1) * setting.num_layers)
 
 
 def job_tokens_per_s(setting: PaperSetting, batch_size: int, prefill_layer_s: float, layer_s: float) -> float:
-    """N n / (T_prefill l + T (n-1) l): generated tokens over the whole time of one batch, from the same formulas.
-
-    The prompts' pass yields the first token of each sequence, n-1 decode steps the others. The artifact computes both
-    times and never adds them.
-    """
+    """N n / (T_prefill l + T (n-1) l): generated tokens over the whole time of one batch; the artifact computes both
+    times and never adds them. Prompts yield the first token of each sequence, n-1 decode steps the others."""
     return batch_size * setting.gen_len / ((prefill_layer_s + layer_s * (setting.gen_len - 1)) * setting.num_layers)
 
 
 def prefill_work_bytes(setting: PaperSetting, policy: PaperPolicy) -> Any:
-    """inter = 2.4 (g k h1 tp s + 3 g k h2 s): activations of the fused expert kernel over the prompts of one
-    micro-batch."""
+    """inter = 2.4 (g k h1 tp s + 3 g k h2 s): activations of the fused expert kernel over one micro-batch's prompts."""
     width = setting.hidden_size * setting.gpus + 3 * setting.expert_size
     rows = policy.micro_batch_size * setting.top_k * setting.prompt_len
     return ACTIVATION_BYTES * FUSED_KERNEL * rows * width
 
 
 def device_decode_bytes(setting: PaperSetting, policy: PaperPolicy) -> dict[str, Any]:
-    """home_d + work, home_d = W_oth + W_i l w_g + 4 h1 N tp + 4 L h_kv N l (c_g + c_c A_g).
-
-    With A_g = 1 the whole cache counts, whatever its placement.
-    """
+    """home_d + work, home_d = W_oth + W_i l w_g + 4 h1 N tp + 4 L h_kv N l (c_g + c_c A_g). With A_g = 1 the whole
+    cache counts, whatever its placement."""
     on_device = 1.0 - policy.kv_host * (not policy.gpu_attention)
     cache = 2 * setting.kv_bytes * setting.context * setting.kv_size * policy.batch_size * setting.num_layers
     return {
@@ -277,10 +263,8 @@ def device_decode_bytes(setting: PaperSetting, policy: PaperPolicy) -> dict[str,
 
 
 def device_prefill_bytes(setting: PaperSetting, policy: PaperPolicy) -> dict[str, Any]:
-    """home_p + work, home_p = W_oth + W_i l w_g + 4 s h_kv N c_g + tp (4 h1 g s + 2 h1 N s) + 8 s h_kv g c_c.
-
-    2 h1 N s is the residual of the whole batch; of the cache one layer is counted.
-    """
+    """home_p + work, home_p = W_oth + W_i l w_g + 4 s h_kv N c_g + tp (4 h1 g s + 2 h1 N s) + 8 s h_kv g c_c; 2 h1 N s
+    is the residual of the whole batch; of the cache one layer is counted."""
     prompt, hidden = setting.prompt_len, setting.hidden_size
     one_layer = 2 * setting.kv_bytes * prompt * setting.kv_size
     in_flight = 2 * policy.micro_batch_size * policy.kv_host

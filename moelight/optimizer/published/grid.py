@@ -46,7 +46,6 @@ class CapacityRow:
         return self.cap - self.base - self.kv * kv_host
 
     def use(self, weights_host: Any, kv_host: Any) -> Any:
-        """The bytes taken at these shares."""
         return self.base + self.weights * weights_host + self.kv * kv_host
 
 
@@ -101,10 +100,8 @@ def _policy(limits: Limits, sizes: Any, counts: Any, weights_host: Any, kv_host:
 
 
 def solve_cells(setting: PaperSetting, limits: Limits, sizes: Any, counts: Any) -> GridShares:
-    """Solve the artifact's linear programme for arrays of cells.
-
-    T depends on w_c and c_c through the link alone, so the shares of least link time are optimal.
-    """
+    """Solve the artifact's linear programme for arrays of cells. T depends on w_c and c_c through the link alone: the
+    shares of least link time are optimal."""
     rows = [*device_rows(setting, limits, sizes, counts), host_row(setting, limits, sizes, counts)]
 
     def link_s(weights_host: Any, kv_host: Any) -> Any:
@@ -114,11 +111,9 @@ def solve_cells(setting: PaperSetting, limits: Limits, sizes: Any, counts: Any) 
 
 
 def least_shares(rows: list[CapacityRow], limits: Limits, cost: Callable[[Any, Any], Any]) -> GridShares:
-    """The (w_c, c_c) of least ``cost``, which is linear and decreases in neither.
-
-    For a given c_c the least feasible w_c is best; it is the maximum of linear functions of c_c. So the best c_c is an
-    end of its range, or a crossing of two bounds on w_c.
-    """
+    """The (w_c, c_c) of least ``cost``, which is linear and decreases in neither. For a given c_c the least feasible
+    w_c is best, a maximum of linear functions of c_c; so the best c_c is an end of its range, or a crossing of two
+    bounds on w_c."""
     low, high = limits.weights_host
     bounds = [
         *rows,
@@ -155,7 +150,7 @@ def _vertices(bounds: list[CapacityRow], kv_host: Range) -> Iterator[Any]:
 
 
 def _weights_range(bounds: list[CapacityRow], kv_host: Any) -> tuple[Any, Any]:
-    """The least and the most w_c that all bounds allow; the least exceeds the most where no w_c is feasible."""
+    """The least and the most w_c that all bounds allow; the least exceeds the most if none is feasible."""
     least: Any = -np.inf
     most: Any = np.inf
     for row in bounds:
@@ -221,7 +216,7 @@ def fits(setting: PaperSetting, limits: Limits, sizes: Any, counts: Any) -> Any:
 
 
 def largest(fitting: Callable[[Any], Any], first: Any) -> Any:
-    """The largest whole numbers that are ``fitting``, by doubling and bisection from ``first``, which must be."""
+    """The largest whole numbers that are ``fitting``, by doubling and bisection from ``first``, which fits."""
     low, high = first, first * 2
     while (growing := fitting(high)).any():
         low, high = np.where(growing, high, low), np.where(growing, high * 2, high)

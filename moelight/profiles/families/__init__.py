@@ -1,4 +1,4 @@
-"""All model families, as data, and the profile of a model by its family."""
+"""The supported model families, as data, and the profile of a model by its family."""
 
 from __future__ import annotations
 
@@ -236,9 +236,7 @@ FAMILIES = {family.model_type: family for family in _ALL}
 def profile_from_config(config: HFConfig, *, name: str) -> ModelProfile:
     """The profile of the model that ``config`` describes.
 
-    Raises:
-        ConfigError: ``model_type`` is absent, dense or unknown (the message lists the known ones), or a field is
-            impossible.
+    Raises ConfigError if ``model_type`` is absent, dense or unknown (the message lists the known ones).
     """
     model_type = config.find("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:

@@ -1,4 +1,4 @@
-"""`ModelFamily`, the description of a family, and the reader of a ``config.json`` by it, to a `ModelProfile`."""
+"""`ModelFamily`, the description of a family, and the reader of a ``config.json`` by that description."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 class ModelFamily:
     """One ``model_type``: its keys in ``config.json`` and their defaults.
 
-    Numeric fields are the default of a key; None means the key is required, unless stated otherwise. The defaults of
-    the fields are the values of most families.
+    A numeric field is the default of its key; None means that the key is required, unless stated otherwise.
     """
 
     model_type: str
@@ -88,11 +87,7 @@ class ModelFamily:
 
 
 def read_profile(config: HFConfig, family: ModelFamily, *, name: str) -> ModelProfile:
-    """The `ModelProfile` of the checkpoint that ``config`` describes, read by the rules of ``family``.
-
-    Raises:
-        ConfigError: a key is missing, of the wrong type, or contradicts another.
-    """
+    """The `ModelProfile` that ``config`` describes, read by the rules of ``family``."""
     config = config.with_keys(family.keys)
     config.refuse_quantised()
     config.refuse(_ELSEWHERE, "the model is read from the keys beside it, which it would change")
@@ -172,11 +167,7 @@ def _latent(config: HFConfig) -> LatentSpec:
 
 
 def _window(config: HFConfig, family: ModelFamily, layers: int) -> tuple[int | None, tuple[bool, ...]]:
-    """``window`` and ``window_layers`` of the profile.
-
-    Raises:
-        ConfigError: ``layer_types`` contradicts the window of a family whose layers are alike.
-    """
+    """``window`` and ``window_layers`` of the profile."""
     switched_on = not family.window_flag or config.flag(family.window_flag, default=False)
     reads = family.windowed and switched_on
     window = config.integer_or_none("sliding_window", default=family.window) if reads else None

@@ -1,8 +1,4 @@
-"""Read speed of a disk: as passes read it, by blocks past the page cache, and from the page cache.
-
-Uses one scratch file, unlinked as soon as it is open, so that it does not outlive the process. Does not depend on
-checkpoints.
-"""
+"""Read speed of a disk by one unlinked scratch file: as passes read pages, past the page cache, and from that cache."""
 
 from __future__ import annotations
 
@@ -42,11 +38,8 @@ _CACHED_ABOVE = 0.6  # reads faster than this share of the page cache's speed we
 
 
 class Scratch(AbstractContextManager["Scratch"]):
-    """An unlinked file in ``directory``, of whole blocks, written at construction and freed on exit.
-
-    Raises:
-        ConfigError: the directory cannot be written, or its disk is almost full.
-    """
+    """A file of whole blocks, unlinked at once and freed on exit; raises ConfigError if ``directory`` cannot be written
+    or its disk is almost full."""
 
     def __init__(self, directory: Path, size: int, *, seconds: float) -> None:
         """Write at most ``size`` bytes, at most a quarter of the free space, for about ``seconds``."""
@@ -69,23 +62,19 @@ class Scratch(AbstractContextManager["Scratch"]):
         self.close()
 
     def close(self) -> None:
-        """Close the file; the file system frees it."""
         while self._descriptors:
             os.close(self._descriptors.pop())
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of `BLOCK_BYTES` each."""
         return self.size // BLOCK_BYTES
 
     def read(self, block: int, into: mmap.mmap, *, direct: bool = False) -> None:
-        """Read block ``block`` into ``into``; blocks until the read is done."""
         descriptor = self.direct if direct and self.direct is not None else self.buffered
         if os.preadv(descriptor, [into], block * BLOCK_BYTES) != BLOCK_BYTES:
             raise ConfigError("the scratch file of the disk measurement ends early: another program cut it")
 
     def forget(self) -> None:
-        """Ask the kernel to evict the file from the page cache."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.buffered, 0, 0, os.POSIX_FADV_DONTNEED)
             os.posix_fadvise(self.buffered, 0, 0, os.POSIX_FADV_SEQUENTIAL)
@@ -102,7 +91,6 @@ class Scratch(AbstractContextManager["Scratch"]):
             Path(name).unlink()
 
     def _write(self, blocks: int, seconds: float) -> int:
-        """Write random blocks, past the page cache where possible; return the number of bytes."""
         began, done = time.perf_counter(), 0
         with block_buffer() as block:
             block[:] = os.urandom(BLOCK_BYTES)
@@ -152,7 +140,7 @@ def lane_reads(scratch: Scratch) -> Measure:
 
 
 def direct_reads(scratch: Scratch) -> Measure:
-    """bytes/s of several readers past the page cache, each with its own blocks; only if ``scratch.direct`` is open."""
+    """bytes/s of several readers past the page cache, each with its own blocks; requires ``scratch.direct``."""
 
     def read(seconds: float) -> Measurement:
         with ThreadPoolExecutor(DIRECT_READERS) as readers:
@@ -163,11 +151,7 @@ def direct_reads(scratch: Scratch) -> Measure:
 
 
 def beside_reads(work: Work, scratch: Scratch) -> Measure:
-    """Calls of ``work`` per second while the disk lane reads without a pause.
-
-    The mean instead of the median: reading takes a processor away now and then, and the measurement includes those
-    times.
-    """
+    """Calls of ``work`` per second beside a disk lane that reads without a pause; the mean, so disturbances count."""
 
     def read(seconds: float) -> Measurement:
         with _reading(scratch):
@@ -179,10 +163,7 @@ def beside_reads(work: Work, scratch: Scratch) -> Measure:
 
 
 def reads_beside(work: Work, scratch: Scratch) -> Measure:
-    """bytes/s of the disk lane while ``work`` runs without a pause, from the first arrival of a block to the last.
-
-    The start of the reader and blocks still in flight at the end do not count.
-    """
+    """bytes/s of the disk lane beside ``work`` without a pause, from the first arrival of a block to the last."""
 
     def read(seconds: float) -> Measurement:
         with _reading(scratch) as arrived:
@@ -196,14 +177,14 @@ def reads_beside(work: Work, scratch: Scratch) -> Measure:
 
 
 def past_cache(scratch: Scratch) -> bool:
-    """True if the disk lane reads the file past the page cache; its reads are then served by the disk at any speed."""
+    """True if the disk lane reads past the page cache, so that the disk serves the reads at any speed."""
     with _DiskLane(scratch) as lane:
         next(lane.blocks())  # direct reads prove to work only at the first read
         return lane.direct
 
 
 def from_cache(lane: Measurement, cached: Measurement) -> bool:
-    """True if reads through the page cache that should reach the disk were too fast: the cache was not emptied."""
+    """True if reads meant for the disk were so fast that the page cache must have served them."""
     return lane.rate > _CACHED_ABOVE * cached.rate
 
 
@@ -213,10 +194,7 @@ def _pass(scratch: Scratch, block: mmap.mmap) -> None:
 
 
 def lane_order(blocks: int) -> list[int]:
-    """All blocks in an order in which no block follows its neighbour.
-
-    A pass skips resident pages, and the tensors of an expert are scattered in the file, so read-ahead is seldom useful.
-    """
+    """All blocks, none after its neighbour: a pass skips resident pages, so read-ahead seldom helps."""
     return [number for first in range(_APART) for number in range(first, blocks, _APART)]
 
 
@@ -227,12 +205,12 @@ def _direct_share(scratch: Scratch, reader: int) -> None:
 
 
 def _passes(seconds: float, size: int, one: Work, *, before: Work = lambda: None) -> Measurement:
-    """Measurement of whole passes over the file, one sample each; ``before`` is not timed."""
+    """One sample per pass over the file; ``before`` is not timed."""
     return reading_of(repeated(one, seconds, before=before), size)
 
 
 class _DiskLane(AbstractContextManager["_DiskLane"]):
-    """Reads the scratch file as the disk lane reads pages: into slots aligned differently in memory and in the file."""
+    """Reads the scratch file as the disk lane reads pages, into slots whose alignment differs from the file's."""
 
     def __init__(self, scratch: Scratch) -> None:
         self._scratch = scratch
@@ -246,11 +224,10 @@ class _DiskLane(AbstractContextManager["_DiskLane"]):
 
     @property
     def direct(self) -> bool:
-        """True if the file is read past the page cache."""
         return self._reader.direct(self._file)
 
     def blocks(self) -> Iterator[int]:
-        """Yield the numbers of blocks as they arrive, of the whole file once."""
+        """Yield the numbers of all blocks as they arrive."""
         coming: deque[tuple[int, ReadTicket]] = deque()
 
         def arrived() -> int:
@@ -269,8 +246,7 @@ class _DiskLane(AbstractContextManager["_DiskLane"]):
 
 @contextlib.contextmanager
 def _reading(scratch: Scratch) -> Iterator[list[float]]:
-    """Read the file from disk over and over on a thread of its own, as the disk lane does; yield the list of arrival
-    times."""
+    """Read the file over and over on a thread, as the disk lane does; yield the growing list of arrival times."""
     arrived = list[float]()
 
     def read(enough: threading.Event) -> None:

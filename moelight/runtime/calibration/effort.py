@@ -13,12 +13,12 @@ Shape = tuple[int, int]
 class Effort:
     """Limits of a measurement in seconds and bytes.
 
-    Measurements are repeated until ``quiet_rounds`` rounds were undisturbed, but at most for ``host_s`` (host and disk)
-    and ``device_s`` (GPU and link); in each round a figure may take ``figure_s`` and a point of a surface ``point_s``
-    or ``gpu_point_s``. Writing the scratch file may take ``disk_write_s``.
-
-    ``linear`` are shapes [out, in], ``experts`` (hidden, intermediate); ``large`` and ``gpu_large`` are the weights and
-    rows of a compute-bound product; ``touching`` are the token counts for which norms and sums are measured.
+    Attributes:
+        quiet_rounds: undisturbed rounds after which measuring ends, within ``host_s`` (host and disk) or ``device_s``.
+        figure_s: time of one figure per round, as ``point_s`` and ``gpu_point_s`` of one point of a surface.
+        linear: shapes [out, in]; ``experts`` are (hidden, intermediate).
+        touching: token counts for which norms and sums are measured.
+        large: weights and rows of a compute-bound product, as ``gpu_large``.
     """
 
     pool_bytes: int

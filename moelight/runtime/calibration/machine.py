@@ -1,8 +1,5 @@
-"""Measures the hardware profile of the machine it runs on, within the limits of an effort.
-
-``python -m moelight.runtime.calibration.machine DEVICE DIRECTORY FILE`` measures quickly. `machine_profile` runs it in
-a process of its own, so that memory it takes or libraries cache ends with it.
-"""
+"""Measures the hardware profile of this machine within the limits of an effort. `machine_profile` runs the module as a
+process, so that its memory and library caches end with it."""
 
 from __future__ import annotations
 
@@ -46,10 +43,8 @@ SMALL_BYTES = 4 * KiB
 
 
 def measure_links(device: torch.device, size: int, attend: Work) -> dict[str, Measure]:
-    """Measurements of transfers of ``size`` bytes by kind in bytes/s, and of small ``transfers`` per second.
-
-    ``attend`` keeps the CPU busy during ``host_to_device_under_attention``.
-    """
+    """Measurements by kind: transfers of ``size`` bytes in bytes/s, and small ``transfers`` per second. ``attend``
+    keeps the CPU busy during ``host_to_device_under_attention``."""
     finish, crosses = finisher(device), device.type != "cpu"
     pinned = torch.zeros(size, dtype=torch.uint8, pin_memory=crosses)
     plain = torch.zeros(size, dtype=torch.uint8)
@@ -74,13 +69,13 @@ def measure_links(device: torch.device, size: int, attend: Work) -> dict[str, Me
 
 
 def launches(device: torch.device) -> Measure:
-    """Launches per second of a kernel with next to nothing to do, one after another."""
+    """Launches per second of an almost empty kernel, one after another."""
     number, finish = torch.zeros(1, device=device), finisher(device)
     return lambda seconds: sample(lambda: number.add_(1), seconds=seconds, finish=finish)
 
 
 def kept_busy(work: Work) -> AbstractContextManager[None]:
-    """Run ``work`` over and over on a thread of its own within the context."""
+    """Run ``work`` over and over on a thread within the context."""
 
     def toil(enough: threading.Event) -> None:
         with torch.inference_mode():
@@ -104,7 +99,7 @@ _READS_BESIDE = "reads beside"
 
 @dataclass(kw_only=True, slots=True)
 class _Findings:
-    """Results so far: figures by their dotted key in the profile, with their spread."""
+    """Results so far: ``figures`` are (value, spread) by dotted key in the profile."""
 
     figures: dict[str, tuple[float, float]] = field(default_factory=dict)
     surfaces: list[tuple[Surface, float]] = field(default_factory=list)
@@ -113,17 +108,15 @@ class _Findings:
     busy_elsewhere: float = 0.0
 
     def read(self, measurements: Measures, effort: Effort, seconds: float) -> Readings:
-        """Run all ``measurements``."""
         readings, busy = best_of_rounds(measurements, quiet_rounds=effort.quiet_rounds, seconds=seconds)
         self.busy_elsewhere = max(self.busy_elsewhere, busy)
         return readings
 
     def rate(self, key: str, reading: Measurement) -> None:
-        """Store a rate per second."""
         self.figures[key] = (reading.rate, reading.spread)
 
     def seconds(self, key: str, reading: Measurement) -> None:
-        """Store seconds per unit, from a reading in units per second."""
+        """``reading`` is in units per second, the figure in seconds per unit."""
         self.figures[key] = (1 / reading.rate, reading.spread)
 
 
@@ -136,16 +129,13 @@ def measure_machine(
     disk_needed: bool = True,
     say: Say = lambda _: None,
 ) -> HardwareProfile:
-    """Measure ``machine`` now.
+    """Measure ``machine`` now; raises ConfigError for the emulated device, which has no speed of its own, too little
+    memory, or a directory that cannot be written.
 
     Args:
         disk_dir: directory of the scratch file; None measures no disk.
-        disk_needed: raise if the directory cannot be written; otherwise the profile has no disk then.
+        disk_needed: raise if the directory cannot be written; otherwise the profile then has no disk.
         say: receives a line before each part of the measurement.
-
-    Raises:
-        ConfigError: the emulated device (it has no speed of its own), too little memory, or a directory that cannot be
-            written.
     """
     if machine.twin:
         raise ConfigError("--device twin: a twin has no speed of its own; measure cpu, cuda or xpu")
@@ -192,7 +182,7 @@ def _host_pool(effort: Effort) -> Pool:
 
 
 def _measure_host(found: _Findings, pool: Pool, scratch: disk.Scratch | None, effort: Effort) -> None:
-    """Measure memory, processor and disk; indispensable figures first, because a slow machine omits the last ones."""
+    """Indispensable figures are measured first, because a slow machine omits the last ones."""
     found.capacities["host"] = memory_limit_bytes()
     figures: dict[str, Measure] = {
         "tiers.host.bandwidth": surfaces.reads(pool),
@@ -226,8 +216,7 @@ def _measure_disk(scratch: disk.Scratch, pool: Pool, effort: Effort) -> dict[str
 
 
 def _judge_disk(found: _Findings, readings: Readings, *, past_cache: bool) -> None:
-    """Store the speed of the disk: that of the disk lane, or of direct reads if the lane reads through a page cache
-    that was not emptied."""
+    """Store the speed of the disk lane, or of direct reads if the lane's reads were served by the page cache."""
     lane, cached, direct = readings["tiers.disk.bandwidth"], readings["measured.disk_cached"], readings.get(_DIRECT)
     if not past_cache and disk.from_cache(lane, cached):
         if direct is None:
@@ -275,7 +264,7 @@ def _measure_device(found: _Findings, machine: Machine, host: Pool, effort: Effo
 def _points(
     unit: str, pool: Pool, effort: Effort, rows: tuple[int, ...], large: tuple[Shape, int]
 ) -> dict[surfaces.Point, Measure]:
-    """Measurements at all points of the surfaces of ``unit``, and of one compute-bound product; smallest work first."""
+    """All points of the surfaces of ``unit`` and one compute-bound product, smallest work first."""
     found = {
         **surfaces.decode_points(f"{unit}_attention", pool, effort.contexts),
         **surfaces.prefill_points(f"{unit}_prefill", pool, effort.prompts),
@@ -288,7 +277,7 @@ def _points(
 
 
 def _add_surfaces(found: _Findings, unit: str, readings: Readings) -> None:
-    """Store the surfaces of ``unit``, and its peak: the fastest of all products."""
+    """The peak of ``unit`` is its fastest product."""
     points = {key: reading for key, reading in readings.items() if isinstance(key, tuple)}
     measured = {key[0] for key in points}
     for name in EFFICIENCY:
@@ -300,13 +289,12 @@ def _add_surfaces(found: _Findings, unit: str, readings: Readings) -> None:
 
 
 def _large_expert(pool: Pool, effort: Effort) -> Shape:
-    """Shape of experts of which the pool holds many, so that reading their weights from memory dominates the time."""
+    """Shape of experts of which the pool holds many, so that reading their weights dominates the time."""
     fitting = [(hidden, width) for hidden, width in effort.experts if pool.holds((16 * hidden, 3 * width))]
     return fitting[-1] if fitting else effort.experts[0]
 
 
 def _profile(name: str, machine: Machine, found: _Findings, took_s: float) -> HardwareProfile:
-    """The findings as a profile, rounded to significant digits."""
     values = {key: _rounded(value) for key, (value, _) in found.figures.items()}
     tiers = [tier for tier in ("device", "host", "disk") if tier in found.capacities]
     units = ("gpu", "cpu") if machine.discrete else ("cpu",)

@@ -1,9 +1,8 @@
 """Speeds of memory, and speeds that depend on the size of the work: products by rows and weights, attention by context.
 
-Runs the kernels that passes run, in the units of `EFFICIENCY`. Operands are cut from a pool far larger than any cache:
-a pass alternates layers, so no weight is in a cache when it is needed. Does not choose the points.
-
-Legend: R rows, H hidden, I intermediate, B sequences, L context, Hq query heads, Hkv key/value heads, D head size.
+Runs the kernels of a pass, in the units of `EFFICIENCY`, on operands from a pool far larger than any cache: a pass
+finds no weight in a cache. Legend: R rows, H hidden, I intermediate, B sequences, L context, Hq query heads, Hkv
+key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -62,14 +61,10 @@ Points = Mapping[Point, Measure]
 
 
 class Pool:
-    """``numbers`` [N] of ``dtype`` on ``device``, all initialized."""
+    """Initialized ``numbers`` [N] from which operands are cut."""
 
     def __init__(self, size: int, *, device: torch.device, dtype: torch.dtype) -> None:
-        """Allocate about ``size`` bytes.
-
-        Raises:
-            RuntimeError: the device has too little free memory.
-        """
+        """Allocate about ``size`` bytes; raises RuntimeError if the device has too little free memory."""
         count = max(_ALIGNMENT, size // dtype.itemsize // _ALIGNMENT * _ALIGNMENT)
         self.numbers = torch.empty(count, dtype=dtype, device=device)
         self._reached = 0
@@ -82,17 +77,14 @@ class Pool:
 
     @property
     def device(self) -> torch.device:
-        """Device of the numbers."""
         return self.numbers.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the numbers."""
         return self.numbers.dtype
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self.numbers.nbytes
 
     def holds(self, *shapes: tuple[int, ...]) -> bool:
@@ -100,10 +92,7 @@ class Pool:
         return LEAST_TURNS * sum(map(prod, shapes)) <= self.numbers.numel()
 
     def groups(self, *shapes: tuple[int, ...]) -> Iterator[tuple[Tensor, ...]]:
-        """Yield groups of neighbouring tensors of ``shapes``, in turn through the pool, without end.
-
-        Each group begins where the last group taken from the pool ended, by any iterator.
-        """
+        """Groups of neighbouring tensors of ``shapes`` without end; each begins where the pool's last group ended."""
         sizes = [prod(shape) for shape in shapes]
         while True:
             if self._reached + sum(sizes) > self.numbers.numel():
@@ -123,8 +112,7 @@ def reads(pool: Pool) -> Measure:
 
 
 def copies(pool: Pool) -> Measure:
-    """bytes/s of payload: half of the pool is copied to the other half. Each byte counts once though it is read and
-    written."""
+    """bytes/s of copying one half of the pool to the other; each byte counts once."""
     size, finish = pool.numbers.numel() // 2, finisher(pool.device)
     here, there = pool.numbers[:size], pool.numbers[size : 2 * size]
     return lambda seconds: sample(lambda: there.copy_(here), seconds=seconds, amount=here.nbytes, finish=finish)
@@ -141,8 +129,7 @@ def norms(pool: Pool, rows: int, hidden: int) -> Measure:
 
 
 def linear_points(name: str, pool: Pool, shapes: Sequence[Shape], rows: Sequence[int]) -> Points:
-    """flop/s of ``x [R, in]`` times weights ``[out, in]``, for each of ``shapes`` and ``rows``; all operands from
-    memory."""
+    """flop/s of ``x [R, in]`` times weights ``[out, in]`` for each of ``shapes`` and ``rows``, operands from memory."""
     return {
         (name, _nbytes(pool, shape), count): _gauge(pool, partial(_linear, pool, shape, count))
         for count in rows
@@ -152,11 +139,8 @@ def linear_points(name: str, pool: Pool, shapes: Sequence[Shape], rows: Sequence
 
 
 def expert_points(name: str, pool: Pool, shapes: Sequence[Shape], rows: Sequence[int]) -> Points:
-    """flop/s of a layer's experts for each ``(H, I)`` of ``shapes`` (3 x H x I numbers), with R rows per expert on
-    average.
-
-    Includes everything that such a layer does: sorting, gathering, ragged rows, the weighted sum.
-    """
+    """flop/s of a layer's experts ``(H, I)``, with R rows per expert on average; 3 x H x I numbers each. Includes
+    sorting, gathering, ragged rows and the weighted sum."""
     found = {}
     for count in rows:
         for shape in shapes:
@@ -168,10 +152,7 @@ def expert_points(name: str, pool: Pool, shapes: Sequence[Shape], rows: Sequence
 
 
 def decode_points(name: str, pool: Pool, contexts: Sequence[int]) -> Points:
-    """bytes/s of keys and values that decoding sequences read, for each context (whole blocks of `BLOCK` tokens).
-
-    The cache is the pool; contexts that do not fit into it once are omitted.
-    """
+    """bytes/s of keys and values read by decoding, for each context (in whole blocks of `BLOCK` tokens) in the pool."""
     make = decode_work if pool.device.type == "cpu" else _decode_on_device
     fitting = [context for context in contexts if context * KV_NUMBERS <= pool.numbers.numel()]
     return {(name, 0, context): _gauge(pool, partial(make, pool, context)) for context in fitting}
@@ -195,13 +176,13 @@ def surface_of(name: str, readings: Mapping[Point, Measurement]) -> tuple[Surfac
 
 
 def layer_work(pool: Pool, shape: Shape, rows: int) -> tuple[Work, float]:
-    """Work of one call: one layer of as many experts as the pool holds, each with about ``rows`` rows; and its flop."""
+    """One layer of as many experts as the pool holds, each with about ``rows`` rows; and its flop."""
     experts, tokens = _layer(pool, shape, rows)
     return moe_work(pool, shape, experts, tokens)
 
 
 def moe_work(pool: Pool, shape: Shape, experts: int, tokens: int) -> tuple[Work, float]:
-    """Work of one call: one layer of ``experts`` experts over ``tokens`` tokens, routed at random; and its flop."""
+    """One layer of ``experts`` experts over ``tokens`` tokens, routed at random; and its flop."""
     hidden, width = shape
     pages, routings = pool.groups(*(_page(shape) * experts)), cycle(_routings(pool, hidden, experts, tokens))
     space = _workspace(shape, tokens, pool, TOP_K)
@@ -222,19 +203,18 @@ def _routings(pool: Pool, hidden: int, experts: int, tokens: int) -> list[Routed
 
 
 def _layer(pool: Pool, shape: Shape, rows: int) -> tuple[int, int]:
-    """Experts of a layer that the pool holds several times, and tokens that give each about ``rows`` rows."""
+    """Number of experts, of which the pool holds several sets, and of tokens that give each about ``rows`` rows."""
     experts = next((count for count in range(MOST_EXPERTS, 0, -1) if pool.holds(*(_page(shape) * count))), 0)
     return experts, 1 if rows == 1 else max(1, rows * experts // TOP_K)
 
 
 def _mean_rows(experts: int, tokens: int) -> float:
-    """Mean rows of an expert with at least one of ``tokens``."""
+    """The mean is over the experts with at least one of ``tokens``."""
     return float(tokens * TOP_K / (experts * (1 - (1 - TOP_K / experts) ** tokens)))
 
 
 def decode_work(pool: Pool, context: int) -> tuple[Work, float]:
-    """Work of one call: decode one batch of sequences on the CPU, their blocks in order through the pool; and its
-    bytes."""
+    """Decoding of one batch of sequences on the CPU, their blocks in order through the pool; and its bytes."""
     blocks_each = -(-context // BLOCK)
     unit = KV_HEADS * BLOCK * HEAD_DIM
     size = pool.numbers.numel() // 2 // unit * unit
@@ -253,8 +233,7 @@ def decode_work(pool: Pool, context: int) -> tuple[Work, float]:
 
 
 def _decode_on_device(pool: Pool, context: int) -> tuple[Work, float]:
-    """Decode batches of contiguous sequences by torch's fused kernel; queries that share a head are rows of one
-    product."""
+    """Batches of contiguous sequences in torch's fused kernel; queries that share a head are rows of one product."""
     batch = max(1, min(SEQUENCES, pool.numbers.numel() // (context * KV_NUMBERS)))
     shape = (batch, KV_HEADS, context, HEAD_DIM)
     caches = pool.groups(shape, shape)
@@ -280,7 +259,7 @@ def _prefill(pool: Pool, tokens: int) -> tuple[Work, float]:
 
 
 def _gauge(pool: Pool, make: Callable[[], tuple[Work, float]]) -> Measure:
-    """Measurement that creates its operands when it runs and frees them after."""
+    """``make`` creates the operands when the measurement runs; they are freed after it."""
     finish = finisher(pool.device)
 
     def read(seconds: float) -> Measurement:
@@ -291,7 +270,6 @@ def _gauge(pool: Pool, make: Callable[[], tuple[Work, float]]) -> Measure:
 
 
 def _page(shape: Shape) -> tuple[Shape, Shape]:
-    """Shapes of an expert: gate_up [2I, H] and down [H, I]."""
     hidden, width = shape
     return (2 * width, hidden), (hidden, width)
 
@@ -353,7 +331,7 @@ def _norms(pool: Pool, tokens: int, seconds: float) -> Measurement:
 
 
 def layer_phases(pool: Pool) -> Measure:
-    """Layer phases per second where next to nothing is touched: calls, small tensors, thread wake-ups."""
+    """Layer phases per second of almost empty work: calls, small tensors, thread wake-ups."""
 
     def read(seconds: float) -> Measurement:
         layer = _Layer(pool, _FEW_TOKENS)
@@ -368,7 +346,7 @@ def _acts(pool: Pool, tokens: int, seconds: float) -> Measurement:
 
 
 def _in_turn(whole: Work, part: Work, seconds: float) -> list[float]:
-    """Seconds that ``whole`` takes beyond its ``part``; both run in turn, so that a disturbance affects both."""
+    """Seconds of ``whole`` beyond its ``part``; both run in turn, so that a disturbance affects both."""
     whole()
     part()
     rest, began = list[float](), time.perf_counter()
@@ -379,8 +357,6 @@ def _in_turn(whole: Work, part: Work, seconds: float) -> list[float]:
 
 
 class _Layer:
-    """One layer for ``tokens`` sequences, each with one block of the cache."""
-
     def __init__(self, pool: Pool, tokens: int) -> None:
         spec, size = _MODEL.attention, expert_workspace(_MODEL, 1, BFLOAT16, grouped=False)
         self._weights = _weights(pool.dtype)
@@ -401,12 +377,10 @@ class _Layer:
         self._lengths = torch.ones(tokens, dtype=torch.int32)
 
     def around_attention(self) -> None:
-        """The phases before and after attention."""
         self._decoder.pre_attention(0, self._hidden, self._rope)
         self._after()
 
     def decode(self) -> None:
-        """All three phases."""
         q, k, v = self._decoder.pre_attention(0, self._hidden, self._rope)
         keys, values = self._caches
         cpu_kv_append(keys, values, k, v, self._slots)
@@ -415,12 +389,12 @@ class _Layer:
         self._after()
 
     def products(self) -> None:
-        """The products of these phases alone."""
+        """The products of all phases alone."""
         for weight in (self._weights.qkv, self._weights.o, require(self._weights.router)):
             linear(self._hidden, weight)
 
     def _after(self) -> None:
-        """Output projection and routing; the attention output is zero, so the hidden state never changes."""
+        """Output projection and routing of a zero attention output, so the hidden state never changes."""
         self._decoder.route(0, self._hidden, self._attention)
 
 

@@ -1,8 +1,5 @@
-"""Speed of a piece of work: the median of repeated samples, measured in several rounds.
-
-Other programs only make work slower, and mostly for a while. So every measurement is repeated in rounds that are apart
-in time, and its fastest round counts; within a round it is the median. Does not depend on what is measured.
-"""
+"""Speed of a piece of work: the median of repeated samples, in the fastest of several rounds. Other programs only slow
+work down, and mostly for a while, so the rounds are apart in time."""
 
 from __future__ import annotations
 
@@ -36,7 +33,6 @@ class Others:
         return max(0.0, (busy - own) / wall) if wall > 0 and busy > 0 else 0.0
 
     def _now(self) -> tuple[float, float, float]:
-        """Seconds: wall clock, busy time of the watched processors, processor time of this process."""
         return time.perf_counter(), self._busy_seconds(), time.process_time()
 
     def _busy_seconds(self) -> float:
@@ -50,7 +46,7 @@ class Others:
 
 
 def _processors() -> frozenset[int]:
-    """Processors of all threads of this process; each thread may be bound to a processor of its own."""
+    """Each thread may be bound to a processor of its own, so all threads count."""
     if not hasattr(os, "sched_getaffinity"):
         return frozenset()
     found = set(os.sched_getaffinity(0))
@@ -75,8 +71,7 @@ DISTURBED_CORES = 0.15
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """Rate per second: the median of some samples. ``spread`` is the width of their middle half, as a share of the
-    median."""
+    """Rate per second, the median of samples; ``spread`` is the width of their middle half as a share of the median."""
 
     rate: float
     spread: float
@@ -87,17 +82,15 @@ Measure = Callable[[float], Measurement]
 
 
 def reading_of(seconds: Sequence[float], amount: float = 1.0) -> Measurement:
-    """Measurement from samples of ``amount`` that took ``seconds`` each; at least one sample, all above 0."""
+    """Measurement from at least one sample of ``amount`` that took ``seconds`` (above 0)."""
     low, middle, high = np.percentile(seconds, (25, 50, 75))
     return Measurement(rate=amount / float(middle), spread=float((high - low) / middle))
 
 
 def sample(work: Work, *, seconds: float, amount: float = 1.0, finish: Work = lambda: None) -> Measurement:
-    """``amount`` per second, where one call of ``work`` does that much; sampled for about ``seconds``.
-
-    The first call warms up and is not counted, unless it alone took longer than ``seconds``. Short work is called
-    several times per sample. ``finish`` waits for device work that ``work`` launched; it is called once per sample.
-    """
+    """``amount`` per second, where one call of ``work`` does that much, for about ``seconds``. The first call warms up,
+    and counts only if it takes longer. A sample has several calls of short work, then ``finish``, which waits for
+    device work."""
     began = time.perf_counter()
     work()
     finish()
@@ -114,12 +107,9 @@ def sample(work: Work, *, seconds: float, amount: float = 1.0, finish: Work = la
 def best_of_rounds(
     measurements: Mapping[Key, tuple[Measure, float]], *, quiet_rounds: int, seconds: float
 ) -> tuple[dict[Key, Measurement], float]:
-    """Fastest measurement of each of ``measurements`` (each with the seconds it may take), and the processors that
-    other programs kept busy in the quietest round.
-
-    Rounds are repeated until ``quiet_rounds`` of them were undisturbed or ``seconds`` have passed. If the first round
-    takes twice as long, its last measurements are omitted, so order them by importance.
-    """
+    """Fastest reading of each measurement (given with the seconds it may take), and the processors that other programs
+    kept busy in the quietest round. Rounds are repeated until ``quiet_rounds`` were undisturbed or ``seconds`` have
+    passed; the first round is cut at twice ``seconds``, so order measurements by importance."""
     began, found, quiet, least = time.perf_counter(), dict[Key, Measurement](), 0, float("inf")
     while quiet < quiet_rounds and (not found or time.perf_counter() - began < seconds):
         others, first_round = Others(), not found
@@ -135,7 +125,7 @@ def best_of_rounds(
 
 
 def repeated(work: Work, seconds: float, *, before: Work = lambda: None) -> list[float]:
-    """Seconds of each call of ``work``, called once or more for about ``seconds``; ``before`` each, not timed."""
+    """Seconds of each call of ``work``, called for about ``seconds``, at least once; ``before`` each is not timed."""
     samples, began = list[float](), time.perf_counter()
     while not samples or time.perf_counter() - began < seconds:
         before()
@@ -145,7 +135,7 @@ def repeated(work: Work, seconds: float, *, before: Work = lambda: None) -> list
 
 @contextmanager
 def beside(work: Callable[[threading.Event], None], name: str) -> Iterator[None]:
-    """Run ``work`` on a thread of its own within the context; at the end its event is set and the thread joined."""
+    """Run ``work`` on a thread within the context; at its end the event is set and the thread joined."""
     enough = threading.Event()
     worker = threading.Thread(target=work, args=(enough,), name=name, daemon=True)
     worker.start()
