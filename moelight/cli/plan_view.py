@@ -58,7 +58,7 @@ def _proof(plan: Plan) -> Text:
     gap = plan.bound_tokens_per_s / plan.estimate.tokens_per_s - 1 if plan.bound_tokens_per_s else 0.0
     kept = f" with {', '.join(plan.fixed)} as fixed" if plan.fixed else ""
     best = "no policy is faster" if gap < 5e-4 else f"no policy is more than {share_text(gap)} faster"
-    proof = f"proven for the cost model, not the machine, over every key{kept}: {best}"
+    proof = f"proven for the cost model over every key{kept}: {best}"
     return text((f"{proof}; solved in {seconds_text(plan.solve_s)}", "dim"))
 
 

@@ -13,9 +13,9 @@ from moelight.core.dtypes import dtype_named
 from moelight.engine.checkpoint import OpenCheckpoint
 from moelight.engine.planning import PlanConstraints, plan_for, resolve
 from moelight.optimizer.api import optimize
-from moelight.profiles.model import not_computed
 from moelight.profiles.files import profile_names
 from moelight.profiles.hardware import load_hardware_profile
+from moelight.profiles.model import not_computed
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.workload import load_workload
 from moelight.runtime.machine import Machine

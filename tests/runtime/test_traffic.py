@@ -14,13 +14,13 @@ from moelight.core.policy import Policy, Shares
 from moelight.core.request import SamplingParams
 from moelight.core.schedule import Lane, Schedule, Task, TaskKind
 from moelight.engine.engine import Engine
-from moelight.engine.pass_runner import PassRunner
+from moelight.engine.pass_runner import ScheduleCache
 from moelight.hrm import schedule_time
 from moelight.runtime import ops
 from moelight.runtime.lanes import SKIPPED, MovedBytes, Outcome
 from moelight.runtime.on_demand import PassPages
 from moelight.runtime.ops import Operations
-from moelight.scheduler.layout import PassShape
+from moelight.scheduler.layout import Layout, PassShape
 from tests.scheduler.validate import validate
 from tests.tiny import save_tiny
 
@@ -81,15 +81,21 @@ def test_every_pass_of_an_engine_is_valid(
 ) -> None:
     """What the engine says of its micro-batches is what builder, validator and ledger take it for."""
     seen: list[PassShape] = []
-    build = PassRunner._schedule
+    use = ScheduleCache.use
 
-    def validated(self: PassRunner, shape: PassShape) -> Schedule:
-        schedule = build(self, shape)
-        validate(schedule, self._layout, shape)
-        seen.append(shape)
-        return schedule
+    def validating(self: ScheduleCache, layout: Layout) -> None:
+        use(self, layout)
+        find = self.find
 
-    monkeypatch.setattr(PassRunner, "_schedule", validated)
+        def validated(shape: PassShape) -> Schedule:
+            schedule = find(shape)
+            validate(schedule, layout, shape)
+            seen.append(shape)
+            return schedule
+
+        self.find = validated
+
+    monkeypatch.setattr(ScheduleCache, "use", validating)
     generate(open_policy(model, devices, schedule=schedule))
     micro_batches = [each for shape in seen for each in shape.micro_batches]
     crosses = devices in ("device attention", "cache on both", "experts on the host")
