@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any
 
 from moelight.batch.fields import Reader, RowContext, RowTokenizer, Skip
-from moelight.batch.format import FORMATS
 from moelight.batch.model_names import ModelNames
 from moelight.batch.rows import BadRow, Row, RowFormat
 from moelight.batch.simple import PROMPT_FIELDS
 from moelight.batch.source import InputSource, open_input_source
 from moelight.core.errors import InputError
+from moelight.core.registry import Registry
 from moelight.core.request import SamplingParams
 
+FORMATS: Registry[Callable[[RowContext, InputSource], Reader]] = Registry(
+    "format",
+    {
+        "openai": "moelight.batch.openai:OpenAIReader",
+        "simple": "moelight.batch.simple:SimpleReader",
+        "text": "moelight.batch.simple:TextReader",
+        "csv": "moelight.batch.columns:CsvReader",
+        "parquet": "moelight.batch.columns:ParquetReader",
+    },
+)
 AUTO = "auto"
 _PARQUET = b"PAR1"
 _BY_SUFFIX = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".pq": "parquet"}

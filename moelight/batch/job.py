@@ -32,8 +32,8 @@ from moelight.batch.status import file_watchers
 from moelight.batch.summary import ScanSummary
 from moelight.batch.time_left import TimeLeft
 from moelight.batch.trace_header import trace_header
-from moelight.core.adaptation import Adaptation
 from moelight.core.errors import InputError, MoelightError
+from moelight.core.policy import Adaptation
 from moelight.core.timeline import Timeline
 from moelight.engine.model import LazyModel, PlannedModel, model_facts
 from moelight.observe.stats import RunStats

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from moelight.batch.crash_guard import struck_row_error
-from moelight.batch.format import to_json_line
 from moelight.batch.input import Input
 from moelight.batch.journal import Ledger
 from moelight.batch.progress import Progress, ProgressFields
-from moelight.batch.rows import AnswerHeader, BadRow, Row, RowFormat, bad_row
+from moelight.batch.rows import AnswerHeader, BadRow, Row, RowFormat, bad_row, to_json_line
 from moelight.batch.scan import Encode, check_length, duplicate, room
 from moelight.core.errors import InputError, MoelightError
 from moelight.core.request import Completion, Request

@@ -3,6 +3,7 @@ line that cannot be served is a value (`BadRow`), never an exception, so that on
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -100,3 +101,8 @@ def bad_row(
         status=status,
         param=param,
     )
+
+
+def to_json_line(row: dict[str, Any]) -> bytes:
+    """One line of UTF-8. A lone surrogate, which UTF-8 cannot encode, becomes its JSON escape."""
+    return json.dumps(row, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n"

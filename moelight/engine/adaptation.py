@@ -7,8 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from moelight.core.adaptation import Adaptation
-from moelight.core.policy import Policy
+from moelight.core.policy import Adaptation, Policy
 from moelight.core.schedule import Lane
 from moelight.engine.batcher import Admitted, Batcher, MicroBatchPlan
 from moelight.engine.output_processor import OutputProcessor

@@ -9,9 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from moelight.core.adaptation import Adaptation
 from moelight.core.errors import ConfigError, InputError, MoelightError, did_you_mean
-from moelight.core.policy import Policy
+from moelight.core.policy import Adaptation, Policy
 from moelight.core.request import Completion, Request, SamplingParams
 from moelight.core.timeline import Timeline
 from moelight.core.units import parse_bytes

@@ -16,11 +16,21 @@ from moelight.hrm.footprint import HEAD_CHUNK_BYTES
 from moelight.kernels.norm import cpu_rotate, rms_norm, rotate
 from moelight.kernels.products import Workspace, feed_forward, linear, padded_rows, parts
 from moelight.models.moe import ExpertWeights, Routed, moe_forward, route_tokens
-from moelight.models.rope import Rotation
-from moelight.profiles.model import ModelProfile
+from moelight.profiles.model import AttentionSpec, ModelProfile
 from moelight.weights.load import LayerWeights, ModelWeights
 
+Rotation = tuple[Tensor, Tensor]  # cos and sin [T, D]
 Watch = Callable[[int, Routed], None]  # called with a layer and its routing
+
+
+def rotation(spec: AttentionSpec, positions: Tensor, dtype: torch.dtype) -> Rotation:
+    """The rotary position embedding of ``positions [T]``, half-rotation as in HF: computed in float32, rounded to
+    ``dtype``."""
+    exponent = torch.arange(0, spec.head_dim, 2, dtype=torch.float32, device=positions.device) / spec.head_dim
+    frequency = 1.0 / (spec.rope_theta**exponent)
+    angle = positions.float().unsqueeze(1) * (frequency / spec.rope_factor)
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 class Decoder:

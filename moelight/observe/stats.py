@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moelight.core.adaptation import Adaptation
+from moelight.core.policy import Adaptation
 from moelight.core.schedule import Lane
 from moelight.core.timeline import Timeline
 from moelight.observe.bubbles import Bubbles

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moelight.core.adaptation import Adaptation
 from moelight.core.dtypes import DType
 from moelight.core.errors import ConfigError
-from moelight.core.policy import MOST_LOOK_AHEAD, Policy
+from moelight.core.policy import MOST_LOOK_AHEAD, Adaptation, Policy
 from moelight.hrm.cost_model import CostModel
 from moelight.hrm.estimate import cost_model_of, placement_counts
 from moelight.hrm.footprint import WHOLE_EXPERTS, Sizes, fixed_bytes, pass_tokens, prefill_tokens

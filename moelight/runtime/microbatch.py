@@ -15,8 +15,8 @@ from moelight.core.dtypes import DType
 from moelight.core.errors import ScheduleError
 from moelight.core.policy import Policy
 from moelight.hrm import costs
+from moelight.models.decoder import Rotation
 from moelight.models.moe import Routed, SplitMoE
-from moelight.models.rope import Rotation
 from moelight.profiles.model import ModelProfile
 from moelight.runtime.context import Added, Chunk, Context, slots_of
 from moelight.weights.torch_dtypes import to_torch

@@ -12,8 +12,7 @@ from torch import Tensor
 from moelight.core.schedule import AHEAD_KINDS, CHOSEN_KINDS, Task, TaskKind
 from moelight.hrm.footprint import sample_rows
 from moelight.kernels.copies import copy_pages
-from moelight.models.decoder import Decoder
-from moelight.models.rope import rotation
+from moelight.models.decoder import Decoder, rotation
 from moelight.paging.store import PageStore, StartPage
 from moelight.runtime.attention_ops import Act
 from moelight.runtime.executor import Perform

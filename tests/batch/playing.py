@@ -10,9 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from moelight.batch.progress import Progress, ProgressFields
-from moelight.core.adaptation import Adaptation
 from moelight.core.errors import InputError
-from moelight.core.policy import Policy
+from moelight.core.policy import Adaptation, Policy
 from moelight.core.request import Completion, Request
 from moelight.core.schedule import Lane, Task, TaskKind
 from moelight.core.timeline import Span, Timeline

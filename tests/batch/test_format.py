@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from moelight.batch.format import to_json_line
 from moelight.batch.input import open_input
-from moelight.batch.rows import AnswerHeader, BadRow, Row, bad_row
+from moelight.batch.rows import AnswerHeader, BadRow, Row, bad_row, to_json_line
 from moelight.batch.simple import SimpleFormat
 from moelight.core.errors import InputError
 from moelight.core.request import Completion, Logprob, SamplingParams

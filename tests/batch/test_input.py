@@ -16,10 +16,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from moelight.batch.format import to_json_line
 from moelight.batch.input import open_input
 from moelight.batch.model_names import ModelNames
-from moelight.batch.rows import AnswerHeader, BadRow, Row
+from moelight.batch.rows import AnswerHeader, BadRow, Row, to_json_line
 from moelight.core.errors import ConfigError, InputError
 from moelight.core.request import SamplingParams
 from tests.hostile.batch_lines import BAD, GOOD, KINDS, Judge, batch_file, batch_lines, chat

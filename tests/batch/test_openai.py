@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from moelight.batch.fields import RowContext
-from moelight.batch.format import to_json_line
 from moelight.batch.input import open_input
 from moelight.batch.model_names import ModelNames
 from moelight.batch.openai import OpenAIReader
 from moelight.batch.openai_answers import OpenAIFormat
-from moelight.batch.rows import AnswerHeader, BadRow, Row
+from moelight.batch.rows import AnswerHeader, BadRow, Row, to_json_line
 from moelight.batch.source import open_input_source
 from moelight.core.request import Completion, Logprob, SamplingParams, StructuredOutputs
 from tests.hostile.batch_lines import BAD, CHAT, COMPLETIONS, GOOD, chat, completion

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from moelight.core.adaptation import Adaptation
+from moelight.core.policy import Adaptation
 from moelight.core.schedule import Lane, Task, TaskKind
 from moelight.core.timeline import Span, Timeline
 from moelight.observe.stats import Binding, LaneStats, LaneTotals, RunStats

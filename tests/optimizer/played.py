@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from random import Random
 
-from moelight.core.adaptation import Adaptation
 from moelight.core.dtypes import BFLOAT16
-from moelight.core.policy import Policy
+from moelight.core.policy import Adaptation, Policy
 from moelight.core.request import Request, SamplingParams
 from moelight.engine.adaptation import passed
 from moelight.engine.batcher import Batcher, RunningSequence

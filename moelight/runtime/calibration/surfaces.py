@@ -26,9 +26,8 @@ from moelight.kernels.attention import cpu_gqa_decode, cpu_kv_append
 from moelight.kernels.norm import rms_norm
 from moelight.kernels.prefill import prefill_attention
 from moelight.kernels.products import Workspace, linear, padded_rows
-from moelight.models.decoder import Decoder
+from moelight.models.decoder import Decoder, rotation
 from moelight.models.moe import Routed, moe_forward
-from moelight.models.rope import rotation
 from moelight.profiles.efficiency import Curve, Surface
 from moelight.profiles.model import AttentionSpec, ExpertSpec, ModelProfile, RouterSpec
 from moelight.profiles.names import MIXTRAL_STYLE
