@@ -94,11 +94,11 @@ class Engine:
 
     An engine is a context manager; its exit stops the lanes and frees the model.
 
-    Example::
-
-        with Engine.from_pretrained("path/to/mixtral", host_memory="16GiB") as engine:
-            for completion in engine.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
-                print(completion.text)
+    ```python
+    with Engine.from_pretrained("path/to/mixtral", host_memory="16GiB") as engine:
+        for completion in engine.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+            print(completion.text)
+    ```
 
     Attributes:
         plan: the plan, if the engine was opened with one.
