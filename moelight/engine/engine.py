@@ -153,10 +153,8 @@ class Engine:
         self._experts = choices_for(options, self.policy, self.profile, dtype, speeds)
         self.tokenizer = Tokenizer.from_dir(source.directory)
         self._constraints = Constraints(self.tokenizer, self.profile.vocab_size)
-        watch_device_memory(self._device)
         self._device_limit = self.plan.use_of("device").capacity_bytes if self.plan and machine.discrete else 0
-        if self._device_limit:
-            limit_device_memory(self._device, self._device_limit)
+        self._guard_device_memory()
         self._passes: PassRunner | None = PassRunner(source, self.policy, machine, lanes, self._experts)
         self._batcher = Batcher(
             self.policy,
@@ -230,13 +228,7 @@ class Engine:
             experts=None if experts is None else experts.policy,
         )
         return cls(
-            plan,
-            device=device,
-            lanes=lanes,
-            source=source,
-            adapt=adapt,
-            experts=experts,
-            prefix_caching=prefix_caching,
+            plan, device=device, lanes=lanes, source=source, adapt=adapt, experts=experts, prefix_caching=prefix_caching
         )
 
     def generate(
@@ -397,6 +389,11 @@ class Engine:
         finally:
             if in_flight is not None:
                 self._loaded.drain(in_flight)
+
+    def _guard_device_memory(self) -> None:
+        watch_device_memory(self._device)
+        if self._device_limit:
+            limit_device_memory(self._device, self._device_limit)
 
     def _pack_next(self) -> Packed | None:
         return self._loaded.pack(self._batcher.next_pass()) if self._batcher.busy else None
