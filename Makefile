@@ -14,22 +14,25 @@ INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt $(CSRC)
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
-# The constraints also bind what the build itself fetches. Installed editable: only the extension needs making anew.
-# Running needs the package and its dependencies alone; tests and checks add the rest. A failure shows pip's output.
+# Running needs the package and its dependencies alone; tests and checks add the rest. The extension is compiled while the
+# dependencies are installed, and again only in those of its files that changed. Byte code is made at the first import.
+# A failure shows the log.
+PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --no-compile
+BUILD_TOOLS := cmake ninja 'nanobind>=2.9' 'scikit-build-core>=1.1'
+DEPENDENCIES = $(shell sed -n '/^dependencies = /,/^]/s/^  \("[^"]*"\).*/\1/p' pyproject.toml)
 define install
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo 'installing $(1) into $(VENV) (log: $(VENV)/install.log)'
-	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --editable '$(1)' \
-	  > $(VENV)/install.log 2>&1 || { tail -n 40 $(VENV)/install.log; exit 1; }
+	@{ $(2); } > $(VENV)/install.log 2>&1 || { tail -n 40 $(VENV)/install.log; exit 1; }
 	@touch $@
 endef
 
 $(RUNTIME): $(INPUTS)
-	$(call install,.)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(call install,moelight,$(PIP) $(BUILD_TOOLS) && { $(PIP) $(DEPENDENCIES) & \
+	  $(PIP) --no-build-isolation --no-deps --editable .; built=$$?; wait $$! && test $$built = 0; })
 
-$(STAMP): $(INPUTS)
-	$(call install,.[dev])
-	@touch $(RUNTIME)
+$(STAMP): $(RUNTIME)
+	$(call install,what tests and checks need,$(PIP) --no-build-isolation --editable '.[dev]')
 
 demo: $(RUNTIME)  ## run the bundled model on examples/prompts.jsonl, prompts beside completions
 	$(BIN)/moelight generate examples/prompts.jsonl --show
@@ -45,7 +48,6 @@ test-crash: $(STAMP)  ## kill jobs 60 times at random moments and compare their 
 # An extension of its own, which stands in for the usual one in this run only. The first report ends the run.
 SANITIZE := build/sanitize
 sanitize: $(STAMP)  ## tests/kernels under ASan and UBSan, and the threads of the extension under TSan
-	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet cmake ninja
 	PATH=$(CURDIR)/$(BIN):$$PATH cmake -S csrc -B $(SANITIZE) -G Ninja -DMOELIGHT_SANITIZE=ON \
 	  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO='-O1 -g1' -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
 	PATH=$(CURDIR)/$(BIN):$$PATH cmake --build $(SANITIZE)
