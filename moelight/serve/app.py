@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import secrets
-import sqlite3
 import time
 from collections.abc import Callable, Collection
-from dataclasses import asdict, fields
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -20,13 +19,12 @@ from starlette.routing import Route
 
 from moelight.serve.auth import Guard
 from moelight.serve.files import FileRoutes
-from moelight.serve.http import ApiError, on_fault, on_refusal, on_storage, page_of, page_response, read_body
+from moelight.serve.http import ON_ERROR, ApiError, found, page_response, read_body
 from moelight.serve.store import OPEN, Batch, BatchFailure, DataDirectory, Store
 from moelight.serve.worker import ENDPOINTS
 
 MOST_REQUESTS = 64  # at once
 _HOUR_S = 3600
-_SAME = tuple(field.name for field in fields(Batch) if field.name not in {"errors", "counts"})
 _Key = Annotated[str, msgspec.Meta(max_length=64)]
 _Value = Annotated[str, msgspec.Meta(max_length=512)]
 
@@ -37,18 +35,6 @@ class _BatchBody(msgspec.Struct, forbid_unknown_fields=True):
     completion_window: Annotated[str, msgspec.Meta(pattern="^[1-9][0-9]{0,3}h$")]
     metadata: Annotated[dict[_Key, _Value], msgspec.Meta(max_length=16)] | None = None
     output_expires_after: Literal[None] = None
-
-
-def _batch_object(batch: Batch, model: str, waits: BatchFailure | None) -> dict[str, Any]:
-    """Return ``batch`` as OpenAI's object; while an open batch is blocked, ``waits`` is among its errors."""
-    told = batch.errors if waits is None or batch.status not in OPEN else (*batch.errors, waits)
-    return {
-        **{name: getattr(batch, name) for name in _SAME},
-        "object": "batch",
-        "model": model,
-        "errors": {"object": "list", "data": [asdict(fault) for fault in told]} if told else None,
-        "request_counts": asdict(batch.counts),
-    }
 
 
 class BatchRoutes:
@@ -89,31 +75,29 @@ class BatchRoutes:
         return JSONResponse(self._object(batch))
 
     def page(self, request: Request) -> Response:
-        after, limit = page_of(request, limit=20, most=100)
-        return page_response(request, self._store.page_of_batches(after=after, limit=limit), "batch", self._object)
+        return page_response(request, "batch", partial(self._store.page, Batch), self._object, limit=20, most=100)
 
     def retrieve(self, request: Request) -> Response:
-        return JSONResponse(self._object(self._find(request)))
+        return JSONResponse(self._object(found(request, "batch", self._store.batch)))
 
     def cancel(self, request: Request) -> Response:
-        batch = self._find(request)
-        if not self._store.cancel(batch.id):
-            batch = self._find(request)
-            if batch.status not in {"cancelling", "cancelled"}:
-                message = f"{batch.id} is {batch.status} and cannot be cancelled any more"
-                raise ApiError(400, message, param="batch_id", code="batch_not_cancellable")
+        cancelled = self._store.cancel(request.path_params["batch_id"])
+        batch = found(request, "batch", self._store.batch)
+        if not cancelled and batch.status not in {"cancelling", "cancelled"}:
+            message = f"{batch.id} is {batch.status} and cannot be cancelled any more"
+            raise ApiError(400, message, param="batch_id", code="batch_not_cancellable")
         self._wake()
-        return JSONResponse(self._object(self._find(request)))
-
-    def _find(self, request: Request) -> Batch:
-        batch_id = request.path_params["batch_id"]
-        batch = self._store.batch(batch_id)
-        if batch is None:
-            raise ApiError(404, f"there is no batch {batch_id[:80]!r}", param="batch_id", code="not_found")
-        return batch
+        return JSONResponse(self._object(batch))
 
     def _object(self, batch: Batch) -> dict[str, Any]:
-        return _batch_object(batch, self._model, self._waits(batch.id))
+        """Return ``batch`` as OpenAI's object; while an open batch is blocked, the reason is among its errors."""
+        waits = self._waits(batch.id)
+        if waits is not None and batch.status in OPEN:
+            batch = replace(batch, errors=(*batch.errors, waits))
+        shown = asdict(batch)
+        counts, errors = shown.pop("counts"), shown.pop("errors")
+        errors = {"object": "list", "data": errors} if errors else None
+        return {**shown, "object": "batch", "model": self._model, "errors": errors, "request_counts": counts}
 
 
 def make_app(
@@ -137,12 +121,7 @@ def make_app(
     app = Starlette(
         routes=[*files.routes(), *batches.routes(), *_model_routes(model), Route("/health", _health, methods=["GET"])],
         middleware=[guard],
-        exception_handlers={
-            HTTPException: on_refusal,
-            OSError: on_storage,
-            sqlite3.OperationalError: on_storage,
-            Exception: on_fault,
-        },
+        exception_handlers=ON_ERROR,
     )
     app.router.redirect_slashes = False
     return app

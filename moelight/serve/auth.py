@@ -12,12 +12,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moelight.core.errors import ConfigError
 from moelight.core.small_files import open_regular
-from moelight.serve.http import error_response
+from moelight.serve.http import ApiError
+from moelight.serve.store import private
 
 LEAST_TOKEN = 16  # characters
 LINGER_S = 10.0
@@ -47,7 +47,7 @@ def make_token(path: Path) -> None:
         return
     partial.unlink(missing_ok=True)
     try:
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+        with open(partial, "x", opener=private) as file:
             file.write(secrets.token_urlsafe(32) + "\n")
             os.fsync(file.fileno())
         partial.rename(path)
@@ -73,7 +73,7 @@ class Guard:
         body = _DrainedBody(receive, send, headers := Headers(scope=scope))
         refusal = self._refusal(scope["path"], headers)
         if refusal is not None or scope["path"] in OPEN_PATHS:  # not counted: they cannot make the server busy
-            await (refusal or self._app)(scope, body.receive, body.send)
+            await (refusal.response() if refusal else self._app)(scope, body.receive, body.send)
             return
         scope.setdefault("state", {})[BROUGHT_TOKEN] = True
         self._running += 1
@@ -82,19 +82,17 @@ class Guard:
         finally:
             self._running -= 1
 
-    def _refusal(self, path: str, headers: Headers) -> Response | None:
+    def _refusal(self, path: str, headers: Headers) -> ApiError | None:
         if self._hosts is not None and _host_name(headers) not in self._hosts:
-            return error_response(403, "this server is not called by that name", param="Host", code="invalid_host")
+            return ApiError(403, "this server is not called by that name", param="Host", code="invalid_host")
         if path in OPEN_PATHS:
             return None
         given = headers.get("authorization", "").encode("latin-1", "replace")
         if not hmac.compare_digest(given, self._expected):
             message = "wrong token" if given else "no token: send Authorization: Bearer TOKEN"
-            challenge = {"WWW-Authenticate": "Bearer"}
-            return error_response(401, message, code="invalid_api_key", headers=challenge)
+            return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         if self._running >= self._most:
-            again = {"Retry-After": "1"}
-            return error_response(503, "too many requests at once", code="server_busy", headers=again)
+            return ApiError(503, "too many requests at once", code="server_busy", headers={"Retry-After": "1"})
         return None
 
 

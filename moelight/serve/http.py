@@ -1,4 +1,4 @@
-"""What all routes share: bounded bodies with a time limit, parameters of a page, and errors in OpenAI's format."""
+"""What all routes share: bounded bodies with a time limit, look-ups and pages, and errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -20,56 +20,60 @@ STALL_S = 30.0  # the longest wait for the next bytes of a body
 _PLACE = re.compile(r"(?:field `|at `\$\.)([^`.\[]+)")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
-_Asked = TypeVar("_Asked")
-_Item = TypeVar("_Item")
+_T = TypeVar("_T")
 
 
 class ApiError(HTTPException):
-    """A rejected request, with the status, message and code of the response."""
+    """A rejected request, with the status, message, code and headers of its response."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(status, detail=message)
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, detail=message, headers=headers)
         self.param, self.code = param, code
 
-
-def error_response(
-    status: int,
-    message: str,
-    *,
-    param: str | None = None,
-    code: str | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> JSONResponse:
-    """Return an error in OpenAI's format."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    error = {"message": message, "type": kind, "param": param, "code": code}
-    return JSONResponse({"error": error}, status, headers)
+    def response(self) -> JSONResponse:
+        """The error in OpenAI's format."""
+        kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
+        error = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
+        return JSONResponse({"error": error}, self.status_code, self.headers)
 
 
-def on_refusal(request: Request, error: Exception) -> Response:
-    """Return the response to an error that a route raised, or to a request without a route."""
-    if isinstance(error, ApiError):
-        return error_response(error.status_code, error.detail, param=error.param, code=error.code)
+def _on_refusal(request: Request, error: Exception) -> Response:
+    """Answer an error that a route raised, or a request without a route."""
     assert isinstance(error, HTTPException)
     where = f"{request.method} {request.url.path}"[:200]
-    if error.status_code == 404:
-        return error_response(404, f"there is no {where}", code="unknown_url")
-    if error.status_code == 405:
-        return error_response(405, f"{where} is not allowed", code="method_not_allowed", headers=error.headers)
-    return error_response(error.status_code, error.detail, headers=error.headers)
+    if not isinstance(error, ApiError):
+        texts = {404: (f"there is no {where}", "unknown_url"), 405: (f"{where} is not allowed", "method_not_allowed")}
+        text, code = texts.get(error.status_code, (error.detail, None))
+        error = ApiError(error.status_code, text, code=code, headers=error.headers)
+    return error.response()
 
 
-def on_storage(request: Request, error: Exception) -> Response:  # noqa: ARG001 (the signature is Starlette's)
-    """Return the response to a full disk (507) or another storage failure (500)."""
+def _on_storage(request: Request, error: Exception) -> Response:  # noqa: ARG001 (the signature is Starlette's)
     full = isinstance(error, OSError) and error.errno in _FULL
     if full or (isinstance(error, sqlite3.OperationalError) and "full" in str(error)):
-        return error_response(507, "the server's disk is full; nothing was kept", code="insufficient_storage")
-    return error_response(500, "the server's storage failed; nothing was kept", code="storage_failed")
+        return ApiError(507, "the server's disk is full; nothing was kept", code="insufficient_storage").response()
+    return ApiError(500, "the server's storage failed; nothing was kept", code="storage_failed").response()
 
 
-def on_fault(request: Request, error: Exception) -> Response:  # noqa: ARG001 (the signature is Starlette's)
-    """Return the response to a bug in the server, without the stack trace, which is in the server's output."""
-    return error_response(500, "internal error", code="internal_error")
+def _on_bug(request: Request, error: Exception) -> Response:  # noqa: ARG001 (the signature is Starlette's)
+    """The stack trace is in the server's output only."""
+    return ApiError(500, "internal error", code="internal_error").response()
+
+
+ON_ERROR = {
+    HTTPException: _on_refusal,
+    OSError: _on_storage,
+    sqlite3.OperationalError: _on_storage,
+    Exception: _on_bug,
+}
 
 
 async def chunks(request: Request, most: int, *, around: int = 0) -> AsyncIterator[bytes]:
@@ -102,34 +106,45 @@ def too_large(most: int) -> ApiError:
     return ApiError(413, f"too large: at most {most} bytes are taken", code="too_large")
 
 
-async def read_body(request: Request, kind: type[_Asked]) -> _Asked:
+async def read_body(request: Request, kind: type[_T]) -> _T:
     """Return the JSON body as a ``kind``; raises ApiError if it is too long, not JSON, or not a ``kind``."""
     body = b"".join([chunk async for chunk in chunks(request, MOST_JSON_BYTES)])
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        text = str(error)
-        place = _PLACE.search(text)
-        raise ApiError(400, text, param=place and place.group(1), code="invalid_request") from None
+        place = _PLACE.search(str(error))
+        raise ApiError(400, str(error), param=place and place.group(1), code="invalid_request") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is no JSON ({error})", code="invalid_json") from None
 
 
-def page_of(request: Request, *, limit: int, most: int) -> tuple[str | None, int]:
-    """Return ``after`` and ``limit`` of a request for a page; ``limit`` is the default, ``most`` the maximum."""
-    given = request.query_params.get("limit", str(limit))
-    if not given.isascii() or not given.isdigit() or not 1 <= int(given[:9]) <= most:
-        raise ApiError(400, f"limit is a number from 1 to {most}", param="limit", code="invalid_request")
-    return request.query_params.get("after"), int(given[:9])
+def found(request: Request, what: str, look_up: Callable[[str], _T | None]) -> _T:
+    """Return the ``what`` that the path of the request names; raises ApiError (404) if there is none."""
+    item_id = request.path_params[f"{what}_id"]
+    item = look_up(item_id)
+    if item is None:
+        raise ApiError(404, f"there is no {what} {item_id[:80]!r}", param=f"{what}_id", code="not_found")
+    return item
 
 
 def page_response(
-    request: Request, found: tuple[list[_Item], bool] | None, what: str, shown: Callable[[_Item], dict[str, Any]]
+    request: Request,
+    what: str,
+    look_up: Callable[[str | None, int], tuple[list[_T], bool] | None],
+    shown: Callable[[_T], dict[str, Any]],
+    *,
+    limit: int,
+    most: int,
 ) -> JSONResponse:
-    """Return the page ``found``: its items, and if more follow. None: no ``what`` has the id ``after``."""
-    if found is None:
-        after = request.query_params["after"]
-        raise ApiError(400, f"there is no {what} {after[:80]!r}", param="after", code="invalid_request")
-    objects = [shown(item) for item in found[0]]
+    """Return the page of ``what`` that the request asks for: at most ``limit`` items, unless it gives another limit up
+    to ``most``. ``look_up(after, limit)`` returns the items and if more follow; None if no item has the id ``after``.
+    """
+    given, after = request.query_params.get("limit", str(limit)), request.query_params.get("after")
+    if not given.isascii() or not given.isdigit() or not 1 <= int(given[:9]) <= most:
+        raise ApiError(400, f"limit is a number from 1 to {most}", param="limit", code="invalid_request")
+    page = look_up(after, int(given[:9]))
+    if page is None:
+        raise ApiError(400, f"there is no {what} {str(after)[:80]!r}", param="after", code="invalid_request")
+    objects = [shown(item) for item in page[0]]
     first, last = (objects[0]["id"], objects[-1]["id"]) if objects else (None, None)
-    return JSONResponse({"object": "list", "data": objects, "first_id": first, "last_id": last, "has_more": found[1]})
+    return JSONResponse({"object": "list", "data": objects, "first_id": first, "last_id": last, "has_more": page[1]})

@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from moelight.serve import jobs
-from moelight.serve.jobs import Command, Job, JobRunner, Pace
+from moelight.serve.jobs import Job, JobRunner
 from moelight.serve.store import Batch, BatchFailure, DataDirectory, RowCounts, StoredFile
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
@@ -27,33 +27,15 @@ _LOST_INPUT = BatchFailure(code="missing_file", message="the input file is no lo
 
 
 class Worker:
-    """Runs the open batches of ``data``; call `run` in a thread of its own, all other methods from any thread."""
+    """Runs the open batches of ``data``; call `run` in a thread of its own, which ends when ``runner`` is stopped."""
 
-    def __init__(
-        self,
-        data: DataDirectory,
-        command: Command,
-        *,
-        say: Callable[[str], None],
-        pace: Pace | None = None,
-        expire: bool = False,
-    ) -> None:
-        self._data, self._store, self._expire = data, data.store, expire
-        self._runner, self._say = JobRunner(command, say=say, pace=pace), say
-        self._waits: tuple[str, BatchFailure] | None = None
-
-    def wake(self) -> None:
-        """Check the batches again: one was created, or is to be cancelled."""
-        self._runner.news.set()
-
-    def stop(self) -> None:
-        """Make `run` return soon: the running job is interrupted, and resumed by a later start."""
-        self._runner.stop()
+    def __init__(self, data: DataDirectory, runner: JobRunner, *, expire: bool = False) -> None:
+        self._data, self._store, self._runner, self._expire = data, data.store, runner, expire
 
     def waits(self, batch_id: str) -> BatchFailure | None:
-        """Return the reason why the batch is blocked, if it is the running batch; otherwise None."""
-        waits = self._waits
-        return waits[1] if waits is not None and waits[0] == batch_id else None
+        """Return the reason why the batch is blocked; None if it is not. Callable from any thread."""
+        name, reason = self._runner.blocked or ("", "")
+        return BatchFailure(code="insufficient_storage", message=reason) if name == batch_id else None
 
     def run(self) -> None:
         runner = self._runner
@@ -62,16 +44,16 @@ class Worker:
             if not batches:
                 runner.wait()
                 continue
+            runner.blocked = None
             try:
                 self._advance(batches[0])
             except (OSError, sqlite3.OperationalError) as error:  # the disk is full, most likely
-                self._say(f"{batches[0].id}: {error}; tried again in {runner.pace.retry_s:g} s")
-                self._wait_for(batches[0].id, f"{error}; tried again every {runner.pace.retry_s:g} s")
+                runner.say(f"{batches[0].id}: {error}; tried again in {runner.pace.retry_s:g} s")
+                runner.blocked = batches[0].id, f"{error}; tried again every {runner.pace.retry_s:g} s"
                 runner.stopping.wait(runner.pace.retry_s)
 
     def _advance(self, batch: Batch) -> None:
         """Run one step of the batch. Each step can be repeated: its effect is one transaction."""
-        self._waits = None
         if batch.status == "finalizing":
             self._end(batch, "completed")
         elif batch.status == "cancelling":
@@ -93,25 +75,20 @@ class Worker:
         if faults:
             self._end(batch, "failed", *faults)
         elif self._store.move(batch.id, "in_progress", counts=batch.counts):
-            self._say(f"{batch.id}: {total} lines")
+            self._runner.say(f"{batch.id}: {total} lines")
 
     def _run(self, batch: Batch, source: StoredFile) -> None:
         """Run the batch's job and move the batch to the state of its ending; an interrupted batch keeps its state."""
-        latest = batch.counts
 
         def seen(counts: RowCounts) -> None:
-            nonlocal latest
             if counts.total:  # 0: the job still reads its input, and has no counts of an earlier run yet
-                latest = replace(counts, total=max(counts.total, latest.total))
                 with contextlib.suppress(sqlite3.OperationalError):  # a full disk: the job detects that itself
-                    self._store.count(batch.id, latest)
+                    self._store.count(batch.id, replace(counts, total=max(counts.total, batch.counts.total)))
 
         ending = self._runner.finish(
             Job(source=self._data.path(source), directory=self._data.batches / batch.id),
-            batch.id,
             unwanted=lambda: self._unwanted(batch),
             seen=seen,
-            waits=lambda what: self._wait_for(batch.id, what),
         )
         if ending is None:
             return
@@ -119,16 +96,11 @@ class Worker:
             self._store.move(batch.id, "finalizing", counts=ending.rows)
         else:
             code = "job_refused" if ending.code == jobs.REFUSED else "worker_failed"
-            self._end(replace(batch, counts=latest), "failed", BatchFailure(code=code, message=ending.why()))
-
-    def _wait_for(self, batch_id: str, what: str) -> None:
-        self._waits = (batch_id, BatchFailure(code="insufficient_storage", message=what)) if what else None
+            self._end(self._store.batch(batch.id) or batch, "failed", BatchFailure(code=code, message=ending.why()))
 
     def _unwanted(self, batch: Batch) -> bool:
-        if self._runner.stopping.is_set() or self._late(batch):
-            return True
         now = self._store.batch(batch.id)
-        return now is None or now.status != "in_progress"
+        return self._late(batch) or now is None or now.status != "in_progress"
 
     def _late(self, batch: Batch) -> bool:
         return self._expire and time.time() >= batch.expires_at
@@ -138,9 +110,10 @@ class Worker:
         job = Job(source=Path(), directory=self._data.batches / batch.id)
         jobs.wait_until_free(job, within_s=self._runner.pace.grace_s)
         completed, failed = jobs.truncate_partial_line(job.output), jobs.truncate_partial_line(job.errors)
-        counts = RowCounts(total=max(batch.counts.total, completed + failed), completed=completed, failed=failed)
-        if status == "completed" and completed + failed < counts.total:
-            lost = f"{completed + failed} of {counts.total} rows are in the job's files"
+        total = max(batch.counts.total, completed + failed)
+        counts = RowCounts(total=total, completed=completed, failed=failed)
+        if status == "completed" and counts.done < total:
+            lost = f"{counts.done} of {total} rows are in the job's files"
             status, faults = "failed", (BatchFailure(code="worker_failed", message=lost),)
         moved = self._store.move(
             batch.id,
@@ -152,18 +125,12 @@ class Worker:
         )
         if moved:
             why = f" ({faults[0].message})" if faults else ""
-            self._say(f"{batch.id}: {status}, {completed} answered, {failed} refused of {counts.total}{why}")
+            self._runner.say(f"{batch.id}: {status}, {completed} answered, {failed} refused of {total}{why}")
             self._data.clear_job(batch.id)
 
     def _made(self, batch: Batch, path: Path, what: str) -> StoredFile:
-        return StoredFile(
-            id=f"file-{batch.id.removeprefix('batch_')}-{what}",
-            path=self._data.relative(path),
-            filename=f"{batch.id}_{what}.jsonl",
-            purpose="batch_output",
-            bytes=path.stat().st_size,
-            created_at=int(time.time()),
-        )
+        file_id = f"file-{batch.id.removeprefix('batch_')}-{what}"
+        return self._data.stored(path, file_id, filename=f"{batch.id}_{what}.jsonl", purpose="batch_output")
 
 
 class _Line(msgspec.Struct):
