@@ -21,7 +21,7 @@ from moelight.serve.store import private
 
 LEAST_TOKEN = 16  # characters
 LINGER_S = 10.0
-BROUGHT_TOKEN = "brought_token"  # key in the state of a request that had the token
+CONNECTION = "connection"  # key in the state of a request, whose value is `known` once a request brought the token
 OPEN_PATHS = frozenset({"/health"})
 _MOST_TOKEN_BYTES = 4096
 
@@ -75,7 +75,8 @@ class Guard:
         if refusal is not None or scope["path"] in OPEN_PATHS:  # not counted: they cannot make the server busy
             await (refusal.response() if refusal else self._app)(scope, body.receive, body.send)
             return
-        scope.setdefault("state", {})[BROUGHT_TOKEN] = True
+        if CONNECTION in scope.get("state", {}):
+            scope["state"][CONNECTION].known = True
         self._running += 1
         try:
             await self._app(scope, body.receive, body.send)

@@ -1,20 +1,29 @@
-"""What all routes share: bounded bodies with a time limit, look-ups and pages, and errors in OpenAI's format."""
+"""How requests are read and answered: bounded bodies with a time limit, JSON or forms, look-ups, pages, and errors in
+OpenAI's format."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import re
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, MultipartState, parse_options_header
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
+from moelight.core.errors import did_you_mean
+
 MOST_JSON_BYTES = 1 << 20
+MOST_PARTS = 16
+MOST_FIELD_BYTES = 4096
+_MOST_NAME = 255
 STALL_S = 30.0  # the longest wait for the next bytes of a body
 # The place of a fault in msgspec's messages: "... field `name`" or "... at `$.name[...]`".
 _PLACE = re.compile(r"(?:field `|at `\$\.)([^`.\[]+)")
@@ -116,6 +125,113 @@ async def read_body(request: Request, kind: type[_T]) -> _T:
         raise ApiError(400, str(error), param=place and place.group(1), code="invalid_request") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is no JSON ({error})", code="invalid_json") from None
+
+
+def _broken(message: str) -> ApiError:
+    return ApiError(400, message, param="file", code="invalid_form")
+
+
+class Upload:
+    """Parser of a form, which writes the contents of the part ``file`` to ``out``.
+
+    ``fields`` are the other parts, and for ``file`` the name of the file. Every method raises ApiError for a malformed
+    or too long form, and OSError where the disk is full or fails.
+    """
+
+    def __init__(self, out: BinaryIO, *, content_type: str, max_bytes: int) -> None:
+        kind, options = parse_options_header(content_type)
+        if kind != b"multipart/form-data" or not options.get(b"boundary"):
+            raise _broken("send multipart/form-data with a boundary")
+        try:
+            self._parser = MultipartParser(
+                options[b"boundary"],
+                {
+                    "on_header_field": self._header_name,
+                    "on_header_value": self._header_value,
+                    "on_header_end": self._header_end,
+                    "on_headers_finished": self._headers_end,
+                    "on_part_data": self._data,
+                },
+            )
+        except FormParserError as error:
+            raise _broken(str(error)) from None
+        self.fields: dict[str, str] = {}
+        self.bytes = 0
+        self._out, self._max_bytes = out, max_bytes
+        self._name, self._value, self._disposition = bytearray(), bytearray(), b""
+        self._field = ""
+
+    def write(self, data: bytes) -> None:
+        """Parse the next bytes of the form."""
+        try:
+            self._parser.write(data)
+        except FormParserError as error:
+            raise _broken(f"the form is broken ({error})") from None
+
+    def finish(self) -> None:
+        """Check the form, and flush the complete file to disk."""
+        if self._parser.state != MultipartState.END:
+            raise _broken("the form ends before its last boundary")
+        if "file" not in self.fields:
+            raise _broken("the form has no part 'file' with a filename")
+        self._out.flush()
+        os.fsync(self._out.fileno())
+        for name in self.fields:
+            if name.startswith("expires_after"):
+                message = "files do not expire here: leave expires_after out, and delete the file when it is done with"
+                raise ApiError(400, message, param="expires_after", code="unsupported")
+            if name not in ("purpose", "file"):
+                hint = did_you_mean(name, ["purpose", "file"])
+                raise ApiError(400, f"unknown field {name[:80]!r}{hint}", param=name[:80], code="unknown_field")
+        if self.fields.get("purpose") != "batch":
+            message = "purpose is batch: files are for no other here"
+            raise ApiError(400, message, param="purpose", code="invalid_purpose")
+        if not self.bytes:
+            raise ApiError(400, "the file is empty", param="file", code="empty_file")
+
+    def _header_name(self, data: bytes, start: int, end: int) -> None:
+        self._name += data[start:end]
+
+    def _header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _header_end(self) -> None:
+        if self._name.lower() == b"content-disposition":
+            self._disposition = bytes(self._value)
+        self._name.clear()
+        self._value.clear()
+
+    def _headers_end(self) -> None:
+        kind, options = parse_options_header(self._disposition)
+        if kind != b"form-data" or b"name" not in options:
+            raise _broken("a part of the form has no name")
+        name = options[b"name"].decode("utf-8", "replace")
+        if name in self.fields:
+            raise _broken(f"the form has two parts {name[:80]!r}")
+        if name == "file" and b"filename" not in options:
+            raise _broken("the part 'file' has no filename")
+        if len(self.fields) == MOST_PARTS:
+            raise _broken(f"the form has more than {MOST_PARTS} parts")
+        self.fields[name] = _shown_name(options[b"filename"]) if name == "file" else ""
+        self._field, self._disposition = name, b""
+
+    def _data(self, data: bytes, start: int, end: int) -> None:
+        if self._field == "file":
+            self.bytes += end - start
+            if self.bytes > self._max_bytes:
+                raise too_large(self._max_bytes)
+            self._out.write(memoryview(data)[start:end])
+            return
+        value = self.fields[self._field] + data[start:end].decode("utf-8", "replace")
+        if len(value) > MOST_FIELD_BYTES:
+            raise _broken(f"the part {self._field[:80]!r} is longer than {MOST_FIELD_BYTES} bytes")
+        self.fields[self._field] = value
+
+
+def _shown_name(name: bytes) -> str:
+    """Return the last component of a file name, printable, for display; it is never used as a path."""
+    last = name.decode("utf-8", "replace").replace("\\", "/").rpartition("/")[2]
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in last)[:_MOST_NAME] or "upload"
 
 
 def found(request: Request, what: str, look_up: Callable[[str], _T | None]) -> _T:

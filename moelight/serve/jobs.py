@@ -35,7 +35,7 @@ _LONGEST_WAIT = 64  # of Pace.retry_s
 _MAX_MESSAGE = 2000
 
 
-class _Status(msgspec.Struct):
+class _JobStatus(msgspec.Struct):
     request_counts: RowCounts
 
 
@@ -54,7 +54,7 @@ class Job:
         """Return the counts of the status file; None if the file is missing or invalid."""
         try:
             with self.status.open("rb") as file:
-                return msgspec.json.decode(file.read(_MAX_STATUS_BYTES), type=_Status).request_counts
+                return msgspec.json.decode(file.read(_MAX_STATUS_BYTES), type=_JobStatus).request_counts
         except (OSError, ValueError):
             return None
 

@@ -17,8 +17,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from moelight.core.errors import ConfigError
-from moelight.serve.app import make_app
-from moelight.serve.auth import BROUGHT_TOKEN, make_token, read_token
+from moelight.serve.app import Api, make_app
+from moelight.serve.auth import CONNECTION, make_token, read_token
 from moelight.serve.http import ApiError
 from moelight.serve.jobs import JobRunner, WorkThread, handled_signals
 from moelight.serve.store import DataDirectory
@@ -34,12 +34,13 @@ class Connection(H11Protocol):
     A new connection above the limit aborts the oldest of the least valuable ones.
     """
 
+    known = False  # set by `Guard` when a request brought the token
     _late: asyncio.TimerHandle | None = None
-    _known = False  # True once a request brought the token; each request has a state of its own
     _since_s = 0.0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.app_state = {CONNECTION: self}  # copied into each request
         self._since_s = self.loop.time()
         self._watch()
         # At most half of the process's file descriptors, since files need some, too.
@@ -49,7 +50,6 @@ class Connection(H11Protocol):
             min(here, key=Connection._worth).transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        self._note_token()  # of the previous request
         super().data_received(data)
         self._watch()
 
@@ -67,12 +67,7 @@ class Connection(H11Protocol):
 
     def _worth(self) -> tuple[int, float]:
         """Sort key of eviction: connections that never sent the token first, then idle ones that did; oldest first."""
-        self._note_token()
-        return 0 if not self._known else 2 if self._busy else 1, self._since_s
-
-    def _note_token(self) -> None:
-        scope: Any = self.scope  # None before the first request
-        self._known = self._known or (scope is not None and BROUGHT_TOKEN in scope["state"])
+        return 0 if not self.known else 2 if self._busy else 1, self._since_s
 
     @property
     def _busy(self) -> bool:
@@ -129,15 +124,9 @@ def serve(
             token_file = directory.root / "token"
             make_token(token_file)
         worker = Worker(directory, runner, expire=expire)
-        app = make_app(
-            directory,
-            model=model,
-            token=read_token(token_file),
-            wake=runner.news.set,
-            waits=worker.waits,
-            max_file_bytes=max_file_bytes,
-            hosts=None if allow_remote else _LOOPBACK_NAMES | {host},
-        )
+        api = Api(directory, worker, model=model, max_file_bytes=max_file_bytes)
+        hosts = None if allow_remote else _LOOPBACK_NAMES | {host}
+        app = make_app(api, token=read_token(token_file), hosts=hosts)
         server = _Server(uvicorn.Config(app, **_UVICORN))
         waiting = len(directory.store.open_batches())
         runner.say(f"base URL {base_url(listening)}, token in {token_file}, files and state in {directory.root}")

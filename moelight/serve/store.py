@@ -229,7 +229,7 @@ class Store:
         files = {column: file for column, file in made.items() if file is not None}
         changes |= {column: file.id for column, file in files.items()}
         with self._transaction() as base:
-            if not _update(base, batch_id, changes, tuple(state for state, ways in MOVES.items() if to in ways)):
+            if not _update(base, batch_id, changes, [state for state, ways in MOVES.items() if to in ways]):
                 return False
             for file in files.values():
                 _insert(base, "files", asdict(file))
@@ -238,11 +238,10 @@ class Store:
     def cancel(self, batch_id: str) -> bool:
         """Cancel a batch: a waiting one ends here, a running one is marked; return False if it is in a later state."""
         now = int(time.time())
+        ended = {"status": "cancelled", "cancelling_at": now, "cancelled_at": now}
+        marked = {"status": "cancelling", "cancelling_at": now}
         with self._transaction() as base:
-            waits = {"status": "cancelled", "cancelling_at": now, "cancelled_at": now}
-            return _update(base, batch_id, waits, ("validating",)) or _update(
-                base, batch_id, {"status": "cancelling", "cancelling_at": now}, ("in_progress",)
-            )
+            return _update(base, batch_id, ended, ["validating"]) or _update(base, batch_id, marked, ["in_progress"])
 
     def count(self, batch_id: str, counts: RowCounts) -> None:
         """Store the progress of a running batch."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -32,8 +33,12 @@ class Worker:
     def __init__(self, data: DataDirectory, runner: JobRunner, *, expire: bool = False) -> None:
         self._data, self._store, self._runner, self._expire = data, data.store, runner, expire
 
-    def waits(self, batch_id: str) -> BatchFailure | None:
-        """Return the reason why the batch is blocked; None if it is not. Callable from any thread."""
+    def wake(self) -> None:
+        """Check the batches again: one was created, or is to be cancelled. Callable from any thread."""
+        self._runner.news.set()
+
+    def blocked(self, batch_id: str) -> BatchFailure | None:
+        """Return the reason why the batch waits for its disk; None if it does not. Callable from any thread."""
         name, reason = self._runner.blocked or ("", "")
         return BatchFailure(code="insufficient_storage", message=reason) if name == batch_id else None
 
@@ -134,7 +139,7 @@ class Worker:
 
 
 class _Line(msgspec.Struct):
-    url: str | msgspec.UnsetType = msgspec.UNSET
+    url: Any = None
 
 
 _DECODER = msgspec.json.Decoder(_Line)
@@ -144,19 +149,13 @@ def check_lines(path: Path, *, endpoint: str) -> tuple[int, list[BatchFailure]]:
     """Return the number of non-blank lines, and the faults, 100 at most, that reject the file as a whole.
 
     A file is rejected if it has no line, none of its lines is a JSON object, or a line is for another endpoint than
-    ``endpoint``.
+    ``endpoint``. All other faults are left to the job.
     """
     total, objects, faults = 0, 0, list[BatchFailure]()
     for number, line in _lines(path):
         total += 1
-        if len(line) >= _MAX_LINE_BYTES:
-            objects += 1
-            continue
         try:
-            url = _DECODER.decode(line).url
-        except msgspec.ValidationError:  # JSON; the job reports the fault in the line's error row
-            objects += line.lstrip().startswith(b"{")
-            continue
+            url = None if len(line) >= _MAX_LINE_BYTES else _DECODER.decode(line).url
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue
         objects += 1
