@@ -156,7 +156,9 @@ def _layer(name: str, block: nn.Module, child: nn.Module, config: Any) -> MoeLay
         return None
     count = int(child.num_experts) if fused else len(child)  # type: ignore[arg-type]
     router = _router(block, child, count)
-    parameters = _fused(child, count) if fused else _listed(list(child.children())) if router is not None else None
+    if not fused and router is None:
+        return None
+    parameters = _fused(child, count) if fused else _listed(list(child.children()))
     if parameters is None:
         return None
     return MoeLayer(
