@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from moelight.core.errors import ConfigError
 from moelight.core.units import align_up
 
+ATTACHMENT = "_moelight_attachment"  # attribute of an attached model
 # Of a page in memory and in a file: required by direct reads.
 PAGE_ALIGNMENT = 4096
 # Of a tensor in a page: enough for the vector units of every processor.
@@ -108,15 +109,14 @@ class MoeLayer:
         given = [each for each in (output if isinstance(output, tuple) else (output,)) if isinstance(each, Tensor)]
         for ids in given:
             if not ids.is_floating_point() and ids.dim() >= 1:
-                scores = next((each for each in given if each.is_floating_point() and each.shape == ids.shape), None)
-                scores = torch.ones(ids.shape) if scores is None else scores
-                return as_array(ids.reshape(-1, ids.shape[-1]), np.int64), as_array(
-                    scores.reshape(-1, ids.shape[-1]), np.float32
-                )
+                scores = [each for each in given if each.is_floating_point() and each.shape == ids.shape]
+                flat = (-1, ids.shape[-1])
+                weights = scores[0] if scores else torch.ones(ids.shape)
+                return as_array(ids.reshape(flat), np.int64), as_array(weights.reshape(flat), np.float32)
         for logits in given:
             if logits.shape[-1] == self.num_experts and self.top_k is not None:
-                scores, ids = logits.reshape(-1, self.num_experts).float().softmax(-1).topk(self.top_k, dim=-1)
-                return as_array(ids, np.int64), as_array(scores, np.float32)
+                weights, ids = logits.reshape(-1, self.num_experts).float().softmax(-1).topk(self.top_k, dim=-1)
+                return as_array(ids, np.int64), as_array(weights, np.float32)
         return None
 
     def predicted(self, states: Tensor) -> tuple[np.ndarray, np.ndarray] | None:
@@ -131,8 +131,12 @@ def as_array(tensor: Tensor, dtype: Any) -> np.ndarray:
 
 
 def moe_layers(model: nn.Module) -> list[MoeLayer]:
-    """The layers of ``model`` with experts, in module order; raises ConfigError if there are none, or some cannot be
-    moved: quantised, offloaded, shared between modules, on several devices."""
+    """The layers of ``model`` with experts, in module order; raises ConfigError if it is no model or is attached, if
+    there are none, or some cannot be moved: quantised, offloaded, shared between modules, on several devices."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"attach needs a model, not {type(model).__name__}")
+    if getattr(model, ATTACHMENT, None) is not None:
+        raise ConfigError(f"{type(model).__name__} is attached already; detach() it first")
     config = getattr(model, "config", None)
     every = [
         _layer(f"{name}.{key}".lstrip("."), block, child, config)

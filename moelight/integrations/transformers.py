@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -24,8 +23,8 @@ from moelight.core.units import align_up, format_bytes
 from moelight.experts.policy import DEFAULT_POLICY, Capacity, ExpertPolicy
 from moelight.experts.profile import facts_of_model, load_profile
 from moelight.experts.sizing import RESERVE_BYTES, Status, plan_slots
-from moelight.integrations.layers import PAGE_ALIGNMENT, MoeLayer, moe_layers
-from moelight.integrations.paged_modules import PagedExpertList, PagedFusedExperts
+from moelight.integrations.layers import ATTACHMENT, PAGE_ALIGNMENT, MoeLayer, moe_layers
+from moelight.integrations.paged_modules import PagedExpertList, PagedExperts, PagedFusedExperts
 from moelight.lang.check import read
 from moelight.lang.files import load_expert_policy
 from moelight.paging.arena import on_huge_pages
@@ -64,6 +63,12 @@ def restore_layer(store: OffloadStore, number: int, layer: MoeLayer) -> None:
 def residency_of(policy: ExpertPolicy, model: nn.Module, layers: Sequence[MoeLayer]) -> tuple[ResidencyManager, int]:
     """The residency of ``policy`` on ``model``, and the most slots that the policy or one of its rules sets; raises
     ConfigError if policy or profile do not fit the model."""
+    for layer in layers:
+        if policy.prefetch.strategy == "next_router" and layer.router is None:
+            raise ConfigError(
+                f"predictor next_router: {layer.name} has no router beside it that could be asked; "
+                "choose another predictor"
+            )
     count, experts, page_bytes = len(layers), max(layer.num_experts for layer in layers), _slot_bytes(layers)
     facts = facts_of_model(
         model_type=str(getattr(getattr(model, "config", None), "model_type", type(model).__name__)),
@@ -156,7 +161,6 @@ def read_expert_policy(policy: ExpertPolicy | str | Path) -> ExpertPolicy:
 
 
 _STORES = ("disk", "memory")
-_MARK = "_moelight_attachment"
 
 
 def attach(
@@ -188,7 +192,6 @@ def attach(
             not fit the model.
         BudgetError: there is too little memory for the slots.
     """
-    _refuse_attached(model)
     return Attachment(model, read_expert_policy(policy), home=home, directory=directory)
 
 
@@ -210,7 +213,6 @@ def auto_attach(
         ConfigError: the model has no experts that can be moved, or is attached already.
         BudgetError: there is too little memory for the slots.
     """
-    _refuse_attached(model)
     policy, reason = policy_for(moe_layers(model), batch)
     return Attachment(model, policy, home=home, directory=directory, reason=reason)
 
@@ -248,7 +250,11 @@ class Attachment:
         self._detaching = threading.Lock()
         with ExitStack() as undo:
             undo.callback(self._store.close)
-            paged = [self._paged(number) for number in range(len(layers))]
+            paged: list[PagedExperts] = []
+            for number, layer in enumerate(layers):
+                following = (number + 1) % len(layers)
+                kind = PagedFusedExperts if layer.fused else PagedExpertList
+                paged.append(kind(layer, number, (following, layers[following]), self.pager))
             try:
                 for number, layer in enumerate(layers):
                     offload_layer(self._store, number, layer)
@@ -262,8 +268,8 @@ class Attachment:
                 undo.enter_context(each.undo)
                 each.install()
             self.pager.begin()
-            setattr(model, _MARK, self)
-            undo.callback(delattr, model, _MARK)
+            setattr(model, ATTACHMENT, self)
+            undo.callback(delattr, model, ATTACHMENT)
             self._undo = undo.pop_all()
 
     def get_stats(self) -> dict[str, Any]:
@@ -313,26 +319,8 @@ class Attachment:
     def __enter__(self) -> Attachment:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.detach()
-
-    def _paged(self, number: int) -> PagedExpertList | PagedFusedExperts:
-        following = (number + 1) % len(self._layers)
-        layer, coming = self._layers[number], self._layers[following]
-        if self.policy.prefetch.strategy == "next_router" and coming.router is None:
-            raise ConfigError(
-                f"predictor next_router: {coming.name} has no router beside it that could be asked; "
-                "choose another predictor"
-            )
-        kind = PagedFusedExperts if layer.fused else PagedExpertList
-        return kind(layer, number, (following, coming), self.pager)
-
-
-def _refuse_attached(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"attach needs a model, not {type(model).__name__}")
-    if getattr(model, _MARK, None) is not None:
-        raise ConfigError(f"{type(model).__name__} is attached already; detach() it first")
 
 
 def _slot_bytes(layers: Sequence[MoeLayer]) -> int:

@@ -49,6 +49,7 @@ def make_token(path: Path) -> None:
     try:
         with open(partial, "x", opener=private) as file:
             file.write(secrets.token_urlsafe(32) + "\n")
+            file.flush()
             os.fsync(file.fileno())
         partial.rename(path)
     except OSError as error:

@@ -46,6 +46,7 @@ class Job:
         self.source, self.directory, self.name = source, directory, directory.name
         self.output = directory / "output.jsonl"  # rows of answered requests
         self.errors = directory / "errors.jsonl"  # rows of requests that could not be served
+        self.files = {"output": self.output, "errors": self.errors}
         self.status = directory / "status.json"  # progress of the job while it runs
         self.log = directory / LOG  # output of the process
         self.lock = directory / "worker.lock"  # held by the running process
@@ -70,9 +71,8 @@ class Job:
         if past is None:
             return RowCounts(), False
         rows = RowCounts(total=past.total, completed=past.completed, failed=past.failed)
-        files = {"output": self.output, "errors": self.errors}
-        sizes = {name: path.stat().st_size for name, path in files.items() if path.exists()}
-        as_long = all(sizes.get(name, 0) == past.ends.get(name, 0) for name in files)
+        sizes = {name: path.stat().st_size for name, path in self.files.items() if path.exists()}
+        as_long = all(sizes.get(name, 0) == past.ends.get(name, 0) for name in self.files)
         return rows, past.stage == "complete" and rows.done == rows.total and as_long
 
 

@@ -216,17 +216,18 @@ class Store:
         *,
         counts: RowCounts | None = None,
         errors: Sequence[BatchFailure] = (),
-        output: StoredFile | None = None,
-        error_output: StoredFile | None = None,
+        files: Mapping[str, StoredFile] | None = None,
     ) -> bool:
-        """Move the batch to the state ``to`` and store its results; return False if its state does not allow that."""
+        """Move the batch to the state ``to`` and store its results; return False if its state does not allow that.
+
+        ``files`` are new files by the fields of the batch that name them.
+        """
         changes: dict[str, Any] = {"status": to, f"{to}_at": int(time.time())}
         if counts is not None:
             changes |= asdict(counts)
         if errors:
             changes["errors"] = json.dumps([asdict(fault) for fault in errors])
-        made = {"output_file_id": output, "error_file_id": error_output}
-        files = {column: file for column, file in made.items() if file is not None}
+        files = files or {}
         changes |= {column: file.id for column, file in files.items()}
         with self._transaction() as base:
             if not _update(base, batch_id, changes, [state for state, ways in MOVES.items() if to in ways]):

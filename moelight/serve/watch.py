@@ -135,7 +135,7 @@ class Watcher:
             ending = self._decide(job, ending["to"], ending["why"])
         to, stem = self._root / ending["to"], ending["stem"]
         rows = {}
-        for what, path in (("output", job.output), ("errors", job.errors)):
+        for what, path in job.files.items():
             rows[what] = jobs.truncate_partial_line(path)
             if rows[what]:
                 path.rename(to / f"{stem}.{what}{_SUFFIX}")

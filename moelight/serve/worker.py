@@ -114,28 +114,22 @@ class Worker:
         """Register the rows done as files, and close the batch."""
         job = Job(source=Path(), directory=self._data.batches / batch.id)
         jobs.wait_until_free(job, within_s=self._runner.pace.grace_s)
-        completed, failed = jobs.truncate_partial_line(job.output), jobs.truncate_partial_line(job.errors)
-        total = max(batch.counts.total, completed + failed)
-        counts = RowCounts(total=total, completed=completed, failed=failed)
+        rows, files = {}, {}
+        for what, column in (("output", "output_file_id"), ("errors", "error_file_id")):
+            rows[what] = jobs.truncate_partial_line(job.files[what])
+            if rows[what]:
+                file_id, name = f"file-{batch.id.removeprefix('batch_')}-{what}", f"{batch.id}_{what}.jsonl"
+                files[column] = self._data.stored(job.files[what], file_id, filename=name, purpose="batch_output")
+        total = max(batch.counts.total, sum(rows.values()))
+        counts = RowCounts(total=total, completed=rows["output"], failed=rows["errors"])
         if status == "completed" and counts.done < total:
             lost = f"{counts.done} of {total} rows are in the job's files"
             status, faults = "failed", (BatchFailure(code="worker_failed", message=lost),)
-        moved = self._store.move(
-            batch.id,
-            status,
-            counts=counts,
-            errors=faults,
-            output=self._made(batch, job.output, "output") if completed else None,
-            error_output=self._made(batch, job.errors, "errors") if failed else None,
-        )
-        if moved:
+        if self._store.move(batch.id, status, counts=counts, errors=faults, files=files):
             why = f" ({faults[0].message})" if faults else ""
-            self._runner.say(f"{batch.id}: {status}, {completed} answered, {failed} refused of {total}{why}")
+            ended = f"{status}, {counts.completed} answered, {counts.failed} refused of {total}{why}"
+            self._runner.say(f"{batch.id}: {ended}")
             self._data.clear_job(batch.id)
-
-    def _made(self, batch: Batch, path: Path, what: str) -> StoredFile:
-        file_id = f"file-{batch.id.removeprefix('batch_')}-{what}"
-        return self._data.stored(path, file_id, filename=f"{batch.id}_{what}.jsonl", purpose="batch_output")
 
 
 class _Line(msgspec.Struct):

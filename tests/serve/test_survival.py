@@ -118,7 +118,9 @@ def test_a_batch_moves_along_its_states_only(tmp_path: Path) -> None:
         for to in [each for each in MOVES if each != "validating"]:
             name = f"{state}-{to}"
             assert store.add_batch(batch_of(name, status=state))
-            assert store.move(name, to, counts=RowCounts(total=1), output=file_of(f"out-{name}")) == (to in ways)
+            assert store.move(
+                name, to, counts=RowCounts(total=1), files={"output_file_id": file_of(f"out-{name}")}
+            ) == (to in ways)
             found = store.batch(name)
             assert found is not None and found.status == (to if to in ways else state)
             assert (store.file(f"out-{name}") is not None) == (to in ways) == (found.output_file_id is not None)
