@@ -23,6 +23,7 @@ PAGE_ALIGNMENT = 4096
 # Of a tensor in a page: enough for the vector units of every processor.
 _TENSOR_ALIGNMENT = 64
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_FLOATING_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in _FLOATING)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,7 +232,7 @@ def _lay_out(tensors: dict[str, Tensor]) -> list[TensorSlice]:
 
 def _refuse(model: nn.Module, layers: list[MoeLayer]) -> None:
     if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
-        raise ConfigError(f"{type(model).__name__} is quantised; attach needs experts in {_names(_FLOATING)}")
+        raise ConfigError(f"{type(model).__name__} is quantised; attach needs experts in {_FLOATING_NAMES}")
     owners: dict[int, str] = {}
     for name, module in model.named_modules():
         for key, value in module._parameters.items():
@@ -262,9 +263,5 @@ def _refuse_layer(layer: MoeLayer) -> None:
         if held.parameter.dtype not in _FLOATING or type(held.parameter) is not nn.Parameter:
             raise ConfigError(
                 f"{layer.name}: {held.piece.name} is {held.parameter.dtype} ({type(held.parameter).__name__}); "
-                f"attach needs plain parameters in {_names(_FLOATING)}"
+                f"attach needs plain parameters in {_FLOATING_NAMES}"
             )
-
-
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

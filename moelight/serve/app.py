@@ -25,7 +25,6 @@ from moelight.serve.http import ON_ERROR, ApiError, Upload, chunks, found, page_
 from moelight.serve.store import OPEN, Batch, DataDirectory, StoredFile, private
 from moelight.serve.worker import ENDPOINTS, Worker
 
-MOST_REQUESTS = 64  # at once
 _HOUR_S = 3600
 _FORM_BYTES = 1 << 17  # boundaries, headers and fields around the file
 _MOST_FILES, _MOST_BATCHES = 10_000, 100  # of a page
@@ -180,7 +179,7 @@ def _file_object(file: StoredFile) -> dict[str, Any]:
 
 def make_app(api: Api, *, token: str, hosts: Collection[str] | None) -> Starlette:
     """Return the application; ``token`` and ``hosts``: see `Guard`."""
-    guard = Middleware(Guard, token=token, hosts=hosts, most_requests=MOST_REQUESTS)
+    guard = Middleware(Guard, token=token, hosts=hosts)
     app = Starlette(routes=api.routes(), middleware=[guard], exception_handlers=ON_ERROR)
     app.router.redirect_slashes = False
     return app

@@ -21,6 +21,7 @@ from moelight.serve.store import private
 
 LEAST_TOKEN = 16  # characters
 LINGER_S = 10.0
+MOST_REQUESTS = 64  # at once
 CONNECTION = "connection"  # key in the state of a request, whose value is `known` once a request brought the token
 OPEN_PATHS = frozenset({"/health"})
 _MOST_TOKEN_BYTES = 4096
@@ -57,13 +58,13 @@ def make_token(path: Path) -> None:
 
 
 class Guard:
-    """Middleware that accepts requests with the token, up to ``most_requests`` at a time.
+    """Middleware that accepts requests with the token, up to `MOST_REQUESTS` at a time.
 
     ``hosts``: host names under which the server may be addressed, None for any. Other names hint at DNS rebinding.
     """
 
-    def __init__(self, app: ASGIApp, *, token: str, hosts: Collection[str] | None, most_requests: int) -> None:
-        self._app, self._hosts, self._most = app, hosts, most_requests
+    def __init__(self, app: ASGIApp, *, token: str, hosts: Collection[str] | None) -> None:
+        self._app, self._hosts = app, hosts
         self._expected = f"Bearer {token}".encode("latin-1")
         self._running = 0
 
@@ -93,7 +94,7 @@ class Guard:
         if not hmac.compare_digest(given, self._expected):
             message = "wrong token" if given else "no token: send Authorization: Bearer TOKEN"
             return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        if self._running >= self._most:
+        if self._running >= MOST_REQUESTS:
             return ApiError(503, "too many requests at once", code="server_busy", headers={"Retry-After": "1"})
         return None
 

@@ -64,7 +64,7 @@ class Watcher:
     def _step(self) -> bool:
         """Run a file taken before, or one that is complete; return False if there is none, or a step failed."""
         now, retry_s, name = time.monotonic(), self._runner.pace.retry_s, ""
-        self._later = {name: due for name, due in self._later.items() if due > now}
+        self._later = {each: due for each, due in self._later.items() if due > now}
         try:
             taken = sorted(path.name for path in self._taken.iterdir() if path.is_dir())
             ready = [each for each in taken if each not in self._later] or self._complete(but={*self._later, *taken})
