@@ -233,7 +233,7 @@ class PagedExpertList(PagedExperts):
             page = self.pager.slots[turn.slot(expert)]
             away = [held.owner._parameters[held.key] for held in owned]
             for held in owned:
-                held.owner._parameters[held.key] = held.piece.of(page)
+                held.owner._parameters[held.key] = held.piece.of(page)  # type: ignore[assignment]  # a view of the slot
             try:
                 return forward(states, *args, **kwargs)
             finally:

@@ -114,21 +114,15 @@ def policy_for(layers: Sequence[MoeLayer], batch: int) -> tuple[ExpertPolicy, st
             needed_bytes=reserve + page_bytes,
         )
     slots, rules = min(plan.slots, plan.recommended, experts), DEFAULT_POLICY
+    strategy = rules.prefetch.strategy if all(layer.top_k is not None for layer in layers) else "previous"
     if plan.status is not Status.OK:
         why = "as many as there is memory for"
     elif slots >= experts:
-        why = "all of them"
+        why, strategy = "all of them", "none"
     elif batch == 1:
         why = f"twice the {each} of a token in each of {len(layers)} layers"
     else:
         why = f"what {batch} tokens of {each} experts are expected to meet in each of {len(layers)} layers"
-    strategy = (
-        "none"
-        if slots >= experts
-        else "previous"
-        if any(layer.top_k is None for layer in layers)
-        else rules.prefetch.strategy
-    )
     even = None if rules.per_layer is None or slots < len(layers) else replace(rules.per_layer, total_budget=slots)
     policy = replace(
         rules,
@@ -158,9 +152,6 @@ def read_expert_policy(policy: ExpertPolicy | str | Path) -> ExpertPolicy:
     if len(reading.policies) != 1:
         raise ConfigError(f"policy: the text has {len(reading.policies)} policies, attach takes one")
     return reading.policies[0]
-
-
-_STORES = ("disk", "memory")
 
 
 def attach(
@@ -338,6 +329,9 @@ def _slots(count: int, slot_bytes: int, device: torch.device) -> Tensor:
             needed_bytes=size,
         ) from None
     return near.view(count, slot_bytes)
+
+
+_STORES = ("disk", "memory")
 
 
 def _store(home: str | None, directory: str | Path | None, layers: list[MoeLayer], slot_bytes: int) -> OffloadStore:

@@ -171,7 +171,6 @@ class Api:
 
 
 def _file_object(file: StoredFile) -> dict[str, Any]:
-    """Return ``file`` as OpenAI's object."""
     shown = asdict(file) | {"object": "file", "expires_at": None, "status": "processed", "status_details": None}
     del shown["path"]
     return shown

@@ -93,7 +93,7 @@ async def chunks(request: Request, most: int, *, around: int = 0) -> AsyncIterat
     """
     length = request.headers.get("content-length", "0")
     if not length.isascii() or not length.isdigit() or int(length) > most + around:
-        raise too_large(most)
+        raise _too_large(most)
     stream, taken = request.stream(), 0
     while True:
         try:
@@ -106,12 +106,11 @@ async def chunks(request: Request, most: int, *, around: int = 0) -> AsyncIterat
             raise ApiError(400, "the sender went away") from None
         taken += len(chunk)
         if taken > most + around:
-            raise too_large(most)
+            raise _too_large(most)
         yield chunk
 
 
-def too_large(most: int) -> ApiError:
-    """Return the error for a body of more than ``most`` bytes."""
+def _too_large(most: int) -> ApiError:
     return ApiError(413, f"too large: at most {most} bytes are taken", code="too_large")
 
 
@@ -219,7 +218,7 @@ class Upload:
         if self._field == "file":
             self.bytes += end - start
             if self.bytes > self._max_bytes:
-                raise too_large(self._max_bytes)
+                raise _too_large(self._max_bytes)
             self._out.write(memoryview(data)[start:end])
             return
         value = self.fields[self._field] + data[start:end].decode("utf-8", "replace")

@@ -89,7 +89,6 @@ class Ending:
     whole: bool
 
     def why(self) -> str:
-        """Return the reason why the job did not end well."""
         if self.code == REFUSED:
             return self.said or "the job was refused"
         if self.code == STORAGE:
@@ -141,7 +140,6 @@ class JobRunner:
         self.news.set()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait for news, for ``seconds`` at most."""
         self.news.wait(seconds)
         self.news.clear()
 
