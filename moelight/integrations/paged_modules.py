@@ -119,7 +119,8 @@ class PagedFusedExperts(PagedExperts):
 
     def _one_by_one(self, turn: Turn, states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The class's own loop looks up one expert after the other."""
-        stand_in = self._stand_in({piece.name: _Lookup(turn, piece, self.pager.slots) for piece in self.layer.pieces})
+        tensors = {piece.name: _Lookup(turn, piece, self.pager.slots) for piece in self.layer.pieces}
+        stand_in = self._stand_in(tensors, self.layer.num_experts)
         return type(self.layer.experts).forward(stand_in, states, ids, weights)
 
     def _together(self, turn: Turn, states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -152,22 +153,17 @@ class PagedFusedExperts(PagedExperts):
         low, high = min(ready.values()), max(ready.values()) + 1
         if high - low <= _SLOTS_A_CALL and (together or high - low <= _EMPTY_SLOTS_A_CALL * len(ready)):
             return [(low, high, ready)]
-        if not together:
-            return [(slot, slot + 1, {expert: slot}) for expert, slot in ready.items()]
+        size = _SLOTS_A_CALL if together else 1
         windows: dict[int, Slots] = {}
         for expert, slot in ready.items():
-            windows.setdefault(slot // _SLOTS_A_CALL, {})[expert] = slot
+            windows.setdefault(slot // size, {})[expert] = slot
         return [(min(part.values()), max(part.values()) + 1, part) for part in windows.values()]
 
-    def _stand_in(self, tensors: dict[str, Any], num_experts: int | None = None) -> nn.Module:
+    def _stand_in(self, tensors: dict[str, Any], num_experts: int) -> nn.Module:
         """Copy of the experts' module with other tensors and number of experts."""
         stand_in = copy.copy(self.layer.experts)
-        stand_in.__dict__["_parameters"] = {
-            name: value for name, value in self.layer.experts._parameters.items() if name not in tensors
-        }
-        stand_in.__dict__.update(tensors)
-        if num_experts is not None:
-            stand_in.__dict__["num_experts"] = num_experts
+        kept = {name: value for name, value in self.layer.experts._parameters.items() if name not in tensors}
+        stand_in.__dict__.update(tensors, _parameters=kept, num_experts=num_experts)
         return stand_in
 
 
