@@ -62,7 +62,6 @@ SINGLE_IMPORTER = {
     "scheduler.schedules": "the builders of the registry",
     "serve.app": "routes, independent of the server",
     "serve.child_process": "the program of a process of its own",
-    "serve.files": "the Files API and its upload parser",
     "weights.safetensors": "one file format",
 }
 _TARGET = re.compile(r"(moelight(?:\.\w+)+):\w+")

@@ -17,7 +17,7 @@ from moelight.core.errors import ConfigError
 from moelight.core.units import parse_bytes
 
 if TYPE_CHECKING:
-    from moelight.serve.jobs import Command
+    from moelight.serve.jobs import JobRunner
 
 _HTTP = ("host", "port", "data", "token_file", "allow_remote", "max_file_size", "expire")
 _HANDED_ON = ("max_tokens", "host_memory", "device_memory", "policy", "hw", "device", "expert_policy")
@@ -75,7 +75,7 @@ def serve_batch(given: ServerArguments) -> None:
     client and the path of the file with its api_key are printed on start.
     """
     from moelight.profiles.policy_files import load_policy
-    from moelight.serve.jobs import generate_command
+    from moelight.serve.jobs import JobRunner, generate_command
 
     for name in ("host_memory", "device_memory"):
         if (size := getattr(given, name)) is not None:
@@ -90,15 +90,16 @@ def serve_batch(given: ServerArguments) -> None:
             if getattr(given, name) not in (None, False):
                 pair = f"--watch {given.watch} and {flag(name)}"
                 raise ConfigError(f"{pair} contradict each other: a folder is watched without HTTP")
-        _watch(given.watch, generate_command(given.model, options, line_format="auto"))
+        _watch(given.watch, JobRunner(generate_command(given.model, options, line_format="auto"), say=_say))
         return
     missing = [name for name in _MODULES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"serve-batch needs {' and '.join(missing)}: pip install 'moelight[serve]'")
-    from moelight.serve.server import ServerOptions, serve
+    from moelight.serve.server import serve
 
     directory = Path(given.model).expanduser()
-    server = ServerOptions(
+    number = serve(
+        JobRunner(generate_command(given.model, options, line_format="openai"), say=_say),
         model=directory.resolve().name if directory.is_dir() else given.model,  # the model name that rows may use
         data=Path.home() / ".local" / "share" / "moelight" / "serve-batch" if given.data is None else given.data,
         host="127.0.0.1" if given.host is None else given.host,
@@ -108,15 +109,15 @@ def serve_batch(given: ServerArguments) -> None:
         max_file_bytes=parse_bytes(given.max_file_size or "512MiB", what="--max-file-size"),
         expire=given.expire,
     )
-    _leave(serve(server, generate_command(given.model, options, line_format="openai"), say=_say))
+    _leave(number)
 
 
-def _watch(folder: Path, command: Command) -> None:
+def _watch(folder: Path, runner: JobRunner) -> None:
     from moelight.serve.watch import Watcher, watch
 
-    watcher = Watcher(folder, command, say=_say)
+    watcher = Watcher(folder, runner)
     _say(f"watching {folder}: drop .jsonl files there; answers come to {folder / 'done'}")
-    _leave(watch(watcher, say=_say))
+    _leave(watch(watcher, runner))
 
 
 def _leave(number: int) -> None:

@@ -118,10 +118,8 @@ class Policy:
     gpus: int = 1
 
     def __post_init__(self) -> None:
-        counts = ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches", "look_ahead", "gpus")
-        for name in counts:
-            check_count(name, getattr(self, name), least=1)
-        check_count("kv_tokens", self.kv_tokens, least=0)
+        for name in MOST_COUNTS:
+            check_count(name, getattr(self, name), least=0 if name == "kv_tokens" else 1)
         if self.micro_batch_tokens < self.micro_batch_size:
             raise ConfigError(
                 f"micro_batch_tokens ({self.micro_batch_tokens}) must be at least micro_batch_size "

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from moelight.core.errors import ConfigError
 from moelight.core.units import align_up
 
+ATTACHMENT = "_moelight_attachment"  # attribute of an attached model
 # Of a page in memory and in a file: required by direct reads.
 PAGE_ALIGNMENT = 4096
 # Of a tensor in a page: enough for the vector units of every processor.
 _TENSOR_ALIGNMENT = 64
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_FLOATING_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in _FLOATING)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,43 +52,6 @@ class TensorSlice:
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
-class MoeLayer:
-    """The experts of one layer of the model.
-
-    Attributes:
-        name: path of the experts' module in the model.
-        experts: the experts' module, of the `fused` or the `listed` form.
-        block: the parent module of ``experts``.
-        router: the sibling module with one row of weights per expert, if there is one.
-        pieces: an expert's tensors, in page order.
-    """
-
-    name: str
-    experts: nn.Module
-    fused: bool
-    block: nn.Module
-    router: nn.Module | None
-    num_experts: int
-    pieces: tuple[TensorSlice, ...]
-    parameters: list[ExpertParameter]
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of an expert, its tensors aligned."""
-        return self.pieces[-1].offset + self.pieces[-1].nbytes
-
-    def tensors(self) -> Iterator[tuple[int, int, Tensor]]:
-        """``(expert, first byte in its page, tensor)`` of all experts."""
-        for held in self.parameters:
-            for expert, tensor in held.parts(held.parameter.detach()):
-                yield expert, held.piece.offset, tensor
-
-    @property
-    def device(self) -> torch.device:
-        return self.parameters[0].parameter.device
-
-
-@dataclass(eq=False, kw_only=True, slots=True)
 class ExpertParameter:
     """Parameter ``key`` of the module ``owner``; ``expert`` None: of all experts along the first axis."""
 
@@ -101,11 +66,81 @@ class ExpertParameter:
         yield from enumerate(whole) if self.expert is None else ((self.expert, whole),)
 
 
+@dataclass(eq=False, kw_only=True, slots=True)
+class MoeLayer:
+    """The experts of one layer of the model.
+
+    Attributes:
+        name: path of the experts' module in the model.
+        experts: the experts' module, of the `fused` or the `listed` form.
+        block: the parent module of ``experts``.
+        router: the sibling module with one row of weights per expert, if there is one.
+        top_k: experts per token; None if neither the modules nor the model's configuration define it.
+        pieces: an expert's tensors, in page order.
+    """
+
+    name: str
+    experts: nn.Module
+    fused: bool
+    block: nn.Module
+    router: nn.Module | None
+    num_experts: int
+    top_k: int | None
+    pieces: tuple[TensorSlice, ...]
+    parameters: list[ExpertParameter]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of an expert, its tensors aligned."""
+        return self.pieces[-1].offset + self.pieces[-1].nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.parameters[0].parameter.device
+
+    def tensors(self) -> Iterator[tuple[int, int, Tensor]]:
+        """``(expert, first byte in its page, tensor)`` of all experts."""
+        for held in self.parameters:
+            for expert, tensor in held.parts(held.parameter.detach()):
+                yield expert, held.piece.offset, tensor
+
+    def chosen(self, output: Any) -> tuple[np.ndarray, np.ndarray] | None:
+        """``(ids int64 [T, k], scores float32 [T, k])`` from a router's ``output``: its ids, else the ``top_k`` largest
+        of its logits; None if it contains neither."""
+        given = [each for each in (output if isinstance(output, tuple) else (output,)) if isinstance(each, Tensor)]
+        for ids in given:
+            if not ids.is_floating_point() and ids.dim() >= 1:
+                scores = [each for each in given if each.is_floating_point() and each.shape == ids.shape]
+                flat = (-1, ids.shape[-1])
+                weights = scores[0] if scores else torch.ones(ids.shape)
+                return as_array(ids.reshape(flat), np.int64), as_array(weights.reshape(flat), np.float32)
+        for logits in given:
+            if logits.shape[-1] == self.num_experts and self.top_k is not None:
+                weights, ids = logits.reshape(-1, self.num_experts).float().softmax(-1).topk(self.top_k, dim=-1)
+                return as_array(ids, np.int64), as_array(weights, np.float32)
+        return None
+
+    def predicted(self, states: Tensor) -> tuple[np.ndarray, np.ndarray] | None:
+        """The choice of the layer's router for ``states`` [T, H], without its hooks; None if there is none."""
+        return None if self.router is None else self.chosen(type(self.router).forward(self.router, states))
+
+
+def as_array(tensor: Tensor, dtype: Any) -> np.ndarray:
+    """``tensor`` in host memory; numpy has no bfloat16."""
+    wide = tensor.detach().float() if tensor.is_floating_point() else tensor.detach()
+    return wide.cpu().numpy().astype(dtype, copy=False)
+
+
 def moe_layers(model: nn.Module) -> list[MoeLayer]:
-    """The layers of ``model`` with experts, in module order; raises ConfigError if there are none, or some cannot be
-    moved: quantised, offloaded, shared between modules, on several devices."""
+    """The layers of ``model`` with experts, in module order; raises ConfigError if it is no model or is attached, if
+    there are none, or some cannot be moved: quantised, offloaded, shared between modules, on several devices."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"attach needs a model, not {type(model).__name__}")
+    if getattr(model, ATTACHMENT, None) is not None:
+        raise ConfigError(f"{type(model).__name__} is attached already; detach() it first")
+    config = getattr(model, "config", None)
     every = [
-        _layer(name, key, block, child)
+        _layer(f"{name}.{key}".lstrip("."), block, child, config)
         for name, block in model.named_modules()
         for key, child in block.named_children()
     ]
@@ -119,41 +154,41 @@ def moe_layers(model: nn.Module) -> list[MoeLayer]:
     return found
 
 
-Found = tuple[tuple[TensorSlice, ...], "list[ExpertParameter]"]
-
-
-def _layer(name: str, key: str, block: nn.Module, child: nn.Module) -> MoeLayer | None:
+def _layer(name: str, block: nn.Module, child: nn.Module, config: Any) -> MoeLayer | None:
     # Attributes that transformers' decorator of experts classes sets on every instance.
     fused = hasattr(child, "has_gate") and hasattr(child, "is_transposed") and hasattr(child, "num_experts")
     if not fused and (not isinstance(child, nn.ModuleList) or len(child) < 2):
         return None
     count = int(child.num_experts) if fused else len(child)  # type: ignore[arg-type]
     router = _router(block, child, count)
-    found = _fused(child, count) if fused else None if router is None else _listed(list(child.children()))
-    if found is None:
+    if not fused and router is None:
+        return None
+    parameters = _fused(child, count) if fused else _listed(list(child.children()))
+    if parameters is None:
         return None
     return MoeLayer(
-        name=f"{name}.{key}".lstrip("."),
+        name=name,
         experts=child,
         fused=fused,
         block=block,
         router=router,
         num_experts=count,
-        pieces=found[0],
-        parameters=found[1],
+        top_k=_top_k((router, block, config), count),
+        pieces=tuple(dict.fromkeys(held.piece for held in parameters)),
+        parameters=parameters,
     )
 
 
-def _fused(child: nn.Module, count: int) -> Found:
+def _fused(child: nn.Module, count: int) -> list[ExpertParameter]:
     own = {key: value for key, value in child.named_parameters(recurse=False) if value.shape[:1] == (count,)}
     pieces = _lay_out({key: value[0] for key, value in own.items()})
-    return pieces, [
+    return [
         ExpertParameter(owner=child, key=piece.name, parameter=own[piece.name], piece=piece, expert=None)
         for piece in pieces
     ]
 
 
-def _listed(experts: list[nn.Module]) -> Found | None:
+def _listed(experts: list[nn.Module]) -> list[ExpertParameter] | None:
     shapes = [[(key, value.shape, value.dtype) for key, value in each.named_parameters()] for each in experts]
     if not shapes[0] or any(other != shapes[0] for other in shapes):
         return None
@@ -161,11 +196,9 @@ def _listed(experts: list[nn.Module]) -> Found | None:
     for expert, module in enumerate(experts):
         for piece in pieces:
             path, _, last = piece.name.rpartition(".")
-            owner = module.get_submodule(path)
-            parameter = owner._parameters[last]
-            assert parameter is not None  # named_parameters() has just returned it
+            owner, parameter = module.get_submodule(path), module.get_parameter(piece.name)
             parameters.append(ExpertParameter(owner=owner, key=last, parameter=parameter, piece=piece, expert=expert))
-    return pieces, parameters
+    return parameters
 
 
 def _router(block: nn.Module, experts: nn.Module, count: int) -> nn.Module | None:
@@ -176,18 +209,30 @@ def _router(block: nn.Module, experts: nn.Module, count: int) -> nn.Module | Non
     return None
 
 
-def _lay_out(tensors: dict[str, Tensor]) -> tuple[TensorSlice, ...]:
+# Attribute names for the number of experts per token.
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_topk", "moe_k")
+
+
+def _top_k(places: tuple[Any, ...], num_experts: int) -> int | None:
+    for place in places:
+        for name in _TOP_K:
+            found = getattr(place, name, None)
+            if isinstance(found, int) and 0 < found <= num_experts:
+                return found
+    return None
+
+
+def _lay_out(tensors: dict[str, Tensor]) -> list[TensorSlice]:
     pieces, offset = [], 0
     for name, tensor in tensors.items():
-        piece = TensorSlice(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, offset=offset)
-        pieces.append(piece)
-        offset = align_up(offset + piece.nbytes, _TENSOR_ALIGNMENT)
-    return tuple(pieces)
+        pieces.append(TensorSlice(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, offset=offset))
+        offset = align_up(offset + pieces[-1].nbytes, _TENSOR_ALIGNMENT)
+    return pieces
 
 
 def _refuse(model: nn.Module, layers: list[MoeLayer]) -> None:
     if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
-        raise ConfigError(f"{type(model).__name__} is quantised; attach wants experts in {_names(_FLOATING)}")
+        raise ConfigError(f"{type(model).__name__} is quantised; attach needs experts in {_FLOATING_NAMES}")
     owners: dict[int, str] = {}
     for name, module in model.named_modules():
         for key, value in module._parameters.items():
@@ -202,7 +247,7 @@ def _refuse(model: nn.Module, layers: list[MoeLayer]) -> None:
         _refuse_layer(layer)
     devices = sorted({str(layer.device) for layer in layers})
     if len(devices) > 1:
-        raise ConfigError(f"the experts are on {', '.join(devices)}; attach wants them on one device")
+        raise ConfigError(f"the experts are on {', '.join(devices)}; attach needs them on one device")
 
 
 def _refuse_layer(layer: MoeLayer) -> None:
@@ -218,49 +263,5 @@ def _refuse_layer(layer: MoeLayer) -> None:
         if held.parameter.dtype not in _FLOATING or type(held.parameter) is not nn.Parameter:
             raise ConfigError(
                 f"{layer.name}: {held.piece.name} is {held.parameter.dtype} ({type(held.parameter).__name__}); "
-                f"attach wants plain parameters in {_names(_FLOATING)}"
+                f"attach needs plain parameters in {_FLOATING_NAMES}"
             )
-
-
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-
-
-# Attribute names for the number of experts per token.
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_topk", "moe_k")
-
-
-def top_k(layer: MoeLayer, config: Any) -> int | None:
-    """Experts per token; None if neither the layer's modules nor ``config`` define it."""
-    for place, names in ((layer.router, _TOP_K), (layer.block, _TOP_K), (config, _TOP_K)):
-        for name in names:
-            found = getattr(place, name, None)
-            if isinstance(found, int) and 0 < found <= layer.num_experts:
-                return found
-    return None
-
-
-def chosen(output: Any, num_experts: int, k: int | None) -> tuple[np.ndarray, np.ndarray] | None:
-    """``(ids int64 [T, k], scores float32 [T, k])`` from a router's ``output``: its ids, else the ``k`` largest of its
-    logits; None if it contains neither."""
-    given = [each for each in (output if isinstance(output, tuple) else (output,)) if isinstance(each, Tensor)]
-    for ids in given:
-        if not ids.is_floating_point() and ids.dim() >= 1:
-            scores = next((each for each in given if each.is_floating_point() and each.shape == ids.shape), None)
-            shape = (-1, ids.shape[-1])
-            scores = torch.ones(ids.shape) if scores is None else scores
-            return ids.reshape(shape).cpu().numpy().astype(np.int64), _floats(scores.reshape(shape))
-    for logits in given:
-        if logits.shape[-1] == num_experts and k is not None:
-            scores, ids = logits.reshape(-1, num_experts).float().softmax(-1).topk(k, dim=-1)
-            return ids.cpu().numpy(), _floats(scores)
-    return None
-
-
-def ask(router: nn.Module, states: Tensor, num_experts: int, k: int | None) -> tuple[np.ndarray, np.ndarray] | None:
-    """The choice of ``router`` for ``states`` [T, H], without its hooks."""
-    return chosen(type(router).forward(router, states), num_experts, k)
-
-
-def _floats(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().float().cpu().numpy()

@@ -4,9 +4,9 @@ Texts are tokenized, truncated and answered as by the harness's class for transf
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 # Imported before registering: lm_eval lists its own models only on a lookup while the registry is empty.
 import lm_eval.models  # noqa: F401
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from moelight.engine.engine import Engine
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 AUTO = "auto"
@@ -144,12 +145,12 @@ class MoELightLM(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """``add_special_tokens`` None: follow `add_bos_token`, without a second bos for a text that begins with one."""
-        wants = self.add_bos_token if add_special_tokens is None else add_special_tokens
+        special = self.add_bos_token if add_special_tokens is None else add_special_tokens
         if add_special_tokens is None and string.startswith(self._prefix_text):
-            wants = False
-        ids = self.tokenizer.encode(string, add_special_tokens=wants is not False)
+            special = False
+        ids = self.tokenizer.encode(string, add_special_tokens=special is not False)
         bos = self.tokenizer.token_id("bos_token")
-        return [bos, *ids] if wants and self.add_bos_token and bos is not None and ids[:1] != [bos] else ids
+        return [bos, *ids] if special and self.add_bos_token and bos is not None and ids[:1] != [bos] else ids
 
     def tok_decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
@@ -203,9 +204,9 @@ class MoELightLM(TemplateLM):
         """Log-probability of each request's text, in windows of ``max_length``."""
         windows: list[Scored] = []
         owners: list[int] = []
-        for number, (text,) in enumerate(request.args for request in requests):
+        for number, request in enumerate(requests):
             rolling = utils.get_rolling_token_windows(
-                token_list=self.tok_encode(text),
+                token_list=self.tok_encode(request.args[0]),
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,
@@ -222,27 +223,28 @@ class MoELightLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Scored], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
+        def answer(completion: Completion) -> tuple[float, bool]:
+            texts, _context, continuation = requests[completion.index]
+            scored = _score(completion, continuation)
+            if texts is not None:  # windows of a longer text are not cached as requests
+                self.cache_hook.add_partial("loglikelihood", texts, scored)
+            return scored
+
         asked = [self._scoring(index, *ids) for index, (_texts, *ids) in enumerate(requests)]
-        answers: dict[int, tuple[float, bool]] = {}
         # Sorted by tokens, requests with a common context are adjacent, and its keys and values are computed once.
         asked.sort(key=lambda request: request.token_ids)
-        for completion in self._serve(asked, "Running loglikelihood requests", disable_tqdm):
-            texts, _context, continuation = requests[completion.index]
-            answer = _score(completion, continuation)
-            answers[completion.index] = answer
-            if texts is not None:  # windows of a longer text are not cached as requests
-                self.cache_hook.add_partial("loglikelihood", texts, answer)
-        return [answers[index] for index in range(len(requests))]
+        return self._answers(asked, answer, "Running loglikelihood requests", disable_tqdm)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Generated text of each request, before the first of ``until``."""
-        asked = [self._generation(index, *request.args) for index, request in enumerate(requests)]
-        texts: dict[int, str] = {}
-        for completion in self._serve(asked, "Running generate_until requests", disable_tqdm):
-            text = self._answer(completion, asked[completion.index].sampling.stop)
-            texts[completion.index] = text
+
+        def answer(completion: Completion) -> str:
+            text = self._text(completion, asked[completion.index].sampling.stop)
             self.cache_hook.add_partial("generate_until", requests[completion.index].args, text)
-        return [texts[index] for index in range(len(requests))]
+            return text
+
+        asked = [self._generation(index, *request.args) for index, request in enumerate(requests)]
+        return self._answers(asked, answer, "Running generate_until requests", disable_tqdm)
 
     # --- conversion of requests and answers ---
 
@@ -268,7 +270,7 @@ class MoELightLM(TemplateLM):
         ids = self.tok_encode(context)[-(self.max_length - tokens) :] or [self.prefix_token_id]
         return Request(index=index, token_ids=tuple(ids), sampling=_sampling(constraints, until, tokens))
 
-    def _answer(self, completion: Completion, until: Sequence[str]) -> str:
+    def _text(self, completion: Completion, until: Sequence[str]) -> str:
         tokens, end = list(completion.token_ids), self.think_end_token
         if not isinstance(end, int):
             return str(postprocess_generated_text(self.tok_decode(tokens), list(until), end))
@@ -276,14 +278,16 @@ class MoELightLM(TemplateLM):
             tokens = tokens[len(tokens) - tokens[::-1].index(end) :]
         return str(postprocess_generated_text(self.tok_decode(tokens).lstrip(), list(until), None))
 
-    def _serve(self, requests: list[Request], what: str, quiet: bool) -> Iterator[Completion]:
-        """Yield completions as they finish, with a progress bar."""
+    def _answers(self, requests: list[Request], answer: Callable[[Completion], _T], what: str, quiet: bool) -> list[_T]:
+        """The answers in order of ``index``; ``answer`` is called when a completion finishes."""
         if not requests:
-            return
+            return []
+        answers: dict[int, _T] = {}
         with tqdm(total=len(requests), desc=what, disable=quiet) as bar:
             for completion in self._engine_for(requests).run(requests):
                 bar.update(1)
-                yield completion
+                answers[completion.index] = answer(completion)
+        return [answers[index] for index in range(len(requests))]
 
     def _engine_for(self, requests: Sequence[Request]) -> Engine:
         """The loaded engine, if its plan is of the same kind and fits all requests; else a new one."""
@@ -294,11 +298,10 @@ class MoELightLM(TemplateLM):
             try:
                 for request in requests:
                     self.engine.check(request)
+                return self.engine
             except InputError as error:
                 if self._borrowed or error.code != "kv_capacity_exceeded":
                     raise
-            else:
-                return self.engine
         self.close()
         lengths = [min(len(request.token_ids), self.profile.max_positions) for request in requests]
         workload = Workload(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moelight.core.errors import ConfigError, UserError
-from moelight.integrations.layers import MoeLayer, TensorSlice
+from moelight.integrations.layers import ExpertParameter, MoeLayer, TensorSlice, as_array
 from moelight.paging.turns import SlotPager, Slots, Turn
 
 # A call of transformers' experts over all slots costs as much as a call for a single expert, plus a twenty-fifth of
@@ -27,8 +28,6 @@ _EMPTY_SLOTS_A_CALL = 25
 _SLOTS_A_CALL = 1000
 _ARGUMENTS = 3
 _KNOWN = ("grouped_mm", "batched_mm", "eager", None)
-
-Asked = Callable[[Tensor], tuple[np.ndarray, np.ndarray] | None]
 
 
 class NotTrainable(torch.autograd.Function):
@@ -43,19 +42,24 @@ class NotTrainable(torch.autograd.Function):
         raise UserError("experts under moelight.attach have no gradients; call detach() before training")
 
 
-class PagedExperts:
-    """One layer's experts under a pager; ``ahead`` receives the layer's hidden states before anything is prefetched."""
+def _not_trainable(found: Any, inputs: Tensor | None) -> Any:
+    """``found``, a tensor or a tuple that begins with one, under `NotTrainable` where a gradient would be computed."""
+    if inputs is None or not (torch.is_grad_enabled() and inputs.requires_grad):
+        return found
+    if isinstance(found, tuple):
+        return NotTrainable.apply(found[0], inputs), *found[1:]
+    return NotTrainable.apply(found, inputs)
 
-    def __init__(self, layer: MoeLayer, number: int, pager: SlotPager, ahead: Callable[[Tensor], None]) -> None:
-        self.layer, self.number, self.pager, self.ahead = layer, number, pager, ahead
-        self._undo: list[Callable[[], None]] = []
+
+class PagedExperts:
+    """One layer's experts under a pager, from `install` until ``undo`` is closed; ``coming`` is the next layer."""
+
+    def __init__(self, layer: MoeLayer, number: int, coming: tuple[int, MoeLayer], pager: SlotPager) -> None:
+        self.layer, self.number, self.coming, self.pager = layer, number, coming, pager
+        self.undo = ExitStack()
 
     def install(self) -> None:
         raise NotImplementedError
-
-    def remove(self) -> None:
-        while self._undo:
-            self._undo.pop()()
 
     def _check(self) -> None:
         held = self.layer.parameters[0]
@@ -63,24 +67,33 @@ class PagedExperts:
         if placeholder is None or placeholder.dtype != held.piece.dtype:
             raise UserError(f"{self.layer.name} was changed while it was attached; detach() before .to() and the like")
 
+    def _look_ahead(self, turn: Turn, states: Tensor) -> None:
+        """Prefetch for later layers. The next layer's router is evaluated on this layer's hidden ``states`` [T, H] if
+        the active predictor uses that."""
+        number, coming = self.coming
+        found = coming.predicted(states) if self.pager.residency.predicts_experts else None
+        if found is not None:
+            self.pager.residency.expect(number, *found)
+        turn.look_ahead()
+
     def _replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         before = module.__dict__.get("forward")
         module.forward = forward
         if before is None:
-            self._undo.append(lambda: module.__dict__.pop("forward"))
+            self.undo.callback(module.__dict__.pop, "forward")
         else:
-            self._undo.append(lambda: module.__dict__.update(forward=before))
+            self.undo.callback(module.__dict__.update, forward=before)
 
 
 class PagedFusedExperts(PagedExperts):
     """Experts of one module, called with hidden states [T, H], ids [T, k] and weights [T, k]."""
 
-    def __init__(self, layer: MoeLayer, number: int, pager: SlotPager, ahead: Callable[[Tensor], None]) -> None:
-        super().__init__(layer, number, pager, ahead)
+    def __init__(self, layer: MoeLayer, number: int, coming: tuple[int, MoeLayer], pager: SlotPager) -> None:
+        super().__init__(layer, number, coming, pager)
         self._signature = inspect.signature(type(layer.experts).forward)
         if len(self._signature.parameters) != 1 + _ARGUMENTS:
             raise ConfigError(
-                f"{layer.name} ({type(layer.experts).__name__}) wants other arguments than hidden states, experts and "
+                f"{layer.name} ({type(layer.experts).__name__}) needs other arguments than hidden states, experts and "
                 "their weights; attach does not know them"
             )
         self._over = {piece.name: piece.over(pager.slots) for piece in layer.pieces}
@@ -91,41 +104,37 @@ class PagedFusedExperts(PagedExperts):
     def _forward(self, *args: Any, **kwargs: Any) -> Tensor:
         self._check()
         experts = self.layer.experts
-        bound = self._signature.bind(experts, *args, **kwargs).arguments
-        _, states, ids, weights = bound.values()
+        _, states, ids, weights = self._signature.bind(experts, *args, **kwargs).arguments.values()
         way = getattr(experts.config, "_experts_implementation", None)  # generate() may change it between calls
         if way not in _KNOWN:
             raise ConfigError(
                 f"experts_implementation {way!r} cannot be paged; set one of {', '.join(map(str, _KNOWN))}"
             )
         with torch.no_grad(), self.pager.turn(self.number) as turn:
-            turn.need(_array(ids, np.int64), _array(weights, np.float32))
-            self.ahead(states)
-            turn.look_ahead()
-            if way in ("eager", None):
-                found = self._one_by_one(turn, states, ids, weights)
-            else:
-                found = self._together(turn, states, ids, weights)
-        return NotTrainable.apply(found, states) if torch.is_grad_enabled() and states.requires_grad else found
+            turn.need(as_array(ids, np.int64), as_array(weights, np.float32))
+            self._look_ahead(turn, states)
+            compute = self._one_by_one if way in ("eager", None) else self._together
+            found = compute(turn, states, ids, weights)
+        return _not_trainable(found, states)
 
     def _one_by_one(self, turn: Turn, states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The class's own loop looks up one expert after the other."""
-        stand_in = self._stand_in({piece.name: _Lookup(turn, piece, self.pager.slots) for piece in self.layer.pieces})
+        tensors = {piece.name: _Lookup(turn, piece, self.pager.slots) for piece in self.layer.pieces}
+        stand_in = self._stand_in(tensors, self.layer.num_experts)
         return type(self.layer.experts).forward(stand_in, states, ids, weights)
 
     def _together(self, turn: Turn, states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Grouped or batched products over the experts that are ready, then over those that have arrived meanwhile."""
         tokens, k = ids.shape
         outputs: Tensor | None = None
-        flat = ids.reshape(-1)
-        together = states.device.type != "cpu"
+        flat, together = ids.reshape(-1), states.device.type != "cpu"
+        forward = type(self.layer.experts).forward
         for ready in turn.arriving(together=together):
             for first, last, slots in self._calls(ready, together=together):
                 table = torch.full((self.layer.num_experts,), -1, dtype=torch.int64)
                 table[list(slots)] = torch.tensor(list(slots.values())) - first
                 where = table.to(ids.device)[flat]
                 stand_in = self._stand_in({name: over[first:last] for name, over in self._over.items()}, last - first)
-                forward = type(self.layer.experts).forward
                 if len(slots) == len(turn):  # one call covers everything, so run the model's own
                     return forward(stand_in, states, where.view(tokens, k), weights)
                 pairs = (where >= 0).nonzero().view(-1)
@@ -144,22 +153,17 @@ class PagedFusedExperts(PagedExperts):
         low, high = min(ready.values()), max(ready.values()) + 1
         if high - low <= _SLOTS_A_CALL and (together or high - low <= _EMPTY_SLOTS_A_CALL * len(ready)):
             return [(low, high, ready)]
-        if not together:
-            return [(slot, slot + 1, {expert: slot}) for expert, slot in ready.items()]
+        size = _SLOTS_A_CALL if together else 1
         windows: dict[int, Slots] = {}
         for expert, slot in ready.items():
-            windows.setdefault(slot // _SLOTS_A_CALL, {})[expert] = slot
+            windows.setdefault(slot // size, {})[expert] = slot
         return [(min(part.values()), max(part.values()) + 1, part) for part in windows.values()]
 
-    def _stand_in(self, tensors: dict[str, Any], num_experts: int | None = None) -> nn.Module:
+    def _stand_in(self, tensors: dict[str, Any], num_experts: int) -> nn.Module:
         """Copy of the experts' module with other tensors and number of experts."""
         stand_in = copy.copy(self.layer.experts)
-        stand_in.__dict__["_parameters"] = {
-            name: value for name, value in self.layer.experts._parameters.items() if name not in tensors
-        }
-        stand_in.__dict__.update(tensors)
-        if num_experts is not None:
-            stand_in.__dict__["num_experts"] = num_experts
+        kept = {name: value for name, value in self.layer.experts._parameters.items() if name not in tensors}
+        stand_in.__dict__.update(tensors, _parameters=kept, num_experts=num_experts)
         return stand_in
 
 
@@ -175,20 +179,14 @@ class _Lookup:
 
 
 class PagedExpertList(PagedExperts):
-    """Experts in a module list, called one by one; their router's output announces them if ``asked`` can decode it."""
+    """Experts in a module list, called one by one; their router's output announces them if it can be decoded."""
 
-    def __init__(
-        self, layer: MoeLayer, number: int, pager: SlotPager, ahead: Callable[[Tensor], None], asked: Asked
-    ) -> None:
-        super().__init__(layer, number, pager, ahead)
-        self._asked = asked
-        self._turn: Turn | None = None
+    _turn: Turn | None = None
 
     def install(self) -> None:
         self._replace_forward(self.layer.block, self._block_forward(self.layer.block.forward))
         assert self.layer.router is not None  # a list without one is no MoE layer
-        hook = self.layer.router.register_forward_hook(self._routed)
-        self._undo.append(hook.remove)
+        self.undo.callback(self.layer.router.register_forward_hook(self._routed).remove)
         for expert, module in enumerate(self.layer.experts.children()):
             owned = [held for held in self.layer.parameters if held.expert == expert]
             self._replace_forward(module, self._expert_forward(expert, module.forward, owned))
@@ -203,23 +201,20 @@ class PagedExpertList(PagedExperts):
                     found = forward(*args, **kwargs)
                 finally:
                     self._turn = None
-            if inputs is None or not (torch.is_grad_enabled() and inputs.requires_grad):
-                return found
-            if isinstance(found, tuple):
-                return NotTrainable.apply(found[0], inputs), *found[1:]
-            return NotTrainable.apply(found, inputs)
+            return _not_trainable(found, inputs)
 
         return served
 
     def _routed(self, _: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         turn = self._turn
-        found = None if turn is None else self._asked(output)
+        found = None if turn is None else self.layer.chosen(output)
         if turn is not None and found is not None:
             turn.need(*found)
-            self.ahead(inputs[0].reshape(-1, inputs[0].shape[-1]))
-            turn.look_ahead()
+            self._look_ahead(turn, inputs[0].reshape(-1, inputs[0].shape[-1]))
 
-    def _expert_forward(self, expert: int, forward: Callable[..., Any], owned: list[Any]) -> Callable[..., Any]:
+    def _expert_forward(
+        self, expert: int, forward: Callable[..., Any], owned: list[ExpertParameter]
+    ) -> Callable[..., Any]:
         def served(states: Tensor, *args: Any, **kwargs: Any) -> Any:
             turn = self._turn
             if turn is None:
@@ -229,13 +224,12 @@ class PagedExpertList(PagedExperts):
             if not states.numel():
                 return states  # some blocks call every expert, even without tokens
             if not turn.has(expert):
-                turn.need(
-                    np.full((len(states), 1), expert, dtype=np.int64), np.ones((len(states), 1), dtype=np.float32)
-                )
+                shape = (len(states), 1)
+                turn.need(np.full(shape, expert, dtype=np.int64), np.ones(shape, dtype=np.float32))
             page = self.pager.slots[turn.slot(expert)]
             away = [held.owner._parameters[held.key] for held in owned]
             for held in owned:
-                held.owner._parameters[held.key] = held.piece.of(page)
+                held.owner._parameters[held.key] = held.piece.of(page)  # type: ignore[assignment]  # a view of the slot
             try:
                 return forward(states, *args, **kwargs)
             finally:
@@ -243,8 +237,3 @@ class PagedExpertList(PagedExperts):
                     held.owner._parameters[held.key] = placeholder
 
         return served
-
-
-def _array(tensor: Tensor, dtype: Any) -> np.ndarray:
-    wide = tensor.detach().float() if tensor.is_floating_point() else tensor.detach()
-    return wide.cpu().numpy().astype(dtype, copy=False)

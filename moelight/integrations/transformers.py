@@ -9,9 +9,9 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from moelight.core.units import align_up, format_bytes
 from moelight.experts.policy import DEFAULT_POLICY, Capacity, ExpertPolicy
 from moelight.experts.profile import facts_of_model, load_profile
 from moelight.experts.sizing import RESERVE_BYTES, Status, plan_slots
-from moelight.integrations.layers import PAGE_ALIGNMENT, MoeLayer, ask, chosen, moe_layers, top_k
+from moelight.integrations.layers import ATTACHMENT, PAGE_ALIGNMENT, MoeLayer, moe_layers
 from moelight.integrations.paged_modules import PagedExpertList, PagedExperts, PagedFusedExperts
 from moelight.lang.check import read
 from moelight.lang.files import load_expert_policy
@@ -45,59 +45,54 @@ def offload_layer(store: OffloadStore, number: int, layer: MoeLayer) -> None:
         parameter.data = parameter.data.new_empty(0)
 
 
-def trim() -> None:
-    """Return freed memory to the system, because glibc keeps allocations of less than 32 MiB."""
-    give = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries lack malloc_trim and do not need it
-    if give is not None:
-        give(0)
-
-
 def restore_layer(store: OffloadStore, number: int, layer: MoeLayer) -> None:
     """Put the parameters of layer ``number`` back into the model; after CheckpointError the layer remains offloaded."""
-    coming, wholes = [], []
+    pending, wholes = [], []
     for held in layer.parameters:
         shape = held.piece.shape if held.expert is not None else (layer.num_experts, *held.piece.shape)
-        whole = held.parameter.data.new_empty(shape)
-        wholes.append(whole)
-        for expert, tensor in held.parts(whole):
-            coming.append(store.start(Page(layer=number, expert=expert), [(held.piece.offset, bytes_of(tensor))]))
-    for pending in coming:
-        pending.wait()
+        wholes.append(held.parameter.data.new_empty(shape))
+        for expert, tensor in held.parts(wholes[-1]):
+            pending.append(store.start(Page(layer=number, expert=expert), [(held.piece.offset, bytes_of(tensor))]))
+    for each in pending:
+        each.wait()
     for held, whole in zip(layer.parameters, wholes, strict=True):
         held.parameter.data = whole
         held.owner._parameters[held.key] = held.parameter
 
 
-def residency_of(
-    policy: ExpertPolicy, model: nn.Module, layers: Sequence[MoeLayer], page_bytes: int, active: int | None
-) -> tuple[ResidencyManager, int]:
+def residency_of(policy: ExpertPolicy, model: nn.Module, layers: Sequence[MoeLayer]) -> tuple[ResidencyManager, int]:
     """The residency of ``policy`` on ``model``, and the most slots that the policy or one of its rules sets; raises
     ConfigError if policy or profile do not fit the model."""
-    count, experts = len(layers), max(layer.num_experts for layer in layers)
+    for layer in layers:
+        if policy.prefetch.strategy == "next_router" and layer.router is None:
+            raise ConfigError(
+                f"predictor next_router: {layer.name} has no router beside it that could be asked; "
+                "choose another predictor"
+            )
+    count, experts, page_bytes = len(layers), max(layer.num_experts for layer in layers), _slot_bytes(layers)
     facts = facts_of_model(
         model_type=str(getattr(getattr(model, "config", None), "model_type", type(model).__name__)),
         moe_layers=count,
         num_experts=experts,
-        top_k=active,
+        top_k=layers[0].top_k,
         expert_numbers=sum(math.prod(piece.shape) for piece in layers[0].pieces),
     )
     known = None
     if policy.cache.profile is not None:
         known = load_profile(Path(policy.cache.profile), model=facts, num_layers=count, num_experts=experts)
-    rules = [rule.action.value for rule in policy.adapt if isinstance(rule.action.value, Capacity)]
-    given = [policy.slots_of(capacity, count, experts, page_bytes) for capacity in rules]
+    values = [rule.action.value for rule in policy.adapt]
+    given = [policy.slots_of(value, count, experts, page_bytes) for value in values if isinstance(value, Capacity)]
     most = max([policy.slots(count, experts, page_bytes), *given])
     shape = ModelFacts(
-        moe_layers=(True,) * count, num_experts=experts, top_k=active, page_bytes=page_bytes, facts=facts
+        moe_layers=(True,) * count, num_experts=experts, top_k=layers[0].top_k, page_bytes=page_bytes, facts=facts
     )
     return ResidencyManager(policy, shape, resident=None, profile=known, most_slots=most), most
 
 
-def policy_for(model: nn.Module, layers: Sequence[MoeLayer], batch: int) -> tuple[ExpertPolicy, str]:
+def policy_for(layers: Sequence[MoeLayer], batch: int) -> tuple[ExpertPolicy, str]:
     """`DEFAULT_POLICY` with slots for twice a token's experts, or for the experts that ``batch`` tokens are expected to
     use, as far as free memory suffices, and the reason. Raises BudgetError if not one expert fits."""
-    active = [top_k(layer, getattr(model, "config", None)) for layer in layers]
-    each, experts = max(k or 1 for k in active), sum(layer.num_experts for layer in layers)
+    each, experts = max(layer.top_k or 1 for layer in layers), sum(layer.num_experts for layer in layers)
     page_bytes, device = _slot_bytes(layers), layers[0].device
     free = available_bytes() if device.type == "cpu" else torch.get_device_module(device).mem_get_info(device)[0]
     free += sum(layer.num_experts * layer.page_bytes for layer in layers)
@@ -119,15 +114,15 @@ def policy_for(model: nn.Module, layers: Sequence[MoeLayer], batch: int) -> tupl
             needed_bytes=reserve + page_bytes,
         )
     slots, rules = min(plan.slots, plan.recommended, experts), DEFAULT_POLICY
+    strategy = rules.prefetch.strategy if all(layer.top_k is not None for layer in layers) else "previous"
     if plan.status is not Status.OK:
         why = "as many as there is memory for"
     elif slots >= experts:
-        why = "all of them"
+        why, strategy = "all of them", "none"
     elif batch == 1:
         why = f"twice the {each} of a token in each of {len(layers)} layers"
     else:
         why = f"what {batch} tokens of {each} experts are expected to meet in each of {len(layers)} layers"
-    strategy = "none" if slots >= experts else "previous" if None in active else rules.prefetch.strategy
     even = None if rules.per_layer is None or slots < len(layers) else replace(rules.per_layer, total_budget=slots)
     policy = replace(
         rules,
@@ -159,10 +154,6 @@ def read_expert_policy(policy: ExpertPolicy | str | Path) -> ExpertPolicy:
     return reading.policies[0]
 
 
-HOMES = ("disk", "memory")
-_MARK = "_moelight_attachment"
-
-
 def attach(
     model: nn.Module,
     policy: ExpertPolicy | str | Path,
@@ -192,7 +183,6 @@ def attach(
             not fit the model.
         BudgetError: there is too little memory for the slots.
     """
-    _refuse_attached(model)
     return Attachment(model, read_expert_policy(policy), home=home, directory=directory)
 
 
@@ -214,8 +204,7 @@ def auto_attach(
         ConfigError: the model has no experts that can be moved, or is attached already.
         BudgetError: there is too little memory for the slots.
     """
-    _refuse_attached(model)
-    policy, reason = policy_for(model, moe_layers(model), batch)
+    policy, reason = policy_for(moe_layers(model), batch)
     return Attachment(model, policy, home=home, directory=directory, reason=reason)
 
 
@@ -241,33 +230,38 @@ class Attachment:
     ) -> None:
         self.model, self.policy, self.reason = model, policy, reason
         layers = self._layers = moe_layers(model)
-        self._turn, self._served, self._away = threading.Lock(), list[PagedExperts](), list[int]()
+        residency, most = residency_of(policy, model, layers)
         page_bytes = _slot_bytes(layers)
-        self._top_k = [top_k(layer, getattr(model, "config", None)) for layer in layers]
-        residency, most = residency_of(policy, model, layers, page_bytes, active=self._top_k[0])
         slots = _slots(most + STAGED, page_bytes, layers[0].device)
         self._store = _store(home, directory, layers, page_bytes)
         self.pager = SlotPager(residency, self._store, slots)
         self.resident_bytes = slots.numel()
         self.offloaded_bytes = sum(layer.num_experts for layer in layers) * page_bytes
         weakref.finalize(self.pager, self._store.close)
-        self._attached = True
-        try:
-            served = [self._server(number) for number in range(len(layers))]
+        self._detaching = threading.Lock()
+        with ExitStack() as undo:
+            undo.callback(self._store.close)
+            paged: list[PagedExperts] = []
             for number, layer in enumerate(layers):
-                offload_layer(self._store, number, layer)
-                self._away.append(number)
-            self._store.kept()
-            trim()
-            for each in served:
-                self._served.append(each)
+                following = (number + 1) % len(layers)
+                kind = PagedFusedExperts if layer.fused else PagedExpertList
+                paged.append(kind(layer, number, (following, layers[following]), self.pager))
+            try:
+                for number, layer in enumerate(layers):
+                    offload_layer(self._store, number, layer)
+                    undo.callback(restore_layer, self._store, number, layer)
+            finally:
+                self._store.kept()
+            if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+                trim(0)  # glibc keeps freed allocations of less than 32 MiB; other C libraries do not
+            undo.callback(self.pager.end)
+            for each in paged:
+                undo.enter_context(each.undo)
                 each.install()
             self.pager.begin()
-        except BaseException:
-            self._store.kept()
-            self.detach()
-            raise
-        setattr(model, _MARK, self)
+            setattr(model, ATTACHMENT, self)
+            undo.callback(delattr, model, ATTACHMENT)
+            self._undo = undo.pop_all()
 
     def get_stats(self) -> dict[str, Any]:
         """Statistics of the cache, the prefetcher and the link, for JSON."""
@@ -308,56 +302,16 @@ class Attachment:
 
         Raises CheckpointError if the experts' file cannot be read; the model is unusable then.
         """
-        with self._turn:
-            if not self._attached:
-                return
-            self._attached = False
-            if getattr(self.model, _MARK, None) is self:
-                delattr(self.model, _MARK)
-            for served in reversed(self._served):
-                served.remove()
-            self.pager.end()
-            try:
-                for number in self._away:
-                    restore_layer(self._store, number, self._layers[number])
-            finally:
-                self._store.close()
+        with self._detaching:
+            self._undo.close()
 
     close = detach
 
     def __enter__(self) -> Attachment:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.detach()
-
-    def _server(self, number: int) -> PagedExperts:
-        layer, k = self._layers[number], self._top_k[number]
-        following = (number + 1) % len(self._layers)
-        coming, residency = self._layers[following], self.pager.residency
-        if self.policy.prefetch.strategy == "next_router" and coming.router is None:
-            raise ConfigError(
-                f"predictor next_router: {coming.name} has no router beside it that could be asked; "
-                "choose another predictor"
-            )
-
-        def hint(states: Tensor) -> None:
-            """Evaluate the next layer's router on this layer's hidden states, if the active predictor uses that."""
-            if coming.router is not None and residency.predicts_experts:
-                found = ask(coming.router, states, coming.num_experts, k)
-                if found is not None:
-                    residency.expect(following, *found)
-
-        if layer.fused:
-            return PagedFusedExperts(layer, number, self.pager, hint)
-        return PagedExpertList(layer, number, self.pager, hint, lambda output: chosen(output, layer.num_experts, k))
-
-
-def _refuse_attached(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"attach wants a model, not {type(model).__name__}")
-    if getattr(model, _MARK, None) is not None:
-        raise ConfigError(f"{type(model).__name__} is attached already; detach() it first")
 
 
 def _slot_bytes(layers: Sequence[MoeLayer]) -> int:
@@ -377,10 +331,13 @@ def _slots(count: int, slot_bytes: int, device: torch.device) -> Tensor:
     return near.view(count, slot_bytes)
 
 
+_STORES = ("disk", "memory")
+
+
 def _store(home: str | None, directory: str | Path | None, layers: list[MoeLayer], slot_bytes: int) -> OffloadStore:
     device, experts = layers[0].device, [layer.num_experts for layer in layers]
-    if home is not None and home not in HOMES:
-        raise ConfigError(f"home {home!r}: known are {', '.join(HOMES)}{did_you_mean(home, HOMES)}")
+    if home is not None and home not in _STORES:
+        raise ConfigError(f"home {home!r}: known are {', '.join(_STORES)}{did_you_mean(home, _STORES)}")
     if home == "disk" and device.type != "cpu":
         raise ConfigError(f"home 'disk' is for models on a CPU; experts of one on {device} go to memory")
     if home == "memory" or device.type != "cpu":

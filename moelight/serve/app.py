@@ -1,32 +1,33 @@
-"""The application: routes of batches, the model and the health check beside those of files, behind the guard."""
+"""The application: OpenAI's Files, Batches and Models, and the health check, behind the guard.
+
+Files are streamed to and from disk; file names of clients are never used as paths.
+"""
 
 from __future__ import annotations
 
 import secrets
-import sqlite3
 import time
-from collections.abc import Callable, Collection
-from dataclasses import asdict, fields
+from collections.abc import Collection
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from moelight.serve.auth import Guard
-from moelight.serve.files import FileRoutes
-from moelight.serve.http import ApiError, on_fault, on_refusal, on_storage, page_of, page_response, read_body
-from moelight.serve.store import OPEN, Batch, BatchFailure, DataDirectory, Store
-from moelight.serve.worker import ENDPOINTS
+from moelight.serve.http import ON_ERROR, ApiError, Upload, chunks, found, page_response, read_body
+from moelight.serve.store import OPEN, Batch, DataDirectory, StoredFile, private
+from moelight.serve.worker import ENDPOINTS, Worker
 
-MOST_REQUESTS = 64  # at once
 _HOUR_S = 3600
-_SAME = tuple(field.name for field in fields(Batch) if field.name not in {"errors", "counts"})
+_FORM_BYTES = 1 << 17  # boundaries, headers and fields around the file
+_MOST_FILES, _MOST_BATCHES = 10_000, 100  # of a page
 _Key = Annotated[str, msgspec.Meta(max_length=64)]
 _Value = Annotated[str, msgspec.Meta(max_length=512)]
 
@@ -39,35 +40,77 @@ class _BatchBody(msgspec.Struct, forbid_unknown_fields=True):
     output_expires_after: Literal[None] = None
 
 
-def _batch_object(batch: Batch, model: str, waits: BatchFailure | None) -> dict[str, Any]:
-    """Return ``batch`` as OpenAI's object; while an open batch is blocked, ``waits`` is among its errors."""
-    told = batch.errors if waits is None or batch.status not in OPEN else (*batch.errors, waits)
-    return {
-        **{name: getattr(batch, name) for name in _SAME},
-        "object": "batch",
-        "model": model,
-        "errors": {"object": "list", "data": [asdict(fault) for fault in told]} if told else None,
-        "request_counts": asdict(batch.counts),
-    }
+class Api:
+    """The routes over ``data``, whose batches ``worker`` runs."""
 
-
-class BatchRoutes:
-    """The routes below ``/v1/batches``."""
-
-    def __init__(
-        self, store: Store, *, model: str, wake: Callable[[], None], waits: Callable[[str], BatchFailure | None]
-    ) -> None:
-        self._store, self._model, self._wake, self._waits = store, model, wake, waits
+    def __init__(self, data: DataDirectory, worker: Worker, *, model: str, max_file_bytes: int) -> None:
+        self._data, self._store, self._worker, self._max_bytes = data, data.store, worker, max_file_bytes
+        self._model = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "moelight"}
 
     def routes(self) -> list[Route]:
-        return [
-            Route("/v1/batches", self.create, methods=["POST"]),
-            Route("/v1/batches", self.page, methods=["GET"]),
-            Route("/v1/batches/{batch_id}", self.retrieve, methods=["GET"]),
-            Route("/v1/batches/{batch_id}/cancel", self.cancel, methods=["POST"]),
-        ]
+        endpoints = {
+            ("POST", "/v1/files"): self.create_file,
+            ("GET", "/v1/files"): self.files,
+            ("GET", "/v1/files/{file_id}"): self.file,
+            ("DELETE", "/v1/files/{file_id}"): self.delete_file,
+            ("GET", "/v1/files/{file_id}/content"): self.content,
+            ("POST", "/v1/batches"): self.create_batch,
+            ("GET", "/v1/batches"): self.batches,
+            ("GET", "/v1/batches/{batch_id}"): self.batch,
+            ("POST", "/v1/batches/{batch_id}/cancel"): self.cancel,
+            ("GET", "/v1/models"): self.models,
+            ("GET", "/v1/models/{model:path}"): self.model,
+            ("GET", "/health"): self.health,
+        }
+        return [Route(path, endpoint, methods=[method]) for (method, path), endpoint in endpoints.items()]
 
-    async def create(self, request: Request) -> Response:
+    async def create_file(self, request: Request) -> Response:
+        file_id = f"file-{secrets.token_hex(16)}"
+        path, kind = self._data.files / file_id, request.headers.get("content-type", "")
+        try:
+            with open(path, "xb", opener=private) as out:
+                upload = Upload(out, content_type=kind, max_bytes=self._max_bytes)
+                async for chunk in chunks(request, self._max_bytes, around=_FORM_BYTES):
+                    await run_in_threadpool(upload.write, chunk)
+                await run_in_threadpool(upload.finish)
+            file = self._data.stored(path, file_id, filename=upload.fields["file"], purpose="batch")
+            await run_in_threadpool(self._store.add_file, file)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        return JSONResponse(_file_object(file))
+
+    def files(self, request: Request) -> Response:
+        order = request.query_params.get("order", "desc")
+        if order not in {"asc", "desc"}:
+            raise ApiError(400, "order is asc or desc", param="order", code="invalid_request")
+        purpose = request.query_params.get("purpose")
+        look_up = partial(self._store.page, StoredFile, newest_first=order == "desc", purpose=purpose)
+        return page_response(request, "file", look_up, _file_object, limit=_MOST_FILES, most=_MOST_FILES)
+
+    def file(self, request: Request) -> Response:
+        return JSONResponse(_file_object(found(request, "file", self._store.file)))
+
+    def content(self, request: Request) -> Response:
+        def look_up(file_id: str) -> StoredFile | None:
+            file = self._store.file(file_id)
+            return file if file is not None and self._data.path(file).is_file() else None
+
+        file = found(request, "file", look_up)
+        name, headers = f"{file.id}.jsonl", {"X-Content-Type-Options": "nosniff"}
+        path = self._data.path(file)
+        return FileResponse(path, media_type="application/octet-stream", filename=name, headers=headers)
+
+    def delete_file(self, request: Request) -> Response:
+        file = found(request, "file", self._store.file)
+        user = self._store.drop_file(file.id)
+        if user is not None:
+            message = f"{file.id} is being read by {user}; cancel that first"
+            raise ApiError(400, message, param="file_id", code="file_in_use")
+        self._data.path(file).unlink(missing_ok=True)
+        return JSONResponse({"id": file.id, "object": "file", "deleted": True})
+
+    async def create_batch(self, request: Request) -> Response:
         asked = await read_body(request, _BatchBody)
         if asked.endpoint not in ENDPOINTS:
             message = f"endpoint {asked.endpoint[:80]!r} is not served; {' and '.join(ENDPOINTS)} are"
@@ -85,83 +128,57 @@ class BatchRoutes:
         if not await run_in_threadpool(self._store.add_batch, batch):
             message = f"there is no file {asked.input_file_id[:80]!r}; upload one with purpose batch"
             raise ApiError(400, message, param="input_file_id", code="invalid_input_file")
-        self._wake()
-        return JSONResponse(self._object(batch))
+        self._worker.wake()
+        return JSONResponse(self._batch_object(batch))
 
-    def page(self, request: Request) -> Response:
-        after, limit = page_of(request, limit=20, most=100)
-        return page_response(request, self._store.page_of_batches(after=after, limit=limit), "batch", self._object)
+    def batches(self, request: Request) -> Response:
+        look_up = partial(self._store.page, Batch)
+        return page_response(request, "batch", look_up, self._batch_object, limit=20, most=_MOST_BATCHES)
 
-    def retrieve(self, request: Request) -> Response:
-        return JSONResponse(self._object(self._find(request)))
+    def batch(self, request: Request) -> Response:
+        return JSONResponse(self._batch_object(found(request, "batch", self._store.batch)))
 
     def cancel(self, request: Request) -> Response:
-        batch = self._find(request)
-        if not self._store.cancel(batch.id):
-            batch = self._find(request)
-            if batch.status not in {"cancelling", "cancelled"}:
-                message = f"{batch.id} is {batch.status} and cannot be cancelled any more"
-                raise ApiError(400, message, param="batch_id", code="batch_not_cancellable")
-        self._wake()
-        return JSONResponse(self._object(self._find(request)))
+        cancelled = self._store.cancel(request.path_params["batch_id"])
+        batch = found(request, "batch", self._store.batch)
+        if not cancelled and batch.status not in {"cancelling", "cancelled"}:
+            message = f"{batch.id} is {batch.status} and cannot be cancelled any more"
+            raise ApiError(400, message, param="batch_id", code="batch_not_cancellable")
+        self._worker.wake()
+        return JSONResponse(self._batch_object(batch))
 
-    def _find(self, request: Request) -> Batch:
-        batch_id = request.path_params["batch_id"]
-        batch = self._store.batch(batch_id)
-        if batch is None:
-            raise ApiError(404, f"there is no batch {batch_id[:80]!r}", param="batch_id", code="not_found")
-        return batch
+    def models(self, request: Request) -> Response:  # noqa: ARG002 (the signature is Starlette's)
+        return JSONResponse({"object": "list", "data": [self._model]})
 
-    def _object(self, batch: Batch) -> dict[str, Any]:
-        return _batch_object(batch, self._model, self._waits(batch.id))
-
-
-def make_app(
-    data: DataDirectory,
-    *,
-    model: str,
-    token: str,
-    wake: Callable[[], None],
-    max_file_bytes: int,
-    hosts: Collection[str] | None,
-    waits: Callable[[str], BatchFailure | None] = lambda _: None,
-) -> Starlette:
-    """Return the application over ``data``.
-
-    ``wake`` is called when a batch is created or is to be cancelled; ``waits`` returns the reason why a batch is
-    blocked, or None; ``hosts``: see `Guard`.
-    """
-    files = FileRoutes(data, max_bytes=max_file_bytes)
-    batches = BatchRoutes(data.store, model=model, wake=wake, waits=waits)
-    guard = Middleware(Guard, token=token, hosts=hosts, most_requests=MOST_REQUESTS)
-    app = Starlette(
-        routes=[*files.routes(), *batches.routes(), *_model_routes(model), Route("/health", _health, methods=["GET"])],
-        middleware=[guard],
-        exception_handlers={
-            HTTPException: on_refusal,
-            OSError: on_storage,
-            sqlite3.OperationalError: on_storage,
-            Exception: on_fault,
-        },
-    )
-    app.router.redirect_slashes = False
-    return app
-
-
-def _model_routes(model: str) -> list[Route]:
-    described = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "moelight"}
-
-    def page(request: Request) -> Response:  # noqa: ARG001 (the signature is Starlette's)
-        return JSONResponse({"object": "list", "data": [described]})
-
-    def retrieve(request: Request) -> Response:
-        asked = request.path_params["model"]
+    def model(self, request: Request) -> Response:
+        asked, model = request.path_params["model"], self._model["id"]
         if asked != model:
             raise ApiError(404, f"there is no model {asked[:80]!r}; {model} is", param="model", code="model_not_found")
-        return JSONResponse(described)
+        return JSONResponse(self._model)
 
-    return [Route("/v1/models", page, methods=["GET"]), Route("/v1/models/{model:path}", retrieve, methods=["GET"])]
+    async def health(self, request: Request) -> Response:  # noqa: ARG002 (the signature is Starlette's)
+        return JSONResponse({"status": "ok"})
+
+    def _batch_object(self, batch: Batch) -> dict[str, Any]:
+        """Return ``batch`` as OpenAI's object; while an open batch is blocked, the reason is among its errors."""
+        blocked = self._worker.blocked(batch.id)
+        if blocked is not None and batch.status in OPEN:
+            batch = replace(batch, errors=(*batch.errors, blocked))
+        shown = asdict(batch)
+        counts, errors = shown.pop("counts"), shown.pop("errors")
+        errors = {"object": "list", "data": errors} if errors else None
+        return {**shown, "object": "batch", "model": self._model["id"], "errors": errors, "request_counts": counts}
 
 
-async def _health(request: Request) -> Response:  # noqa: ARG001 (the signature is Starlette's)
-    return JSONResponse({"status": "ok"})
+def _file_object(file: StoredFile) -> dict[str, Any]:
+    shown = asdict(file) | {"object": "file", "expires_at": None, "status": "processed", "status_details": None}
+    del shown["path"]
+    return shown
+
+
+def make_app(api: Api, *, token: str, hosts: Collection[str] | None) -> Starlette:
+    """Return the application; ``token`` and ``hosts``: see `Guard`."""
+    guard = Middleware(Guard, token=token, hosts=hosts)
+    app = Starlette(routes=api.routes(), middleware=[guard], exception_handlers=ON_ERROR)
+    app.router.redirect_slashes = False
+    return app

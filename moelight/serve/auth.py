@@ -12,16 +12,17 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moelight.core.errors import ConfigError
 from moelight.core.small_files import open_regular
-from moelight.serve.http import error_response
+from moelight.serve.http import ApiError
+from moelight.serve.store import private
 
 LEAST_TOKEN = 16  # characters
 LINGER_S = 10.0
-BROUGHT_TOKEN = "brought_token"  # key in the state of a request that had the token
+MOST_REQUESTS = 64  # at once
+CONNECTION = "connection"  # key in the state of a request, whose value is `known` once a request brought the token
 OPEN_PATHS = frozenset({"/health"})
 _MOST_TOKEN_BYTES = 4096
 
@@ -47,8 +48,9 @@ def make_token(path: Path) -> None:
         return
     partial.unlink(missing_ok=True)
     try:
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+        with open(partial, "x", opener=private) as file:
             file.write(secrets.token_urlsafe(32) + "\n")
+            file.flush()
             os.fsync(file.fileno())
         partial.rename(path)
     except OSError as error:
@@ -56,13 +58,13 @@ def make_token(path: Path) -> None:
 
 
 class Guard:
-    """Middleware that accepts requests with the token, up to ``most_requests`` at a time.
+    """Middleware that accepts requests with the token, up to `MOST_REQUESTS` at a time.
 
     ``hosts``: host names under which the server may be addressed, None for any. Other names hint at DNS rebinding.
     """
 
-    def __init__(self, app: ASGIApp, *, token: str, hosts: Collection[str] | None, most_requests: int) -> None:
-        self._app, self._hosts, self._most = app, hosts, most_requests
+    def __init__(self, app: ASGIApp, *, token: str, hosts: Collection[str] | None) -> None:
+        self._app, self._hosts = app, hosts
         self._expected = f"Bearer {token}".encode("latin-1")
         self._running = 0
 
@@ -73,28 +75,27 @@ class Guard:
         body = _DrainedBody(receive, send, headers := Headers(scope=scope))
         refusal = self._refusal(scope["path"], headers)
         if refusal is not None or scope["path"] in OPEN_PATHS:  # not counted: they cannot make the server busy
-            await (refusal or self._app)(scope, body.receive, body.send)
+            await (refusal.response() if refusal else self._app)(scope, body.receive, body.send)
             return
-        scope.setdefault("state", {})[BROUGHT_TOKEN] = True
+        if CONNECTION in scope.get("state", {}):
+            scope["state"][CONNECTION].known = True
         self._running += 1
         try:
             await self._app(scope, body.receive, body.send)
         finally:
             self._running -= 1
 
-    def _refusal(self, path: str, headers: Headers) -> Response | None:
+    def _refusal(self, path: str, headers: Headers) -> ApiError | None:
         if self._hosts is not None and _host_name(headers) not in self._hosts:
-            return error_response(403, "this server is not called by that name", param="Host", code="invalid_host")
+            return ApiError(403, "this server is not called by that name", param="Host", code="invalid_host")
         if path in OPEN_PATHS:
             return None
         given = headers.get("authorization", "").encode("latin-1", "replace")
         if not hmac.compare_digest(given, self._expected):
             message = "wrong token" if given else "no token: send Authorization: Bearer TOKEN"
-            challenge = {"WWW-Authenticate": "Bearer"}
-            return error_response(401, message, code="invalid_api_key", headers=challenge)
-        if self._running >= self._most:
-            again = {"Retry-After": "1"}
-            return error_response(503, "too many requests at once", code="server_busy", headers=again)
+            return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        if self._running >= MOST_REQUESTS:
+            return ApiError(503, "too many requests at once", code="server_busy", headers={"Retry-After": "1"})
         return None
 
 

@@ -7,24 +7,25 @@ depend on batches or the origin of a job.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+import msgspec
+
 from moelight.batch.paths import journal_of
-from moelight.batch.store import JobRecord, read_record
+from moelight.batch.store import read_record
 from moelight.core.errors import InputError
 from moelight.serve import child_process
-from moelight.serve.store import LOG, RowCounts
+from moelight.serve.store import LOG, RowCounts, private, try_lock
 
 REFUSED, STORAGE = 2, 74
 MOST_CRASHES = 3  # consecutive, without a completed row in between
@@ -34,13 +35,18 @@ _LONGEST_WAIT = 64  # of Pace.retry_s
 _MAX_MESSAGE = 2000
 
 
+class _JobStatus(msgspec.Struct):
+    request_counts: RowCounts
+
+
 class Job:
     """The paths that one job reads and writes. ``directory`` belongs to the job and holds everything but the input."""
 
     def __init__(self, *, source: Path, directory: Path) -> None:
-        self.source, self.directory = source, directory
+        self.source, self.directory, self.name = source, directory, directory.name
         self.output = directory / "output.jsonl"  # rows of answered requests
         self.errors = directory / "errors.jsonl"  # rows of requests that could not be served
+        self.files = {"output": self.output, "errors": self.errors}
         self.status = directory / "status.json"  # progress of the job while it runs
         self.log = directory / LOG  # output of the process
         self.lock = directory / "worker.lock"  # held by the running process
@@ -49,17 +55,25 @@ class Job:
         """Return the counts of the status file; None if the file is missing or invalid."""
         try:
             with self.status.open("rb") as file:
-                found = json.loads(file.read(_MAX_STATUS_BYTES))["request_counts"]
-            return RowCounts(total=found["total"], completed=found["completed"], failed=found["failed"])
-        except (OSError, ValueError, KeyError, TypeError):
+                return msgspec.json.decode(file.read(_MAX_STATUS_BYTES), type=_JobStatus).request_counts
+        except (OSError, ValueError):
             return None
 
-    def past(self) -> JobRecord | None:
-        """Return the state of the job in its journal; None if there is no journal or it cannot be read."""
+    def result(self) -> tuple[RowCounts, bool]:
+        """Return the counts of the journal, and True if the job is done.
+
+        Done: each row is answered or an error row, and the files are as long as the journal says.
+        """
         try:
-            return read_record(journal_of(self.output))
+            past = read_record(journal_of(self.output))
         except (OSError, InputError):
-            return None
+            past = None
+        if past is None:
+            return RowCounts(), False
+        rows = RowCounts(total=past.total, completed=past.completed, failed=past.failed)
+        sizes = {name: path.stat().st_size for name, path in self.files.items() if path.exists()}
+        as_long = all(sizes.get(name, 0) == past.ends.get(name, 0) for name in self.files)
+        return rows, past.stage == "complete" and rows.done == rows.total and as_long
 
 
 Command = Callable[[Job], Sequence[str]]
@@ -67,26 +81,21 @@ Command = Callable[[Job], Sequence[str]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """The end of a process: its exit code, negative for a signal, and its last line of output.
-
-    ``rows`` are the counts of the journal. ``whole`` is True if each row is answered or an error row, and the files are
-    as long as the journal says.
-    """
+    """The end of a process: its exit code, negative for a signal, its last line of output, and `Job.result`."""
 
     code: int
     said: str
-    rows: RowCounts = field(default_factory=RowCounts)
-    whole: bool = False
+    rows: RowCounts
+    whole: bool
 
     def why(self) -> str:
-        """Return the reason why the job did not end well."""
         if self.code == REFUSED:
             return self.said or "the job was refused"
         if self.code == STORAGE:
             return self.said.partition(";")[0] or "the disk is full or fails"
         how = f"signal {-self.code}" if self.code < 0 else f"exit code {self.code}"
         if self.code in (0, 1):  # the exit code of a finished job, but the journal is incomplete
-            how += f" and {self.rows.completed + self.rows.failed} rows"
+            how += f" and {self.rows.done} rows"
         return f"the job ended with {how}" + (f": {self.said}" if self.said else "")
 
 
@@ -115,12 +124,14 @@ def generate_command(model: str, options: Sequence[str] = (), *, line_format: st
 class JobRunner:
     """Runs jobs one after another, each in processes of ``command`` until its ending is final.
 
-    Other threads may set ``news``, so that the runner checks at once, and call `stop`.
+    Other threads may set ``news``, so that the runner checks at once, and call `stop`. ``blocked`` is the name of a job
+    that waits for its disk, and the reason.
     """
 
-    def __init__(self, command: Command, *, say: Callable[[str], None], pace: Pace | None) -> None:
+    def __init__(self, command: Command, *, say: Callable[[str], None], pace: Pace | None = None) -> None:
         self.say, self.pace = say, pace or Pace()
         self.stopping, self.news = threading.Event(), threading.Event()
+        self.blocked: tuple[str, str] | None = None
         self._command = command
 
     def stop(self) -> None:
@@ -129,119 +140,93 @@ class JobRunner:
         self.news.set()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait for news, for ``seconds`` at most."""
         self.news.wait(seconds)
         self.news.clear()
 
     def finish(
         self,
         job: Job,
-        name: str,
         *,
-        unwanted: Callable[[], bool],
+        unwanted: Callable[[], bool] = lambda: False,
         seen: Callable[[RowCounts], None] = lambda _: None,
-        waits: Callable[[str], None] = lambda _: None,
     ) -> Ending | None:
-        """Run the job, again after a crash, until its ending is final; return None if it is ``unwanted`` first.
+        """Run the job, again after a crash, until its ending is final; return None if the runner is stopped or the job
+        ``unwanted`` first.
 
-        ``seen`` is called with every change of the counts; ``waits`` with the reason why a full or failing disk blocks
-        the job, and with an empty text when the job continues. The same job run again resumes after its finished rows.
+        ``seen`` is called with every change of the counts. The same job run again resumes after its finished rows.
         """
         crashes, refusals, rows = 0, 0, 0
 
         def look(counts: RowCounts) -> None:
             nonlocal crashes, refusals, rows
-            if counts.completed + counts.failed > rows:
-                crashes, refusals, rows = 0, 0, counts.completed + counts.failed
+            if counts.done > rows:
+                crashes, refusals, rows = 0, 0, counts.done
             seen(counts)
 
-        while not unwanted():
-            ending = self._process(job, unwanted, look)
+        def ends() -> bool:
+            return self.stopping.is_set() or unwanted()
+
+        while not ends():
+            ending = self._process(job, ends, look)
             if ending.whole:
                 return ending
             look(ending.rows)
-            if unwanted():
+            if ends():
                 return None
             if ending.code == STORAGE:
-                self.say(f"{name}: {ending.why()}; goes on once there is room")
-                waits(f"{ending.why()}; the batch goes on once there is room")
-                self._wait_for_room(job.directory, self.pace.retry_s * min(1 << refusals, _LONGEST_WAIT), unwanted)
-                waits("")
+                self.say(f"{job.name}: {ending.why()}; goes on once there is room")
+                self.blocked = job.name, f"{ending.why()}; the batch goes on once there is room"
+                self._wait_for_room(job.directory, self.pace.retry_s * min(1 << refusals, _LONGEST_WAIT), ends)
+                self.blocked = None
                 refusals += 1
                 continue
             crashes += 1
             if ending.code == REFUSED or crashes == MOST_CRASHES:
                 return ending
-            self.say(f"{name}: {ending.why()}; begun again")
+            self.say(f"{job.name}: {ending.why()}; begun again")
             self.wait(self.pace.retry_s)
         return None
 
-    def _process(self, job: Job, unwanted: Callable[[], bool], seen: Callable[[RowCounts], None]) -> Ending:
-        """Run one process to its end; interrupt it when it is unwanted, and kill it if it does not exit in time."""
+    def _process(self, job: Job, ends: Callable[[], bool], look: Callable[[RowCounts], None]) -> Ending:
+        """Run one process; interrupt it when the job ``ends`` early, and kill it if it does not exit in time."""
         job.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         guard = (sys.executable, "-I", "-S", child_process.__file__, str(os.getpid()), str(job.lock))
-        with open(os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
+        with open(job.log, "ab", opener=private) as log:
             begin = log.seek(0, os.SEEK_END)
             process = subprocess.Popen(
                 [*guard, *self._command(job)], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
+        last, deadline = None, None
         try:
-            self._watch(process, job, unwanted, seen)
+            while True:
+                ended = process.poll() is not None  # polled first, so that the last write of the process is seen
+                counts = job.counts()
+                if counts is not None and counts != last:
+                    look(counts)
+                    last = counts
+                if ended or (deadline is not None and time.monotonic() > deadline):
+                    break
+                if deadline is None and ends():
+                    process.send_signal(signal.SIGINT)
+                    deadline = time.monotonic() + self.pace.grace_s
+                self.wait(self.pace.poll_s)
         finally:
             if process.poll() is None:  # the process did not exit, or watching failed
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        code, said, past = process.returncode, _last_line(job.log, begin), job.past()
-        if past is None:
-            return Ending(code=code, said=said)
-        rows = RowCounts(total=past.total, completed=past.completed, failed=past.failed)
-        files = {"output": job.output, "errors": job.errors}
-        as_long = all(_size(path) == past.ends.get(name, 0) for name, path in files.items())
-        whole = past.stage == "complete" and rows.completed + rows.failed == rows.total and as_long
-        return Ending(code=code, said=said, rows=rows, whole=whole)
+        rows, whole = job.result()
+        return Ending(code=process.returncode, said=_last_line(job.log, begin), rows=rows, whole=whole)
 
-    def _watch(
-        self,
-        process: subprocess.Popen[bytes],
-        job: Job,
-        unwanted: Callable[[], bool],
-        seen: Callable[[RowCounts], None],
-    ) -> None:
-        last, deadline = None, None
-        while True:
-            ended = process.poll() is not None  # polled first, so that the last write of the process is seen
-            counts = job.counts()
-            if counts is not None and counts != last:
-                seen(counts)
-                last = counts
-            if ended:
-                return
-            if deadline is None and unwanted():
-                process.send_signal(signal.SIGINT)
-                deadline = time.monotonic() + self.pace.grace_s
-            elif deadline is not None and time.monotonic() > deadline:
-                return
-            self.wait(self.pace.poll_s)
-
-    def _wait_for_room(self, directory: Path, every_s: float, unwanted: Callable[[], bool]) -> None:
-        """Return when ``directory`` is writable again or the job is unwanted."""
-        probe, room = directory / "room", False
-        while not room and not unwanted():
+    def _wait_for_room(self, directory: Path, every_s: float, ends: Callable[[], bool]) -> None:
+        """Return when ``directory`` is writable again or the job ``ends``."""
+        while not ends():
             self.wait(every_s)
-            with contextlib.suppress(OSError):
-                try:
-                    with probe.open("wb") as file:
-                        file.write(bytes(_ROOM_BYTES))
-                        file.flush()
-                        os.fsync(file.fileno())
-                    room = True
-                finally:
-                    probe.unlink()
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+            with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=directory) as probe:
+                probe.write(bytes(_ROOM_BYTES))
+                probe.flush()
+                os.fsync(probe.fileno())
+                return
 
 
 def _last_line(log: Path, begin: int) -> str:
@@ -259,34 +244,35 @@ def wait_until_free(job: Job, *, within_s: float) -> None:
     if not job.directory.is_dir():
         return
     deadline = time.monotonic() + within_s
-    with open(os.open(job.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)) as held:
-        while True:
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{job.directory}: an earlier process still works there") from None
-                time.sleep(0.05)
+    while (held := try_lock(job.lock)) is None:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{job.directory}: an earlier process still works there")
+        time.sleep(0.05)
+    os.close(held)
 
 
 class WorkThread(threading.Thread):
     """The one thread that starts jobs: the kernel kills a job with the thread that started it (`child_process`).
 
-    A daemon, so that a second interrupt ends the program at once. ``sound`` is True once ``work`` has returned, False
-    if ``work`` has raised.
+    A daemon, so that a second interrupt ends the program at once.
     """
 
-    def __init__(self, work: Callable[[], None], *, on_end: Callable[[], None]) -> None:
+    def __init__(self, work: Callable[[], None], *, on_end: Callable[[], None] = lambda: None) -> None:
         super().__init__(name="worker", daemon=True)
-        self._work, self._on_end, self.sound = work, on_end, False
+        self._work, self._on_end, self._sound = work, on_end, False
 
     def run(self) -> None:
         try:
             self._work()
-            self.sound = True
+            self._sound = True
         finally:
             self._on_end()
+
+    def finish(self) -> None:
+        """Wait for the end; raises RuntimeError if ``work`` raised, which is printed already."""
+        self.join()
+        if not self._sound:
+            raise RuntimeError("the worker ended by a fault of its own")
 
 
 @contextlib.contextmanager

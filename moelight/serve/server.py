@@ -8,8 +8,7 @@ import ipaddress
 import os
 import resource
 import socket
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from moelight.core.errors import ConfigError
-from moelight.serve.app import make_app
-from moelight.serve.auth import BROUGHT_TOKEN, make_token, read_token
-from moelight.serve.http import error_response
-from moelight.serve.jobs import Command, Pace, WorkThread, handled_signals
+from moelight.serve.app import Api, make_app
+from moelight.serve.auth import CONNECTION, make_token, read_token
+from moelight.serve.http import ApiError
+from moelight.serve.jobs import JobRunner, WorkThread, handled_signals
 from moelight.serve.store import DataDirectory
 from moelight.serve.worker import Worker
 
@@ -35,12 +34,13 @@ class Connection(H11Protocol):
     A new connection above the limit aborts the oldest of the least valuable ones.
     """
 
+    known = False  # set by `Guard` when a request brought the token
     _late: asyncio.TimerHandle | None = None
-    _known = False  # True once a request brought the token; each request has a state of its own
     _since_s = 0.0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.app_state = {CONNECTION: self}  # copied into each request
         self._since_s = self.loop.time()
         self._watch()
         # At most half of the process's file descriptors, since files need some, too.
@@ -50,7 +50,6 @@ class Connection(H11Protocol):
             min(here, key=Connection._worth).transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        self._note_token()  # of the previous request
         super().data_received(data)
         self._watch()
 
@@ -60,7 +59,7 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that are not HTTP in the format of every other rejection."""
-        answer = error_response(400, msg, code="invalid_http", headers={"Connection": "close"})
+        answer = ApiError(400, msg, code="invalid_http", headers={"Connection": "close"}).response()
         head = h11.Response(status_code=400, headers=answer.raw_headers)
         for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
@@ -68,12 +67,7 @@ class Connection(H11Protocol):
 
     def _worth(self) -> tuple[int, float]:
         """Sort key of eviction: connections that never sent the token first, then idle ones that did; oldest first."""
-        self._note_token()
-        return 0 if not self._known else 2 if self._busy else 1, self._since_s
-
-    def _note_token(self) -> None:
-        scope: Any = self.scope  # None before the first request
-        self._known = self._known or (scope is not None and BROUGHT_TOKEN in scope["state"])
+        return 0 if not self.known else 2 if self._busy else 1, self._since_s
 
     @property
     def _busy(self) -> bool:
@@ -93,50 +87,53 @@ class Connection(H11Protocol):
             self._late = None
 
 
-_CLOSE_S = 5  # for responses in progress when the server stops
+_UVICORN: dict[str, Any] = {
+    "http": Connection,
+    "ws": "none",
+    "loop": "asyncio",
+    "lifespan": "off",
+    "log_level": "warning",
+    "access_log": False,
+    "proxy_headers": False,
+    "server_header": False,
+    "timeout_keep_alive": 5,
+    "timeout_graceful_shutdown": 5,  # seconds for responses in progress when the server stops
+}
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServerOptions:
-    """The options of ``moelight serve-batch``. ``port`` 0 is any free port."""
+def serve(
+    runner: JobRunner,
+    *,
+    model: str,
+    data: Path,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    token_file: Path | None = None,
+    allow_remote: bool = False,
+    max_file_bytes: int = 512 << 20,
+    expire: bool = False,
+) -> int:
+    """Serve with the options of ``moelight serve-batch`` until a signal arrives, and return its number.
 
-    model: str
-    data: Path
-    host: str = "127.0.0.1"
-    port: int = 8000
-    token_file: Path | None = None
-    allow_remote: bool = False
-    max_file_bytes: int = 512 << 20
-    expire: bool = False
-
-
-def serve(options: ServerOptions, command: Command, *, say: Callable[[str], None], pace: Pace | None = None) -> int:
-    """Serve until a signal arrives, and return its number."""
-    listening = listen(options.host, options.port, allow_remote=options.allow_remote)
-    with contextlib.closing(listening), contextlib.closing(DataDirectory(options.data)) as data:
-        token_file = options.token_file
+    ``port`` 0 is any free port.
+    """
+    listening = listen(host, port, allow_remote=allow_remote)
+    with contextlib.closing(listening), contextlib.closing(DataDirectory(data)) as directory:
         if token_file is None:
-            token_file = data.root / "token"
+            token_file = directory.root / "token"
             make_token(token_file)
-        token = read_token(token_file)
-        worker = Worker(data, command, say=say, pace=pace, expire=options.expire)
-        app = make_app(
-            data,
-            model=options.model,
-            token=token,
-            wake=worker.wake,
-            waits=worker.waits,
-            max_file_bytes=options.max_file_bytes,
-            hosts=None if options.allow_remote else _LOOPBACK_NAMES | {options.host},
-        )
-        server = _Server(_configuration(app))
-        waiting = len(data.store.open_batches())
-        say(f"base URL {base_url(listening)}, token in {token_file}, files and state in {data.root}")
+        worker = Worker(directory, runner, expire=expire)
+        api = Api(directory, worker, model=model, max_file_bytes=max_file_bytes)
+        hosts = None if allow_remote else _LOOPBACK_NAMES | {host}
+        app = make_app(api, token=read_token(token_file), hosts=hosts)
+        server = _Server(uvicorn.Config(app, **_UVICORN))
+        waiting = len(directory.store.open_batches())
+        runner.say(f"base URL {base_url(listening)}, token in {token_file}, files and state in {directory.root}")
         if waiting:
-            say(f"{waiting} batches go on")
+            runner.say(f"{waiting} batches go on")
 
-        def leave(*_: object) -> None:
+        def leave() -> None:
             server.should_exit = True
 
         thread = WorkThread(worker.run, on_end=leave)
@@ -145,12 +142,10 @@ def serve(options: ServerOptions, command: Command, *, say: Callable[[str], None
             with handled_signals(server.handle_exit) as came:
                 server.run(sockets=[listening])
         finally:
-            worker.stop()
-            thread.join()
-        if not thread.sound:
-            raise RuntimeError("the worker ended by a fault of its own")
-        left = len(data.store.open_batches())
-        say("stopped" + (f"; {left} batches go on with the same command" if left else ""))
+            runner.stop()
+            thread.finish()
+        left = len(directory.store.open_batches())
+        runner.say("stopped" + (f"; {left} batches go on with the same command" if left else ""))
         return came[-1] if came else 0
 
 
@@ -179,22 +174,6 @@ def base_url(listening: socket.socket) -> str:
     """Return the ``base_url`` for the ``openai`` client."""
     host, port, *_ = listening.getsockname()
     return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
-
-
-def _configuration(app: Any) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http=Connection,
-        ws="none",
-        loop="asyncio",
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        timeout_keep_alive=5,
-        timeout_graceful_shutdown=_CLOSE_S,
-    )
 
 
 class _Server(uvicorn.Server):

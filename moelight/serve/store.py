@@ -20,10 +20,12 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+
+import msgspec
 
 from moelight.core.errors import ConfigError
 
@@ -80,6 +82,10 @@ class RowCounts:
     completed: int = 0
     failed: int = 0
 
+    @property
+    def done(self) -> int:
+        return self.completed + self.failed
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchFailure:
@@ -116,8 +122,8 @@ class Batch:
     errors: tuple[BatchFailure, ...] = ()
 
 
-_T = TypeVar("_T")
-_PLAIN = tuple(f.name for f in fields(Batch) if f.name not in {"counts", "metadata", "errors"})
+_T = TypeVar("_T", StoredFile, Batch)
+_TABLES = {StoredFile: "files", Batch: "batches"}
 
 
 class Store:
@@ -153,10 +159,10 @@ class Store:
             _insert(base, "files", asdict(file))
 
     def file(self, file_id: str) -> StoredFile | None:
-        return next(iter(self._select(_file, "SELECT * FROM files WHERE id = ?", file_id)), None)
+        return next(iter(self._select(StoredFile, "WHERE id = ?", file_id)), None)
 
     def files(self) -> list[StoredFile]:
-        return self._select(_file, "SELECT * FROM files ORDER BY place")
+        return self._select(StoredFile, "ORDER BY place")
 
     def drop_file(self, file_id: str) -> str | None:
         """Delete the file's entry; if an open batch reads the file, return the batch's id and do nothing."""
@@ -169,33 +175,39 @@ class Store:
             base.execute("DELETE FROM files WHERE id = ?", (file_id,))
             return None
 
-    def page_of_files(
-        self, *, after: str | None, limit: int, newest_first: bool = True, purpose: str | None = None
-    ) -> tuple[list[StoredFile], bool] | None:
-        """Return up to ``limit`` files after ``after``, and True if more follow; None if ``after`` does not exist."""
-        return self._page(_file, "files", after, limit, newest_first=newest_first, purpose=purpose)
-
     def add_batch(self, batch: Batch) -> bool:
-        """Add the batch; return False and do nothing if its input file no longer exists."""
+        """Add the batch, without counts and errors; return False and do nothing if its input file no longer exists."""
+        values = asdict(batch) | {"metadata": json.dumps(batch.metadata)}
+        del values["counts"], values["errors"]
         with self._transaction() as base:
             if base.execute("SELECT 1 FROM files WHERE id = ?", (batch.input_file_id,)).fetchone() is None:
                 return False
-            values = {name: getattr(batch, name) for name in _PLAIN}
-            values["metadata"] = None if batch.metadata is None else json.dumps(dict(batch.metadata))
             _insert(base, "batches", values)
             return True
 
     def batch(self, batch_id: str) -> Batch | None:
-        return next(iter(self._select(_batch, "SELECT * FROM batches WHERE id = ?", batch_id)), None)
-
-    def page_of_batches(self, *, after: str | None, limit: int) -> tuple[list[Batch], bool] | None:
-        """Return a page as `page_of_files` does, newest first."""
-        return self._page(_batch, "batches", after, limit)
+        return next(iter(self._select(Batch, "WHERE id = ?", batch_id)), None)
 
     def open_batches(self) -> list[Batch]:
         """Return the batches with work left: started ones first, then in order of creation."""
-        query = f"SELECT * FROM batches WHERE status IN ({_marks(OPEN)}) ORDER BY status = 'validating', place"
-        return self._select(_batch, query, *OPEN)
+        return self._select(Batch, f"WHERE status IN ({_marks(OPEN)}) ORDER BY status = 'validating', place", *OPEN)
+
+    def page(
+        self, kind: type[_T], after: str | None, limit: int, *, newest_first: bool = True, purpose: str | None = None
+    ) -> tuple[list[_T], bool] | None:
+        """Return up to ``limit`` items after ``after``, and True if more follow; None if ``after`` does not exist.
+
+        ``purpose``: of the files, None for any.
+        """
+        order, beyond = ("DESC", "<") if newest_first else ("ASC", ">")
+        wanted = {} if purpose is None else {"purpose = ?": purpose}
+        if after is not None:
+            if not self._select(kind, "WHERE id = ?", after):
+                return None
+            wanted[f"place {beyond} (SELECT place FROM {_TABLES[kind]} WHERE id = ?)"] = after
+        where = f"WHERE {' AND '.join(wanted)}" if wanted else ""
+        found = self._select(kind, f"{where} ORDER BY place {order} LIMIT ?", *wanted.values(), limit + 1)
+        return found[:limit], len(found) > limit
 
     def move(
         self,
@@ -204,20 +216,21 @@ class Store:
         *,
         counts: RowCounts | None = None,
         errors: Sequence[BatchFailure] = (),
-        output: StoredFile | None = None,
-        error_output: StoredFile | None = None,
+        files: Mapping[str, StoredFile] | None = None,
     ) -> bool:
-        """Move the batch to the state ``to`` and store its results; return False if its state does not allow that."""
+        """Move the batch to the state ``to`` and store its results; return False if its state does not allow that.
+
+        ``files`` are new files by the fields of the batch that name them.
+        """
         changes: dict[str, Any] = {"status": to, f"{to}_at": int(time.time())}
         if counts is not None:
             changes |= asdict(counts)
         if errors:
             changes["errors"] = json.dumps([asdict(fault) for fault in errors])
-        made = {"output_file_id": output, "error_file_id": error_output}
-        files = {column: file for column, file in made.items() if file is not None}
+        files = files or {}
         changes |= {column: file.id for column, file in files.items()}
         with self._transaction() as base:
-            if not _update(base, batch_id, changes, tuple(state for state, ways in MOVES.items() if to in ways)):
+            if not _update(base, batch_id, changes, [state for state, ways in MOVES.items() if to in ways]):
                 return False
             for file in files.values():
                 _insert(base, "files", asdict(file))
@@ -226,11 +239,10 @@ class Store:
     def cancel(self, batch_id: str) -> bool:
         """Cancel a batch: a waiting one ends here, a running one is marked; return False if it is in a later state."""
         now = int(time.time())
+        ended = {"status": "cancelled", "cancelling_at": now, "cancelled_at": now}
+        marked = {"status": "cancelling", "cancelling_at": now}
         with self._transaction() as base:
-            waits = {"status": "cancelled", "cancelling_at": now, "cancelled_at": now}
-            return _update(base, batch_id, waits, ("validating",)) or _update(
-                base, batch_id, {"status": "cancelling", "cancelling_at": now}, ("in_progress",)
-            )
+            return _update(base, batch_id, ended, ["validating"]) or _update(base, batch_id, marked, ["in_progress"])
 
     def count(self, batch_id: str, counts: RowCounts) -> None:
         """Store the progress of a running batch."""
@@ -248,30 +260,16 @@ class Store:
                 if self._base.in_transaction:
                     self._base.execute("ROLLBACK")
 
-    def _select(self, make: Callable[[sqlite3.Row], _T], query: str, *values: object) -> list[_T]:
+    def _select(self, kind: type[_T], rest: str, *values: object) -> list[_T]:
         with self._lock:
-            return [make(row) for row in self._base.execute(query, values).fetchall()]
+            rows = self._base.execute(f"SELECT * FROM {_TABLES[kind]} {rest}", values).fetchall()
+        return [msgspec.convert(_parsed(dict(row)), kind) for row in rows]
 
-    def _page(
-        self,
-        make: Callable[[sqlite3.Row], _T],
-        table: str,
-        after: str | None,
-        limit: int,
-        *,
-        newest_first: bool = True,
-        **equal: str | None,
-    ) -> tuple[list[_T], bool] | None:
-        order, beyond = ("DESC", "<") if newest_first else ("ASC", ">")
-        wanted = {f"{column} = ?": value for column, value in equal.items() if value is not None}
-        if after is not None:
-            if not self._select(tuple, f"SELECT 1 FROM {table} WHERE id = ?", after):
-                return None
-            wanted[f"place {beyond} (SELECT place FROM {table} WHERE id = ?)"] = after
-        where = f"WHERE {' AND '.join(wanted)}" if wanted else ""
-        query = f"SELECT * FROM {table} {where} ORDER BY place {order} LIMIT ?"
-        found = self._select(make, query, *wanted.values(), limit + 1)
-        return found[:limit], len(found) > limit
+
+def _parsed(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of either table with the composite fields of a batch."""
+    metadata, errors = (json.loads(row.get(name) or "null") for name in ("metadata", "errors"))
+    return {**row, "counts": row, "metadata": metadata, "errors": errors or []}
 
 
 def _insert(base: sqlite3.Connection, table: str, values: Mapping[str, Any]) -> None:
@@ -291,19 +289,6 @@ def _marks(values: Sequence[object] | Mapping[str, object]) -> str:
     return ", ".join("?" * len(values))
 
 
-def _file(row: sqlite3.Row) -> StoredFile:
-    return StoredFile(**{f.name: row[f.name] for f in fields(StoredFile)})
-
-
-def _batch(row: sqlite3.Row) -> Batch:
-    return Batch(
-        **{name: row[name] for name in _PLAIN},
-        counts=RowCounts(total=row["total"], completed=row["completed"], failed=row["failed"]),
-        metadata=None if row["metadata"] is None else json.loads(row["metadata"]),
-        errors=tuple(BatchFailure(**each) for each in json.loads(row["errors"] or "[]")),
-    )
-
-
 class DataDirectory:
     """A data directory locked by this process; created if missing."""
 
@@ -317,7 +302,7 @@ class DataDirectory:
             for own in (self.files, self.batches):
                 own.mkdir(mode=0o700, exist_ok=True)
                 own.chmod(0o700)
-            os.close(os.open(base, os.O_RDWR | os.O_CREAT, 0o600))
+            open(base, "ab", opener=private).close()
         except OSError as error:
             raise ConfigError(f"--data {root}: cannot be used ({(error.strerror or str(error)).lower()})") from None
         self.store = Store(base)
@@ -330,8 +315,16 @@ class DataDirectory:
     def path(self, file: StoredFile) -> Path:
         return self.root / file.path
 
-    def relative(self, path: Path) -> str:
-        return path.relative_to(self.root).as_posix()
+    def stored(self, path: Path, file_id: str, *, filename: str, purpose: str) -> StoredFile:
+        """Return the entry of the complete file at ``path``."""
+        return StoredFile(
+            id=file_id,
+            path=path.relative_to(self.root).as_posix(),
+            filename=filename,
+            purpose=purpose,
+            bytes=path.stat().st_size,
+            created_at=int(time.time()),
+        )
 
     def clear_job(self, batch_id: str) -> None:
         """Remove the files that an ended job no longer needs: all but kept files and the log."""
@@ -356,12 +349,25 @@ class DataDirectory:
                 self.clear_job(directory.name)
 
 
-def take_lock(path: Path, *, what: str) -> int:
-    """Return a descriptor that holds the lock until it is closed or the process ends."""
-    held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def private(path: str, flags: int) -> int:
+    """Opener, for `open`, of files that only their owner may read."""
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def try_lock(path: Path) -> int | None:
+    """Return a descriptor that holds the lock until it is closed or the process ends; None if the lock is taken."""
+    held = private(str(path), os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(held)
-        raise ConfigError(f"{what}: another moelight serve-batch works there; stop it, or name another") from None
+        return None
+    return held
+
+
+def take_lock(path: Path, *, what: str) -> int:
+    """Return the descriptor of `try_lock`; raises ConfigError if the lock is taken."""
+    held = try_lock(path)
+    if held is None:
+        raise ConfigError(f"{what}: another moelight serve-batch works there; stop it, or name another")
     return held

@@ -19,15 +19,16 @@ import json
 import os
 import shutil
 import signal
+import stat
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from moelight.core.errors import ConfigError
 from moelight.core.paths import write_whole
 from moelight.serve import jobs
-from moelight.serve.jobs import Command, Job, JobRunner, Pace, WorkThread, handled_signals
+from moelight.serve.jobs import Job, JobRunner, WorkThread, handled_signals
 from moelight.serve.store import take_lock
 
 SETTLE_S = 2.0  # a file that has not changed for this long is complete
@@ -35,22 +36,13 @@ _SUFFIX = ".jsonl"
 
 
 class Watcher:
-    """Locks ``root`` and runs the files dropped there; call `run` in a thread of its own, `stop` from any thread."""
+    """Locks ``root`` and runs the files dropped there; call `run` in a thread of its own, which ends when ``runner`` is
+    stopped."""
 
-    def __init__(
-        self,
-        root: Path,
-        command: Command,
-        *,
-        say: Callable[[str], None],
-        pace: Pace | None = None,
-        settle_s: float = SETTLE_S,
-    ) -> None:
-        self._root, self._say, self._settle_s = root.absolute(), say, settle_s
-        self._runner = JobRunner(command, say=say, pace=pace)
+    def __init__(self, root: Path, runner: JobRunner, *, settle_s: float = SETTLE_S) -> None:
+        self._root, self._runner, self._settle_s = root.absolute(), runner, settle_s
         self._taken = self._root / ".moelight"
-        self._sizes: dict[str, tuple[int, int, float]] = {}
-        self._at = ""  # the name of the running file
+        self._since: dict[tuple[str, int, int], float] = {}  # first seen with this name, size and time of change
         self._later: dict[str, float] = {}  # names of files with a failed step, and the time of the next try
         if not root.is_dir():
             raise ConfigError(f"--watch {root}: no such directory")
@@ -62,72 +54,59 @@ class Watcher:
         except OSError as error:
             raise ConfigError(f"--watch {root}: cannot be used ({(error.strerror or str(error)).lower()})") from None
 
-    def stop(self) -> None:
-        """Make `run` return soon: the running job is interrupted, and resumed by a later start."""
-        self._runner.stop()
-
     def run(self) -> None:
         """Run present and future files, until stopped."""
         runner = self._runner
         while not runner.stopping.is_set():
-            try:
-                job = self._next()
-                if job is not None:
-                    self._work(job)
-                    continue
-            except OSError as error:  # the disk is full, most likely
-                self._say(f"{error}; tried again in {runner.pace.retry_s:g} s")
-                self._later[self._at] = time.monotonic() + runner.pace.retry_s
-                if not self._at:
-                    runner.news.wait(runner.pace.retry_s)
-            runner.wait(max(runner.pace.poll_s, self._settle_s / 4))
+            if not self._step():
+                runner.wait(max(runner.pace.poll_s, self._settle_s / 4))
 
-    def _next(self) -> Job | None:
-        """Return the job of a file taken before, or of a complete file, which is taken now; None if there is none."""
-        now, self._at = time.monotonic(), ""
-        self._later = {name: due for name, due in self._later.items() if due > now}
-        taken = sorted(path for path in self._taken.iterdir() if path.is_dir())
-        for directory in taken:
-            if directory.name not in self._later:
-                self._at = directory.name
-                job = Job(source=directory / "input.jsonl", directory=directory)
-                if job.source.exists() or _ending(job).exists():
-                    return job
-                shutil.rmtree(directory)
-        path = self._complete(left={*self._later, *(path.name for path in taken)})
-        if path is None:
-            return None
-        self._at = path.name
-        job = Job(source=self._taken / path.name / "input.jsonl", directory=self._taken / path.name)
-        job.directory.mkdir(mode=0o700)
-        path.rename(job.source)
-        return job
+    def _step(self) -> bool:
+        """Run a file taken before, or one that is complete; return False if there is none, or a step failed."""
+        now, retry_s, name = time.monotonic(), self._runner.pace.retry_s, ""
+        self._later = {each: due for each, due in self._later.items() if due > now}
+        try:
+            taken = sorted(path.name for path in self._taken.iterdir() if path.is_dir())
+            ready = [each for each in taken if each not in self._later] or self._complete(but={*self._later, *taken})
+            if not ready:
+                return False
+            name = ready[0]
+            self._work(name, taken=name in taken)
+        except OSError as error:  # the disk is full, most likely
+            self._runner.say(f"{error}; tried again in {retry_s:g} s")
+            self._later[name] = time.monotonic() + retry_s
+            if not name:
+                self._runner.news.wait(retry_s)
+            return False
+        return True
 
-    def _complete(self, left: Collection[str]) -> Path | None:
-        """Return the oldest file that has stopped growing. Links, hidden and empty files, and ``left``, are skipped."""
-        now, before, ready = time.monotonic(), self._sizes, []
-        self._sizes = {}
-        with os.scandir(self._root) as entries:
-            for entry in entries:
-                if not entry.name.endswith(_SUFFIX) or entry.name.startswith(".") or entry.name in left:
-                    continue
-                with contextlib.suppress(FileNotFoundError):
-                    found = entry.stat(follow_symlinks=False)
-                    if not entry.is_file(follow_symlinks=False) or not found.st_size:
-                        continue
-                    size, changed, since = before.get(entry.name, (-1, 0, now))
-                    if (size, changed) != (found.st_size, found.st_mtime_ns):
-                        since = now
-                    self._sizes[entry.name] = (found.st_size, found.st_mtime_ns, since)
-                    if now - since >= self._settle_s:
-                        ready.append((found.st_mtime_ns, entry.name))
-        return self._root / min(ready)[1] if ready else None
+    def _complete(self, but: Collection[str]) -> list[str]:
+        """Return the files that have stopped growing, oldest first; not links, hidden and empty files, and ``but``."""
+        now, before, ready = time.monotonic(), self._since, []
+        self._since = {}
+        for path in self._root.iterdir():
+            if path.suffix != _SUFFIX or path.name.startswith(".") or path.name in but:
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                found = path.lstat()
+                if stat.S_ISREG(found.st_mode) and found.st_size:
+                    state = (path.name, found.st_size, found.st_mtime_ns)
+                    self._since[state] = before.get(state, now)
+                    if now - self._since[state] >= self._settle_s:
+                        ready.append((found.st_mtime_ns, path.name))
+        return [name for _, name in sorted(ready)]
 
-    def _work(self, job: Job) -> None:
+    def _work(self, name: str, *, taken: bool) -> None:
+        job = Job(source=self._taken / name / "input.jsonl", directory=self._taken / name)
+        if not taken:
+            job.directory.mkdir(mode=0o700)
+            (self._root / name).rename(job.source)
         if not _ending(job).exists():
-            name = job.directory.name
-            self._say(f"{name}: begun")
-            ending = self._runner.finish(job, name, unwanted=self._runner.stopping.is_set)
+            if not job.source.exists():  # killed before the file was taken
+                shutil.rmtree(job.directory)
+                return
+            self._runner.say(f"{name}: begun")
+            ending = self._runner.finish(job)
             if ending is None:
                 return
             self._decide(job, "done" if ending.whole else "failed", None if ending.whole else ending.why())
@@ -135,7 +114,7 @@ class Watcher:
 
     def _decide(self, job: Job, to: str, why: str | None) -> dict[str, Any]:
         """Record where the files will be moved, before the first of them is moved."""
-        base, most = job.directory.name.removesuffix(_SUFFIX), self._longest_stem
+        base, most = job.name.removesuffix(_SUFFIX), self._longest_stem
         stem, tries = _cut(base, most), 1
         while any((self._root / to / f"{stem}{end}").exists() for end in _ENDS):
             tries += 1
@@ -156,7 +135,7 @@ class Watcher:
             ending = self._decide(job, ending["to"], ending["why"])
         to, stem = self._root / ending["to"], ending["stem"]
         rows = {}
-        for what, path in (("output", job.output), ("errors", job.errors)):
+        for what, path in job.files.items():
             rows[what] = jobs.truncate_partial_line(path)
             if rows[what]:
                 path.rename(to / f"{stem}.{what}{_SUFFIX}")
@@ -166,8 +145,8 @@ class Watcher:
             job.source.rename(to / f"{stem}{_SUFFIX}")
         shutil.rmtree(job.directory)
         why = f" ({ending['why']})" if ending["why"] else f", {rows['output']} answered, {rows['errors']} refused"
-        named = "" if f"{stem}{_SUFFIX}" == job.directory.name else f" as {stem}{_SUFFIX}"
-        self._say(f"{job.directory.name}: {ending['to']}{named}{why}")
+        named = "" if f"{stem}{_SUFFIX}" == job.name else f" as {stem}{_SUFFIX}"
+        self._runner.say(f"{job.name}: {ending['to']}{named}{why}")
 
 
 _ENDS = (_SUFFIX, f".output{_SUFFIX}", f".errors{_SUFFIX}", ".error.txt")
@@ -184,18 +163,16 @@ def _ending(job: Job) -> Path:
     return job.directory / "ending.json"
 
 
-def watch(watcher: Watcher, *, say: Callable[[str], None]) -> int:
+def watch(watcher: Watcher, runner: JobRunner) -> int:
     """Run ``watcher`` until a signal arrives, and return its number."""
-    thread = WorkThread(watcher.run, on_end=lambda: None)
+    thread = WorkThread(watcher.run)
 
     def stop(*_: object) -> None:
-        watcher.stop()
+        runner.stop()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second one ends at once
 
     with handled_signals(stop) as came:
         thread.start()
-        thread.join()
-    if not thread.sound:
-        raise RuntimeError("the watcher ended by a fault of its own")
-    say("stopped; the same command goes on")
+        thread.finish()
+    runner.say("stopped; the same command goes on")
     return came[-1] if came else 0

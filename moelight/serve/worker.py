@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from moelight.serve import jobs
-from moelight.serve.jobs import Command, Job, JobRunner, Pace
+from moelight.serve.jobs import Job, JobRunner
 from moelight.serve.store import Batch, BatchFailure, DataDirectory, RowCounts, StoredFile
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
@@ -27,33 +28,19 @@ _LOST_INPUT = BatchFailure(code="missing_file", message="the input file is no lo
 
 
 class Worker:
-    """Runs the open batches of ``data``; call `run` in a thread of its own, all other methods from any thread."""
+    """Runs the open batches of ``data``; call `run` in a thread of its own, which ends when ``runner`` is stopped."""
 
-    def __init__(
-        self,
-        data: DataDirectory,
-        command: Command,
-        *,
-        say: Callable[[str], None],
-        pace: Pace | None = None,
-        expire: bool = False,
-    ) -> None:
-        self._data, self._store, self._expire = data, data.store, expire
-        self._runner, self._say = JobRunner(command, say=say, pace=pace), say
-        self._waits: tuple[str, BatchFailure] | None = None
+    def __init__(self, data: DataDirectory, runner: JobRunner, *, expire: bool = False) -> None:
+        self._data, self._store, self._runner, self._expire = data, data.store, runner, expire
 
     def wake(self) -> None:
-        """Check the batches again: one was created, or is to be cancelled."""
+        """Check the batches again: one was created, or is to be cancelled. Callable from any thread."""
         self._runner.news.set()
 
-    def stop(self) -> None:
-        """Make `run` return soon: the running job is interrupted, and resumed by a later start."""
-        self._runner.stop()
-
-    def waits(self, batch_id: str) -> BatchFailure | None:
-        """Return the reason why the batch is blocked, if it is the running batch; otherwise None."""
-        waits = self._waits
-        return waits[1] if waits is not None and waits[0] == batch_id else None
+    def blocked(self, batch_id: str) -> BatchFailure | None:
+        """Return the reason why the batch waits for its disk; None if it does not. Callable from any thread."""
+        name, reason = self._runner.blocked or ("", "")
+        return BatchFailure(code="insufficient_storage", message=reason) if name == batch_id else None
 
     def run(self) -> None:
         runner = self._runner
@@ -62,16 +49,16 @@ class Worker:
             if not batches:
                 runner.wait()
                 continue
+            runner.blocked = None
             try:
                 self._advance(batches[0])
             except (OSError, sqlite3.OperationalError) as error:  # the disk is full, most likely
-                self._say(f"{batches[0].id}: {error}; tried again in {runner.pace.retry_s:g} s")
-                self._wait_for(batches[0].id, f"{error}; tried again every {runner.pace.retry_s:g} s")
+                runner.say(f"{batches[0].id}: {error}; tried again in {runner.pace.retry_s:g} s")
+                runner.blocked = batches[0].id, f"{error}; tried again every {runner.pace.retry_s:g} s"
                 runner.stopping.wait(runner.pace.retry_s)
 
     def _advance(self, batch: Batch) -> None:
         """Run one step of the batch. Each step can be repeated: its effect is one transaction."""
-        self._waits = None
         if batch.status == "finalizing":
             self._end(batch, "completed")
         elif batch.status == "cancelling":
@@ -93,25 +80,20 @@ class Worker:
         if faults:
             self._end(batch, "failed", *faults)
         elif self._store.move(batch.id, "in_progress", counts=batch.counts):
-            self._say(f"{batch.id}: {total} lines")
+            self._runner.say(f"{batch.id}: {total} lines")
 
     def _run(self, batch: Batch, source: StoredFile) -> None:
         """Run the batch's job and move the batch to the state of its ending; an interrupted batch keeps its state."""
-        latest = batch.counts
 
         def seen(counts: RowCounts) -> None:
-            nonlocal latest
             if counts.total:  # 0: the job still reads its input, and has no counts of an earlier run yet
-                latest = replace(counts, total=max(counts.total, latest.total))
                 with contextlib.suppress(sqlite3.OperationalError):  # a full disk: the job detects that itself
-                    self._store.count(batch.id, latest)
+                    self._store.count(batch.id, replace(counts, total=max(counts.total, batch.counts.total)))
 
         ending = self._runner.finish(
             Job(source=self._data.path(source), directory=self._data.batches / batch.id),
-            batch.id,
             unwanted=lambda: self._unwanted(batch),
             seen=seen,
-            waits=lambda what: self._wait_for(batch.id, what),
         )
         if ending is None:
             return
@@ -119,16 +101,11 @@ class Worker:
             self._store.move(batch.id, "finalizing", counts=ending.rows)
         else:
             code = "job_refused" if ending.code == jobs.REFUSED else "worker_failed"
-            self._end(replace(batch, counts=latest), "failed", BatchFailure(code=code, message=ending.why()))
-
-    def _wait_for(self, batch_id: str, what: str) -> None:
-        self._waits = (batch_id, BatchFailure(code="insufficient_storage", message=what)) if what else None
+            self._end(self._store.batch(batch.id) or batch, "failed", BatchFailure(code=code, message=ending.why()))
 
     def _unwanted(self, batch: Batch) -> bool:
-        if self._runner.stopping.is_set() or self._late(batch):
-            return True
         now = self._store.batch(batch.id)
-        return now is None or now.status != "in_progress"
+        return self._late(batch) or now is None or now.status != "in_progress"
 
     def _late(self, batch: Batch) -> bool:
         return self._expire and time.time() >= batch.expires_at
@@ -137,37 +114,26 @@ class Worker:
         """Register the rows done as files, and close the batch."""
         job = Job(source=Path(), directory=self._data.batches / batch.id)
         jobs.wait_until_free(job, within_s=self._runner.pace.grace_s)
-        completed, failed = jobs.truncate_partial_line(job.output), jobs.truncate_partial_line(job.errors)
-        counts = RowCounts(total=max(batch.counts.total, completed + failed), completed=completed, failed=failed)
-        if status == "completed" and completed + failed < counts.total:
-            lost = f"{completed + failed} of {counts.total} rows are in the job's files"
+        rows, files = {}, {}
+        for what, column in (("output", "output_file_id"), ("errors", "error_file_id")):
+            rows[what] = jobs.truncate_partial_line(job.files[what])
+            if rows[what]:
+                file_id, name = f"file-{batch.id.removeprefix('batch_')}-{what}", f"{batch.id}_{what}.jsonl"
+                files[column] = self._data.stored(job.files[what], file_id, filename=name, purpose="batch_output")
+        total = max(batch.counts.total, sum(rows.values()))
+        counts = RowCounts(total=total, completed=rows["output"], failed=rows["errors"])
+        if status == "completed" and counts.done < total:
+            lost = f"{counts.done} of {total} rows are in the job's files"
             status, faults = "failed", (BatchFailure(code="worker_failed", message=lost),)
-        moved = self._store.move(
-            batch.id,
-            status,
-            counts=counts,
-            errors=faults,
-            output=self._made(batch, job.output, "output") if completed else None,
-            error_output=self._made(batch, job.errors, "errors") if failed else None,
-        )
-        if moved:
+        if self._store.move(batch.id, status, counts=counts, errors=faults, files=files):
             why = f" ({faults[0].message})" if faults else ""
-            self._say(f"{batch.id}: {status}, {completed} answered, {failed} refused of {counts.total}{why}")
+            ended = f"{status}, {counts.completed} answered, {counts.failed} refused of {total}{why}"
+            self._runner.say(f"{batch.id}: {ended}")
             self._data.clear_job(batch.id)
-
-    def _made(self, batch: Batch, path: Path, what: str) -> StoredFile:
-        return StoredFile(
-            id=f"file-{batch.id.removeprefix('batch_')}-{what}",
-            path=self._data.relative(path),
-            filename=f"{batch.id}_{what}.jsonl",
-            purpose="batch_output",
-            bytes=path.stat().st_size,
-            created_at=int(time.time()),
-        )
 
 
 class _Line(msgspec.Struct):
-    url: str | msgspec.UnsetType = msgspec.UNSET
+    url: Any = None
 
 
 _DECODER = msgspec.json.Decoder(_Line)
@@ -177,19 +143,13 @@ def check_lines(path: Path, *, endpoint: str) -> tuple[int, list[BatchFailure]]:
     """Return the number of non-blank lines, and the faults, 100 at most, that reject the file as a whole.
 
     A file is rejected if it has no line, none of its lines is a JSON object, or a line is for another endpoint than
-    ``endpoint``.
+    ``endpoint``. All other faults are left to the job.
     """
     total, objects, faults = 0, 0, list[BatchFailure]()
     for number, line in _lines(path):
         total += 1
-        if len(line) >= _MAX_LINE_BYTES:
-            objects += 1
-            continue
         try:
-            url = _DECODER.decode(line).url
-        except msgspec.ValidationError:  # JSON; the job reports the fault in the line's error row
-            objects += line.lstrip().startswith(b"{")
-            continue
+            url = None if len(line) >= _MAX_LINE_BYTES else _DECODER.decode(line).url
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue
         objects += 1

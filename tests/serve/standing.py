@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from moelight.serve.jobs import Command, Job, Pace
+from moelight.serve.jobs import Command, Job, JobRunner, Pace
 
 ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = Path(__file__).with_name("stand_in.py")
@@ -104,11 +104,10 @@ def standing(data: Path, slow_s: float = SLOW_SENDER_S) -> Iterator[Standing]:
 
 def serve_standing(data: Path, command: Command = stand_in, *, slow_s: float = SLOW_SENDER_S) -> int:
     from moelight.serve import auth, http, server
-    from moelight.serve.server import ServerOptions, serve
 
     server.HEADERS_S, http.STALL_S, auth.LINGER_S = slow_s, slow_s, 0.3 * slow_s
-    options = ServerOptions(model="org/demo", data=data, port=0, max_file_bytes=MAX_FILE_BYTES)
-    return serve(options, command, say=lambda text: print(text, file=sys.stderr, flush=True), pace=PACE)
+    runner = JobRunner(command, say=lambda text: print(text, file=sys.stderr, flush=True), pace=PACE)
+    return server.serve(runner, model="org/demo", data=data, port=0, max_file_bytes=MAX_FILE_BYTES)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import pytest
 from moelight.core.errors import ConfigError
 from moelight.serve.auth import make_token, read_token
 from moelight.serve.server import base_url, listen
-from tests.serve.standing import MAX_FILE_BYTES, SLOW_SENDER_S, Standing, line, lines, standing
+from tests.serve.standing import MAX_FILE_BYTES, SLOW_SENDER_S, Standing, line, lines, stand_in, standing
 
 
 def error_of(answer: httpx.Response) -> dict[str, object]:
@@ -266,12 +266,15 @@ def test_a_full_disk_is_said(server: Standing, tmp_path: Path) -> None:
 
     from starlette.testclient import TestClient
 
-    from moelight.serve.app import make_app
-    from moelight.serve.files import Upload
+    from moelight.serve.app import Api, make_app
+    from moelight.serve.http import Upload
+    from moelight.serve.jobs import JobRunner
     from moelight.serve.store import DataDirectory
+    from moelight.serve.worker import Worker
 
     data = DataDirectory(tmp_path / "data")
-    app = make_app(data, model="m", token="t" * 20, wake=lambda: None, max_file_bytes=1000, hosts=None)
+    worker = Worker(data, JobRunner(stand_in, say=print))
+    app = make_app(Api(data, worker, model="m", max_file_bytes=1000), token="t" * 20, hosts=None)
     client = TestClient(app, headers={"Authorization": "Bearer " + "t" * 20}, raise_server_exceptions=False)
 
     def full(self: Upload) -> None:

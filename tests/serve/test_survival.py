@@ -14,7 +14,15 @@ import pytest
 
 from moelight.core.errors import ConfigError
 from moelight.serve import child_process
-from moelight.serve.jobs import Command, Job, WorkThread, generate_command, truncate_partial_line, wait_until_free
+from moelight.serve.jobs import (
+    Command,
+    Job,
+    JobRunner,
+    WorkThread,
+    generate_command,
+    truncate_partial_line,
+    wait_until_free,
+)
 from moelight.serve.store import MOVES, Batch, DataDirectory, RowCounts, Store, StoredFile
 from moelight.serve.worker import Worker, check_lines
 from tests.serve.standing import PACE, line, lines, stand_in, standing, until
@@ -110,7 +118,9 @@ def test_a_batch_moves_along_its_states_only(tmp_path: Path) -> None:
         for to in [each for each in MOVES if each != "validating"]:
             name = f"{state}-{to}"
             assert store.add_batch(batch_of(name, status=state))
-            assert store.move(name, to, counts=RowCounts(total=1), output=file_of(f"out-{name}")) == (to in ways)
+            assert store.move(
+                name, to, counts=RowCounts(total=1), files={"output_file_id": file_of(f"out-{name}")}
+            ) == (to in ways)
             found = store.batch(name)
             assert found is not None and found.status == (to if to in ways else state)
             assert (store.file(f"out-{name}") is not None) == (to in ways) == (found.output_file_id is not None)
@@ -129,13 +139,12 @@ def work(
 ) -> list[str]:
     """What a worker says until there is nothing left to do."""
     said: list[str] = []
-    worker = Worker(data, command, say=said.append, pace=PACE, expire=expire)
-    thread = WorkThread(worker.run, on_end=lambda: None)
+    runner = JobRunner(command, say=said.append, pace=PACE)
+    thread = WorkThread(Worker(data, runner, expire=expire).run)
     thread.start()
     until(data.store.open_batches, lambda left: not left, within_s)
-    worker.stop()
-    thread.join()
-    assert thread.sound
+    runner.stop()
+    thread.finish()
     return said
 
 
@@ -150,7 +159,7 @@ def test_a_window_that_is_over_ends_a_batch_only_if_asked(tmp_path: Path) -> Non
     begun.mkdir()
     (begun / "output.jsonl").write_bytes(lines(2) + b"{torn")
     work(data, expire=True)
-    found = {batch.id: batch for batch in data.store.page_of_batches(after=None, limit=9)[0]}  # type: ignore[index]
+    found = {batch.id: batch for batch in data.store.page(Batch, None, 9)[0]}  # type: ignore[index]
     assert {batch.status for batch in found.values()} == {"expired"}
     assert (begun / "output.jsonl").read_bytes() == lines(2)
     assert found["batch_begun"].output_file_id and found["batch_waits"].output_file_id is None

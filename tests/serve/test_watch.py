@@ -16,27 +16,27 @@ from pathlib import Path
 import pytest
 
 from moelight.core.errors import ConfigError
+from moelight.serve.jobs import JobRunner
 from moelight.serve.watch import Watcher, watch
 from tests.serve.standing import PACE, ROOT, lines, stand_in, until
 
 SETTLE_S = 0.1
 
 
-def watcher(root: Path) -> Watcher:
-    return Watcher(
-        root, stand_in, say=lambda text: print(text, file=sys.stderr, flush=True), pace=PACE, settle_s=SETTLE_S
-    )
+def watcher(root: Path) -> tuple[Watcher, JobRunner]:
+    runner = JobRunner(stand_in, say=lambda text: print(text, file=sys.stderr, flush=True), pace=PACE)
+    return Watcher(root, runner, settle_s=SETTLE_S), runner
 
 
 @contextlib.contextmanager
-def watching(root: Path) -> Iterator[Watcher]:
-    found = watcher(root)
+def watching(root: Path) -> Iterator[None]:
+    found, runner = watcher(root)
     thread = threading.Thread(target=found.run)
     thread.start()
     try:
-        yield found
+        yield
     finally:
-        found.stop()
+        runner.stop()
         thread.join()
 
 
@@ -175,4 +175,4 @@ def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.exit(watch(watcher(Path(sys.argv[1])), say=print))
+    sys.exit(watch(*watcher(Path(sys.argv[1]))))
