@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
-from types import TracebackType
 from typing import Any
 
-from moelight.batch.fields import Reader, RowContext, RowTokenizer, Skip
-from moelight.batch.model_names import ModelNames
+from moelight.batch.fields import Reader, RowContext, Skip
 from moelight.batch.rows import BadRow, Row, RowFormat
 from moelight.batch.simple import PROMPT_FIELDS
 from moelight.batch.source import InputSource, open_input_source
 from moelight.core.errors import InputError
 from moelight.core.registry import Registry
-from moelight.core.request import SamplingParams
 
 FORMATS: Registry[Callable[[RowContext, InputSource], Reader]] = Registry(
     "format",
@@ -47,23 +44,16 @@ _TABLES = ("csv", "parquet")
 
 
 class Input:
-    """The rows of one file, pipe or standard input; a context that closes it. ``why`` is the detected format and the
+    """The rows of one file, pipe or standard input; a context that closes it. ``detected`` is the format and the
     evidence for it, one line."""
 
-    def __init__(self, source: InputSource, reader: Reader, why: str) -> None:
+    def __init__(self, source: InputSource, reader: Reader, detected: str) -> None:
         self.name = source.name
-        self.why = why
-        self._source = source
-        self._reader = reader
-
-    @property
-    def format(self) -> RowFormat:
-        return self._reader.format
-
-    @property
-    def size_bytes(self) -> int:
-        """Of the file as stored, compressed or not."""
-        return self._source.size_bytes
+        self.detected = detected
+        self.format: RowFormat = reader.format
+        self.size_bytes = source.size_bytes  # of the file as stored, compressed or not
+        self.digest = source.digest  # to detect a changed file
+        self._source, self._reader = source, reader
 
     @property
     def read_bytes(self) -> int:
@@ -75,61 +65,28 @@ class Input:
         InputError follows the last row if the file cannot be read to its end."""
         return self._reader.rows(self._source, skip=skip)
 
-    def digest(self) -> str:
-        """BLAKE2b of the whole file, to detect a changed file."""
-        return self._source.digest()
-
-    def close(self) -> None:
-        self._source.close()
-
     def __enter__(self) -> Input:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *error: object) -> None:
+        self._source.close()
 
 
-def open_input(
-    path: Path,
-    *,
-    format: str = AUTO,  # noqa: A002 (the option's name)
-    defaults: SamplingParams | None = None,
-    models: ModelNames | None = None,
-    prompt_column: str | None = None,
-    id_column: str | None = None,
-    vocabulary: RowTokenizer | None = None,
-    token_ids: bool = False,
-    numbered: bool = False,
-) -> Input:
+def open_input(path: Path, context: RowContext | None = None, *, format: str = AUTO) -> Input:  # noqa: A002 (the option's name)
     """Open ``path`` (``-``: standard input) in ``format``, or in the format detected from its name and first lines;
     raises InputError if it cannot be read, holds no row, or cannot be of that format."""
-    path = Path(path)
-    reading = RowContext(
-        defaults=defaults if defaults is not None else SamplingParams(),
-        models=models if models is not None else ModelNames(),
-        prompt_column=prompt_column,
-        id_column=id_column,
-        vocabulary=vocabulary,
-        token_ids=token_ids,
-        numbered=numbered,
-    )
-    source = open_input_source(path)
+    context, source = context or RowContext(), open_input_source(path)
     try:
-        if format == AUTO:
-            name, why = _detect(source, path)
-        else:
-            name, why = format, "as asked"
-        reader = FORMATS.get(name)(reading, source)
-        if name not in _TABLES and (prompt_column is not None or id_column is not None):
+        name, why = _detect(source, path) if format == AUTO else (format, "as asked")
+        reader = FORMATS.get(name)(context, source)
+        if name not in _TABLES and (context.prompt_column is not None or context.id_column is not None):
             raise InputError(f"{source.name}: columns can be named for {' and '.join(_TABLES)}, not for {name}")
         if next(reader.rows(source, skip=None), None) is None:
             raise InputError(f"{source.name}: no prompts", code="prompts_file")
     except BaseException:
         source.close()
         raise
-    return Input(source, reader, f"{source.name}: {_CALLED[name]} ({why}{reader.told})")
+    return Input(source, reader, f"{_CALLED[name]} ({why}{reader.told})")
 
 
 def _detect(source: InputSource, path: Path) -> tuple[str, str]:

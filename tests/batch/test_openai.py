@@ -347,7 +347,7 @@ def test_good_and_bad_kinds_without_a_tokenizer(tmp_path: Path) -> None:
     """What needs no tokenizer is read without one; errors keep their codes."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n".join([make("a") for make in GOOD.values()] + [make("b") for make, _ in BAD.values()]))
-    with open_input(path, models=ModelNames.of("org/model")) as found:
+    with open_input(path, RowContext(models=ModelNames.of("org/model"))) as found:
         rows = list(found.rows())
     assert all(isinstance(each, Row) for each in rows[: len(GOOD)])
     assert [each.code for each in rows[len(GOOD) :] if isinstance(each, BadRow)] == [code for _, code in BAD.values()]
