@@ -26,8 +26,7 @@ class AppendFile:
     """A file that is first truncated to ``end``, and then grows; ``end`` is behind all bytes handed to the system.
     Other bytes are buffered until the buffer is full or `seal` is called."""
 
-    def __init__(self, fd: int, path: Path, *, end: int = 0, gzip: bool = False) -> None:
-        self.path = path
+    def __init__(self, fd: int, *, end: int, gzip: bool) -> None:
         self.end = end
         self._fd = fd
         self._gzip = gzip

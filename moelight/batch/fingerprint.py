@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -48,22 +48,16 @@ def _plain(value: object) -> Any:
 
 _SHOWN = 60
 _ABSENT = object()
-_NOTHING = (_ABSENT, None)
 
 
-def differences(was: Mapping[str, Any], now: Mapping[str, Any], *, informative: Iterable[str] = ()) -> list[str]:
+def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """A line for each value that differs, ``"sampling.temperature: was 0.0, is 0.7"``, in the order of ``now``; nested
-    objects are compared key by key, and an absent value equals null. ``informative`` names dotted keys, or whole
-    objects, that are not compared."""
-    silent = tuple(informative)
+    objects are compared key by key, and an absent value equals null."""
     old, new = dict(_flat(was)), dict(_flat(now))
     return [
-        f"{key}: was {shown[0]}, is {shown[1]}"
+        "{}: was {}, is {}".format(key, *_shown(old.get(key, _ABSENT), new.get(key, _ABSENT)))
         for key in dict.fromkeys([*new, *old])
-        if (values := (old.get(key, _ABSENT), new.get(key, _ABSENT)))[0] != values[1]
-        and not (values[0] in _NOTHING and values[1] in _NOTHING)
-        and not any(key == name or key.startswith(f"{name}.") for name in silent)
-        and (shown := _shown(*values))
+        if old.get(key) != new.get(key)
     ]
 
 

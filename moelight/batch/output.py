@@ -52,6 +52,26 @@ def check_writable(path: Path, *, what: str) -> None:
 
 
 @contextlib.contextmanager
+def stream_file(path: Path, *, what: str) -> Iterator[Callable[[bytes], None]]:
+    """Yield a function that writes bytes to ``path`` at once, from its beginning; ``-`` is standard output."""
+    with clear(path, what):
+        file: BinaryIO = sys.stdout.buffer if path == STANDARD_OUTPUT else path.open("wb")
+
+    def write(data: bytes) -> None:
+        with clear(path, what):
+            file.write(data)
+            file.flush()
+
+    try:
+        yield write
+    finally:
+        if path != STANDARD_OUTPUT:
+            # After a failed write, closing fails again, and the first failure is the one to report.
+            with contextlib.suppress(OSError):
+                file.close()
+
+
+@contextlib.contextmanager
 def whole_file(path: Path, *, what: str) -> Iterator[Callable[[bytes], None]]:
     """Yield a function that appends bytes to the new contents of ``path``, which appear once the block ends without
     error.
@@ -59,41 +79,30 @@ def whole_file(path: Path, *, what: str) -> Iterator[Callable[[bytes], None]]:
     Pipes, devices and ``-`` (standard output) are written directly. After an InputError (disk full, directory removed)
     an earlier file is unchanged.
     """
-    direct = writes_directly(path)
+    if writes_directly(path):
+        with stream_file(path, what=what) as write:
+            yield write
+        return
     partial = _partial(path)
     with clear(path, what):
-        file = _open_stream(path) if direct else os.fdopen(_create(partial), "wb")
+        file = os.fdopen(_create(partial), "wb")
 
-    def write(data: bytes) -> None:
+    def append(data: bytes) -> None:
         with clear(path, what):
             file.write(data)
-            if direct:
-                file.flush()
 
     try:
-        yield write
+        yield append
         with clear(path, what):
             file.flush()
-            if not direct:
-                _replace(partial, path, file)
+            os.fsync(file.fileno())
+            if path.exists():
+                shutil.copymode(path, partial)
+            partial.replace(target(path))
     finally:
-        if path != STANDARD_OUTPUT:
-            # After a failed write, closing fails again, and the first failure is the one to report.
-            with contextlib.suppress(OSError):
-                file.close()
-        if not direct:
-            partial.unlink(missing_ok=True)
-
-
-def _replace(partial: Path, path: Path, file: BinaryIO) -> None:
-    os.fsync(file.fileno())
-    if path.exists():
-        shutil.copymode(path, partial)
-    partial.replace(target(path))
-
-
-def _open_stream(path: Path) -> BinaryIO:
-    return sys.stdout.buffer if path == STANDARD_OUTPUT else path.open("wb")
+        with contextlib.suppress(OSError):
+            file.close()
+        partial.unlink(missing_ok=True)
 
 
 def target(path: Path) -> Path:
@@ -117,14 +126,10 @@ def clear(path: Path, what: str) -> Iterator[None]:
         yield
     except BrokenPipeError:
         raise
-    except FileNotFoundError:
-        raise InputError(
-            f"{what} {path}: cannot be written, there is no directory {path.parent}", code="output_path"
-        ) from None
-    except NotADirectoryError:
-        raise InputError(
-            f"{what} {path}: cannot be written, {path.parent} is not a directory", code="output_path"
-        ) from None
+    except (FileNotFoundError, NotADirectoryError) as error:
+        missing = isinstance(error, FileNotFoundError)
+        why = f"there is no directory {path.parent}" if missing else f"{path.parent} is not a directory"
+        raise InputError(f"{what} {path}: cannot be written, {why}", code="output_path") from None
     except (OSError, ValueError) as error:
         raise refused_write(error, f"{what} {path}") from None
 
