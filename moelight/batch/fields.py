@@ -12,6 +12,7 @@ from moelight.batch.rows import BadRow, Row, RowFormat, bad_row
 from moelight.batch.source import LONGEST_LINE, InputSource
 from moelight.core.errors import InputError, did_you_mean
 from moelight.core.request import SamplingParams
+from moelight.engine.chat import check_messages
 
 Skip: TypeAlias = Callable[[int], bool]
 # Bounds of the cache of shared sampling fields: entries, and characters of one key (a schema may be long).
@@ -133,13 +134,6 @@ class LineReader:
                 yield self.read(raw, number, line)
 
 
-def refused(number: int, line: int, custom_id: str | None, error: Exception, *, kind: str = "") -> BadRow:
-    """The error row for ``error``: an InputError, or the RecursionError of JSON that is nested too deeply."""
-    if isinstance(error, InputError):
-        return bad_row(number, line, custom_id, error, kind=kind, param=getattr(error, "param", None))
-    return bad_row(number, line, custom_id, InputError("nested too deeply", code="invalid_json"), kind=kind)
-
-
 def read_row_object(raw: bytes, *, holding: str) -> dict[str, Any]:
     """The JSON object in ``raw``, without duplicate keys; ``holding`` names its expected fields in the InputError."""
     try:
@@ -163,6 +157,19 @@ def read_custom_id(values: Mapping[str, Any]) -> str | None:
     if given is not None and not isinstance(given, str):
         raise FieldError("custom_id must be a string", param="custom_id")
     return given
+
+
+def read_messages(given: Any) -> list[dict[str, Any]]:
+    """The messages of a conversation; raises FieldError if they are none."""
+    try:
+        return check_messages(given)
+    except InputError as error:
+        raise FieldError(str(error), param="messages", code=error.code) from None
+
+
+def are_token_ids(given: object) -> bool:
+    """True for a list of integers that may be token ids."""
+    return isinstance(given, list) and all(type(each) is int and each >= 0 for each in given)
 
 
 def _check_depth(values: dict[str, Any]) -> None:

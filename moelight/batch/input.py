@@ -82,7 +82,7 @@ def open_input(path: Path, context: RowContext | None = None, *, format: str = A
         if name not in _TABLES and (context.prompt_column is not None or context.id_column is not None):
             raise InputError(f"{source.name}: columns can be named for {' and '.join(_TABLES)}, not for {name}")
         if next(reader.rows(source, skip=None), None) is None:
-            raise InputError(f"{source.name}: no prompts", code="prompts_file")
+            raise source.refusal("no prompts")
     except BaseException:
         source.close()
         raise
@@ -100,10 +100,7 @@ def _detect(source: InputSource, path: Path) -> tuple[str, str]:
     for tried, (line, raw) in enumerate(_filled(source)):
         first = first or raw.strip()
         if suffix == ".json" and first in (b"{", b"["):
-            raise InputError(
-                f"{source.name}: one JSON text over many lines; write each row as an object on a line of its own",
-                code="prompts_file",
-            )
+            raise source.refusal("one JSON text over many lines; write each row as an object on a line of its own")
         found = _object(raw)
         if found is not None:
             openai = any(name in found for name in _OPENAI_KEYS)

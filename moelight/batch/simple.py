@@ -11,17 +11,18 @@ from moelight.batch.fields import (
     LineReader,
     RowContext,
     SamplingCache,
+    are_token_ids,
     read_custom_id,
+    read_messages,
     read_row_object,
-    refused,
     unknown_field,
 )
 from moelight.batch.openai_answers import logprobs_row, prompt_logprobs_row
-from moelight.batch.rows import AnswerHeader, BadRow, Prompt, Row
+from moelight.batch.rows import AnswerHeader, BadRow, Prompt, Row, bad_row
 from moelight.batch.source import InputSource
 from moelight.core.errors import InputError
 from moelight.core.request import Completion, SamplingParams
-from moelight.engine.chat import Conversation, check_messages
+from moelight.engine.chat import Conversation
 
 SAMPLING_FIELDS = tuple(each.name for each in fields(SamplingParams))
 PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids")
@@ -81,7 +82,7 @@ class SimpleReader(LineReader):
         try:
             values = read_row_object(raw, holding="prompt or messages")
         except (InputError, RecursionError) as error:
-            return refused(number, line, None, error)
+            return bad_row(number, line, None, error)
         return read_values(values, number, line, self._samplings)
 
 
@@ -97,7 +98,7 @@ class TextReader(LineReader):
             text = raw.removesuffix(b"\r").decode("utf-8")
         except UnicodeDecodeError as error:
             bad = InputError(f"not UTF-8 (byte {error.start + 1})", code="invalid_utf8")
-            return refused(number, line, None, bad)
+            return bad_row(number, line, None, bad)
         return Row(number=number, line=line, custom_id=None, kind="prompt", prompts=(text,), sampling=self._sampling)
 
 
@@ -123,7 +124,7 @@ def read_values(values: Mapping[str, Any], number: int, line: int, samplings: Sa
             sampling=samplings.make(given),
         )
     except InputError as error:
-        return refused(number, line, custom_id, error, kind="messages" if kind == "messages" else "prompt" * bool(kind))
+        return bad_row(number, line, custom_id, error, kind="messages" if kind == "messages" else "prompt" * bool(kind))
 
 
 def _kind(values: Mapping[str, Any]) -> str:
@@ -137,15 +138,12 @@ def _kind(values: Mapping[str, Any]) -> str:
 
 def _asked(kind: str, given: Any) -> tuple[tuple[Prompt, ...], Conversation | None]:
     if kind == "messages":
-        try:
-            return (), Conversation(messages=check_messages(given))
-        except InputError as error:
-            raise FieldError(str(error), param=kind, code=error.code) from None
+        return (), Conversation(messages=read_messages(given))
     if kind == "prompt":
         if not isinstance(given, str):
             raise FieldError("prompt must be a string", param=kind)
         return (given,), None
-    if not isinstance(given, list) or not all(type(token) is int and token >= 0 for token in given):
+    if not are_token_ids(given):
         raise FieldError("prompt_token_ids must be a list of token ids", param=kind)
     return (tuple(given),), None
 
