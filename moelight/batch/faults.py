@@ -63,9 +63,3 @@ def reach(point: str, fd: int = -1, data: bytes = b"", offset: int = 0) -> None:
     """Mark ``point`` as reached; at ``mid_write``, ``data`` is about to be written at ``offset`` of ``fd``."""
     if _FAULT is not None:
         _FAULT.reach(point, fd, data, offset)
-
-
-def reach_row(number: int) -> None:
-    """Mark row ``number`` as about to be prepared."""
-    if _FAULT is not None:
-        reach(f"row_{number}")

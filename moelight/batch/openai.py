@@ -141,7 +141,6 @@ class OpenAIReader(LineReader):
     def __init__(self, reading: RowContext, source: InputSource) -> None:  # noqa: ARG002 (every reader is made of both)
         self.format = OpenAIFormat(vocabulary=reading.vocabulary)
         self._models = reading.models
-        self._vocabulary = reading.vocabulary
         self._samplings = SamplingCache(reading.defaults)
 
     def read(self, raw: bytes, number: int, line: int) -> Row | BadRow:
@@ -214,12 +213,9 @@ class OpenAIReader(LineReader):
         _check_logprobs("logprobs", body.logprobs)
         if body.logprobs is not None:
             sampling["logprobs"] = body.logprobs
-        if body.echo:
-            if self._vocabulary is None and (body.logprobs is not None or not isinstance(prompts[0], str)):
-                raise FieldError("echo needs the model's tokenizer", param="echo", code="unsupported_parameter")
-            # Echoed tokens have log-probabilities too, and a prompt that is only scored must request some.
-            if not shown and (body.logprobs is not None or body.max_tokens == 0):
-                sampling["prompt_logprobs"] = body.logprobs or 0
+        # Echoed tokens have log-probabilities too, and a prompt that is only scored must request some.
+        if body.echo and not shown and (body.logprobs is not None or body.max_tokens == 0):
+            sampling["prompt_logprobs"] = body.logprobs or 0
         answered = {"logprobs": body.logprobs, "echo": bool(body.echo), "prompt_logprobs": shown}
         return _ParsedBody(prompts=prompts, sampling=sampling, answered=answered)
 

@@ -34,6 +34,12 @@ _SCHEMA = (
     _WAITING,
     f"PRAGMA user_version = {VERSION}",
 )
+_DAMAGED = "is damaged, so what this job has done is not known;"
+_STRANGE = "is not a journal; move it away, or"
+_VERSION = (
+    f"is a journal of version {{}}, this is moelight's version {VERSION}; finish the job with the moelight that began "
+    "it, or"
+)
 _SYSTEM_ERRORS = {
     "database or disk is full": errno.ENOSPC,
     "disk I/O error": errno.EIO,
@@ -292,7 +298,7 @@ def read_record(path: Path) -> JobRecord | None:
 def _connect(path: Path) -> sqlite3.Connection:
     with path.open("rb") as file:
         if file.read(len(_FIRST_VERSION_HEAD)) == _FIRST_VERSION_HEAD:
-            raise _of_version(1, path)
+            raise _refusal(path, _VERSION.format(1))
     with _explained(path):
         base = sqlite3.connect(
             f"file:{quote(os.fsencode(path))}?mode=rw",
@@ -310,15 +316,15 @@ def _read(base: sqlite3.Connection, path: Path) -> JobRecord | None:
         version = base.execute("PRAGMA user_version").fetchone()[0]
         if version == 0:
             if base.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                raise _strange(path)
+                raise _refusal(path, _STRANGE)
             return None
         if version != VERSION:
-            raise _of_version(version, path)
+            raise _refusal(path, _VERSION.format(version))
         base.execute("BEGIN")  # one state, also while another process commits
         try:
             return _record(base, path)
         except (ValueError, TypeError, KeyError):
-            raise _damaged(path) from None
+            raise _refusal(path, _DAMAGED) from None
         finally:
             if base.in_transaction:
                 base.execute("ROLLBACK")
@@ -335,26 +341,12 @@ def _record(base: sqlite3.Connection, path: Path) -> JobRecord:
     whole = base.execute("PRAGMA quick_check").fetchone()[0] == "ok"
     torn = sum(zlib.crc32(data) != crc for data, crc in base.execute("SELECT data, crc FROM waiting"))
     if not whole or torn or len(record.done) != record.completed + record.failed:
-        raise _damaged(path)
+        raise _refusal(path, _DAMAGED)
     return record
 
 
-def _damaged(path: Path) -> InputError:
-    return InputError(
-        f"{path}: is damaged, so what this job has done is not known; --restart starts anew", code="journal"
-    )
-
-
-def _of_version(version: int, path: Path) -> InputError:
-    return InputError(
-        f"{path}: is a journal of version {version}, this is moelight's version {VERSION}; finish the job with the "
-        "moelight that began it, or --restart starts anew",
-        code="journal",
-    )
-
-
-def _strange(path: Path) -> InputError:
-    return InputError(f"{path}: is not a journal; move it away, or --restart starts anew", code="journal")
+def _refusal(path: Path, why: str) -> InputError:
+    return InputError(f"{path}: {why} --restart starts anew", code="journal")
 
 
 @contextlib.contextmanager
@@ -363,10 +355,9 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.DatabaseError as error:
-        system = _system_error(error)
-        if system is not None:
+        if (system := _system_error(error)) is not None:
             raise system from None
-        raise (_strange if "not a database" in str(error) else _damaged)(path) from None
+        raise _refusal(path, _STRANGE if "not a database" in str(error) else _DAMAGED) from None
 
 
 def _system_error(error: sqlite3.DatabaseError) -> OSError | None:
