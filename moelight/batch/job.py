@@ -192,14 +192,14 @@ def run_job(options: JobOptions, *, progress: Progress | None = None, eta: TimeL
     with terminable(), prepare(options) as prepared:
         if how.restart:
             # A job that cannot run leaves the output untouched, which --restart discards.
-            _planned(options, prepared, progress or Progress())
+            _planned(prepared, progress or Progress())
         with open_outputs(outputs, prepared.facts, restart=how.restart, allow_changed=how.allow_changed) as ledger:
             # After the ledger: a run that may not write the output may not write its status files either.
             files = file_watchers(options, left)
             told = ProgressGroup([*watchers, *files])
             end: State = "failed"
             try:
-                result = _run(options, prepared, ledger, told)
+                result = _run(prepared, ledger, told)
                 end = "cancelled" if result.state == INTERRUPTED else "completed"
             except MoelightError as error:
                 told.failed(getattr(error, "code", "job"), str(error))
@@ -216,7 +216,7 @@ def forecast_job(options: JobOptions, *, progress: Progress | None = None) -> Fo
     """Read the input and plan the job, as `run_job` does; nothing is loaded or written, and output files are not
     checked."""
     with prepare(options) as prepared:
-        summary, plan = _planned(options, prepared, progress or Progress())
+        summary, plan = _planned(prepared, progress or Progress())
         return Forecast(
             input=prepared.source.name,
             detected=prepared.source.detected,
@@ -226,10 +226,10 @@ def forecast_job(options: JobOptions, *, progress: Progress | None = None) -> Fo
         )
 
 
-def _planned(options: JobOptions, prepared: JobInput, told: Progress) -> tuple[ScanSummary, Plan | None]:
+def _planned(prepared: JobInput, told: Progress) -> tuple[ScanSummary, Plan | None]:
     summary = scan(prepared.source, prepared.encode, told, context=prepared.model.context).summary
     workload = summary.workload()
-    return summary, None if workload is None else prepared.model.plan(options, workload).plan
+    return summary, None if workload is None else prepared.model.plan(prepared.options, workload).plan
 
 
 @contextlib.contextmanager
@@ -250,6 +250,7 @@ def prepare(options: JobOptions) -> Iterator[JobInput]:
     with open_input(options.prompts, context, format=options.format) as source:
         model.check(options.sampling)  # otherwise every row would become an error row
         yield JobInput(
+            options=options,
             source=source,
             model=model,
             facts={
@@ -268,7 +269,7 @@ def prepare(options: JobOptions) -> Iterator[JobInput]:
         )
 
 
-def _run(options: JobOptions, prepared: JobInput, ledger: Ledger, told: Progress) -> JobResult:
+def _run(prepared: JobInput, ledger: Ledger, told: Progress) -> JobResult:
     """Put every row that is not done into ``ledger``, and write the figures of the run."""
     if ledger.state == "complete":
         counts = _final_counts(ledger, ledger.completed + ledger.failed)
@@ -277,11 +278,11 @@ def _run(options: JobOptions, prepared: JobInput, ledger: Ledger, told: Progress
     refuse_struck(ledger, prepared)
     found = read_all(prepared, ledger, told)
     answering = RowProcessor(ledger, prepared, told, repeated=found.repeated)
+    trace, options = None, prepared.options
     with contextlib.ExitStack() as files:
-        trace = None
         if options.trace is not None:
             trace = RunTrace(files.enter_context(whole_file(options.trace, what="trace")))
-        state, stats, counts = _answer(options, prepared, ledger, found.summary, answering, told, trace)
+        state, stats, counts = _answer(prepared, ledger, found.summary, answering, told, trace)
         if state == DONE:
             ledger.finish(found.summary.rows)
         _write_json(options.stats, "stats", stats.as_dict())
@@ -308,7 +309,6 @@ def read_all(prepared: JobInput, ledger: Ledger, told: Progress) -> Scan:
 
 
 def _answer(
-    options: JobOptions,
     prepared: JobInput,
     ledger: Ledger,
     summary: ScanSummary,
@@ -317,7 +317,7 @@ def _answer(
     trace: RunTrace | None,
 ) -> tuple[str, RunStats, JobCounts]:
     """Put each row into ``ledger`` when its last completion is finished."""
-    workload = summary.workload()
+    options, workload = prepared.options, summary.workload()
     rows = prepared.source.rows(skip=ledger.done)
     if workload is None or ledger.completed >= summary.served:
         for _ in answering.requests(rows, None):
@@ -333,7 +333,7 @@ def _answer(
         )
         return DONE, nothing, _final_counts(ledger, summary.rows)
     job = prepared.model.plan(options, workload)
-    told.started(_start(options, prepared, summary, ledger, job))
+    told.started(_start(prepared, summary, ledger, job))
     with job.load(record=options.expert_stats is not None or options.save_expert_profile is not None) as engine:
         told.planned(job.why)
         watch = RowSync(engine, ledger, answering, summary, told, trace)
@@ -357,15 +357,13 @@ def _answer(
         return INTERRUPTED if left else DONE, engine.stats, watch.counts()
 
 
-def _start(
-    options: JobOptions, prepared: JobInput, summary: ScanSummary, ledger: Ledger, job: PlannedModel
-) -> JobStart:
+def _start(prepared: JobInput, summary: ScanSummary, ledger: Ledger, job: PlannedModel) -> JobStart:
     """The facts known before the model is loaded; predicted seconds are those of the remaining tokens."""
     share = 1.0 - ledger.totals.get("room", 0) / max(1, summary.generated_tokens)
     return JobStart(
         input=prepared.source.name,
         detected=prepared.source.detected,
-        model=options.model,
+        model=prepared.options.model,
         endpoint=summary.endpoint,
         kinds=summary.kinds,
         total=summary.rows,

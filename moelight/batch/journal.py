@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from moelight.batch import faults
-from moelight.batch.append import AppendFile, ByteRange, open_private, sync_directory
+from moelight.batch.append import AppendFile, open_private, sync_directory
 from moelight.batch.crash_guard import CrashGuard
 from moelight.batch.output import check_writable, clear, stream_file, writes_directly
 from moelight.batch.paths import OutputPath, Outputs
 from moelight.batch.recovery import Opened, open_job, take_names
-from moelight.batch.store import JobRecord, WaitingRow, WaitingRows, hold
+from moelight.batch.store import JobRecord, WaitingRows, hold
 from moelight.core.errors import InputError, MoelightError, UserError
 
 State = Literal["new", "resumed", "complete"]
@@ -85,7 +85,7 @@ class Ledger:
         self._write(data, failed=failed)
         self._next += 1
         while self._in_order and self._next in self._done:
-            data, failed = self._take(self._next)
+            data, failed = self._waiting.take(self._next)
             self._write(data, failed=failed)
             self._next += 1
 
@@ -98,7 +98,10 @@ class Ledger:
     def finish(self, total: int) -> None:
         """Complete the files of ``total`` rows. Raises MoelightError if a row is missing, InputError if the disk
         refuses."""
-        self._refuse_missing(total)
+        missing = self._done.missing(total)
+        if missing is not None:
+            raise MoelightError(f"row {missing} was never answered")
+        self._complete(total)
         self.state = "complete"
 
     def close(self) -> None:
@@ -107,13 +110,8 @@ class Ledger:
     def _write(self, data: bytes, *, failed: bool) -> None:
         raise NotImplementedError
 
-    def _take(self, number: int) -> tuple[bytes, bool]:
-        return self._waiting.take(number)
-
-    def _refuse_missing(self, total: int) -> None:
-        missing = self._done.missing(total)
-        if missing is not None:
-            raise MoelightError(f"row {missing} was never answered")
+    def _complete(self, total: int) -> None:
+        """Complete the files, to which all rows were written."""
 
 
 class Journal(Ledger):
@@ -122,7 +120,7 @@ class Journal(Ledger):
     committed rows are kept."""
 
     def __init__(self, outputs: Outputs, opened: Opened) -> None:
-        super().__init__(outputs, opened.record, WaitingRows(opened.store.base))
+        super().__init__(outputs, opened.record, WaitingRows(opened.store.base, before_read=self._wait_commit))
         complete = opened.record.stage == "complete"
         self.state = "complete" if complete else "new" if opened.new else "resumed"
         self.changed = opened.changed
@@ -223,9 +221,8 @@ class Journal(Ledger):
         self._begin()
         self._wait_commit()
 
-    def finish(self, total: int) -> None:
+    def _complete(self, total: int) -> None:
         self._ready()
-        self._refuse_missing(total)
         for file in self._files.values():
             file.make_valid()
         self.commit()
@@ -236,7 +233,6 @@ class Journal(Ledger):
             take_names(self._outputs, self._store, total)
         except OSError as error:
             self._fail(error)
-        self.state = "complete"
 
     def close(self, *, forget: bool = False) -> None:
         """Commit the rows that were put and close the files; raises InputError if that fails and no earlier call
@@ -274,11 +270,6 @@ class Journal(Ledger):
     def _write(self, data: bytes, *, failed: bool) -> None:
         self._files["errors" if failed and "errors" in self._files else "output"].append(data)
 
-    def _take(self, number: int) -> tuple[bytes, bool]:
-        if not self._waiting.held(number):
-            self._wait_commit()  # the database is used by one thread at a time
-        return self._waiting.take(number)
-
     def _ready(self) -> None:
         if self._failure is not None:
             raise self._failure
@@ -297,7 +288,7 @@ class Journal(Ledger):
         self._pending = None
 
     def _begin(self) -> None:
-        """Begin a commit, if there is something to commit. No commit is running."""
+        """Begin a commit in the worker thread, if there is something to commit. No commit is running."""
         self._last = time.monotonic()
         if not self._done.changed and not any(file.unsealed for file in self._files.values()):
             return
@@ -308,23 +299,16 @@ class Journal(Ledger):
             self._fail(error)
         extents = {name: extent for name, extent in extents.items() if extent.end > extent.start}
         values = {"completed": self.completed, "failed": self.failed, "totals": dict(self.totals), "next": self._next}
-        self._pending = self._worker.submit(
-            self._make_durable, values, self._done.changed_parts(), extents, self._waiting.unsaved()
-        )
-        self._torn = False
+        parts, waiting = self._done.changed_parts(), self._waiting.unsaved()
 
-    def _make_durable(
-        self,
-        values: dict[str, Any],
-        parts: list[tuple[int, bytes]],
-        extents: dict[str, ByteRange],
-        waiting: list[WaitingRow],
-    ) -> None:
-        """Finish a commit, in the worker thread. Raises OSError."""
-        for name in extents:
-            self._files[name].sync()
-        faults.reach("after_fsync_rows")
-        self._store.commit(values, parts=parts, extents=extents, waiting=waiting)
+        def make_durable() -> None:
+            for name in extents:
+                self._files[name].sync()
+            faults.reach("after_fsync_rows")
+            self._store.commit(values, parts=parts, extents=extents, waiting=waiting)
+
+        self._pending = self._worker.submit(make_durable)
+        self._torn = False
 
     def _fail(self, error: OSError) -> NoReturn:
         """Raise the failure. Nothing more is written: after a failed write or fsync the file contents are unknown."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from moelight.batch.crash_guard import struck_row_error
 from moelight.batch.input import Input
 from moelight.batch.journal import Ledger
+from moelight.batch.options import JobOptions
 from moelight.batch.progress import Progress, ProgressFields
 from moelight.batch.rows import AnswerHeader, BadRow, Row, bad_row, to_json_line
 from moelight.batch.scan import duplicate, encode_row, room
@@ -28,6 +29,7 @@ LONGEST_SHOWN = 400
 class JobInput:
     """The prompts and the model of a job, before the model is loaded. ``facts`` determine the rows."""
 
+    options: JobOptions
     source: Input
     model: LazyModel
     facts: dict[str, Any]

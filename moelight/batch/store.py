@@ -14,7 +14,7 @@ import json
 import os
 import sqlite3
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -94,10 +94,13 @@ class RowSet:
 
 class WaitingRows:
     """Rows that are finished before their turn: in memory, ``held_bytes``, and in the table ``waiting`` of ``base``, or
-    of a temporary database."""
+    of a temporary database. ``before_read`` is called before the table is read: one thread at a time uses ``base``."""
 
-    def __init__(self, base: sqlite3.Connection | None = None) -> None:
+    def __init__(
+        self, base: sqlite3.Connection | None = None, *, before_read: Callable[[], None] = lambda: None
+    ) -> None:
         self.held_bytes = 0
+        self._before_read = before_read
         self._held: dict[int, tuple[bytes, bool]] = {}
         self._unsaved: list[int] = []
         self._base = base or sqlite3.connect("", isolation_level=None)
@@ -109,10 +112,6 @@ class WaitingRows:
         self._unsaved.append(number)
         self.held_bytes += len(data)
 
-    def held(self, number: int) -> bool:
-        """True if row ``number`` is in memory."""
-        return number in self._held
-
     def take(self, number: int) -> tuple[bytes, bool]:
         """The bytes of row ``number`` and whether it failed; the row leaves memory, and the table with the next commit.
         Raises OSError if the row is in neither."""
@@ -120,6 +119,7 @@ class WaitingRows:
             data, failed = self._held.pop(number)
             self.held_bytes -= len(data)
             return data, failed
+        self._before_read()
         found = self._base.execute("SELECT data, failed FROM waiting WHERE number = ?", (number,)).fetchone()
         if found is None:
             raise OSError(errno.EIO, f"row {number} is gone")
@@ -250,7 +250,7 @@ class RowStore:
             self.base.executemany("INSERT OR REPLACE INTO done VALUES (?, ?)", parts)
             self.base.executemany(
                 "INSERT INTO extents VALUES (?, ?, ?, ?)",
-                [(name, each.start, each.end, each.crc) for name, each in (extents or {}).items()],
+                [(name, *extent) for name, extent in (extents or {}).items()],
             )
             faults.reach("after_journal_write")
             self.base.execute("COMMIT")
@@ -336,8 +336,8 @@ def _record(base: sqlite3.Connection, path: Path) -> JobRecord:
         **{name: found[name] for name in _VALUES},
         done=RowSet(base.execute("SELECT part, bits FROM done ORDER BY part")),
     )
-    for name, start, end, crc in base.execute("SELECT file, first, past, crc FROM extents ORDER BY rowid"):
-        record.extents.setdefault(name, []).append(ByteRange(start=start, end=end, crc=crc))
+    for name, *extent in base.execute("SELECT file, first, past, crc FROM extents ORDER BY rowid"):
+        record.extents.setdefault(name, []).append(ByteRange(*extent))
     whole = base.execute("PRAGMA quick_check").fetchone()[0] == "ok"
     torn = sum(zlib.crc32(data) != crc for data, crc in base.execute("SELECT data, crc FROM waiting"))
     if not whole or torn or len(record.done) != record.completed + record.failed:
