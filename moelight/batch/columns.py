@@ -38,9 +38,8 @@ class CsvRecords:
         self._reader = csv.reader(self._lines, delimiter=delimiter, strict=True)
 
     def __iter__(self) -> Iterator[Record]:
-        lines = self._lines
         while True:
-            lines.begin()
+            self._lines.begin()
             try:
                 values = next(self._reader)
             except StopIteration:
@@ -51,14 +50,13 @@ class CsvRecords:
                     yield found
                 continue
             if _filled(values):
-                yield Record(lines.first, values)
+                yield Record(self._lines.record[0][0], values)
 
     def _recovered(self, why: str) -> Record:
         """Parse the first line of an unreadable record alone, loosely, but with no quote left open."""
-        lines = self._lines
-        first, text = lines.first, lines.first_text
-        if lines.taken > 1:
-            lines.unread()
+        first, text = self._lines.record[0]
+        if len(self._lines.record) > 1:
+            self._lines.unread()
         if text is None:
             return Record(first, [], why)
         alone = iter((text, ""))  # the parser takes the second line if the first ends within quotes
@@ -75,56 +73,44 @@ def _filled(values: list[str]) -> bool:
 
 
 class _Lines:
-    """The lines of a CSV file as text; those of the current record can be returned to the input. Bytes that are not
-    UTF-8 become lone surrogates, which no valid UTF-8 decodes to."""
+    """The lines of a CSV file as text; those of the current ``record``, each with its number, can be returned to the
+    input. Bytes that are not UTF-8 become lone surrogates, which no valid UTF-8 decodes to. The text of a line that is
+    too long to be held is None."""
 
     def __init__(self, source: InputSource) -> None:
         self._source = source.lines()
         self._again: deque[tuple[int, str | None]] = deque()
-        self._record: list[tuple[int, str | None]] = []
+        self.record: list[tuple[int, str | None]] = []
         self._bytes = 0
         # An abandoned record was within quotes at the end of every line before this one. A record that begins among
         # these lines and is within quotes at the end of its first line would fail the same way: abandon it at once.
         self._lost_before = 0
 
     def begin(self) -> None:
-        self._record.clear()
+        self.record.clear()
         self._bytes = 0
-
-    @property
-    def taken(self) -> int:
-        return len(self._record)
-
-    @property
-    def first(self) -> int:
-        return self._record[0][0]
-
-    @property
-    def first_text(self) -> str | None:
-        """Text of the record's first line; None if the line is too long to be held."""
-        return self._record[0][1]
 
     def unread(self) -> None:
         """Return the lines behind the record's first to the input."""
-        self._lost_before = self._record[-1][0]
-        self._again.extendleft(reversed(self._record[1:]))
+        self._lost_before = self.record[-1][0]
+        self._again.extendleft(reversed(self.record[1:]))
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
-        if self._record:
-            if self.first < self._lost_before:
+        if self.record:
+            if self.record[0][0] < self._lost_before:
                 raise csv.Error("a quote that begins here is never closed, or closed in the middle of a value")
-            if len(self._record) == MOST_LINES:
+            if len(self.record) == MOST_LINES:
                 raise csv.Error(f"a quote that begins here is not closed within {MOST_LINES:,} lines")
         try:
             line = self._again.popleft() if self._again else self._read()
         except StopIteration:
-            if self._record:
+            if self.record:
                 raise csv.Error("a quote that begins here is not closed by the end of the file") from None
             raise
-        self._record.append(line)
+        self.record.append(line)
         number, text = line
         if text is None:
             raise csv.Error(f"line {number} is longer than {LONGEST_LINE >> 20} MiB")

@@ -14,20 +14,10 @@ import signal
 from dataclasses import dataclass, field
 
 POINTS = (
-    "before_write",
-    "mid_write",
-    "after_write",
-    "before_fsync_rows",
-    "after_fsync_rows",
-    "before_journal_write",
-    "mid_journal_write",
-    "after_journal_write",
-    "after_journal_fsync",
-    "before_rename",
-    "after_rename",
-    "before_final_record",
-    "after_final_record",
-)
+    "before_write", "mid_write", "after_write", "before_fsync_rows", "after_fsync_rows", "before_journal_write",
+    "mid_journal_write", "after_journal_write", "after_journal_fsync", "before_rename", "after_rename",
+    "before_final_record", "after_final_record",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

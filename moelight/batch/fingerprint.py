@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,17 @@ from moelight.engine.tokenizer import MOST_TOKENIZER_BYTES
 
 
 def sampling_facts(sampling: SamplingParams) -> dict[str, Any]:
-    """Every default of the job's sampling."""
-    return {each.name: _plain(getattr(sampling, each.name)) for each in fields(sampling)}
+    """Every default of the job's sampling, as it comes back from JSON."""
+    facts: dict[str, Any] = json.loads(json.dumps(asdict(sampling)))
+    constraint = facts["structured_outputs"]
+    if constraint is not None:
+        facts["structured_outputs"] = {name: value for name, value in constraint.items() if value not in (None, False)}
+    return facts
 
 
 def number_facts(policy: Policy | None) -> dict[str, str]:
     """The number formats of a policy: the only values of a policy that change tokens."""
-    if policy is None:
-        return {"weight_dtype": "auto", "kv_dtype": "auto"}
-    return {"weight_dtype": policy.weight_dtype, "kv_dtype": policy.kv_dtype}
+    return {name: "auto" if policy is None else getattr(policy, name) for name in ("weight_dtype", "kv_dtype")}
 
 
 def digest_of_file(path: Path | None) -> str | None:
@@ -34,16 +36,6 @@ def digest_of_file(path: Path | None) -> str | None:
     if path is None:
         return None
     return hashlib.blake2b(read_bytes(path, most=MOST_TOKENIZER_BYTES), digest_size=16).hexdigest()
-
-
-def _plain(value: object) -> Any:
-    if isinstance(value, tuple):
-        return list(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if hasattr(value, "__dataclass_fields__"):
-        return {name: each for name, each in asdict(value).items() if each not in (None, False)}  # type: ignore[call-overload]
-    return value
 
 
 _SHOWN = 60

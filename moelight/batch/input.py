@@ -97,7 +97,8 @@ def _detect(source: InputSource, path: Path) -> tuple[str, str]:
     if suffix in _BY_SUFFIX:
         return _BY_SUFFIX[suffix], f"by its name, {suffix}"
     first = b""
-    for tried, (line, raw) in enumerate(_filled(source)):
+    filled = ((line, raw) for line, raw in source.lines() if raw is not None and raw.strip())
+    for tried, (line, raw) in enumerate(filled):
         first = first or raw.strip()
         if suffix == ".json" and first in (b"{", b"["):
             raise source.refusal("one JSON text over many lines; write each row as an object on a line of its own")
@@ -122,11 +123,6 @@ def _suffix(path: PurePath) -> str:
     if suffixes and suffixes[-1] in (".gz", ".gzip"):
         suffixes.pop()
     return suffixes[-1] if suffixes else ""
-
-
-def _filled(source: InputSource) -> Iterator[tuple[int, bytes]]:
-    """The lines that are neither blank nor too long."""
-    return ((line, raw) for line, raw in source.lines() if raw is not None and raw.strip())
 
 
 def _object(raw: bytes) -> dict[str, Any] | None:

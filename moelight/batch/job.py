@@ -111,17 +111,9 @@ def terminable() -> Interrupt:
 class RowSync:
     """Observes one run of an engine: reports its passes and commits its rows."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        ledger: Ledger,
-        answering: RowProcessor,
-        summary: ScanSummary,
-        told: Progress,
-        trace: RunTrace | None,
-    ) -> None:
-        self._engine, self._ledger, self._answering = engine, ledger, answering
-        self._summary, self._told, self._trace = summary, told, trace
+    def __init__(self, engine: Engine, answering: RowProcessor, summary: ScanSummary, trace: RunTrace | None) -> None:
+        self._engine, self._answering, self._summary, self._trace = engine, answering, summary, trace
+        ledger, self._told = answering.ledger, answering.told
         self._began_s = self._told_s = time.monotonic()
         self._resumed = ledger.completed + ledger.failed
         self._room = summary.generated_tokens - ledger.totals.get("room", 0)
@@ -153,7 +145,7 @@ class RowSync:
         return max(self._engine.progress_tokens, self._room - self._answering.spared)
 
     def counts(self) -> JobCounts:
-        ledger, stats = self._ledger, self._engine.stats
+        ledger, stats = self._answering.ledger, self._engine.stats
         return JobCounts(
             total=self._summary.rows,
             completed=ledger.completed,
@@ -282,7 +274,7 @@ def _run(prepared: JobInput, ledger: Ledger, told: Progress) -> JobResult:
     with contextlib.ExitStack() as files:
         if options.trace is not None:
             trace = RunTrace(files.enter_context(whole_file(options.trace, what="trace")))
-        state, stats, counts = _answer(prepared, ledger, found.summary, answering, told, trace)
+        state, stats, counts = _answer(answering, found.summary, trace)
         if state == DONE:
             ledger.finish(found.summary.rows)
         _write_json(options.stats, "stats", stats.as_dict())
@@ -308,15 +300,9 @@ def read_all(prepared: JobInput, ledger: Ledger, told: Progress) -> Scan:
     return found
 
 
-def _answer(
-    prepared: JobInput,
-    ledger: Ledger,
-    summary: ScanSummary,
-    answering: RowProcessor,
-    told: Progress,
-    trace: RunTrace | None,
-) -> tuple[str, RunStats, JobCounts]:
-    """Put each row into ``ledger`` when its last completion is finished."""
+def _answer(answering: RowProcessor, summary: ScanSummary, trace: RunTrace | None) -> tuple[str, RunStats, JobCounts]:
+    """Put each row into the ledger when its last completion is finished."""
+    ledger, prepared, told = answering.ledger, answering.prepared, answering.told
     options, workload = prepared.options, summary.workload()
     rows = prepared.source.rows(skip=ledger.done)
     if workload is None or ledger.completed >= summary.served:
@@ -336,7 +322,7 @@ def _answer(
     told.started(_start(prepared, summary, ledger, job))
     with job.load(record=options.expert_stats is not None or options.save_expert_profile is not None) as engine:
         told.planned(job.why)
-        watch = RowSync(engine, ledger, answering, summary, told, trace)
+        watch = RowSync(engine, answering, summary, trace)
         with Interrupt(told.interrupting) as interrupt:
 
             def asked_to_end() -> bool:

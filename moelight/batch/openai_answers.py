@@ -37,7 +37,7 @@ class OpenAIFormat:
 
     def answer(self, row: Row, completions: Sequence[Completion], served: AnswerHeader) -> dict[str, Any]:
         chat = row.kind == CHAT
-        body = {
+        body: dict[str, Any] = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{_id(served, row.number, 'body')}",
             "object": "chat.completion" if chat else "text_completion",
             "created": served.created,

@@ -46,8 +46,8 @@ def check_writable(path: Path, *, what: str) -> None:
             return
         if path.exists() and not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        partial = _partial(path)
-        os.close(_create(partial))
+        partial = partial_of(path)
+        os.close(create_partial(partial))
         partial.unlink()
 
 
@@ -83,9 +83,9 @@ def whole_file(path: Path, *, what: str) -> Iterator[Callable[[bytes], None]]:
         with stream_file(path, what=what) as write:
             yield write
         return
-    partial = _partial(path)
+    partial = partial_of(path)
     with clear(path, what):
-        file = os.fdopen(_create(partial), "wb")
+        file = os.fdopen(create_partial(partial), "wb")
 
     def append(data: bytes) -> None:
         with clear(path, what):
@@ -110,12 +110,14 @@ def target(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def _partial(path: Path) -> Path:
+def partial_of(path: Path) -> Path:
+    """The sibling of ``path`` that replaces it when it is written."""
     final = target(path)
     return final.with_name(f".{final.name[:50]}.{os.getpid()}.partial")
 
 
-def _create(partial: Path) -> int:
+def create_partial(partial: Path) -> int:
+    """Open ``partial`` for writing from its beginning; follows no symlink."""
     return os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
 
 

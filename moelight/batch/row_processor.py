@@ -81,7 +81,7 @@ class RowProcessor:
     """One run over the rows that are not done yet. An earlier row has the custom_id of each of ``repeated``."""
 
     def __init__(self, ledger: Ledger, prepared: JobInput, told: Progress, *, repeated: frozenset[int]) -> None:
-        self._ledger, self._prepared, self._told, self._repeated = ledger, prepared, told, repeated
+        self.ledger, self.prepared, self.told, self._repeated = ledger, prepared, told, repeated
         self._context = prepared.model.context
         self._open: dict[int, _Open] = {}
         self._next = self._taken = 0
@@ -105,8 +105,8 @@ class RowProcessor:
                 continue
             expected = 0
             try:
-                with self._ledger.preparing(row.number):
-                    prompts = encode_row(row, self._prepared.encode, self._context)
+                with self.ledger.preparing(row.number):
+                    prompts = encode_row(row, self.prepared.encode, self._context)
                     expected = sum(room(row, len(prompt), self._context) for prompt in prompts) * row.sampling.n
                     requests = [
                         Request(index=index, token_ids=prompt, sampling=row.sampling)
@@ -133,7 +133,7 @@ class RowProcessor:
         opened.missing -= 1
         self._taken += 1
         most = room(opened.row, completion.prompt_tokens, self._context)
-        self._told.completion(completion, room=most, latency_s=time.monotonic() - opened.asked_s)
+        self.told.completion(completion, room=most, latency_s=time.monotonic() - opened.asked_s)
         if opened.missing:
             return
         for index in {each.index for each in opened.completions}:
@@ -147,15 +147,15 @@ class RowProcessor:
             self._refuse(bad_row(row.number, row.line, row.custom_id, error, kind=row.kind), room=opened.room)
             return
         prompt_tokens = sum(each.prompt_tokens for each in completions if each.sample == 0)
-        self._ledger.put(
+        self.ledger.put(
             row.number,
-            to_json_line(self._prepared.source.format.answer(row, completions, self._prepared.header())),
+            to_json_line(self.prepared.source.format.answer(row, completions, self.prepared.header())),
             totals={"prompt_tokens": prompt_tokens, "completion_tokens": generated, "room": opened.room},
         )
         text = row.shown
         shown = text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 1] + "…"
         texts, reasons = zip(*((each.text, each.finish_reason) for each in completions), strict=True)
-        self._told.row(ProgressFields(number=row.number, prompt=shown, texts=texts, finish_reasons=reasons))
+        self.told.row(ProgressFields(number=row.number, prompt=shown, texts=texts, finish_reasons=reasons))
 
     def check_complete(self) -> None:
         """Raise MoelightError if a row is still open."""
@@ -166,5 +166,5 @@ class RowProcessor:
     def _refuse(self, bad: BadRow, *, room: int = 0) -> None:
         """Put an error row, of which ``room`` tokens were expected."""
         self.first_error = self.first_error or bad
-        self._ledger.put(bad.number, self._prepared.refusal(bad), failed=True, totals={"room": room} if room else None)
-        self._told.row(ProgressFields(number=bad.number, prompt=f"(line {bad.line})", error=bad.message))
+        self.ledger.put(bad.number, self.prepared.refusal(bad), failed=True, totals={"room": room} if room else None)
+        self.told.row(ProgressFields(number=bad.number, prompt=f"(line {bad.line})", error=bad.message))

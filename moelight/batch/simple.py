@@ -43,15 +43,14 @@ class SimpleFormat:
         head: dict[str, Any] = {} if row.custom_id is None else {"custom_id": row.custom_id}
         if self.numbered:
             head["line"] = row.line
-        usage = {
-            "prompt_tokens": completions[0].prompt_tokens,
-            "completion_tokens": sum(each.completion_tokens for each in completions),
-        }
+        first = completions[0]
+        generated = sum(each.completion_tokens for each in completions)
+        usage = {"prompt_tokens": first.prompt_tokens, "completion_tokens": generated}
+        scored = {} if row.sampling.prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs_row(first)}
         if row.sampling.n > 1:
             choices = [{"index": each.sample, **self._said(row, each), **self._more(row, each)} for each in completions]
-            return {**head, "choices": choices, "usage": usage, **_of_prompt(row, completions[0])}
-        only = completions[0]
-        return {**head, **self._said(row, only), "usage": usage, **self._more(row, only), **_of_prompt(row, only)}
+            return {**head, "choices": choices, "usage": usage, **scored}
+        return {**head, **self._said(row, first), "usage": usage, **self._more(row, first), **scored}
 
     def refuse(self, bad: BadRow, served: AnswerHeader) -> dict[str, Any]:  # noqa: ARG002
         head = {} if bad.custom_id is None else {"custom_id": bad.custom_id}
@@ -146,9 +145,3 @@ def _asked(kind: str, given: Any) -> tuple[tuple[Prompt, ...], Conversation | No
     if not are_token_ids(given):
         raise FieldError("prompt_token_ids must be a list of token ids", param=kind)
     return (tuple(given),), None
-
-
-def _of_prompt(row: Row, completion: Completion) -> dict[str, Any]:
-    if row.sampling.prompt_logprobs is None:
-        return {}
-    return {"prompt_logprobs": prompt_logprobs_row(completion)}

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moelight.batch.options import JobOptions
-from moelight.batch.output import refused_write
+from moelight.batch.output import create_partial, partial_of, refused_write, target
 from moelight.batch.progress import JobCounts, JobStart, Progress, State
 from moelight.batch.time_left import TimeLeft
 from moelight.core.errors import InputError
@@ -44,8 +44,7 @@ class LiveFile(Progress, ABC):
         self.trouble = ""
         self._shown = f"{what} {path}"
         # A symlink is kept and its target replaced. A pipe or a device cannot be replaced.
-        self._target = Path(os.path.realpath(path))
-        self._partial = self._target.with_name(f".{self._target.name[:50]}.{os.getpid()}.partial")
+        self._target, self._partial = target(path), partial_of(path)
         self._due_s = -1.0
 
     @abstractmethod
@@ -72,9 +71,8 @@ class LiveFile(Progress, ABC):
             self.trouble = f"{self._shown}: could not be renewed ({(error.strerror or str(error)).lower()})"
 
     def _write(self) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         try:
-            with os.fdopen(os.open(self._partial, flags, 0o666), "wb") as file:
+            with os.fdopen(create_partial(self._partial), "wb") as file:
                 file.write(self.text().encode("utf-8", errors="backslashreplace"))
             self._partial.replace(self._target)
         except OSError:

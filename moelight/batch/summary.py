@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -14,7 +14,7 @@ OTHER = "other"
 _MOST_KINDS, _MOST_CODES = 16, 32
 
 
-class InputProblem(NamedTuple):
+class InputProblem(msgspec.Struct, kw_only=True, array_like=True):
     """Rows refused for one reason: their number, and the line and message of the first."""
 
     count: int
@@ -106,8 +106,8 @@ class ScanSummary(msgspec.Struct, kw_only=True):
 
     def _count_problem(self, bad: BadRow) -> None:
         code = bad.code if bad.code in self.problems or len(self.problems) < _MOST_CODES else OTHER
-        first = self.problems.get(code, InputProblem(0, bad.line, bad.message))
-        self.problems[code] = first._replace(count=first.count + 1)
+        first = InputProblem(count=0, first_line=bad.line, message=bad.message)
+        self.problems.setdefault(code, first).count += 1
 
     def _count_prompts(self, prompts: Sequence[tuple[int, int]], samples: int, sign: int) -> None:
         for tokens, room in prompts:
