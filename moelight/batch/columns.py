@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from moelight.batch.fields import FieldError, RowContext, SamplingCache, Skip
+from moelight.batch.fields import FieldError, Input, RowContext, Skip
 from moelight.batch.rows import BadRow, Row, bad_row
 from moelight.batch.simple import PROMPT_FIELDS, SAMPLING_FIELDS, SimpleFormat, read_values
 from moelight.batch.source import LONGEST_LINE, InputSource
@@ -131,24 +131,22 @@ _MOST_NAMED = 12
 _TAB_BY_SUFFIX = (".tsv", ".tsv.gz")
 
 
-class _TableReader:
-    """A reader of the columns of a table that are named like a field of a row. ``fields`` are columns by field."""
+class _TableReader(Input):
+    """A table; its columns that are named like a field of a row are read. ``fields`` are columns by field."""
 
-    def __init__(self, name: str, context: RowContext) -> None:
+    def __init__(self, name: str, context: RowContext, source: InputSource) -> None:
+        super().__init__(context, source)
         self.format = SimpleFormat(name=name, token_ids=context.token_ids, numbered=context.numbered)
         self.fields: dict[str, str] = {}
-        self.told = ""
-        self._context = context
-        self._samplings = SamplingCache(context.defaults)
 
-    def choose(self, names: Sequence[str], source: InputSource) -> None:
+    def choose(self, names: Sequence[str]) -> None:
         """Set ``fields`` and ``told`` for a table with columns ``names``; raises InputError if there is no prompt."""
         prompt, custom_id = self._context.prompt_column, self._context.id_column
         there = f"(there are {_some(names) or 'none'})"
 
         def need(column: str | None) -> None:
             if column is not None and column not in names:
-                raise source.refusal(f"no column {column!r}{did_you_mean(column, names)} {there}")
+                raise self._source.refusal(f"no column {column!r}{did_you_mean(column, names)} {there}")
 
         need(prompt)
         found = {each: each for each in (*PROMPT_FIELDS, *SAMPLING_FIELDS) if each in names}
@@ -156,14 +154,14 @@ class _TableReader:
             found = {each: each for each in found if each not in PROMPT_FIELDS}
             found[prompt if prompt in PROMPT_FIELDS else "prompt"] = prompt
         elif not any(each in found for each in PROMPT_FIELDS):
-            raise source.refusal(f"no column prompt or messages; name it with --prompt-column {there}")
+            raise self._source.refusal(f"no column prompt or messages; name it with --prompt-column {there}")
         need(custom_id)
         custom_id = custom_id or next((each for each in _ID_COLUMNS if each in names), None)
         if custom_id is not None and custom_id not in found.values():
             found["custom_id"] = custom_id
         for each in sorted(set(names)):
             if each in found.values() and names.count(each) > 1:
-                raise source.refusal(f"there are two columns {each!r}")
+                raise self._source.refusal(f"there are two columns {each!r}")
         left = [each for each in names if each not in found.values()]
         self.fields = found
         self.told = f"; columns {', '.join(found.values())}" + (f"; not read: {_some(left)}" if left else "")
@@ -173,7 +171,7 @@ class CsvReader(_TableReader):
     """Reads rows from a CSV or TSV file."""
 
     def __init__(self, context: RowContext, source: InputSource) -> None:
-        super().__init__("csv", context)
+        super().__init__("csv", context, source)
         self._delimiter = "\t" if source.name.lower().endswith(_TAB_BY_SUFFIX) else ","
         header = next(iter(CsvRecords(source, self._delimiter)), None)
         if header is None:
@@ -181,11 +179,11 @@ class CsvReader(_TableReader):
         if header.error:
             raise source.refusal(f"the header cannot be read ({header.error})")
         self._header = header.values
-        self.choose(self._header, source)
+        self.choose(self._header)
         self._places = {name: self._header.index(column) for name, column in self.fields.items()}
 
-    def rows(self, source: InputSource, *, skip: Skip | None) -> Iterator[Row | BadRow]:
-        records = iter(CsvRecords(source, self._delimiter))
+    def rows(self, *, skip: Skip | None = None) -> Iterator[Row | BadRow]:
+        records = iter(CsvRecords(self._source, self._delimiter))
         next(records)
         for number, record in enumerate(records):
             if skip is None or not skip(number):
@@ -212,34 +210,34 @@ class ParquetReader(_TableReader):
     """Reads rows from a Parquet table, in batches of `_RECORDS_AT_ONCE` records."""
 
     def __init__(self, context: RowContext, source: InputSource) -> None:
-        super().__init__("parquet", context)
+        super().__init__("parquet", context, source)
         if source.packed:
             raise source.refusal("a gzipped Parquet file; unpack it")
         with source.raw() as file:
             table = _open_parquet(file, source)
             if table.metadata.num_rows == 0:
                 raise source.refusal("no prompts")
-            self.choose(table.schema_arrow.names, source)
+            self.choose(table.schema_arrow.names)
 
-    def rows(self, source: InputSource, *, skip: Skip | None) -> Iterator[Row | BadRow]:
-        for number, (columns, at) in enumerate(self._records(source)):
+    def rows(self, *, skip: Skip | None = None) -> Iterator[Row | BadRow]:
+        for number, (columns, at) in enumerate(self._records()):
             if skip is None or not skip(number):
                 values = {name: column[at] for name, column in zip(self.fields, columns, strict=True)}
                 yield self._row(values, number)
 
-    def _records(self, source: InputSource) -> Iterator[tuple[list[Any], int]]:
+    def _records(self) -> Iterator[tuple[list[Any], int]]:
         """Of every record, the arrays of its batch in the order of ``fields``, and its index in them."""
         from pyarrow import ArrowException
 
         names = list(self.fields.values())
-        with source.raw() as file:
-            table = _open_parquet(file, source)
+        with self._source.raw() as file:
+            table = _open_parquet(file, self._source)
             try:
                 for batch in table.iter_batches(batch_size=_RECORDS_AT_ONCE, columns=names, use_threads=False):
                     columns = [batch.column(name) for name in names]
                     yield from ((columns, at) for at in range(batch.num_rows))
             except (ArrowException, OSError) as error:
-                raise _damaged(source, error) from None
+                raise _damaged(self._source, error) from None
 
     def _row(self, values: dict[str, Any], number: int) -> Row | BadRow:
         """The row of ``values``, pyarrow scalars by field."""

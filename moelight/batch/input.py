@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any
 
-from moelight.batch.fields import Reader, RowContext, Skip
-from moelight.batch.rows import BadRow, Row, RowFormat
+from moelight.batch.fields import Input, RowContext
 from moelight.batch.simple import PROMPT_FIELDS
 from moelight.batch.source import InputSource, open_input_source
 from moelight.core.errors import InputError
 from moelight.core.registry import Registry
 
-FORMATS: Registry[Callable[[RowContext, InputSource], Reader]] = Registry(
+FORMATS: Registry[Callable[[RowContext, InputSource], Input]] = Registry(
     "format",
     {
         "openai": "moelight.batch.openai:OpenAIReader",
@@ -43,50 +42,22 @@ _CALLED = {
 _TABLES = ("csv", "parquet")
 
 
-class Input:
-    """The rows of one file, pipe or standard input; a context that closes it. ``detected`` is the format and the
-    evidence for it, one line."""
-
-    def __init__(self, source: InputSource, reader: Reader, detected: str) -> None:
-        self.name = source.name
-        self.detected = detected
-        self.format: RowFormat = reader.format
-        self.size_bytes = source.size_bytes  # of the file as stored, compressed or not
-        self.digest = source.digest  # to detect a changed file
-        self._source, self._reader = source, reader
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes that the latest iteration has read, of ``size_bytes``."""
-        return self._source.read_bytes
-
-    def rows(self, *, skip: Skip | None = None) -> Iterator[Row | BadRow]:
-        """Every row in order, from the start at each call, except those for whose number ``skip`` is True; an
-        InputError follows the last row if the file cannot be read to its end."""
-        return self._reader.rows(self._source, skip=skip)
-
-    def __enter__(self) -> Input:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._source.close()
-
-
 def open_input(path: Path, context: RowContext | None = None, *, format: str = AUTO) -> Input:  # noqa: A002 (the option's name)
     """Open ``path`` (``-``: standard input) in ``format``, or in the format detected from its name and first lines;
     raises InputError if it cannot be read, holds no row, or cannot be of that format."""
     context, source = context or RowContext(), open_input_source(path)
     try:
         name, why = _detect(source, path) if format == AUTO else (format, "as asked")
-        reader = FORMATS.get(name)(context, source)
+        found = FORMATS.get(name)(context, source)
         if name not in _TABLES and (context.prompt_column is not None or context.id_column is not None):
             raise InputError(f"{source.name}: columns can be named for {' and '.join(_TABLES)}, not for {name}")
-        if next(reader.rows(source, skip=None), None) is None:
+        if next(found.rows(), None) is None:
             raise source.refusal("no prompts")
     except BaseException:
         source.close()
         raise
-    return Input(source, reader, f"{_CALLED[name]} ({why}{reader.told})")
+    found.detected = f"{_CALLED[name]} ({why}{found.told})"
+    return found
 
 
 def _detect(source: InputSource, path: Path) -> tuple[str, str]:

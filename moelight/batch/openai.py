@@ -17,7 +17,6 @@ from moelight.batch.fields import (
     FieldError,
     LineReader,
     RowContext,
-    SamplingCache,
     are_token_ids,
     read_custom_id,
     read_messages,
@@ -138,10 +137,9 @@ class _ParsedBody:
 class OpenAIReader(LineReader):
     """Reads rows from OpenAI batch lines."""
 
-    def __init__(self, reading: RowContext, source: InputSource) -> None:  # noqa: ARG002 (every reader is made of both)
-        self.format = OpenAIFormat(vocabulary=reading.vocabulary)
-        self._models = reading.models
-        self._samplings = SamplingCache(reading.defaults)
+    def __init__(self, context: RowContext, source: InputSource) -> None:
+        super().__init__(context, source)
+        self.format = OpenAIFormat(vocabulary=context.vocabulary)
 
     def read(self, raw: bytes, number: int, line: int) -> Row | BadRow:
         custom_id: str | None = None
@@ -237,7 +235,7 @@ class OpenAIReader(LineReader):
             raise _unsupported("add_special_tokens", around)
         if body.model is not None:
             try:
-                self._models.check(body.model)
+                self._context.models.check(body.model)
             except InputError as error:
                 raise FieldError(str(error), param="model", code=error.code) from None
         return body, {name: value for name, value in values.items() if value is not None and name in _SAMPLING_FIELDS}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from moelight.batch.crash_guard import struck_row_error
-from moelight.batch.input import Input
+from moelight.batch.fields import Input
 from moelight.batch.journal import Ledger
 from moelight.batch.options import JobOptions
 from moelight.batch.progress import Progress, ProgressFields

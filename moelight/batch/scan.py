@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 import msgspec
 import numpy as np
 
-from moelight.batch.input import Input
+from moelight.batch.fields import Input
 from moelight.batch.progress import Progress
 from moelight.batch.rows import BadRow, Row, bad_row
 from moelight.batch.summary import ScanSummary

@@ -73,9 +73,9 @@ class SimpleFormat:
 class SimpleReader(LineReader):
     """Reads rows from lines that are objects with a prompt or messages."""
 
-    def __init__(self, reading: RowContext, source: InputSource) -> None:  # noqa: ARG002 (every reader is made of both)
-        self.format = SimpleFormat(token_ids=reading.token_ids, numbered=reading.numbered)
-        self._samplings = SamplingCache(reading.defaults)
+    def __init__(self, context: RowContext, source: InputSource) -> None:
+        super().__init__(context, source)
+        self.format = SimpleFormat(token_ids=context.token_ids, numbered=context.numbered)
 
     def read(self, raw: bytes, number: int, line: int) -> Row | BadRow:
         try:
@@ -88,9 +88,9 @@ class SimpleReader(LineReader):
 class TextReader(LineReader):
     """Reads rows from lines that are prompts."""
 
-    def __init__(self, reading: RowContext, source: InputSource) -> None:  # noqa: ARG002 (every reader is made of both)
-        self.format = SimpleFormat(name="text", token_ids=reading.token_ids, numbered=reading.numbered)
-        self._sampling = reading.defaults
+    def __init__(self, context: RowContext, source: InputSource) -> None:
+        super().__init__(context, source)
+        self.format = SimpleFormat(name="text", token_ids=context.token_ids, numbered=context.numbered)
 
     def read(self, raw: bytes, number: int, line: int) -> Row | BadRow:
         try:
@@ -98,7 +98,8 @@ class TextReader(LineReader):
         except UnicodeDecodeError as error:
             bad = InputError(f"not UTF-8 (byte {error.start + 1})", code="invalid_utf8")
             return bad_row(number, line, None, bad)
-        return Row(number=number, line=line, custom_id=None, kind="prompt", prompts=(text,), sampling=self._sampling)
+        sampling = self._context.defaults
+        return Row(number=number, line=line, custom_id=None, kind="prompt", prompts=(text,), sampling=sampling)
 
 
 def read_values(values: Mapping[str, Any], number: int, line: int, samplings: SamplingCache) -> Row | BadRow:
