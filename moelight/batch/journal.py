@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NoReturn
 
@@ -124,12 +123,12 @@ class Journal(Ledger):
     killed; counts and totals include them. A write that fails is an InputError of the next call and of every later one;
     committed rows are kept."""
 
-    def __init__(self, outputs: Outputs, opened: _Opened) -> None:
-        super().__init__(outputs, opened.record, WaitingRows(opened.store.base, before_read=self._wait_commit))
-        complete = opened.record.stage == "complete"
-        self.state = "complete" if complete else "new" if opened.new else "resumed"
-        self.changed = opened.changed
-        self._store = opened.store
+    def __init__(self, outputs: Outputs, store: RowStore, record: JobRecord, *, new: bool, changed: list[str]) -> None:
+        super().__init__(outputs, record, WaitingRows(store.base, before_read=self._wait_commit))
+        complete = record.stage == "complete"
+        self.state = "complete" if complete else "new" if new else "resumed"
+        self.changed = changed
+        self._store = store
         self._files: dict[str, AppendFile] = {}
         self._pending: Future[None] | None = None
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
@@ -137,14 +136,14 @@ class Journal(Ledger):
         self._last = time.monotonic() - outputs.sync_s
         self._failure: InputError | None = None
         self._torn = self._closed = False
-        self._deaths = CrashGuard(outputs.deaths, forget=opened.new or bool(opened.changed))
+        self._deaths = CrashGuard(outputs.deaths, forget=new or bool(changed))
         self.struck = self._deaths.struck
         places = outputs.files.items() if not complete else ()
         # What is removed again if the job ends without rows.
-        self._made = [place.written for _, place in places if opened.new and not place.written.exists()]
+        self._made = [place.written for _, place in places if new and not place.written.exists()]
         try:
             for name, place in places:
-                self._files[name] = _open_file(place, opened.record.ends.get(name, 0))
+                self._files[name] = _open_file(place, record.ends.get(name, 0))
             for directory in outputs.directories if places else ():
                 sync_directory(directory)
         except BaseException:
@@ -168,11 +167,19 @@ class Journal(Ledger):
                 ``output_path``: the files cannot be written.
         """
         try:
-            opened = _open_job(outputs, facts, restart=restart, allow_changed=allow_changed)
+            for place in outputs.files.values():
+                if not place.shown.exists():
+                    check_writable(place.shown, what=place.what)
+            store = RowStore(outputs.journal, shown=outputs.rows)
             try:
-                return cls(outputs, opened)
+                record = None if restart else store.read()
+                if record is not None and not _may_begin_anew(record, outputs):
+                    changed = _resume(store, record, outputs, facts, allow_changed=allow_changed)
+                    return cls(outputs, store, record, new=False, changed=changed)
+                record = _begin(store, outputs, facts, restart=restart or record is not None)
+                return cls(outputs, store, record, new=True, changed=[])
             except BaseException:
-                opened.store.close()
+                store.close(remove=store.unused)
                 raise
         except OSError as error:
             raise outputs.output.failed(error) from None
@@ -321,37 +328,13 @@ class Journal(Ledger):
         raise self._failure from None
 
 
-@dataclass(kw_only=True, slots=True)
-class _Opened:
-    """An open job, locked until ``store`` is closed. ``changed`` lists the facts that differ."""
-
-    store: RowStore
-    record: JobRecord
-    new: bool
-    changed: list[str]
+def _may_begin_anew(record: JobRecord, outputs: Outputs) -> bool:
+    """True for a job without rows whose layout differs, since a new start overwrites only its own files; but if
+    ``atomic`` differs, files of an earlier job may still exist."""
+    return record.empty and record.layout != outputs.layout and record.layout["atomic"] == outputs.atomic
 
 
-def _open_job(outputs: Outputs, facts: Mapping[str, Any], *, restart: bool, allow_changed: bool) -> _Opened:
-    """Lock the job and read its state; raises InputError as `Journal.open` does, or OSError."""
-    for place in outputs.files.values():
-        if not place.shown.exists():
-            check_writable(place.shown, what=place.what)
-    store = RowStore(outputs.journal, shown=outputs.rows)
-    try:
-        record = None if restart else store.read()
-        # A job without rows may begin with another layout, since a new start overwrites only its own files; but if
-        # ``atomic`` differs, files of an earlier job may still exist.
-        if record is None or (
-            record.empty and record.layout != outputs.layout and record.layout["atomic"] == outputs.atomic
-        ):
-            return _begin_new(store, outputs, facts, restart=restart or record is not None)
-        return _go_on(store, record, outputs, facts, allow_changed=allow_changed)
-    except BaseException:
-        store.close(remove=store.unused)
-        raise
-
-
-def _begin_new(store: RowStore, outputs: Outputs, facts: Mapping[str, Any], *, restart: bool) -> _Opened:
+def _begin(store: RowStore, outputs: Outputs, facts: Mapping[str, Any], *, restart: bool) -> JobRecord:
     for place in outputs.files.values():
         check_writable(place.shown, what=place.what)
         if not restart:
@@ -362,12 +345,13 @@ def _begin_new(store: RowStore, outputs: Outputs, facts: Mapping[str, Any], *, r
         outputs.clear()
     record = JobRecord(layout=outputs.layout, facts=dict(facts), pid=os.getpid())
     store.begin(record)
-    return _Opened(store=store, record=record, new=True, changed=[])
+    return record
 
 
-def _go_on(
+def _resume(
     store: RowStore, record: JobRecord, outputs: Outputs, facts: Mapping[str, Any], *, allow_changed: bool
-) -> _Opened:
+) -> list[str]:
+    """Check the files of the job, complete a rename that was cut off, and return the facts that differ."""
     changed = differences(record.facts, facts)
     _refuse_changed(record, changed, outputs, allow_changed=allow_changed)
     for name, place in outputs.files.items():
@@ -385,7 +369,7 @@ def _go_on(
         if record.stage == "renaming":
             _take_names(outputs, store, record.total)
             record.stage = "complete"
-    return _Opened(store=store, record=record, new=False, changed=changed)
+    return changed
 
 
 def _refuse_changed(record: JobRecord, changed: list[str], outputs: Outputs, *, allow_changed: bool) -> None:

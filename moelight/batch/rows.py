@@ -74,7 +74,8 @@ class AnswerHeader:
 class RowFormat(Protocol):
     """Writes rows in one format."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def answer(self, row: Row, completions: Sequence[Completion], served: AnswerHeader) -> dict[str, Any]:
         """The output line of ``row``; ``completions`` are ordered by prompt, then by sample."""
