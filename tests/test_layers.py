@@ -41,8 +41,8 @@ MOST_LINES = 60  # of the body of a function
 # Modules that only one module of their own package imports, and why they are files of their own.
 SINGLE_IMPORTER = {
     "batch.columns": "a row format of the registry",
+    "batch.input": "the registry of row formats and their detection",
     "batch.openai": "a row format of the registry",
-    "batch.recovery": "new, resumed or refused, decided before a file is written",
     "batch.row_processor": "rows to requests, completions to lines; independent of the job's life cycle",
     "batch.status": "status and metrics files, which other programs read",
     "cli.job_display": "rich output, imported only where something is shown",

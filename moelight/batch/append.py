@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from moelight.batch import faults
 
@@ -13,8 +13,7 @@ _AT_ONCE_BYTES = 1 << 20  # large enough to amortize system calls, small enough 
 _GZIP = zlib.MAX_WBITS | 16  # with a gzip header; zlib writes no time and no name into it
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ByteRange:
+class ByteRange(NamedTuple):
     """Bytes ``start`` to ``end`` of a file, and their crc32."""
 
     start: int
@@ -26,8 +25,7 @@ class AppendFile:
     """A file that is first truncated to ``end``, and then grows; ``end`` is behind all bytes handed to the system.
     Other bytes are buffered until the buffer is full or `seal` is called."""
 
-    def __init__(self, fd: int, path: Path, *, end: int = 0, gzip: bool = False) -> None:
-        self.path = path
+    def __init__(self, fd: int, *, end: int, gzip: bool) -> None:
         self.end = end
         self._fd = fd
         self._gzip = gzip
@@ -65,7 +63,7 @@ class AppendFile:
         if self._member is not None:
             self._write(self._member.flush())
             self._member = None
-        extent = ByteRange(start=self._sealed, end=self.end, crc=self._crc)
+        extent = ByteRange(self._sealed, self.end, self._crc)
         self._sealed, self._crc = self.end, 0
         return extent
 

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from moelight.batch.fields import FieldError, RowContext, SamplingCache, Skip, refused
-from moelight.batch.rows import BadRow, Row
+from moelight.batch.fields import FieldError, Input, RowContext, Skip
+from moelight.batch.rows import BadRow, Row, bad_row
 from moelight.batch.simple import PROMPT_FIELDS, SAMPLING_FIELDS, SimpleFormat, read_values
 from moelight.batch.source import LONGEST_LINE, InputSource
 from moelight.core.errors import InputError, did_you_mean
@@ -38,9 +38,8 @@ class CsvRecords:
         self._reader = csv.reader(self._lines, delimiter=delimiter, strict=True)
 
     def __iter__(self) -> Iterator[Record]:
-        lines = self._lines
         while True:
-            lines.begin()
+            self._lines.begin()
             try:
                 values = next(self._reader)
             except StopIteration:
@@ -51,97 +50,67 @@ class CsvRecords:
                     yield found
                 continue
             if _filled(values):
-                yield Record(lines.first, values)
+                yield Record(self._lines.record[0][0], values)
 
     def _recovered(self, why: str) -> Record:
         """Parse the first line of an unreadable record alone, loosely, but with no quote left open."""
-        lines = self._lines
-        first, text = lines.first, lines.first_text
-        if lines.taken > 1:
-            lines.unread()
+        first, text = self._lines.record[0]
+        if len(self._lines.record) > 1:
+            self._lines.unread()
         if text is None:
             return Record(first, [], why)
-        alone = _Alone(text)
+        alone = iter((text, ""))  # the parser takes the second line if the first ends within quotes
         try:
             values = next(csv.reader(alone, delimiter=self._delimiter))
         except csv.Error as error:
             return Record(first, [], str(error))
-        return Record(first, values[:-1], why) if alone.left_open else Record(first, values)
+        left_open = next(alone, None) is None
+        return Record(first, values[:-1], why) if left_open else Record(first, values)
 
 
 def _filled(values: list[str]) -> bool:
     return any(value.strip() for value in values)
 
 
-class _Alone:
-    """Iterates over one line. ``left_open``: the parser requested another line, so the line ends within quotes."""
-
-    def __init__(self, text: str) -> None:
-        self.left_open = False
-        self._text = iter((text,))
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        text = next(self._text, None)
-        if text is None:
-            self.left_open = True
-            raise StopIteration
-        return text
-
-
 class _Lines:
-    """The lines of a CSV file as text; those of the current record can be returned to the input. Bytes that are not
-    UTF-8 become lone surrogates, which no valid UTF-8 decodes to."""
+    """The lines of a CSV file as text; those of the current ``record``, each with its number, can be returned to the
+    input. Bytes that are not UTF-8 become lone surrogates, which no valid UTF-8 decodes to. The text of a line that is
+    too long to be held is None."""
 
     def __init__(self, source: InputSource) -> None:
         self._source = source.lines()
         self._again: deque[tuple[int, str | None]] = deque()
-        self._record: list[tuple[int, str | None]] = []
+        self.record: list[tuple[int, str | None]] = []
         self._bytes = 0
         # An abandoned record was within quotes at the end of every line before this one. A record that begins among
         # these lines and is within quotes at the end of its first line would fail the same way: abandon it at once.
         self._lost_before = 0
 
     def begin(self) -> None:
-        self._record.clear()
+        self.record.clear()
         self._bytes = 0
-
-    @property
-    def taken(self) -> int:
-        return len(self._record)
-
-    @property
-    def first(self) -> int:
-        return self._record[0][0]
-
-    @property
-    def first_text(self) -> str | None:
-        """Text of the record's first line; None if the line is too long to be held."""
-        return self._record[0][1]
 
     def unread(self) -> None:
         """Return the lines behind the record's first to the input."""
-        self._lost_before = self._record[-1][0]
-        self._again.extendleft(reversed(self._record[1:]))
+        self._lost_before = self.record[-1][0]
+        self._again.extendleft(reversed(self.record[1:]))
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
-        if self._record:
-            if self.first < self._lost_before:
+        if self.record:
+            if self.record[0][0] < self._lost_before:
                 raise csv.Error("a quote that begins here is never closed, or closed in the middle of a value")
-            if len(self._record) == MOST_LINES:
+            if len(self.record) == MOST_LINES:
                 raise csv.Error(f"a quote that begins here is not closed within {MOST_LINES:,} lines")
         try:
             line = self._again.popleft() if self._again else self._read()
         except StopIteration:
-            if self._record:
+            if self.record:
                 raise csv.Error("a quote that begins here is not closed by the end of the file") from None
             raise
-        self._record.append(line)
+        self.record.append(line)
         number, text = line
         if text is None:
             raise csv.Error(f"line {number} is longer than {LONGEST_LINE >> 20} MiB")
@@ -162,69 +131,59 @@ _MOST_NAMED = 12
 _TAB_BY_SUFFIX = (".tsv", ".tsv.gz")
 
 
-class _TableColumns:
-    def __init__(self, names: Sequence[str], reading: RowContext, name: str) -> None:
-        self._name = name
-        self._names = list(names)
-        twice = sorted({each for each in names if names.count(each) > 1})
-        self.fields: dict[str, str] = {each: each for each in (*PROMPT_FIELDS, *SAMPLING_FIELDS) if each in names}
-        if reading.prompt_column is not None:
-            self._need(reading.prompt_column)
-            for each in PROMPT_FIELDS:
-                self.fields.pop(each, None)
-            given = reading.prompt_column
-            self.fields[given if given in PROMPT_FIELDS else "prompt"] = given
-        elif not any(each in self.fields for each in PROMPT_FIELDS):
-            raise InputError(
-                f"{name}: no column prompt or messages; name it with --prompt-column (there are {self._listed()})",
-                code="prompts_file",
-            )
-        if reading.id_column is not None:
-            self._need(reading.id_column)
-        found = reading.id_column or next((each for each in _ID_COLUMNS if each in names), None)
-        if found is not None and found not in self.fields.values():
-            self.fields["custom_id"] = found
-        for each in twice:
-            if each in self.fields.values():
-                raise InputError(f"{name}: there are two columns {each!r}", code="prompts_file")
+class _TableReader(Input):
+    """A table; its columns that are named like a field of a row are read. ``fields`` are columns by field."""
 
-    @property
-    def told(self) -> str:
-        """The columns that are read and those that are not, for the user."""
-        left = [each for each in self._names if each not in self.fields.values()]
-        told = f"; columns {', '.join(self.fields.values())}"
-        return f"{told}; not read: {_some(left)}" if left else told
+    def __init__(self, name: str, context: RowContext, source: InputSource) -> None:
+        super().__init__(context, source)
+        self.format = SimpleFormat(name=name, token_ids=context.token_ids, numbered=context.numbered)
+        self.fields: dict[str, str] = {}
 
-    def _need(self, column: str) -> None:
-        if column not in self._names:
-            raise InputError(
-                f"{self._name}: no column {column!r}{did_you_mean(column, self._names)} (there are {self._listed()})",
-                code="prompts_file",
-            )
+    def choose(self, names: Sequence[str]) -> None:
+        """Set ``fields`` and ``told`` for a table with columns ``names``; raises InputError if there is no prompt."""
+        prompt, custom_id = self._context.prompt_column, self._context.id_column
+        there = f"(there are {_some(names) or 'none'})"
 
-    def _listed(self) -> str:
-        return _some(self._names) or "none"
+        def need(column: str | None) -> None:
+            if column is not None and column not in names:
+                raise self._source.refusal(f"no column {column!r}{did_you_mean(column, names)} {there}")
+
+        need(prompt)
+        found = {each: each for each in (*PROMPT_FIELDS, *SAMPLING_FIELDS) if each in names}
+        if prompt is not None:
+            found = {each: each for each in found if each not in PROMPT_FIELDS}
+            found[prompt if prompt in PROMPT_FIELDS else "prompt"] = prompt
+        elif not any(each in found for each in PROMPT_FIELDS):
+            raise self._source.refusal(f"no column prompt or messages; name it with --prompt-column {there}")
+        need(custom_id)
+        custom_id = custom_id or next((each for each in _ID_COLUMNS if each in names), None)
+        if custom_id is not None and custom_id not in found.values():
+            found["custom_id"] = custom_id
+        for each in sorted(set(names)):
+            if each in found.values() and names.count(each) > 1:
+                raise self._source.refusal(f"there are two columns {each!r}")
+        left = [each for each in names if each not in found.values()]
+        self.fields = found
+        self.told = f"; columns {', '.join(found.values())}" + (f"; not read: {_some(left)}" if left else "")
 
 
-class CsvReader:
+class CsvReader(_TableReader):
     """Reads rows from a CSV or TSV file."""
 
-    def __init__(self, reading: RowContext, source: InputSource) -> None:
-        self.format = SimpleFormat(name="csv", token_ids=reading.token_ids, numbered=reading.numbered)
+    def __init__(self, context: RowContext, source: InputSource) -> None:
+        super().__init__("csv", context, source)
         self._delimiter = "\t" if source.name.lower().endswith(_TAB_BY_SUFFIX) else ","
-        self._samplings = SamplingCache(reading.defaults)
         header = next(iter(CsvRecords(source, self._delimiter)), None)
         if header is None:
-            raise InputError(f"{source.name}: no prompts", code="prompts_file")
+            raise source.refusal("no prompts")
         if header.error:
-            raise InputError(f"{source.name}: the header cannot be read ({header.error})", code="prompts_file")
+            raise source.refusal(f"the header cannot be read ({header.error})")
         self._header = header.values
-        columns = _TableColumns(self._header, reading, source.name)
-        self._places = {name: self._header.index(column) for name, column in columns.fields.items()}
-        self.told = columns.told
+        self.choose(self._header)
+        self._places = {name: self._header.index(column) for name, column in self.fields.items()}
 
-    def rows(self, source: InputSource, *, skip: Skip | None) -> Iterator[Row | BadRow]:
-        records = iter(CsvRecords(source, self._delimiter))
+    def rows(self, *, skip: Skip | None = None) -> Iterator[Row | BadRow]:
+        records = iter(CsvRecords(self._source, self._delimiter))
         next(records)
         for number, record in enumerate(records):
             if skip is None or not skip(number):
@@ -243,48 +202,42 @@ class CsvReader:
                 )
             values = {name: _value(name, given[at]) for name, at in self._places.items() if given[at]}
         except (InputError, RecursionError) as refusal:
-            return refused(number, line, custom_id, refusal)
+            return bad_row(number, line, custom_id, refusal)
         return read_values(values, number, line, self._samplings)
 
 
-class ParquetReader:
+class ParquetReader(_TableReader):
     """Reads rows from a Parquet table, in batches of `_RECORDS_AT_ONCE` records."""
 
-    def __init__(self, reading: RowContext, source: InputSource) -> None:
-        self.format = SimpleFormat(name="parquet", token_ids=reading.token_ids, numbered=reading.numbered)
-        self._samplings = SamplingCache(reading.defaults)
+    def __init__(self, context: RowContext, source: InputSource) -> None:
+        super().__init__("parquet", context, source)
         if source.packed:
-            raise InputError(f"{source.name}: a gzipped Parquet file; unpack it", code="prompts_file")
+            raise source.refusal("a gzipped Parquet file; unpack it")
         with source.raw() as file:
-            table = _open_parquet(file, source.name)
+            table = _open_parquet(file, source)
             if table.metadata.num_rows == 0:
-                raise InputError(f"{source.name}: no prompts", code="prompts_file")
-            columns = _TableColumns(table.schema_arrow.names, reading, source.name)
-        self._columns = columns.fields
-        self.told = columns.told
+                raise source.refusal("no prompts")
+            self.choose(table.schema_arrow.names)
 
-    def rows(self, source: InputSource, *, skip: Skip | None) -> Iterator[Row | BadRow]:
-        number = -1
-        for record in self._batches(source):
-            names = list(self._columns)
-            values = [record.column(column) for column in self._columns.values()]
-            for at in range(record.num_rows):
-                number += 1
-                if skip is not None and skip(number):
-                    continue
-                yield self._row({name: each[at] for name, each in zip(names, values, strict=True)}, number)
+    def rows(self, *, skip: Skip | None = None) -> Iterator[Row | BadRow]:
+        for number, (columns, at) in enumerate(self._records()):
+            if skip is None or not skip(number):
+                values = {name: column[at] for name, column in zip(self.fields, columns, strict=True)}
+                yield self._row(values, number)
 
-    def _batches(self, source: InputSource) -> Iterator[Any]:
+    def _records(self) -> Iterator[tuple[list[Any], int]]:
+        """Of every record, the arrays of its batch in the order of ``fields``, and its index in them."""
         from pyarrow import ArrowException
 
-        with source.raw() as file:
-            table = _open_parquet(file, source.name)
+        names = list(self.fields.values())
+        with self._source.raw() as file:
+            table = _open_parquet(file, self._source)
             try:
-                yield from table.iter_batches(
-                    batch_size=_RECORDS_AT_ONCE, columns=list(self._columns.values()), use_threads=False
-                )
+                for batch in table.iter_batches(batch_size=_RECORDS_AT_ONCE, columns=names, use_threads=False):
+                    columns = [batch.column(name) for name in names]
+                    yield from ((columns, at) for at in range(batch.num_rows))
             except (ArrowException, OSError) as error:
-                raise _damaged(source.name, error) from None
+                raise _damaged(self._source, error) from None
 
     def _row(self, values: dict[str, Any], number: int) -> Row | BadRow:
         """The row of ``values``, pyarrow scalars by field."""
@@ -302,23 +255,21 @@ class ParquetReader:
             if isinstance(given.get("messages"), str):
                 given["messages"] = _value("messages", given["messages"])
         except (InputError, RecursionError) as error:
-            return refused(number, line, custom_id if isinstance(custom_id, str) else None, error)
+            return bad_row(number, line, custom_id if isinstance(custom_id, str) else None, error)
         return read_values(given, number, line, self._samplings)
 
 
-def _open_parquet(file: io.BufferedReader, name: str) -> Any:
+def _open_parquet(file: io.BufferedReader, source: InputSource) -> Any:
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError:
-        raise InputError(
-            f"{name}: reading Parquet needs pyarrow; install it with: pip install 'moelight[parquet]'",
-            code="prompts_file",
-        ) from None
+        why = "reading Parquet needs pyarrow; install it with: pip install 'moelight[parquet]'"
+        raise source.refusal(why) from None
     try:
         return ParquetFile(file)
     except (ArrowException, OSError, UnicodeDecodeError) as error:  # UnicodeDecodeError: from a column's name
-        raise _damaged(name, error) from None
+        raise _damaged(source, error) from None
 
 
 def _plain(name: str, scalar: Any) -> Any:
@@ -331,8 +282,8 @@ def _plain(name: str, scalar: Any) -> Any:
         raise FieldError(f"{name} cannot be read: {error}", param=name) from None
 
 
-def _damaged(name: str, error: Exception) -> InputError:
-    return InputError(f"{name}: no readable Parquet ({' '.join(str(error).split())[:200]})", code="prompts_file")
+def _damaged(source: InputSource, error: Exception) -> InputError:
+    return source.refusal(f"no readable Parquet ({' '.join(str(error).split())[:200]})")
 
 
 def _value(name: str, text: str) -> Any:

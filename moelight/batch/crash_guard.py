@@ -14,8 +14,9 @@ from __future__ import annotations
 import contextlib
 import json
 import mmap
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 from moelight.batch import faults
 from moelight.batch.append import open_private
@@ -35,47 +36,35 @@ class CrashGuard:
         self._path = path
         self._counts = {} if forget else _read(path)
         self.struck = frozenset(number for number, count in self._counts.items() if count >= MOST_DEATHS)
-        self._page: mmap.mmap | None = None
-        self._slot: memoryview | None = None
-        self._tried = False
-        self._number = -1
+        self._page: mmap.mmap | bytearray | None = None
 
-    def at(self, number: int) -> CrashGuard:
+    @contextlib.contextmanager
+    def at(self, number: int) -> Iterator[None]:
         """A context in which row ``number`` is prepared; raises InputError if the row is struck."""
         if number in self.struck:
             raise struck_row_error()
-        self._number = number
-        return self
-
-    def __enter__(self) -> None:
-        if not self._tried:
-            self._map()
-        if self._slot is not None:
-            self._slot[0] = self._number + 1
-        faults.reach_row(self._number)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._slot is not None:
-            self._slot[0] = 0
+        page = self._page = self._page or self._map()
+        page[:_HEAD_BYTES] = (number + 1).to_bytes(_HEAD_BYTES, sys.byteorder)
+        faults.reach(f"row_{number}")
+        try:
+            yield
+        finally:
+            page[:_HEAD_BYTES] = bytes(_HEAD_BYTES)
 
     def close(self, *, done: bool) -> None:
         """Close the file. Remove it if the job is ``done`` or no row has died."""
-        if self._slot is not None and self._page is not None:
-            self._slot.release()
+        if isinstance(self._page, mmap.mmap):
             self._page.close()
-        self._page = self._slot = None
         if done or not self._counts:
             self._path.unlink(missing_ok=True)
 
-    def _map(self) -> None:
-        self._tried = True
+    def _map(self) -> mmap.mmap | bytearray:
+        """The page of the file; memory of this process if there can be no file."""
         with contextlib.suppress(OSError):
             write_whole(self._path, "\0" * _HEAD_BYTES + json.dumps(self._counts))
             with open(open_private(self._path, create=False), "rb+") as file:
-                self._page = mmap.mmap(file.fileno(), _HEAD_BYTES)
-            self._slot = memoryview(self._page).cast("q")
+                return mmap.mmap(file.fileno(), _HEAD_BYTES)
+        return bytearray(_HEAD_BYTES)
 
 
 def struck_row_error() -> InputError:
@@ -92,9 +81,9 @@ def _read(path: Path) -> dict[int, int]:
     try:
         data = path.read_bytes()
         counts = {int(number): int(times) for number, times in json.loads(data[_HEAD_BYTES:]).items()}
-        number = memoryview(data)[:_HEAD_BYTES].cast("q")[0] - 1
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
+    number = int.from_bytes(data[:_HEAD_BYTES], sys.byteorder, signed=True) - 1
     if number >= 0:
         counts[number] = counts.get(number, 0) + 1
     return counts

@@ -14,20 +14,10 @@ import signal
 from dataclasses import dataclass, field
 
 POINTS = (
-    "before_write",
-    "mid_write",
-    "after_write",
-    "before_fsync_rows",
-    "after_fsync_rows",
-    "before_journal_write",
-    "mid_journal_write",
-    "after_journal_write",
-    "after_journal_fsync",
-    "before_rename",
-    "after_rename",
-    "before_final_record",
-    "after_final_record",
-)
+    "before_write", "mid_write", "after_write", "before_fsync_rows", "after_fsync_rows", "before_journal_write",
+    "mid_journal_write", "after_journal_write", "after_journal_fsync", "before_rename", "after_rename",
+    "before_final_record", "after_final_record",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,9 +53,3 @@ def reach(point: str, fd: int = -1, data: bytes = b"", offset: int = 0) -> None:
     """Mark ``point`` as reached; at ``mid_write``, ``data`` is about to be written at ``offset`` of ``fd``."""
     if _FAULT is not None:
         _FAULT.reach(point, fd, data, offset)
-
-
-def reach_row(number: int) -> None:
-    """Mark row ``number`` as about to be prepared."""
-    if _FAULT is not None:
-        reach(f"row_{number}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -12,6 +13,7 @@ from moelight.batch.rows import BadRow, Row, RowFormat, bad_row
 from moelight.batch.source import LONGEST_LINE, InputSource
 from moelight.core.errors import InputError, did_you_mean
 from moelight.core.request import SamplingParams
+from moelight.engine.chat import check_messages
 
 Skip: TypeAlias = Callable[[int], bool]
 # Bounds of the cache of shared sampling fields: entries, and characters of one key (a schema may be long).
@@ -46,16 +48,6 @@ class RowContext:
     vocabulary: RowTokenizer | None = None
     token_ids: bool = False
     numbered: bool = False
-
-
-class Reader(Protocol):
-    """The rows of one kind of file. ``told`` describes to the user how the file was read, or is empty."""
-
-    format: RowFormat
-    told: str
-
-    def rows(self, source: InputSource, *, skip: Skip | None) -> Iterator[Row | BadRow]:
-        """Iterate over every row, except those for whose number ``skip`` returns True."""
 
 
 class FieldError(InputError):
@@ -110,17 +102,48 @@ class SamplingCache:
         return None
 
 
-class LineReader:
-    """A `Reader` of files in which every line that is not blank is a row."""
+class Input(ABC):
+    """The rows of one file, pipe or standard input; a context that closes it. ``told`` describes to the user how a
+    table is read; ``detected`` is the format and the evidence for it, one line."""
 
+    format: RowFormat
     told = ""
+    detected = ""
 
+    def __init__(self, context: RowContext, source: InputSource) -> None:
+        self.name = source.name
+        self.size_bytes = source.size_bytes  # of the file as stored, compressed or not
+        self.digest = source.digest  # to detect a changed file
+        self._context, self._source = context, source
+        self._samplings = SamplingCache(context.defaults)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that the latest iteration has read, of ``size_bytes``."""
+        return self._source.read_bytes
+
+    @abstractmethod
+    def rows(self, *, skip: Skip | None = None) -> Iterator[Row | BadRow]:
+        """Every row in order, from the start at each call, except those for whose number ``skip`` is True; an
+        InputError follows the last row if the file cannot be read to its end."""
+
+    def __enter__(self) -> Input:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._source.close()
+
+
+class LineReader(Input):
+    """A file in which every line that is not blank is a row."""
+
+    @abstractmethod
     def read(self, raw: bytes, number: int, line: int) -> Row | BadRow:
-        raise NotImplementedError
+        """The row of the line ``raw``."""
 
-    def rows(self, source: InputSource, *, skip: Skip | None) -> Iterator[Row | BadRow]:
+    def rows(self, *, skip: Skip | None = None) -> Iterator[Row | BadRow]:
         number = -1
-        for line, raw in source.lines():
+        for line, raw in self._source.lines():
             if raw is not None and (not raw or raw.isspace()):
                 continue
             number += 1
@@ -131,13 +154,6 @@ class LineReader:
                 yield bad_row(number, line, None, error)
             else:
                 yield self.read(raw, number, line)
-
-
-def refused(number: int, line: int, custom_id: str | None, error: Exception, *, kind: str = "") -> BadRow:
-    """The error row for ``error``: an InputError, or the RecursionError of JSON that is nested too deeply."""
-    if isinstance(error, InputError):
-        return bad_row(number, line, custom_id, error, kind=kind, param=getattr(error, "param", None))
-    return bad_row(number, line, custom_id, InputError("nested too deeply", code="invalid_json"), kind=kind)
 
 
 def read_row_object(raw: bytes, *, holding: str) -> dict[str, Any]:
@@ -163,6 +179,19 @@ def read_custom_id(values: Mapping[str, Any]) -> str | None:
     if given is not None and not isinstance(given, str):
         raise FieldError("custom_id must be a string", param="custom_id")
     return given
+
+
+def read_messages(given: Any) -> list[dict[str, Any]]:
+    """The messages of a conversation; raises FieldError if they are none."""
+    try:
+        return check_messages(given)
+    except InputError as error:
+        raise FieldError(str(error), param="messages", code=error.code) from None
+
+
+def are_token_ids(given: object) -> bool:
+    """True for a list of integers that may be token ids."""
+    return isinstance(given, list) and all(type(each) is int and each >= 0 for each in given)
 
 
 def _check_depth(values: dict[str, Any]) -> None:

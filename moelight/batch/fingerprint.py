@@ -6,8 +6,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,17 @@ from moelight.engine.tokenizer import MOST_TOKENIZER_BYTES
 
 
 def sampling_facts(sampling: SamplingParams) -> dict[str, Any]:
-    """Every default of the job's sampling."""
-    return {each.name: _plain(getattr(sampling, each.name)) for each in fields(sampling)}
+    """Every default of the job's sampling, as it comes back from JSON."""
+    facts: dict[str, Any] = json.loads(json.dumps(asdict(sampling)))
+    constraint = facts["structured_outputs"]
+    if constraint is not None:
+        facts["structured_outputs"] = {name: value for name, value in constraint.items() if value not in (None, False)}
+    return facts
 
 
 def number_facts(policy: Policy | None) -> dict[str, str]:
     """The number formats of a policy: the only values of a policy that change tokens."""
-    if policy is None:
-        return {"weight_dtype": "auto", "kv_dtype": "auto"}
-    return {"weight_dtype": policy.weight_dtype, "kv_dtype": policy.kv_dtype}
+    return {name: "auto" if policy is None else getattr(policy, name) for name in ("weight_dtype", "kv_dtype")}
 
 
 def digest_of_file(path: Path | None) -> str | None:
@@ -36,34 +38,18 @@ def digest_of_file(path: Path | None) -> str | None:
     return hashlib.blake2b(read_bytes(path, most=MOST_TOKENIZER_BYTES), digest_size=16).hexdigest()
 
 
-def _plain(value: object) -> Any:
-    if isinstance(value, tuple):
-        return list(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if hasattr(value, "__dataclass_fields__"):
-        return {name: each for name, each in asdict(value).items() if each not in (None, False)}  # type: ignore[call-overload]
-    return value
-
-
 _SHOWN = 60
 _ABSENT = object()
-_NOTHING = (_ABSENT, None)
 
 
-def differences(was: Mapping[str, Any], now: Mapping[str, Any], *, informative: Iterable[str] = ()) -> list[str]:
+def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """A line for each value that differs, ``"sampling.temperature: was 0.0, is 0.7"``, in the order of ``now``; nested
-    objects are compared key by key, and an absent value equals null. ``informative`` names dotted keys, or whole
-    objects, that are not compared."""
-    silent = tuple(informative)
+    objects are compared key by key, and an absent value equals null."""
     old, new = dict(_flat(was)), dict(_flat(now))
     return [
-        f"{key}: was {shown[0]}, is {shown[1]}"
+        "{}: was {}, is {}".format(key, *_shown(old.get(key, _ABSENT), new.get(key, _ABSENT)))
         for key in dict.fromkeys([*new, *old])
-        if (values := (old.get(key, _ABSENT), new.get(key, _ABSENT)))[0] != values[1]
-        and not (values[0] in _NOTHING and values[1] in _NOTHING)
-        and not any(key == name or key.startswith(f"{name}.") for name in silent)
-        and (shown := _shown(*values))
+        if old.get(key) != new.get(key)
     ]
 
 

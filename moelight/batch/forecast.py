@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from moelight.batch.summary import ScanSummary
@@ -31,8 +31,18 @@ class Forecast:
     plan: Plan | None = None
 
     @property
-    def phases(self) -> tuple[PhaseForecast, ...]:
-        return () if self.plan is None else phases_of(self.plan)
+    def phases(self) -> list[PhaseForecast]:
+        """The kinds of passes that occur at least once."""
+        return [
+            PhaseForecast(
+                name=phase.name,
+                passes=phase.passes,
+                seconds=phase.passes * phase.seconds,
+                binding=max(phase.lanes, key=lambda lane: phase.lanes[lane], default=""),
+            )
+            for phase in (() if self.plan is None else self.plan.estimate.phases)
+            if phase.passes > 0 and phase.seconds > 0
+        ]
 
     @property
     def predicted_s(self) -> float | None:
@@ -54,10 +64,7 @@ class Forecast:
             "summary": self.summary.as_dict(),
             "given": self.given,
             "predicted_s": self.predicted_s,
-            "phases": [
-                {"name": each.name, "passes": each.passes, "seconds": each.seconds, "binding": each.binding}
-                for each in self.phases
-            ],
+            "phases": [asdict(each) for each in self.phases],
             "plan": None if self.plan is None else plan_as_dict(self.plan),
         }
 
@@ -71,17 +78,3 @@ def predicted_prompt_s(plan: Plan) -> float:
     """Seconds due to prompts: those of passes with prompt tokens, less those of as many decode passes."""
     alone = plan.estimate.pass_s
     return sum(phase.passes * max(0.0, phase.seconds - alone) for phase in plan.estimate.phases if phase.prompt_tokens)
-
-
-def phases_of(plan: Plan) -> tuple[PhaseForecast, ...]:
-    """The kinds of passes of ``plan`` that occur at least once."""
-    return tuple(
-        PhaseForecast(
-            name=phase.name,
-            passes=phase.passes,
-            seconds=phase.passes * phase.seconds,
-            binding=max(phase.lanes, key=lambda lane: phase.lanes[lane], default=""),
-        )
-        for phase in plan.estimate.phases
-        if phase.passes > 0 and phase.seconds > 0
-    )

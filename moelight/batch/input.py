@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path, PurePath
-from types import TracebackType
 from typing import Any
 
-from moelight.batch.fields import Reader, RowContext, RowTokenizer, Skip
-from moelight.batch.model_names import ModelNames
-from moelight.batch.rows import BadRow, Row, RowFormat
+from moelight.batch.fields import Input, RowContext
 from moelight.batch.simple import PROMPT_FIELDS
 from moelight.batch.source import InputSource, open_input_source
 from moelight.core.errors import InputError
 from moelight.core.registry import Registry
-from moelight.core.request import SamplingParams
 
-FORMATS: Registry[Callable[[RowContext, InputSource], Reader]] = Registry(
+FORMATS: Registry[Callable[[RowContext, InputSource], Input]] = Registry(
     "format",
     {
         "openai": "moelight.batch.openai:OpenAIReader",
@@ -46,90 +42,22 @@ _CALLED = {
 _TABLES = ("csv", "parquet")
 
 
-class Input:
-    """The rows of one file, pipe or standard input; a context that closes it. ``why`` is the detected format and the
-    evidence for it, one line."""
-
-    def __init__(self, source: InputSource, reader: Reader, why: str) -> None:
-        self.name = source.name
-        self.why = why
-        self._source = source
-        self._reader = reader
-
-    @property
-    def format(self) -> RowFormat:
-        return self._reader.format
-
-    @property
-    def size_bytes(self) -> int:
-        """Of the file as stored, compressed or not."""
-        return self._source.size_bytes
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes that the latest iteration has read, of ``size_bytes``."""
-        return self._source.read_bytes
-
-    def rows(self, *, skip: Skip | None = None) -> Iterator[Row | BadRow]:
-        """Every row in order, from the start at each call, except those for whose number ``skip`` is True; an
-        InputError follows the last row if the file cannot be read to its end."""
-        return self._reader.rows(self._source, skip=skip)
-
-    def digest(self) -> str:
-        """BLAKE2b of the whole file, to detect a changed file."""
-        return self._source.digest()
-
-    def close(self) -> None:
-        self._source.close()
-
-    def __enter__(self) -> Input:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def open_input(
-    path: Path,
-    *,
-    format: str = AUTO,  # noqa: A002 (the option's name)
-    defaults: SamplingParams | None = None,
-    models: ModelNames | None = None,
-    prompt_column: str | None = None,
-    id_column: str | None = None,
-    vocabulary: RowTokenizer | None = None,
-    token_ids: bool = False,
-    numbered: bool = False,
-) -> Input:
+def open_input(path: Path, context: RowContext | None = None, *, format: str = AUTO) -> Input:  # noqa: A002 (the option's name)
     """Open ``path`` (``-``: standard input) in ``format``, or in the format detected from its name and first lines;
     raises InputError if it cannot be read, holds no row, or cannot be of that format."""
-    path = Path(path)
-    reading = RowContext(
-        defaults=defaults if defaults is not None else SamplingParams(),
-        models=models if models is not None else ModelNames(),
-        prompt_column=prompt_column,
-        id_column=id_column,
-        vocabulary=vocabulary,
-        token_ids=token_ids,
-        numbered=numbered,
-    )
-    source = open_input_source(path)
+    context, source = context or RowContext(), open_input_source(path)
     try:
-        if format == AUTO:
-            name, why = _detect(source, path)
-        else:
-            name, why = format, "as asked"
-        reader = FORMATS.get(name)(reading, source)
-        if name not in _TABLES and (prompt_column is not None or id_column is not None):
+        name, why = _detect(source, path) if format == AUTO else (format, "as asked")
+        found = FORMATS.get(name)(context, source)
+        if name not in _TABLES and (context.prompt_column is not None or context.id_column is not None):
             raise InputError(f"{source.name}: columns can be named for {' and '.join(_TABLES)}, not for {name}")
-        if next(reader.rows(source, skip=None), None) is None:
-            raise InputError(f"{source.name}: no prompts", code="prompts_file")
+        if next(found.rows(), None) is None:
+            raise source.refusal("no prompts")
     except BaseException:
         source.close()
         raise
-    return Input(source, reader, f"{source.name}: {_CALLED[name]} ({why}{reader.told})")
+    found.detected = f"{_CALLED[name]} ({why}{found.told})"
+    return found
 
 
 def _detect(source: InputSource, path: Path) -> tuple[str, str]:
@@ -140,13 +68,11 @@ def _detect(source: InputSource, path: Path) -> tuple[str, str]:
     if suffix in _BY_SUFFIX:
         return _BY_SUFFIX[suffix], f"by its name, {suffix}"
     first = b""
-    for tried, (line, raw) in enumerate(_filled(source)):
+    filled = ((line, raw) for line, raw in source.lines() if raw is not None and raw.strip())
+    for tried, (line, raw) in enumerate(filled):
         first = first or raw.strip()
         if suffix == ".json" and first in (b"{", b"["):
-            raise InputError(
-                f"{source.name}: one JSON text over many lines; write each row as an object on a line of its own",
-                code="prompts_file",
-            )
+            raise source.refusal("one JSON text over many lines; write each row as an object on a line of its own")
         found = _object(raw)
         if found is not None:
             openai = any(name in found for name in _OPENAI_KEYS)
@@ -168,11 +94,6 @@ def _suffix(path: PurePath) -> str:
     if suffixes and suffixes[-1] in (".gz", ".gzip"):
         suffixes.pop()
     return suffixes[-1] if suffixes else ""
-
-
-def _filled(source: InputSource) -> Iterator[tuple[int, bytes]]:
-    """The lines that are neither blank nor too long."""
-    return ((line, raw) for line, raw in source.lines() if raw is not None and raw.strip())
 
 
 def _object(raw: bytes) -> dict[str, Any] | None:

@@ -1,6 +1,7 @@
 """The rows of a job: on the disk, each exactly once, also after a crash; or in a pipe, which cannot be resumed.
 
-Depends on row numbers, bytes and the order of writes. A commit fsyncs the rows since the last commit, and then stores
+Depends on row numbers, bytes and the order of writes. A job is new, resumed, complete or refused; a refusal leaves all
+files unchanged. A commit fsyncs the rows since the last commit, and then stores
 the lengths of the files and the state of the job (`RowStore`).
 """
 
@@ -8,27 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Literal, NoReturn
 
 from moelight.batch import faults
 from moelight.batch.append import AppendFile, ByteRange, open_private, sync_directory
 from moelight.batch.crash_guard import CrashGuard
-from moelight.batch.output import STANDARD_OUTPUT, check_writable, clear, writes_directly
-from moelight.batch.paths import WHAT, Outputs, failed
-from moelight.batch.recovery import Opened, open_job, take_names
-from moelight.batch.store import JobRecord, WaitingRows, hold
+from moelight.batch.fingerprint import differences
+from moelight.batch.output import check_writable, clear, stream_file, writes_directly
+from moelight.batch.paths import OutputPath, Outputs
+from moelight.batch.store import JobRecord, RowStore, WaitingRows, hold
 from moelight.core.errors import InputError, MoelightError, UserError
 
 State = Literal["new", "resumed", "complete"]
 _HELD_BYTES = 16 << 20  # of waiting rows in memory
+_READ_BACK_BYTES = 1 << 30  # takes about a second; of older bytes only the length is checked
+_BLOCK_BYTES = 1 << 20
 
 
 class Ledger:
@@ -46,6 +48,7 @@ class Ledger:
         self.changed: list[str] = []
         self.scan = record.scan
         self.completed, self.failed, self.totals = record.completed, record.failed, dict(record.totals)
+        self._outputs = outputs
         self._in_order = outputs.order == "input"
         self._done = record.done
         self._next = record.next
@@ -54,9 +57,7 @@ class Ledger:
     def __enter__(self) -> Ledger:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
 
     def done(self, number: int) -> bool:
@@ -88,8 +89,8 @@ class Ledger:
         self._write(data, failed=failed)
         self._next += 1
         while self._in_order and self._next in self._done:
-            ready = self._take(self._next)
-            self._write(ready[0], failed=ready[1])
+            data, failed = self._waiting.take(self._next)
+            self._write(data, failed=failed)
             self._next += 1
 
     def tick(self) -> None:
@@ -101,7 +102,10 @@ class Ledger:
     def finish(self, total: int) -> None:
         """Complete the files of ``total`` rows. Raises MoelightError if a row is missing, InputError if the disk
         refuses."""
-        self._refuse_missing(total)
+        missing = self._done.missing(total)
+        if missing is not None:
+            raise MoelightError(f"row {missing} was never answered")
+        self._complete(total)
         self.state = "complete"
 
     def close(self) -> None:
@@ -110,13 +114,8 @@ class Ledger:
     def _write(self, data: bytes, *, failed: bool) -> None:
         raise NotImplementedError
 
-    def _take(self, number: int) -> tuple[bytes, bool]:
-        return self._waiting.take(number)
-
-    def _refuse_missing(self, total: int) -> None:
-        missing = self._done.missing(total)
-        if missing is not None:
-            raise MoelightError(f"row {missing} was never answered")
+    def _complete(self, total: int) -> None:
+        """Complete the files, to which all rows were written."""
 
 
 class Journal(Ledger):
@@ -124,42 +123,41 @@ class Journal(Ledger):
     killed; counts and totals include them. A write that fails is an InputError of the next call and of every later one;
     committed rows are kept."""
 
-    def __init__(self, outputs: Outputs, opened: Opened) -> None:
-        record = opened.record
-        super().__init__(outputs, record, WaitingRows(opened.store.base))
-        self.state = "complete" if opened.complete else "new" if opened.new else "resumed"
-        self.changed = opened.changed
-        self._outputs = outputs
-        self._opened = opened
+    def __init__(self, outputs: Outputs, store: RowStore, record: JobRecord, *, new: bool, changed: list[str]) -> None:
+        super().__init__(outputs, record, WaitingRows(store.base, before_read=self._wait_commit))
+        complete = record.stage == "complete"
+        self.state = "complete" if complete else "new" if new else "resumed"
+        self.changed = changed
+        self._store = store
         self._files: dict[str, AppendFile] = {}
         self._pending: Future[None] | None = None
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
-        self._counted = self._counts()
         # The first tick commits, so that a reader of the output sees progress early.
         self._last = time.monotonic() - outputs.sync_s
         self._failure: InputError | None = None
         self._torn = self._closed = False
-        self._made: list[Path] = []
-        self._deaths = CrashGuard(opened.places.deaths, forget=opened.new or bool(opened.changed))
+        self._deaths = CrashGuard(outputs.deaths, forget=new or bool(changed))
         self.struck = self._deaths.struck
-        if not opened.complete:
-            self._open_files(record.ends)
+        places = outputs.files.items() if not complete else ()
+        # What is removed again if the job ends without rows.
+        self._made = [place.written for _, place in places if new and not place.written.exists()]
+        try:
+            for name, place in places:
+                self._files[name] = _open_file(place, record.ends.get(name, 0))
+            for directory in outputs.directories if places else ():
+                sync_directory(directory)
+        except BaseException:
+            self._close_files()
+            raise
 
     @classmethod
     def open(
-        cls,
-        outputs: Outputs,
-        facts: Mapping[str, Any],
-        *,
-        informative: Iterable[str] = (),
-        restart: bool = False,
-        allow_changed: bool = False,
+        cls, outputs: Outputs, facts: Mapping[str, Any], *, restart: bool = False, allow_changed: bool = False
     ) -> Journal:
         """Begin the job, or resume it.
 
         Args:
             facts: JSON values that determine the rows; compared with those of the job's first start, key by key.
-            informative: dotted keys of ``facts`` that are stored and not compared.
             restart: discard finished rows; earlier files are removed (``atomic``: when the new ones are renamed).
             allow_changed: resume with other facts. The scan of the input is discarded.
 
@@ -168,25 +166,34 @@ class Journal(Ledger):
                 an output without its journal, a journal without its output, or one that does not match the other.
                 ``output_path``: the files cannot be written.
         """
-        opened = open_job(outputs, facts, informative=informative, restart=restart, allow_changed=allow_changed)
         try:
-            return cls(outputs, opened)
-        except BaseException:
-            opened.store.close()
-            raise
+            for place in outputs.files.values():
+                if not place.shown.exists():
+                    check_writable(place.shown, what=place.what)
+            store = RowStore(outputs.journal, shown=outputs.rows)
+            try:
+                record = None if restart else store.read()
+                if record is not None and not _may_begin_anew(record, outputs):
+                    changed = _resume(store, record, outputs, facts, allow_changed=allow_changed)
+                    return cls(outputs, store, record, new=False, changed=changed)
+                record = _begin(store, outputs, facts, restart=restart or record is not None)
+                return cls(outputs, store, record, new=True, changed=[])
+            except BaseException:
+                store.close(remove=store.unused)
+                raise
+        except OSError as error:
+            raise outputs.output.failed(error) from None
 
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             self.close()
             return
         # The error that ended the block is the one to report.
         with contextlib.suppress(InputError, OSError):
-            self.close(forget=isinstance(error, UserError))
+            self.close(forget=issubclass(kind, UserError))
 
     def preparing(self, number: int) -> AbstractContextManager[None]:
         return self._deaths.at(number)
@@ -196,7 +203,7 @@ class Journal(Ledger):
         self._wait_commit()
         super().note_scan(scan)
         try:
-            self._opened.store.commit({"scan": self.scan})
+            self._store.commit({"scan": self.scan})
         except OSError as error:
             self._fail(error)
 
@@ -226,20 +233,18 @@ class Journal(Ledger):
         self._begin()
         self._wait_commit()
 
-    def finish(self, total: int) -> None:
+    def _complete(self, total: int) -> None:
         self._ready()
-        self._refuse_missing(total)
         for file in self._files.values():
             file.make_valid()
         self.commit()
         self._close_files()
         try:
             if self._outputs.atomic:
-                self._opened.store.commit({"stage": "renaming", "total": total})
-            take_names(self._opened.places, self._opened.store, total)
+                self._store.commit({"stage": "renaming", "total": total})
+            _take_names(self._outputs, self._store, total)
         except OSError as error:
             self._fail(error)
-        self.state = "complete"
 
     def close(self, *, forget: bool = False) -> None:
         """Commit the rows that were put and close the files; raises InputError if that fails and no earlier call
@@ -259,38 +264,15 @@ class Journal(Ledger):
             if unfinished and (self._failure is not None or self._torn):
                 # The next start truncates too; doing it here hides the torn end from readers of the file.
                 with contextlib.suppress(OSError, InputError):
-                    ends = self._opened.store.ends()
+                    ends = self._store.ends()
                     for name, file in self._files.items():
                         file.cut(ends.get(name, 0))
             self._close_files()
-            forgotten = forget and self._opened.new and not self.completed + self.failed
+            forgotten = forget and self.state == "new" and not self.completed + self.failed
             for path in self._made if forgotten else ():
                 with contextlib.suppress(OSError):
                     path.unlink(missing_ok=True)
-            self._opened.store.close(remove=forgotten)
-
-    def _open_files(self, ends: Mapping[str, int]) -> None:
-        places = self._opened.places
-        try:
-            self._made = [place.written for place in places.files.values() if not place.written.exists()]
-            for name, place in places.files.items():
-                self._files[name] = self._open_file(place.written, ends.get(name, 0), gzip=place.gzip)
-            for directory in places.directories():
-                sync_directory(directory)
-        except BaseException as error:
-            self._close_files()
-            if isinstance(error, OSError):
-                raise failed(error, places.output) from None
-            raise
-
-    def _open_file(self, path: Path, end: int, *, gzip: bool) -> AppendFile:
-        fd = open_private(path)
-        try:
-            hold(fd, path, shown=self._outputs.rows)
-            return AppendFile(fd, path, end=end, gzip=gzip)
-        except BaseException:
-            os.close(fd)
-            raise
+            self._store.close(remove=forgotten)
 
     def _close_files(self) -> None:
         for file in self._files.values():
@@ -299,11 +281,6 @@ class Journal(Ledger):
 
     def _write(self, data: bytes, *, failed: bool) -> None:
         self._files["errors" if failed and "errors" in self._files else "output"].append(data)
-
-    def _take(self, number: int) -> tuple[bytes, bool]:
-        if not self._waiting.held(number):
-            self._wait_commit()  # the database is used by one thread at a time
-        return self._waiting.take(number)
 
     def _ready(self) -> None:
         if self._failure is not None:
@@ -323,9 +300,9 @@ class Journal(Ledger):
         self._pending = None
 
     def _begin(self) -> None:
-        """Begin a commit, if there is something to commit. No commit is running."""
+        """Begin a commit in the worker thread, if there is something to commit. No commit is running."""
         self._last = time.monotonic()
-        if self._counts() == self._counted and not any(file.unsealed for file in self._files.values()):
+        if not self._done.changed and not any(file.unsealed for file in self._files.values()):
             return
         self._torn = True
         try:
@@ -334,32 +311,136 @@ class Journal(Ledger):
             self._fail(error)
         extents = {name: extent for name, extent in extents.items() if extent.end > extent.start}
         values = {"completed": self.completed, "failed": self.failed, "totals": dict(self.totals), "next": self._next}
-        self._pending = self._worker.submit(
-            self._make_durable, values, self._done.changed_parts(), extents, self._waiting.unsaved()
-        )
-        self._counted = self._counts()
-        self._torn = False
+        parts, waiting = self._done.changed_parts(), self._waiting.unsaved()
 
-    def _make_durable(
-        self,
-        values: dict[str, Any],
-        parts: list[tuple[int, bytes]],
-        extents: dict[str, ByteRange],
-        waiting: list[tuple[int, bool, int, bytes]],
-    ) -> None:
-        """Finish a commit, in the worker thread. Raises OSError."""
-        for name in extents:
-            self._files[name].sync()
-        faults.reach("after_fsync_rows")
-        self._opened.store.commit(values, parts=parts, extents=extents, waiting=waiting)
+        def make_durable() -> None:
+            for name in extents:
+                self._files[name].sync()
+            faults.reach("after_fsync_rows")
+            self._store.commit(values, parts=parts, extents=extents, waiting=waiting)
+
+        self._pending = self._worker.submit(make_durable)
+        self._torn = False
 
     def _fail(self, error: OSError) -> NoReturn:
         """Raise the failure. Nothing more is written: after a failed write or fsync the file contents are unknown."""
-        self._failure = failed(error, self._opened.places.output)
+        self._failure = self._outputs.output.failed(error)
         raise self._failure from None
 
-    def _counts(self) -> tuple[int, int]:
-        return self.completed, self.failed
+
+def _may_begin_anew(record: JobRecord, outputs: Outputs) -> bool:
+    """True for a job without rows whose layout differs, since a new start overwrites only its own files; but if
+    ``atomic`` differs, files of an earlier job may still exist."""
+    return record.empty and record.layout != outputs.layout and record.layout["atomic"] == outputs.atomic
+
+
+def _begin(store: RowStore, outputs: Outputs, facts: Mapping[str, Any], *, restart: bool) -> JobRecord:
+    for place in outputs.files.values():
+        check_writable(place.shown, what=place.what)
+        if not restart:
+            place.refuse_found(outputs.journal)
+    # The old state goes first: a crash in between leaves files without a job, which are refused, not an outdated job.
+    store.clear()
+    if restart:
+        outputs.clear()
+    record = JobRecord(layout=outputs.layout, facts=dict(facts), pid=os.getpid())
+    store.begin(record)
+    return record
+
+
+def _resume(
+    store: RowStore, record: JobRecord, outputs: Outputs, facts: Mapping[str, Any], *, allow_changed: bool
+) -> list[str]:
+    """Check the files of the job, complete a rename that was cut off, and return the facts that differ."""
+    changed = differences(record.facts, facts)
+    _refuse_changed(record, changed, outputs, allow_changed=allow_changed)
+    for name, place in outputs.files.items():
+        # Also after a crash between two renames.
+        named = record.stage == "complete" or (record.stage == "renaming" and not place.written.exists())
+        path = place.final if named else place.written
+        if name in record.extents:
+            _check_file(path, record.extents[name], shown=str(place), journal=outputs.journal)
+    if record.stage != "complete" or changed:
+        for place in outputs.files.values():
+            check_writable(place.shown, what=place.what)
+        if changed:
+            record.facts, record.scan, record.stage = dict(facts), None, "running"
+        store.commit({"facts": record.facts, "scan": record.scan, "stage": record.stage, "pid": os.getpid()})
+        if record.stage == "renaming":
+            _take_names(outputs, store, record.total)
+            record.stage = "complete"
+    return changed
+
+
+def _refuse_changed(record: JobRecord, changed: list[str], outputs: Outputs, *, allow_changed: bool) -> None:
+    fixed = differences(record.layout, outputs.layout)
+    if fixed:
+        why = f"was begun otherwise ({'; '.join(fixed)}); give these as they were, or --restart starts anew"
+    # A job without rows may change freely: it may have been refused, or a mistake.
+    elif changed and not allow_changed and not record.empty:
+        why = (
+            f"belongs to a job that was another ({'; '.join(changed)}); --allow-changed keeps its finished rows and "
+            "goes on as asked now, --restart starts anew"
+        )
+    elif changed and outputs.atomic and record.stage != "running":
+        why = (
+            f"is complete, of a job that was another ({'; '.join(changed)}), and as it is --atomic nothing is added "
+            "to it; --restart starts anew"
+        )
+    else:
+        return
+    raise InputError(f"{outputs.output}: {why}", code="job_changed")
+
+
+def _check_file(path: Path, extents: list[ByteRange], *, shown: str, journal: Path) -> None:
+    """Raise InputError for a file that is shorter than its journal records, or has other contents; may raise OSError.
+    The last gigabyte is read back; of earlier bytes only the length is checked."""
+
+    def refusal(why: str) -> InputError:
+        choice = "put it back as it was, or --restart starts anew"
+        return InputError(f"{shown}: {why} by its journal {journal}; {choice}", code="journal")
+
+    end = extents[-1].end
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError:
+        raise refusal(f"is gone, {end} bytes were written to it") from None
+    if found < end:
+        raise refusal(f"is shorter than it was, {found} bytes found and {end} bytes expected")
+    with path.open("rb") as file:
+        for each in extents:
+            if each.end > end - _READ_BACK_BYTES and _crc(file, each) != each.crc:
+                raise refusal(f"bytes {each.start} to {each.end} are not those that were written")
+
+
+def _crc(file: BinaryIO, extent: ByteRange) -> int:
+    file.seek(extent.start)
+    crc, left = 0, extent.end - extent.start
+    while left > 0 and (block := file.read(min(left, _BLOCK_BYTES))):
+        crc, left = zlib.crc32(block, crc), left - len(block)
+    return crc
+
+
+def _take_names(outputs: Outputs, store: RowStore, total: int) -> None:
+    """Rename the finished files to their final names, and record the job as complete with ``total`` rows."""
+    for place in outputs.files.values():
+        place.take_name()
+    for directory in outputs.directories:
+        sync_directory(directory)
+    faults.reach("before_final_record")
+    store.commit({"stage": "complete", "total": total})
+    faults.reach("after_final_record")
+    store.shrink()
+
+
+def _open_file(place: OutputPath, end: int) -> AppendFile:
+    fd = open_private(place.written)
+    try:
+        hold(fd, place.written, shown=place.shown)
+        return AppendFile(fd, end=end, gzip=place.gzip)
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 class StreamRows(Ledger):
@@ -370,12 +451,13 @@ class StreamRows(Ledger):
         if outputs.atomic:
             raise InputError(f"output {outputs.rows}: is a pipe or device, --atomic needs a file", code="output_path")
         super().__init__(outputs, JobRecord(layout={}, facts={}), WaitingRows())
-        self._output = _Stream(outputs.rows, WHAT["output"])
-        try:
-            self._errors = self._output if outputs.errors is None else _Stream(outputs.errors, WHAT["errors"])
-        except BaseException:
-            self._output.close()
-            raise
+        with contextlib.ExitStack() as files:
+            writers = {}
+            for name, place in outputs.files.items():
+                check_writable(place.shown, what=place.what)
+                writers[name] = files.enter_context(stream_file(place.shown, what=place.what))
+            self._files = files.pop_all()
+        self._output, self._errors = writers["output"], writers.get("errors", writers["output"])
 
     def put(self, number: int, data: bytes, *, failed: bool = False, totals: Mapping[str, int] | None = None) -> None:
         super().put(number, data, failed=failed, totals=totals)
@@ -384,44 +466,15 @@ class StreamRows(Ledger):
                 self._waiting.spill(self._next)
 
     def close(self) -> None:
-        self._output.close()
-        if self._errors is not self._output:
-            self._errors.close()
+        self._files.close()
         self._waiting.close()
 
     def _write(self, data: bytes, *, failed: bool) -> None:
-        (self._errors if failed else self._output).write(data)
-
-
-class _Stream:
-    """Standard output, or a path that is written from its beginning."""
-
-    def __init__(self, path: Path, what: str) -> None:
-        check_writable(path, what=what)
-        self._path = path
-        self._what = what
-        with clear(path, what):
-            self._file: BinaryIO = sys.stdout.buffer if path == STANDARD_OUTPUT else path.open("wb", buffering=0)
-
-    def write(self, data: bytes) -> None:
-        with clear(self._path, self._what):
-            view = memoryview(data)
-            while view:
-                view = view[self._file.write(view) :]
-            self._file.flush()
-
-    def close(self) -> None:
-        if self._path != STANDARD_OUTPUT:
-            self._file.close()
+        (self._errors if failed else self._output)(data)
 
 
 def open_outputs(
-    outputs: Outputs,
-    facts: Mapping[str, Any],
-    *,
-    informative: Iterable[str] = (),
-    restart: bool = False,
-    allow_changed: bool = False,
+    outputs: Outputs, facts: Mapping[str, Any], *, restart: bool = False, allow_changed: bool = False
 ) -> Ledger:
     """A `Journal`; or `StreamRows` if ``outputs.rows`` is standard output, a pipe or a device. Raises InputError as
     `Journal.open` does, or if the two kinds are mixed, or ``atomic`` is requested for a stream."""
@@ -433,4 +486,4 @@ def open_outputs(
             "or leave the error file out: failed rows are then in the output",
             code="output_path",
         )
-    return Journal.open(outputs, facts, informative=informative, restart=restart, allow_changed=allow_changed)
+    return Journal.open(outputs, facts, restart=restart, allow_changed=allow_changed)

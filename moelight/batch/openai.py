@@ -8,7 +8,7 @@ fetched nor opened.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,29 +17,22 @@ from moelight.batch.fields import (
     FieldError,
     LineReader,
     RowContext,
-    SamplingCache,
+    are_token_ids,
     read_custom_id,
+    read_messages,
     read_row_object,
-    refused,
     unknown_field,
 )
 from moelight.batch.openai_answers import CHAT, COMPLETIONS, OpenAIFormat
-from moelight.batch.rows import BadRow, Prompt, Row
+from moelight.batch.rows import BadRow, Prompt, Row, bad_row
 from moelight.batch.source import InputSource
 from moelight.core.errors import InputError
 from moelight.core.request import MOST_SAMPLES, SamplingParams
-from moelight.engine.chat import Conversation, check_messages
+from moelight.engine.chat import Conversation
 
-HOLDING = "custom_id, method, url and body"
 _LINE_FIELDS = ("custom_id", "method", "url", "body")
 _MOST_LOGPROBS = 20
 
-# Fields that are passed to SamplingParams unchanged.
-_SAMPLING = (
-    "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
-    "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "prompt_logprobs",
-    "skip_special_tokens", "include_stop_str_in_output",
-)  # fmt: skip
 # Older names of constraints, and the StructuredOutputs field of each.
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 # Fields for a service that do not apply to a job: any value is accepted and ignored.
@@ -125,7 +118,9 @@ class _CompletionBody(_RequestBody, kw_only=True):
 
 _BODIES: dict[str, type[_ChatBody] | type[_CompletionBody]] = {CHAT: _ChatBody, COMPLETIONS: _CompletionBody}
 _FIELDS = {url: frozenset(body.__struct_fields__) for url, body in _BODIES.items()}
-_SAMPLING_FIELDS = frozenset(_SAMPLING)
+# Fields that are passed to SamplingParams unchanged.
+_SAMPLING_FIELDS = {each.name for each in fields(SamplingParams)} & {*_RequestBody.__struct_fields__}
+_SAMPLING_FIELDS.remove("structured_outputs")
 _B = TypeVar("_B", bound=_RequestBody)
 
 
@@ -142,35 +137,38 @@ class _ParsedBody:
 class OpenAIReader(LineReader):
     """Reads rows from OpenAI batch lines."""
 
-    def __init__(self, reading: RowContext, source: InputSource) -> None:  # noqa: ARG002 (every reader is made of both)
-        self.format = OpenAIFormat(vocabulary=reading.vocabulary)
-        self._models = reading.models
-        self._vocabulary = reading.vocabulary
-        self._samplings = SamplingCache(reading.defaults)
+    def __init__(self, context: RowContext, source: InputSource) -> None:
+        super().__init__(context, source)
+        self.format = OpenAIFormat(vocabulary=context.vocabulary)
 
     def read(self, raw: bytes, number: int, line: int) -> Row | BadRow:
         custom_id: str | None = None
         kind = ""
         try:
-            values = read_row_object(raw, holding=HOLDING)
+            values = read_row_object(raw, holding="custom_id, method, url and body")
             custom_id = read_custom_id(values)
-            url = _url(values)
-            kind = url
+            kind = _url(values)
             if custom_id is None:
-                raise FieldError("custom_id is missing", param="custom_id", code="missing_required_parameter")
-            asked = self._asked(url, _body(values))
+                raise _missing("custom_id")
+            body = values.get("body")
+            if body is None:
+                raise _missing("body")
+            if not isinstance(body, dict):
+                raise FieldError("body must be an object", param="body")
+            _check_names(body, _FIELDS[kind])
+            asked = self._chat(body) if kind == CHAT else self._completion(body)
             return Row(
                 number=number,
                 line=line,
                 custom_id=custom_id,
-                kind=url,
+                kind=kind,
                 prompts=asked.prompts,
                 conversation=asked.conversation,
-                sampling=self._sampling(asked, values["body"]),
+                sampling=self._sampling(asked, body),
                 answered=asked.answered,
             )
         except (InputError, RecursionError) as error:
-            return refused(number, line, custom_id, error, kind=kind)
+            return bad_row(number, line, custom_id, error, kind=kind)
 
     def _sampling(self, asked: _ParsedBody, body: dict[str, Any]) -> SamplingParams:
         try:
@@ -184,131 +182,103 @@ class OpenAIReader(LineReader):
             raise FieldError(f"{message}; send them as several rows", param="n")
         return sampling
 
-    def _asked(self, url: str, values: dict[str, Any]) -> _ParsedBody:
-        _check_names(values, url)
-        if url == CHAT:
-            chat = _convert(values, _ChatBody)
-            self._check(chat, special_tokens=False)
-            return _chat(chat, _sampling_fields(values))
-        completion = _convert(values, _CompletionBody)
-        self._check(completion, special_tokens=True)
-        return self._completion(completion, _sampling_fields(values))
+    def _chat(self, values: dict[str, Any]) -> _ParsedBody:
+        body, sampling = self._convert(values, _ChatBody)
+        if body.messages is None:
+            raise _missing("messages")
+        conversation = _conversation(body)
+        _constrain(sampling, body)
+        if body.max_completion_tokens is not None:
+            if body.max_tokens not in (None, body.max_completion_tokens):
+                raise FieldError("max_tokens and max_completion_tokens differ; send one of them", param="max_tokens")
+            sampling["max_tokens"] = body.max_completion_tokens
+        _check_logprobs("top_logprobs", body.top_logprobs)
+        if body.top_logprobs and not body.logprobs:
+            raise FieldError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        asked = (body.top_logprobs or 0) if body.logprobs else None
+        if asked is not None:
+            sampling["logprobs"] = asked
+        answered = {"logprobs": asked, "prompt_logprobs": body.prompt_logprobs is not None}
+        return _ParsedBody(conversation=conversation, sampling=sampling, answered=answered)
 
-    def _check(self, body: _RequestBody, *, special_tokens: bool) -> None:
-        if body.add_special_tokens not in (None, special_tokens):
-            around = "around a prompt the tokenizer puts them" if special_tokens else "the chat template writes them"
-            raise FieldError(f"add_special_tokens: {around}", param="add_special_tokens", code="unsupported_parameter")
-        if body.model is not None:
-            try:
-                self._models.check(body.model)
-            except InputError as error:
-                raise FieldError(str(error), param="model", code=error.code) from None
-
-    def _completion(self, body: _CompletionBody, sampling: dict[str, Any]) -> _ParsedBody:
+    def _completion(self, values: dict[str, Any]) -> _ParsedBody:
+        body, sampling = self._convert(values, _CompletionBody)
         prompts = _prompts(body.prompt)
         _constrain(sampling, body)
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise FieldError("best_of must be equal to n, or left out", param="best_of", code="unsupported_parameter")
         shown = body.prompt_logprobs is not None
+        _check_logprobs("logprobs", body.logprobs)
         if body.logprobs is not None:
-            _check_logprobs("logprobs", body.logprobs)
             sampling["logprobs"] = body.logprobs
-        if body.echo:
-            if self._vocabulary is None and (body.logprobs is not None or not isinstance(prompts[0], str)):
-                raise FieldError("echo needs the model's tokenizer", param="echo", code="unsupported_parameter")
-            # Echoed tokens have log-probabilities too, and a prompt that is only scored must request some.
-            if not shown and (body.logprobs is not None or body.max_tokens == 0):
-                sampling["prompt_logprobs"] = body.logprobs or 0
+        # Echoed tokens have log-probabilities too, and a prompt that is only scored must request some.
+        if body.echo and not shown and (body.logprobs is not None or body.max_tokens == 0):
+            sampling["prompt_logprobs"] = body.logprobs or 0
         answered = {"logprobs": body.logprobs, "echo": bool(body.echo), "prompt_logprobs": shown}
         return _ParsedBody(prompts=prompts, sampling=sampling, answered=answered)
+
+    def _convert(self, values: dict[str, Any], kind: type[_B]) -> tuple[_B, dict[str, Any]]:
+        """``values`` with their types checked, and those that SamplingParams takes unchanged."""
+        try:
+            body = msgspec.convert(values, kind)
+        except msgspec.ValidationError as error:
+            # msgspec reports the expected type, the actual type, and after this mark the path.
+            said, _, path = str(error).partition(" - at `$.")
+            path = path.removesuffix("`")
+            said = said.replace(" | null", "").replace("`", "").replace("Expected", "must be", 1)
+            raise FieldError(f"{path} {said}".strip(), param=path or None) from None
+        except UnicodeEncodeError:
+            raise InputError("a key holds half of a surrogate pair", code="invalid_text") from None
+        special_tokens = kind is _CompletionBody
+        if body.add_special_tokens not in (None, special_tokens):
+            around = "around a prompt the tokenizer puts them" if special_tokens else "the chat template writes them"
+            raise _unsupported("add_special_tokens", around)
+        if body.model is not None:
+            try:
+                self._context.models.check(body.model)
+            except InputError as error:
+                raise FieldError(str(error), param="model", code=error.code) from None
+        return body, {name: value for name, value in values.items() if value is not None and name in _SAMPLING_FIELDS}
+
+
+def _missing(param: str) -> FieldError:
+    return FieldError(f"{param} is missing", param=param, code="missing_required_parameter")
+
+
+def _unsupported(param: str, why: str) -> FieldError:
+    return FieldError(f"{param}: {why}", param=param, code="unsupported_parameter")
 
 
 def _url(values: dict[str, Any]) -> str:
     for name in values:
         if name not in _LINE_FIELDS:
             raise unknown_field(name, _LINE_FIELDS)
-    url = values.get("url")
+    url, method = values.get("url"), values.get("method", "POST")
     if url is None:
-        raise FieldError("url is missing", param="url", code="missing_required_parameter")
+        raise _missing("url")
     if not isinstance(url, str) or url not in _BODIES:
-        raise FieldError(
-            f"unknown endpoint {url!r}: {' and '.join(_BODIES)} are served", param="url", code="invalid_url"
-        )
-    method = values.get("method", "POST")
+        served = f"{' and '.join(_BODIES)} are served"
+        raise FieldError(f"unknown endpoint {url!r}: {served}", param="url", code="invalid_url")
     if method != "POST":
         raise FieldError(f"method must be POST, not {method!r}", param="method", code="invalid_method")
     return url
 
 
-def _body(values: dict[str, Any]) -> dict[str, Any]:
-    body = values.get("body")
-    if body is None:
-        raise FieldError("body is missing", param="body", code="missing_required_parameter")
-    if not isinstance(body, dict):
-        raise FieldError("body must be an object", param="body")
-    return body
-
-
-def _check_names(values: dict[str, Any], url: str) -> None:
+def _check_names(values: dict[str, Any], known: frozenset[str]) -> None:
     """Refuse fields that are unknown, or known and not served."""
-    fields = _FIELDS[url]
-    for name in values.keys() - fields - _IGNORED:
+    for name in values.keys() - known - _IGNORED:
         if name not in _REFUSED:
-            raise unknown_field(name, sorted(fields | _IGNORED | _REFUSED.keys()))
+            raise unknown_field(name, sorted(known | _IGNORED | _REFUSED.keys()))
         if values[name]:
-            raise FieldError(f"{name}: {_REFUSED[name]}", param=name, code="unsupported_parameter")
-
-
-def _convert(values: dict[str, Any], body: type[_B]) -> _B:
-    try:
-        return msgspec.convert(values, body)
-    except msgspec.ValidationError as error:
-        # msgspec reports the expected type, the actual type, and after this mark the path.
-        said, _, path = str(error).partition(" - at `$.")
-        path = path.removesuffix("`")
-        said = said.replace(" | null", "").replace("`", "").replace("Expected", "must be", 1)
-        raise FieldError(f"{path} {said}".strip(), param=path or None) from None
-    except UnicodeEncodeError:
-        raise InputError("a key holds half of a surrogate pair", code="invalid_text") from None
-
-
-def _sampling_fields(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None and name in _SAMPLING_FIELDS}
-
-
-def _chat(body: _ChatBody, sampling: dict[str, Any]) -> _ParsedBody:
-    if body.messages is None:
-        raise FieldError("messages is missing", param="messages", code="missing_required_parameter")
-    conversation = _conversation(body)
-    _constrain(sampling, body)
-    if body.max_completion_tokens is not None:
-        if body.max_tokens not in (None, body.max_completion_tokens):
-            raise FieldError("max_tokens and max_completion_tokens differ; send one of them", param="max_tokens")
-        sampling["max_tokens"] = body.max_completion_tokens
-    if body.top_logprobs is not None:
-        _check_logprobs("top_logprobs", body.top_logprobs)
-        if body.top_logprobs and not body.logprobs:
-            raise FieldError("top_logprobs needs logprobs to be true", param="top_logprobs")
-    asked = (body.top_logprobs or 0) if body.logprobs else None
-    if asked is not None:
-        sampling["logprobs"] = asked
-    answered = {"logprobs": asked, "prompt_logprobs": body.prompt_logprobs is not None}
-    return _ParsedBody(conversation=conversation, sampling=sampling, answered=answered)
+            raise _unsupported(name, _REFUSED[name])
 
 
 def _conversation(body: _ChatBody) -> Conversation:
-    try:
-        messages = check_messages(body.messages)
-    except InputError as error:
-        raise FieldError(str(error), param="messages", code=error.code) from None
+    messages = read_messages(body.messages)
     if body.tool_choice not in (None, "none", "auto"):
-        raise FieldError(
-            "tool_choice: calls cannot be forced; only none and auto are served",
-            param="tool_choice",
-            code="unsupported_parameter",
-        )
+        raise _unsupported("tool_choice", "calls cannot be forced; only none and auto are served")
     if body.modalities not in (None, ["text"]):
-        raise FieldError("modalities: only text is generated", param="modalities", code="unsupported_parameter")
+        raise _unsupported("modalities", "only text is generated")
     goes_on = bool(body.continue_final_message)
     if goes_on and body.add_generation_prompt:
         raise FieldError(
@@ -328,23 +298,21 @@ def _conversation(body: _ChatBody) -> Conversation:
 
 def _constrain(sampling: dict[str, Any], body: _RequestBody) -> None:
     """Set ``structured_outputs`` from whichever field of ``body`` gives a constraint."""
-    found: dict[str, dict[str, Any]] = {}
-    if body.response_format is not None:
-        constraint = _response_format(body.response_format)
-        if constraint is not None:
-            found["response_format"] = constraint
-    if body.structured_outputs is not None:
-        found["structured_outputs"] = body.structured_outputs
-    for alias, name in _GUIDED.items():
-        if getattr(body, alias) is not None:
-            found[alias] = {name: getattr(body, alias)}
+    constraints = {
+        "response_format": _response_format(body.response_format),
+        "structured_outputs": body.structured_outputs,
+        **{alias: {name: value} for alias, name in _GUIDED.items() if (value := getattr(body, alias)) is not None},
+    }
+    found = {name: constraint for name, constraint in constraints.items() if constraint is not None}
     if len(found) > 1:
         raise FieldError(f"{' and '.join(found)} are given; send one of them", param=next(iter(found)))
     for constraint in found.values():
         sampling["structured_outputs"] = constraint
 
 
-def _response_format(given: dict[str, Any]) -> dict[str, Any] | None:
+def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    if given is None:
+        return None
     kind = given.get("type")
     if kind == "text":
         return None
@@ -362,28 +330,24 @@ def _response_format(given: dict[str, Any]) -> dict[str, Any] | None:
     return {"json": schema}
 
 
-def _check_logprobs(name: str, value: int) -> None:
-    if not 0 <= value <= _MOST_LOGPROBS:
+def _check_logprobs(name: str, value: int | None) -> None:
+    if value is not None and not 0 <= value <= _MOST_LOGPROBS:
         raise FieldError(f"{name} must be between 0 and {_MOST_LOGPROBS}, not {value}", param=name)
 
 
 def _prompts(given: object) -> tuple[Prompt, ...]:
     """``given`` is a text, a list of texts, a list of token ids, or a list of such lists."""
     if given is None:
-        raise FieldError("prompt is missing", param="prompt", code="missing_required_parameter")
+        raise _missing("prompt")
     if isinstance(given, str):
         return (given,)
     if isinstance(given, list) and given:
         if all(isinstance(each, str) for each in given):
             return tuple(given)
-        if _are_token_ids(given):
+        if are_token_ids(given):
             return (tuple(given),)
-        if all(_are_token_ids(each) for each in given):
+        if all(each and are_token_ids(each) for each in given):
             return tuple(tuple(each) for each in given)
     raise FieldError(
         "prompt must be a string, a list of strings, a list of token ids, or a list of such lists", param="prompt"
     )
-
-
-def _are_token_ids(given: object) -> bool:
-    return isinstance(given, list) and bool(given) and all(type(each) is int and each >= 0 for each in given)

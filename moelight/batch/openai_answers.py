@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moelight.batch.fields import RowTokenizer
-from moelight.batch.rows import AnswerHeader, BadRow, Row
+from moelight.batch.rows import AnswerHeader, BadRow, Prompt, Row
 from moelight.core.request import Completion, Logprob
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -25,13 +25,32 @@ _IDS = uuid.UUID("2e4f4ef5-9f60-5b5c-8c55-6d0f6c0a7d1e")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenAIFormat:
-    """Answers in the format of OpenAI batches. Without ``vocabulary`` the bytes of a token are those of its text."""
+    """Answers in the format of OpenAI batches. Log-probabilities and echoed token ids require a ``vocabulary``."""
 
     vocabulary: RowTokenizer | None = None
     name: str = "openai"
 
+    @property
+    def _tokenizer(self) -> RowTokenizer:
+        assert self.vocabulary is not None
+        return self.vocabulary
+
     def answer(self, row: Row, completions: Sequence[Completion], served: AnswerHeader) -> dict[str, Any]:
-        body = (self._chat if row.kind == CHAT else self._completions)(row, completions, served)
+        chat = row.kind == CHAT
+        body: dict[str, Any] = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{_id(served, row.number, 'body')}",
+            "object": "chat.completion" if chat else "text_completion",
+            "created": served.created,
+            "model": served.model,
+            "choices": [
+                self._chat_choice(row, index, each) if chat else self._choice(row, index, each, len(completions))
+                for index, each in enumerate(completions)
+            ],
+            "usage": _usage(completions),
+            "system_fingerprint": None,
+        }
+        if chat and row.answered["prompt_logprobs"]:
+            body["prompt_logprobs"] = prompt_logprobs_row(completions[0])
         return _line(served, row.number, row.custom_id, status=_OK, body=body, error=None)
 
     def refuse(self, bad: BadRow, served: AnswerHeader) -> dict[str, Any]:
@@ -42,53 +61,25 @@ class OpenAIFormat:
         line = _line(served, bad.number, bad.custom_id, status=bad.status, body={"error": told}, error=error)
         return line if bad.custom_id is not None else {**line, "line": bad.line}
 
-    def _chat(self, row: Row, completions: Sequence[Completion], served: AnswerHeader) -> dict[str, Any]:
+    def _chat_choice(self, row: Row, index: int, completion: Completion) -> dict[str, Any]:
         asked = row.answered["logprobs"]
-        body = {
-            "id": f"chatcmpl-{_id(served, row.number, 'body')}",
-            "object": "chat.completion",
-            "created": served.created,
-            "model": served.model,
-            "choices": [
-                {
-                    "index": index,
-                    "message": {"role": "assistant", "content": each.text, "refusal": None},
-                    "logprobs": None if asked is None else {"content": self._content(each, asked), "refusal": None},
-                    "finish_reason": each.finish_reason,
-                }
-                for index, each in enumerate(completions)
-            ],
-            "usage": _usage(completions),
-            "system_fingerprint": None,
-        }
-        if row.answered["prompt_logprobs"]:
-            body["prompt_logprobs"] = prompt_logprobs_row(completions[0])
-        return body
-
-    def _completions(self, row: Row, completions: Sequence[Completion], served: AnswerHeader) -> dict[str, Any]:
         return {
-            "id": f"cmpl-{_id(served, row.number, 'body')}",
-            "object": "text_completion",
-            "created": served.created,
-            "model": served.model,
-            "choices": [self._choice(row, index, each, completions) for index, each in enumerate(completions)],
-            "usage": _usage(completions),
-            "system_fingerprint": None,
+            "index": index,
+            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "logprobs": None if asked is None else {"content": self._content(completion, asked), "refusal": None},
+            "finish_reason": completion.finish_reason,
         }
 
-    def _choice(
-        self, row: Row, index: int, completion: Completion, completions: Sequence[Completion]
-    ) -> dict[str, Any]:
-        prompt = row.prompts[index * len(row.prompts) // len(completions)]
+    def _choice(self, row: Row, index: int, completion: Completion, count: int) -> dict[str, Any]:
+        prompt = row.prompts[index * len(row.prompts) // count]
         echo = row.answered["echo"]
+        logprobs = row.answered["logprobs"]
         choice = {
             "text": (self._prompt_text(prompt) if echo else "") + completion.text,
             "index": index,
-            "logprobs": None,
+            "logprobs": None if logprobs is None else self._lists(completion, prompt if echo else None),
             "finish_reason": completion.finish_reason,
         }
-        if row.answered["logprobs"] is not None:
-            choice["logprobs"] = self._lists(completion, prompt if echo else None)
         if row.answered["prompt_logprobs"]:
             choice["prompt_logprobs"] = prompt_logprobs_row(completion)
         return choice
@@ -104,13 +95,14 @@ class OpenAIFormat:
         ]
 
     def _token(self, token: int, of: Logprob) -> dict[str, Any]:
-        return {"token": of.decoded_token, "logprob": _finite(of.logprob), "bytes": list(self._bytes(token, of))}
+        raw = self._tokenizer.token_bytes(token)
+        return {"token": of.decoded_token, "logprob": _finite(of.logprob), "bytes": list(raw)}
 
-    def _lists(self, completion: Completion, prompt: str | tuple[int, ...] | None) -> dict[str, Any]:
+    def _lists(self, completion: Completion, prompt: Prompt | None) -> dict[str, Any]:
         """Log-probabilities as parallel lists, the echoed ``prompt`` first. The first token of a prompt has none."""
         places: list[tuple[int, Mapping[int, Logprob] | None]] = []
         if prompt is not None:
-            ids = self._ids(prompt)
+            ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             places += zip(ids, completion.prompt_logprobs or (None,) * len(ids), strict=False)
         places += zip(completion.token_ids, completion.logprobs or (), strict=False)
         tokens = [self._text(token, likely[token] if likely else None) for token, likely in places]
@@ -132,30 +124,16 @@ class OpenAIFormat:
             top.setdefault(self._text(other, likely[other]), _finite(likely[other].logprob))
         return {**top, text: _finite(own.logprob)}
 
-    def _ids(self, prompt: str | tuple[int, ...]) -> Sequence[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        return self.vocabulary.encode(prompt) if self.vocabulary is not None else ()
-
-    def _prompt_text(self, prompt: str | tuple[int, ...]) -> str:
+    def _prompt_text(self, prompt: Prompt) -> str:
         if isinstance(prompt, str):
             return prompt
-        if self.vocabulary is None:
-            return ""
-        return b"".join(map(self.vocabulary.token_bytes, prompt)).decode("utf-8", "replace")
-
-    def _bytes(self, token: int, of: Logprob) -> bytes:
-        if self.vocabulary is not None:
-            return self.vocabulary.token_bytes(token)
-        return of.decoded_token.encode("utf-8", "replace")
+        return b"".join(map(self._tokenizer.token_bytes, prompt)).decode("utf-8", "replace")
 
     def _text(self, token: int, of: Logprob | None) -> str:
         """The text of a token; partial characters are shown as bytes, so that such tokens differ."""
         if of is not None and _REPLACEMENT not in of.decoded_token:
             return of.decoded_token
-        if self.vocabulary is None:
-            return of.decoded_token if of is not None else ""
-        raw = self.vocabulary.token_bytes(token)
+        raw = self._tokenizer.token_bytes(token)
         try:
             return raw.decode()
         except UnicodeDecodeError:

@@ -46,9 +46,29 @@ def check_writable(path: Path, *, what: str) -> None:
             return
         if path.exists() and not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        partial = _partial(path)
-        os.close(_create(partial))
+        partial = partial_of(path)
+        os.close(create_partial(partial))
         partial.unlink()
+
+
+@contextlib.contextmanager
+def stream_file(path: Path, *, what: str) -> Iterator[Callable[[bytes], None]]:
+    """Yield a function that writes bytes to ``path`` at once, from its beginning; ``-`` is standard output."""
+    with clear(path, what):
+        file: BinaryIO = sys.stdout.buffer if path == STANDARD_OUTPUT else path.open("wb")
+
+    def write(data: bytes) -> None:
+        with clear(path, what):
+            file.write(data)
+            file.flush()
+
+    try:
+        yield write
+    finally:
+        if path != STANDARD_OUTPUT:
+            # After a failed write, closing fails again, and the first failure is the one to report.
+            with contextlib.suppress(OSError):
+                file.close()
 
 
 @contextlib.contextmanager
@@ -59,41 +79,30 @@ def whole_file(path: Path, *, what: str) -> Iterator[Callable[[bytes], None]]:
     Pipes, devices and ``-`` (standard output) are written directly. After an InputError (disk full, directory removed)
     an earlier file is unchanged.
     """
-    direct = writes_directly(path)
-    partial = _partial(path)
+    if writes_directly(path):
+        with stream_file(path, what=what) as write:
+            yield write
+        return
+    partial = partial_of(path)
     with clear(path, what):
-        file = _open_stream(path) if direct else os.fdopen(_create(partial), "wb")
+        file = os.fdopen(create_partial(partial), "wb")
 
-    def write(data: bytes) -> None:
+    def append(data: bytes) -> None:
         with clear(path, what):
             file.write(data)
-            if direct:
-                file.flush()
 
     try:
-        yield write
+        yield append
         with clear(path, what):
             file.flush()
-            if not direct:
-                _replace(partial, path, file)
+            os.fsync(file.fileno())
+            if path.exists():
+                shutil.copymode(path, partial)
+            partial.replace(target(path))
     finally:
-        if path != STANDARD_OUTPUT:
-            # After a failed write, closing fails again, and the first failure is the one to report.
-            with contextlib.suppress(OSError):
-                file.close()
-        if not direct:
-            partial.unlink(missing_ok=True)
-
-
-def _replace(partial: Path, path: Path, file: BinaryIO) -> None:
-    os.fsync(file.fileno())
-    if path.exists():
-        shutil.copymode(path, partial)
-    partial.replace(target(path))
-
-
-def _open_stream(path: Path) -> BinaryIO:
-    return sys.stdout.buffer if path == STANDARD_OUTPUT else path.open("wb")
+        with contextlib.suppress(OSError):
+            file.close()
+        partial.unlink(missing_ok=True)
 
 
 def target(path: Path) -> Path:
@@ -101,12 +110,14 @@ def target(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def _partial(path: Path) -> Path:
+def partial_of(path: Path) -> Path:
+    """The sibling of ``path`` that replaces it when it is written."""
     final = target(path)
     return final.with_name(f".{final.name[:50]}.{os.getpid()}.partial")
 
 
-def _create(partial: Path) -> int:
+def create_partial(partial: Path) -> int:
+    """Open ``partial`` for writing from its beginning; follows no symlink."""
     return os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
 
 
@@ -117,14 +128,10 @@ def clear(path: Path, what: str) -> Iterator[None]:
         yield
     except BrokenPipeError:
         raise
-    except FileNotFoundError:
-        raise InputError(
-            f"{what} {path}: cannot be written, there is no directory {path.parent}", code="output_path"
-        ) from None
-    except NotADirectoryError:
-        raise InputError(
-            f"{what} {path}: cannot be written, {path.parent} is not a directory", code="output_path"
-        ) from None
+    except (FileNotFoundError, NotADirectoryError) as error:
+        missing = isinstance(error, FileNotFoundError)
+        why = f"there is no directory {path.parent}" if missing else f"{path.parent} is not a directory"
+        raise InputError(f"{what} {path}: cannot be written, {why}", code="output_path") from None
     except (OSError, ValueError) as error:
         raise refused_write(error, f"{what} {path}") from None
 

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from moelight.batch import faults
 from moelight.batch.output import refused_write, target
 from moelight.core.errors import InputError
 
-WHAT = {"output": "output", "errors": "error file"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outputs:
-    """Destinations of rows; a name that ends in ``.gz`` selects gzip.
-
-    ``rows`` receives every row, or, if there is a file of ``errors``, the rows that did not fail. In order ``input`` a
-    row is written after all rows before it; in order ``completion`` when it is finished. With ``atomic`` the files take
-    their final names when all rows are written. Finished rows are fsynced about every ``sync_s`` seconds.
-    """
-
-    rows: Path
-    errors: Path | None = None
-    order: Literal["input", "completion"] = "input"
-    atomic: bool = False
-    sync_s: float = 5.0
+_KEPT = "; every row that was on the disk is kept: put that right, and the same command goes on from there"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,22 +52,35 @@ class OutputPath:
         self.written.replace(self.final)
         faults.reach("after_rename")
 
+    def failed(self, error: OSError) -> InputError:
+        """The one-line error of a write that the system refused."""
+        return refused_write(error, str(self), kept=_KEPT)
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobPaths:
-    """All files of a job. ``files`` has one or two entries, ``output`` and ``errors``."""
 
-    files: dict[str, OutputPath]
-    journal: Path
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """Destinations of rows; a name that ends in ``.gz`` selects gzip.
 
-    @classmethod
-    def of(cls, outputs: Outputs) -> JobPaths:
-        """The paths of ``outputs``; resolves links and reads nothing else."""
-        named = {"output": outputs.rows, "errors": outputs.errors}
-        files = {
-            name: _place(WHAT[name], path, atomic=outputs.atomic) for name, path in named.items() if path is not None
+    ``rows`` receives every row, or, if there is a file of ``errors``, the rows that did not fail. In order ``input`` a
+    row is written after all rows before it; in order ``completion`` when it is finished. With ``atomic`` the files take
+    their final names when all rows are written. Finished rows are fsynced about every ``sync_s`` seconds.
+    """
+
+    rows: Path
+    errors: Path | None = None
+    order: Literal["input", "completion"] = "input"
+    atomic: bool = False
+    sync_s: float = 5.0
+
+    @cached_property
+    def files(self) -> dict[str, OutputPath]:
+        """``output`` and, if there is one, ``errors``, by these names; links are resolved once."""
+        named = {"output": ("output", self.rows), "errors": ("error file", self.errors)}
+        finals = {name: (what, path, target(path)) for name, (what, path) in named.items() if path is not None}
+        return {
+            name: OutputPath(what=what, shown=path, final=final, written=_hidden(final) if self.atomic else final)
+            for name, (what, path, final) in finals.items()
         }
-        return cls(files=files, journal=journal_of(outputs.rows))
 
     @property
     def output(self) -> OutputPath:
@@ -92,49 +88,42 @@ class JobPaths:
         return self.files["output"]
 
     @property
+    def journal(self) -> Path:
+        return _beside(self.output.final, "journal")
+
+    @property
     def deaths(self) -> Path:
         """The file of rows at which the process died (`CrashGuard`)."""
-        final = self.output.final
-        return final.with_name(f"{final.name}.deaths")
+        return _beside(self.output.final, "deaths")
 
+    @property
     def directories(self) -> set[Path]:
         return {place.final.parent for place in self.files.values()}
 
-    def clear(self, *, keep_finals: bool) -> None:
-        """Remove the files of an earlier job, except its journal and, with ``keep_finals``, the files it finished."""
+    @property
+    def layout(self) -> dict[str, Any]:
+        """The options that decide where bytes are written; they are fixed for the whole job."""
+        errors = self.files.get("errors")
+        return {"order": self.order, "atomic": self.atomic, "error file": None if errors is None else errors.final.name}
+
+    def clear(self) -> None:
+        """Remove the files of an earlier job, except its journal and, with ``atomic``, the files it finished."""
         for place in self.files.values():
-            for path in {place.final, place.written, _hidden(place.final)}:
-                if not (keep_finals and path == place.final):
-                    path.unlink(missing_ok=True)
+            _hidden(place.final).unlink(missing_ok=True)
+            if not self.atomic:
+                place.final.unlink(missing_ok=True)
         for generation in range(2):  # of a journal of version 1
-            self.output.final.with_name(f"{self.output.final.name}.waiting{generation}").unlink(missing_ok=True)
+            _beside(self.output.final, f"waiting{generation}").unlink(missing_ok=True)
 
 
 def journal_of(output: Path) -> Path:
     """The path of the journal, a database, of ``output``: beside the file that a link points to."""
-    final = target(output)
-    return final.with_name(f"{final.name}.journal")
+    return _beside(target(output), "journal")
 
 
-def _place(what: str, shown: Path, *, atomic: bool) -> OutputPath:
-    final = target(shown)
-    return OutputPath(what=what, shown=shown, final=final, written=_hidden(final) if atomic else final)
+def _beside(final: Path, suffix: str) -> Path:
+    return final.with_name(f"{final.name}.{suffix}")
 
 
 def _hidden(final: Path) -> Path:
     return final.with_name(f".{final.name}.partial")
-
-
-@contextlib.contextmanager
-def told(place: OutputPath) -> Iterator[None]:
-    """Raise file system errors as one-line InputErrors about ``place``."""
-    try:
-        yield
-    except OSError as error:
-        raise failed(error, place) from None
-
-
-def failed(error: OSError, place: OutputPath) -> InputError:
-    """The one-line error of a write to ``place`` that the system refused."""
-    kept = "; every row that was on the disk is kept: put that right, and the same command goes on from there"
-    return refused_write(error, str(place), kept=kept)

@@ -4,39 +4,66 @@ of its completions are missing) or put into the journal."""
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 from moelight.batch.crash_guard import struck_row_error
-from moelight.batch.input import Input
+from moelight.batch.fields import Input
 from moelight.batch.journal import Ledger
+from moelight.batch.options import JobOptions
 from moelight.batch.progress import Progress, ProgressFields
-from moelight.batch.rows import AnswerHeader, BadRow, Row, RowFormat, bad_row, to_json_line
-from moelight.batch.scan import Encode, check_length, duplicate, room
+from moelight.batch.rows import AnswerHeader, BadRow, Row, bad_row, to_json_line
+from moelight.batch.scan import duplicate, encode_row, room
 from moelight.core.errors import InputError, MoelightError
 from moelight.core.request import Completion, Request
+from moelight.engine.model import LazyModel
+
+if TYPE_CHECKING:
+    from moelight.engine.engine import Engine
 
 LONGEST_SHOWN = 400
 
 
-def refuse_struck(ledger: Ledger, source: Input, *, model: str, job: str) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobInput:
+    """The prompts and the model of a job, before the model is loaded. ``facts`` determine the rows."""
+
+    options: JobOptions
+    source: Input
+    model: LazyModel
+    facts: dict[str, Any]
+
+    def encode(self, row: Row) -> list[tuple[int, ...]]:
+        """Token ids of each prompt of ``row``; raises InputError if one is empty or the chat template refuses the
+        conversation."""
+        tokenizer, most = self.model.tokenizer, self.model.context
+        if row.conversation is not None:
+            prompts = [tuple(tokenizer.render(row.conversation, most=most))]
+        else:
+            prompts = [tuple(tokenizer.encode(p, most=most)) if isinstance(p, str) else p for p in row.prompts]
+        if not all(prompts):
+            raise InputError("the prompt is empty: it holds no token", code="empty_prompt")
+        return prompts
+
+    def header(self) -> AnswerHeader:
+        """The header of an answer that is written now."""
+        return AnswerHeader(model=self.model.name, created=int(time.time()), job=str(self.facts["prompts"]["digest"]))
+
+    def refusal(self, bad: BadRow) -> bytes:
+        """The output line of ``bad``."""
+        return to_json_line(self.source.format.refuse(bad, self.header()))
+
+
+def refuse_struck(ledger: Ledger, prepared: JobInput) -> None:
     """Put the error rows of struck rows first: the job then makes progress even if the process dies again soon."""
     left = {number for number in ledger.struck if not ledger.done(number)}
     if not left:
         return
-    for row in source.rows(skip=lambda number: number not in left):
+    for row in prepared.source.rows(skip=lambda number: number not in left):
         bad = bad_row(row.number, row.line, row.custom_id, struck_row_error(), kind=row.kind)
-        served = AnswerHeader(model=model, created=int(time.time()), job=job)
-        ledger.put(row.number, to_json_line(source.format.refuse(bad, served)), failed=True)
+        ledger.put(row.number, prepared.refusal(bad), failed=True)
     ledger.commit()
-
-
-class Checks(Protocol):
-    """The part of the engine that checks a request before it is submitted."""
-
-    def check(self, request: Request) -> None:
-        """Raise InputError for a request that can never be served."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -51,25 +78,11 @@ class _Open:
 
 
 class RowProcessor:
-    """One run over the rows that are not done yet."""
+    """One run over the rows that are not done yet. An earlier row has the custom_id of each of ``repeated``."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        *,
-        answers: RowFormat,
-        encode: Encode,
-        context: int,
-        repeated: Collection[int],
-        model: str,
-        job: str,
-        told: Progress,
-    ) -> None:
-        """``context`` is the model's context length in tokens; an earlier row has the custom_id of each of
-        ``repeated``."""
-        self._ledger, self._answers, self._encode, self._context = ledger, answers, encode, context
-        self._repeated = frozenset(repeated)
-        self._model, self._job, self._told = model, job, told
+    def __init__(self, ledger: Ledger, prepared: JobInput, told: Progress, *, repeated: frozenset[int]) -> None:
+        self.ledger, self.prepared, self.told, self._repeated = ledger, prepared, told, repeated
+        self._context = prepared.model.context
         self._open: dict[int, _Open] = {}
         self._next = self._taken = 0
         self.asked = 0  # sequences requested
@@ -81,12 +94,7 @@ class RowProcessor:
         """Sequences that were requested and are unfinished."""
         return self.asked - self._taken
 
-    def refuse_all(self, rows: Iterable[Row | BadRow]) -> None:
-        """Put every row of an input of which no row can be served."""
-        for _ in self.requests(rows, None):
-            raise MoelightError("a row that the first reading refused can be served")
-
-    def requests(self, rows: Iterable[Row | BadRow], engine: Checks | None) -> Iterator[Request]:
+    def requests(self, rows: Iterable[Row | BadRow], engine: Engine | None) -> Iterator[Request]:
         """The requests of ``rows``, created on demand. Requests that ``engine`` cannot serve become error rows."""
         for row in rows:
             if isinstance(row, BadRow):
@@ -97,14 +105,12 @@ class RowProcessor:
                 continue
             expected = 0
             try:
-                with self._ledger.preparing(row.number):
-                    prompts = self._encode(row)
-                    for prompt in prompts:
-                        check_length(len(prompt), self._context, generates=row.sampling.max_tokens > 0)
+                with self.ledger.preparing(row.number):
+                    prompts = encode_row(row, self.prepared.encode, self._context)
                     expected = sum(room(row, len(prompt), self._context) for prompt in prompts) * row.sampling.n
                     requests = [
-                        Request(index=self._next + k, token_ids=prompt, sampling=row.sampling)
-                        for k, prompt in enumerate(prompts)
+                        Request(index=index, token_ids=prompt, sampling=row.sampling)
+                        for index, prompt in enumerate(prompts, start=self._next)
                     ]
                     if engine is not None:
                         for request in requests:
@@ -127,7 +133,7 @@ class RowProcessor:
         opened.missing -= 1
         self._taken += 1
         most = room(opened.row, completion.prompt_tokens, self._context)
-        self._told.completion(completion, room=most, latency_s=time.monotonic() - opened.asked_s)
+        self.told.completion(completion, room=most, latency_s=time.monotonic() - opened.asked_s)
         if opened.missing:
             return
         for index in {each.index for each in opened.completions}:
@@ -141,19 +147,15 @@ class RowProcessor:
             self._refuse(bad_row(row.number, row.line, row.custom_id, error, kind=row.kind), room=opened.room)
             return
         prompt_tokens = sum(each.prompt_tokens for each in completions if each.sample == 0)
-        self._ledger.put(
+        self.ledger.put(
             row.number,
-            to_json_line(self._answers.answer(row, completions, self._served())),
+            to_json_line(self.prepared.source.format.answer(row, completions, self.prepared.header())),
             totals={"prompt_tokens": prompt_tokens, "completion_tokens": generated, "room": opened.room},
         )
-        self._told.row(
-            ProgressFields(
-                number=row.number,
-                prompt=_short(row.shown),
-                texts=tuple(each.text for each in completions),
-                finish_reasons=tuple(each.finish_reason for each in completions),
-            )
-        )
+        text = row.shown
+        shown = text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 1] + "…"
+        texts, reasons = zip(*((each.text, each.finish_reason) for each in completions), strict=True)
+        self.told.row(ProgressFields(number=row.number, prompt=shown, texts=texts, finish_reasons=reasons))
 
     def check_complete(self) -> None:
         """Raise MoelightError if a row is still open."""
@@ -164,13 +166,5 @@ class RowProcessor:
     def _refuse(self, bad: BadRow, *, room: int = 0) -> None:
         """Put an error row, of which ``room`` tokens were expected."""
         self.first_error = self.first_error or bad
-        line = to_json_line(self._answers.refuse(bad, self._served()))
-        self._ledger.put(bad.number, line, failed=True, totals={"room": room} if room else None)
-        self._told.row(ProgressFields(number=bad.number, prompt=f"(line {bad.line})", error=bad.message))
-
-    def _served(self) -> AnswerHeader:
-        return AnswerHeader(model=self._model, created=int(time.time()), job=self._job)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 1] + "…"
+        self.ledger.put(bad.number, self.prepared.refusal(bad), failed=True, totals={"room": room} if room else None)
+        self.told.row(ProgressFields(number=bad.number, prompt=f"(line {bad.line})", error=bad.message))

@@ -74,7 +74,8 @@ class AnswerHeader:
 class RowFormat(Protocol):
     """Writes rows in one format."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def answer(self, row: Row, completions: Sequence[Completion], served: AnswerHeader) -> dict[str, Any]:
         """The output line of ``row``; ``completions`` are ordered by prompt, then by sample."""
@@ -83,14 +84,14 @@ class RowFormat(Protocol):
         """The output line of a row that was not served."""
 
 
-def bad_row(
-    number: int, line: int, custom_id: str | None, error: InputError, *, kind: str = "", param: str | None = None
-) -> BadRow:
-    """``error`` as the error of one row; a long message, which may quote a huge value, is shortened."""
+def bad_row(number: int, line: int, custom_id: str | None, error: Exception, *, kind: str = "") -> BadRow:
+    """The error row for ``error``: an InputError, or the RecursionError of JSON that is nested too deeply. A long
+    message, which may quote a huge value, is shortened."""
+    if not isinstance(error, InputError):
+        error = InputError("nested too deeply", code="invalid_json")
     message = " ".join(str(error).split())
     if len(message) > _LONGEST_MESSAGE:
         message = message[: _LONGEST_MESSAGE - 1] + "…"
-    status = NOT_FOUND if error.code == "model_not_found" else BAD_REQUEST
     return BadRow(
         number=number,
         line=line,
@@ -98,8 +99,8 @@ def bad_row(
         kind=kind,
         code=error.code,
         message=message,
-        status=status,
-        param=param,
+        status=NOT_FOUND if error.code == "model_not_found" else BAD_REQUEST,
+        param=getattr(error, "param", None),
     )
 
 

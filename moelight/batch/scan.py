@@ -6,22 +6,22 @@ from __future__ import annotations
 import hashlib
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
 
+import msgspec
 import numpy as np
 
-from moelight.batch.input import Input
+from moelight.batch.fields import Input
 from moelight.batch.progress import Progress
 from moelight.batch.rows import BadRow, Row, bad_row
-from moelight.batch.summary import ScanSummary, Summing
+from moelight.batch.summary import ScanSummary
 from moelight.core.errors import InputError
 from moelight.core.request import SamplingParams
 
 _DIGEST_BYTES = 16  # of a custom_id: a collision is expected once in 2**64 rows
 _TOLD_EVERY_S = 0.2
+_MOST_SAMPLINGS = 4096
 
 Encode = Callable[[Row], list[tuple[int, ...]]]
 Preparing = Callable[[int], AbstractContextManager[None]]
@@ -31,19 +31,11 @@ def _unwatched(_: int) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scan:
+class Scan(msgspec.Struct, kw_only=True, frozen=True):
     """The ``summary`` of the rows, and the numbers of ``repeated`` rows: an earlier row has their custom_id."""
 
     summary: ScanSummary
     repeated: frozenset[int] = frozenset()
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"summary": self.summary.as_dict(), "repeated": sorted(self.repeated)}
-
-    @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> Scan:
-        return cls(summary=ScanSummary.from_dict(given["summary"]), repeated=frozenset(given["repeated"]))
 
 
 def scan(source: Input, encode: Encode, told: Progress, *, context: int, preparing: Preparing = _unwatched) -> Scan:
@@ -51,24 +43,38 @@ def scan(source: Input, encode: Encode, told: Progress, *, context: int, prepari
     ``context`` is the model's context length in tokens; ``preparing`` returns the context in which a row, by number, is
     encoded."""
 
-    def asked(row: Row | BadRow) -> list[tuple[int, int]] | BadRow:
-        return _asked(row, encode, context, preparing)
+    def prompts_of(row: Row) -> list[tuple[int, int]] | BadRow:
+        """``(tokens, room)`` of every prompt of ``row``, or the error row if ``row`` cannot be served."""
+        try:
+            with preparing(row.number):
+                prompts = encode_row(row, encode, context)
+        except InputError as error:
+            return bad_row(row.number, row.line, row.custom_id, error, kind=row.kind)
+        return [(len(prompt), room(row, len(prompt), context)) for prompt in prompts]
 
-    found, ids, keys = Summing(), _CustomIds(), _Keys()
+    summary, ids, samplings = ScanSummary(), _CustomIds(), _Samplings()
     last_s = time.monotonic()
     for rows, row in enumerate(source.rows(), start=1):
         if row.custom_id is not None:
             ids.add(row.custom_id, row.number)
-        _count(found, row, asked(row), keys)
+        if isinstance(row, BadRow):
+            summary.refuse(row)
+        elif isinstance(found := prompts_of(row), BadRow):
+            summary.refuse(found)
+        else:
+            summary.add(row.kind, found, samples=row.sampling.n)
+            samplings.add(row.sampling)
         if time.monotonic() - last_s > _TOLD_EVERY_S:
             last_s = time.monotonic()
             told.reading(rows, source.read_bytes, source.size_bytes)
+    summary.samplings = samplings.count
     repeated = ids.repeated()
     if repeated:
         # Known only after all ids: these rows were counted as served, and are not.
         for row in source.rows(skip=lambda number: number not in repeated):
-            _withdraw(found, row, asked(row))
-    return Scan(summary=found.summary(), repeated=repeated)
+            if isinstance(row, Row) and not isinstance(found := prompts_of(row), BadRow):
+                summary.withdraw(duplicate(row), found, samples=row.sampling.n)
+    return Scan(summary=summary, repeated=repeated)
 
 
 def duplicate(row: Row) -> BadRow:
@@ -77,13 +83,16 @@ def duplicate(row: Row) -> BadRow:
     return bad_row(row.number, row.line, row.custom_id, error, kind=row.kind)
 
 
-def check_length(tokens: int, context: int, *, generates: bool = True) -> None:
-    """Raise InputError for a prompt that is too long for the model's context. The last token of a prompt that is only
-    scored (``generates`` is false) needs no position in the context."""
-    if tokens > (context - 1 if generates else context + 1):
-        raise InputError(
-            f"the prompt has {tokens} tokens, the model's context is {context}", code="context_length_exceeded"
-        )
+def encode_row(row: Row, encode: Encode, context: int) -> list[tuple[int, ...]]:
+    """Token ids of every prompt of ``row``; raises InputError for a prompt that is too long for the model's context.
+    The last token of a prompt that is only scored needs no position in the context."""
+    prompts, most = encode(row), context - 1 if row.sampling.max_tokens > 0 else context + 1
+    for prompt in prompts:
+        if len(prompt) > most:
+            raise InputError(
+                f"the prompt has {len(prompt)} tokens, the model's context is {context}", code="context_length_exceeded"
+            )
+    return prompts
 
 
 def room(row: Row, tokens: int, context: int) -> int:
@@ -91,47 +100,21 @@ def room(row: Row, tokens: int, context: int) -> int:
     return max(0, min(row.sampling.max_tokens, context - tokens))
 
 
-def _asked(row: Row | BadRow, encode: Encode, context: int, preparing: Preparing) -> list[tuple[int, int]] | BadRow:
-    """``(tokens, room)`` of every prompt of ``row``, or the error row if ``row`` cannot be served."""
-    if isinstance(row, BadRow):
-        return row
-    try:
-        with preparing(row.number):
-            prompts = encode(row)
-        for prompt in prompts:
-            check_length(len(prompt), context, generates=row.sampling.max_tokens > 0)
-    except InputError as error:
-        return bad_row(row.number, row.line, row.custom_id, error, kind=row.kind)
-    return [(len(prompt), room(row, len(prompt), context)) for prompt in prompts]
-
-
-def _count(found: Summing, row: Row | BadRow, asked: list[tuple[int, int]] | BadRow, keys: _Keys) -> None:
-    if isinstance(asked, BadRow):
-        found.refuse(asked)
-        return
-    assert isinstance(row, Row)
-    first, *others = asked
-    found.add(row.kind, *first, samples=row.sampling.n, sampling=keys.of(row.sampling))
-    for tokens, most in others:
-        found.prompt(tokens, most, samples=row.sampling.n)
-
-
-def _withdraw(found: Summing, row: Row | BadRow, asked: list[tuple[int, int]] | BadRow) -> None:
-    """Uncount a row that repeats a custom_id, if it was counted as served."""
-    if isinstance(row, Row) and not isinstance(asked, BadRow):
-        found.withdraw(duplicate(row), asked, samples=row.sampling.n)
-
-
-class _Keys:
-    """Numbers shared by equal sampling parameters. Consecutive rows mostly share the object, too."""
+class _Samplings:
+    """Counts distinct sampling parameters, up to a bound. Consecutive rows mostly share the object, too."""
 
     def __init__(self) -> None:
-        self._last: tuple[SamplingParams | None, int] = (None, 0)
+        self._hashes: set[int] = set()
+        self._last: SamplingParams | None = None
 
-    def of(self, sampling: SamplingParams) -> int:
-        if sampling is not self._last[0]:
-            self._last = sampling, hash(repr(sampling))
-        return self._last[1]
+    @property
+    def count(self) -> int:
+        return len(self._hashes)
+
+    def add(self, sampling: SamplingParams) -> None:
+        if sampling is not self._last and len(self._hashes) < _MOST_SAMPLINGS:
+            self._last = sampling
+            self._hashes.add(hash(repr(sampling)))
 
 
 class _CustomIds:

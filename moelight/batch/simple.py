@@ -11,17 +11,18 @@ from moelight.batch.fields import (
     LineReader,
     RowContext,
     SamplingCache,
+    are_token_ids,
     read_custom_id,
+    read_messages,
     read_row_object,
-    refused,
     unknown_field,
 )
 from moelight.batch.openai_answers import logprobs_row, prompt_logprobs_row
-from moelight.batch.rows import AnswerHeader, BadRow, Prompt, Row
+from moelight.batch.rows import AnswerHeader, BadRow, Prompt, Row, bad_row
 from moelight.batch.source import InputSource
 from moelight.core.errors import InputError
 from moelight.core.request import Completion, SamplingParams
-from moelight.engine.chat import Conversation, check_messages
+from moelight.engine.chat import Conversation
 
 SAMPLING_FIELDS = tuple(each.name for each in fields(SamplingParams))
 PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids")
@@ -42,15 +43,14 @@ class SimpleFormat:
         head: dict[str, Any] = {} if row.custom_id is None else {"custom_id": row.custom_id}
         if self.numbered:
             head["line"] = row.line
-        usage = {
-            "prompt_tokens": completions[0].prompt_tokens,
-            "completion_tokens": sum(each.completion_tokens for each in completions),
-        }
+        first = completions[0]
+        generated = sum(each.completion_tokens for each in completions)
+        usage = {"prompt_tokens": first.prompt_tokens, "completion_tokens": generated}
+        scored = {} if row.sampling.prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs_row(first)}
         if row.sampling.n > 1:
             choices = [{"index": each.sample, **self._said(row, each), **self._more(row, each)} for each in completions]
-            return {**head, "choices": choices, "usage": usage, **_of_prompt(row, completions[0])}
-        only = completions[0]
-        return {**head, **self._said(row, only), "usage": usage, **self._more(row, only), **_of_prompt(row, only)}
+            return {**head, "choices": choices, "usage": usage, **scored}
+        return {**head, **self._said(row, first), "usage": usage, **self._more(row, first), **scored}
 
     def refuse(self, bad: BadRow, served: AnswerHeader) -> dict[str, Any]:  # noqa: ARG002
         head = {} if bad.custom_id is None else {"custom_id": bad.custom_id}
@@ -73,32 +73,33 @@ class SimpleFormat:
 class SimpleReader(LineReader):
     """Reads rows from lines that are objects with a prompt or messages."""
 
-    def __init__(self, reading: RowContext, source: InputSource) -> None:  # noqa: ARG002 (every reader is made of both)
-        self.format = SimpleFormat(token_ids=reading.token_ids, numbered=reading.numbered)
-        self._samplings = SamplingCache(reading.defaults)
+    def __init__(self, context: RowContext, source: InputSource) -> None:
+        super().__init__(context, source)
+        self.format = SimpleFormat(token_ids=context.token_ids, numbered=context.numbered)
 
     def read(self, raw: bytes, number: int, line: int) -> Row | BadRow:
         try:
             values = read_row_object(raw, holding="prompt or messages")
         except (InputError, RecursionError) as error:
-            return refused(number, line, None, error)
+            return bad_row(number, line, None, error)
         return read_values(values, number, line, self._samplings)
 
 
 class TextReader(LineReader):
     """Reads rows from lines that are prompts."""
 
-    def __init__(self, reading: RowContext, source: InputSource) -> None:  # noqa: ARG002 (every reader is made of both)
-        self.format = SimpleFormat(name="text", token_ids=reading.token_ids, numbered=reading.numbered)
-        self._sampling = reading.defaults
+    def __init__(self, context: RowContext, source: InputSource) -> None:
+        super().__init__(context, source)
+        self.format = SimpleFormat(name="text", token_ids=context.token_ids, numbered=context.numbered)
 
     def read(self, raw: bytes, number: int, line: int) -> Row | BadRow:
         try:
             text = raw.removesuffix(b"\r").decode("utf-8")
         except UnicodeDecodeError as error:
             bad = InputError(f"not UTF-8 (byte {error.start + 1})", code="invalid_utf8")
-            return refused(number, line, None, bad)
-        return Row(number=number, line=line, custom_id=None, kind="prompt", prompts=(text,), sampling=self._sampling)
+            return bad_row(number, line, None, bad)
+        sampling = self._context.defaults
+        return Row(number=number, line=line, custom_id=None, kind="prompt", prompts=(text,), sampling=sampling)
 
 
 def read_values(values: Mapping[str, Any], number: int, line: int, samplings: SamplingCache) -> Row | BadRow:
@@ -123,7 +124,7 @@ def read_values(values: Mapping[str, Any], number: int, line: int, samplings: Sa
             sampling=samplings.make(given),
         )
     except InputError as error:
-        return refused(number, line, custom_id, error, kind="messages" if kind == "messages" else "prompt" * bool(kind))
+        return bad_row(number, line, custom_id, error, kind="messages" if kind == "messages" else "prompt" * bool(kind))
 
 
 def _kind(values: Mapping[str, Any]) -> str:
@@ -137,20 +138,11 @@ def _kind(values: Mapping[str, Any]) -> str:
 
 def _asked(kind: str, given: Any) -> tuple[tuple[Prompt, ...], Conversation | None]:
     if kind == "messages":
-        try:
-            return (), Conversation(messages=check_messages(given))
-        except InputError as error:
-            raise FieldError(str(error), param=kind, code=error.code) from None
+        return (), Conversation(messages=read_messages(given))
     if kind == "prompt":
         if not isinstance(given, str):
             raise FieldError("prompt must be a string", param=kind)
         return (given,), None
-    if not isinstance(given, list) or not all(type(token) is int and token >= 0 for token in given):
+    if not are_token_ids(given):
         raise FieldError("prompt_token_ids must be a list of token ids", param=kind)
     return (tuple(given),), None
-
-
-def _of_prompt(row: Row, completion: Completion) -> dict[str, Any]:
-    if row.sampling.prompt_logprobs is None:
-        return {}
-    return {"prompt_logprobs": prompt_logprobs_row(completion)}

@@ -27,8 +27,11 @@ STANDARD_STREAM = Path("-")
 LONGEST_LINE = 64 << 20
 _BLOCK = 1 << 20
 _GZIP = b"\x1f\x8b"
-_OTHER_PACKERS = {b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\x00": "xz", b"BZh": "bzip2", b"PK\x03\x04": "zip"}
-_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_PACKERS = {b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\x00": "xz", b"BZh": "bzip2", b"PK\x03\x04": "zip"}
+_NOT_READ = {
+    **{magic: f"packed with {packer}; unpack it, or use gzip" for magic, packer in _PACKERS.items()},
+    **dict.fromkeys((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "UTF-16; save it as UTF-8"),
+}
 
 
 class InputSource:
@@ -41,9 +44,11 @@ class InputSource:
         self.read_bytes = 0
         self._descriptor = descriptor
         self._close = weakref.finalize(self, os.close, descriptor)
-        start = self.start(len(_GZIP))
-        self.packed = start == _GZIP
-        _refuse_packed(name, self.start(8))
+        start = self.start(8)
+        self.packed = start.startswith(_GZIP)
+        for magic, what in _NOT_READ.items():
+            if start.startswith(magic):
+                raise self.refusal(what)
 
     @property
     def is_open(self) -> bool:
@@ -51,6 +56,10 @@ class InputSource:
 
     def close(self) -> None:
         self._close()
+
+    def refusal(self, why: str) -> InputError:
+        """The error of an input that cannot be read."""
+        return _refusal(self.name, why)
 
     def start(self, count: int) -> bytes:
         """The first bytes of the file as stored: at most ``count``."""
@@ -72,9 +81,9 @@ class InputSource:
             while block := file.read1(_BLOCK):  # type: ignore[union-attr]
                 yield block
         except EOFError:
-            raise InputError(f"{self.name}: the gzip data ends in the middle", code="prompts_file") from None
+            raise self.refusal("the gzip data ends in the middle") from None
         except (gzip.BadGzipFile, zlib.error) as error:
-            raise InputError(f"{self.name}: damaged gzip data ({error})", code="prompts_file") from None
+            raise self.refusal(f"damaged gzip data ({error})") from None
         except OSError as error:
             raise _unreadable(self.name, error) from None
 
@@ -135,7 +144,7 @@ def open_input_source(path: Path) -> InputSource:
     except OSError as error:
         raise _unreadable(name, error) from None
     except ValueError as error:
-        raise InputError(f"{name!r}: not a usable path ({error})", code="prompts_file") from None
+        raise _refusal(repr(name), f"not a usable path ({error})") from None
 
 
 class _Window(io.RawIOBase):
@@ -167,7 +176,7 @@ class _Window(io.RawIOBase):
             return 0
         count = os.preadv(self._descriptor, [buffer[:wanted]], self._at)
         if count == 0:
-            raise InputError(f"{self._source.name}: became shorter while it was read", code="prompts_file")
+            raise self._source.refusal("became shorter while it was read")
         self._at += count
         self._source.read_bytes = self._at
         return count
@@ -197,13 +206,9 @@ def _copied(stream: BinaryIO) -> int:
         return os.dup(copy.fileno())
 
 
-def _refuse_packed(name: str, start: bytes) -> None:
-    for magic, packer in _OTHER_PACKERS.items():
-        if start.startswith(magic):
-            raise InputError(f"{name}: packed with {packer}; unpack it, or use gzip", code="prompts_file")
-    if start.startswith(_UTF16):
-        raise InputError(f"{name}: UTF-16; save it as UTF-8", code="prompts_file")
+def _refusal(name: str, why: str) -> InputError:
+    return InputError(f"{name}: {why}", code="prompts_file")
 
 
 def _unreadable(name: str, error: OSError) -> InputError:
-    return InputError(f"{name}: cannot be read ({error.strerror or error})", code="prompts_file")
+    return _refusal(name, f"cannot be read ({error.strerror or error})")

@@ -1,7 +1,7 @@
 """The files that other programs read while a job runs: ``--status`` and ``--metrics``.
 
-The status is OpenAI's batch object (API reference, object ``batch``) with the additional fields of `EXTRA`; the metrics
-are in the text format of Prometheus, under vLLM's names where vLLM has the figure.
+The status is OpenAI's batch object (API reference, object ``batch``) with the additional field ``moelight``; the
+metrics are in the text format of Prometheus, under vLLM's names where vLLM has the figure.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import math
 import os
 import stat
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moelight.batch.options import JobOptions
-from moelight.batch.output import refused_write
+from moelight.batch.output import create_partial, partial_of, refused_write, target
 from moelight.batch.progress import JobCounts, JobStart, Progress, State
 from moelight.batch.time_left import TimeLeft
 from moelight.core.errors import InputError
@@ -31,95 +31,80 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
 _EVERY_S = 1.0
+_STAMPED = ("created", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+_WINDOW = "24h"  # the only one that OpenAI has; a job here has no time limit
 
 
-class LiveFile:
-    """The file at ``path``, replaced atomically by a finished sibling: readers see the old text or the new text.
-    Without an fsync: after a power cut the file may be old or empty, and the job writes it again."""
+class LiveFile(Progress, ABC):
+    """Keeps `text` in the file at ``path``, replaced atomically by a finished sibling: readers see the old text or the
+    new text. Without an fsync: after a power cut the file may be old or empty, and the job writes it again. ``trouble``
+    is the reason why the file is not up to date; empty if it is."""
 
-    def __init__(self, path: Path, *, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: Path, *, what: str) -> None:
         self.trouble = ""
-        self._path, self._what, self._clock = path, what, clock
+        self._shown = f"{what} {path}"
         # A symlink is kept and its target replaced. A pipe or a device cannot be replaced.
-        self._target = Path(os.path.realpath(path))
-        self._partial = self._target.with_name(f".{self._target.name[:50]}.{os.getpid()}.partial")
+        self._target, self._partial = target(path), partial_of(path)
         self._due_s = -1.0
 
-    def begin(self, text: str) -> None:
-        """Write ``text`` for the first time; raises InputError if the file cannot be written."""
+    @abstractmethod
+    def text(self) -> str:
+        """The current contents of the file."""
+
+    def begin(self) -> None:
+        """Write the file for the first time; raises InputError if it cannot be written."""
         try:
             if self._target.exists() and not stat.S_ISREG(self._target.stat().st_mode):
-                raise InputError(f"{self._what} {self._path}: must be a file, to be replaced whole", code="output_path")
-            self._write(text)
+                raise InputError(f"{self._shown}: must be a file, to be replaced whole", code="output_path")
+            self._write()
         except OSError as error:
-            raise refused_write(error, f"{self._what} {self._path}") from None
+            raise refused_write(error, self._shown) from None
 
-    def renew(self, text: Callable[[], str], *, now: bool = False) -> None:
-        """Write ``text()`` if the last write is a second ago, or if ``now``. A failure is kept as ``trouble``."""
-        if not now and self._clock() < self._due_s:
+    def renew(self, *, now: bool = False) -> None:
+        """Write the file if the last write is a second ago, or if ``now``. A failure is kept as ``trouble``."""
+        if not now and time.monotonic() < self._due_s:
             return
         try:
-            self._write(text())
+            self._write()
             self.trouble = ""
         except OSError as error:
-            self.trouble = f"{self._what} {self._path}: could not be renewed ({(error.strerror or str(error)).lower()})"
-        self._due_s = self._clock() + _EVERY_S
+            self.trouble = f"{self._shown}: could not be renewed ({(error.strerror or str(error)).lower()})"
 
-    def _write(self, text: str) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    def _write(self) -> None:
         try:
-            with os.fdopen(os.open(self._partial, flags, 0o666), "wb") as file:
-                file.write(text.encode("utf-8", errors="backslashreplace"))
+            with os.fdopen(create_partial(self._partial), "wb") as file:
+                file.write(self.text().encode("utf-8", errors="backslashreplace"))
             self._partial.replace(self._target)
         except OSError:
             with contextlib.suppress(OSError):
                 self._partial.unlink(missing_ok=True)
             raise
-        self._due_s = self._clock() + _EVERY_S
+        finally:
+            self._due_s = time.monotonic() + _EVERY_S
 
 
-EXTRA = ("moelight",)
-WINDOW = "24h"  # the only one that OpenAI has; a job here has no time limit
+class StatusFile(LiveFile):
+    """Keeps the status of the job of ``options`` at ``path``; raises InputError if it cannot be written at the start.
+    Ids are file names, since no server assigns ids."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchFacts:
-    """Constant fields of the object. Ids are file names, since no server assigns ids."""
-
-    id: str
-    input_file: str
-    output_file: str | None = None
-    error_file: str | None = None
-    model: str = ""
-    endpoint: str = ""
-
-
-class StatusFile(Progress):
-    """Keeps the file at ``path`` up to date with the job; raises InputError if it cannot be written at the start."""
-
-    def __init__(self, path: Path, facts: BatchFacts, eta: TimeLeft, *, clock: Callable[[], float] = time.time) -> None:
-        self._facts, self._eta, self._clock = facts, eta, clock
+    def __init__(self, path: Path, options: JobOptions, eta: TimeLeft) -> None:
+        super().__init__(path, what="status")
+        self._options, self._eta = options, eta
         self._counts = JobCounts()
-        self._endpoint = facts.endpoint
-        self._stamps: dict[str, int] = {"created_at": int(clock())}
+        self._endpoint = ""
+        self._stamps: dict[str, int] = {"created": int(time.time())}
         self._state: State = "validating"
         self._read: tuple[int, int, int | None] = (0, 0, None)
         self._binding: Binding | None = None
         self._errors: list[dict[str, Any]] = []
-        self._file = LiveFile(path, what="status")
-        self._file.begin(self._text())
-
-    @property
-    def trouble(self) -> str:
-        """The reason why the file is not up to date; empty if it is."""
-        return self._file.trouble
+        self.begin()
 
     def reading(self, rows: int, read_bytes: int, total_bytes: int | None = None) -> None:
         self._read = (rows, read_bytes, total_bytes)
-        self._file.renew(self._text)
+        self.renew()
 
     def started(self, start: JobStart) -> None:
-        self._endpoint = start.endpoint or self._endpoint
+        self._endpoint = start.endpoint
         self._counts = start.counts
         self._enter("in_progress")
 
@@ -129,10 +114,10 @@ class StatusFile(Progress):
     def counts(self, counts: JobCounts) -> None:
         self._counts = counts
         self._binding = counts.binding or self._binding
-        if counts.state != self._state and counts.state not in ("completed", "failed", "cancelled"):
+        if counts.state != self._state:
             self._enter(counts.state)
         else:
-            self._file.renew(self._text)
+            self.renew()
 
     def failed(self, code: str, message: str) -> None:
         """Keep the error for the final write."""
@@ -143,34 +128,33 @@ class StatusFile(Progress):
 
     def _enter(self, state: State) -> None:
         self._state = state
-        if state != "validating":
-            self._stamps.setdefault(f"{state}_at", int(self._clock()))
+        self._stamps.setdefault(state, int(time.time()))
         if state == "cancelled":
-            self._stamps.setdefault("cancelling_at", self._stamps["cancelled_at"])
-        self._file.renew(self._text, now=True)
+            self._stamps.setdefault("cancelling", self._stamps["cancelled"])
+        self.renew(now=True)
 
-    def _text(self) -> str:
+    def text(self) -> str:
         return json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n"
 
     def as_dict(self) -> dict[str, Any]:
         """The batch object."""
-        facts, counts = self._facts, self._counts
-        stamped = ("created", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+        options, counts = self._options, self._counts
+        named = os.fsencode(options.output or options.prompts)
         return {
-            "id": facts.id,
+            "id": f"batch_{hashlib.blake2b(named, digest_size=12).hexdigest()}",
             "object": "batch",
             "endpoint": self._endpoint,
             "errors": {"object": "list", "data": self._errors} if self._errors else None,
-            "input_file_id": facts.input_file,
-            "completion_window": WINDOW,
+            "input_file_id": str(options.prompts),
+            "completion_window": _WINDOW,
             "status": self._state,
-            "output_file_id": facts.output_file,
-            "error_file_id": facts.error_file,
-            **{f"{name}_at": self._stamps.get(f"{name}_at") for name in stamped},
+            "output_file_id": None if options.output is None else str(options.output),
+            "error_file_id": None if options.error_file is None else str(options.error_file),
+            **{f"{state}_at": self._stamps.get(state) for state in _STAMPED},
             "expires_at": None,
             "request_counts": {"total": counts.total, "completed": counts.completed, "failed": counts.failed},
             "metadata": None,
-            "model": facts.model or None,
+            "model": options.model or None,
             "moelight": self._more(counts),
         }
 
@@ -178,7 +162,7 @@ class StatusFile(Progress):
         rows, read_bytes, total_bytes = self._read
         left, binding = 0.0 if self._state == "completed" else self._eta.remaining_s, self._binding
         return {
-            "updated_at": int(self._clock()),
+            "updated_at": int(time.time()),
             "rows_read": max(rows, counts.total),
             "bytes_read": read_bytes,
             "bytes_total": total_bytes,
@@ -196,23 +180,18 @@ class StatusFile(Progress):
         }
 
 
-def without_extra(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """``batch`` with only OpenAI's fields."""
-    return {name: value for name, value in batch.items() if name not in EXTRA}
-
-
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _LATENCIES_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _REASONS = ("stop", "length")
 
 
-class MetricsFile(Progress):
-    """Keeps the file at ``path`` up to date with the job; raises InputError if it cannot be written at the start.
-    Counters cover this run only."""
+class MetricsFile(LiveFile):
+    """Keeps the metrics of this run at ``path``; raises InputError if they cannot be written at the start."""
 
     def __init__(self, path: Path, model: str, eta: TimeLeft) -> None:
         from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics
 
+        super().__init__(path, what="metrics")
         disable_created_metrics()
         self._model = model
         self._eta = eta
@@ -234,17 +213,11 @@ class MetricsFile(Progress):
         )
         for each in (self._prompt, self._generated):
             each.labels(model)
-        self._file = LiveFile(path, what="metrics")
-        self._file.begin(self.text())
-
-    @property
-    def trouble(self) -> str:
-        """The reason why the file is not up to date; empty if it is."""
-        return self._file.trouble
+        self.begin()
 
     def started(self, start: JobStart) -> None:
         self._counts = start.counts
-        self._file.renew(self.text, now=True)
+        self.renew(now=True)
 
     def completion(self, completion: Completion, *, room: int, latency_s: float | None = None) -> None:  # noqa: ARG002
         self._reasons[completion.finish_reason] += 1
@@ -258,17 +231,16 @@ class MetricsFile(Progress):
 
     def counts(self, counts: JobCounts) -> None:
         self._counts = counts
-        self._file.renew(self.text)
+        self.renew()
 
     def measured(self, stats: RunStats, experts: Mapping[str, Any] | None = None) -> None:
         self._stats = stats
         self._experts = (experts or {}).get("overall", {})
 
     def ended(self, state: State) -> None:  # noqa: ARG002
-        self._file.renew(self.text, now=True)
+        self.renew(now=True)
 
     def text(self) -> str:
-        """The current contents of the file."""
         from prometheus_client import generate_latest
 
         return generate_latest(self._registry).decode()
@@ -317,19 +289,11 @@ class MetricsFile(Progress):
                 yield f"moelight_expert_cache_{name}_total", f"Routed experts that were {are}.", self._experts[name]
 
 
-def file_watchers(options: JobOptions, eta: TimeLeft) -> list[StatusFile | MetricsFile]:
+def file_watchers(options: JobOptions, eta: TimeLeft) -> list[LiveFile]:
     """The watchers of the requested files; ``eta`` must receive every event before they do. May raise InputError."""
-    files: list[StatusFile | MetricsFile] = []
+    files: list[LiveFile] = []
     if options.status is not None:
-        output, errors = options.output, options.error_file
-        facts = BatchFacts(
-            id=f"batch_{hashlib.blake2b(os.fsencode(output or options.prompts), digest_size=12).hexdigest()}",
-            input_file=str(options.prompts),
-            output_file=None if output is None else str(output),
-            error_file=None if errors is None else str(errors),
-            model=options.model,
-        )
-        files.append(StatusFile(options.status, facts, eta))
+        files.append(StatusFile(options.status, options, eta))
     if options.metrics is not None:
         files.append(MetricsFile(options.metrics, options.model, eta))
     return files

@@ -14,8 +14,8 @@ import json
 import os
 import sqlite3
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -34,7 +34,12 @@ _SCHEMA = (
     _WAITING,
     f"PRAGMA user_version = {VERSION}",
 )
-_ADD_WAITING = "INSERT INTO waiting VALUES (?, ?, ?, ?)"
+_DAMAGED = "is damaged, so what this job has done is not known;"
+_STRANGE = "is not a journal; move it away, or"
+_VERSION = (
+    f"is a journal of version {{}}, this is moelight's version {VERSION}; finish the job with the moelight that began "
+    "it, or"
+)
 _SYSTEM_ERRORS = {
     "database or disk is full": errno.ENOSPC,
     "disk I/O error": errno.EIO,
@@ -55,8 +60,8 @@ class RowSet:
     written."""
 
     def __init__(self, parts: Iterable[tuple[int, bytes]] = ()) -> None:
+        self.changed: set[int] = set()  # parts with numbers that were added since the last `changed_parts`
         self._bits = bytearray()
-        self._changed: set[int] = set()
         for part, bits in parts:
             self._bits.extend(bytes(part * _PART_BYTES - len(self._bits)))
             self._bits += bits
@@ -73,7 +78,7 @@ class RowSet:
         if number >> 3 >= len(self._bits):
             self._bits.extend(bytes((part + 1) * _PART_BYTES - len(self._bits)))
         self._bits[number >> 3] |= 1 << (number & 7)
-        self._changed.add(part)
+        self.changed.add(part)
 
     def missing(self, total: int) -> int | None:
         """The least number below ``total`` that is not in the set; None if all are."""
@@ -82,41 +87,39 @@ class RowSet:
 
     def changed_parts(self) -> list[tuple[int, bytes]]:
         """The parts that changed since the last call."""
-        parts = [(part, bytes(self._bits[part * _PART_BYTES :][:_PART_BYTES])) for part in sorted(self._changed)]
-        self._changed.clear()
+        parts = [(part, bytes(self._bits[part * _PART_BYTES :][:_PART_BYTES])) for part in sorted(self.changed)]
+        self.changed.clear()
         return parts
 
 
 class WaitingRows:
     """Rows that are finished before their turn: in memory, ``held_bytes``, and in the table ``waiting`` of ``base``, or
-    of a temporary database."""
+    of a temporary database. ``before_read`` is called before the table is read: one thread at a time uses ``base``."""
 
-    def __init__(self, base: sqlite3.Connection | None = None) -> None:
+    def __init__(
+        self, base: sqlite3.Connection | None = None, *, before_read: Callable[[], None] = lambda: None
+    ) -> None:
         self.held_bytes = 0
-        self._held: dict[int, WaitingRow] = {}
+        self._before_read = before_read
+        self._held: dict[int, tuple[bytes, bool]] = {}
         self._unsaved: list[int] = []
-        self._temporary = sqlite3.connect("", isolation_level=None) if base is None else None
-        self._base = base or self._temporary
-        if self._temporary is not None:
-            self._temporary.execute(_WAITING)
+        self._base = base or sqlite3.connect("", isolation_level=None)
+        if base is None:
+            self._base.execute(_WAITING)
 
     def hold(self, number: int, data: bytes, *, failed: bool) -> None:
-        self._held[number] = (number, failed, 0, data)
+        self._held[number] = (data, failed)
         self._unsaved.append(number)
         self.held_bytes += len(data)
-
-    def held(self, number: int) -> bool:
-        """True if row ``number`` is in memory."""
-        return number in self._held
 
     def take(self, number: int) -> tuple[bytes, bool]:
         """The bytes of row ``number`` and whether it failed; the row leaves memory, and the table with the next commit.
         Raises OSError if the row is in neither."""
-        row = self._held.pop(number, None)
-        if row is not None:
-            self.held_bytes -= len(row[3])
-            return row[3], row[1]
-        assert self._base is not None
+        if number in self._held:
+            data, failed = self._held.pop(number)
+            self.held_bytes -= len(data)
+            return data, failed
+        self._before_read()
         found = self._base.execute("SELECT data, failed FROM waiting WHERE number = ?", (number,)).fetchone()
         if found is None:
             raise OSError(errno.EIO, f"row {number} is gone")
@@ -124,9 +127,9 @@ class WaitingRows:
 
     def unsaved(self) -> list[WaitingRow]:
         """The rows that are in memory alone; a later call returns others."""
-        rows = [self._held[number] for number in self._unsaved if number in self._held]
+        rows = [(number, *self._held[number]) for number in self._unsaved if number in self._held]
         self._unsaved.clear()
-        return [(number, failed, zlib.crc32(data), data) for number, failed, _, data in rows]
+        return [(number, failed, zlib.crc32(data), data) for number, data, failed in rows]
 
     def forget(self) -> None:
         """Drop the rows in memory; all are stored."""
@@ -136,19 +139,21 @@ class WaitingRows:
     def spill(self, before: int) -> None:
         """Move the rows in memory to the temporary database, and remove its rows ``before`` that number; raises OSError
         if the directory of temporary files is full."""
-        assert self._temporary is not None
         try:
-            self._temporary.execute("BEGIN")
-            self._temporary.execute("DELETE FROM waiting WHERE number < ?", (before,))
-            self._temporary.executemany(_ADD_WAITING, self.unsaved())
-            self._temporary.execute("COMMIT")
+            self._base.execute("BEGIN")
+            _save_waiting(self._base, before, self.unsaved())
+            self._base.execute("COMMIT")
         except sqlite3.OperationalError as error:
             raise _system_error(error) or error from None
         self.forget()
 
     def close(self) -> None:
-        if self._temporary is not None:
-            self._temporary.close()
+        self._base.close()
+
+
+def _save_waiting(base: sqlite3.Connection, before: int, rows: Iterable[WaitingRow]) -> None:
+    base.execute("DELETE FROM waiting WHERE number < ?", (before,))
+    base.executemany("INSERT INTO waiting VALUES (?, ?, ?, ?)", rows)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -180,7 +185,7 @@ class JobRecord:
         return self.stage == "running" and not self.completed + self.failed
 
 
-_VALUES = ("layout", "facts", "scan", "pid", "completed", "failed", "totals", "next", "stage", "total")
+_VALUES = tuple(each.name for each in fields(JobRecord) if each.name not in ("done", "extents"))
 
 
 class RowStore:
@@ -236,8 +241,7 @@ class RowStore:
             self.base.execute("BEGIN IMMEDIATE")
             for statement in schema:
                 self.base.execute(statement)
-            self.base.execute("DELETE FROM waiting WHERE number < ?", (values.get("next", 0),))
-            self.base.executemany(_ADD_WAITING, waiting)
+            _save_waiting(self.base, values.get("next", 0), waiting)
             faults.reach("mid_journal_write")
             self.base.executemany(
                 "INSERT OR REPLACE INTO job VALUES (?, ?)",
@@ -246,7 +250,7 @@ class RowStore:
             self.base.executemany("INSERT OR REPLACE INTO done VALUES (?, ?)", parts)
             self.base.executemany(
                 "INSERT INTO extents VALUES (?, ?, ?, ?)",
-                [(name, each.start, each.end, each.crc) for name, each in (extents or {}).items()],
+                [(name, *extent) for name, extent in (extents or {}).items()],
             )
             faults.reach("after_journal_write")
             self.base.execute("COMMIT")
@@ -293,12 +297,8 @@ def read_record(path: Path) -> JobRecord | None:
 
 def _connect(path: Path) -> sqlite3.Connection:
     with path.open("rb") as file:
-        if file.read(len(_FIRST_VERSION_HEAD)).startswith(_FIRST_VERSION_HEAD):
-            raise InputError(
-                f"{path}: is a journal of version 1, this is moelight's version {VERSION}; "
-                "finish the job with the moelight that began it, or --restart starts anew",
-                code="journal",
-            )
+        if file.read(len(_FIRST_VERSION_HEAD)) == _FIRST_VERSION_HEAD:
+            raise _refusal(path, _VERSION.format(1))
     with _explained(path):
         base = sqlite3.connect(
             f"file:{quote(os.fsencode(path))}?mode=rw",
@@ -314,21 +314,17 @@ def _connect(path: Path) -> sqlite3.Connection:
 def _read(base: sqlite3.Connection, path: Path) -> JobRecord | None:
     with _explained(path):
         version = base.execute("PRAGMA user_version").fetchone()[0]
-        if version == 0 and not base.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-            return None
         if version == 0:
-            raise _strange(path)
+            if base.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                raise _refusal(path, _STRANGE)
+            return None
         if version != VERSION:
-            raise InputError(
-                f"{path}: is a journal of version {version}, this is moelight's version {VERSION}; "
-                "finish the job with the moelight that began it, or --restart starts anew",
-                code="journal",
-            )
+            raise _refusal(path, _VERSION.format(version))
         base.execute("BEGIN")  # one state, also while another process commits
         try:
             return _record(base, path)
         except (ValueError, TypeError, KeyError):
-            raise _damaged(path) from None
+            raise _refusal(path, _DAMAGED) from None
         finally:
             if base.in_transaction:
                 base.execute("ROLLBACK")
@@ -340,24 +336,17 @@ def _record(base: sqlite3.Connection, path: Path) -> JobRecord:
         **{name: found[name] for name in _VALUES},
         done=RowSet(base.execute("SELECT part, bits FROM done ORDER BY part")),
     )
-    for name, *place in base.execute("SELECT file, first, past, crc FROM extents ORDER BY rowid"):
-        start, end, crc = place
-        record.extents.setdefault(name, []).append(ByteRange(start=start, end=end, crc=crc))
+    for name, *extent in base.execute("SELECT file, first, past, crc FROM extents ORDER BY rowid"):
+        record.extents.setdefault(name, []).append(ByteRange(*extent))
     whole = base.execute("PRAGMA quick_check").fetchone()[0] == "ok"
     torn = sum(zlib.crc32(data) != crc for data, crc in base.execute("SELECT data, crc FROM waiting"))
     if not whole or torn or len(record.done) != record.completed + record.failed:
-        raise _damaged(path)
+        raise _refusal(path, _DAMAGED)
     return record
 
 
-def _damaged(path: Path) -> InputError:
-    return InputError(
-        f"{path}: is damaged, so what this job has done is not known; --restart starts anew", code="journal"
-    )
-
-
-def _strange(path: Path) -> InputError:
-    return InputError(f"{path}: is not a journal; move it away, or --restart starts anew", code="journal")
+def _refusal(path: Path, why: str) -> InputError:
+    return InputError(f"{path}: {why} --restart starts anew", code="journal")
 
 
 @contextlib.contextmanager
@@ -366,10 +355,9 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.DatabaseError as error:
-        system = _system_error(error)
-        if system is not None:
+        if (system := _system_error(error)) is not None:
             raise system from None
-        raise (_strange if "not a database" in str(error) else _damaged)(path) from None
+        raise _refusal(path, _STRANGE if "not a database" in str(error) else _DAMAGED) from None
 
 
 def _system_error(error: sqlite3.DatabaseError) -> OSError | None:

@@ -45,9 +45,6 @@ class TimeLeft(Progress):
         self._answer_tokens += completion.completion_tokens
 
     def counts(self, counts: JobCounts) -> None:
-        if counts.state in ("completed", "failed", "cancelled"):
-            self.remaining_s = 0.0
-            return
         before, self._at = self._at, counts
         prompt_tokens = counts.prompt_tokens - before.prompt_tokens
         work = self._prompt_cost * prompt_tokens + counts.generation_tokens - before.generation_tokens

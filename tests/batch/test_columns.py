@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from moelight.batch.fields import RowContext
 from moelight.batch.input import open_input
 from moelight.batch.rows import BadRow, Row
 from moelight.core.errors import InputError
@@ -17,7 +18,7 @@ TALK = [{"role": "user", "content": "u"}]
 
 
 def rows(path: Path, **options: Any) -> list[Row | BadRow]:
-    with open_input(path, **options) as read:
+    with open_input(path, RowContext(**options)) as read:
         found = list(read.rows())
         assert list(read.rows(skip={0}.__contains__)) == found[1:]
         return found
@@ -121,7 +122,7 @@ def test_columns_of_a_parquet_table(tmp_path: Path) -> None:
         {"id": [5, 6], "prompt": ["p", None], "messages": talks, "max_tokens": [3, None], "more": [1, 2]},
     )
     with open_input(path) as read:
-        assert "; not read: more" in read.why and read.format.name == "parquet"
+        assert "; not read: more" in read.detected and read.format.name == "parquet"
     first, second = rows(path)
     assert isinstance(first, Row) and isinstance(second, Row)
     assert (first.custom_id, first.prompts, first.sampling.max_tokens) == ("5", ("p",), 3)

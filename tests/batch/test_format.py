@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from moelight.batch.fields import RowContext
 from moelight.batch.input import open_input
 from moelight.batch.rows import AnswerHeader, BadRow, Row, bad_row, to_json_line
 from moelight.batch.simple import SimpleFormat
@@ -21,7 +22,7 @@ SERVED = AnswerHeader(model="m", created=1, job="job")
 def read(tmp_path: Path, content: str | bytes, **options: Any) -> list[Row | BadRow]:
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    with open_input(path, format="simple", **options) as found:
+    with open_input(path, RowContext(**options), format="simple") as found:
         return list(found.rows())
 
 

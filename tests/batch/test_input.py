@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from moelight.batch.fields import RowContext
 from moelight.batch.input import open_input
 from moelight.batch.model_names import ModelNames
 from moelight.batch.rows import AnswerHeader, BadRow, Row, to_json_line
@@ -58,7 +59,7 @@ def write(tmp_path: Path, name: str, content: bytes) -> Path:
 def test_what_a_file_is_taken_for(name: str, content: bytes, kind: str, why: str, tmp_path: Path) -> None:
     with open_input(write(tmp_path, name, content)) as read:
         assert read.format.name == kind
-        assert read.why.startswith(f"{tmp_path / name}: ") and why in read.why
+        assert read.name == str(tmp_path / name) and why in read.detected
         assert any(isinstance(row, Row) for row in read.rows()) or b"torn" in content
 
 
@@ -66,16 +67,16 @@ def test_the_format_may_be_asked_for(tmp_path: Path) -> None:
     path = write(tmp_path, "a.jsonl", SIMPLE)
     with open_input(path, format="text") as read:
         (row,) = read.rows()
-        assert isinstance(row, Row) and row.prompts == ('{"prompt": "a"}',) and "as asked" in read.why
+        assert isinstance(row, Row) and row.prompts == ('{"prompt": "a"}',) and "as asked" in read.detected
     with pytest.raises(ConfigError, match=r"unknown format 'opnai'.*did you mean 'openai'"):
         open_input(path, format="opnai")
     with pytest.raises(InputError, match="columns can be named for csv and parquet"):
-        open_input(path, prompt_column="a")
+        open_input(path, RowContext(prompt_column="a"))
 
 
 def test_text_lines_are_prompts(tmp_path: Path) -> None:
     path = write(tmp_path, "a.txt", codecs.BOM_UTF8 + b"one \r\n\r\n  \nt\xffo\nthree\x00\xe2\x80\xa8!")
-    with open_input(path, defaults=SamplingParams(max_tokens=3)) as read:
+    with open_input(path, RowContext(defaults=SamplingParams(max_tokens=3))) as read:
         first, bad, last = read.rows()
     assert isinstance(first, Row) and isinstance(bad, BadRow) and isinstance(last, Row)
     assert (first.prompts, first.line, first.custom_id, first.sampling.max_tokens) == (("one ",), 1, None, 3)
@@ -186,7 +187,7 @@ def test_two_gzip_members_are_one_file(tmp_path: Path) -> None:
 def test_standard_input_and_pipes_are_kept_to_be_read_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(gzip.compress(OPENAI, mtime=0))))
     with open_input(Path("-")) as read:
-        assert read.why.startswith("standard input: OpenAI batch lines")
+        assert read.name == "standard input" and read.detected.startswith("OpenAI batch lines")
         assert list(read.rows()) == list(read.rows())
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"")))
     with pytest.raises(InputError, match="standard input: no prompts"):
@@ -229,7 +230,7 @@ def test_a_thousand_hostile_lines(tmp_path: Path) -> None:
     lines = batch_lines()
     assert len(lines) == 1000 and len(Counter(line.kind for line in lines)) == len(KINDS) > 120
     path = write(tmp_path, "hostile.jsonl", batch_file(lines))
-    with open_input(path, models=ModelNames.of("m")) as read:
+    with open_input(path, RowContext(models=ModelNames.of("m"))) as read:
         assert read.format.name == "openai"
         count = 0
         for row, line in zip(read.rows(), lines, strict=True):
@@ -257,8 +258,8 @@ def test_no_spoilt_line_is_more_than_an_error_row(tmp_path: Path) -> None:
         lines.append(bytes(line).replace(b"\n", b""))
     path = write(tmp_path, "a.jsonl", b"\n".join(lines))
     for kind in ("openai", "simple", "text", "csv"):
-        options = {"prompt_column": lines[0].decode("utf-8", "replace").split(",")[0]} if kind == "csv" else {}
-        with open_input(path, format=kind, **options) as read:  # type: ignore[arg-type]
+        column = lines[0].decode("utf-8", "replace").split(",")[0] if kind == "csv" else None
+        with open_input(path, RowContext(prompt_column=column), format=kind) as read:
             for row in read.rows():
                 if isinstance(row, BadRow):
                     to_json_line(read.format.refuse(row, SERVED))

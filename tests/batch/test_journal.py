@@ -280,9 +280,9 @@ def test_an_empty_output_and_an_unfinished_journal_are_fine(outputs: Outputs) ->
 def test_another_job_is_refused_with_the_difference(outputs: Outputs) -> None:
     begun(outputs)
     other = {"model": FACTS["model"], "sampling": {"temperature": 0.7}, "version": "2"}
-    said = re.escape("(sampling.temperature: was 0.0, is 0.7); --allow-changed")
+    said = re.escape('(sampling.temperature: was 0.0, is 0.7; version: was "1", is "2"); --allow-changed')
     with pytest.raises(InputError, match=said) as refusal:
-        Journal.open(outputs, other, informative=["version"])
+        Journal.open(outputs, other)
     assert refusal.value.code == "job_changed"
     with pytest.raises(InputError, match=re.escape('order: was "input", is "completion"')):
         Journal.open(Outputs(rows=outputs.rows, order="completion"), FACTS, allow_changed=True)
@@ -305,9 +305,9 @@ def test_another_job_is_refused_with_the_difference(outputs: Outputs) -> None:
 
 def test_differences() -> None:
     long = "x" * 100
-    was = {"a": {"b": 1, "c": [1, 2]}, "long": f"{long}1{long}", "gone": 2, "null": None, "kept": 1, "silent": {"x": 1}}
-    now = {"a": {"b": 1, "c": [1, 3]}, "long": f"{long}2{long}", "kept": 1, "silent": {"x": 2}, "new": True}
-    assert differences(was, now, informative=["silent"]) == [
+    was = {"a": {"b": 1, "c": [1, 2]}, "long": f"{long}1{long}", "gone": 2, "null": None, "kept": 1}
+    now = {"a": {"b": 1, "c": [1, 3]}, "long": f"{long}2{long}", "kept": 1, "new": True}
+    assert differences(was, now) == [
         "a.c: was [1, 2], is [1, 3]",
         f"long: was …{'x' * 10}1{'x' * 49}…, is …{'x' * 10}2{'x' * 49}…",
         "new: was absent, is true",
@@ -370,7 +370,7 @@ def test_a_database_without_room_is_a_full_disk(tmp_path: Path) -> None:
     outputs = Outputs(rows=tmp_path / "out")
     with Journal.open(outputs, FACTS) as journal:
         put(journal, range(5))
-        base = journal._opened.store.base
+        base = journal._store.base
         base.execute(f"PRAGMA max_page_count = {base.execute('PRAGMA page_count').fetchone()[0]}")
         journal.put(6, bytes(20_000), failed=True)
         with pytest.raises(StorageError, match=r"cannot be written \(no space left on device\); every row .* is kept"):

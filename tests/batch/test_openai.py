@@ -200,9 +200,9 @@ def answered(text: str = "Hi", *, index: int = 0, sample: int = 0, **more: Any) 
     return Completion(index=index, text=text, token_ids=ids, sample=sample, **given)
 
 
-def answer(line: dict[str, Any], completions: Sequence[Completion], *, plain: bool = False) -> dict[str, Any]:
+def answer(line: dict[str, Any], completions: Sequence[Completion]) -> dict[str, Any]:
     """The output line, read back from its bytes."""
-    found = OpenAIFormat(vocabulary=None if plain else Letters()).answer(row(line), completions, SERVED)
+    found = OpenAIFormat(vocabulary=Letters()).answer(row(line), completions, SERVED)
     back: dict[str, Any] = json.loads(to_json_line(found), parse_constant=pytest.fail)
     return back
 
@@ -249,7 +249,7 @@ def test_a_chat_answer_with_log_probabilities() -> None:
     assert (first["token"], first["bytes"], first["logprob"]) == ("H", [72], -0.5)
     assert [top["bytes"] for top in first["top_logprobs"]] == [[72], [1]]
     assert second["logprob"] == -1.5 and [top["bytes"] for top in second["top_logprobs"]] == [[3], [4]]
-    line = answer(chat("a", logprobs=True), [given], plain=True)
+    line = answer(chat("a", logprobs=True), [given])
     check_types(line)
     assert line["response"]["body"]["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
     line = answer(chat("a", logprobs=True), [answered("", finish_reason="length", logprobs=())])
@@ -304,7 +304,6 @@ def test_a_prompt_that_is_scored_and_echoed(prompt: Any) -> None:
         "top_logprobs": [None, {"p": -0.5, "\x01": -1.0}, {"\x01": -0.5, "q": -1.0}],
         "text_offset": [0, 3, 4],
     }
-    assert bad(completion("a", prompt=[1], echo=True), vocabulary=None).param == "echo"
 
 
 def test_log_probabilities_of_the_prompt_have_vllms_shape_and_minus_infinity_is_a_number() -> None:
@@ -347,7 +346,7 @@ def test_good_and_bad_kinds_without_a_tokenizer(tmp_path: Path) -> None:
     """What needs no tokenizer is read without one; errors keep their codes."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n".join([make("a") for make in GOOD.values()] + [make("b") for make, _ in BAD.values()]))
-    with open_input(path, models=ModelNames.of("org/model")) as found:
+    with open_input(path, RowContext(models=ModelNames.of("org/model"))) as found:
         rows = list(found.rows())
     assert all(isinstance(each, Row) for each in rows[: len(GOOD)])
     assert [each.code for each in rows[len(GOOD) :] if isinstance(each, BadRow)] == [code for _, code in BAD.values()]

@@ -198,8 +198,8 @@ def test_deaths_are_of_one_row_and_one_job(tmp_path: Path) -> None:
     assert die_at(path, 3).struck == {3}
     assert CrashGuard(path, forget=True).struck == frozenset()
     twice = CrashGuard(path)
-    with pytest.raises(InputError, match="died 2 times while this row was prepared"):
-        twice.at(3)
+    with pytest.raises(InputError, match="died 2 times while this row was prepared"), twice.at(3):
+        pass
     with twice.at(5):
         pass
     twice.close(done=False)

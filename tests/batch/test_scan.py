@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from moelight.batch.input import open_input
 from moelight.batch.progress import Progress
 from moelight.batch.rows import Row
-from moelight.batch.scan import Scan, check_length, scan
+from moelight.batch.scan import Scan, encode_row, scan
 from moelight.core.errors import InputError
+from moelight.core.request import SamplingParams
 
 CONTEXT = 100
 
@@ -51,7 +53,7 @@ def test_sums_of_what_can_be_served(tmp_path: Path) -> None:
         "empty_prompt": 3,
         "invalid_json": 4,
     }
-    assert Scan.from_dict(json.loads(json.dumps(found.as_dict()))) == found
+    assert msgspec.convert(json.loads(json.dumps(msgspec.to_builtins(found))), Scan) == found
 
 
 def test_a_row_that_repeats_an_id_is_none_that_is_served(tmp_path: Path) -> None:
@@ -82,15 +84,25 @@ def test_rows_without_an_id_repeat_none(tmp_path: Path) -> None:
 
 
 def test_the_context_holds_a_prompt_and_a_token() -> None:
-    check_length(CONTEXT - 1, CONTEXT)
-    check_length(CONTEXT + 1, CONTEXT, generates=False)
+    def fits(tokens: int, **sampling: int) -> bool:
+        row = Row(number=0, line=1, custom_id=None, kind="", sampling=SamplingParams(**sampling))
+        return len(encode_row(row, lambda _: [(0,) * tokens], CONTEXT)) == 1
+
+    scored = {"max_tokens": 0, "prompt_logprobs": 0}
+    assert fits(CONTEXT - 1) and fits(CONTEXT + 1, **scored)
     with pytest.raises(InputError, match="102 tokens"):
-        check_length(CONTEXT + 2, CONTEXT, generates=False)
+        fits(CONTEXT + 2, **scored)
     with pytest.raises(InputError, match="100 tokens, the model's context is 100"):
-        check_length(CONTEXT, CONTEXT)
+        fits(CONTEXT)
 
 
 def test_a_prompt_that_is_only_scored_may_fill_the_context(tmp_path: Path) -> None:
     scored = {"max_tokens": 0, "prompt_logprobs": 0}
     found = scanned(tmp_path, {"prompt": "x" * 101, **scored}, {"prompt": "x" * 102, **scored}, {"prompt": "x" * 100})
     assert (found.summary.served, found.summary.generated_tokens) == (1, 0)
+
+
+def test_sampling_parameters_are_counted_up_to_a_bound(tmp_path: Path) -> None:
+    few = scanned(tmp_path, *({"prompt": "a", "seed": number % 3} for number in range(30)))
+    assert few.summary.samplings == 3
+    assert scanned(tmp_path, *({"prompt": "a", "seed": number} for number in range(5000))).summary.samplings == 4096

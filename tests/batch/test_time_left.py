@@ -168,5 +168,3 @@ def test_rows_of_an_earlier_run_are_no_speed() -> None:
             )
         )
     assert eta.remaining_s == pytest.approx(80, rel=0.1)
-    eta.counts(JobCounts(state="completed"))
-    assert eta.remaining_s == 0.0

@@ -30,7 +30,7 @@ SUMMARY = ScanSummary(
         ),
         "model_not_found": InputProblem(count=1, first_line=9_001, message="there is no model \x1b[31m'gpt-4'"),
     },
-    histogram=(0, 0, 0, 0, 0, 120, 4_000, 5_000, 800, 70, 0, 8),
+    histogram=[0, 0, 0, 0, 0, 120, 4_000, 5_000, 800, 70, 0, 8],
     prompt_tokens=1_234_567,
     max_prompt_len=4_012,
     generated_tokens=2_559_488,
