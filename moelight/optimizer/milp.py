@@ -17,7 +17,7 @@ import numpy as np
 from moelight.hrm.estimate import cost_of, job_s, kinds_of
 from moelight.hrm.pass_cost import PlacementCounts
 from moelight.hrm.schedule_time import SCHEDULE_TERMS
-from moelight.optimizer.placement import FreeMemory, fixed_device_kv, free_memory
+from moelight.optimizer.placement import Found, FreeMemory, free_memory
 from moelight.optimizer.problem import Candidates, Problem
 
 _TOLERANCE = 2e-6  # of a slot: by how much the solver may exceed a limit
@@ -25,18 +25,6 @@ _AFFINE_IN = ("from_host", "from_disk", "computed", "device_kv")
 # Pages by placement, the most streamed pages of a layer, cache blocks on the device, pinned slots, and 1 if any page is
 # streamed from disk. Seconds of each kind of pass follow.
 _NAMES = ("resident", "from_host", "from_disk", "computed", "per_layer", "device_blocks", "pinned", "reads")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SolvedPlacement:
-    """Page counts and device cache blocks of the best placement, and the seconds of the job."""
-
-    resident: int
-    from_host: int
-    from_disk: int
-    computed: int
-    device_blocks: int
-    seconds: float
 
 
 @dataclass(kw_only=True, slots=True)
@@ -89,8 +77,8 @@ class _IntegerProgram:
         return list(solver.getSolution().col_value)
 
 
-def solve(problem: Problem, candidate: Candidates) -> SolvedPlacement | None:
-    """The best placement of one candidate (a `Candidates` of scalars); None if none fits."""
+def solve(problem: Problem, candidate: Candidates) -> Found | None:
+    """The best placement of one candidate (numbers, no arrays); None if none fits."""
     free, terms = free_memory(problem, candidate), _terms(problem, candidate)
     integer_program = _IntegerProgram(seconds=len(terms))
     _memory(candidate, free, integer_program)
@@ -99,26 +87,23 @@ def solve(problem: Problem, candidate: Candidates) -> SolvedPlacement | None:
     blocks = max(int(free.kv_blocks), 1)
     for kind, (count, slopes, base) in enumerate(terms):
         for slope, alone in zip(slopes * (count / scale), base * (count / scale), strict=True):
-            per = dict(zip(("from_host", "from_disk", "computed", "device_blocks"), slope, strict=True))
-            integer_program.add({**per, "device_blocks": per["device_blocks"] / blocks}, most=-float(alone), kind=kind)
+            per = dict(zip(_AFFINE_IN, slope, strict=True))
+            per["device_blocks"] = per.pop("device_kv") / blocks
+            integer_program.add(per, most=-float(alone), kind=kind)
     integer_program.most_of = {"device_blocks": int(free.kv_blocks), "reads": 1}
     found = integer_program.solved()
     if found is None:
         return None
-    whole = dict(zip(_NAMES, (round(value) for value in found), strict=False))
-    counts = {name: whole[name] for name in ("resident", "from_host", "from_disk", "computed", "device_blocks")}
-    placed = PlacementCounts(
-        **{name: counts[name] for name in _AFFINE_IN[:3]}, device_kv=counts["device_blocks"] / blocks
-    )
-    variant = candidate.variant
-    return SolvedPlacement(
-        **counts, seconds=float(job_s(variant.cost_model, problem.workload, variant.schedule, candidate, placed))
-    )
+    whole = dict(zip(_NAMES, (float(round(value)) for value in found), strict=False))
+    pages = {name: whole[name] for name in _AFFINE_IN[:3]}
+    placed = PlacementCounts(**pages, device_kv=whole["device_blocks"] / blocks)
+    seconds = float(job_s(candidate.cost_model, problem.workload, candidate, placed))
+    return Found(candidate=candidate, placed=placed, seconds=seconds)
 
 
 def _memory(candidate: Candidates, free: FreeMemory, integer_program: _IntegerProgram) -> None:
     """Limits: every page is placed, and every tier holds its pages and blocks. In slots, to keep numbers small."""
-    block, pinned_pages = free.kv_block_bytes / free.slot_bytes, candidate.variant.cost_model.pinned_pages
+    block, pinned_pages = free.kv_block_bytes / free.slot_bytes, candidate.cost_model.pinned_pages
     device, host = float(free.device) / free.slot_bytes, float(free.host) / free.slot_bytes
     kv = int(free.kv_blocks) * block
     integer_program.add(
@@ -160,10 +145,10 @@ def _fixed(problem: Problem, candidate: Candidates, free: FreeMemory, integer_pr
         "cpu_experts": {"computed": 1},
     }
     for key, coefficients in counts.items():
-        share = problem.share(key)
-        if share is not None:
-            integer_program.add(coefficients, least=round(share * free.pages), most=round(share * free.pages))
-    device_kv = fixed_device_kv(problem, candidate)
+        pages = problem.fixed_pages(key)
+        if pages is not None:
+            integer_program.add(coefficients, least=pages, most=pages)
+    device_kv = problem.device_kv if candidate.attention_device == "gpu" else 0.0
     if device_kv is not None:
         requested = round(device_kv * int(free.kv_blocks))
         integer_program.add({"device_blocks": 1}, least=requested, most=requested)
@@ -171,16 +156,15 @@ def _fixed(problem: Problem, candidate: Candidates, free: FreeMemory, integer_pr
 
 def _terms(problem: Problem, candidate: Candidates) -> list[tuple[float, Any, Any]]:
     """For each kind of pass: its count, and its terms as slopes ``[terms, variables]`` over a base ``[terms]``."""
-    cost_model, schedule = candidate.variant.cost_model, candidate.variant.schedule
-    found = []
+    cost_model, found = candidate.cost_model, []
     kinds = kinds_of(cost_model.model, problem.workload, candidate)
     for index in np.flatnonzero(kinds.count > 0):
         kind = kinds.kind(int(index))
 
         def at(**placed: float) -> Any:
             counts = PlacementCounts(**placed)
-            cost = cost_of(cost_model, problem.workload, kind, counts, candidate, schedule, streams=True)  # noqa: B023
-            return np.array([float(term) for term in SCHEDULE_TERMS[schedule](cost)])
+            cost = cost_of(cost_model, problem.workload, kind, counts, candidate, streams=True)  # noqa: B023
+            return np.array([float(term) for term in SCHEDULE_TERMS[candidate.schedule](cost)])
 
         base = at()
         slopes = np.stack([at(**{name: 1.0}) - base for name in _AFFINE_IN], axis=1)

@@ -19,10 +19,11 @@ from moelight.hrm.workload_model import cache_tokens, cached_sequences
 from moelight.optimizer.bound import least_seconds
 from moelight.optimizer.explain import infeasible_error, what_if, why
 from moelight.optimizer.fixed_values import check_extent, check_fixes
+from moelight.optimizer.placement import Found
 from moelight.optimizer.plan import Plan, TierUse, key_of, store_plan, stored_plan
-from moelight.optimizer.problem import Fixed, Problem
+from moelight.optimizer.problem import COUNTS, Fixed, Problem
 from moelight.optimizer.runnable import why_not
-from moelight.optimizer.search import AS_GOOD, Found, search
+from moelight.optimizer.search import AS_GOOD, search
 from moelight.profiles.hardware import HardwareProfile, with_gpus
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
@@ -122,40 +123,22 @@ def _check_cache(problem: Problem) -> None:
 
 def policy_of(problem: Problem, found: Found) -> Policy:
     """Convert the candidate to a policy whose shares give every page the tier that the search chose."""
-    candidate, placed = found.candidate, found.placed
-    pages = "pinned" if candidate.variant.cost_model.pinned_pages else "auto"
-    total = placed.resident + placed.from_host + placed.from_disk + placed.computed
+    candidate, placed, total = found.candidate, found.placed, problem.pages
+    disk, device = placed.from_disk / total, (total - placed.offloaded) / total
     if candidate.ffn_device == "cpu":
-        weights = Shares(host=1.0 - placed.from_disk / total, disk=placed.from_disk / total)
+        weights = Shares(host=1.0 - disk, disk=disk)
+    elif placed.from_host + placed.computed:
+        weights = Shares(device=device, host=1.0 - device - disk, disk=disk)
     else:
-        disk, device = placed.from_disk / total, placed.resident / total
-        weights = (
-            Shares(device=device, host=1.0 - device - disk, disk=disk)
-            if placed.from_host + placed.computed
-            else (Shares(device=1.0 - disk, disk=disk))
-        )
-    blocks = -(-int(candidate.kv_tokens) // candidate.kv_block_size)
-    on_device = placed.device_blocks / blocks
+        weights = Shares(device=1.0 - disk, disk=disk)
     return Policy(
-        model=problem.name,
-        batch_size=int(candidate.batch_size),
-        micro_batch_size=int(candidate.micro_batch_size),
-        micro_batch_tokens=int(candidate.micro_batch_tokens),
-        kv_tokens=int(candidate.kv_tokens),
-        attention_device=candidate.attention_device,
-        ffn_device=candidate.ffn_device,
-        weights=weights,
-        cpu_experts=placed.computed / total,
-        kv=Shares(device=on_device, host=1.0 - on_device),
-        weight_dtype=candidate.variant.weight_dtype,
-        kv_dtype=candidate.variant.kv_dtype,
-        schedule=candidate.variant.schedule,
-        kv_block_size=candidate.kv_block_size,
-        host_pages=str(problem.fixed.get("host_pages", pages)),
-        residents=candidate.residents,
-        prompt_micro_batches=int(candidate.prompt_micro_batches),
-        look_ahead=candidate.look_ahead,
-        admission=candidate.admission,
+        **{
+            **{name: getattr(candidate, name) for name in Policy.__dataclass_fields__},
+            **{name: int(getattr(candidate, name)) for name in COUNTS},
+            "weights": weights,
+            "cpu_experts": placed.computed / total,
+            "kv": Shares(device=placed.device_kv, host=1.0 - placed.device_kv),
+        }
     )
 
 
