@@ -99,18 +99,19 @@ _ORDER = (
 
 def fixed_bytes(model: ModelProfile, sizes: Policy, *, dtype: DType, kv_dtype: DType) -> dict[tuple[str, str], Any]:
     """Bytes by (purpose, tier) of every region that does not depend on the placement of pages and cache blocks."""
-    fast_tier = "device" if sizes.discrete else "host"
+    fast_tier, tokens, hidden = "device" if sizes.discrete else "host", pass_tokens(sizes), model.hidden_size
     found = {
         ("dense", fast_tier): costs.dense_bytes(model, dtype),
-        ("hidden", fast_tier): hidden_arena_bytes(model, sizes, dtype),
+        ("hidden", fast_tier): tokens * hidden * dtype.itemsize,  # the residual stream
         ("work", fast_tier): work_bytes(model, sizes, dtype, grouped=sizes.discrete),
         ("transient", fast_tier): transient_bytes(model, sizes, dtype),
         ("runtime", "host"): RUNTIME_BYTES + READER_BYTES,
     }
     if sizes.schedule in WHOLE_EXPERTS:
-        found["mixture", fast_tier] = moe_workspace_bytes(model, sizes, dtype)
+        # Experts that run once over a pass: normed hidden states, float32 sums, expert ids and weights.
+        found["mixture", fast_tier] = tokens * (hidden * (dtype.itemsize + 4) + costs.routing_bytes(model))
     if sizes.discrete:
-        found["crossing", "host"] = pass_tokens(sizes) * staging_token_bytes(model, sizes, dtype)
+        found["crossing", "host"] = tokens * staging_token_bytes(model, sizes, dtype)
     if sizes.attention_device == "gpu":
         found["kv_buffer", "device"] = KV_BUFFERS * kv_buffer_tokens(sizes) * costs.kv_layer_bytes(model, kv_dtype)
     if sizes.discrete and sizes.ffn_device != "gpu":
@@ -196,16 +197,6 @@ def staging_token_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> int
     if sizes.ffn_device == "gpu":
         return attention
     return attention + costs.routed_bytes(model, dtype, 1) + costs.residual_bytes(model, dtype, 1)
-
-
-def hidden_arena_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> Any:
-    """Bytes of the residual stream of all tokens of a pass."""
-    return pass_tokens(sizes) * model.hidden_size * dtype.itemsize
-
-
-def moe_workspace_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> Any:
-    """Bytes that a pass holds for experts that run once: normed hidden states, float32 sums, expert ids and weights."""
-    return pass_tokens(sizes) * (model.hidden_size * (dtype.itemsize + 4) + costs.routing_bytes(model))
 
 
 def work_bytes(model: ModelProfile, sizes: Policy, dtype: DType, *, grouped: bool) -> Any:

@@ -56,13 +56,13 @@ _WORDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passed:
-    """One measured pass. ``context``: average cached tokens of a decoding sequence; ``prompts``: prompts or their
-    chunks."""
+    """One measured pass. ``context``: average cached tokens of a decoding sequence; ``prompt_len``: average tokens of a
+    prompt or its chunk; 1 if there is none."""
 
     decode_tokens: int
     context: float
-    prompts: int
     prompt_tokens: int
+    prompt_len: float
     seconds: float
     busy_s: Mapping[str, float]
 
@@ -152,15 +152,20 @@ class Pricing:
         seconds = stretch * pass_s(sizes.schedule, self._cost(sizes, passes, belief))
         return np.broadcast_to(seconds, np.shape(passes.count))
 
-    def learn(self, policy: Policy, ran: Sequence[Passed], belief: Belief) -> Belief:
+    def learn(self, policy: Policy, ran: Sequence[Passed], belief: Belief) -> dict[str, float]:
+        """The belief that explains the passes that ran, starting from ``belief``."""
+
+        def limited(factor: float) -> float:
+            return min(max(factor, 1 / _FURTHEST), _FURTHEST)
+
         passes, slower = passes_that_ran(ran), {lane: by for lane, by in belief.items() if lane in LANES}
         for _ in range(_ROUNDS):
             for lane, seconds in self.lanes(policy, passes, slower).items():
                 measured = sum(each.busy_s.get(lane, 0.0) for each in ran)
                 if seconds > 0 and measured > 0:
-                    slower[lane] = _limited(slower.get(lane, 1.0) * measured / seconds)
+                    slower[lane] = limited(slower.get(lane, 1.0) * measured / seconds)
         took, explained = sum(each.seconds for each in ran), float(np.sum(self.seconds(policy, passes, slower)))
-        return {**slower, "pass": _limited(took / explained) if took > 0 and explained > 0 else 1.0}
+        return {**slower, "pass": limited(took / explained) if took > 0 and explained > 0 else 1.0}
 
     def lanes(self, policy: Policy, passes: Passes, belief: Belief) -> dict[str, float]:
         """Predicted busy seconds by lane of all ``passes``. Without a GPU, disk reads and computation slow each other
@@ -191,18 +196,11 @@ class Pricing:
         )
 
 
-def _limited(factor: float) -> float:
-    return min(max(factor, 1 / _FURTHEST), _FURTHEST)
-
-
 def passes_that_ran(ran: Sequence[Passed]) -> Passes:
     """Convert measured passes to the ledger's `Passes`, one entry each."""
-    table = np.array([(p.decode_tokens, p.prompt_tokens, p.context, p.prompts) for p in ran], dtype=float)
-    decode, prompt, context, prompts = table.T
-    lengths = prompt / np.maximum(prompts, 1.0) + (prompts == 0)
-    return Passes(
-        count=np.ones(len(ran)), decode_tokens=decode, prompt_tokens=prompt, context=context, prompt_len=lengths
-    )
+    names = ("decode_tokens", "context", "prompt_tokens", "prompt_len")
+    columns = {name: np.array([getattr(each, name) for each in ran], dtype=float) for name in names}
+    return Passes(count=np.ones(len(ran)), **columns)
 
 
 class Adapter:
@@ -224,7 +222,7 @@ class Adapter:
 
     def observe(self, passed: Passed) -> None:
         """Record one pass. The share of passes with prompts is averaged over about the lifetime of a sequence."""
-        self._with_prompts += (float(passed.prompts > 0) - self._with_prompts) / max(self._gen_len, LEAST_PASSES)
+        self._with_prompts += (float(passed.prompt_tokens > 0) - self._with_prompts) / max(self._gen_len, LEAST_PASSES)
         if self._settling:
             self._settling -= 1
         else:

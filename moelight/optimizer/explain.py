@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -45,9 +46,13 @@ def what_if(problem: Problem, found: Found) -> tuple[WhatIf, ...]:
     """The gain of doubling each part of the machine, best first, without gains below 1 %. Devices and schedule are kept
     and only sizes near the chosen ones are tried, so that planning anew can only gain more."""
     now_s = _seconds(problem, found)
-    changes = {f"twice the {what}": changed for what, changed in _better(problem).items()}
-    gains = [WhatIf(change=change, gain=now_s / _seconds(better, found) - 1.0) for change, better in changes.items()]
-    return tuple(sorted((h for h in gains if h.gain >= WORTH_SAYING), key=lambda h: -h.gain))
+    return worth_saying({what: now_s / _seconds(better, found) - 1.0 for what, better in _better(problem).items()})
+
+
+def worth_saying(gains: Mapping[str, float]) -> tuple[WhatIf, ...]:
+    """The gains of doubling each part of a machine that reach `WORTH_SAYING`, best first."""
+    found = (WhatIf(change=f"twice the {what}", gain=gain) for what, gain in gains.items() if gain >= WORTH_SAYING)
+    return tuple(sorted(found, key=lambda each: -each.gain))
 
 
 def _seconds(problem: Problem, found: Found) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,60 +26,46 @@ _AFFINE_IN = ("from_host", "from_disk", "computed", "device_kv")
 _NAMES = ("resident", "from_host", "from_disk", "computed", "per_layer", "device_blocks", "pinned", "reads")
 
 
-@dataclass(kw_only=True, slots=True)
 class _IntegerProgram:
-    """Non-negative integers `_NAMES` and the seconds of ``seconds`` kinds of passes, within linear limits."""
+    """Non-negative integers `_NAMES`, at most ``most_of`` each, and the seconds of ``kinds`` kinds of passes, whose sum
+    is minimal, within linear limits."""
 
-    seconds: int
-    matrix: list[Any] = field(default_factory=list)
-    least: list[float] = field(default_factory=list)
-    most: list[float] = field(default_factory=list)
-    most_of: dict[str, float] = field(default_factory=dict)
+    def __init__(self, kinds: int, most_of: Mapping[str, float]) -> None:
+        import highspy
+
+        self._optimal, self._solver = highspy.HighsModelStatus.kOptimal, highspy.Highs()  # type: ignore[no-untyped-call]
+        self._solver.silent()
+        self._solver.setOptionValue("mip_rel_gap", 1e-9)
+        self._solver.setOptionValue("threads", 1)
+        for index, name in enumerate(_NAMES):
+            self._solver.addVar(0.0, most_of.get(name, np.inf))
+            self._solver.changeColIntegrality(index, highspy.HighsVarType.kInteger)
+        for kind in range(kinds):
+            self._solver.addVar(0.0, np.inf)
+            self._solver.changeColCost(len(_NAMES) + kind, 1.0)
 
     def add(
         self, coefficients: Mapping[str, float], *, least: float = -np.inf, most: float = np.inf, kind: int = -1
     ) -> None:
         """Limit a linear sum of variables. ``kind``: the kind of pass whose seconds are subtracted from the sum."""
-        row = np.zeros(len(_NAMES) + self.seconds)
-        for name, value in coefficients.items():
-            row[_NAMES.index(name)] = value
+        row = {_NAMES.index(name): float(value) for name, value in coefficients.items() if value}
         if kind >= 0:
             row[len(_NAMES) + kind] = -1.0
-        self.matrix.append(row)
-        self.least.append(least)
-        self.most.append(most)
+        columns, values = np.array(list(row), dtype=np.int32), np.array(list(row.values()), dtype=float)
+        self._solver.addRow(least, most, len(row), columns, values)
 
     def solved(self) -> list[float] | None:
-        """The values of all variables that minimise the sum of seconds; None if infeasible."""
-        import highspy
-
-        lp, matrix, whole = highspy.HighsLp(), np.array(self.matrix), len(_NAMES)
-        lp.num_row_, lp.num_col_ = matrix.shape
-        lp.col_cost_ = np.repeat([0.0, 1.0], [whole, self.seconds])
-        lp.col_lower_ = np.zeros(lp.num_col_)
-        lp.col_upper_ = np.array([*(self.most_of.get(name, np.inf) for name in _NAMES), *[np.inf] * self.seconds])
-        lp.row_lower_, lp.row_upper_ = np.array(self.least), np.array(self.most)
-        integer, continuous = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
-        lp.integrality_ = [integer] * whole + [continuous] * self.seconds
-        row, column = np.nonzero(matrix)
-        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        lp.a_matrix_.start_ = np.searchsorted(row, np.arange(lp.num_row_ + 1))
-        lp.a_matrix_.index_, lp.a_matrix_.value_ = column, matrix[row, column]
-        solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
-        solver.silent()
-        solver.setOptionValue("mip_rel_gap", 1e-9)
-        solver.setOptionValue("threads", 1)
-        solver.passModel(lp)
-        solver.run()
-        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+        """The values of all variables; None if infeasible."""
+        self._solver.run()
+        if self._solver.getModelStatus() != self._optimal:
             return None
-        return list(solver.getSolution().col_value)
+        return list(self._solver.getSolution().col_value)
 
 
 def solve(problem: Problem, candidate: Candidates) -> Found | None:
     """The best placement of one candidate (numbers, no arrays); None if none fits."""
     free, terms = free_memory(problem, candidate), _terms(problem, candidate)
-    integer_program = _IntegerProgram(seconds=len(terms))
+    integer_program = _IntegerProgram(len(terms), {"device_blocks": int(free.kv_blocks), "reads": 1})
     _memory(candidate, free, integer_program)
     _fixed(problem, candidate, free, integer_program)
     scale = sum(count * float(base.max()) for count, _, base in terms)  # the solver's tolerance is of numbers near 1
@@ -90,7 +75,6 @@ def solve(problem: Problem, candidate: Candidates) -> Found | None:
             per = dict(zip(_AFFINE_IN, slope, strict=True))
             per["device_blocks"] = per.pop("device_kv") / blocks
             integer_program.add(per, most=-float(alone), kind=kind)
-    integer_program.most_of = {"device_blocks": int(free.kv_blocks), "reads": 1}
     found = integer_program.solved()
     if found is None:
         return None

@@ -146,8 +146,8 @@ def test_changes_are_few_whatever_the_passes_say() -> None:
             Passed(
                 decode_tokens=200,
                 context=140.0,
-                prompts=prompts,
                 prompt_tokens=128 * prompts,
+                prompt_len=128.0 if prompts else 1.0,
                 seconds=max(busy.values()) * random.uniform(1, 2),
                 busy_s=busy,
             )
@@ -237,8 +237,8 @@ def test_the_machine_is_found_from_what_its_lanes_took(by: dict[str, float], dis
         made = Passed(
             decode_tokens=decode,
             context=150.0,
-            prompts=prompts,
             prompt_tokens=100 * prompts,
+            prompt_len=100.0 if prompts else 1.0,
             seconds=0.0,
             busy_s={},
         )
