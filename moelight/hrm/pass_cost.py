@@ -141,7 +141,8 @@ def _on_the_cpu(
     each = 0.0 if whole else _experts_s(cost_model, cpu, tokens, 1.0)
     act = phases_s(cost_model, tokens) + each
     resident = 1.0 - placed.from_disk / (cost_model.model.num_moe_layers * cost_model.model.experts.num_experts)
-    before = sum(layers * cost_model.before_s(elements, tokens) for elements, _, layers in cost_model.layer_kinds())
+    kinds = costs.layer_kinds(cost_model.model)
+    before = sum(layers * cost_model.before_s(elements, tokens) for elements, _, layers in kinds)
     experts = _experts_s(cost_model, cpu, batches.count * tokens, 1.0) if whole else np.zeros_like(act)
     decode = np.where(kind.decode_tokens > 0, cost_model.decode_attention_s(cpu, kind.decode_tokens, kind.context), 0.0)
     prompt = cost_model.prefill_attention_s(cpu, kind.prompt_tokens, kind.prompt_len)
@@ -264,7 +265,7 @@ def _cpu_experts(cost_model: CostModel, batches: _MicroBatches, share: Any) -> t
 def phases_s(cost_model: CostModel, tokens: Any) -> Any:
     """Seconds of both phases of one micro-batch of ``tokens`` in all layers, experts excluded."""
     total = 0.0
-    for elements, moe, layers in cost_model.layer_kinds():
+    for elements, moe, layers in costs.layer_kinds(cost_model.model):
         total = total + layers * (cost_model.before_s(elements, tokens) + cost_model.after_s(elements, tokens, moe=moe))
     return np.where(tokens > 0, total, 0.0)
 

@@ -77,11 +77,6 @@ def link_roof(link_bandwidth: float, far_intensity: float) -> float:
     return link_bandwidth * far_intensity
 
 
-def attainable_from(level: Level, link_bandwidth: float, intensity: float, far_intensity: float) -> float:
-    """Eq. (7): min(P_peak^i, B_peak^i I_x^i, B_peak^{j,i} I_x^j), for data that are transferred from level j."""
-    return min(attainable(level, intensity), link_roof(link_bandwidth, far_intensity))
-
-
 def attainable(level: Level, intensity: float) -> float:
     """Eq. (8): min(P_peak^i, B_peak^i I_x^i), for data that are all at level i."""
     return min(compute_roof(level), memory_roof(level, intensity))
@@ -132,14 +127,6 @@ def ffn_intensity(model: ModelProfile, tokens: float, *, share: float = 1.0, wei
     h1, h2 = model.hidden_size, model.experts.intermediate_size
     weights = model.experts.num_experts * costs.page_bytes(model, weight_dtype) * share
     return 6.0 * tokens * h1 * h2 * model.router.top_k / (ACTIVATION_BYTES * tokens * (h1 + h2) + weights)
-
-
-def ffn_tokens(model: ModelProfile, intensity: float, *, share: float = 1.0, weight_dtype: DType = FLOAT16) -> float:
-    """The tokens at which `ffn_intensity` is ``intensity``; infinite if no number of tokens reaches it."""
-    h1, h2 = model.hidden_size, model.experts.intermediate_size
-    weights = model.experts.num_experts * costs.page_bytes(model, weight_dtype) * share
-    each = 6.0 * h1 * h2 * model.router.top_k - ACTIVATION_BYTES * intensity * (h1 + h2)
-    return intensity * weights / each if each > 0 else inf
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from moelight.hrm import costs
-from moelight.hrm.footprint import KV_BUFFERS, WHOLE_EXPERTS, kv_blocks, kv_buffer_tokens, transient_bytes
+from moelight.hrm.footprint import KV_BUFFERS, WHOLE_EXPERTS, kv_buffer_tokens, transient_bytes
 from moelight.hrm.machine_model import at_best
 from moelight.hrm.pass_cost import NO_DISK_BYTES_PER_S, PassCost, PlacementCounts, pass_cost
 from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES, pass_s
@@ -74,7 +74,7 @@ class _Boxes:
 
 
 _SIDES = (("n0", "n1"), ("b0", "b1"), ("t0", "t1"), ("r0", "r1"), ("c0", "c1"), ("k0", "k1"))
-_FIELDS = (*(name for side in _SIDES for name in side), "least_s", "side", "length")
+_FIELDS = tuple(_Boxes.__dataclass_fields__)
 
 
 def least_seconds(problem: Problem, known_s: float) -> float:
@@ -199,27 +199,21 @@ def _all(problem: Problem, variant: Candidates) -> _Boxes:
     prompt_batches = problem.count("prompt_micro_batches")
     free = prompt_batches is None and fixed is None
     prefill = _ranges(1, longest, 64) if free else [(1, longest * (prompt_batches or 1))]
-    computed, cache = [(0, 0)], [(0.0, 0.0)]
+    computed: list[tuple[int, int]] = [(0, 0)]
+    cache = [(0.0, 0.5), (0.5, 1.0)] if variant.attention_device == "gpu" else [(0.0, 0.0)]
     if variant.ffn_device == "split":
         pages, edges = problem.fixed_pages("cpu_experts"), np.linspace(-1, total, 3).astype(int)
         computed = [(low + 1, high) for low, high in pairwise(edges) if low < high]
         computed = computed if pages is None else [(pages, pages)]
-    if variant.attention_device == "gpu":
-        fixed_kv, one = problem.device_kv, np.int64(1)
-        blocks = int(kv_blocks(make_candidates(problem, variant, np.int64(fewest), one, one, one)))
+    if variant.attention_device == "gpu" and (share := problem.device_kv) is not None:
+        blocks = -(-int(kv_tokens(problem, np.int64(fewest))) // problem.block_size)
         half = 0.5 / blocks  # a fixed share is met to a block
-        cache = (
-            [(0.0, 0.5), (0.5, 1.0)] if fixed_kv is None else [(max(0.0, fixed_kv - half), min(1.0, fixed_kv + half))]
-        )
+        cache = [(max(0.0, share - half), min(1.0, share + half))]
     grid = [np.asarray(axis, dtype=float) for axis in (n, b, tokens, prefill, computed, cache)]
     index = np.stack([i.ravel() for i in np.meshgrid(*(np.arange(len(axis)) for axis in grid), indexing="ij")])
-    sides = {
-        name: values
-        for side, axis, i in zip(_SIDES, grid, index, strict=True)
-        for name, values in zip(side, axis[i].T, strict=True)
-    }
-    nothing = np.zeros(index.shape[1])
-    return _trimmed(problem, _Boxes(**sides, least_s=nothing, side=nothing, length=nothing))
+    sides, nothing = np.concatenate([axis[i].T for axis, i in zip(grid, index, strict=True)]), np.zeros(index.shape[1])
+    columns = (*sides, nothing, nothing, nothing)
+    return _trimmed(problem, _Boxes(**dict(zip(_FIELDS, columns, strict=True))))
 
 
 def _ranges(fewest: int, most: int, factor: int) -> list[tuple[int, int]]:
@@ -389,16 +383,9 @@ def _best_of(costs: list[PassCost]) -> PassCost:
 def _lengths(problem: Problem, boxes: _Boxes) -> Any:
     """The length of each of `_SIDES`: of sizes the log of their ratio, of shares the difference."""
     blocks = np.ceil(kv_tokens(problem, boxes.n0) / problem.block_size)
-    return np.stack(
-        [
-            np.log(boxes.n1 / boxes.n0),
-            np.log(boxes.b1 / boxes.b0),
-            np.log(boxes.t1 / boxes.t0),
-            np.log(boxes.r1 / boxes.r0),
-            (boxes.c1 - boxes.c0) / problem.pages,
-            np.where((boxes.k1 - boxes.k0) * blocks < 1 - SLACK, 0.0, boxes.k1 - boxes.k0),
-        ]
-    )
+    sizes = [np.log(getattr(boxes, high) / getattr(boxes, low)) for low, high in _SIDES[:4]]
+    share = np.where((boxes.k1 - boxes.k0) * blocks < 1 - SLACK, 0.0, boxes.k1 - boxes.k0)
+    return np.stack([*sizes, (boxes.c1 - boxes.c0) / problem.pages, share])
 
 
 def _halves(problem: Problem, boxes: _Boxes) -> _Boxes:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from moelight.core.errors import BudgetError
 from moelight.core.policy import Policy
 from moelight.core.units import format_bytes
-from moelight.hrm.machine_model import Speeds, Unit, slowed_unit
+from moelight.hrm.machine_model import Unit, slowed_unit
 from moelight.optimizer.candidates import around, first_sample, scattered
 from moelight.optimizer.placement import Found, fill, free_memory
 from moelight.optimizer.plan import Plan, WhatIf
@@ -73,24 +74,21 @@ def _seconds(problem: Problem, found: Found) -> float:
 
 
 def _better(problem: Problem) -> dict[str, Problem]:
-    speeds, sizes = problem.speeds, dict(problem.capacity_bytes)
-    found = {}
-    if problem.has_gpu:
-        found["device memory"] = replace(problem, capacity_bytes={**sizes, "device": 2 * sizes["device"]})
-        found["link bandwidth"] = _faster(problem, h2d=2 * speeds.h2d, d2h=2 * speeds.d2h)
-    if speeds.gpu is not None:
-        found["GPU"] = _faster(problem, gpu=_twice(speeds.gpu))
-    found["host memory"] = replace(problem, capacity_bytes={**sizes, "host": 2 * sizes["host"]})
-    found["CPU"] = _faster(problem, cpu=_twice(speeds.cpu))
-    found["host memory bandwidth"] = _faster(problem, dram=2 * speeds.dram, stage=2 * speeds.stage)
-    if speeds.disk:
-        found["disk bandwidth"] = _faster(problem, disk=2 * speeds.disk)
+    speeds, found = problem.speeds, {}
+    changes: dict[str, dict[str, Any]] = {
+        "link bandwidth": {"h2d": 2 * speeds.h2d, "d2h": 2 * speeds.d2h} if problem.has_gpu else {},
+        "GPU": {"gpu": _twice(speeds.gpu)} if speeds.gpu is not None else {},
+        "CPU": {"cpu": _twice(speeds.cpu)},
+        "host memory bandwidth": {"dram": 2 * speeds.dram, "stage": 2 * speeds.stage},
+        "disk bandwidth": {"disk": 2 * speeds.disk} if speeds.disk else {},
+    }
+    for tier in ("device", "host"):
+        if tier in problem.capacity_bytes:
+            found[f"{tier} memory"] = _with(problem, tier, 2 * problem.capacity_bytes[tier])
+    for what, faster in changes.items():
+        if faster:
+            found[what] = replace(problem, speeds=replace(speeds, **faster))
     return found
-
-
-def _faster(problem: Problem, **changes: object) -> Problem:
-    speeds: Speeds = replace(problem.speeds, **changes)  # type: ignore[arg-type]
-    return replace(problem, speeds=speeds)
 
 
 def _twice(unit: Unit) -> Unit:

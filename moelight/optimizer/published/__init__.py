@@ -65,13 +65,25 @@ def published_plan(
             "with the prompt; use the calibrated estimator"
         )
     limits = read_limits(fix)
-    weight_dtype, kv_dtype = _dtype(fix, "weight_dtype", model), _dtype(fix, "kv_dtype", model)
-    setting = formulas.setting_of(hardware, model, workload, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
+    dtypes = {key: _dtype(fix, key, model) for key in ("weight_dtype", "kv_dtype")}
+    setting = formulas.setting_of(hardware, model, workload, **dtypes)
     found = best_cell(setting, limits)
     if found is None:
         raise published_infeasible_error(setting, limits, hardware, model)
-    policy = _policy_of(name, setting, found, fix, model)
-    estimate = _estimate(setting, found)
+    attention_device, estimate = "gpu" if found.gpu_attention else "cpu", _estimate(setting, found)
+    policy = Policy(
+        model=name,
+        batch_size=found.batch_size,
+        micro_batch_size=found.micro_batch_size,
+        micro_batch_tokens=found.micro_batch_size * setting.prompt_len,
+        kv_tokens=found.batch_size * setting.context,
+        attention_device=attention_device,
+        ffn_device="gpu",
+        weights=_shares(fix, "weights", found.weights_host),
+        kv=_shares(fix, "kv", found.kv_host),
+        schedule=SCHEDULE[attention_device],
+        **{key: dtype.name for key, dtype in dtypes.items()},
+    )
     plan = Plan(
         policy=policy,
         hardware=hardware.name,
@@ -86,62 +98,42 @@ def published_plan(
     return replace(plan, why=why(plan, model), what_if=found_what_ifs)
 
 
-def _policy_of(
-    name: str, setting: PaperSetting, found: PaperPolicy, fix: Mapping[str, Any], model: ModelProfile
-) -> Policy:
-    attention_device = "gpu" if found.gpu_attention else "cpu"
-    return Policy(
-        model=name,
-        batch_size=found.batch_size,
-        micro_batch_size=found.micro_batch_size,
-        micro_batch_tokens=found.micro_batch_size * setting.prompt_len,
-        kv_tokens=found.batch_size * setting.context,
-        attention_device=attention_device,
-        ffn_device="gpu",
-        weights=_shares(fix, "weights", found.weights_host),
-        kv=_shares(fix, "kv", found.kv_host),
-        weight_dtype=_dtype(fix, "weight_dtype", model).name,
-        kv_dtype=_dtype(fix, "kv_dtype", model).name,
-        schedule=SCHEDULE[attention_device],
-    )
-
-
 def _estimate(setting: PaperSetting, policy: PaperPolicy) -> Estimate:
     """Decoding and prompts as two kinds of passes; ``decode_tokens_per_s`` as the artifact reports it."""
     decode, prefill = formulas.decode_time(setting, policy), formulas.prefill_time(setting, policy)
     layer_s, prefill_s, size = float(decode.layer_s), float(prefill.layer_s), policy.batch_size
-    lanes = _lanes(setting, decode)
-    pass_s, rows = layer_s * setting.num_layers, float(size)
-    prompts = Phase(
-        name="prompts",
-        passes=1.0,
-        decode_tokens=0.0,
-        prompt_tokens=rows * setting.prompt_len,
-        seconds=prefill_s * setting.num_layers,
-        lanes=_lanes(setting, prefill),
-    )
-    steps = Phase(
-        name="decode",
-        passes=float(setting.gen_len - 1),
-        decode_tokens=rows,
-        prompt_tokens=0.0,
-        seconds=pass_s,
-        lanes=lanes,
-    )
+    rows, later = float(size), float(setting.gen_len - 1)
+    prompts = _phase(setting, prefill, name="prompts", passes=1.0, prompt_tokens=rows * setting.prompt_len)
+    steps = _phase(setting, decode, name="decode", passes=later, decode_tokens=rows)
     return Estimate(
         layer_s=layer_s,
-        pass_s=pass_s,
+        pass_s=steps.seconds,
         decode_tokens_per_s=formulas.decode_tokens_per_s(setting, size, layer_s),
         tokens_per_s=formulas.job_tokens_per_s(setting, size, prefill_s, layer_s),
-        lanes=lanes,
-        binding=max(lanes, key=lanes.__getitem__),
+        lanes=steps.lanes,
+        binding=max(steps.lanes, key=steps.lanes.__getitem__),
         phases=(prompts, steps),
     )
 
 
-def _lanes(setting: PaperSetting, time: LayerTime) -> dict[str, float]:
-    seconds = {Lane.H2D: time.link_s, Lane.DEVICE: time.gpu_s, Lane.CPU: time.cpu_s}
-    return {str(lane): float(each) * setting.num_layers for lane, each in seconds.items()}
+def _phase(
+    setting: PaperSetting,
+    time: LayerTime,
+    *,
+    name: str,
+    passes: float,
+    decode_tokens: float = 0.0,
+    prompt_tokens: float = 0.0,
+) -> Phase:
+    lanes = {Lane.H2D: time.link_s, Lane.DEVICE: time.gpu_s, Lane.CPU: time.cpu_s}
+    return Phase(
+        name=name,
+        passes=passes,
+        decode_tokens=decode_tokens,
+        prompt_tokens=prompt_tokens,
+        seconds=float(time.layer_s) * setting.num_layers,
+        lanes={str(lane): float(seconds) * setting.num_layers for lane, seconds in lanes.items()},
+    )
 
 
 def _memory(setting: PaperSetting, policy: PaperPolicy, hardware: HardwareProfile) -> tuple[TierUse, ...]:
