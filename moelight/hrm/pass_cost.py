@@ -204,10 +204,11 @@ def _beside_a_gpu(
     )
     experts_s = decode.count * one_s + prompts.count * prompt_s
     cross_s = decode.count * one_cross_s + prompts.count * prompt_cross_s
-    pages, page = tuple(share * seconds for seconds in _pages_s(cost_model, placed)), cost_model.page_bytes()
+    pages_s, staged_bytes = _transfers(cost_model, placed)
+    pages, page = tuple(share * seconds for seconds in pages_s), cost_model.page_bytes()
     read = attention_on_cpu * layers * cost_model.kv_read_bytes(kind.decode_tokens, kind.context)
     read_by_experts = decode.count * one_met * page + prompts.count * prompt_met * page
-    touched = read + up_bytes + down_bytes + read_by_experts + share * _staged_bytes(cost_model, placed)
+    touched = read + up_bytes + down_bytes + read_by_experts + share * staged_bytes
     resident_s, offloaded_s = act + attend * (1.0 - attention_on_cpu), attend * attention_on_cpu + one_s
     chain = resident_s + offloaded_s + 2.0 * one_cross_s + _where(decode, each_up + each_down)
     return PassCost(
@@ -274,26 +275,18 @@ def _experts_s(cost_model: CostModel, unit: Unit, tokens: Any, share: Any) -> An
     return np.where(tokens > 0, cost_model.model.num_moe_layers * cost_model.experts_s(unit, tokens, share), 0.0)
 
 
-def _pages_s(cost_model: CostModel, placed: PlacementCounts) -> tuple[Any, Any, Any]:
-    """Seconds on the link, in the staging copy and on the disk for the pages of one pass."""
+def _transfers(cost_model: CostModel, placed: PlacementCounts) -> tuple[tuple[Any, Any, Any], Any]:
+    """Seconds on the link, in the staging copy and on the disk for the pages of one pass, and the bytes of host memory
+    that they touch."""
     page, speeds = cost_model.page_bytes(), cost_model.speeds
     disk = placed.from_disk * page / (speeds.disk or NO_DISK_BYTES_PER_S)
     if cost_model.ffn_device == "cpu":
-        return 0.0 * disk, 0.0 * disk, disk
+        return (0.0 * disk, 0.0 * disk, disk), placed.from_disk * page
+    link = (placed.from_host + placed.from_disk) * page / speeds.h2d
     staged = 0.0 if cost_model.pinned_pages else 1.0
-    return (
-        (placed.from_host + placed.from_disk) * page / speeds.h2d,
-        staged * placed.from_host * page / speeds.stage,
-        disk,
-    )
-
-
-def _staged_bytes(cost_model: CostModel, placed: PlacementCounts) -> Any:
-    """Bytes of host memory traffic of streamed pages."""
-    if cost_model.ffn_device == "cpu":
-        return placed.from_disk * cost_model.page_bytes()
-    from_host = (1 if cost_model.pinned_pages else costs.staging_passes(from_disk=False)) * placed.from_host
-    return (from_host + costs.staging_passes(from_disk=True) * placed.from_disk) * cost_model.page_bytes()
+    touches = 1 if cost_model.pinned_pages else costs.staging_passes(from_disk=False)
+    touched = touches * placed.from_host + costs.staging_passes(from_disk=True) * placed.from_disk
+    return (link, staged * placed.from_host * page / speeds.stage, disk), touched * page
 
 
 def _computed_share(cost_model: CostModel, placed: PlacementCounts) -> Any:

@@ -30,8 +30,17 @@ from moelight.hrm.workload_model import Passes, steady_passes
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
 
-FIELDS = ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches", "look_ahead")
+_WORDS = {
+    "batch_size": "N goes from {} to {}",
+    "micro_batch_size": "micro-batches go from up to {} sequences to {}",
+    "micro_batch_tokens": "prompt micro-batches go from up to {} tokens to {}",
+    "prompt_micro_batches": "a pass goes from up to {} prompt micro-batches to {}",
+    "look_ahead": "attention goes from {} micro-batches ahead to {}",
+}
+FIELDS = tuple(_WORDS)
 Values = tuple[int, ...]  # of `FIELDS`
+# Correction factors: measured over planned seconds by lane; under ``pass``, seconds of a pass over those that its lanes
+# explain.
 Belief = Mapping[str, float]
 LANES = ("disk", "stage", "h2d", "d2h", "device", "cpu")
 WORTH_IT = 0.05
@@ -45,13 +54,6 @@ _REMEMBERED = 128  # passes that a look uses at most
 _NAMED_FROM = 0.25  # the share of a pass from which on a lane is named in a reason
 _ROUNDS = 3  # lanes that share a memory slow each other: corrected together, in a few rounds
 _FURTHEST = 100.0  # limit of a correction factor, which is unstable for a lane that is barely used
-_WORDS = {
-    "batch_size": "N goes from {} to {}",
-    "micro_batch_size": "micro-batches go from up to {} sequences to {}",
-    "micro_batch_tokens": "prompt micro-batches go from up to {} tokens to {}",
-    "prompt_micro_batches": "a pass goes from up to {} prompt micro-batches to {}",
-    "look_ahead": "attention goes from {} micro-batches ahead to {}",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,16 +140,136 @@ class Allocation:
         return [row for row, fit in zip(found, fits, strict=True) if fit or row == values]
 
 
-class Pricing:
-    """Prices passes of one model under policies that share an allocation. A belief holds correction factors: measured
-    over planned seconds by lane, and under ``pass`` the seconds of a pass over those that its lanes explain."""
+def passes_that_ran(ran: Sequence[Passed]) -> Passes:
+    """Convert measured passes to the ledger's `Passes`, one entry each."""
+    names = ("decode_tokens", "context", "prompt_tokens", "prompt_len")
+    columns = {name: np.array([getattr(each, name) for each in ran], dtype=float) for name in names}
+    return Passes(count=np.ones(len(ran)), **columns)
 
-    def __init__(self, model: ModelProfile, policy: Policy, speeds: Speeds, dtype: DType) -> None:
-        """``policy`` is resolved; ``dtype`` is that of computation, weights and cache."""
+
+class Adapter:
+    """Observes the passes of one run, and prices others with speeds corrected by what it observed; ``policy`` is the
+    best one at present. Its regions are allocated."""
+
+    def __init__(
+        self, model: ModelProfile, policy: Policy, speeds: Speeds, dtype: DType, *, fixed: Collection[str] = ()
+    ) -> None:
+        """``speeds`` are those of the policy's estimate; `FIELDS` in ``fixed`` never change."""
+        self.policy, self.allocation = policy, Allocation(model, policy, dtype, fixed=fixed)
         self._cost_model = cost_model_of(model, policy, speeds, dtype)
         self._placed = placement_counts(place(model, policy), policy)
+        self._belief: Belief = {}
+        self._ran: deque[Passed] = deque(maxlen=_REMEMBERED)
+        self._with_prompts, self._gen_len = 1.0, 1.0
+        self._noted: Values | None = None  # what the last look would change to
+        self._trial: tuple[Policy, Belief, float] | None = None  # the policy before, the belief, the predicted gain
+        self._refused: set[tuple[str, bool]] = set()
+        self._changes, self._settling, self._cooldown = 0, 0, 0
+
+    def observe(self, passed: Passed) -> None:
+        """Record one pass. The share of passes with prompts is averaged over about the lifetime of a sequence."""
+        self._with_prompts += (float(passed.prompt_tokens > 0) - self._with_prompts) / max(self._gen_len, LEAST_PASSES)
+        if self._settling:
+            self._settling -= 1
+        else:
+            self._ran.append(passed)
+
+    @property
+    def watched(self) -> int:
+        """Passes since the last look."""
+        return len(self._ran)
+
+    @property
+    def exhausted(self) -> bool:
+        """True if no further change is possible."""
+        return self._changes + 2 > MOST_CHANGES and self._trial is None
+
+    def look(self, rest: Rest, *, after_pass: int) -> Adaptation | None:
+        """Learn from the passes since the last look; return the change of ``policy`` if the predicted gain suffices."""
+        ran, self._gen_len = list(self._ran), rest.gen_len
+        self._ran.clear()
+        if not ran:
+            return None
+        new = self.learn(self.policy, ran, self._belief)
+        blended = {key: math.sqrt(self._belief.get(key, factor) * factor) for key, factor in new.items()}
+        self._belief = {**self._belief, **blended}
+        if self._trial is not None:
+            return self._judge(*self._trial, ran, after_pass)
+        if self._cooldown or self.exhausted or not rest.waiting:
+            self._cooldown, self._noted = max(0, self._cooldown - 1), None
+            return None
+        now, noted = values_of(self.policy), self._noted
+        best, gain = self._best(now, rest)
+        self._noted = best if gain > WORTH_IT else None
+        if self._noted is None or noted is None or self._gains(now, [noted], rest)[0] <= WORTH_IT:
+            return None
+        self._trial = self.policy, self._belief, gain
+        reason = f"{self._evidence(ran, best, rest)}, so {{}}: {gain:.0%} more tokens per second expected"
+        return self._change(best, reason, gain, after_pass)
+
+    def _judge(
+        self, before: Policy, belief: Belief, gain: float, ran: Sequence[Passed], after_pass: int
+    ) -> Adaptation | None:
+        """End the trial: keep the change if its passes realise enough of the predicted gain, else change back."""
+        expected = float(np.sum(self.seconds(self.policy, passes_that_ran(ran), belief)))
+        longer = sum(each.seconds for each in ran) / expected
+        realised = (1.0 + gain) / longer - 1.0
+        self._trial, self._cooldown = None, _COOLDOWN
+        if realised >= min(_KEPT * gain, WORTH_IT):
+            return None
+        back = values_of(before)
+        self._refused.add(_direction(back, values_of(self.policy)))
+        self._belief, self._cooldown = belief, _COOLDOWN << min(self._changes, 4)
+        reason = f"passes take {longer:.2g}x what was expected: {realised:+.0%} came of the {gain:+.0%} expected"
+        return self._change(back, f"{reason}, so {{}}", 0.0, after_pass)
+
+    def _change(self, values: Values, reason: str, gain: float, after_pass: int) -> Adaptation:
+        """Apply a change; ``{}`` in ``reason`` stands for its description."""
+        changed = _changes(values_of(self.policy), values)
+        self.policy = with_values(self.policy, values)
+        self._changes, self._settling, self._noted = self._changes + 1, _SETTLING, None
+        before, now = ({name: pair[at] for name, pair in changed.items()} for at in (0, 1))
+        reason = reason.format(" and ".join(_WORDS[name].format(*pair) for name, pair in changed.items()))
+        return Adaptation(after_pass=after_pass, before=before, now=now, reason=reason, predicted_gain=gain)
+
+    def _best(self, now: Values, rest: Rest) -> tuple[Values, float]:
+        """The best policy within a few changes in one respect each, and its gain."""
+        best, gain = now, 0.0
+        for _ in range(_STEPS):
+            near = self.allocation.neighbours(best, most_running=rest.most_running)
+            near = [row for row in near if row == now or _direction(now, row) not in self._refused]
+            gains = self._gains(now, near, rest)
+            at = int(np.argmax(gains))
+            if gains[at] <= gain + WORTH_IT / 10:
+                break
+            best, gain = near[at], float(gains[at])
+        return best, gain
+
+    def _gains(self, now: Values, others: Sequence[Values], rest: Rest) -> Any:
+        """The relative gain in tokens per second of each of ``others`` over ``now``, in the steady state."""
+        sizes, prompt_len = _many(self.policy, [now, *others]), max(1, round(rest.prompt_len))
+        gen_len = max(1, round(rest.gen_len))
+        work = Workload(num_requests=1 << 30, prompt_len=prompt_len, max_prompt_len=prompt_len, gen_len=gen_len)
+        running = np.minimum(sizes.batch_size, max(1, rest.most_running))
+        room = prefill_tokens(sizes) + sizes.batch_size - running
+        passes = steady_passes(work, running, room, spread=self._with_prompts * gen_len)
+        seconds = np.sum(passes.count * self.seconds(sizes, passes, self._belief), axis=0) / running
+        return seconds[0] / seconds[1:] - 1.0
+
+    def _evidence(self, ran: Sequence[Passed], best: Values, rest: Rest) -> str:
+        """The reason for a change: the busiest lane's measured over planned time, or batch size, or prompt passes."""
+        least = _NAMED_FROM * sum(each.seconds for each in ran)
+        planned = self.lanes(self.policy, passes_that_ran(ran), {})
+        busy = {lane: sum(each.busy_s.get(lane, 0.0) for each in ran) for lane, s in planned.items() if s > 0}
+        lane = max((name for name in busy if busy[name] > least), key=busy.__getitem__, default=None)
+        if lane is not None and not 1 / 1.1 < busy[lane] / planned[lane] < 1.1:
+            return f"{lane} takes {busy[lane] / planned[lane]:.1f}x what was planned"
+        if best[0] > self.policy.batch_size:
+            return f"the cache holds {rest.most_running} sequences"
+        return f"passes with prompts are {self._with_prompts:.0%} of all"
 
     def seconds(self, sizes: Policy, passes: Passes, belief: Belief) -> Any:
+        """Predicted seconds of each of ``passes`` under policies of the allocation."""
         stretch = belief.get("pass", 1.0)
         seconds = stretch * pass_s(sizes.schedule, self._cost(sizes, passes, belief))
         return np.broadcast_to(seconds, np.shape(passes.count))
@@ -194,133 +316,6 @@ class Pricing:
             whole=sizes.schedule in WHOLE_EXPERTS,
             look_ahead=sizes.look_ahead,
         )
-
-
-def passes_that_ran(ran: Sequence[Passed]) -> Passes:
-    """Convert measured passes to the ledger's `Passes`, one entry each."""
-    names = ("decode_tokens", "context", "prompt_tokens", "prompt_len")
-    columns = {name: np.array([getattr(each, name) for each in ran], dtype=float) for name in names}
-    return Passes(count=np.ones(len(ran)), **columns)
-
-
-class Adapter:
-    """Observes the passes of one run; ``policy`` is the best one at present. Its regions are allocated."""
-
-    def __init__(
-        self, model: ModelProfile, policy: Policy, speeds: Speeds, dtype: DType, *, fixed: Collection[str] = ()
-    ) -> None:
-        """``speeds`` are those of the policy's estimate; `FIELDS` in ``fixed`` never change."""
-        self.policy, self.allocation = policy, Allocation(model, policy, dtype, fixed=fixed)
-        self._pricing = Pricing(model, policy, speeds, dtype)
-        self._belief: Belief = {}
-        self._ran: deque[Passed] = deque(maxlen=_REMEMBERED)
-        self._with_prompts, self._gen_len = 1.0, 1.0
-        self._noted: Values | None = None  # what the last look would change to
-        self._trial: tuple[Policy, Belief, float] | None = None  # the policy before, the belief, the predicted gain
-        self._refused: set[tuple[str, bool]] = set()
-        self._changes, self._settling, self._cooldown = 0, 0, 0
-
-    def observe(self, passed: Passed) -> None:
-        """Record one pass. The share of passes with prompts is averaged over about the lifetime of a sequence."""
-        self._with_prompts += (float(passed.prompt_tokens > 0) - self._with_prompts) / max(self._gen_len, LEAST_PASSES)
-        if self._settling:
-            self._settling -= 1
-        else:
-            self._ran.append(passed)
-
-    @property
-    def watched(self) -> int:
-        """Passes since the last look."""
-        return len(self._ran)
-
-    @property
-    def exhausted(self) -> bool:
-        """True if no further change is possible."""
-        return self._changes + 2 > MOST_CHANGES and self._trial is None
-
-    def look(self, rest: Rest, *, after_pass: int) -> Adaptation | None:
-        """Learn from the passes since the last look; return the change of ``policy`` if the predicted gain suffices."""
-        ran, self._gen_len = list(self._ran), rest.gen_len
-        self._ran.clear()
-        if not ran:
-            return None
-        new = self._pricing.learn(self.policy, ran, self._belief)
-        blended = {key: math.sqrt(self._belief.get(key, factor) * factor) for key, factor in new.items()}
-        self._belief = {**self._belief, **blended}
-        if self._trial is not None:
-            return self._judge(*self._trial, ran, after_pass)
-        if self._cooldown or self.exhausted or not rest.waiting:
-            self._cooldown, self._noted = max(0, self._cooldown - 1), None
-            return None
-        now, noted = values_of(self.policy), self._noted
-        best, gain = self._best(now, rest)
-        self._noted = best if gain > WORTH_IT else None
-        if self._noted is None or noted is None or self._gains(now, [noted], rest)[0] <= WORTH_IT:
-            return None
-        self._trial = self.policy, self._belief, gain
-        reason = f"{self._evidence(ran, best, rest)}, so {{}}: {gain:.0%} more tokens per second expected"
-        return self._change(best, reason, gain, after_pass)
-
-    def _judge(
-        self, before: Policy, belief: Belief, gain: float, ran: Sequence[Passed], after_pass: int
-    ) -> Adaptation | None:
-        """End the trial: keep the change if its passes realise enough of the predicted gain, else change back."""
-        expected = float(np.sum(self._pricing.seconds(self.policy, passes_that_ran(ran), belief)))
-        longer = sum(each.seconds for each in ran) / expected
-        realised = (1.0 + gain) / longer - 1.0
-        self._trial, self._cooldown = None, _COOLDOWN
-        if realised >= min(_KEPT * gain, WORTH_IT):
-            return None
-        back = values_of(before)
-        self._refused.add(_direction(back, values_of(self.policy)))
-        self._belief, self._cooldown = belief, _COOLDOWN << min(self._changes, 4)
-        reason = f"passes take {longer:.2g}x what was expected: {realised:+.0%} came of the {gain:+.0%} expected"
-        return self._change(back, f"{reason}, so {{}}", 0.0, after_pass)
-
-    def _change(self, values: Values, reason: str, gain: float, after_pass: int) -> Adaptation:
-        """Apply a change; ``{}`` in ``reason`` stands for its description."""
-        changed = _changes(values_of(self.policy), values)
-        self.policy = with_values(self.policy, values)
-        self._changes, self._settling, self._noted = self._changes + 1, _SETTLING, None
-        before, now = ({name: pair[at] for name, pair in changed.items()} for at in (0, 1))
-        reason = reason.format(" and ".join(_WORDS[name].format(*pair) for name, pair in changed.items()))
-        return Adaptation(after_pass=after_pass, before=before, now=now, reason=reason, predicted_gain=gain)
-
-    def _best(self, now: Values, rest: Rest) -> tuple[Values, float]:
-        """The best policy within a few changes in one respect each, and its gain."""
-        best, gain = now, 0.0
-        for _ in range(_STEPS):
-            near = self.allocation.neighbours(best, most_running=rest.most_running)
-            near = [row for row in near if row == now or _direction(now, row) not in self._refused]
-            gains = self._gains(now, near, rest)
-            at = int(np.argmax(gains))
-            if gains[at] <= gain + WORTH_IT / 10:
-                break
-            best, gain = near[at], float(gains[at])
-        return best, gain
-
-    def _gains(self, now: Values, others: Sequence[Values], rest: Rest) -> Any:
-        """The relative gain in tokens per second of each of ``others`` over ``now``, in the steady state."""
-        sizes, prompt_len = _many(self.policy, [now, *others]), max(1, round(rest.prompt_len))
-        gen_len = max(1, round(rest.gen_len))
-        work = Workload(num_requests=1 << 30, prompt_len=prompt_len, max_prompt_len=prompt_len, gen_len=gen_len)
-        running = np.minimum(sizes.batch_size, max(1, rest.most_running))
-        room = prefill_tokens(sizes) + sizes.batch_size - running
-        passes = steady_passes(work, running, room, spread=self._with_prompts * gen_len)
-        seconds = np.sum(passes.count * self._pricing.seconds(sizes, passes, self._belief), axis=0) / running
-        return seconds[0] / seconds[1:] - 1.0
-
-    def _evidence(self, ran: Sequence[Passed], best: Values, rest: Rest) -> str:
-        """The reason for a change: the busiest lane's measured over planned time, or batch size, or prompt passes."""
-        least = _NAMED_FROM * sum(each.seconds for each in ran)
-        planned = self._pricing.lanes(self.policy, passes_that_ran(ran), {})
-        busy = {lane: sum(each.busy_s.get(lane, 0.0) for each in ran) for lane, s in planned.items() if s > 0}
-        lane = max((name for name in busy if busy[name] > least), key=busy.__getitem__, default=None)
-        if lane is not None and not 1 / 1.1 < busy[lane] / planned[lane] < 1.1:
-            return f"{lane} takes {busy[lane] / planned[lane]:.1f}x what was planned"
-        if best[0] > self.policy.batch_size:
-            return f"the cache holds {rest.most_running} sequences"
-        return f"passes with prompts are {self._with_prompts:.0%} of all"
 
 
 def _changes(now: Values, then: Values) -> dict[str, tuple[int, int]]:

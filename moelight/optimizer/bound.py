@@ -15,7 +15,7 @@ bounds the most so far for its length, until all remaining boxes are within the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -81,21 +81,18 @@ def least_seconds(problem: Problem, known_s: float) -> float:
     """A lower bound in seconds on the job under any policy, within `GAP` of ``known_s``, the best known time, if the
     boxes suffice. Boxes are cut first in the variant with the lowest bound."""
     goal_s, left = known_s * (1 - GAP), MOST_BOXES[problem.has_gpu]
-    fronts = [_Front.of(problem, variant, goal_s) for variant in _bounding(problem)]
+    fronts = [
+        _Front.of(problem, variant, goal_s)
+        for variant in variants(problem)
+        if (variant.residents != "learned" or "residents" in problem.fixed)
+        and (variant.schedule in BOUNDING or "schedule" in problem.fixed)
+    ]
     while left > 0:
         front = min(fronts, key=lambda front: front.least_s)
         if not len(front.waiting):
             break
         left -= front.advance()
     return min([goal_s, *(front.least_s for front in fronts)])
-
-
-def _bounding(problem: Problem) -> Iterator[Candidates]:
-    """The variants whose boxes together bound every policy."""
-    for variant in variants(problem):
-        usual = variant.residents != "learned" or "residents" in problem.fixed
-        if usual and (variant.schedule in BOUNDING or "schedule" in problem.fixed):
-            yield variant
 
 
 def undecided(problem: Problem, known_s: float, *, most_boxes: int) -> list[Candidates]:

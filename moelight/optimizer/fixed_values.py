@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain, combinations
+from itertools import chain, combinations, product
 
 from moelight.core.dtypes import DTYPES, FLOAT32
 from moelight.core.errors import ConfigError, did_you_mean
@@ -178,19 +178,12 @@ def _check_schedule(fixes: Mapping[str, Fixed], *, has_gpu: bool) -> None:
     """Refuse a fixed schedule whose devices are missing or fixed otherwise."""
     if "schedule" not in fixes:
         return
-    schedule, devices = str(fixes["schedule"]), ("attention_device", "ffn_device")
-    attentions, ffns = (
-        (str(fixes[key]),) if key in fixes else known
-        for key, known in zip(devices, (PROCESSORS, FFN_DEVICES), strict=True)
-    )
-    reasons = [
-        misfit(schedule, discrete=has_gpu, attention=attention, experts=EXPERT_PLACES[ffn])
-        for attention in attentions
-        for ffn in ffns
-    ]
+    schedule, known = str(fixes["schedule"]), {"attention_device": PROCESSORS, "ffn_device": FFN_DEVICES}
+    choices = product(*((str(fixes[key]),) if key in fixes else words for key, words in known.items()))
+    reasons = [misfit(schedule, discrete=has_gpu, attention=a, experts=EXPERT_PLACES[ffn]) for a, ffn in choices]
     if None in reasons:
         return
-    named = [key for key in devices if key in fixes]
+    named = [key for key in known if key in fixes]
     if not has_gpu or not named:
         raise ConfigError(f"--fix schedule={schedule} cannot be: it {reasons[0]}")
     raise _contradiction(fixes, "schedule", *named, why=f"{schedule} {reasons[0]}")

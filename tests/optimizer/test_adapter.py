@@ -24,7 +24,6 @@ from moelight.optimizer.adapter import (
     Adapter,
     Allocation,
     Passed,
-    Pricing,
     Rest,
     passes_that_ran,
     values_of,
@@ -231,7 +230,7 @@ def test_the_machine_is_found_from_what_its_lanes_took(by: dict[str, float], dis
     policy, speeds = (FULL, replace(GPU, transfer_s=0.0)) if discrete else (ROOMY, CPU)
     if contended:
         speeds = replace(speeds, under_disk=0.8, disk_under_cpu=0.9)
-    true = Pricing(MIXTRAL, policy, slowed(speeds, by), BFLOAT16)
+    true = Adapter(MIXTRAL, policy, slowed(speeds, by), BFLOAT16)
     ran = []
     for decode, prompts in ((32, 0), (31, 2), (20, 8)):
         made = Passed(
@@ -244,7 +243,7 @@ def test_the_machine_is_found_from_what_its_lanes_took(by: dict[str, float], dis
         )
         took = float(np.sum(true.seconds(policy, passes_that_ran([made]), {})))
         ran.append(replace(made, seconds=took, busy_s=true.lanes(policy, passes_that_ran([made]), {})))
-    found = Pricing(MIXTRAL, policy, speeds, BFLOAT16).learn(policy, ran, {})
+    found = Adapter(MIXTRAL, policy, speeds, BFLOAT16).learn(policy, ran, {})
     assert found.pop("pass") == pytest.approx(1.0, rel=0.02)
     for lane, factor in found.items():
         assert factor == pytest.approx(by[lane], rel=0.05)
