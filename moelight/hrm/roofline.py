@@ -77,6 +77,11 @@ def link_roof(link_bandwidth: float, far_intensity: float) -> float:
     return link_bandwidth * far_intensity
 
 
+def attainable_from(level: Level, link_bandwidth: float, intensity: float, far_intensity: float) -> float:
+    """Eq. (7): min(P_peak^i, B_peak^i I_x^i, B_peak^{j,i} I_x^j), for data that are transferred from level j."""
+    return min(attainable(level, intensity), link_roof(link_bandwidth, far_intensity))
+
+
 def attainable(level: Level, intensity: float) -> float:
     """Eq. (8): min(P_peak^i, B_peak^i I_x^i), for data that are all at level i."""
     return min(compute_roof(level), memory_roof(level, intensity))

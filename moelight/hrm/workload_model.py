@@ -203,15 +203,10 @@ def bounding_static_passes(
     fullest = np.minimum(np.asarray(prefill[1], dtype=float) + most, most * workload.prompt_len)
     nothing = np.zeros_like(least)
     none = (nothing, nothing, nothing)
-    rows = (
-        (requests * workload.prompt_len / fullest, nothing, fullest),
-        none,
-        (np.where(alike, waves, requests / most) * more, least, nothing),
-        none,
-        none,
-        (np.where(rest > 0, more, 0.0), rest, nothing),
-        none,
-    )
+    prompts = (requests * workload.prompt_len / fullest, nothing, fullest)
+    decode = (np.where(alike, waves, requests / most) * more, least, nothing)
+    last_decode = (np.where(rest > 0, more, 0.0), rest, nothing)
+    rows = (prompts, none, decode, none, none, last_decode, none)
     single = (least == most) & (np.asarray(prefill[0]) == np.asarray(prefill[1]))
     return _chosen(single, static_passes_of(workload, most, prefill[1]), _stacked(workload, rows)), nothing
 

@@ -13,6 +13,7 @@ from moelight.core.policy import Policy, Shares
 from moelight.hrm.roofline import (
     Level,
     attainable,
+    attainable_from,
     attention_intensity,
     balance_point,
     chain_of,
@@ -79,8 +80,8 @@ def test_static_weights_raise_the_intensity_at_the_farther_level() -> None:
 @given(resident=st.floats(0.01, 1e5), far=st.floats(0.01, 1e5))
 def test_the_least_roof_is_attained(resident: float, far: float) -> None:
     roofs = (compute_roof(GPU), memory_roof(GPU, resident), link_roof(16e9, far))
+    assert attainable_from(GPU, 16e9, resident, far) == min(roofs)
     assert attainable(GPU, resident) == min(roofs[:2])
-    assert min(attainable(GPU, resident), link_roof(16e9, far)) == min(roofs)
 
 
 @examples(80)
@@ -92,7 +93,7 @@ def test_turning_points_part_what_they_say(intensity: float, far: float) -> None
     if far < first_turning_point(CPU, 16e9, far):
         assert attainable(CPU, far) > fed
     if far > second_turning_point(GPU, 16e9, intensity):
-        assert fed > attainable(GPU, intensity)
+        assert attainable_from(GPU, 16e9, intensity, far) == attainable(GPU, intensity)
     if far > balance_point(GPU, 16e9, intensity):
         assert fed > memory_roof(GPU, intensity)
 

@@ -82,7 +82,8 @@ def published_plan(
         weights=_shares(fix, "weights", found.weights_host),
         kv=_shares(fix, "kv", found.kv_host),
         schedule=SCHEDULE[attention_device],
-        **{key: dtype.name for key, dtype in dtypes.items()},
+        weight_dtype=dtypes["weight_dtype"].name,
+        kv_dtype=dtypes["kv_dtype"].name,
     )
     plan = Plan(
         policy=policy,
