@@ -159,8 +159,9 @@ class Candidates(Policy):
         return tuple(getattr(self, name) for name in _CHOICES)
 
     def at(self, index: Any) -> Candidates:
-        columns: dict[str, Any] = {name: np.asarray(getattr(self, name))[index] for name in ARRAYS}
-        return replace(self, **columns)
+        columns = np.broadcast_arrays(*(getattr(self, name) for name in ARRAYS))
+        some: dict[str, Any] = {name: column[index] for name, column in zip(ARRAYS, columns, strict=True)}
+        return replace(self, **some)
 
 
 COUNTS = ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches", "kv_tokens")
