@@ -75,7 +75,7 @@ class Sampled:
             computed=self.computed,
             device_kv=self.blocks / (-(-self.kv_tokens // self.kv_block_size)),
         )
-        return job_s(self.cost_model, problem.workload, self.schedule, self, placed)
+        return job_s(self.cost_model, problem.workload, self, placed)
 
     def policy(self, problem: Problem, index: int) -> Policy:
         """One of them, page by page and block by block."""

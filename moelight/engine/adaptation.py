@@ -33,7 +33,7 @@ class PassAdaptation:
         self._busy_s: Mapping[Lane, float] = {}
         self._passed, self._all_s, self._since_look_s = 0, 0.0, 0.0
         self._spent_s, self._look_s = 0.0, _FIRST_LOOK_S
-        self._blocks_each = 0.0
+        self._most_running = adapter.policy.batch_size
         self._outputs: OutputProcessor | None = None
         self._before = Admitted()
 
@@ -52,34 +52,27 @@ class PassAdaptation:
         began_s = time.perf_counter()
         lanes = {str(lane): total - before.get(lane, 0.0) for lane, total in self._busy_s.items()}
         self._adapter.observe(passed(plans, seconds, lanes))
-        if running := len(self._batcher.running):  # zero if a whole batch finishes at once
-            self._blocks_each = (self._passes.pool.blocks - self._passes.pool.free) / running
+        pool, running = self._passes.pool, len(self._batcher.running)
+        if running and pool.blocks > pool.free:  # nothing runs if a whole batch finishes at once
+            self._most_running = int(pool.blocks / ((pool.blocks - pool.free) / running))
         watched_s = time.perf_counter()
         self._spent_s += watched_s - began_s
         enough = self._adapter.watched >= LEAST_PASSES and self._since_look_s >= LEAST_S
         if enough and self._spent_s + self._look_s <= SHARE * self._all_s:
-            self._look(*self._lengths())
+            self._look()
             self._look_s = time.perf_counter() - watched_s
             self._spent_s += self._look_s
             self._since_look_s = 0.0
 
-    def _lengths(self) -> tuple[float, float]:
-        """Average prompt and answer tokens of this run's sequences; maximum answers are scaled by the finished
-        sequences."""
+    def _look(self) -> None:
+        """Replan for the averages of this run's sequences; maximum answers are scaled by the finished sequences."""
         now, before, outputs = self._batcher.admitted, self._before, self._outputs
         count = max(1, now.sequences - before.sequences)
-        answer = (now.answer_tokens - before.answer_tokens) / count
-        if outputs is not None and outputs.ended_tokens:
-            answer *= outputs.ended_tokens / outputs.ended_most
-        return (now.prompt_tokens - before.prompt_tokens) / count, answer
-
-    def _look(self, prompt_len: float, gen_len: float) -> None:
-        most = (
-            int(self._passes.pool.blocks / self._blocks_each) if self._blocks_each else self._adapter.policy.batch_size
-        )
-        rest = Rest(waiting=self._batcher.waiting, prompt_len=prompt_len, gen_len=gen_len, most_running=most)
-        change = self._adapter.look(rest, after_pass=self._passed)
-        if change is not None:
+        prompt, answer = now.prompt_tokens - before.prompt_tokens, now.answer_tokens - before.answer_tokens
+        ended = outputs.ended_tokens / outputs.ended_most if outputs is not None and outputs.ended_tokens else 1.0
+        lengths = {"prompt_len": prompt / count, "gen_len": answer / count * ended}
+        rest = Rest(waiting=self._batcher.waiting, **lengths, most_running=self._most_running)
+        if (change := self._adapter.look(rest, after_pass=self._passed)) is not None:
             self._passes.policy = self._batcher.policy = self._adapter.policy
             self.changes.append(change)
             _log.info("after pass %d: %s", change.after_pass, change.reason)
@@ -103,11 +96,12 @@ def passed(plans: Sequence[MicroBatchPlan], seconds: float, busy_s: Mapping[str,
     """The pass of ``plans`` in the adapter's form."""
     chunks = [chunk for plan in plans for chunk in plan.chunks]
     starts = [chunk.start for chunk in chunks if chunk.decodes]
+    prompts = [chunk.count for chunk in chunks if not chunk.decodes]
     return Passed(
         decode_tokens=len(starts),
         context=sum(starts) / max(1, len(starts)),
-        prompts=len(chunks) - len(starts),
-        prompt_tokens=sum(chunk.count for chunk in chunks if not chunk.decodes),
+        prompt_tokens=sum(prompts),
+        prompt_len=sum(prompts) / len(prompts) if prompts else 1.0,
         seconds=seconds,
         busy_s=busy_s,
     )

@@ -47,29 +47,20 @@ class CostModel:
         gpu = self.speeds.gpu
         return gpu if self.discrete and gpu is not None else self.speeds.cpu
 
-    def layer_kinds(self) -> tuple[tuple[costs.LayerElements, bool, int], ...]:
-        return costs.layer_kinds(self.model)
-
     def before_s(self, elements: costs.LayerElements, tokens: Any) -> Any:
         """Seconds of the norm, projections and rotations of ``tokens``."""
-        touched = tokens * self.model.hidden_size * TOUCHED_BEFORE
-        return (
-            self.expert_unit.product_s(tokens, elements.before_attention, self.dtype)
-            + self.expert_unit.touch_s(touched)
-            + self._overhead_s(self.expert_unit, KERNELS["before"])
-        )
+        return self._phase_s("before", tokens, elements.before_attention, TOUCHED_BEFORE)
 
     def after_s(self, elements: costs.LayerElements, tokens: Any, *, moe: bool) -> Any:
-        """Seconds of output projection, norm, router, shared experts or dense layer, and row gathering."""
-        copies = (
-            self.model.router.top_k if moe and self.expert_unit.experts is None else 0
-        )  # else measured with the experts
-        touched = tokens * self.model.hidden_size * (TOUCHED_AFTER + copies * TOUCHED_PER_EXPERT)
-        return (
-            self.expert_unit.product_s(tokens, elements.after_attention, self.dtype)
-            + self.expert_unit.touch_s(touched)
-            + self._overhead_s(self.expert_unit, KERNELS["after"])
-        )
+        """Seconds of output projection, norm, router, shared experts or dense layer, and row gathering, unless it is
+        measured with the experts."""
+        copies = self.model.router.top_k if moe and self.expert_unit.experts is None else 0
+        return self._phase_s("after", tokens, elements.after_attention, TOUCHED_AFTER + copies * TOUCHED_PER_EXPERT)
+
+    def _phase_s(self, phase: str, tokens: Any, elements: int, touched: int) -> Any:
+        unit = self.expert_unit
+        product_s, touch_s = unit.product_s(tokens, elements, self.dtype), unit.touch_s
+        return product_s + touch_s(tokens * self.model.hidden_size * touched) + self._overhead_s(unit, KERNELS[phase])
 
     def experts_s(self, unit: Unit, tokens: Any, share: Any = 1.0) -> Any:
         """Seconds of a ``share`` of the distinct experts of one layer for ``tokens`` tokens; each page is read once."""
@@ -85,17 +76,14 @@ class CostModel:
 
     def decode_attention_s(self, unit: Unit, tokens: Any, context: Any) -> Any:
         """Seconds of an average layer's attention of ``tokens`` sequences over ``context`` cached tokens each."""
-        seen = self.seen(context)
-        size = tokens * seen * costs.kv_layer_bytes(self.model, self.kv_dtype)
-        flops = costs.attention_flops(self.model, tokens * seen)
-        return unit.attention_s(size, flops, context) + self._overhead_s(unit, KERNELS["attention"])
+        flops = costs.attention_flops(self.model, tokens * self.seen(context))
+        seconds = unit.attention_s(self.kv_read_bytes(tokens, context), flops, context)
+        return seconds + self._overhead_s(unit, KERNELS["attention"])
 
     def prefill_attention_s(self, unit: Unit, tokens: Any, prompt_len: Any) -> Any:
         """Seconds of one layer's attention of ``tokens`` prompt tokens over themselves (equation of A_g = 1)."""
-        pairs = tokens * self.seen((prompt_len + 1) / 2)
-        return unit.prefill_s(costs.attention_flops(self.model, pairs), prompt_len) + self._overhead_s(
-            unit, KERNELS["attention"]
-        )
+        flops = costs.attention_flops(self.model, tokens * self.seen((prompt_len + 1) / 2))
+        return unit.prefill_s(flops, prompt_len) + self._overhead_s(unit, KERNELS["attention"])
 
     def head_s(self, rows: Any) -> Any:
         product = self.expert_unit.product_s(rows, costs.head_elements(self.model), self.dtype)

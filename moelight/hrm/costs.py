@@ -91,11 +91,6 @@ def head_elements(model: ModelProfile) -> int:
     return model.vocab_size * model.hidden_size
 
 
-def product_flops(rows: Any, elements: int) -> Any:
-    """Flops of ``rows`` vectors times a matrix: one multiplication and one addition per number."""
-    return 2.0 * rows * elements
-
-
 def attention_flops(model: ModelProfile, pairs: Any) -> Any:
     """Flops of one layer's scores and values over ``pairs`` of a query token and an attended position: 4 n_q d per pair
     (the paper counts the 2 n_q d of the scores alone). Absorbed latent attention: scores over the latent and rotary

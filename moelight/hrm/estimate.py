@@ -13,12 +13,20 @@ from moelight.core.dtypes import DType, dtype_named
 from moelight.core.policy import Policy
 from moelight.hrm import costs
 from moelight.hrm.cost_model import CostModel
-from moelight.hrm.footprint import WHOLE_EXPERTS, Sizes, prefill_tokens
+from moelight.hrm.footprint import WHOLE_EXPERTS, prefill_tokens
 from moelight.hrm.machine_model import Speeds
 from moelight.hrm.pass_cost import PassCost, PlacementCounts, pass_cost
 from moelight.hrm.placement import Placement, place
 from moelight.hrm.schedule_time import MEASURED_SHARE, ROUTED_ONLY_SHARE, pass_s, routed_only
-from moelight.hrm.workload_model import KINDS, Passes, cached_sequences, decode_pass, passes_of, static_passes_of
+from moelight.hrm.workload_model import (
+    KINDS,
+    TOKEN_COUNTS,
+    Passes,
+    cached_sequences,
+    decode_pass,
+    passes_of,
+    static_passes_of,
+)
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
 
@@ -98,10 +106,7 @@ def estimate(
     running = decode_pass(workload, running_of(model, workload, policy))
     steady = _phase(cost_model, workload, policy, placed, "decode", running)
     total_s = sum(phase.passes * phase.seconds for phase in phases)
-    busy: dict[str, float] = {}
-    for phase in phases:
-        for lane, seconds in phase.lanes.items():
-            busy[lane] = busy.get(lane, 0.0) + phase.passes * seconds
+    busy = {lane: sum(phase.passes * phase.lanes[lane] for phase in phases) for lane in steady.lanes}
     return Estimate(
         layer_s=steady.seconds / model.num_layers,
         pass_s=steady.seconds,
@@ -113,51 +118,34 @@ def estimate(
     )
 
 
-def running_of(model: ModelProfile, workload: Workload, sizes: Sizes) -> Any:
+def running_of(model: ModelProfile, workload: Workload, sizes: Policy) -> Any:
     """Sequences that run at a time: at most N, all requests, and as many as the cache holds, but at least one."""
     held = cached_sequences(workload, sizes.kv_tokens, sizes.kv_block_size, model.max_positions)
     return np.minimum(np.minimum(sizes.batch_size, workload.num_requests), np.maximum(held, 1))
 
 
-def _batches_of(workload: Workload, sizes: Sizes, running: Any) -> Any:
+def _batches_of(workload: Workload, sizes: Policy, running: Any) -> Any:
     """Micro-batches of a pass in which all ``running`` sequences decode. For attention on a GPU their number does not
     fall if the cache holds fewer sequences, since `kv_buffer_tokens` are an even share at N sequences."""
     sequences = np.minimum(sizes.batch_size, workload.num_requests) if sizes.attention_device == "gpu" else running
     return np.ceil(sequences / sizes.micro_batch_size)
 
 
-def kinds_of(model: ModelProfile, workload: Workload, sizes: Sizes) -> Passes:
+def kinds_of(model: ModelProfile, workload: Workload, sizes: Policy) -> Passes:
     """The kinds of passes that serve ``workload`` under a policy, or under many candidates."""
     of = static_passes_of if sizes.admission == "static" else passes_of
     return of(workload, running_of(model, workload, sizes), prefill_tokens(sizes))
 
 
-def job_s(cost_model: CostModel, workload: Workload, schedule: str, sizes: Sizes, placed: PlacementCounts) -> Any:
+def job_s(cost_model: CostModel, workload: Workload, sizes: Policy, placed: PlacementCounts) -> Any:
     """Seconds of the whole job for many candidates: ``sizes`` and ``placed`` hold numbers, or arrays of one length."""
     kinds = kinds_of(cost_model.model, workload, sizes)
     count = np.atleast_2d(kinds.count.T).T
     kind, candidate = np.nonzero(count)
-
-    def each(values: Any) -> Any:
-        return values if np.ndim(values) == 0 else values[candidate]
-
-    def taken(values: Any) -> Any:
-        return np.atleast_2d(values.T).T[kind, candidate]
-
-    some = replace(kinds, **{name: taken(getattr(kinds, name)) for name in ("count", "decode_tokens", "prompt_tokens")})
-    running = np.asarray(running_of(cost_model.model, workload, sizes), dtype=float)
-    cost = _cost(
-        cost_model,
-        some,
-        PlacementCounts(**{name: each(getattr(placed, name)) for name in PlacementCounts.__dataclass_fields__}),
-        schedule=schedule,
-        running=each(running),
-        batches=each(_batches_of(workload, sizes, running)),
-        most=each(np.asarray(sizes.micro_batch_tokens, dtype=float)),
-        look_ahead=each(sizes.look_ahead),
-        least=least_missed(sizes),
-    )
-    total = np.bincount(candidate, weights=some.count * pass_s(schedule, cost), minlength=count.shape[1])
+    taken = {name: np.atleast_2d(getattr(kinds, name).T).T[kind, candidate] for name in TOKEN_COUNTS}
+    some = replace(kinds, **taken)
+    seconds = some.count * pass_s(sizes.schedule, cost_of(cost_model, workload, some, placed, sizes, of=candidate))
+    total = np.bincount(candidate, weights=seconds, minlength=count.shape[1])
     return total.reshape(kinds.count.shape[1:])[()]
 
 
@@ -166,60 +154,42 @@ def cost_of(
     workload: Workload,
     kinds: Passes,
     placed: PlacementCounts,
-    sizes: Sizes,
-    schedule: str,
+    sizes: Policy,
     *,
+    of: Any = None,
     streams: bool | None = None,
 ) -> PassCost:
-    """The work of one pass of each of ``kinds`` under a policy. ``streams``: whether pages are assumed to move (then
-    the result is affine in ``placed``); None: where ``placed`` has streamed pages."""
-    running = np.asarray(running_of(cost_model.model, workload, sizes), dtype=float)
-    return _cost(
-        cost_model,
-        kinds,
-        placed,
-        schedule=schedule,
-        running=running,
-        batches=_batches_of(workload, sizes, running),
-        most=np.asarray(sizes.micro_batch_tokens, dtype=float),
-        look_ahead=sizes.look_ahead,
-        least=least_missed(sizes),
-        streams=streams,
-    )
+    """The work of one pass of each of ``kinds`` under a policy; if no page moves, no lane waits for routers.
 
+    Args:
+        of: the candidate of each of ``kinds``, where ``sizes`` and ``placed`` hold arrays of candidates.
+        streams: whether pages are assumed to move (then the result is affine in ``placed``); None: where ``placed`` has
+            streamed pages.
+    """
+    model, schedule, running = cost_model.model, sizes.schedule, running_of(cost_model.model, workload, sizes)
 
-def _cost(
-    cost_model: CostModel,
-    kinds: Passes,
-    placed: PlacementCounts,
-    *,
-    schedule: str,
-    running: Any,
-    batches: Any,
-    most: Any,
-    look_ahead: Any,
-    least: float,
-    streams: bool | None = None,
-) -> PassCost:
-    """`pass_cost` under ``schedule``; ``least`` as in `routed_only`. If no page moves, no lane waits for routers."""
+    def each(values: Any) -> Any:
+        return values if of is None or np.ndim(values) == 0 else values[of]
+
+    most, placed = each(sizes.micro_batch_tokens), placed.map(each)
     tokens = kinds.decode_tokens + kinds.prompt_tokens
-    routed = routed_only(cost_model.model, schedule, tokens, most, least=least)
+    routed = routed_only(model, schedule, tokens, most, least=least_missed(sizes))
     moving = np.asarray(placed.from_host + placed.from_disk) > 0 if streams is None else streams
     return pass_cost(
         cost_model,
         kinds,
         placed,
-        running=running,
-        batches=batches,
+        running=each(running).astype(float),
+        batches=each(_batches_of(workload, sizes, running)),
         prompt_tokens=most,
         whole=schedule in WHOLE_EXPERTS,
-        look_ahead=look_ahead,
+        look_ahead=each(sizes.look_ahead),
         routed_only=routed,
         apart=np.where(routed & moving, 1.0, 0.0),
     )
 
 
-def least_missed(policy: Sizes) -> float:
+def least_missed(policy: Policy) -> float:
     """The least share of unrouted pages from which on passes of ``policy`` transfer routed pages only. Where every pass
     measures it (learned residents, offloaded to disk alone) `MEASURED_SHARE`, else `ROUTED_ONLY_SHARE`."""
     return MEASURED_SHARE if policy.residents == "learned" and not policy.discrete else ROUTED_ONLY_SHARE
@@ -235,7 +205,7 @@ def flops_per_token(model: ModelProfile) -> float:
 def _phase(
     cost_model: CostModel, workload: Workload, policy: Policy, placed: PlacementCounts, name: str, kind: Passes
 ) -> Phase:
-    cost = cost_of(cost_model, workload, kind, placed, policy, policy.schedule)
+    cost = cost_of(cost_model, workload, kind, placed, policy)
     return Phase(
         name=name,
         passes=float(kind.count),

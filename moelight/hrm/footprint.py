@@ -2,13 +2,14 @@
 these.
 
 Three purposes only bound what others allocate: ``transient`` and ``host_transient`` (temporaries of kernels during one
-task) and ``runtime`` (torch's product kernels, tokenizer, threads: docs/log.md). Sizes may be arrays of candidates.
+task) and ``runtime`` (torch's product kernels, tokenizer, threads: docs/log.md). Parameters called ``sizes`` are
+policies whose counts may be arrays, of many candidates.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -33,37 +34,6 @@ READER_BYTES = READ_DEPTH * (READ_CHUNK_BYTES + 4096)
 KV_BUFFERS = 2
 GATHER_BYTES = 8 * MiB
 WHOLE_EXPERTS = ("module",)  # schedules in which experts run once over the whole pass
-
-
-class Sizes(Protocol):
-    """The values besides the placement of pages on which memory depends: a policy, or many candidates as arrays."""
-
-    @property
-    def batch_size(self) -> Any: ...
-    @property
-    def micro_batch_size(self) -> Any: ...
-    @property
-    def micro_batch_tokens(self) -> Any: ...
-    @property
-    def prompt_micro_batches(self) -> Any: ...
-    @property
-    def kv_tokens(self) -> Any: ...
-    @property
-    def kv_block_size(self) -> int: ...
-    @property
-    def attention_device(self) -> str: ...
-    @property
-    def ffn_device(self) -> str: ...
-    @property
-    def schedule(self) -> str: ...
-    @property
-    def look_ahead(self) -> Any: ...
-    @property
-    def admission(self) -> str: ...
-    @property
-    def residents(self) -> str: ...
-    @property
-    def discrete(self) -> bool: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,20 +97,21 @@ _ORDER = (
 )
 
 
-def fixed_bytes(model: ModelProfile, sizes: Sizes, *, dtype: DType, kv_dtype: DType) -> dict[tuple[str, str], Any]:
+def fixed_bytes(model: ModelProfile, sizes: Policy, *, dtype: DType, kv_dtype: DType) -> dict[tuple[str, str], Any]:
     """Bytes by (purpose, tier) of every region that does not depend on the placement of pages and cache blocks."""
-    fast_tier = "device" if sizes.discrete else "host"
+    fast_tier, tokens, hidden = "device" if sizes.discrete else "host", pass_tokens(sizes), model.hidden_size
     found = {
         ("dense", fast_tier): costs.dense_bytes(model, dtype),
-        ("hidden", fast_tier): hidden_arena_bytes(model, sizes, dtype),
+        ("hidden", fast_tier): tokens * hidden * dtype.itemsize,  # the residual stream
         ("work", fast_tier): work_bytes(model, sizes, dtype, grouped=sizes.discrete),
         ("transient", fast_tier): transient_bytes(model, sizes, dtype),
         ("runtime", "host"): RUNTIME_BYTES + READER_BYTES,
     }
     if sizes.schedule in WHOLE_EXPERTS:
-        found["mixture", fast_tier] = moe_workspace_bytes(model, sizes, dtype)
+        # Experts that run once over a pass: normed hidden states, float32 sums, expert ids and weights.
+        found["mixture", fast_tier] = tokens * (hidden * (dtype.itemsize + 4) + costs.routing_bytes(model))
     if sizes.discrete:
-        found["crossing", "host"] = pass_tokens(sizes) * staging_token_bytes(model, sizes, dtype)
+        found["crossing", "host"] = tokens * staging_token_bytes(model, sizes, dtype)
     if sizes.attention_device == "gpu":
         found["kv_buffer", "device"] = KV_BUFFERS * kv_buffer_tokens(sizes) * costs.kv_layer_bytes(model, kv_dtype)
     if sizes.discrete and sizes.ffn_device != "gpu":
@@ -181,12 +152,12 @@ def pinned_slots(placement: Placement) -> int:
     return max(most, placement.most_per_layer) if back else most
 
 
-def pass_tokens(sizes: Sizes) -> Any:
+def pass_tokens(sizes: Policy) -> Any:
     """The most tokens of one pass: every sequence decoding, plus prefill tokens."""
     return sizes.batch_size + prefill_tokens(sizes)
 
 
-def prefill_tokens(sizes: Sizes) -> Any:
+def prefill_tokens(sizes: Policy) -> Any:
     """The most prefill tokens that join a pass in which every sequence decodes."""
     return sizes.prompt_micro_batches * sizes.micro_batch_tokens
 
@@ -196,7 +167,7 @@ def sample_rows(model: ModelProfile) -> int:
     return max(1, LOGITS_BYTES // (4 * model.vocab_size))
 
 
-def kv_blocks(sizes: Sizes) -> Any:
+def kv_blocks(sizes: Policy) -> Any:
     """Number of blocks of the paged KV cache."""
     return -(-sizes.kv_tokens // sizes.kv_block_size)
 
@@ -206,18 +177,18 @@ def kv_device_blocks(policy: Policy) -> int:
     return round(policy.kv.device * int(kv_blocks(policy)))
 
 
-def kv_block_bytes(model: ModelProfile, sizes: Sizes, kv_dtype: DType) -> int:
+def kv_block_bytes(model: ModelProfile, sizes: Policy, kv_dtype: DType) -> int:
     """Bytes of one cache block over all layers."""
     return sizes.kv_block_size * costs.kv_token_bytes(model, kv_dtype)
 
 
-def kv_buffer_tokens(sizes: Sizes) -> Any:
+def kv_buffer_tokens(sizes: Policy) -> Any:
     """Cached tokens of one micro-batch that fit one of the device's two buffers: an even share and a quarter more."""
     share = -(-5 * sizes.kv_tokens * sizes.micro_batch_size // (4 * sizes.batch_size))
     return np.minimum(share, sizes.kv_tokens)
 
 
-def staging_token_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> int:
+def staging_token_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> int:
     """Pinned bytes for the transfers of one token in one layer, device to host and back."""
     if sizes.attention_device == "cpu":
         attention = costs.qkv_bytes(model, dtype, 1) + costs.hidden_bytes(model, dtype, 1)
@@ -228,22 +199,12 @@ def staging_token_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> int:
     return attention + costs.routed_bytes(model, dtype, 1) + costs.residual_bytes(model, dtype, 1)
 
 
-def hidden_arena_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
-    """Bytes of the residual stream of all tokens of a pass."""
-    return pass_tokens(sizes) * model.hidden_size * dtype.itemsize
-
-
-def moe_workspace_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
-    """Bytes that a pass holds for experts that run once: normed hidden states, float32 sums, expert ids and weights."""
-    return pass_tokens(sizes) * (model.hidden_size * (dtype.itemsize + 4) + costs.routing_bytes(model))
-
-
-def work_bytes(model: ModelProfile, sizes: Sizes, dtype: DType, *, grouped: bool) -> Any:
+def work_bytes(model: ModelProfile, sizes: Policy, dtype: DType, *, grouped: bool) -> Any:
     """Bytes of the buffers that experts write."""
     return costs.expert_workspace(model, sizes.micro_batch_tokens, dtype, grouped=grouped).bytes
 
 
-def transient_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
+def transient_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> Any:
     """Upper bound of the bytes that passes allocate and free: what micro-batches hold between phases, plus the largest
     phase: attention (a later chunk of a prompt gathers its context head by head), routing and combining, or the head,
     with the weights and rows that a product copies."""
@@ -264,7 +225,7 @@ def transient_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
     return in_flight_bytes(model, sizes, dtype) + cost_model + _product_bytes(model, tokens, largest)
 
 
-def host_transient_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
+def host_transient_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> Any:
     """The bound of `transient_bytes` for experts that the CPU computes beside a GPU."""
     tokens, hidden, spec = sizes.micro_batch_tokens, model.hidden_size, model.experts
     ends = tokens * (hidden * (8 + 2 * dtype.itemsize) + 12 * spec.num_experts)
@@ -279,7 +240,7 @@ def _product_bytes(model: ModelProfile, tokens: Any, largest: int) -> Any:
     return np.minimum(slab, 2 * largest) + largest
 
 
-def in_flight_bytes(model: ModelProfile, sizes: Sizes, dtype: DType) -> Any:
+def in_flight_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> Any:
     """Bytes that micro-batches hold between phases: rotations, queries, keys, values, attention outputs (of all
     micro-batches if streams may still read them, else of three), and inputs and outputs of the CPU's experts. With the
     cache on both tiers also the new keys and values of either tier and the gathered piece of a context."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -125,31 +125,34 @@ def slowed(speeds: Speeds, by: Mapping[str, float]) -> Speeds:
 
 def slowed_unit(unit: Unit, by: float) -> Unit:
     """The unit on which all work and every overhead takes ``by`` times as long."""
-    rates = {name: getattr(unit, name) / by for name in ("flops", "memory", "elementwise", "prefill_flops")}
+    rates: dict[str, Any] = {
+        name: getattr(unit, name) / by for name in ("flops", "memory", "elementwise", "prefill_flops")
+    }
     times = {name: getattr(unit, name) * by for name in ("task_s", "launch_s")}
-    measured = {name: getattr(unit, name) for name in ("linear", "experts", "attention", "prefill", "touching")}
-    surfaces = {name: surface.times(1.0 / by) for name, surface in measured.items() if surface is not None}
+    surfaces: dict[str, Any] = {name: surface.times(1.0 / by) for name, surface in _surfaces(unit, *_MEASURED)}
     return replace(unit, **rates, **times, **surfaces)
 
 
 def at_best(speeds: Speeds) -> Speeds:
     """A machine nowhere slower than ``speeds``, on which more rows take no less time and run at no lower rate."""
-    gpu = None if speeds.gpu is None else _unit_at_best(speeds.gpu)
-    return replace(speeds, cpu=_unit_at_best(speeds.cpu), gpu=gpu)
+
+    def best(unit: Unit) -> Unit:
+        surfaces: dict[str, Any] = {name: _at_best(surface) for name, surface in _surfaces(unit, *_OF_ROWS)}
+        return replace(unit, **surfaces)
+
+    return replace(speeds, cpu=best(speeds.cpu), gpu=None if speeds.gpu is None else best(speeds.gpu))
 
 
-def _unit_at_best(unit: Unit) -> Unit:
-    return replace(
-        unit,
-        linear=_surface_at_best(unit.linear),
-        experts=_surface_at_best(unit.experts),
-        touching=_surface_at_best(unit.touching),
-    )
+_OF_ROWS = ("linear", "experts", "touching")
+_MEASURED = (*_OF_ROWS, "attention", "prefill")
 
 
-def _surface_at_best(surface: Surface | None) -> Surface | None:
-    if surface is None:
-        return None
+def _surfaces(unit: Unit, *names: str) -> Iterator[tuple[str, Surface]]:
+    """The measured ones of ``names``."""
+    return ((name, surface) for name in names if (surface := getattr(unit, name)) is not None)
+
+
+def _at_best(surface: Surface) -> Surface:
     curves = []
     for curve in surface.curves:
         rising = np.maximum.accumulate(curve.y)

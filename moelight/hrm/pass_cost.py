@@ -6,6 +6,7 @@ optimizer can solve for the placement.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,9 +30,19 @@ class PlacementCounts:
     computed: Any = 0.0
     device_kv: Any = 0.0
 
-    def at(self, index: Any) -> PlacementCounts:
-        names = ("from_host", "from_disk", "computed", "device_kv")
-        return PlacementCounts(**{name: np.asarray(getattr(self, name))[index] for name in names})
+    @property
+    def offloaded(self) -> Any:
+        """All pages but the resident ones."""
+        return self.from_host + self.from_disk + self.computed
+
+    def map(self, function: Callable[[Any], Any]) -> PlacementCounts:
+        """The result of ``function`` for each count."""
+        return PlacementCounts(
+            from_host=function(self.from_host),
+            from_disk=function(self.from_disk),
+            computed=function(self.computed),
+            device_kv=function(self.device_kv),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +64,6 @@ class PassCost:
         look_ahead: as in `Policy`.
         apart: 1 if only routed pages move, so that links and compute alternate; else 0.
         share: the expected share of streamed pages that move.
-        crossing: time of the pages on the host-to-device link.
         first: without a link, time of one micro-batch up to the end of attention.
         meanwhile: without a link, time of resident experts that run while routed pages are read.
     """
@@ -72,7 +82,6 @@ class PassCost:
     look_ahead: Any = 2
     apart: Any = 0.0
     share: Any = 1.0
-    crossing: Any = 0.0
     first: Any = 0.0
     meanwhile: Any = 0.0
 
@@ -107,19 +116,20 @@ def pass_cost(
         routed_only: pages without routed tokens do not move.
         apart: as in `PassCost`; by default equal to ``routed_only``.
     """
-    met = costs.distinct_experts(cost_model.model, kind.decode_tokens + kind.prompt_tokens)
+    tokens = kind.decode_tokens + kind.prompt_tokens
+    met = costs.distinct_experts(cost_model.model, tokens)
     share = np.where(routed_only, met / cost_model.model.experts.num_experts, 1.0)
-    apart = np.where(routed_only, 1.0, 0.0) if apart is None else apart
     if cost_model.discrete:
         decode = _cut(kind.decode_tokens, np.maximum(1.0, batches * kind.decode_tokens / running))
         fresh = np.maximum(batches * kind.prompts / running, kind.prompt_tokens / prompt_tokens)
         prompts = _cut(kind.prompt_tokens, np.maximum(1.0, fresh))
-        beside = _beside_a_gpu(cost_model, kind, placed, decode, prompts, whole, share)
-        return replace(beside, apart=apart, look_ahead=look_ahead)
-    rows = kind.decode_tokens + kind.prompts
-    tokens = kind.decode_tokens + kind.prompt_tokens
-    together = _cut(tokens, np.maximum(np.maximum(1.0, batches * rows / running), tokens / prompt_tokens))
-    return replace(_on_the_cpu(cost_model, kind, placed, together, whole, share), apart=apart)
+        cost = _beside_a_gpu(cost_model, kind, placed, decode, prompts, whole, share)
+    else:
+        rows = kind.decode_tokens + kind.prompts
+        together = _cut(tokens, np.maximum(np.maximum(1.0, batches * rows / running), tokens / prompt_tokens))
+        cost = _on_the_cpu(cost_model, kind, placed, together, whole, share)
+    apart = np.where(routed_only, 1.0, 0.0) if apart is None else apart
+    return replace(cost, share=share, apart=apart, look_ahead=look_ahead)
 
 
 def _on_the_cpu(
@@ -127,26 +137,26 @@ def _on_the_cpu(
 ) -> PassCost:
     """The cost of a pass without a GPU. Page reads and compute slow each other while both run; the longer one finishes
     alone, so its time is its own work plus the slowdown by the other."""
-    cpu, layers, speeds = cost_model.expert_unit, cost_model.model.num_layers, cost_model.speeds
-    each = 0.0 if whole else _experts_s(cost_model, cpu, batches.tokens, 1.0)
-    act = phases_s(cost_model, batches.tokens) + each
+    cpu, layers, speeds, tokens = cost_model.expert_unit, cost_model.model.num_layers, cost_model.speeds, batches.tokens
+    each = 0.0 if whole else _experts_s(cost_model, cpu, tokens, 1.0)
+    act = phases_s(cost_model, tokens) + each
     resident = 1.0 - placed.from_disk / (cost_model.model.num_moe_layers * cost_model.model.experts.num_experts)
-    before = sum(
-        layers * cost_model.before_s(elements, batches.tokens) for elements, _, layers in cost_model.layer_kinds()
-    )
-    experts = _experts_s(cost_model, cpu, batches.count * batches.tokens, 1.0) if whole else np.zeros_like(act)
+    kinds = costs.layer_kinds(cost_model.model)
+    before = sum(layers * cost_model.before_s(elements, tokens) for elements, _, layers in kinds)
+    experts = _experts_s(cost_model, cpu, batches.count * tokens, 1.0) if whole else np.zeros_like(act)
     decode = np.where(kind.decode_tokens > 0, cost_model.decode_attention_s(cpu, kind.decode_tokens, kind.context), 0.0)
     prompt = cost_model.prefill_attention_s(cpu, kind.prompt_tokens, kind.prompt_len)
     attend = layers * (decode + np.where(kind.prompt_tokens > 0, prompt, 0.0))
+    attend_each = attend / np.maximum(batches.count, 1e-9)
     head = batches.count * cost_model.head_s((kind.decode_tokens + kind.prompts) / np.maximum(batches.count, 1e-9))
-    reading = share * placed.from_disk * cost_model.page_bytes() / (cost_model.speeds.disk or NO_DISK_BYTES_PER_S)
     busy = batches.count * act + experts + attend + head
     none = np.zeros_like(busy)
+    reading = share * placed.from_disk * cost_model.page_bytes() / (speeds.disk or NO_DISK_BYTES_PER_S) + none
     return PassCost(
-        lanes={"cpu": busy, "disk": reading + none},
+        lanes={"cpu": busy, "disk": reading},
         count=batches.count,
         act=act,
-        attend=attend / np.maximum(batches.count, 1e-9),
+        attend=attend_each,
         up=none,
         chain=none,
         waits={
@@ -154,10 +164,8 @@ def _on_the_cpu(
             "disk": busy * ((1.0 - speeds.disk_under_cpu) / speeds.under_disk),
         },
         experts=experts,
-        pages=(reading + none,),
-        share=share,
-        crossing=none,
-        first=before + attend / np.maximum(batches.count, 1e-9),
+        pages=(reading,),
+        first=before + attend_each,
         meanwhile=batches.count * each * resident,
     )
 
@@ -173,37 +181,42 @@ def _beside_a_gpu(
 ) -> PassCost:
     """The cost of a pass beside a GPU: decoding sequences and prompts have separate micro-batches."""
     layers, speeds, unit = cost_model.model.num_layers, cost_model.speeds, cost_model.expert_unit
-    on_cpu = _computed_share(cost_model, placed)
+    on_cpu, attention_on_cpu = _computed_share(cost_model, placed), float(cost_model.attention_device == "cpu")
     per_batch = 0.0 if whole else 1.0 - on_cpu
     act = phases_s(cost_model, decode.tokens) + _experts_s(cost_model, unit, decode.tokens, per_batch)
     prompt_act = phases_s(cost_model, prompts.tokens) + _experts_s(cost_model, unit, prompts.tokens, per_batch)
-    prompt_act = prompt_act + _where(
-        prompts, layers * cost_model.prefill_attention_s(unit, prompts.tokens, kind.prompt_len)
-    )
+    prefill = layers * cost_model.prefill_attention_s(unit, prompts.tokens, kind.prompt_len)
+    prompt_act = prompt_act + _where(prompts, prefill)
     tokens = kind.decode_tokens + kind.prompt_tokens
     experts = _experts_s(cost_model, unit, tokens, 1.0 - on_cpu) if whole else np.zeros_like(act)
-    where = unit if cost_model.attention_device == "gpu" else speeds.cpu
+    where = speeds.cpu if attention_on_cpu else unit
     attend = _where(decode, layers * cost_model.decode_attention_s(where, decode.tokens, kind.context))
     count = np.maximum(decode.count + prompts.count, 1.0)
     head = count * cost_model.head_s((kind.decode_tokens + kind.prompts) / count)
     device = decode.count * act + prompts.count * prompt_act + experts + head
-    moved = _crossings(cost_model, kind, placed, decode, prompts)
-    host = _CpuExperts.of(cost_model, decode, prompts, on_cpu)
-    cpu = speeds.cpu.touch_s(2 * moved.stored) + host.cpu_s
-    attention_on_cpu = float(cost_model.attention_device == "cpu")
-    pages = tuple(share * seconds for seconds in _pages_s(cost_model, placed))
+
+    up_bytes, down_bytes, down_bytes_each, stored_bytes = _attention_bytes(cost_model, kind, placed, decode)
+    up = cost_model.up_s(up_bytes, layers * decode.count)
+    down = cost_model.down_s(down_bytes, layers * (decode.count + prompts.count))
+    each_up, each_down = up / np.maximum(decode.count, 1.0), cost_model.down_s(down_bytes_each, layers)
+    (one_s, one_cross_s, one_met), (prompt_s, prompt_cross_s, prompt_met) = (
+        _cpu_experts(cost_model, part, on_cpu) for part in (decode, prompts)
+    )
+    experts_s = decode.count * one_s + prompts.count * prompt_s
+    cross_s = decode.count * one_cross_s + prompts.count * prompt_cross_s
+    pages_s, staged_bytes = _transfers(cost_model, placed)
+    pages, page = tuple(share * seconds for seconds in pages_s), cost_model.page_bytes()
     read = attention_on_cpu * layers * cost_model.kv_read_bytes(kind.decode_tokens, kind.context)
-    touched = read + moved.up + moved.down + host.bytes + share * _staged_bytes(cost_model, placed)
-    up, down = cost_model.up_s(moved.up, moved.ups), cost_model.down_s(moved.down, moved.downs)
-    each_up, each_down = up / np.maximum(decode.count, 1.0), cost_model.down_s(moved.decode_down, layers)
-    resident_s, offloaded_s = act + attend * (1.0 - attention_on_cpu), attend * attention_on_cpu + host.one_s
-    chain = resident_s + offloaded_s + 2.0 * host.one_cross_s + _where(decode, each_up + each_down)
+    read_by_experts = decode.count * one_met * page + prompts.count * prompt_met * page
+    touched = read + up_bytes + down_bytes + read_by_experts + share * staged_bytes
+    resident_s, offloaded_s = act + attend * (1.0 - attention_on_cpu), attend * attention_on_cpu + one_s
+    chain = resident_s + offloaded_s + 2.0 * one_cross_s + _where(decode, each_up + each_down)
     return PassCost(
         lanes={
             "device": device + decode.count * attend * (1.0 - attention_on_cpu),
-            "cpu": cpu + decode.count * attend * attention_on_cpu,
-            "h2d": pages[0] + up + host.cross_s,
-            "d2h": down + host.cross_s,
+            "cpu": speeds.cpu.touch_s(2 * stored_bytes) + experts_s + decode.count * attend * attention_on_cpu,
+            "h2d": pages[0] + up + cross_s,
+            "d2h": down + cross_s,
             "stage": pages[1],
             "disk": pages[2],
             "dram": touched / speeds.dram,
@@ -216,29 +229,15 @@ def _beside_a_gpu(
         waits={"device": (chain - resident_s) / layers, "cpu": (chain - offloaded_s) / layers},
         experts=experts,
         pages=pages,
-        share=share,
-        crossing=pages[0],
-        link_waits=host.cpu_s,
-        link_reads=share * (placed.from_host + placed.from_disk) * cost_model.page_bytes() / speeds.dram,
+        link_waits=experts_s,
+        link_reads=share * (placed.from_host + placed.from_disk) * page / speeds.dram,
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _AttentionTraffic:
-    """Traffic of attention in one pass: bytes up and down and numbers of transfers, bytes down for one decoding
-    micro-batch, and bytes that the host writes into its cache."""
-
-    up: Any
-    ups: Any
-    down: Any
-    downs: Any
-    decode_down: Any
-    stored: Any
-
-
-def _crossings(
-    cost_model: CostModel, kind: Passes, placed: PlacementCounts, decode: _MicroBatches, prompts: _MicroBatches
-) -> _AttentionTraffic:
+def _attention_bytes(
+    cost_model: CostModel, kind: Passes, placed: PlacementCounts, decode: _MicroBatches
+) -> tuple[Any, Any, Any, Any]:
+    """Bytes that attention moves in one pass: up, down, down for one decoding micro-batch, into the host's cache."""
     model, dtype, layers = cost_model.model, cost_model.dtype, cost_model.model.num_layers
     new = layers * costs.kv_bytes(model, dtype, 1)
     if cost_model.attention_device == "cpu":
@@ -248,52 +247,26 @@ def _crossings(
         on_host, each_down = 1.0 - placed.device_kv, new
         up = on_host * layers * cost_model.kv_read_bytes(kind.decode_tokens, kind.context)
     down = (each_down * kind.decode_tokens + new * kind.prompt_tokens) * on_host
-    return _AttentionTraffic(
-        up=up,
-        ups=layers * decode.count,
-        down=down,
-        downs=layers * (decode.count + prompts.count),
-        decode_down=each_down * decode.tokens * on_host,
-        stored=new * (kind.decode_tokens + kind.prompt_tokens) * on_host,
-    )
+    stored = new * (kind.decode_tokens + kind.prompt_tokens) * on_host
+    return up, down, each_down * decode.tokens * on_host, stored
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _CpuExperts:
-    """Experts that the CPU computes beside a GPU: CPU and link seconds (each way), of a pass and of one decoding
-    micro-batch, and bytes of weights read from host memory."""
-
-    cpu_s: Any
-    cross_s: Any
-    one_s: Any
-    one_cross_s: Any
-    bytes: Any
-
-    @classmethod
-    def of(cls, cost_model: CostModel, decode: _MicroBatches, prompts: _MicroBatches, share: Any) -> _CpuExperts:
-        if cost_model.ffn_device == "gpu":
-            return cls(cpu_s=0.0, cross_s=0.0, one_s=0.0, one_cross_s=0.0, bytes=0.0)
-        layers, cpu_s, cross_s, size, ones = cost_model.model.num_moe_layers, 0.0, 0.0, 0.0, []
-        for part in (decode, prompts):
-            compute = (
-                _experts_s(cost_model, cost_model.speeds.cpu, part.tokens, share)
-                + layers * cost_model.speeds.cpu.task_s
-            )
-            cross = cost_model.up_s(
-                layers * costs.residual_bytes(cost_model.model, cost_model.dtype, 1) * part.tokens, layers
-            )
-            compute, cross = _where(part, compute), _where(part, cross)
-            met = layers * share * costs.distinct_experts(cost_model.model, part.tokens)
-            cpu_s, cross_s = cpu_s + part.count * compute, cross_s + part.count * cross
-            size = size + part.count * met * cost_model.page_bytes()
-            ones.append((compute, cross))
-        return cls(cpu_s=cpu_s, cross_s=cross_s, one_s=ones[0][0], one_cross_s=ones[0][1], bytes=size)
+def _cpu_experts(cost_model: CostModel, batches: _MicroBatches, share: Any) -> tuple[Any, Any, Any]:
+    """A ``share`` of the experts that the CPU computes beside a GPU, for one micro-batch: CPU seconds, link seconds
+    each way, and the experts whose weights are read from host memory."""
+    if cost_model.ffn_device == "gpu":
+        return 0.0, 0.0, 0.0
+    model, cpu, layers = cost_model.model, cost_model.speeds.cpu, cost_model.model.num_moe_layers
+    compute = _experts_s(cost_model, cpu, batches.tokens, share) + layers * cpu.task_s
+    cross = cost_model.up_s(layers * costs.residual_bytes(model, cost_model.dtype, 1) * batches.tokens, layers)
+    met = layers * share * costs.distinct_experts(model, batches.tokens)
+    return _where(batches, compute), _where(batches, cross), met
 
 
 def phases_s(cost_model: CostModel, tokens: Any) -> Any:
     """Seconds of both phases of one micro-batch of ``tokens`` in all layers, experts excluded."""
     total = 0.0
-    for elements, moe, layers in cost_model.layer_kinds():
+    for elements, moe, layers in costs.layer_kinds(cost_model.model):
         total = total + layers * (cost_model.before_s(elements, tokens) + cost_model.after_s(elements, tokens, moe=moe))
     return np.where(tokens > 0, total, 0.0)
 
@@ -302,26 +275,18 @@ def _experts_s(cost_model: CostModel, unit: Unit, tokens: Any, share: Any) -> An
     return np.where(tokens > 0, cost_model.model.num_moe_layers * cost_model.experts_s(unit, tokens, share), 0.0)
 
 
-def _pages_s(cost_model: CostModel, placed: PlacementCounts) -> tuple[Any, Any, Any]:
-    """Seconds on the link, in the staging copy and on the disk for the pages of one pass."""
+def _transfers(cost_model: CostModel, placed: PlacementCounts) -> tuple[tuple[Any, Any, Any], Any]:
+    """Seconds on the link, in the staging copy and on the disk for the pages of one pass, and the bytes of host memory
+    that they touch."""
     page, speeds = cost_model.page_bytes(), cost_model.speeds
     disk = placed.from_disk * page / (speeds.disk or NO_DISK_BYTES_PER_S)
     if cost_model.ffn_device == "cpu":
-        return 0.0 * disk, 0.0 * disk, disk
+        return (0.0 * disk, 0.0 * disk, disk), placed.from_disk * page
+    link = (placed.from_host + placed.from_disk) * page / speeds.h2d
     staged = 0.0 if cost_model.pinned_pages else 1.0
-    return (
-        (placed.from_host + placed.from_disk) * page / speeds.h2d,
-        staged * placed.from_host * page / speeds.stage,
-        disk,
-    )
-
-
-def _staged_bytes(cost_model: CostModel, placed: PlacementCounts) -> Any:
-    """Bytes of host memory traffic of streamed pages."""
-    if cost_model.ffn_device == "cpu":
-        return placed.from_disk * cost_model.page_bytes()
-    from_host = (1 if cost_model.pinned_pages else costs.staging_passes(from_disk=False)) * placed.from_host
-    return (from_host + costs.staging_passes(from_disk=True) * placed.from_disk) * cost_model.page_bytes()
+    touches = 1 if cost_model.pinned_pages else costs.staging_passes(from_disk=False)
+    touched = touches * placed.from_host + costs.staging_passes(from_disk=True) * placed.from_disk
+    return (link, staged * placed.from_host * page / speeds.stage, disk), touched * page
 
 
 def _computed_share(cost_model: CostModel, placed: PlacementCounts) -> Any:

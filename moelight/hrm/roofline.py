@@ -43,18 +43,15 @@ def chain_of(hardware: HardwareProfile) -> Chain:
     for tier, farther in zip(tiers, [*tiers[1:], None], strict=True):
         unit = hardware.processor({"device": "gpu", "host": "cpu"}.get(tier.name, ""))
         count = unit.count if unit is not None and tier.name == "device" else 1
-        link = 0.0
-        if farther is not None:
-            stated = hardware.link(farther.name, tier.name)
-            slower = min(tier.bandwidth_bytes_per_s, farther.bandwidth_bytes_per_s)
-            link = slower if stated is None else stated.bandwidth_bytes_per_s * count
+        stated = None if farther is None else hardware.link(farther.name, tier.name)
+        link = 0.0 if farther is None else min(tier.bandwidth_bytes_per_s, farther.bandwidth_bytes_per_s)
         levels.append(
             Level(
                 name=tier.name,
                 processor="" if unit is None else unit.name,
                 peak_flops=0.0 if unit is None else unit.peak_flops * unit.count,
                 bandwidth=tier.bandwidth_bytes_per_s * count,
-                link_bandwidth=link,
+                link_bandwidth=link if stated is None else stated.bandwidth_bytes_per_s * count,
             )
         )
     return tuple(levels)
@@ -137,14 +134,6 @@ def ffn_intensity(model: ModelProfile, tokens: float, *, share: float = 1.0, wei
     return 6.0 * tokens * h1 * h2 * model.router.top_k / (ACTIVATION_BYTES * tokens * (h1 + h2) + weights)
 
 
-def ffn_tokens(model: ModelProfile, intensity: float, *, share: float = 1.0, weight_dtype: DType = FLOAT16) -> float:
-    """The tokens at which `ffn_intensity` is ``intensity``; infinite if no number of tokens reaches it."""
-    h1, h2 = model.hidden_size, model.experts.intermediate_size
-    weights = model.experts.num_experts * costs.page_bytes(model, weight_dtype) * share
-    each = 6.0 * h1 * h2 * model.router.top_k - ACTIVATION_BYTES * intensity * (h1 + h2)
-    return intensity * weights / each if each > 0 else inf
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
     """One kind of work of a policy under the roofs. ``level`` computes, ``home`` holds the data (equal if nothing
@@ -198,13 +187,9 @@ def roofline_of(hardware: HardwareProfile, model: ModelProfile, policy: Policy, 
     )
 
 
-def _place(chain: Chain, name: str) -> int:
-    return next(place for place, level in enumerate(chain) if level.name == name)
-
-
-def _level_of(chain: Chain, processor: str) -> int:
-    """The index of the level beside ``processor``; 0 if there is none."""
-    return next((place for place, level in enumerate(chain) if level.processor == processor), 0)
+def _places(chain: Chain) -> dict[str, int]:
+    """The index of each level by its name and by its processor."""
+    return {key: index for index, level in enumerate(chain) for key in (level.name, level.processor)}
 
 
 def _point(chain: Chain, work: str, near: int, far: int, intensity: float, far_intensity: float) -> Point:
@@ -225,59 +210,53 @@ def _point(chain: Chain, work: str, near: int, far: int, intensity: float, far_i
 
 
 def _attention_point(chain: Chain, model: ModelProfile, policy: Policy, workload: Workload) -> Point:
-    near = _level_of(chain, policy.attention_device)
+    places = _places(chain)
+    near = places.get(policy.attention_device, 0)
     context = workload.prompt_len + workload.gen_len / 2
     intensity = attention_intensity(model, context, kv_dtype=_dtype(policy.kv_dtype, model))
-    homes = {"device": policy.kv.device, "host": policy.kv.host}
-    far = max((_place(chain, name) for name, share in homes.items() if share and _has(chain, name)), default=near)
-    if far <= near:
-        return _point(chain, "attention", near, near, intensity, intensity)
-    return _point(chain, "attention", near, far, intensity, intensity / homes[chain[far].name])
+    shares = {places[name]: getattr(policy.kv, name) for name in ("device", "host") if name in places}
+    far = max([near, *(place for place, share in shares.items() if share)])
+    return _point(chain, "attention", near, far, intensity, intensity / (shares[far] if far > near else 1.0))
 
 
 def _ffn_points(chain: Chain, model: ModelProfile, policy: Policy) -> tuple[Point, ...]:
     """The points of the experts, fed over the tightest link; with ``split`` also the experts that the CPU computes."""
-    dtype = _dtype(policy.weight_dtype, model)
-    near = _level_of(chain, "cpu" if policy.ffn_device == "cpu" else "gpu")
+    dtype, places = _dtype(policy.weight_dtype, model), _places(chain)
+    near = places.get("cpu" if policy.ffn_device == "cpu" else "gpu", 0)
     intensity = ffn_intensity(model, policy.micro_batch_size, weight_dtype=dtype)
     shares = {"host": policy.weights.host - policy.cpu_experts, "disk": policy.weights.disk}
-    options = [_point(chain, "ffn", near, near, intensity, intensity)]
-    for name, share in shares.items():
-        if share > 0 and _has(chain, name) and (far := _place(chain, name)) > near:
-            streamed = ffn_intensity(model, policy.batch_size, share=share, weight_dtype=dtype)
-            options.append(_point(chain, "ffn", near, far, intensity, streamed))
-    links = [point for point in options if point.home != point.level]
-    points = [min(links, key=lambda point: point.flops) if links else options[0]]
+    streamed = {places[name]: share for name, share in shares.items() if share > 0 and places.get(name, 0) > near}
+    options = []
+    for far, share in streamed.items():
+        from_far = ffn_intensity(model, policy.batch_size, share=share, weight_dtype=dtype)
+        options.append(_point(chain, "ffn", near, far, intensity, from_far))
+    local = _point(chain, "ffn", near, near, intensity, intensity)
+    points = [min(options, key=lambda point: point.flops, default=local)]
     if policy.cpu_experts > 0:
-        beside = _level_of(chain, "cpu")
+        beside = places.get("cpu", 0)
         points.append(_point(chain, "ffn on the CPU", beside, beside, intensity, intensity))
     return tuple(points)
 
 
 def _marks(chain: Chain, ffn: Point) -> tuple[Mark, ...]:
     """P1 of every link whose far level computes; P2 and the balance point of the link that bounds the experts."""
-    found = []
+    found: list[Mark] = []
+
+    def add(name: str, near: int, far: int, far_intensity: float) -> None:
+        flops = link_roof(link_between(chain, near, far), far_intensity)
+        ends = {"near": chain[near].name, "far": chain[far].name}
+        found.append(Mark(name=name, **ends, far_intensity=far_intensity, flops=flops))
+
     for far in range(1, len(chain)):
-        near, level = far - 1, chain[far]
-        if level.peak_flops:
-            link = chain[near].link_bandwidth
-            found.append(_mark("P1", chain, near, far, first_turning_point(level, link)))
-    near = _place(chain, ffn.level)
-    far = _place(chain, ffn.home) if ffn.home != ffn.level else near + 1
+        if chain[far].peak_flops:
+            add("P1", far - 1, far, first_turning_point(chain[far], chain[far - 1].link_bandwidth))
+    near = _places(chain)[ffn.level]
+    far = _places(chain)[ffn.home] if ffn.home != ffn.level else near + 1
     if far < len(chain):
         link = link_between(chain, near, far)
-        found.append(_mark("P2", chain, near, far, second_turning_point(chain[near], link, ffn.intensity)))
-        found.append(_mark("balance", chain, near, far, balance_point(chain[near], link, ffn.intensity)))
+        add("P2", near, far, second_turning_point(chain[near], link, ffn.intensity))
+        add("balance", near, far, balance_point(chain[near], link, ffn.intensity))
     return tuple(found)
-
-
-def _mark(name: str, chain: Chain, near: int, far: int, far_intensity: float) -> Mark:
-    flops = link_roof(link_between(chain, near, far), far_intensity)
-    return Mark(name=name, near=chain[near].name, far=chain[far].name, far_intensity=far_intensity, flops=flops)
-
-
-def _has(chain: Chain, name: str) -> bool:
-    return any(level.name == name for level in chain)
 
 
 def _dtype(name: str, model: ModelProfile) -> DType:

@@ -49,7 +49,8 @@ def cgopipe(cost: PassCost) -> list[Any]:
 def _overlapped(cost: PassCost, look_ahead: Any = LOOK_AHEAD) -> list[Any]:
     compute = [cost.lanes[lane] + cost.waits.get(lane, 0.0) for lane in _COMPUTE if lane in cost.lanes]
     on_their_way = np.maximum(1.0, cost.count / (look_ahead + 1.0))
-    work = reduce(np.add, (cost.lanes[lane] for lane in _WORK if lane in cost.lanes)) - cost.crossing
+    crossing = cost.pages[0] if "h2d" in cost.lanes else 0.0
+    work = reduce(np.add, (cost.lanes[lane] for lane in _WORK if lane in cost.lanes)) - crossing
     turns = [cost.apart * (work - cost.meanwhile + pages) for pages in cost.pages]
     return [*_links(cost), *compute, cost.chain * on_their_way, *turns]
 
@@ -93,7 +94,7 @@ def flexgen_loop(cost: PassCost) -> list[Any]:
 
 def serial(cost: PassCost) -> list[Any]:
     """Nothing overlaps; the bandwidth of host memory is still a bound."""
-    alone = reduce(lambda total, lane: total + lane, (s for lane, s in cost.lanes.items() if lane != "dram"))
+    alone = sum(seconds for lane, seconds in cost.lanes.items() if lane != "dram")
     return [alone, *(cost.lanes[lane] for lane in ("dram",) if lane in cost.lanes)]
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from moelight.core.schedule import CHOSEN_KINDS, Lane, Task, TaskKind
 from moelight.hrm import costs
@@ -36,95 +37,81 @@ class MicroBatchLoad:
         return self.decode_tokens + self.prompt_tokens
 
 
-def pass_costs(
-    cost_model: CostModel,
-    placement: Placement,
-    loads: Sequence[MicroBatchLoad],
-    *,
-    host_kv: float = 1.0,
-    routed_only: bool = False,
-) -> Callable[[Task], TaskCost]:
-    """A function that returns the cost of every task of a pass with micro-batches ``loads``. ``host_kv``: share of the
-    cache in host memory. With ``routed_only`` each transfer has the cost of its expected share."""
-    table = _Table(cost_model, placement, loads, host_kv)
-    tokens = sum(load.tokens for load in loads)
-    met = float(costs.distinct_experts(cost_model.model, tokens))
-    share = met / cost_model.model.experts.num_experts if routed_only else 1.0
+class PassCosts:
+    """The cost of every task of a pass with micro-batches ``loads``. ``host_kv``: share of the cache in host memory.
+    With ``routed_only`` each transfer has the cost of its expected share."""
 
-    def here(task: Task) -> float:
-        """The share of a micro-batch's experts that ran before the offloaded pages arrived."""
-        return table.resident_share(task) if routed_only and not cost_model.discrete and task.micro_batch >= 0 else 0.0
+    def __init__(
+        self,
+        cost_model: CostModel,
+        placement: Placement,
+        loads: Sequence[MicroBatchLoad],
+        *,
+        host_kv: float = 1.0,
+        routed_only: bool = False,
+    ) -> None:
+        self._cost_model, self._loads, self._host_kv, self._routed_only = cost_model, loads, host_kv, routed_only
+        self._elements, self._experts = costs.layer_elements(cost_model.model), cost_model.model.experts.num_experts
+        self._computed, self._streamed = (
+            Counter(page.layer for page in pages) for pages in (placement.computed, placement.streamed)
+        )
+        names = ("decode_tokens", "prompt_tokens", "rows")
+        self._all = MicroBatchLoad(**{name: sum(getattr(load, name) for load in loads) for name in names})
+        met = float(costs.distinct_experts(cost_model.model, self._all.tokens))
+        self._moved_share = met / self._experts if routed_only else 1.0
+        # The key is all that a cost depends on. Micro-batches of a pass have few different loads.
+        self._known: dict[tuple[TaskKind, Lane, int, bool, MicroBatchLoad, int], TaskCost] = {}
 
-    by_kind: Mapping[TaskKind, Callable[[Task], TaskCost]] = {
-        TaskKind.EMBED: lambda task: _alone(cost_model.expert_unit.touch_s(2 * table.residual_bytes(task))),
-        TaskKind.PRE_ATTENTION: lambda task: _alone(cost_model.before_s(table.elements(task), table.tokens(task))),
-        TaskKind.ATTENTION: table.attention,
-        TaskKind.CPU_ATTENTION: table.attention,
-        TaskKind.STORE_KV: table.stored,
-        TaskKind.POST_ATTENTION: lambda task: _alone(table.after_s(task) + table.experts_s(task)),
-        TaskKind.ROUTE: lambda task: _alone(table.after_s(task)),
-        TaskKind.EXPERTS: lambda task: _alone(table.experts_s(task) * (1.0 - here(task))),
-        TaskKind.RESIDENT_EXPERTS: lambda task: _alone(table.experts_s(task) * table.resident_share(task)),
-        TaskKind.PREDICT_EXPERTS: lambda task: _alone(cost_model.expert_unit.touch_s(2 * table.residual_bytes(task))),
-        TaskKind.CPU_EXPERTS: table.cpu_experts,
-        TaskKind.COMBINE: lambda task: _alone(cost_model.expert_unit.touch_s(3 * table.residual_bytes(task))),
-        TaskKind.SAMPLE: lambda task: _alone(cost_model.head_s(table.load(task).rows)),
-        TaskKind.PREFETCHED_PAGE: lambda _: TaskCost(seconds=0.0),
-    }
-
-    def priced(task: Task) -> TaskCost:
-        if task.kind in by_kind:
-            return by_kind[task.kind](task)
-        found = _moved(cost_model, task)
-        if task.kind not in CHOSEN_KINDS:
-            return found
-        return TaskCost(seconds=share * found.seconds, dram_bytes=share * found.dram_bytes)
-
-    # The key is all that a price depends on. Micro-batches of a pass have few different loads.
-    known: dict[tuple[TaskKind, Lane, int, bool, MicroBatchLoad, int], TaskCost] = {}
-
-    def cost(task: Task) -> TaskCost:
-        key = (task.kind, task.lane, task.layer, task.micro_batch < 0, table.load(task), task.bytes)
-        found = known.get(key)
+    def __call__(self, task: Task) -> TaskCost:
+        load = self._loads[task.micro_batch] if task.micro_batch >= 0 else self._all
+        key = (task.kind, task.lane, task.layer, task.micro_batch < 0, load, task.bytes)
+        found = self._known.get(key)
         if found is None:
-            found = known[key] = priced(task)
+            found = self._known[key] = self._priced(task, load)
         return found
 
-    return cost
+    def _priced(self, task: Task, load: MicroBatchLoad) -> TaskCost:
+        cost_model, tokens, touched = self._cost_model, load.tokens, 0.0
+        resident_share = 1.0 - self._streamed[task.layer] / self._experts
+        residual = tokens * costs.residual_bytes(cost_model.model, cost_model.dtype, 1)
+        seconds: Any = 0.0
+        match task.kind:
+            case TaskKind.EMBED | TaskKind.PREDICT_EXPERTS:
+                seconds = cost_model.expert_unit.touch_s(2 * residual)
+            case TaskKind.COMBINE:
+                seconds = cost_model.expert_unit.touch_s(3 * residual)
+            case TaskKind.PRE_ATTENTION:
+                seconds = cost_model.before_s(self._elements[task.layer], tokens)
+            case TaskKind.ATTENTION | TaskKind.CPU_ATTENTION:
+                return self._attention(task, load)
+            case TaskKind.STORE_KV:  # new keys and values into the cache in host memory
+                touched = 2.0 * self._host_kv * tokens * costs.kv_bytes(cost_model.model, cost_model.dtype, 1)
+                seconds = cost_model.speeds.cpu.touch_s(touched)
+            case TaskKind.POST_ATTENTION | TaskKind.ROUTE:
+                seconds = cost_model.after_s(
+                    self._elements[task.layer], tokens, moe=cost_model.model.moe_layers[task.layer]
+                )
+                if task.kind is TaskKind.POST_ATTENTION:
+                    seconds = seconds + self._experts_s(task, tokens)
+            case TaskKind.EXPERTS:  # without a link, resident experts run before routed pages are read
+                early = self._routed_only and not cost_model.discrete and task.micro_batch >= 0
+                seconds = self._experts_s(task, tokens) * (1.0 - resident_share * early)
+            case TaskKind.RESIDENT_EXPERTS:
+                seconds = self._experts_s(task, tokens) * resident_share
+            case TaskKind.CPU_EXPERTS:
+                share = 1.0 if cost_model.ffn_device == "cpu" else self._computed[task.layer] / self._experts
+                met = share * float(costs.distinct_experts(cost_model.model, tokens))
+                touched, cpu = met * cost_model.page_bytes(), cost_model.speeds.cpu
+                seconds = cost_model.experts_s(cpu, tokens, share) + cpu.task_s
+            case TaskKind.SAMPLE:
+                seconds = cost_model.head_s(load.rows)
+            case _:
+                return self._transfer(task)
+        return TaskCost(seconds=float(seconds), dram_bytes=touched)
 
-
-class _Table:
-    def __init__(
-        self, cost_model: CostModel, placement: Placement, loads: Sequence[MicroBatchLoad], host_kv: float
-    ) -> None:
-        self._cost_model, self._loads, self._host_kv = cost_model, loads, host_kv
-        self._elements = costs.layer_elements(cost_model.model)
-        on_cpu = Counter(page.layer for page in placement.computed)
-        self._streamed = Counter(page.layer for page in placement.streamed)
-        self._computed = {layer: count / cost_model.model.experts.num_experts for layer, count in on_cpu.items()}
-        together = [sum(getattr(load, name) for load in loads) for name in ("decode_tokens", "prompt_tokens", "rows")]
-        self._all = MicroBatchLoad(decode_tokens=together[0], prompt_tokens=together[1], rows=together[2])
-
-    def load(self, task: Task) -> MicroBatchLoad:
-        """The load of the task's micro-batch, or of the whole pass."""
-        return self._loads[task.micro_batch] if task.micro_batch >= 0 else self._all
-
-    def resident_share(self, task: Task) -> float:
-        """The share of a layer's experts that are not streamed."""
-        return 1.0 - self._streamed.get(task.layer, 0) / self._cost_model.model.experts.num_experts
-
-    def tokens(self, task: Task) -> float:
-        return self.load(task).tokens
-
-    def residual_bytes(self, task: Task) -> float:
-        return self.tokens(task) * costs.residual_bytes(self._cost_model.model, self._cost_model.dtype, 1)
-
-    def elements(self, task: Task) -> costs.LayerElements:
-        return self._elements[task.layer]
-
-    def attention(self, task: Task) -> TaskCost:
+    def _attention(self, task: Task, load: MicroBatchLoad) -> TaskCost:
         """Decoding rows read the cache; prompts attend over themselves on the compute unit."""
-        cost_model, load = self._cost_model, self.load(task)
+        cost_model = self._cost_model
         unit = cost_model.speeds.cpu if task.lane is Lane.CPU else cost_model.expert_unit
         seconds = read = 0.0
         if load.decode_tokens:
@@ -134,44 +121,25 @@ class _Table:
             seconds += float(cost_model.prefill_attention_s(unit, load.prompt_tokens, load.prompt_len))
         return TaskCost(seconds=seconds, dram_bytes=read if task.lane is Lane.CPU else 0.0)
 
-    def stored(self, task: Task) -> TaskCost:
-        """The cost of writing new keys and values into the cache in host memory."""
-        size = (
-            2.0 * self._host_kv * self.tokens(task) * costs.kv_bytes(self._cost_model.model, self._cost_model.dtype, 1)
-        )
-        return TaskCost(seconds=float(self._cost_model.speeds.cpu.touch_s(size)), dram_bytes=size)
-
-    def after_s(self, task: Task) -> float:
-        moe = self._cost_model.model.moe_layers[task.layer]
-        return float(self._cost_model.after_s(self.elements(task), self.tokens(task), moe=moe))
-
-    def experts_s(self, task: Task) -> float:
+    def _experts_s(self, task: Task, tokens: float) -> float:
         cost_model = self._cost_model
         if not cost_model.model.moe_layers[task.layer] or (cost_model.discrete and cost_model.ffn_device == "cpu"):
             return 0.0
-        return float(
-            cost_model.experts_s(cost_model.expert_unit, self.tokens(task), 1.0 - self._computed.get(task.layer, 0.0))
-        )
+        share = 1.0 - self._computed[task.layer] / self._experts
+        return float(cost_model.experts_s(cost_model.expert_unit, tokens, share))
 
-    def cpu_experts(self, task: Task) -> TaskCost:
-        cost_model = self._cost_model
-        share = 1.0 if cost_model.ffn_device == "cpu" else self._computed.get(task.layer, 0.0)
-        cpu = cost_model.speeds.cpu
-        met = share * float(costs.distinct_experts(cost_model.model, self.tokens(task)))
-        seconds = float(cost_model.experts_s(cpu, self.tokens(task), share)) + cpu.task_s
-        return TaskCost(seconds=seconds, dram_bytes=met * cost_model.page_bytes())
-
-
-def _moved(cost_model: CostModel, task: Task) -> TaskCost:
-    """The cost of a transfer: a staging copy writes and reads host memory; every other transfer touches it once."""
-    speeds = cost_model.speeds
-    if task.lane is Lane.DISK:
-        return TaskCost(seconds=task.bytes / speeds.disk if speeds.disk else float("inf"), dram_bytes=task.bytes)
-    if task.lane is Lane.STAGE:
-        return TaskCost(seconds=task.bytes / speeds.stage, dram_bytes=2.0 * task.bytes)
-    rate = cost_model.up_s if task.lane is Lane.H2D else cost_model.down_s
-    return TaskCost(seconds=float(rate(task.bytes)), dram_bytes=task.bytes)
-
-
-def _alone(seconds: float) -> TaskCost:
-    return TaskCost(seconds=float(seconds))
+    def _transfer(self, task: Task) -> TaskCost:
+        """A staging copy writes and reads host memory; every other transfer touches it once; a page that is already
+        prefetched costs nothing."""
+        speeds, touched = self._cost_model.speeds, task.bytes
+        if task.kind is TaskKind.PREFETCHED_PAGE:
+            return TaskCost(seconds=0.0)
+        if task.lane is Lane.DISK:
+            seconds = task.bytes / speeds.disk if speeds.disk else float("inf")
+        elif task.lane is Lane.STAGE:
+            seconds, touched = task.bytes / speeds.stage, 2 * task.bytes
+        else:
+            rate = self._cost_model.up_s if task.lane is Lane.H2D else self._cost_model.down_s
+            seconds = float(rate(task.bytes))
+        share = self._moved_share if task.kind in CHOSEN_KINDS else 1.0
+        return TaskCost(seconds=share * seconds, dram_bytes=share * touched)

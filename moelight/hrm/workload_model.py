@@ -36,19 +36,10 @@ class Passes:
         return self.prompt_tokens / self.prompt_len
 
     def kind(self, index: Any) -> Passes:
-        count, decode, prompt = (a[index] for a in (self.count, self.decode_tokens, self.prompt_tokens))
-        return passes(count, decode, prompt, context=self.context, prompt_len=self.prompt_len)
+        return replace(self, **{name: getattr(self, name)[index] for name in TOKEN_COUNTS})
 
 
-def passes(count: Any, decode_tokens: Any, prompt_tokens: Any, *, context: float, prompt_len: float) -> Passes:
-    """`Passes` from anything that numpy converts to arrays."""
-    return Passes(
-        count=np.asarray(count, dtype=float),
-        decode_tokens=np.asarray(decode_tokens, dtype=float),
-        prompt_tokens=np.asarray(prompt_tokens, dtype=float),
-        context=context,
-        prompt_len=prompt_len,
-    )
+TOKEN_COUNTS = ("count", "decode_tokens", "prompt_tokens")
 
 
 def cache_tokens(workload: Workload, sequences: Any, block_size: int, context: int) -> Any:
@@ -133,8 +124,7 @@ def _streaming(workload: Workload, cohorts: Any, size: Any, nothing: Any) -> tup
 
 def decode_pass(workload: Workload, batch_size: Any) -> Passes:
     """The pass in which every slot decodes."""
-    running = np.minimum(np.asarray(batch_size, dtype=float), workload.num_requests)
-    return _passes(workload, np.ones_like(running), running, np.zeros_like(running))
+    return _stacked(workload, [(1.0, np.minimum(batch_size, workload.num_requests), 0.0)]).kind(0)
 
 
 def steady_passes(workload: Workload, batch_size: Any, prefill: Any, *, spread: Any = 1.0) -> Passes:
@@ -213,30 +203,24 @@ def bounding_static_passes(
     fullest = np.minimum(np.asarray(prefill[1], dtype=float) + most, most * workload.prompt_len)
     nothing = np.zeros_like(least)
     none = (nothing, nothing, nothing)
-    rows = (
-        (requests * workload.prompt_len / fullest, nothing, fullest),
-        none,
-        (np.where(alike, waves, requests / most) * more, least, nothing),
-        none,
-        none,
-        (np.where(rest > 0, more, 0.0), rest, nothing),
-        none,
-    )
+    prompts = (requests * workload.prompt_len / fullest, nothing, fullest)
+    decode = (np.where(alike, waves, requests / most) * more, least, nothing)
+    last_decode = (np.where(rest > 0, more, 0.0), rest, nothing)
+    rows = (prompts, none, decode, none, none, last_decode, none)
     single = (least == most) & (np.asarray(prefill[0]) == np.asarray(prefill[1]))
     return _chosen(single, static_passes_of(workload, most, prefill[1]), _stacked(workload, rows)), nothing
 
 
 def _chosen(condition: Any, these: Passes, those: Passes) -> Passes:
-    names = ("count", "decode_tokens", "prompt_tokens")
-    return replace(those, **{name: np.where(condition, getattr(these, name), getattr(those, name)) for name in names})
+    chosen = {name: np.where(condition, getattr(these, name), getattr(those, name)) for name in TOKEN_COUNTS}
+    return replace(those, **chosen)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Wave:
-    """``running`` sequences whose prompts run in ``cohorts`` of ``size`` sequences and ``prompts`` tokens, one per
-    pass; beside each decode on average ``first`` sequences if no slot was in use before, else ``refilling``."""
+    """Sequences whose prompts run in ``cohorts`` of ``size`` sequences and ``prompts`` tokens, one per pass; on average
+    ``first`` sequences decode beside each if no slot was in use before, else ``refilling``."""
 
-    running: Any
     cohorts: Any
     size: Any
     prompts: Any
@@ -245,8 +229,9 @@ class _Wave:
 
     @classmethod
     def of(cls, workload: Workload, running: Any, batch_size: Any, prefill: Any) -> _Wave:
-        """The wave with the largest cohort a that fits a pass beside all other sequences: a p + running - a <= N + R;
-        or, with more than ``gen_len`` cohorts n, beside those still decoding: a p + a (n - 1) <= N + R."""
+        """The wave of ``running`` sequences with the largest cohort a that fits a pass beside all other sequences:
+        a p + running - a <= N + R; or, with more than ``gen_len`` cohorts n, beside those still decoding:
+        a p + a (n - 1) <= N + R."""
         gen, prompt_len = workload.gen_len, workload.prompt_len
         room = np.asarray(prefill, dtype=float) + batch_size
         beside_all = (room - running) / max(prompt_len - 1.0, 1e-9)
@@ -254,7 +239,6 @@ class _Wave:
         cohorts = running / size
         streams = size * (gen - 1.0)
         return cls(
-            running=running,
             cohorts=cohorts,
             size=size,
             prompts=size * prompt_len,
@@ -265,9 +249,9 @@ class _Wave:
 
 def _stacked(workload: Workload, rows: Iterable[tuple[Any, Any, Any]]) -> Passes:
     """`Passes` from ``(count, decode tokens, prompt tokens)`` of each kind."""
-    return _passes(workload, *(np.stack(np.broadcast_arrays(*column)) for column in zip(*rows, strict=True)))
-
-
-def _passes(workload: Workload, count: Any, decode_tokens: Any, prompt_tokens: Any) -> Passes:
-    context = workload.prompt_len + workload.gen_len / 2
-    return passes(count, decode_tokens, prompt_tokens, context=context, prompt_len=float(workload.prompt_len))
+    columns = (np.asarray(np.stack(np.broadcast_arrays(*column)), dtype=float) for column in zip(*rows, strict=True))
+    return Passes(
+        **dict(zip(TOKEN_COUNTS, columns, strict=True)),
+        context=workload.prompt_len + workload.gen_len / 2,
+        prompt_len=float(workload.prompt_len),
+    )

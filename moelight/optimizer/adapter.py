@@ -9,19 +9,19 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from moelight.core.dtypes import DType
 from moelight.core.errors import ConfigError
 from moelight.core.policy import MOST_LOOK_AHEAD, Adaptation, Policy
-from moelight.hrm.cost_model import CostModel
 from moelight.hrm.estimate import cost_model_of, placement_counts
-from moelight.hrm.footprint import WHOLE_EXPERTS, Sizes, fixed_bytes, pass_tokens, prefill_tokens
+from moelight.hrm.footprint import WHOLE_EXPERTS, fixed_bytes, pass_tokens, prefill_tokens
 from moelight.hrm.machine_model import Speeds, slowed
 from moelight.hrm.pass_cost import PassCost, pass_cost
 from moelight.hrm.placement import place
@@ -30,8 +30,18 @@ from moelight.hrm.workload_model import Passes, steady_passes
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
 
-FIELDS = ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches", "look_ahead")
+_WORDS = {
+    "batch_size": "N goes from {} to {}",
+    "micro_batch_size": "micro-batches go from up to {} sequences to {}",
+    "micro_batch_tokens": "prompt micro-batches go from up to {} tokens to {}",
+    "prompt_micro_batches": "a pass goes from up to {} prompt micro-batches to {}",
+    "look_ahead": "attention goes from {} micro-batches ahead to {}",
+}
+FIELDS = tuple(_WORDS)
 Values = tuple[int, ...]  # of `FIELDS`
+# Correction factors: measured over planned seconds by lane; under ``pass``, seconds of a pass over those that its lanes
+# explain.
+Belief = Mapping[str, float]
 LANES = ("disk", "stage", "h2d", "d2h", "device", "cpu")
 WORTH_IT = 0.05
 LEAST_PASSES = 8  # passes that a look needs
@@ -44,24 +54,17 @@ _REMEMBERED = 128  # passes that a look uses at most
 _NAMED_FROM = 0.25  # the share of a pass from which on a lane is named in a reason
 _ROUNDS = 3  # lanes that share a memory slow each other: corrected together, in a few rounds
 _FURTHEST = 100.0  # limit of a correction factor, which is unstable for a lane that is barely used
-_WORDS = {
-    "batch_size": "N goes from {} to {}",
-    "micro_batch_size": "micro-batches go from up to {} sequences to {}",
-    "micro_batch_tokens": "prompt micro-batches go from up to {} tokens to {}",
-    "prompt_micro_batches": "a pass goes from up to {} prompt micro-batches to {}",
-    "look_ahead": "attention goes from {} micro-batches ahead to {}",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passed:
-    """One measured pass. ``context``: average cached tokens of a decoding sequence; ``prompts``: prompts or their
-    chunks."""
+    """One measured pass. ``context``: average cached tokens of a decoding sequence; ``prompt_len``: average tokens of a
+    prompt or its chunk; 1 if there is none."""
 
     decode_tokens: int
     context: float
-    prompts: int
     prompt_tokens: int
+    prompt_len: float
     seconds: float
     busy_s: Mapping[str, float]
 
@@ -77,20 +80,6 @@ class Rest:
     most_running: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Belief:
-    """Correction factors. ``slower``: measured over planned seconds, by lane; ``stretch``: seconds of a pass over those
-    that its lanes explain."""
-
-    slower: Mapping[str, float] = field(default_factory=dict)
-    stretch: float = 1.0
-
-    def blended(self, newer: Belief) -> Belief:
-        """The geometric mean of both beliefs; lanes without a factor in this belief take the newer one."""
-        slower = {lane: math.sqrt(self.slower.get(lane, new) * new) for lane, new in newer.slower.items()}
-        return Belief(slower={**self.slower, **slower}, stretch=math.sqrt(self.stretch * newer.stretch))
-
-
 def values_of(policy: Policy) -> Values:
     """The values of `FIELDS` in ``policy``."""
     return tuple(getattr(policy, name) for name in FIELDS)
@@ -102,34 +91,34 @@ def with_values(policy: Policy, values: Values) -> Policy:
     return replace(policy, **changes)
 
 
-def _candidates(policy: Policy, rows: Collection[Values]) -> Any:
-    """`Sizes` of policies that differ from ``policy`` in `FIELDS`, as arrays."""
-    same = {name: getattr(policy, name) for name in vars(Sizes) if not name.startswith("_")}
-    columns = np.array(list(rows), dtype=np.int64).T
-    return SimpleNamespace(**{**same, **dict(zip(FIELDS, columns, strict=True))})
+def _many(policy: Policy, rows: Sequence[Values]) -> Policy:
+    """``policy`` with arrays in `FIELDS`, of one candidate per row; not checked."""
+    many = copy(policy)
+    for name, column in zip(FIELDS, np.array(rows, dtype=np.int64).T, strict=True):
+        object.__setattr__(many, name, column)
+    return many
 
 
 class Allocation:
     """The memory regions allocated for ``policy``, which is resolved; `FIELDS` in ``fixed`` keep their values."""
 
     def __init__(self, model: ModelProfile, policy: Policy, dtype: DType, *, fixed: Collection[str] = ()) -> None:
-        self.policy, self._fixed, self._model, self._dtype = policy, frozenset(fixed), model, dtype
-        self._bytes = fixed_bytes(model, policy, dtype=dtype, kv_dtype=dtype)
-        self._most = int(pass_tokens(policy))
+        self.policy, self._fixed, self._most = policy, frozenset(fixed), int(pass_tokens(policy))
+        self._needs = partial(fixed_bytes, model, dtype=dtype, kv_dtype=dtype)
+        self._bytes = self._needs(policy)
 
-    def holds(self, sizes: Sizes) -> Any:
+    def holds(self, sizes: Policy) -> Any:
         """True, for each candidate, if every region is large enough. The cache buffer is not compared: the batcher
         fills the one that exists."""
-        needed = fixed_bytes(self._model, sizes, dtype=self._dtype, kv_dtype=self._dtype)
-        fits = np.asarray(pass_tokens(sizes) <= self._most)
+        fits = pass_tokens(sizes) <= self._most
         fits = fits & (sizes.micro_batch_tokens <= self.policy.micro_batch_tokens)
-        for key, size in needed.items():
+        for key, size in self._needs(sizes).items():
             fits = fits & ((size <= self._bytes[key]) | (key[0] == "kv_buffer"))
         return fits
 
     def check(self, policy: Policy) -> None:
         """Raise ConfigError if ``policy`` differs in more than `FIELDS`, or a region would have to be larger."""
-        if with_values(policy, values_of(self.policy)) != self.policy or not bool(self.holds(policy)):
+        if with_values(policy, values_of(self.policy)) != self.policy or not self.holds(policy):
             raise ConfigError(f"not within what was allocated for {self.policy}: {policy}")
 
     def neighbours(self, values: Values, *, most_running: int) -> list[Values]:
@@ -146,109 +135,40 @@ class Allocation:
         if self.policy.discrete and self.policy.schedule == "cgopipe":
             rows += [(n, mu, tokens, prompts, ahead) for ahead in range(1, MOST_LOOK_AHEAD + 1)]
         found = [row for row in dict.fromkeys(rows) if 1 <= row[1] <= row[2] and min(row[0], row[3]) >= 1]
-        fits = np.broadcast_to(self.holds(_candidates(self.policy, found)), len(found))
-        free = (self._fixed.isdisjoint(_changes(values, row)) for row in found)
-        return [row for row, fit, ok in zip(found, fits, free, strict=True) if (fit and ok) or row == values]
-
-
-class Pricing:
-    """Prices passes of one model under policies that share an allocation, with speeds corrected by a `Belief`."""
-
-    def __init__(self, model: ModelProfile, policy: Policy, speeds: Speeds, dtype: DType) -> None:
-        """``policy`` is resolved; ``dtype`` is that of computation, weights and cache."""
-        self._cost_model, self._schedule = cost_model_of(model, policy, speeds, dtype), policy.schedule
-        self._placed = placement_counts(place(model, policy), policy)
-
-    def seconds(self, sizes: Sizes, passes: Passes, belief: Belief) -> Any:
-        cost = self._cost(sizes, passes, self._slowed(belief.slower))
-        return np.broadcast_to(belief.stretch * pass_s(self._schedule, cost), np.shape(passes.count))
-
-    def learn(self, policy: Policy, ran: Sequence[Passed], belief: Belief) -> Belief:
-        passes, slower = passes_that_ran(ran), dict(belief.slower)
-        for _ in range(_ROUNDS):
-            for lane, seconds in self.lanes(policy, ran, slower).items():
-                measured = sum(each.busy_s.get(lane, 0.0) for each in ran)
-                if seconds > 0 and measured > 0:
-                    slower[lane] = _limited(slower.get(lane, 1.0) * measured / seconds)
-        took = sum(each.seconds for each in ran)
-        explained = float(np.sum(self.seconds(policy, passes, Belief(slower=slower))))
-        stretch = _limited(took / explained) if took > 0 and explained > 0 else 1.0
-        return Belief(slower=slower, stretch=stretch)
-
-    def lanes(
-        self, policy: Policy, ran: Sequence[Passed], slower: Mapping[str, float] | None = None
-    ) -> dict[str, float]:
-        """Predicted busy seconds by lane of the passes that ran, as planned or with lanes ``slower``. Without a GPU,
-        disk reads and computation slow each other while they overlap."""
-        cost_model = self._slowed(slower or {})
-        cost = self._cost(policy, passes_that_ran(ran), cost_model)
-        busy = {lane: cost.lanes[lane] for lane in LANES if lane in cost.lanes}
-        if not cost_model.discrete:
-            kept = {"cpu": cost_model.speeds.under_disk, "disk": cost_model.speeds.disk_under_cpu}
-            busy = {lane: own + np.minimum(cost.waits[lane], own / kept[lane] - own) for lane, own in busy.items()}
-        return {lane: float(np.sum(np.broadcast_to(s, np.shape(cost.count)))) for lane, s in busy.items()}
-
-    def _slowed(self, by: Mapping[str, float]) -> CostModel:
-        return replace(self._cost_model, speeds=slowed(self._cost_model.speeds, by))
-
-    def _cost(self, sizes: Sizes, passes: Passes, cost_model: CostModel) -> PassCost:
-        """The cost of passes packed as the batcher packs them: full micro-batches of the sequences present."""
-        decode, prompts, together = passes.decode_tokens, passes.prompts, 0.0 if cost_model.discrete else 1.0
-        rows = decode + together * prompts
-        rows = np.maximum(np.where(rows > 0, rows, prompts), 1.0)
-        tokens = np.maximum(passes.prompt_tokens + together * decode, 1.0)
-        return pass_cost(
-            cost_model,
-            passes,
-            self._placed,
-            running=rows,
-            batches=np.ceil(rows / sizes.micro_batch_size),
-            prompt_tokens=tokens / np.ceil(tokens / np.asarray(sizes.micro_batch_tokens, dtype=float)),
-            whole=self._schedule in WHOLE_EXPERTS,
-            look_ahead=sizes.look_ahead,
-        )
-
-
-def _limited(factor: float) -> float:
-    return min(max(factor, 1 / _FURTHEST), _FURTHEST)
+        found = [row for row in found if self._fixed.isdisjoint(_changes(values, row))]
+        fits = self.holds(_many(self.policy, found))
+        return [row for row, fit in zip(found, fits, strict=True) if fit or row == values]
 
 
 def passes_that_ran(ran: Sequence[Passed]) -> Passes:
     """Convert measured passes to the ledger's `Passes`, one entry each."""
-    table = np.array([(p.decode_tokens, p.prompt_tokens, p.context, p.prompts) for p in ran], dtype=float)
-    decode, prompt, context, prompts = table.T
-    lengths = prompt / np.maximum(prompts, 1.0) + (prompts == 0)
-    return Passes(
-        count=np.ones(len(ran)), decode_tokens=decode, prompt_tokens=prompt, context=context, prompt_len=lengths
-    )
-
-
-class _Trial(NamedTuple):
-    before: Policy
-    belief: Belief
-    gain: float
+    names = ("decode_tokens", "context", "prompt_tokens", "prompt_len")
+    columns = {name: np.array([getattr(each, name) for each in ran], dtype=float) for name in names}
+    return Passes(count=np.ones(len(ran)), **columns)
 
 
 class Adapter:
-    """Observes the passes of one run; ``policy`` is the best one at present. Its regions are allocated."""
+    """Observes the passes of one run, and prices others with speeds corrected by what it observed; ``policy`` is the
+    best one at present. Its regions are allocated."""
 
     def __init__(
         self, model: ModelProfile, policy: Policy, speeds: Speeds, dtype: DType, *, fixed: Collection[str] = ()
     ) -> None:
         """``speeds`` are those of the policy's estimate; `FIELDS` in ``fixed`` never change."""
         self.policy, self.allocation = policy, Allocation(model, policy, dtype, fixed=fixed)
-        self._pricing = Pricing(model, policy, speeds, dtype)
-        self._belief = Belief()
+        self._cost_model = cost_model_of(model, policy, speeds, dtype)
+        self._placed = placement_counts(place(model, policy), policy)
+        self._belief: Belief = {}
         self._ran: deque[Passed] = deque(maxlen=_REMEMBERED)
         self._with_prompts, self._gen_len = 1.0, 1.0
-        self._noted: Values | None = None
-        self._trial: _Trial | None = None
+        self._noted: Values | None = None  # what the last look would change to
+        self._trial: tuple[Policy, Belief, float] | None = None  # the policy before, the belief, the predicted gain
         self._refused: set[tuple[str, bool]] = set()
         self._changes, self._settling, self._cooldown = 0, 0, 0
 
     def observe(self, passed: Passed) -> None:
         """Record one pass. The share of passes with prompts is averaged over about the lifetime of a sequence."""
-        self._with_prompts += (float(passed.prompts > 0) - self._with_prompts) / max(self._gen_len, LEAST_PASSES)
+        self._with_prompts += (float(passed.prompt_tokens > 0) - self._with_prompts) / max(self._gen_len, LEAST_PASSES)
         if self._settling:
             self._settling -= 1
         else:
@@ -270,10 +190,11 @@ class Adapter:
         self._ran.clear()
         if not ran:
             return None
-        new = self._pricing.learn(self.policy, ran, self._belief)
-        self._belief = self._belief.blended(new) if self._belief.slower else new
+        new = self.learn(self.policy, ran, self._belief)
+        blended = {key: math.sqrt(self._belief.get(key, factor) * factor) for key, factor in new.items()}
+        self._belief = {**self._belief, **blended}
         if self._trial is not None:
-            return self._judge(self._trial, ran, after_pass)
+            return self._judge(*self._trial, ran, after_pass)
         if self._cooldown or self.exhausted or not rest.waiting:
             self._cooldown, self._noted = max(0, self._cooldown - 1), None
             return None
@@ -282,29 +203,33 @@ class Adapter:
         self._noted = best if gain > WORTH_IT else None
         if self._noted is None or noted is None or self._gains(now, [noted], rest)[0] <= WORTH_IT:
             return None
-        self._trial = _Trial(self.policy, self._belief, gain)
-        reason = f"{self._evidence(ran, best, rest)}, so {_differences(now, best)}"
-        return self._change(best, f"{reason}: {gain:.0%} more tokens per second expected", gain, after_pass)
+        self._trial = self.policy, self._belief, gain
+        reason = f"{self._evidence(ran, best, rest)}, so {{}}: {gain:.0%} more tokens per second expected"
+        return self._change(best, reason, gain, after_pass)
 
-    def _judge(self, trial: _Trial, ran: Sequence[Passed], after_pass: int) -> Adaptation | None:
+    def _judge(
+        self, before: Policy, belief: Belief, gain: float, ran: Sequence[Passed], after_pass: int
+    ) -> Adaptation | None:
         """End the trial: keep the change if its passes realise enough of the predicted gain, else change back."""
-        expected = float(np.sum(self._pricing.seconds(self.policy, passes_that_ran(ran), trial.belief)))
+        expected = float(np.sum(self.seconds(self.policy, passes_that_ran(ran), belief)))
         longer = sum(each.seconds for each in ran) / expected
-        realised = (1.0 + trial.gain) / longer - 1.0
+        realised = (1.0 + gain) / longer - 1.0
         self._trial, self._cooldown = None, _COOLDOWN
-        if realised >= min(_KEPT * trial.gain, WORTH_IT):
+        if realised >= min(_KEPT * gain, WORTH_IT):
             return None
-        now, back = values_of(self.policy), values_of(trial.before)
-        self._refused.add(_direction(back, now))
-        self._belief, self._cooldown = trial.belief, _COOLDOWN << min(self._changes, 4)
-        reason = f"passes take {longer:.2g}x what was expected: {realised:+.0%} came of the {trial.gain:+.0%} expected"
-        return self._change(back, f"{reason}, so {_differences(now, back)}", 0.0, after_pass)
+        back = values_of(before)
+        self._refused.add(_direction(back, values_of(self.policy)))
+        self._belief, self._cooldown = belief, _COOLDOWN << min(self._changes, 4)
+        reason = f"passes take {longer:.2g}x what was expected: {realised:+.0%} came of the {gain:+.0%} expected"
+        return self._change(back, f"{reason}, so {{}}", 0.0, after_pass)
 
     def _change(self, values: Values, reason: str, gain: float, after_pass: int) -> Adaptation:
+        """Apply a change; ``{}`` in ``reason`` stands for its description."""
         changed = _changes(values_of(self.policy), values)
         self.policy = with_values(self.policy, values)
         self._changes, self._settling, self._noted = self._changes + 1, _SETTLING, None
         before, now = ({name: pair[at] for name, pair in changed.items()} for at in (0, 1))
+        reason = reason.format(" and ".join(_WORDS[name].format(*pair) for name, pair in changed.items()))
         return Adaptation(after_pass=after_pass, before=before, now=now, reason=reason, predicted_gain=gain)
 
     def _best(self, now: Values, rest: Rest) -> tuple[Values, float]:
@@ -322,26 +247,75 @@ class Adapter:
 
     def _gains(self, now: Values, others: Sequence[Values], rest: Rest) -> Any:
         """The relative gain in tokens per second of each of ``others`` over ``now``, in the steady state."""
-        sizes, prompt_len = _candidates(self.policy, [now, *others]), max(1, round(rest.prompt_len))
+        sizes, prompt_len = _many(self.policy, [now, *others]), max(1, round(rest.prompt_len))
         gen_len = max(1, round(rest.gen_len))
         work = Workload(num_requests=1 << 30, prompt_len=prompt_len, max_prompt_len=prompt_len, gen_len=gen_len)
         running = np.minimum(sizes.batch_size, max(1, rest.most_running))
         room = prefill_tokens(sizes) + sizes.batch_size - running
         passes = steady_passes(work, running, room, spread=self._with_prompts * gen_len)
-        seconds = np.sum(passes.count * self._pricing.seconds(sizes, passes, self._belief), axis=0) / running
+        seconds = np.sum(passes.count * self.seconds(sizes, passes, self._belief), axis=0) / running
         return seconds[0] / seconds[1:] - 1.0
 
     def _evidence(self, ran: Sequence[Passed], best: Values, rest: Rest) -> str:
         """The reason for a change: the busiest lane's measured over planned time, or batch size, or prompt passes."""
         least = _NAMED_FROM * sum(each.seconds for each in ran)
-        measured = {lane: sum(each.busy_s.get(lane, 0.0) for each in ran) for lane in LANES}
-        planned = {lane: s for lane, s in self._pricing.lanes(self.policy, ran).items() if s > 0}
-        lane = max((name for name in planned if measured[name] > least), key=measured.__getitem__, default=None)
-        if lane is not None and not 1 / 1.1 < measured[lane] / planned[lane] < 1.1:
-            return f"{lane} takes {measured[lane] / planned[lane]:.1f}x what was planned"
+        planned = self.lanes(self.policy, passes_that_ran(ran), {})
+        busy = {lane: sum(each.busy_s.get(lane, 0.0) for each in ran) for lane, s in planned.items() if s > 0}
+        lane = max((name for name in busy if busy[name] > least), key=busy.__getitem__, default=None)
+        if lane is not None and not 1 / 1.1 < busy[lane] / planned[lane] < 1.1:
+            return f"{lane} takes {busy[lane] / planned[lane]:.1f}x what was planned"
         if best[0] > self.policy.batch_size:
             return f"the cache holds {rest.most_running} sequences"
         return f"passes with prompts are {self._with_prompts:.0%} of all"
+
+    def seconds(self, sizes: Policy, passes: Passes, belief: Belief) -> Any:
+        """Predicted seconds of each of ``passes`` under policies of the allocation."""
+        stretch = belief.get("pass", 1.0)
+        seconds = stretch * pass_s(sizes.schedule, self._cost(sizes, passes, belief))
+        return np.broadcast_to(seconds, np.shape(passes.count))
+
+    def learn(self, policy: Policy, ran: Sequence[Passed], belief: Belief) -> dict[str, float]:
+        """The belief that explains the passes that ran, starting from ``belief``."""
+
+        def limited(factor: float) -> float:
+            return min(max(factor, 1 / _FURTHEST), _FURTHEST)
+
+        passes, slower = passes_that_ran(ran), {lane: by for lane, by in belief.items() if lane in LANES}
+        for _ in range(_ROUNDS):
+            for lane, seconds in self.lanes(policy, passes, slower).items():
+                measured = sum(each.busy_s.get(lane, 0.0) for each in ran)
+                if seconds > 0 and measured > 0:
+                    slower[lane] = limited(slower.get(lane, 1.0) * measured / seconds)
+        took, explained = sum(each.seconds for each in ran), float(np.sum(self.seconds(policy, passes, slower)))
+        return {**slower, "pass": limited(took / explained) if took > 0 and explained > 0 else 1.0}
+
+    def lanes(self, policy: Policy, passes: Passes, belief: Belief) -> dict[str, float]:
+        """Predicted busy seconds by lane of all ``passes``. Without a GPU, disk reads and computation slow each other
+        while they overlap."""
+        cost, speeds = self._cost(policy, passes, belief), self._cost_model.speeds
+        busy = {lane: cost.lanes[lane] for lane in LANES if lane in cost.lanes}
+        if not self._cost_model.discrete:
+            kept = {"cpu": speeds.under_disk, "disk": speeds.disk_under_cpu}
+            busy = {lane: own + np.minimum(cost.waits[lane], own / kept[lane] - own) for lane, own in busy.items()}
+        return {lane: float(np.sum(np.broadcast_to(s, np.shape(cost.count)))) for lane, s in busy.items()}
+
+    def _cost(self, sizes: Policy, passes: Passes, belief: Belief) -> PassCost:
+        """The cost of passes packed as the batcher packs them: full micro-batches of the sequences present."""
+        cost_model = replace(self._cost_model, speeds=slowed(self._cost_model.speeds, belief))
+        decode, prompts, together = passes.decode_tokens, passes.prompts, 0.0 if cost_model.discrete else 1.0
+        rows = decode + together * prompts
+        rows = np.maximum(np.where(rows > 0, rows, prompts), 1.0)
+        tokens = np.maximum(passes.prompt_tokens + together * decode, 1.0)
+        return pass_cost(
+            cost_model,
+            passes,
+            self._placed,
+            running=rows,
+            batches=np.ceil(rows / sizes.micro_batch_size),
+            prompt_tokens=tokens / np.ceil(tokens / sizes.micro_batch_tokens),
+            whole=sizes.schedule in WHOLE_EXPERTS,
+            look_ahead=sizes.look_ahead,
+        )
 
 
 def _changes(now: Values, then: Values) -> dict[str, tuple[int, int]]:
@@ -351,7 +325,3 @@ def _changes(now: Values, then: Values) -> dict[str, tuple[int, int]]:
 def _direction(now: Values, then: Values) -> tuple[str, bool]:
     """The first of `FIELDS` that differs, and True if it grows."""
     return next(((name, new > old) for name, (old, new) in _changes(now, then).items()), ("", False))
-
-
-def _differences(now: Values, then: Values) -> str:
-    return " and ".join(_WORDS[name].format(*pair) for name, pair in _changes(now, then).items())

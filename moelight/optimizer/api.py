@@ -11,8 +11,9 @@ from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.core.timeline import Timeline
 from moelight.optimizer import optimize as planner
-from moelight.optimizer.fixed_values import Fixed, parse_fixes
+from moelight.optimizer.fixed_values import parse_fixes
 from moelight.optimizer.plan import Plan
+from moelight.optimizer.problem import Fixed
 from moelight.optimizer.simulation import SimulationSetup
 from moelight.profiles.hardware import HardwareProfile, load_hardware_profile
 from moelight.profiles.model import ModelProfile

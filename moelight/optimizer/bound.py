@@ -15,22 +15,21 @@ bounds the most so far for its length, until all remaining boxes are within the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from moelight.core.policy import MOST_LOOK_AHEAD
 from moelight.hrm import costs
-from moelight.hrm.footprint import KV_BUFFERS, WHOLE_EXPERTS, kv_blocks, kv_buffer_tokens, transient_bytes
+from moelight.hrm.footprint import KV_BUFFERS, WHOLE_EXPERTS, kv_buffer_tokens, transient_bytes
 from moelight.hrm.machine_model import at_best
 from moelight.hrm.pass_cost import NO_DISK_BYTES_PER_S, PassCost, PlacementCounts, pass_cost
 from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES, pass_s
 from moelight.hrm.workload_model import bounding_passes, bounding_static_passes
-from moelight.optimizer.placement import FreeMemory, RequestedPlacement, fill, free_memory
-from moelight.optimizer.problem import LEAST_TOKENS, Candidates, Problem, Variant, kv_tokens, make_candidates, variants
+from moelight.optimizer.placement import FreeMemory, fill, free_memory
+from moelight.optimizer.problem import LEAST_TOKENS, Candidates, Problem, kv_tokens, make_candidates, variants
 
 GAP = 0.01
 EXACT = 1e-7
@@ -48,8 +47,8 @@ BOUNDING = ("cgopipe", "module")  # no other schedule takes less than cgopipe, w
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Boxes:
     """Arrays of one length: N in ``n0..n1``, micro-batches ``b``, tokens of a prompt micro-batch ``t``, prompt tokens
-    of a pass ``r``, pages for the CPU ``c``, device share of the cache ``k``; ``before_s``: bound of the parent box,
-    cut along ``side``, of ``length`` before the cut."""
+    of a pass ``r``, pages for the CPU ``c``, device share of the cache ``k``; ``least_s``: a lower bound of their
+    policies. A box was, or will be, cut along ``side``, of ``length`` before the cut."""
 
     n0: Any
     n1: Any
@@ -63,7 +62,7 @@ class _Boxes:
     c1: Any
     k0: Any
     k1: Any
-    before_s: Any
+    least_s: Any
     side: Any
     length: Any
 
@@ -75,28 +74,25 @@ class _Boxes:
 
 
 _SIDES = (("n0", "n1"), ("b0", "b1"), ("t0", "t1"), ("r0", "r1"), ("c0", "c1"), ("k0", "k1"))
-_FIELDS = (*(name for side in _SIDES for name in side), "before_s", "side", "length")
+_FIELDS = tuple(_Boxes.__dataclass_fields__)
 
 
 def least_seconds(problem: Problem, known_s: float) -> float:
     """A lower bound in seconds on the job under any policy, within `GAP` of ``known_s``, the best known time, if the
     boxes suffice. Boxes are cut first in the variant with the lowest bound."""
     goal_s, left = known_s * (1 - GAP), MOST_BOXES[problem.has_gpu]
-    fronts = [_Front.of(problem, variant, goal_s) for variant in _bounding(problem)]
+    fronts = [
+        _Front.of(problem, variant, goal_s)
+        for variant in variants(problem)
+        if (variant.residents != "learned" or "residents" in problem.fixed)
+        and (variant.schedule in BOUNDING or "schedule" in problem.fixed)
+    ]
     while left > 0:
         front = min(fronts, key=lambda front: front.least_s)
         if not len(front.waiting):
             break
         left -= front.advance()
     return min([goal_s, *(front.least_s for front in fronts)])
-
-
-def _bounding(problem: Problem) -> Iterator[Variant]:
-    """The variants whose boxes together bound every policy."""
-    for variant in variants(problem):
-        usual = variant.residents != "learned" or "residents" in problem.fixed
-        if usual and (variant.schedule in BOUNDING or "schedule" in problem.fixed):
-            yield variant
 
 
 def undecided(problem: Problem, known_s: float, *, most_boxes: int) -> list[Candidates]:
@@ -107,72 +103,64 @@ def undecided(problem: Problem, known_s: float, *, most_boxes: int) -> list[Cand
         front, left = _Front.of(problem, variant, known_s * (1 - EXACT)), most_boxes
         while len(front.waiting) and left > 0:
             left -= front.advance()
-        boxes, bounds = _joined(front.whole, front.waiting), np.concatenate([front.whole_s, front.waiting_s])
-        order = np.argsort(bounds, kind="stable")
+        boxes = _joined(front.whole, front.waiting)
+        order = np.argsort(boxes.least_s, kind="stable")
         sizes = np.stack([boxes.n1, boxes.b1, boxes.t1, boxes.r1])[:, order]
         _, first = np.unique(sizes, axis=1, return_index=True)
-        mu, tokens = _micro_batches(problem, boxes)
+        mu = _least_mu(problem, boxes)
         for index in order[np.sort(first)]:
-            size, part, most = (int(values[index]) for values in (boxes.n1, mu[0], tokens[0]))
-            values = size, part, most, max(1, int(boxes.r1[index] // most))
-            found.append((float(bounds[index]), make_candidates(problem, variant, *map(np.int64, values))))
+            values = (boxes.n1[index], mu[index], boxes.t0[index], max(1, boxes.r1[index] // boxes.t0[index]))
+            candidate = make_candidates(problem, variant, *(np.int64(value) for value in values))
+            found.append((float(boxes.least_s[index]), candidate))
     return [candidate for _, candidate in sorted(found, key=lambda item: item[0])]
 
 
 @dataclass(kw_only=True, slots=True)
 class _Front:
     """The boxes of one variant that may hold a policy faster than ``goal_s``: ``waiting`` to be cut, or ``whole``,
-    which cannot be cut further; with their bounds."""
+    which cannot be cut further. ``raised``: relative rise of the bound by cuts so far, per length of each side."""
 
     problem: Problem
-    variant: Variant
+    variant: Candidates
     goal_s: float
     waiting: _Boxes
-    waiting_s: Any
     whole: _Boxes
-    whole_s: Any
-    raised: Any  # relative rise of the bound by cuts so far, per length of each side
+    raised: Any
 
     @classmethod
-    def of(cls, problem: Problem, variant: Variant, goal_s: float) -> _Front:
+    def of(cls, problem: Problem, variant: Candidates, goal_s: float) -> _Front:
         variant = replace(variant, cost_model=replace(variant.cost_model, speeds=at_best(variant.cost_model.speeds)))
-        boxes, bounds = _open(problem, variant, _all(problem, variant), goal_s)
-        return cls(
-            problem=problem,
-            variant=variant,
-            goal_s=goal_s,
-            waiting=boxes,
-            waiting_s=bounds,
-            whole=boxes.at([]),
-            whole_s=bounds[:0],
-            raised=np.array(RAISES),
+        boxes = _all(problem, variant)
+        boxes = replace(boxes, least_s=_bound_s(problem, variant, boxes))
+        front = cls(
+            problem=problem, variant=variant, goal_s=goal_s, waiting=boxes, whole=boxes.at([]), raised=np.array(RAISES)
         )
+        front.waiting = front._open(boxes)
+        return front
 
     @property
     def least_s(self) -> float:
         """The least of all bounds; infinite if no box is left."""
-        return float(min(np.min(self.waiting_s, initial=np.inf), np.min(self.whole_s, initial=np.inf)))
+        return float(min(np.min(boxes.least_s, initial=np.inf) for boxes in (self.waiting, self.whole)))
 
     def advance(self) -> int:
         """Cut the boxes with the lowest bounds; return the number of new boxes."""
-        order = np.argsort(self.waiting_s, kind="stable")
-        first, rest = order[:AT_ONCE], order[AT_ONCE:]
-        lengths = _lengths(self.problem, self.waiting.at(first))
-        single = np.max(lengths, axis=0) <= 0
-        done, cut = first[single], first[~single]
-        self.whole = _joined(self.whole, self.waiting.at(done))
-        self.whole_s = np.concatenate([self.whole_s, self.waiting_s[done]])
-        boxes = replace(self.waiting.at(cut), before_s=self.waiting_s[cut])
+        order = np.argsort(self.waiting.least_s, kind="stable")
+        first, rest = self.waiting.at(order[:AT_ONCE]), self.waiting.at(order[AT_ONCE:])
+        single = np.max(_lengths(self.problem, first), axis=0) <= 0
+        self.whole, boxes = _joined(self.whole, first.at(single)), first.at(~single)
         for _ in range(MOST_CUTS):  # cut again while too few boxes are left for one call of `_bound_s`
             boxes = self._cut(boxes)
             if not len(boxes) or len(boxes) >= WORTH_A_CALL:
                 break
-        seconds = np.maximum(_bound_s(self.problem, self.variant, boxes), boxes.before_s)
+        seconds = np.maximum(_bound_s(self.problem, self.variant, boxes), boxes.least_s)
         self._learn(boxes, seconds)
-        index = np.flatnonzero(seconds < self.goal_s)
-        self.waiting = _joined(self.waiting.at(rest), boxes.at(index))
-        self.waiting_s = np.concatenate([self.waiting_s[rest], seconds[index]])
+        self.waiting = _joined(rest, self._open(replace(boxes, least_s=seconds)))
         return len(boxes)
+
+    def _open(self, boxes: _Boxes) -> _Boxes:
+        """The boxes that may hold a policy faster than the goal."""
+        return boxes.at(np.flatnonzero(boxes.least_s < self.goal_s))
 
     def _cut(self, boxes: _Boxes) -> _Boxes:
         """The halves of ``boxes``, each cut along its most promising side; boxes of a single point are kept."""
@@ -185,7 +173,7 @@ class _Front:
 
     def _learn(self, boxes: _Boxes, seconds: Any) -> None:
         """Update ``raised`` by the rise of bounds in the last cut of ``boxes``."""
-        gained = np.minimum(seconds, 2 * self.goal_s) / boxes.before_s - 1.0
+        gained = np.minimum(seconds, 2 * self.goal_s) / boxes.least_s - 1.0
         for index in np.unique(boxes.side).astype(int):
             along = (boxes.side == index) & (boxes.length > 0)
             if along.any():
@@ -193,18 +181,11 @@ class _Front:
                 self.raised[index] = max(FORGET * self.raised[index] + (1 - FORGET) * brought, LEAST_RAISED)
 
 
-def _open(problem: Problem, variant: Variant, boxes: _Boxes, goal_s: float) -> tuple[_Boxes, Any]:
-    """The boxes that may hold a policy faster than ``goal_s``, and their bounds."""
-    seconds = _bound_s(problem, variant, boxes)
-    index = np.flatnonzero(seconds < goal_s)
-    return boxes.at(index), seconds[index]
-
-
 def _joined(*parts: _Boxes) -> _Boxes:
     return _Boxes(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in _FIELDS})
 
 
-def _all(problem: Problem, variant: Variant) -> _Boxes:
+def _all(problem: Problem, variant: Candidates) -> _Boxes:
     """Boxes that together cover every candidate of a variant."""
     total, (fewest, most) = problem.pages, problem.sequences
     number, fixed = problem.count("num_micro_batches"), problem.count("micro_batch_tokens")
@@ -215,28 +196,21 @@ def _all(problem: Problem, variant: Variant) -> _Boxes:
     prompt_batches = problem.count("prompt_micro_batches")
     free = prompt_batches is None and fixed is None
     prefill = _ranges(1, longest, 64) if free else [(1, longest * (prompt_batches or 1))]
-    computed, cache = [(0, 0)], [(0.0, 0.0)]
+    computed: list[tuple[int, int]] = [(0, 0)]
+    cache = [(0.0, 0.5), (0.5, 1.0)] if variant.attention_device == "gpu" else [(0.0, 0.0)]
     if variant.ffn_device == "split":
-        share = problem.share("cpu_experts")
-        edges = np.linspace(-1, total, 3).astype(int)
+        pages, edges = problem.fixed_pages("cpu_experts"), np.linspace(-1, total, 3).astype(int)
         computed = [(low + 1, high) for low, high in pairwise(edges) if low < high]
-        computed = computed if share is None else [(round(share * total),) * 2]
-    if variant.attention_device == "gpu":
-        fixed_kv, one = problem.device_kv, np.int64(1)
-        blocks = int(kv_blocks(make_candidates(problem, variant, np.int64(fewest), one, one, one)))
+        computed = computed if pages is None else [(pages, pages)]
+    if variant.attention_device == "gpu" and (share := problem.device_kv) is not None:
+        blocks = -(-int(kv_tokens(problem, np.int64(fewest))) // problem.block_size)
         half = 0.5 / blocks  # a fixed share is met to a block
-        cache = (
-            [(0.0, 0.5), (0.5, 1.0)] if fixed_kv is None else [(max(0.0, fixed_kv - half), min(1.0, fixed_kv + half))]
-        )
+        cache = [(max(0.0, share - half), min(1.0, share + half))]
     grid = [np.asarray(axis, dtype=float) for axis in (n, b, tokens, prefill, computed, cache)]
     index = np.stack([i.ravel() for i in np.meshgrid(*(np.arange(len(axis)) for axis in grid), indexing="ij")])
-    sides = {
-        name: values
-        for side, axis, i in zip(_SIDES, grid, index, strict=True)
-        for name, values in zip(side, axis[i].T, strict=True)
-    }
-    nothing = np.zeros(index.shape[1])
-    return _trimmed(problem, _Boxes(**sides, before_s=nothing, side=nothing, length=nothing))
+    sides, nothing = np.concatenate([axis[i].T for axis, i in zip(grid, index, strict=True)]), np.zeros(index.shape[1])
+    columns = (*sides, nothing, nothing, nothing)
+    return _trimmed(problem, _Boxes(**dict(zip(_FIELDS, columns, strict=True))))
 
 
 def _ranges(fewest: int, most: int, factor: int) -> list[tuple[int, int]]:
@@ -270,23 +244,18 @@ def _trimmed(problem: Problem, boxes: _Boxes) -> _Boxes:
     return trimmed.at(np.flatnonzero(left))
 
 
-def _bound_s(problem: Problem, variant: Variant, boxes: _Boxes) -> Any:
+def _bound_s(problem: Problem, variant: Candidates, boxes: _Boxes) -> Any:
     """A lower bound of the seconds of any policy, for each box; infinite if no policy fits."""
-    (mu, _), (few, many) = _micro_batches(problem, boxes)
-    smallest = make_candidates(problem, variant, boxes.n0.astype(np.int64), mu, few, boxes.r0 / few)
+    few, many = boxes.t0.astype(np.int64), boxes.t1.astype(np.int64)
+    requested = {"computed": boxes.c1, "device_kv": boxes.k0}
+    sizes = boxes.n0.astype(np.int64), _least_mu(problem, boxes), few, boxes.r0 / few
+    smallest = make_candidates(problem, variant, *sizes, **requested)
     bounding = bounding_static_passes if variant.admission == "static" else bounding_passes
     kinds, more = bounding(problem.workload, (boxes.n0, boxes.n1), (boxes.r0, boxes.r1))
     rows = np.flatnonzero(np.any(kinds.count > 0, axis=1) | (np.arange(len(kinds.count)) <= ALL_DECODE))
     kinds = kinds.kind(rows)
-    free = _most_room(problem, smallest, boxes, many)
-    filled = fill(
-        problem,
-        smallest,
-        RequestedPlacement(computed=boxes.c1, device_kv=boxes.k0),
-        off_host=boxes.k1,
-        in_host=boxes.c0,
-        free=free,
-    )
+    room = {"off_host": boxes.k1, "in_host": boxes.c0, "free": _most_room(problem, smallest, boxes, many)}
+    placed, feasible = fill(problem, smallest, **room)
     wide = np.stack([boxes.n0 if index == ALL_DECODE else boxes.n1 for index in rows])
 
     def cost(placed: PlacementCounts, *, fewest: bool) -> PassCost:
@@ -298,54 +267,44 @@ def _bound_s(problem: Problem, variant: Variant, boxes: _Boxes) -> Any:
             batches=boxes.b0 if fewest else boxes.b1,
             prompt_tokens=(many if fewest else few).astype(float),
             whole=variant.schedule in WHOLE_EXPERTS,
-            look_ahead=problem.count("look_ahead") or MOST_LOOK_AHEAD,
+            look_ahead=variant.look_ahead,
             routed_only=variant.schedule in ON_DEMAND_SCHEDULES or "schedule" not in problem.fixed,
             apart=0.0,
         )
 
     best = _best_of(
         [
-            cost(replace(filled.placed, computed=computed, device_kv=boxes.k1), fewest=fewest)
+            cost(replace(placed, computed=computed, device_kv=boxes.k1), fewest=fewest)
             for computed in ((boxes.c0, boxes.c1) if variant.ffn_device == "split" else (boxes.c0,))
             for fewest in (True, False)
         ]
     )
-    best = _from_disk(problem, variant, best, filled.placed)
-    if not variant.cost_model.discrete:  # overlapping never costs more than running one after the other
+    best = _from_disk(problem, variant, best, placed)
+    if not variant.discrete:  # overlapping never costs more than running one after the other
         cpu, disk = (
             np.minimum(best.waits[lane], best.lanes[other]) for lane, other in (("cpu", "disk"), ("disk", "cpu"))
         )
         best = replace(best, waits={"cpu": cpu, "disk": disk})
     if variant.attention_device == "gpu" and variant.ffn_device != "cpu":
-        bare = fill(
-            problem,
-            smallest,
-            RequestedPlacement(computed=boxes.c1, device_kv=0 * boxes.k0),
-            off_host=boxes.k1,
-            in_host=boxes.c0,
-            free=free,
-        )
-        links = [cost(replace(bare.placed, device_kv=k), fewest=True) for k in (boxes.k0, boxes.k1)]
-        best = _pages_or_cache(variant, best, bare.placed, free, boxes, links)
+        bare, _ = fill(problem, replace(smallest, device_kv=0 * boxes.k0), **room)
+        links = [cost(replace(bare, device_kv=k), fewest=True) for k in (boxes.k0, boxes.k1)]
+        best = _pages_or_cache(variant, best, bare, room["free"], boxes, links)
     each = pass_s(variant.schedule, best)
     seconds = np.sum(kinds.count * each, axis=0) + more * np.min(each[: ALL_DECODE + 1], axis=0)
-    return np.where(filled.feasible, seconds, np.inf)
+    return np.where(feasible, seconds, np.inf)
 
 
-def _micro_batches(problem: Problem, boxes: _Boxes) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """The least and the most sequences of a micro-batch in each box; the same of tokens in a prompt micro-batch."""
+def _least_mu(problem: Problem, boxes: _Boxes) -> Any:
+    """The least sequences of a micro-batch in each box."""
     fixed = problem.count("micro_batch_size")
-    least, most = np.ceil(boxes.n0 / boxes.b1), np.ceil(boxes.n1 / boxes.b0)
-    if fixed is not None:
-        least, most = np.full_like(least, fixed), np.full_like(most, fixed)
-    sizes, tokens = (tuple(bound.astype(np.int64) for bound in pair) for pair in ((least, most), (boxes.t0, boxes.t1)))
-    return (sizes[0], sizes[1]), (tokens[0], tokens[1])
+    least = np.ceil(boxes.n0 / boxes.b1)
+    return (least if fixed is None else np.full_like(least, fixed)).astype(np.int64)
 
 
 def _most_room(problem: Problem, smallest: Candidates, boxes: _Boxes, most_tokens: Any) -> FreeMemory:
     """The free memory of the smallest candidate of each box, plus what another candidate saves where use does not grow
     with size: cache buffers, which fall with N, and the gathered context, not needed if T exceeds the context."""
-    free, model, cost_model = free_memory(problem, smallest), problem.model, smallest.variant.cost_model
+    free, model, cost_model = free_memory(problem, smallest), problem.model, smallest.cost_model
     none = replace(smallest, kv_tokens=np.zeros_like(smallest.kv_tokens))
     context = np.minimum(smallest.kv_tokens, model.max_positions)
     gathered = transient_bytes(model, smallest, cost_model.dtype) - transient_bytes(model, none, cost_model.dtype)
@@ -354,14 +313,14 @@ def _most_room(problem: Problem, smallest: Candidates, boxes: _Boxes, most_token
         return replace(free, host=free.host + spared)
     if smallest.attention_device == "gpu":
         sizes = (smallest.micro_batch_size, smallest.micro_batch_tokens, smallest.prompt_micro_batches)
-        largest = make_candidates(problem, smallest.variant, boxes.n1.astype(np.int64), *sizes)
+        largest = make_candidates(problem, smallest, boxes.n1.astype(np.int64), *sizes)
         buffer = np.minimum(kv_buffer_tokens(largest), smallest.kv_tokens)
         tokens = np.maximum(kv_buffer_tokens(smallest) - buffer, 0)
         spared = spared + KV_BUFFERS * tokens * costs.kv_layer_bytes(model, cost_model.kv_dtype)
     return replace(free, device=free.device + spared)
 
 
-def _from_disk(problem: Problem, variant: Variant, cost: PassCost, placed: PlacementCounts) -> PassCost:
+def _from_disk(problem: Problem, variant: Candidates, cost: PassCost, placed: PlacementCounts) -> PassCost:
     """``cost`` less the host copies that reading pages from disk could save: a lane's time falls until the disk is as
     busy; without this limit in ``serial``, which overlaps nothing."""
     if "stage" not in cost.lanes:
@@ -384,7 +343,7 @@ def _from_disk(problem: Problem, variant: Variant, cost: PassCost, placed: Place
 
 
 def _pages_or_cache(
-    variant: Variant, cost: PassCost, bare: PlacementCounts, free: FreeMemory, boxes: _Boxes, links: list[PassCost]
+    variant: Candidates, cost: PassCost, bare: PlacementCounts, free: FreeMemory, boxes: _Boxes, links: list[PassCost]
 ) -> PassCost:
     """``cost`` with one more page on the host-to-device link for each device slot that the cache takes, less one page
     in all. ``links``: passes without slots taken, at the least and the most device cache, linear in between."""
@@ -400,41 +359,30 @@ def _pages_or_cache(
 
 def _best_of(costs: list[PassCost]) -> PassCost:
     """The least of every figure; ``first``, which is subtracted again beside the first attention, is infinite."""
-    first = costs[0]
 
-    def least(name: str) -> Any:
-        return np.minimum.reduce(np.broadcast_arrays(*(getattr(cost, name) for cost in costs)))
+    def least(values: Iterable[Any]) -> Any:
+        return np.minimum.reduce(np.broadcast_arrays(*values))
 
+    def least_of(name: str) -> dict[str, Any]:
+        return {lane: least(getattr(cost, name)[lane] for cost in costs) for lane in getattr(costs[0], name)}
+
+    figures = ("count", "act", "attend", "up", "chain", "experts", "link_waits", "link_reads")
     return PassCost(
-        lanes={lane: np.minimum.reduce([cost.lanes[lane] for cost in costs]) for lane in first.lanes},
-        count=least("count"),
-        act=least("act"),
-        attend=least("attend"),
-        up=least("up"),
-        chain=least("chain"),
-        waits={lane: np.minimum.reduce([cost.waits[lane] for cost in costs]) for lane in first.waits},
-        experts=least("experts"),
-        link_waits=least("link_waits"),
+        lanes=least_of("lanes"),
+        waits=least_of("waits"),
+        pages=tuple(least(parts) for parts in zip(*(cost.pages for cost in costs), strict=True)),
         first=np.inf,
-        link_reads=least("link_reads"),
-        look_ahead=first.look_ahead,
-        pages=tuple(np.minimum.reduce(parts) for parts in zip(*(cost.pages for cost in costs), strict=True)),
+        look_ahead=costs[0].look_ahead,
+        **{name: least(getattr(cost, name) for cost in costs) for name in figures},
     )
 
 
 def _lengths(problem: Problem, boxes: _Boxes) -> Any:
     """The length of each of `_SIDES`: of sizes the log of their ratio, of shares the difference."""
     blocks = np.ceil(kv_tokens(problem, boxes.n0) / problem.block_size)
-    return np.stack(
-        [
-            np.log(boxes.n1 / boxes.n0),
-            np.log(boxes.b1 / boxes.b0),
-            np.log(boxes.t1 / boxes.t0),
-            np.log(boxes.r1 / boxes.r0),
-            (boxes.c1 - boxes.c0) / problem.pages,
-            np.where((boxes.k1 - boxes.k0) * blocks < 1 - SLACK, 0.0, boxes.k1 - boxes.k0),
-        ]
-    )
+    sizes = [np.log(getattr(boxes, high) / getattr(boxes, low)) for low, high in _SIDES[:4]]
+    share = np.where((boxes.k1 - boxes.k0) * blocks < 1 - SLACK, 0.0, boxes.k1 - boxes.k0)
+    return np.stack([*sizes, (boxes.c1 - boxes.c0) / problem.pages, share])
 
 
 def _halves(problem: Problem, boxes: _Boxes) -> _Boxes:

@@ -3,17 +3,17 @@ depend on costs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
 import numpy as np
 
 from moelight.core.policy import MOST_COUNTS
-from moelight.optimizer.placement import RequestedPlacement
-from moelight.optimizer.problem import LEAST_TOKENS, Candidates, Problem, Variant, make_candidates
+from moelight.optimizer.problem import ARRAYS, LEAST_TOKENS, Candidates, Problem, make_candidates
 
 WHOLE_UP_TO = 12  # requests up to which the first sample has every N and every number of micro-batches
+WHOLE_WAVES = 8  # full waves up to which the first sample has the N that serves all requests in so many
 SAMPLED = 1600  # candidates of the first sample
 ANEW = 0.1  # the share of random neighbours with newly drawn prompt micro-batches
 MOST_PASSES = 64  # the most passes over which prompts of all slots are spread: each number is a local minimum
@@ -24,18 +24,7 @@ _PARTS = (1, 2, 3, 4, 6, 8)
 _STEPS = (-1, 0, 1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlacedCandidates:
-    """Candidates with their requested placement."""
-
-    sizes: Candidates
-    requested: RequestedPlacement
-
-    def at(self, index: Any) -> PlacedCandidates:
-        return PlacedCandidates(sizes=self.sizes.at(index), requested=self.requested.at(index))
-
-
-def first_sample(problem: Problem, variant: Variant) -> PlacedCandidates:
+def first_sample(problem: Problem, variant: Candidates) -> Candidates:
     """A sample of a variant: sizes and placement shares, each over its whole range; and a coarse grid of N with the
     least of everything else, which takes the least memory."""
     draw, requests = np.random.default_rng(1), problem.workload.num_requests
@@ -43,21 +32,21 @@ def first_sample(problem: Problem, variant: Variant) -> PlacedCandidates:
         every = [(n, b) for n in range(1, requests + 1) for b in range(1, n + 1)]
         n, b = np.array(every * -(-SAMPLED // len(every))).T.astype(float)
     else:
-        sizes = _sizes(requests, np.geomspace(1, requests, 24), waves=8)
+        waves = np.arange(1, WHOLE_WAVES + 1)
+        sizes = np.unique(np.append(-(-requests // waves), np.geomspace(1, requests, 24).astype(int)))
         n = draw.permutation(np.resize(sizes, SAMPLED)).astype(float)
         b = np.where(draw.random(SAMPLED) < 0.6, draw.choice(_PARTS, SAMPLED), np.exp(draw.uniform(0, np.log(n))))
     tokens, prefill = _tokens(problem, draw, len(n))
-    shares = [np.zeros(len(n)), np.full(len(n), np.nan)]
+    computed: Any = 0.0
+    device_kv: Any = np.nan
     if variant.ffn_device == "split":
-        shares[0] = draw.choice(_PAGE_SHARES, len(n)) * problem.pages
+        computed = draw.choice(_PAGE_SHARES, len(n)) * problem.pages
     if cache_is_open(problem, variant):
-        shares[1] = draw.choice(_CACHE_SHARES, len(n))
-    unlimited, nothing = np.full(len(n), np.inf), np.zeros(len(n))
-    columns = [n, b, tokens, prefill / tokens, *shares, unlimited, nothing]
+        device_kv = draw.choice(_CACHE_SHARES, len(n))
+    columns = np.broadcast_arrays(n, b, tokens, prefill / tokens, computed, device_kv, np.inf, 0.0)
     fewest = np.unique(np.append(n[: 1 if requests > WHOLE_UP_TO else None], problem.sequences[0]))
-    least: list[Any] = [fewest, 1.0, LEAST_TOKENS, 1.0, 0.0, np.nan, np.inf, 0.0]
-    rows = np.broadcast_arrays(*least)
-    return _choices(problem, variant, *(np.append(row, column) for row, column in zip(rows, columns, strict=True)))
+    least = np.broadcast_arrays(fewest, 1.0, LEAST_TOKENS, 1.0, 0.0, np.nan, np.inf, 0.0)
+    return _choices(problem, variant, *(np.append(row, column) for row, column in zip(least, columns, strict=True)))
 
 
 def _tokens(problem: Problem, draw: np.random.Generator, count: int) -> tuple[Any, Any]:
@@ -70,7 +59,7 @@ def _tokens(problem: Problem, draw: np.random.Generator, count: int) -> tuple[An
     return tokens, tokens * np.exp2(np.minimum(draw.exponential(2.5, count), np.log2(np.maximum(most / tokens, 1))))
 
 
-def _prefill_over(problem: Problem, variant: Variant, sequences: Any, passes: Any) -> Any:
+def _prefill_over(problem: Problem, variant: Candidates, sequences: Any, passes: Any) -> Any:
     """Prompt tokens of a pass if the prompts of ``sequences`` are spread over ``passes`` (`hrm.workload_model`)."""
     prompt = problem.workload.prompt_len
     if variant.admission == "static":
@@ -78,11 +67,11 @@ def _prefill_over(problem: Problem, variant: Variant, sequences: Any, passes: An
     return sequences / passes * (prompt - 1)
 
 
-def around(problem: Problem, beam: PlacedCandidates, *, step: float) -> PlacedCandidates:
+def around(problem: Problem, beam: Candidates, *, step: float) -> Candidates:
     """Neighbours of candidates of one variant: sizes by a factor up to ``1 + step``, shares by up to ``step``, or one
     unit."""
-    candidate, requests = beam.sizes, problem.workload.num_requests
-    n, mu, t, p = (np.atleast_1d(np.asarray(getattr(candidate, name)))[:, None] for name in _SIZE_NAMES)
+    requests = problem.workload.num_requests
+    n, mu, t, p, *requested = (column[:, None] for column in _columns(beam))
     factor, single, in_waves, times, more, twice = _SIZE_MOVES
     scale, waves = (1.0 + step) ** factor, -(-requests // n)
     more_waves = np.maximum(1, np.round(waves * scale) + single).astype(np.int64)
@@ -91,31 +80,25 @@ def around(problem: Problem, beam: PlacedCandidates, *, step: float) -> PlacedCa
     batches = np.round(parts * twice * (1.0 + step) ** times) + more
     batches = np.where(more == _SAME_SIZE, np.ceil(np.maximum(size, 1) / mu), batches)
     tokens, prefill = _token_moves(t, p, step)
-    requested = _columns(beam.requested)
-    near, alone = _near_shares(problem, candidate, requested, step)
-    moves: list[tuple[Any, ...]] = [(size, batches, t, p, requested)]
-    prefills = _prefill_over(problem, candidate.variant, n, _PASSES)
+    near, alone = _near_shares(problem, beam, requested, step)
+    moves: list[tuple[Any, ...]] = [(size, batches, t, p, *requested)]
+    prefills = _prefill_over(problem, beam, n, _PASSES)
     for shares in (requested, (*requested[:3], 0.0)):
-        moves += [(n, parts, tokens, prefill, shares), (n, parts, t, np.ceil(prefills / t), shares)]
+        moves += [(n, parts, tokens, prefill, *shares), (n, parts, t, np.ceil(prefills / t), *shares)]
     for many in (p, p + 1.0, np.maximum(p - 1.0, 1.0)):
-        moves += [(n, parts, np.ceil(prefills / many), many, requested)]
-    moves += [(n, parts, t, p, shares) for shares in (*near, *alone)]
-    columns: list[list[Any]] = [[] for _ in range(8)]
-    for *sizes, shares in moves:
-        for column, part in zip(columns, np.broadcast_arrays(*sizes, *shares), strict=True):
-            column.append(part.ravel())
-    return _choices(problem, candidate.variant, *map(np.concatenate, columns))
+        moves += [(n, parts, np.ceil(prefills / many), many, *requested)]
+    moves += [(n, parts, t, p, *shares) for shares in (*near, *alone)]
+    rows = [[column.ravel() for column in np.broadcast_arrays(*move)] for move in moves]
+    return _choices(problem, beam, *map(np.concatenate, zip(*rows, strict=True)))
 
 
 def scattered(
-    problem: Problem, beam: PlacedCandidates, draw: np.random.Generator, count: int, *, widest: float = 0.0
-) -> PlacedCandidates:
+    problem: Problem, beam: Candidates, draw: np.random.Generator, count: int, *, widest: float = 0.0
+) -> Candidates:
     """Random neighbours of candidates of one variant: each size and share is kept, or changed by a random factor whose
     logarithm has a scale from 0.001 to 10 to the power of ``widest``."""
-    candidate, requests, requested = beam.sizes, problem.workload.num_requests, _columns(beam.requested)
-    pick = draw.integers(len(candidate.batch_size), size=count)
-    n, mu, t, p = (np.asarray(getattr(candidate, name))[pick] for name in _SIZE_NAMES)
-    computed, cache, resident, spilled = (column[pick, 0] for column in requested)
+    requests, pick = problem.workload.num_requests, draw.integers(len(beam.batch_size), size=count)
+    n, mu, t, p, computed, cache, resident, spilled = (column[pick] for column in _columns(beam))
 
     def some(share: float) -> Any:
         return draw.random(count) < share
@@ -139,43 +122,37 @@ def scattered(
     prefill = t * p * np.where(some(0.4), 1.0, np.where(some(0.3), 2.0 ** draw.integers(-2, 3, count), scale()))
     prefill = np.where(some(ANEW), prefill_anew, prefill)
     passes = np.maximum(1, np.round(np.exp(draw.uniform(0, np.log(MOST_PASSES), count))))
-    prefill = np.where(some(ANEW), _prefill_over(problem, candidate.variant, size, passes), prefill)
+    prefill = np.where(some(ANEW), _prefill_over(problem, beam, size, passes), prefill)
     prompts = np.where(some(0.3), p, np.round(prefill / np.maximum(tokens, 1)) + np.where(some(0.8), 0, 1))
-    if cache_is_open(problem, candidate.variant):
+    if cache_is_open(problem, beam):
         resident = np.where(some(0.2), np.inf, moved(np.minimum(resident, problem.pages)))
         cache = np.where(some(0.1), np.nan, cache)
-    if candidate.ffn_device == "split":
+    if beam.ffn_device == "split":
         computed = moved(computed)
-    if candidate.ffn_device != "cpu":
+    if beam.ffn_device != "cpu":
         spilled = moved(spilled)
-    return _choices(problem, candidate.variant, size, batches, tokens, prompts, computed, cache, resident, spilled)
+    return _choices(problem, beam, size, batches, tokens, prompts, computed, cache, resident, spilled)
 
 
-def as_of(problem: Problem, choices: PlacedCandidates, variant: Variant) -> PlacedCandidates:
+def as_of(problem: Problem, beam: Candidates, variant: Candidates) -> Candidates:
     """The same sizes in another variant, with those parts of the requested placement that the variant has."""
-    candidate, (computed, cache, resident, spilled) = choices.sizes, _columns(choices.requested)
-    n, mu, t, p = (np.asarray(getattr(candidate, name)) for name in _SIZE_NAMES)
-    open_here, count = cache_is_open(problem, variant), len(n)
-    return _choices(
-        problem,
-        variant,
-        n,
-        -(-n // mu),
-        t,
-        p,
-        computed[:, 0] if variant.ffn_device == "split" else np.zeros(count),
-        cache[:, 0] if open_here else np.full(count, np.nan),
-        resident[:, 0] if open_here else np.full(count, np.inf),
-        spilled[:, 0] if variant.ffn_device != "cpu" else np.zeros(count),
-    )
+    n, mu, t, p, computed, cache, resident, spilled = _columns(beam)
+    if variant.ffn_device != "split":
+        computed = np.zeros_like(computed)
+    if not cache_is_open(problem, variant):
+        cache, resident = np.full_like(cache, np.nan), np.full_like(resident, np.inf)
+    if variant.ffn_device == "cpu":
+        spilled = np.zeros_like(spilled)
+    return _choices(problem, variant, n, -(-n // mu), t, p, computed, cache, resident, spilled)
 
 
-def _sizes(requests: int, lattice: Any, *, waves: int) -> Any:
-    """N of a lattice, and every N that serves all requests in at most ``waves`` full waves."""
-    return np.unique(np.append(-(-requests // np.arange(1, waves + 1)), lattice.astype(int)))
+def _columns(beam: Candidates) -> Iterator[Any]:
+    """N, μ, the tokens and the number of prompt micro-batches, and the requested placement, as arrays."""
+    for name in _COLUMNS:
+        yield np.atleast_1d(np.asarray(getattr(beam, name)))
 
 
-_SIZE_NAMES = ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches")
+_COLUMNS = tuple(name for name in ARRAYS if name != "kv_tokens")
 _SAME_SIZE = 99.0  # in place of a change of the number of micro-batches: keep the size of each
 
 
@@ -203,12 +180,6 @@ def _token_moves(t: Any, p: Any, step: float) -> tuple[Any, Any]:
     return tuple(np.concatenate(parts, axis=1) for parts in zip(both, prompt_batches, kept, strict=True))  # type: ignore[return-value]
 
 
-def _columns(requested: RequestedPlacement) -> tuple[Any, Any, Any, Any]:
-    shares = requested.computed, requested.device_kv, requested.resident, requested.spilled
-    computed, device_kv, resident, spilled = (np.atleast_1d(np.asarray(a, dtype=float))[:, None] for a in shares)
-    return computed, device_kv, resident, spilled
-
-
 def _near_shares(problem: Problem, candidate: Candidates, requested: Any, step: float) -> tuple[list[Any], list[Any]]:
     """Placements near ``requested``: other numbers of resident pages, the cache in the remaining memory; and a second
     list for unchanged sizes only: other numbers of pages for the CPU, and pages on disk instead of host memory."""
@@ -216,7 +187,7 @@ def _near_shares(problem: Problem, candidate: Candidates, requested: Any, step: 
     single, wide = np.array([1.0, -1.0, 1.0, -1.0]), np.array([1.0, -1.0, 0.0, 0.0]) * step / 4
     near: list[Any] = []
     alone: list[Any] = [requested]
-    if cache_is_open(problem, candidate.variant):
+    if cache_is_open(problem, candidate):
         pages = np.minimum(most, problem.pages) + single + np.round(problem.pages * wide)
         near += [(c, np.nan, kept, x) for kept in (*pages.T[:2, :, None], np.inf)] + [(c, 1.0, np.inf, x)]
         alone += [(c, np.nan, kept, x) for kept in pages.T[2:, :, None]]
@@ -232,18 +203,18 @@ def _near_shares(problem: Problem, candidate: Candidates, requested: Any, step: 
     return near, alone
 
 
-def cache_is_open(problem: Problem, variant: Variant) -> bool:
+def cache_is_open(problem: Problem, variant: Candidates) -> bool:
     """True if cache and pages compete for device memory and neither share is fixed."""
     open_here = problem.device_kv is None and problem.share("weights.device") is None
     return open_here and variant.attention_device == "gpu" and variant.ffn_device != "cpu"
 
 
 def _choices(
-    problem: Problem, variant: Variant, n: Any, b: Any, t: Any, p: Any, c: Any, k: Any, most: Any, x: Any
-) -> PlacedCandidates:
+    problem: Problem, variant: Candidates, n: Any, b: Any, t: Any, p: Any, c: Any, k: Any, most: Any, x: Any
+) -> Candidates:
     """Candidates from raw columns: clipped, fixed values inserted, μ as small as possible, infeasible rows dropped."""
     fewest, largest = problem.sequences
-    number, size, tokens, prefill = (problem.count(key) for key in _COUNTS)
+    number, size, tokens, prefill = (problem.count(key) for key in ("num_micro_batches", *_COLUMNS[1:4]))
     n = np.clip(n, fewest, largest).astype(np.int64)
     b = np.clip(b, 1, n).astype(np.int64) if number is None else np.full_like(n, number)
     mu = -(-n // b) if size is None else np.full_like(n, size)
@@ -253,8 +224,8 @@ def _choices(
     t = t if tokens is None else np.full_like(n, tokens)
     most_batches = np.minimum(-(-most_tokens // t), MOST_COUNTS["prompt_micro_batches"])
     p = np.clip(p, 1, most_batches).astype(np.int64) if prefill is None else np.full_like(n, prefill)
-    share = problem.share("cpu_experts") if variant.ffn_device == "split" else None
-    c = np.round(np.clip(c, 0, problem.pages)) if share is None else np.full_like(c, round(share * problem.pages))
+    computed = problem.fixed_pages("cpu_experts") if variant.ffn_device == "split" else None
+    c = np.round(np.clip(c, 0, problem.pages)) if computed is None else np.full_like(c, computed)
     k = np.clip(k, 0.0, 1.0)
     if variant.attention_device == "gpu" and problem.device_kv is not None:
         k = np.full_like(k, problem.device_kv)
@@ -264,10 +235,4 @@ def _choices(
     most = np.where(np.isnan(k), np.clip(most, 0, np.inf), np.inf)
     kept = np.flatnonzero(keep)
     n, mu, t, p, c, k, most, x = (a[kept] for a in (n, mu, t, p, c, k, most, np.clip(x, 0, problem.pages)))
-    return PlacedCandidates(
-        sizes=make_candidates(problem, variant, n, mu, t, p),
-        requested=RequestedPlacement(computed=c, device_kv=k, resident=most, spilled=x),
-    )
-
-
-_COUNTS = ("num_micro_batches", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches")
+    return make_candidates(problem, variant, n, mu, t, p, computed=c, device_kv=k, resident=most, spilled=x)

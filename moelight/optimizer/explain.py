@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from moelight.core.errors import BudgetError
 from moelight.core.policy import Policy
 from moelight.core.units import format_bytes
-from moelight.hrm.machine_model import Speeds, Unit, slowed_unit
-from moelight.optimizer.candidates import PlacedCandidates, around, first_sample, scattered
-from moelight.optimizer.placement import RequestedPlacement, fill, free_memory
+from moelight.hrm.machine_model import Unit, slowed_unit
+from moelight.optimizer.candidates import around, first_sample, scattered
+from moelight.optimizer.placement import Found, fill, free_memory
 from moelight.optimizer.plan import Plan, WhatIf
-from moelight.optimizer.problem import Problem, variants
-from moelight.optimizer.search import Found, keep_best, search
+from moelight.optimizer.problem import Candidates, Problem, variants
+from moelight.optimizer.search import keep_best, search
 from moelight.profiles.model import ModelProfile
 
 WORTH_SAYING = 0.01
@@ -45,44 +47,48 @@ def what_if(problem: Problem, found: Found) -> tuple[WhatIf, ...]:
     """The gain of doubling each part of the machine, best first, without gains below 1 %. Devices and schedule are kept
     and only sizes near the chosen ones are tried, so that planning anew can only gain more."""
     now_s = _seconds(problem, found)
-    changes = {f"twice the {what}": changed for what, changed in _better(problem).items()}
-    gains = [WhatIf(change=change, gain=now_s / _seconds(better, found) - 1.0) for change, better in changes.items()]
-    return tuple(sorted((h for h in gains if h.gain >= WORTH_SAYING), key=lambda h: -h.gain))
+    return worth_saying({what: now_s / _seconds(better, found) - 1.0 for what, better in _better(problem).items()})
+
+
+def worth_saying(gains: Mapping[str, float]) -> tuple[WhatIf, ...]:
+    """The gains of doubling each part of a machine that reach `WORTH_SAYING`, best first."""
+    found = (WhatIf(change=f"twice the {what}", gain=gain) for what, gain in gains.items() if gain >= WORTH_SAYING)
+    return tuple(sorted(found, key=lambda each: -each.gain))
 
 
 def _seconds(problem: Problem, found: Found) -> float:
     """Seconds of the job at the best sizes near those of ``found``, with its devices and schedule."""
-    variant = found.candidate.variant
-    variant = replace(variant, cost_model=replace(variant.cost_model, speeds=problem.speeds))
-    sizes = replace(found.candidate, variant=variant)
-    cache = found.placed.device_blocks / -(-int(sizes.kv_tokens) // sizes.kv_block_size)
-    requested = RequestedPlacement(computed=np.asarray(found.placed.computed), device_kv=np.asarray(cache or np.nan))
-    best = keep_best(problem, None, around(problem, PlacedCandidates(sizes=sizes, requested=requested), step=STEP))
+    here = replace(
+        found.candidate,
+        cost_model=replace(found.candidate.cost_model, speeds=problem.speeds),
+        computed=found.placed.computed,
+        device_kv=found.placed.device_kv or np.nan,
+        resident=np.inf,
+        spilled=0.0,
+    )
+    best = keep_best(problem, None, around(problem, here, step=STEP))
     draw = np.random.default_rng(0)
     for _ in range(ROUNDS if best is not None else 0):
-        best = keep_best(problem, best, scattered(problem, best.choices, draw, DRAWN))
+        best = keep_best(problem, best, scattered(problem, best.candidates, draw, DRAWN))
     return np.inf if best is None else float(best.least)
 
 
 def _better(problem: Problem) -> dict[str, Problem]:
-    speeds, sizes = problem.speeds, dict(problem.capacity_bytes)
-    found = {}
-    if problem.has_gpu:
-        found["device memory"] = replace(problem, capacity_bytes={**sizes, "device": 2 * sizes["device"]})
-        found["link bandwidth"] = _faster(problem, h2d=2 * speeds.h2d, d2h=2 * speeds.d2h)
-    if speeds.gpu is not None:
-        found["GPU"] = _faster(problem, gpu=_twice(speeds.gpu))
-    found["host memory"] = replace(problem, capacity_bytes={**sizes, "host": 2 * sizes["host"]})
-    found["CPU"] = _faster(problem, cpu=_twice(speeds.cpu))
-    found["host memory bandwidth"] = _faster(problem, dram=2 * speeds.dram, stage=2 * speeds.stage)
-    if speeds.disk:
-        found["disk bandwidth"] = _faster(problem, disk=2 * speeds.disk)
+    speeds, found = problem.speeds, {}
+    changes: dict[str, dict[str, Any]] = {
+        "link bandwidth": {"h2d": 2 * speeds.h2d, "d2h": 2 * speeds.d2h} if problem.has_gpu else {},
+        "GPU": {"gpu": _twice(speeds.gpu)} if speeds.gpu is not None else {},
+        "CPU": {"cpu": _twice(speeds.cpu)},
+        "host memory bandwidth": {"dram": 2 * speeds.dram, "stage": 2 * speeds.stage},
+        "disk bandwidth": {"disk": 2 * speeds.disk} if speeds.disk else {},
+    }
+    for tier in ("device", "host"):
+        if tier in problem.capacity_bytes:
+            found[f"{tier} memory"] = _with(problem, tier, 2 * problem.capacity_bytes[tier])
+    for what, faster in changes.items():
+        if faster:
+            found[what] = replace(problem, speeds=replace(speeds, **faster))
     return found
-
-
-def _faster(problem: Problem, **changes: object) -> Problem:
-    speeds: Speeds = replace(problem.speeds, **changes)  # type: ignore[arg-type]
-    return replace(problem, speeds=speeds)
 
 
 def _twice(unit: Unit) -> Unit:
@@ -131,21 +137,21 @@ def _with(problem: Problem, tier: str, size: int) -> Problem:
     return replace(problem, capacity_bytes={**problem.capacity_bytes, tier: size})
 
 
-def _smallest(choices: PlacedCandidates) -> PlacedCandidates:
-    """The candidates with the fewest sequences; memory use grows with N."""
-    sizes = choices.sizes.batch_size
-    return choices.at(np.flatnonzero(sizes == np.min(sizes, initial=1 << 60)))
+def _smallest(candidates: Candidates) -> Candidates:
+    """Those with the fewest sequences; memory use grows with N."""
+    sizes = candidates.batch_size
+    return candidates.at(np.flatnonzero(sizes == np.min(sizes, initial=_PLENTY)))
 
 
-def _least(problem: Problem, looks: list[PlacedCandidates], tier: str) -> int | None:
+def _least(problem: Problem, looks: list[Candidates], tier: str) -> int | None:
     """The least bytes of ``tier`` with which some candidate fits; None if more of ``tier`` does not help."""
     if tier not in problem.capacity_bytes:
         return None
 
-    def fitting(size: int) -> list[PlacedCandidates]:
+    def fitting(size: int) -> list[Candidates]:
         some = _with(problem, tier, size)
-        found = [choices.at(np.flatnonzero(fill(some, choices.sizes, choices.requested).feasible)) for choices in looks]
-        return [choices for choices in found if choices.sizes.batch_size.size]
+        found = [candidates.at(np.flatnonzero(fill(some, candidates)[1])) for candidates in looks]
+        return [candidates for candidates in found if candidates.batch_size.size]
 
     low, high, looks = problem.capacity_bytes[tier], _PLENTY, fitting(_PLENTY)
     if not looks:
@@ -168,8 +174,8 @@ def _without_a_fix(problem: Problem) -> str:
 
 def _on_disk(problem: Problem) -> BudgetError:
     """The error for a disk too small for the expert pages, where more memory does not help."""
-    free = [free_memory(problem, first_sample(problem, variant).sizes) for variant in variants(problem)]
-    needed = free[0].pages * free[0].page_bytes
+    free = free_memory(problem, next(variants(problem)))
+    needed = free.pages * free.page_bytes
     given = problem.capacity_bytes.get("disk", 0)
     return BudgetError(
         f"--disk {format_bytes(given)} is too small for {problem.model.name}: its experts take "

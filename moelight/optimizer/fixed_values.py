@@ -3,8 +3,9 @@ contradictions on any machine. Keys are spelled as in ``policy_as_dict``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from itertools import combinations
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, combinations, product
 
 from moelight.core.dtypes import DTYPES, FLOAT32
 from moelight.core.errors import ConfigError, did_you_mean
@@ -18,13 +19,12 @@ from moelight.core.policy import (
     RESIDENTS,
     check_count,
 )
+from moelight.optimizer.problem import Fixed
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.layout import EXPERT_PLACES
 from moelight.scheduler.requirements import misfit
-
-Fixed = str | int | float
 
 SHORT = {"attention": "attention_device", "ffn": "ffn_device"}
 _COUNTS = (
@@ -52,6 +52,7 @@ _WORDS = {
 KEYS = (*_COUNTS, *_WORDS, *_SHARES)
 SIZES = ("batch_size", "micro_batch_size", "num_micro_batches")
 _MOST_CACHE_BYTES = 1 << 62
+_OFF_HOST = ("weights.device", "weights.disk")
 _SLACK = 1e-9
 _MOST_DIGITS = 20  # of a count
 
@@ -79,14 +80,12 @@ def parse_fixes(given: Iterable[str]) -> dict[str, Fixed]:
 
 def check_fixes(fixes: Mapping[str, Fixed], *, has_gpu: bool) -> None:
     """Raise ConfigError if two of ``fixes`` contradict each other (both are named), or a GPU is missing."""
-    _check_shares(fixes, ("weights.device", "weights.host", "weights.disk"))
-    _check_shares(fixes, ("kv.device", "kv.host"))
-    _check_counts(fixes)
-    _check_cpu_experts(fixes)
-    _check_placement(fixes)
+    for keys, why in chain(_in_shares(fixes), _in_sizes(fixes), _in_devices(fixes)):
+        raise _contradiction(fixes, *keys, why=why)
     _check_schedule(fixes, has_gpu=has_gpu)
-    if not has_gpu:
-        _check_without_gpu(fixes)
+    for key in ("attention_device", "ffn_device", "weights.device", "kv.device", "cpu_experts"):
+        if not has_gpu and fixes.get(key, "cpu") not in ("cpu", 0.0):
+            raise ConfigError(f"--fix {key}={fixes[key]} needs a GPU, and this machine has none")
 
 
 def check_extent(model: ModelProfile, workload: Workload, fixes: Mapping[str, Fixed]) -> None:
@@ -112,7 +111,10 @@ def _value(key: str, value: str, text: str) -> Fixed:
             raise ConfigError(f"--fix {text}: {key} is not one of {listed}{did_you_mean(value, words)}")
         return value
     if key in _SHARES:
-        return _share(value, text)
+        with contextlib.suppress(ValueError):
+            if 0 <= (share := float(value)) <= 1:
+                return share
+        raise ConfigError(f"--fix {text}: a share is a number from 0 to 1")
     count = int(value) if value.isascii() and value.isdecimal() and len(value) <= _MOST_DIGITS else 0
     if key == "kv_block_size":
         if count not in KV_BLOCK_SIZES:
@@ -128,91 +130,60 @@ def _check_range(fixes: Mapping[str, Fixed]) -> None:
             check_count(key, int(fixes[key]), least=1)
 
 
-def _share(value: str, text: str) -> float:
-    try:
-        share = float(value)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:  # also where it is no number at all
-        raise ConfigError(f"--fix {text}: a share is a number from 0 to 1")
-    return share
+_Contradictions = Iterator[tuple[tuple[str, ...], str]]  # keys that contradict each other, and why
 
 
-def _check_without_gpu(fixes: Mapping[str, Fixed]) -> None:
-    for key in ("attention_device", "ffn_device", "weights.device", "kv.device", "cpu_experts"):
-        if fixes.get(key, "cpu") not in ("cpu", 0.0):
-            raise ConfigError(f"--fix {key}={fixes[key]} needs a GPU, and this machine has none")
+def _in_shares(fixes: Mapping[str, Fixed]) -> _Contradictions:
+    for keys in (("weights.device", "weights.host", "weights.disk"), ("kv.device", "kv.host")):
+        given = {key: float(fixes[key]) for key in keys if key in fixes}
+        for one, other in combinations(given, 2):
+            if given[one] + given[other] > 1 + _SLACK:
+                yield (one, other), "shares sum to 1"
+        total = sum(given.values())
+        if total > 1 + _SLACK or (len(given) == len(keys) and total < 1 - _SLACK):
+            yield tuple(given), f"shares sum to 1, and these to {total:g}"
 
 
-def _check_shares(fixes: Mapping[str, Fixed], keys: tuple[str, ...]) -> None:
-    """Refuse shares that exceed 1 in sum, or that are all given and fall short of 1."""
-    given = {key: float(fixes[key]) for key in keys if key in fixes}
-    for one, other in combinations(given, 2):
-        if given[one] + given[other] > 1 + _SLACK:
-            raise _contradiction(fixes, one, other, why="shares sum to 1")
-    total = sum(given.values())
-    if total > 1 + _SLACK or (len(given) == len(keys) and total < 1 - _SLACK):
-        raise _contradiction(fixes, *given, why=f"shares sum to 1, and these to {total:g}")
-
-
-def _check_counts(fixes: Mapping[str, Fixed]) -> None:
-    """Refuse contradictory counts: N is cut into micro-batches of at most μ sequences, each with at least one token."""
+def _in_sizes(fixes: Mapping[str, Fixed]) -> _Contradictions:
     _check_range(fixes)
-    for smaller, larger in (("micro_batch_size", "batch_size"), ("num_micro_batches", "batch_size")):
-        if int(fixes.get(smaller, 1)) > int(fixes.get(larger, 1 << 62)):
-            raise _contradiction(fixes, smaller, larger, why="a micro-batch is a part of the batch")
-    if int(fixes.get("micro_batch_tokens", 1 << 62)) < int(fixes.get("micro_batch_size", 1)):
-        raise _contradiction(fixes, "micro_batch_size", "micro_batch_tokens", why="a sequence brings a token")
-    if all(key in fixes for key in SIZES):
-        whole, part, number = (int(fixes[key]) for key in SIZES)
-        if number * part < whole or (number - 1) * part >= whole:
-            why = f"{whole} sequences in micro-batches of {part} are {-(-whole // part)} micro-batches"
-            raise _contradiction(fixes, *SIZES, why=why)
+    mu, whole = int(fixes.get("micro_batch_size", 1)), int(fixes.get("batch_size", 1 << 62))
+    for key in ("micro_batch_size", "num_micro_batches"):
+        if int(fixes.get(key, 1)) > whole:
+            yield (key, "batch_size"), "a micro-batch is a part of the batch"
+    if int(fixes.get("micro_batch_tokens", 1 << 62)) < mu:
+        yield ("micro_batch_size", "micro_batch_tokens"), "a sequence brings a token"
+    if all(key in fixes for key in SIZES) and -(-whole // mu) != int(fixes["num_micro_batches"]):
+        yield SIZES, f"{whole} sequences in micro-batches of {mu} are {-(-whole // mu)} micro-batches"
 
 
-def _check_cpu_experts(fixes: Mapping[str, Fixed]) -> None:
-    """Refuse ``cpu_experts`` without ``split``, or above the share of experts in host memory."""
-    share = fixes.get("cpu_experts")
-    if not share:
-        return
-    if fixes.get("ffn_device", "split") != "split":
-        raise _contradiction(fixes, "cpu_experts", "ffn_device", why="only split lets CPU and GPU share the experts")
-    if float(share) > float(fixes.get("weights.host", 1.0)) + _SLACK:
-        raise _contradiction(fixes, "cpu_experts", "weights.host", why="the CPU computes experts in host memory")
-    for key in ("weights.device", "weights.disk"):
-        if float(share) + float(fixes.get(key, 0.0)) > 1 + _SLACK:
-            raise _contradiction(fixes, "cpu_experts", key, why="the CPU computes experts in host memory")
+def _in_devices(fixes: Mapping[str, Fixed]) -> _Contradictions:
+    def share(key: str, default: float) -> float:
+        return float(fixes.get(key, default))
 
-
-def _check_placement(fixes: Mapping[str, Fixed]) -> None:
-    """Refuse placements in a memory that the fixed processor does not read."""
+    on_cpu, why = share("cpu_experts", 0.0), "the CPU computes experts in host memory"
+    if on_cpu and fixes.get("ffn_device", "split") != "split":
+        yield ("cpu_experts", "ffn_device"), "only split lets CPU and GPU share the experts"
+    for key, left in (("weights.host", share("weights.host", 1.0)), *((key, 1 - share(key, 0.0)) for key in _OFF_HOST)):
+        if on_cpu and on_cpu > left + _SLACK:
+            yield ("cpu_experts", key), why
     if fixes.get("attention_device") == "cpu":
-        why = "the CPU attends over keys and values in host memory"
-        if fixes.get("kv.device"):
-            raise _contradiction(fixes, "attention_device", "kv.device", why=why)
-        if float(fixes.get("kv.host", 1.0)) < 1 - _SLACK:
-            raise _contradiction(fixes, "attention_device", "kv.host", why=why)
+        for key, used in (("kv.device", share("kv.device", 0.0) > 0), ("kv.host", share("kv.host", 1.0) < 1 - _SLACK)):
+            if used:
+                yield ("attention_device", key), "the CPU attends over keys and values in host memory"
     if fixes.get("ffn_device") == "cpu" and fixes.get("weights.device"):
-        raise _contradiction(fixes, "ffn_device", "weights.device", why="the CPU computes experts in host memory")
+        yield ("ffn_device", "weights.device"), why
 
 
 def _check_schedule(fixes: Mapping[str, Fixed], *, has_gpu: bool) -> None:
     """Refuse a fixed schedule whose devices are missing or fixed otherwise."""
     if "schedule" not in fixes:
         return
-    schedule, devices = str(fixes["schedule"]), ("attention_device", "ffn_device")
-    attentions, ffns = (
-        (str(fixes[key]),) if key in fixes else known
-        for key, known in zip(devices, (PROCESSORS, FFN_DEVICES), strict=True)
-    )
-    reasons = [
-        misfit(schedule, discrete=has_gpu, attention=attention, experts=EXPERT_PLACES[ffn])
-        for attention in attentions
-        for ffn in ffns
-    ]
+    schedule, known = str(fixes["schedule"]), {"attention_device": PROCESSORS, "ffn_device": FFN_DEVICES}
+    choices = product(*((str(fixes[key]),) if key in fixes else words for key, words in known.items()))
+    reasons = [misfit(schedule, discrete=has_gpu, attention=a, experts=EXPERT_PLACES[ffn]) for a, ffn in choices]
     if None in reasons:
         return
-    named = [key for key in devices if key in fixes]
+    named = [key for key in known if key in fixes]
     if not has_gpu or not named:
         raise ConfigError(f"--fix schedule={schedule} cannot be: it {reasons[0]}")
     raise _contradiction(fixes, "schedule", *named, why=f"{schedule} {reasons[0]}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import numpy as np
 from moelight.hrm.estimate import cost_of, job_s, kinds_of
 from moelight.hrm.pass_cost import PlacementCounts
 from moelight.hrm.schedule_time import SCHEDULE_TERMS
-from moelight.optimizer.placement import FreeMemory, fixed_device_kv, free_memory
+from moelight.optimizer.placement import Found, FreeMemory, free_memory
 from moelight.optimizer.problem import Candidates, Problem
 
 _TOLERANCE = 2e-6  # of a slot: by how much the solver may exceed a limit
@@ -27,98 +26,68 @@ _AFFINE_IN = ("from_host", "from_disk", "computed", "device_kv")
 _NAMES = ("resident", "from_host", "from_disk", "computed", "per_layer", "device_blocks", "pinned", "reads")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SolvedPlacement:
-    """Page counts and device cache blocks of the best placement, and the seconds of the job."""
-
-    resident: int
-    from_host: int
-    from_disk: int
-    computed: int
-    device_blocks: int
-    seconds: float
-
-
-@dataclass(kw_only=True, slots=True)
 class _IntegerProgram:
-    """Non-negative integers `_NAMES` and the seconds of ``seconds`` kinds of passes, within linear limits."""
+    """Non-negative integers `_NAMES`, at most ``most_of`` each, and the seconds of ``kinds`` kinds of passes, whose sum
+    is minimal, within linear limits."""
 
-    seconds: int
-    matrix: list[Any] = field(default_factory=list)
-    least: list[float] = field(default_factory=list)
-    most: list[float] = field(default_factory=list)
-    most_of: dict[str, float] = field(default_factory=dict)
+    def __init__(self, kinds: int, most_of: Mapping[str, float]) -> None:
+        import highspy
+
+        self._optimal, self._solver = highspy.HighsModelStatus.kOptimal, highspy.Highs()  # type: ignore[no-untyped-call]
+        self._solver.silent()
+        self._solver.setOptionValue("mip_rel_gap", 1e-9)
+        self._solver.setOptionValue("threads", 1)
+        for index, name in enumerate(_NAMES):
+            self._solver.addVar(0.0, most_of.get(name, np.inf))
+            self._solver.changeColIntegrality(index, highspy.HighsVarType.kInteger)
+        for kind in range(kinds):
+            self._solver.addVar(0.0, np.inf)
+            self._solver.changeColCost(len(_NAMES) + kind, 1.0)
 
     def add(
         self, coefficients: Mapping[str, float], *, least: float = -np.inf, most: float = np.inf, kind: int = -1
     ) -> None:
         """Limit a linear sum of variables. ``kind``: the kind of pass whose seconds are subtracted from the sum."""
-        row = np.zeros(len(_NAMES) + self.seconds)
-        for name, value in coefficients.items():
-            row[_NAMES.index(name)] = value
+        row = {_NAMES.index(name): float(value) for name, value in coefficients.items() if value}
         if kind >= 0:
             row[len(_NAMES) + kind] = -1.0
-        self.matrix.append(row)
-        self.least.append(least)
-        self.most.append(most)
+        columns, values = np.array(list(row), dtype=np.int32), np.array(list(row.values()), dtype=float)
+        self._solver.addRow(least, most, len(row), columns, values)
 
     def solved(self) -> list[float] | None:
-        """The values of all variables that minimise the sum of seconds; None if infeasible."""
-        import highspy
-
-        lp, matrix, whole = highspy.HighsLp(), np.array(self.matrix), len(_NAMES)
-        lp.num_row_, lp.num_col_ = matrix.shape
-        lp.col_cost_ = np.repeat([0.0, 1.0], [whole, self.seconds])
-        lp.col_lower_ = np.zeros(lp.num_col_)
-        lp.col_upper_ = np.array([*(self.most_of.get(name, np.inf) for name in _NAMES), *[np.inf] * self.seconds])
-        lp.row_lower_, lp.row_upper_ = np.array(self.least), np.array(self.most)
-        integer, continuous = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
-        lp.integrality_ = [integer] * whole + [continuous] * self.seconds
-        row, column = np.nonzero(matrix)
-        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        lp.a_matrix_.start_ = np.searchsorted(row, np.arange(lp.num_row_ + 1))
-        lp.a_matrix_.index_, lp.a_matrix_.value_ = column, matrix[row, column]
-        solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
-        solver.silent()
-        solver.setOptionValue("mip_rel_gap", 1e-9)
-        solver.setOptionValue("threads", 1)
-        solver.passModel(lp)
-        solver.run()
-        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+        """The values of all variables; None if infeasible."""
+        self._solver.run()
+        if self._solver.getModelStatus() != self._optimal:
             return None
-        return list(solver.getSolution().col_value)
+        return list(self._solver.getSolution().col_value)
 
 
-def solve(problem: Problem, candidate: Candidates) -> SolvedPlacement | None:
-    """The best placement of one candidate (a `Candidates` of scalars); None if none fits."""
+def solve(problem: Problem, candidate: Candidates) -> Found | None:
+    """The best placement of one candidate (numbers, no arrays); None if none fits."""
     free, terms = free_memory(problem, candidate), _terms(problem, candidate)
-    integer_program = _IntegerProgram(seconds=len(terms))
+    integer_program = _IntegerProgram(len(terms), {"device_blocks": int(free.kv_blocks), "reads": 1})
     _memory(candidate, free, integer_program)
     _fixed(problem, candidate, free, integer_program)
     scale = sum(count * float(base.max()) for count, _, base in terms)  # the solver's tolerance is of numbers near 1
     blocks = max(int(free.kv_blocks), 1)
     for kind, (count, slopes, base) in enumerate(terms):
         for slope, alone in zip(slopes * (count / scale), base * (count / scale), strict=True):
-            per = dict(zip(("from_host", "from_disk", "computed", "device_blocks"), slope, strict=True))
-            integer_program.add({**per, "device_blocks": per["device_blocks"] / blocks}, most=-float(alone), kind=kind)
-    integer_program.most_of = {"device_blocks": int(free.kv_blocks), "reads": 1}
+            per = dict(zip(_AFFINE_IN, slope, strict=True))
+            per["device_blocks"] = per.pop("device_kv") / blocks
+            integer_program.add(per, most=-float(alone), kind=kind)
     found = integer_program.solved()
     if found is None:
         return None
-    whole = dict(zip(_NAMES, (round(value) for value in found), strict=False))
-    counts = {name: whole[name] for name in ("resident", "from_host", "from_disk", "computed", "device_blocks")}
-    placed = PlacementCounts(
-        **{name: counts[name] for name in _AFFINE_IN[:3]}, device_kv=counts["device_blocks"] / blocks
-    )
-    variant = candidate.variant
-    return SolvedPlacement(
-        **counts, seconds=float(job_s(variant.cost_model, problem.workload, variant.schedule, candidate, placed))
-    )
+    whole = dict(zip(_NAMES, (float(round(value)) for value in found), strict=False))
+    pages = {name: whole[name] for name in _AFFINE_IN[:3]}
+    placed = PlacementCounts(**pages, device_kv=whole["device_blocks"] / blocks)
+    seconds = float(job_s(candidate.cost_model, problem.workload, candidate, placed))
+    return Found(candidate=candidate, placed=placed, seconds=seconds)
 
 
 def _memory(candidate: Candidates, free: FreeMemory, integer_program: _IntegerProgram) -> None:
     """Limits: every page is placed, and every tier holds its pages and blocks. In slots, to keep numbers small."""
-    block, pinned_pages = free.kv_block_bytes / free.slot_bytes, candidate.variant.cost_model.pinned_pages
+    block, pinned_pages = free.kv_block_bytes / free.slot_bytes, candidate.cost_model.pinned_pages
     device, host = float(free.device) / free.slot_bytes, float(free.host) / free.slot_bytes
     kv = int(free.kv_blocks) * block
     integer_program.add(
@@ -160,10 +129,10 @@ def _fixed(problem: Problem, candidate: Candidates, free: FreeMemory, integer_pr
         "cpu_experts": {"computed": 1},
     }
     for key, coefficients in counts.items():
-        share = problem.share(key)
-        if share is not None:
-            integer_program.add(coefficients, least=round(share * free.pages), most=round(share * free.pages))
-    device_kv = fixed_device_kv(problem, candidate)
+        pages = problem.fixed_pages(key)
+        if pages is not None:
+            integer_program.add(coefficients, least=pages, most=pages)
+    device_kv = problem.device_kv if candidate.attention_device == "gpu" else 0.0
     if device_kv is not None:
         requested = round(device_kv * int(free.kv_blocks))
         integer_program.add({"device_blocks": 1}, least=requested, most=requested)
@@ -171,16 +140,15 @@ def _fixed(problem: Problem, candidate: Candidates, free: FreeMemory, integer_pr
 
 def _terms(problem: Problem, candidate: Candidates) -> list[tuple[float, Any, Any]]:
     """For each kind of pass: its count, and its terms as slopes ``[terms, variables]`` over a base ``[terms]``."""
-    cost_model, schedule = candidate.variant.cost_model, candidate.variant.schedule
-    found = []
+    cost_model, found = candidate.cost_model, []
     kinds = kinds_of(cost_model.model, problem.workload, candidate)
     for index in np.flatnonzero(kinds.count > 0):
         kind = kinds.kind(int(index))
 
         def at(**placed: float) -> Any:
             counts = PlacementCounts(**placed)
-            cost = cost_of(cost_model, problem.workload, kind, counts, candidate, schedule, streams=True)  # noqa: B023
-            return np.array([float(term) for term in SCHEDULE_TERMS[schedule](cost)])
+            cost = cost_of(cost_model, problem.workload, kind, counts, candidate, streams=True)  # noqa: B023
+            return np.array([float(term) for term in SCHEDULE_TERMS[candidate.schedule](cost)])
 
         base = at()
         slopes = np.stack([at(**{name: 1.0}) - base for name in _AFFINE_IN], axis=1)

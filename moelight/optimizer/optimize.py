@@ -11,18 +11,19 @@ from moelight.core.dtypes import DType, dtype_named
 from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.policy import Policy, Shares
 from moelight.hrm.costs import page_bytes
-from moelight.hrm.estimate import estimate
-from moelight.hrm.footprint import footprint
+from moelight.hrm.estimate import cost_model_of, estimate
+from moelight.hrm.footprint import Footprint, footprint
 from moelight.hrm.machine_model import speeds_of
 from moelight.hrm.placement import place
 from moelight.hrm.workload_model import cache_tokens, cached_sequences
 from moelight.optimizer.bound import least_seconds
 from moelight.optimizer.explain import infeasible_error, what_if, why
 from moelight.optimizer.fixed_values import check_extent, check_fixes
+from moelight.optimizer.placement import Found
 from moelight.optimizer.plan import Plan, TierUse, key_of, store_plan, stored_plan
-from moelight.optimizer.problem import Fixed, Problem
+from moelight.optimizer.problem import COUNTS, Fixed, Problem
 from moelight.optimizer.runnable import why_not
-from moelight.optimizer.search import AS_GOOD, Found, search
+from moelight.optimizer.search import AS_GOOD, search
 from moelight.profiles.hardware import HardwareProfile, with_gpus
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
@@ -58,8 +59,14 @@ def make_plan(
     key = key_of(hardware, model, workload, name, estimator, limits, fix, weight_dtypes, kv_dtypes)
     found = stored_plan(key) if cache else None
     if found is None:
+        began_s = time.perf_counter()
         if estimator == "paper":
-            found = _published(hardware, model, workload, name=name, limits=limits, fix=fix)
+            from moelight.optimizer.published import published_plan
+
+            tiers = [
+                replace(each, capacity_bytes=limits.get(each.name, each.capacity_bytes)) for each in hardware.tiers
+            ]
+            found = published_plan(replace(hardware, tiers=tuple(tiers)), model, workload, name=name, fix=fix)
         else:
             problem = Problem(
                 name=name,
@@ -73,6 +80,7 @@ def make_plan(
                 fixed=fix,
             )
             found = best_plan(problem, hardware, limits)
+        found = replace(found, solve_s=time.perf_counter() - began_s)
         if cache:
             store_plan(key, found)
     gpu = hardware.processor("gpu")
@@ -122,55 +130,36 @@ def _check_cache(problem: Problem) -> None:
 
 def policy_of(problem: Problem, found: Found) -> Policy:
     """Convert the candidate to a policy whose shares give every page the tier that the search chose."""
-    candidate, placed = found.candidate, found.placed
-    pages = "pinned" if candidate.variant.cost_model.pinned_pages else "auto"
-    total = placed.resident + placed.from_host + placed.from_disk + placed.computed
+    candidate, placed, total = found.candidate, found.placed, problem.pages
+    disk, device = placed.from_disk / total, (total - placed.offloaded) / total
     if candidate.ffn_device == "cpu":
-        weights = Shares(host=1.0 - placed.from_disk / total, disk=placed.from_disk / total)
+        weights = Shares(host=1.0 - disk, disk=disk)
+    elif placed.from_host + placed.computed:
+        weights = Shares(device=device, host=1.0 - device - disk, disk=disk)
     else:
-        disk, device = placed.from_disk / total, placed.resident / total
-        weights = (
-            Shares(device=device, host=1.0 - device - disk, disk=disk)
-            if placed.from_host + placed.computed
-            else (Shares(device=1.0 - disk, disk=disk))
-        )
-    blocks = -(-int(candidate.kv_tokens) // candidate.kv_block_size)
-    on_device = placed.device_blocks / blocks
+        weights = Shares(device=1.0 - disk, disk=disk)
     return Policy(
-        model=problem.name,
-        batch_size=int(candidate.batch_size),
-        micro_batch_size=int(candidate.micro_batch_size),
-        micro_batch_tokens=int(candidate.micro_batch_tokens),
-        kv_tokens=int(candidate.kv_tokens),
-        attention_device=candidate.attention_device,
-        ffn_device=candidate.ffn_device,
-        weights=weights,
-        cpu_experts=placed.computed / total,
-        kv=Shares(device=on_device, host=1.0 - on_device),
-        weight_dtype=candidate.variant.weight_dtype,
-        kv_dtype=candidate.variant.kv_dtype,
-        schedule=candidate.variant.schedule,
-        kv_block_size=candidate.kv_block_size,
-        host_pages=str(problem.fixed.get("host_pages", pages)),
-        residents=candidate.residents,
-        prompt_micro_batches=int(candidate.prompt_micro_batches),
-        look_ahead=candidate.look_ahead,
-        admission=candidate.admission,
+        **{
+            **{name: getattr(candidate, name) for name in Policy.__dataclass_fields__},
+            **{name: int(getattr(candidate, name)) for name in COUNTS},
+            "weights": weights,
+            "cpu_experts": placed.computed / total,
+            "kv": Shares(device=placed.device_kv, host=1.0 - placed.device_kv),
+        }
     )
 
 
 def _simplest(problem: Problem, policy: Policy) -> Policy:
     """``policy`` with the default of every key that gains nothing: host pages, larger blocks, less look-ahead."""
-    plain, work = Policy(model=policy.model), problem.workload
+    plain = Policy(model=policy.model)
     blocks = {"kv_block_size": plain.kv_block_size}
     if "kv_tokens" not in problem.fixed:
         sizes = (policy.batch_size, plain.kv_block_size, problem.model.max_positions)
-        blocks["kv_tokens"] = int(cache_tokens(work, *sizes))
-    ahead = [{"look_ahead": steps} for steps in range(plain.look_ahead, policy.look_ahead)]
+        blocks["kv_tokens"] = int(cache_tokens(problem.workload, *sizes))
     usual: dict[str, list[dict[str, Any]]] = {
         "host_pages": [{"host_pages": plain.host_pages}],
         "kv_block_size": [blocks],
-        "look_ahead": ahead,
+        "look_ahead": [{"look_ahead": steps} for steps in range(plain.look_ahead, policy.look_ahead)],
     }
     least = _tokens_per_s(problem, policy) * (1 - AS_GOOD)
     for key, changes in usual.items():
@@ -185,45 +174,35 @@ def _tokens_per_s(problem: Problem, policy: Policy) -> float:
 
 
 def _fits(problem: Problem, policy: Policy) -> bool:
-    kv, pages = _dtypes(problem, policy)
-    taken = footprint(problem.model, policy, dtype=problem.dtype, kv_dtype=kv, page_dtype=pages)
+    taken = _footprint(problem, policy)
     needed = {tier: taken.total(tier) for tier in ("device", "host") if tier in problem.capacity_bytes}
     held = cached_sequences(problem.workload, policy.kv_tokens, policy.kv_block_size, problem.model.max_positions)
     return held >= policy.batch_size and all(size <= problem.capacity_bytes[tier] for tier, size in needed.items())
 
 
-def _dtypes(problem: Problem, policy: Policy) -> tuple[DType, DType]:
-    """Dtypes of the cache and of the experts of ``policy``."""
-    kv, pages = (
-        problem.dtype if name == "auto" else dtype_named(name) for name in (policy.kv_dtype, policy.weight_dtype)
-    )
-    return kv, pages
+def _footprint(problem: Problem, policy: Policy) -> Footprint:
+    types = cost_model_of(problem.model, policy, problem.speeds, problem.dtype)
+    dtypes = {"dtype": types.dtype, "kv_dtype": types.kv_dtype, "page_dtype": types.page_dtype}
+    return footprint(problem.model, policy, **dtypes)
 
 
 def memory_of(
     problem: Problem, policy: Policy, hardware: HardwareProfile, limits: Mapping[str, int]
 ) -> tuple[TierUse, ...]:
-    """The use of every tier of the machine: the bytes of ``policy`` by purpose, and the bytes left to the system."""
-    kv, pages = _dtypes(problem, policy)
-    taken = footprint(problem.model, policy, dtype=problem.dtype, kv_dtype=kv, page_dtype=pages)
-    uses = []
+    """The use of every tier of the machine: the bytes of ``policy`` by purpose, and the bytes left to the system; of
+    the disk the pages that every pass reads, without the checkpoint itself."""
+    taken, uses = _footprint(problem, policy), []
     for tier, capacity in problem.capacity_bytes.items():
         whole = tier_bytes(hardware, tier, limits)
         purposes = [(arena.purpose, arena.bytes) for arena in taken.arenas if arena.tier == tier and arena.bytes]
-        if tier == "disk":
-            purposes = disk_purposes(problem, policy)
+        if tier == "disk" and (streamed := len(place(problem.model, policy).on("disk"))):
+            page_dtype = cost_model_of(problem.model, policy, problem.speeds, problem.dtype).page_dtype
+            purposes = [("disk_experts", streamed * page_bytes(problem.model, page_dtype))]
         if whole > capacity and tier in SYSTEM_SHARE:  # a checkpoint may bound the disk, but reserves nothing
             purposes.append(("system", whole - capacity))
         if whole:
             uses.append(TierUse(tier=tier, capacity_bytes=whole, by_purpose=tuple(purposes)))
     return tuple(uses)
-
-
-def disk_purposes(problem: Problem, policy: Policy) -> list[tuple[str, int]]:
-    """Bytes of pages that every pass reads from disk, by purpose, without the checkpoint itself."""
-    pages = problem.dtype if policy.weight_dtype == "auto" else dtype_named(policy.weight_dtype)
-    streamed = len(place(problem.model, policy).on("disk"))
-    return [("disk_experts", streamed * page_bytes(problem.model, pages))] if streamed else []
 
 
 def tier_bytes(hardware: HardwareProfile, tier: str, limits: Mapping[str, int]) -> int:
@@ -237,34 +216,13 @@ def tier_bytes(hardware: HardwareProfile, tier: str, limits: Mapping[str, int]) 
 
 def capacities(hardware: HardwareProfile, limits: Mapping[str, int]) -> dict[str, int]:
     """Usable bytes of every tier: the user's limit in full, or the whole tier less the system's share."""
-    found = {}
-    for tier in ("device", "host", "disk"):
-        if tier == "device" and hardware.tier("device") is None:
-            continue
-        whole = tier_bytes(hardware, tier, limits)
-        kept_back = 0.0 if tier in limits else SYSTEM_SHARE.get(tier, 0.0)
-        found[tier] = whole - int(whole * kept_back)
-    return found
+    there = [tier for tier in ("device", "host", "disk") if tier != "device" or hardware.tier("device") is not None]
+    sizes = {tier: tier_bytes(hardware, tier, limits) for tier in there}
+    kept_back = {tier: 0.0 if tier in limits else SYSTEM_SHARE.get(tier, 0.0) for tier in there}
+    return {tier: size - int(size * kept_back[tier]) for tier, size in sizes.items()}
 
 
 def compute_dtype(model: ModelProfile) -> DType:
     """The dtype of computation: the model's own unless it is quantised in groups, else bfloat16."""
     own = dtype_named(model.dtype)
     return own if own.group == 0 else dtype_named("bfloat16")
-
-
-def _published(
-    hardware: HardwareProfile,
-    model: ModelProfile,
-    workload: Workload,
-    *,
-    name: str,
-    limits: Mapping[str, int],
-    fix: Mapping[str, Fixed],
-) -> Plan:
-    from moelight.optimizer.published import published_plan
-
-    tiers = tuple(replace(tier, capacity_bytes=limits.get(tier.name, tier.capacity_bytes)) for tier in hardware.tiers)
-    began_s = time.perf_counter()
-    plan = published_plan(replace(hardware, tiers=tiers), model, workload, name=name, fix=fix)
-    return replace(plan, solve_s=time.perf_counter() - began_s)

@@ -10,10 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from moelight.core.dtypes import DType, dtype_named
+from moelight.core.dtypes import DType
 from moelight.core.errors import ConfigError
-from moelight.core.policy import ADMISSIONS, FFN_DEVICES, KV_BLOCK_SIZES, MOST_COUNTS, MOST_LOOK_AHEAD, PROCESSORS
+from moelight.core.policy import (
+    ADMISSIONS,
+    FFN_DEVICES,
+    KV_BLOCK_SIZES,
+    MOST_COUNTS,
+    MOST_LOOK_AHEAD,
+    PROCESSORS,
+    Policy,
+)
 from moelight.hrm.cost_model import CostModel
+from moelight.hrm.estimate import cost_model_of
 from moelight.hrm.machine_model import Speeds
 from moelight.hrm.workload_model import cache_tokens, cached_sequences
 from moelight.profiles.model import ModelProfile
@@ -78,6 +87,10 @@ class Problem:
     def share(self, key: str) -> float | None:
         return None if key not in self.fixed else float(self.fixed[key])
 
+    def fixed_pages(self, key: str) -> int | None:
+        """The pages of a fixed share."""
+        return None if key not in self.fixed else round(float(self.fixed[key]) * self.pages)
+
     def count(self, key: str) -> int | None:
         return None if key not in self.fixed else int(self.fixed[key])
 
@@ -115,112 +128,90 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Variant:
-    """The discrete part of a policy; ``cost_model`` prices it."""
+class Candidates(Policy):
+    """Many policies of one variant, priced by ``cost_model``: the counts of a policy and a requested placement are
+    arrays of one shape, or numbers.
+
+    Attributes:
+        computed: pages that the CPU computes beside a GPU; raised if the others do not fit through the ring.
+        device_kv: the share of the cache on the device; NaN: all that the pages leave free.
+        resident: with ``device_kv`` NaN, the most pages resident on the device.
+        spilled: the least pages streamed from disk, even if host memory could hold them: this saves copies.
+    """
 
     cost_model: CostModel
-    schedule: str
-    admission: str
-    residents: str
-    weight_dtype: str
-    kv_dtype: str
+    batch_size: Any = 1
+    micro_batch_size: Any = 1
+    micro_batch_tokens: Any = 1
+    prompt_micro_batches: Any = 1
+    kv_tokens: Any = 1
+    computed: Any = 0.0
+    device_kv: Any = np.nan
+    resident: Any = np.inf
+    spilled: Any = 0.0
+
+    def __post_init__(self) -> None:
+        """Arrays are not checked; a policy made of one candidate is."""
 
     @property
-    def attention_device(self) -> str:
-        return self.cost_model.attention_device
-
-    @property
-    def ffn_device(self) -> str:
-        return self.cost_model.ffn_device
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Candidates:
-    """Candidates of one variant as arrays of one shape: N, μ, the most tokens of a prompt micro-batch, and prompt
-    micro-batches of a pass. Has the attributes of a policy on which memory and time depend."""
-
-    variant: Variant
-    batch_size: Any
-    micro_batch_size: Any
-    micro_batch_tokens: Any
-    prompt_micro_batches: Any
-    kv_tokens: Any
-    kv_block_size: int
-    look_ahead: int
-
-    @property
-    def attention_device(self) -> str:
-        return self.variant.attention_device
-
-    @property
-    def ffn_device(self) -> str:
-        return self.variant.ffn_device
-
-    @property
-    def schedule(self) -> str:
-        return self.variant.schedule
-
-    @property
-    def admission(self) -> str:
-        return self.variant.admission
-
-    @property
-    def residents(self) -> str:
-        """``learned`` if resident experts may be evicted for others."""
-        return self.variant.residents
-
-    @property
-    def discrete(self) -> bool:
-        return self.variant.cost_model.discrete
+    def variant(self) -> tuple[str, ...]:
+        """What all candidates have in common, by the keys of `variants`."""
+        return tuple(getattr(self, name) for name in _CHOICES)
 
     def at(self, index: Any) -> Candidates:
-        return replace(self, **{name: np.asarray(getattr(self, name))[index] for name in SIZE_ARRAYS})
+        columns = np.broadcast_arrays(*(getattr(self, name) for name in ARRAYS))
+        some: dict[str, Any] = {name: column[index] for name, column in zip(ARRAYS, columns, strict=True)}
+        return replace(self, **some)
 
 
-SIZE_ARRAYS = ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches", "kv_tokens")
+COUNTS = ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches", "kv_tokens")
+ARRAYS = (*COUNTS, "computed", "device_kv", "resident", "spilled")
 
 
-def variants(problem: Problem) -> Iterator[Variant]:
-    """Yield every allowed combination of devices, schedule, admission and dtypes; ConfigError if the fixed values
-    contradict each other. Unless fixed, host pages are pinned (less time, less memory); learned residents are variants
-    of their own where they change which pages passes transfer (`hrm.estimate.least_missed`)."""
-    fixed, found = problem.fixed, 0
-    schedules = (str(fixed["schedule"]),) if "schedule" in fixed else problem.schedules
-    attentions = (str(fixed["attention_device"]),) if "attention_device" in fixed else PROCESSORS
-    ffns = (str(fixed["ffn_device"]),) if "ffn_device" in fixed else FFN_DEVICES
-    weights = (str(fixed["weight_dtype"]),) if "weight_dtype" in fixed else problem.weight_dtypes
-    caches = (str(fixed["kv_dtype"]),) if "kv_dtype" in fixed else problem.kv_dtypes
-    admissions = (str(fixed["admission"]),) if "admission" in fixed else ADMISSIONS
-    learning = (str(fixed["residents"]),) if "residents" in fixed else ("auto", "learned")
-    for attention, ffn, schedule, weight, cache, admission, residents in product(
-        attentions, ffns, schedules, weights, caches, admissions, learning
-    ):
+def joined(*parts: Candidates) -> Candidates:
+    """The candidates of all ``parts``, which are arrays of one variant."""
+    columns: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ARRAYS}
+    return replace(parts[0], **columns)
+
+
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "attention_device": PROCESSORS,
+    "ffn_device": FFN_DEVICES,
+    "schedule": SEARCHED_SCHEDULES,
+    "weight_dtype": ("auto",),
+    "kv_dtype": ("auto",),
+    "admission": ADMISSIONS,
+    "residents": ("auto", "learned"),
+}
+
+
+def variants(problem: Problem) -> Iterator[Candidates]:
+    """Yield every allowed combination of devices, schedule, admission and dtypes, without sizes; ConfigError if the
+    fixed values contradict each other. Unless fixed, host pages are pinned (less time, less memory); learned residents
+    are variants of their own where they change which pages passes transfer (`hrm.estimate.least_missed`)."""
+    fixed, found = problem.fixed, False
+    given = {"schedule": problem.schedules, "weight_dtype": problem.weight_dtypes, "kv_dtype": problem.kv_dtypes}
+    choices = {key: (str(fixed[key]),) if key in fixed else given.get(key, known) for key, known in _CHOICES.items()}
+    for values in product(*choices.values()):
+        chosen = dict(zip(choices, values, strict=True))
+        attention, ffn = chosen["attention_device"], chosen["ffn_device"]
         gpu = attention == "gpu" or ffn != "cpu"
-        if gpu and residents == "learned" and "residents" not in fixed:
+        if gpu and chosen["residents"] == "learned" and "residents" not in fixed:
             continue
         if (gpu and not problem.has_gpu) or (problem.needs_gpu and not gpu) or _contradicts(problem, attention, ffn):
             continue
-        if misfit(schedule, discrete=gpu, attention=attention, experts=EXPERT_PLACES[ffn]) is not None:
+        if misfit(chosen["schedule"], discrete=gpu, attention=attention, experts=EXPERT_PLACES[ffn]) is not None:
             continue
-        found += 1
-        cost_model = CostModel(
-            model=problem.model,
-            speeds=problem.speeds,
-            dtype=problem.dtype,
-            kv_dtype=problem.dtype if cache == "auto" else dtype_named(cache),
-            page_dtype=problem.dtype if weight == "auto" else dtype_named(weight),
-            attention_device=attention,
-            ffn_device=ffn,
-            pinned_pages=gpu and ffn != "cpu" and fixed.get("host_pages", "pinned") == "pinned",
-        )
-        yield Variant(
-            cost_model=cost_model,
-            schedule=schedule,
-            admission=admission,
-            residents=residents,
-            weight_dtype=weight,
-            kv_dtype=cache,
-        )
+        found = True
+        same: dict[str, Any] = {
+            **chosen,
+            "model": problem.name,
+            "kv_block_size": problem.block_size,
+            "look_ahead": problem.count("look_ahead") or MOST_LOOK_AHEAD,
+            "host_pages": fixed.get("host_pages", "pinned" if ffn != "cpu" else "auto"),
+        }
+        cost_model = cost_model_of(problem.model, Policy(**same), problem.speeds, problem.dtype)
+        yield Candidates(**same, cost_model=cost_model)
     if not found:
         named = " and ".join(f"--fix {key}={value}" for key, value in fixed.items() if key in _DEVICE_KEYS)
         raise ConfigError(f"{named} contradict each other: no devices and schedule here have them all")
@@ -236,18 +227,18 @@ def _contradicts(problem: Problem, attention: str, ffn: str) -> bool:
 
 
 def make_candidates(
-    problem: Problem, variant: Variant, batch_size: Any, micro_batch_size: Any, tokens: Any, prompt_micro_batches: Any
+    problem: Problem, variant: Candidates, n: Any, mu: Any, tokens: Any, prompt_micro_batches: Any, **requested: Any
 ) -> Candidates:
-    """Candidates from arrays of N, μ, the most ``tokens`` of a prompt micro-batch and their number in a pass."""
-    return Candidates(
-        variant=variant,
-        batch_size=batch_size,
-        micro_batch_size=micro_batch_size,
+    """Candidates of ``variant`` from N, μ, the most ``tokens`` of a prompt micro-batch and their number in a pass, with
+    the fields of a ``requested`` placement."""
+    return replace(
+        variant,
+        batch_size=n,
+        micro_batch_size=mu,
         micro_batch_tokens=tokens,
         prompt_micro_batches=prompt_micro_batches,
-        kv_tokens=kv_tokens(problem, batch_size),
-        kv_block_size=problem.block_size,
-        look_ahead=problem.count("look_ahead") or MOST_LOOK_AHEAD,
+        kv_tokens=kv_tokens(problem, n),
+        **requested,
     )
 
 

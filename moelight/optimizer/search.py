@@ -11,6 +11,7 @@ requests and fixed prompt micro-batches exactly.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -18,18 +19,10 @@ import numpy as np
 from moelight.core.policy import MOST_COUNTS
 from moelight.hrm.estimate import job_s
 from moelight.optimizer.bound import undecided
-from moelight.optimizer.candidates import (
-    WHOLE_UP_TO,
-    PlacedCandidates,
-    around,
-    as_of,
-    cache_is_open,
-    first_sample,
-    scattered,
-)
-from moelight.optimizer.milp import SolvedPlacement, solve
-from moelight.optimizer.placement import RequestedPlacement, fill
-from moelight.optimizer.problem import LEAST_TOKENS, SIZE_ARRAYS, Candidates, Problem, Variant, variants
+from moelight.optimizer.candidates import WHOLE_UP_TO, around, as_of, cache_is_open, first_sample, scattered
+from moelight.optimizer.milp import solve
+from moelight.optimizer.placement import Found, fill
+from moelight.optimizer.problem import LEAST_TOKENS, Candidates, Problem, joined, variants
 
 # Random rounds: the widest step (a power of ten of a factor), the number of candidates, and the time of a variant over
 # the best at which it is dropped.
@@ -50,37 +43,25 @@ GAINED = 1e-4  # relative gain below which no further round is run
 MOST_BOXES = 20_000
 MOST_UNDECIDED = 40
 # Variants that are rarely the fastest: first tried with sizes that were good for the usual ones.
-RARE = ("flexgen", "flexgen-c", "serial", "static", "learned")
+RARE = frozenset({"flexgen", "flexgen-c", "serial", "static", "learned"})
 POOLED_AFTER = (2, 5)  # rounds
 # candidates of each variant; random neighbours; the time of a variant over the best at which it is dropped
 POOLED, NEAR_POOLED, WORTH_POOLING = 4, 60, 1.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """The best candidate: its variant and sizes, and its placement with the seconds of the job."""
-
-    candidate: Candidates
-    placed: SolvedPlacement
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Beam:
     """A few good candidates of one variant, best first, and their seconds in closed form."""
 
-    choices: PlacedCandidates
+    candidates: Candidates
     seconds: Any
-
-    @property
-    def variant(self) -> Variant:
-        return self.choices.sizes.variant
 
     @property
     def least(self) -> float:
         return float(self.seconds[0])
 
-    def first(self, count: int) -> Beam:
-        return Beam(choices=self.choices.at(slice(count)), seconds=self.seconds[:count])
+    def first(self, count: int) -> Candidates:
+        return self.candidates.at(slice(count))
 
 
 def search(problem: Problem) -> Found | None:
@@ -88,7 +69,7 @@ def search(problem: Problem) -> Found | None:
     if problem.sequences[0] > problem.sequences[1]:
         return None
     every = list(variants(problem))
-    usual = [variant for variant in every if not _is_rare(variant)] or every
+    usual = [variant for variant in every if RARE.isdisjoint(variant.variant)] or every
     looks = [keep_best(problem, None, first_sample(problem, variant)) for variant in usual]
     beam = [found for found in looks if found is not None]
     if not beam:
@@ -99,9 +80,11 @@ def search(problem: Problem) -> Found | None:
         beam = [found for found in beam if found.least <= best * worth]
         if number in POOLED_AFTER:
             beam = _pooled(problem, beam, every, draw)
-            every = _beside(every, beam)
+            devices = {found.candidates.variant[:2] for found in beam}
+            every = [variant for variant in every if variant.variant[:2] in devices]
         beam = [
-            keep_best(problem, found, scattered(problem, found.choices, draw, count, widest=widest)) for found in beam
+            keep_best(problem, found, scattered(problem, found.candidates, draw, count, widest=widest))
+            for found in beam
         ]
     for improve in (_refined, _restarted):
         beam = sorted(beam, key=lambda found: found.least)
@@ -109,49 +92,38 @@ def search(problem: Problem) -> Found | None:
         first = [improve(problem, found) for found in beam[:MOST_FINISHED] if found.least <= worth]
         beam = first + beam[len(first) :]
     best = _select_best(problem, sorted(beam, key=lambda found: found.least))
-    if best is not None and _is_small(problem):
+    open_tokens = problem.count("micro_batch_tokens") is None or problem.count("prompt_micro_batches") is None
+    if best is not None and problem.workload.num_requests <= WHOLE_UP_TO and not open_tokens:
         best = _certified(problem, best)
     return None if best is None else _with_fewer_tokens(problem, best)
 
 
-def _is_small(problem: Problem) -> bool:
-    """True if branch and bound can decide all free sizes."""
-    open_tokens = problem.count("micro_batch_tokens") is None or problem.count("prompt_micro_batches") is None
-    return problem.workload.num_requests <= WHOLE_UP_TO and not open_tokens
-
-
-def _pooled(problem: Problem, beam: list[Beam], every: list[Variant], draw: np.random.Generator) -> list[Beam]:
+def _pooled(problem: Problem, beam: list[Beam], every: list[Candidates], draw: np.random.Generator) -> list[Beam]:
     """Beams of all variants at the sizes that are best in any variant; variants that fall behind are dropped."""
-    pool = _joined(*(found.first(POOLED).choices for found in beam))
-    known = {id(found.variant): found for found in beam}
+    pool = joined(*(found.first(POOLED) for found in beam))
+    known = {found.candidates.variant: found for found in beam}
     best, kept = min(found.least for found in beam), []
     for variant in every:
         here = as_of(problem, pool, variant)
-        near = _joined(here, scattered(problem, here, draw, NEAR_POOLED))
-        found = keep_best(problem, known.get(id(variant)), near)
+        near = joined(here, scattered(problem, here, draw, NEAR_POOLED))
+        found = keep_best(problem, known.get(variant.variant), near)
         if found is not None and found.least <= best * WORTH_POOLING:
             kept.append(found)
     return kept
 
 
-def _is_rare(variant: Variant) -> bool:
-    return not {variant.schedule, variant.admission, variant.residents}.isdisjoint(RARE)
-
-
-def closed_form_s(problem: Problem, choices: PlacedCandidates) -> Any:
+def closed_form_s(problem: Problem, candidates: Candidates) -> Any:
     """Seconds of the job for every candidate with its placement in closed form; infinite if it does not fit."""
-    filled = fill(problem, choices.sizes, choices.requested)
-    seconds = np.full(np.shape(filled.feasible), np.inf)
-    fits = np.flatnonzero(filled.feasible)
+    placed, feasible = fill(problem, candidates)
+    seconds = np.full(np.shape(feasible), np.inf)
+    fits = np.flatnonzero(feasible)
     if fits.size:
-        candidates, variant = choices.sizes.at(fits), choices.sizes.variant
-        seconds[fits] = job_s(
-            variant.cost_model, problem.workload, variant.schedule, candidates, filled.placed.at(fits)
-        )
+        some, counts = candidates.at(fits), placed.map(itemgetter(fits))
+        seconds[fits] = job_s(candidates.cost_model, problem.workload, some, counts)
     return seconds
 
 
-def keep_best(problem: Problem, beam: Beam | None, look: PlacedCandidates, *, by_waves: bool = False) -> Any:
+def keep_best(problem: Problem, beam: Beam | None, look: Candidates, *, by_waves: bool = False) -> Any:
     """The best candidates of ``beam`` and of each region of ``look``, at most `FEW`, or None; of equals the larger N
     and micro-batches.
 
@@ -163,54 +135,38 @@ def keep_best(problem: Problem, beam: Beam | None, look: PlacedCandidates, *, by
     if beam is None and not fits.size:
         return None
     kept = fits[np.argsort(seconds[fits], kind="stable")[:400]]
-    choices, seconds = _as_filled(problem, look.at(kept)), seconds[kept]
+    some, seconds = _as_filled(problem, look.at(kept)), seconds[kept]
     if beam is not None:
-        choices, seconds = _joined(beam.choices, choices), np.concatenate([beam.seconds, seconds])
-    candidate = choices.sizes
-    order = np.lexsort((-candidate.micro_batch_size, -candidate.batch_size, np.round(np.log(seconds) / EQUAL)))
-    _, first = np.unique(_region(problem, choices, by_waves=by_waves)[order], return_index=True)
+        some, seconds = joined(beam.candidates, some), np.concatenate([beam.seconds, seconds])
+    order = np.lexsort((-some.micro_batch_size, -some.batch_size, np.round(np.log(seconds) / EQUAL)))
+    _, first = np.unique(_region(problem, some, by_waves=by_waves)[order], return_index=True)
     index = order[np.sort(first)[:FEW]]
-    return Beam(choices=choices.at(index), seconds=seconds[index])
+    return Beam(candidates=some.at(index), seconds=seconds[index])
 
 
-def _region(problem: Problem, choices: PlacedCandidates, *, by_waves: bool) -> Any:
-    candidate, all_stay = choices.sizes, choices.requested.resident + choices.requested.computed >= problem.pages
-    n, requests = candidate.batch_size, problem.workload.num_requests
-    b = -(-n // candidate.micro_batch_size)
+def _region(problem: Problem, candidates: Candidates, *, by_waves: bool) -> Any:
+    all_stay = candidates.resident + candidates.computed >= problem.pages
+    n, requests = candidates.batch_size, problem.workload.num_requests
+    b = -(-n // candidates.micro_batch_size)
     numbers = np.minimum(b, 8) + np.round(4 * np.log2(np.maximum(b / 8, 1)))
-    size, tokens = np.round(4 * np.log2(n)), np.round(np.log2(candidate.micro_batch_tokens))
-    prefill = np.round(np.log2(candidate.micro_batch_tokens * candidate.prompt_micro_batches) / 2)
+    size, tokens = np.round(4 * np.log2(n)), np.round(np.log2(candidates.micro_batch_tokens))
+    prefill = np.round(np.log2(candidates.micro_batch_tokens * candidates.prompt_micro_batches) / 2)
     if by_waves:
         waves = -(-requests // n)
         size = 2 * waves + (n == -(-requests // waves))
     return (((size * 100 + tokens) * 100 + prefill) * 1000 + numbers) * 2 + all_stay
 
 
-def _as_filled(problem: Problem, choices: PlacedCandidates) -> PlacedCandidates:
+def _as_filled(problem: Problem, candidates: Candidates) -> Candidates:
     """The same candidates, requested as resolved: a small step of the request is then one of the result."""
-    variant = choices.sizes.variant
-    if variant.ffn_device == "cpu" or not choices.sizes.batch_size.size:
-        return choices
-    filled = fill(problem, choices.sizes, choices.requested)
-    requested = replace(choices.requested, spilled=filled.placed.from_disk)
-    if cache_is_open(problem, variant):
-        requested = replace(requested, device_kv=np.full_like(filled.resident, np.nan), resident=filled.resident)
-    return PlacedCandidates(sizes=choices.sizes, requested=requested)
-
-
-def _joined(*parts: PlacedCandidates) -> PlacedCandidates:
-    names = ("computed", "device_kv", "resident", "spilled")
-    arrays: dict[str, Any] = {
-        name: np.concatenate([getattr(part.sizes, name) for part in parts]) for name in SIZE_ARRAYS
-    }
-    requested = {name: np.concatenate([getattr(part.requested, name) for part in parts]) for name in names}
-    return PlacedCandidates(sizes=replace(parts[0].sizes, **arrays), requested=RequestedPlacement(**requested))
-
-
-def _beside(every: list[Variant], beam: list[Beam]) -> list[Variant]:
-    """The variants with the devices of ``beam``."""
-    devices = {(found.variant.attention_device, found.variant.ffn_device) for found in beam}
-    return [variant for variant in every if (variant.attention_device, variant.ffn_device) in devices]
+    if candidates.ffn_device == "cpu" or not candidates.batch_size.size:
+        return candidates
+    placed, _ = fill(problem, candidates)
+    candidates = replace(candidates, spilled=placed.from_disk)
+    if cache_is_open(problem, candidates):
+        resident = problem.pages - placed.offloaded
+        candidates = replace(candidates, device_kv=np.full_like(resident, np.nan), resident=resident)
+    return candidates
 
 
 def _refined(problem: Problem, beam: Beam) -> Beam:
@@ -218,7 +174,7 @@ def _refined(problem: Problem, beam: Beam) -> Beam:
     for _ in range(MOST_ROUNDS):
         before = beam.seconds[:FIRST]
         for step in LAST_STEPS:
-            near = around(problem, beam.first(FIRST).choices, step=step)
+            near = around(problem, beam.first(FIRST), step=step)
             beam = keep_best(problem, beam, near, by_waves=True)
         if not _is_better(beam.seconds[:FIRST], before):
             break
@@ -234,7 +190,7 @@ def _restarted(problem: Problem, beam: Beam) -> Beam:
     """``beam`` improved by random candidates near it, which steps along one axis do not reach."""
     draw = np.random.default_rng(0)
     for _ in range(SHAKES):
-        near = scattered(problem, beam.choices, draw, SCATTERED, widest=-0.3)
+        near = scattered(problem, beam.candidates, draw, SCATTERED, widest=-0.3)
         found = keep_best(problem, beam, near, by_waves=True)
         beam = _refined(problem, found) if _is_better(found.seconds[:1], beam.seconds[:1]) else found
     return beam
@@ -244,37 +200,34 @@ def _select_best(problem: Problem, beam: list[Beam]) -> Found | None:
     """The best of ``beam`` (sorted by closed-form time) once the integer programme has placed every page."""
     best: Found | None = None
     for found in beam[:MOST_SOLVED]:
-        if best is not None and found.least > best.placed.seconds * WORTH_SOLVING:
+        if best is not None and found.least > best.seconds * WORTH_SOLVING:
             break
-        choice = found.choices.at(0)
-        for placed in (_filled(problem, choice), _solved(problem, choice.sizes)):
-            if placed is None:
-                continue
-            if best is None or placed.seconds < best.placed.seconds * (1 - EQUAL):
-                best = Found(candidate=choice.sizes, placed=placed)
+        candidate = found.candidates.at(0)
+        for placed in (_filled(problem, candidate), _solved(problem, candidate)):
+            if placed is not None and (best is None or placed.seconds < best.seconds * (1 - EQUAL)):
+                best = placed
     return best
 
 
-def _solved(problem: Problem, candidate: Candidates) -> SolvedPlacement | None:
+def _solved(problem: Problem, candidate: Candidates) -> Found | None:
     """The integer programme's placement; of equals, the one that leaves no memory empty."""
-    placed = solve(problem, candidate)
-    if placed is None:
+    found = solve(problem, candidate)
+    if found is None:
         return None
-    cache = placed.device_blocks / -(-int(candidate.kv_tokens) // candidate.kv_block_size)
-    for device_kv in map(np.asarray, (np.nan, cache)):
-        requested = RequestedPlacement(computed=np.asarray(placed.computed), device_kv=device_kv)
-        full = _filled(problem, PlacedCandidates(sizes=candidate, requested=requested))
-        if full is not None and full.seconds <= placed.seconds * (1 + EQUAL):
+    for device_kv in (np.nan, found.placed.device_kv):
+        requested = {"computed": found.placed.computed, "device_kv": device_kv, "resident": np.inf, "spilled": 0.0}
+        full = _filled(problem, replace(candidate, **requested))
+        if full is not None and full.seconds <= found.seconds * (1 + EQUAL):
             return full
-    return placed
+    return found
 
 
 def _certified(problem: Problem, best: Found) -> Found:
     """The optimum, if the bounds leave few enough candidates to solve them all; otherwise the best one solved."""
-    for candidate in undecided(problem, best.placed.seconds, most_boxes=MOST_BOXES)[:MOST_UNDECIDED]:
-        placed = _solved(problem, candidate)
-        if placed is not None and placed.seconds < best.placed.seconds * (1 - EQUAL):
-            best = Found(candidate=candidate, placed=placed)
+    for candidate in undecided(problem, best.seconds, most_boxes=MOST_BOXES)[:MOST_UNDECIDED]:
+        found = _solved(problem, candidate)
+        if found is not None and found.seconds < best.seconds * (1 - EQUAL):
+            best = found
     return best
 
 
@@ -291,23 +244,13 @@ def _with_fewer_tokens(problem: Problem, best: Found) -> Found:
         counts = sorted(fewer) if problem.count("prompt_micro_batches") is None else [prompt_batches]
         pairs += [(t, p) for p in counts if p <= MOST_COUNTS["prompt_micro_batches"]]
     t, p = np.array(pairs, dtype=np.int64).T
-    same: dict[str, Any] = {name: np.full_like(t, getattr(candidate, name)) for name in SIZE_ARRAYS}
-    many = replace(candidate, **{**same, "micro_batch_tokens": t, "prompt_micro_batches": p})
-    shares = {
-        "computed": placed.computed,
-        "device_kv": placed.device_blocks / -(-int(candidate.kv_tokens) // candidate.kv_block_size),
-        "resident": np.inf,
-        "spilled": placed.from_disk,
-    }
-    requested = RequestedPlacement(**{name: np.full(len(t), float(share)) for name, share in shares.items()})
-    choices = PlacedCandidates(sizes=many, requested=requested)
-    seconds = closed_form_s(problem, choices)
-    good = np.flatnonzero(seconds <= placed.seconds * (1 + AS_GOOD))
+    shares = {"computed": placed.computed, "device_kv": placed.device_kv, "resident": np.inf}
+    one = replace(candidate, **shares, spilled=placed.from_disk).at(None)  # an array of one candidate
+    many = replace(one.at(np.zeros_like(t)), micro_batch_tokens=t, prompt_micro_batches=p)
+    good = np.flatnonzero(closed_form_s(problem, many) <= best.seconds * (1 + AS_GOOD))
     if not good.size:
         return best
-    fewest = choices.at(good[np.argmin((t * p + t)[good])])
-    filled = _filled(problem, fewest)
-    return best if filled is None else Found(candidate=fewest.sizes, placed=filled)
+    return _filled(problem, many.at(good[np.argmin((t * p + t)[good])])) or best
 
 
 def _powers(low: int, high: int) -> list[int]:
@@ -315,18 +258,11 @@ def _powers(low: int, high: int) -> list[int]:
     return [1 << power for power in range(high.bit_length()) if low <= 1 << power < high]
 
 
-def _filled(problem: Problem, choice: PlacedCandidates) -> SolvedPlacement | None:
+def _filled(problem: Problem, candidate: Candidates) -> Found | None:
     """The placement of one candidate in closed form; None if the candidate does not fit."""
-    candidate, variant = choice.sizes, choice.sizes.variant
-    filled = fill(problem, candidate, choice.requested)
-    if not filled.feasible:
+    placed, feasible = fill(problem, candidate)
+    if not feasible:
         return None
-    blocks = round(float(filled.placed.device_kv) * -(-int(candidate.kv_tokens) // candidate.kv_block_size))
-    return SolvedPlacement(
-        resident=int(filled.resident),
-        from_host=int(filled.placed.from_host),
-        from_disk=int(filled.placed.from_disk),
-        computed=int(filled.placed.computed),
-        device_blocks=blocks,
-        seconds=float(job_s(variant.cost_model, problem.workload, variant.schedule, candidate, filled.placed)),
-    )
+    placed = placed.map(float)
+    seconds = float(job_s(candidate.cost_model, problem.workload, candidate, placed))
+    return Found(candidate=candidate, placed=placed, seconds=seconds)

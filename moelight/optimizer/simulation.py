@@ -11,17 +11,16 @@ from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.core.schedule import Lane, Schedule, TaskKind
 from moelight.core.timeline import Timeline
-from moelight.hrm.cost_model import CostModel
 from moelight.hrm.estimate import Estimate, Phase, cost_model_of, estimate, least_missed
 from moelight.hrm.machine_model import speeds_of
-from moelight.hrm.placement import Placement, place
-from moelight.hrm.task_cost import MicroBatchLoad, pass_costs
+from moelight.hrm.placement import place
+from moelight.hrm.task_cost import MicroBatchLoad, PassCosts
 from moelight.optimizer.optimize import compute_dtype
 from moelight.profiles.hardware import HardwareProfile, with_gpus
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
 from moelight.scheduler import SCHEDULES, on_demand
-from moelight.scheduler.layout import EXPERT_PLACES, Layout, MicroBatchShape, PassShape, layout_of
+from moelight.scheduler.layout import EXPERT_PLACES, MicroBatchShape, PassShape, layout_of
 from moelight.scheduler.requirements import misfit
 from moelight.scheduler.simulate import Price, simulate_passes
 
@@ -91,10 +90,9 @@ class SimulationSetup:
         hardware = with_gpus(hardware, policy.gpus)
         self.policy, self.model, self.hardware, self.workload = policy, model, hardware, workload
         self._dtype, self._speeds = compute_dtype(model), speeds_of(hardware)
-        self.estimate: Estimate = self.estimate_of(policy.schedule)
-        self._layout: Layout = layout_of(model, policy, self._dtype)
-        self._cost_model: CostModel = cost_model_of(model, policy, self._speeds, self._dtype)
-        self._placement: Placement = place(model, policy)
+        self.estimate = self.estimate_of(policy.schedule)
+        self._layout, self._placement = layout_of(model, policy, self._dtype), place(model, policy)
+        self._cost_model = cost_model_of(model, policy, self._speeds, self._dtype)
 
     def estimate_of(self, schedule: str) -> Estimate:
         policy = replace(self.policy, schedule=schedule)
@@ -107,10 +105,8 @@ class SimulationSetup:
 
     def roofs(self) -> dict[str, float]:
         """The most bytes per second of each lane; links that the machine lacks are left out."""
-        speeds = self._speeds
-        rates = {Lane.DISK: speeds.disk, Lane.STAGE: speeds.stage, Lane.H2D: speeds.h2d, Lane.D2H: speeds.d2h}
-        there = (Lane.DISK, Lane.STAGE, Lane.H2D, Lane.D2H) if self.policy.discrete else (Lane.DISK,)
-        return {str(lane): rates[lane] for lane in there if 0 < rates[lane] < math.inf}
+        lanes = ("disk", "stage", "h2d", "d2h") if self.policy.discrete else ("disk",)
+        return {lane: rate for lane in lanes if 0 < (rate := getattr(self._speeds, lane)) < math.inf}
 
     def simulated_run(self, schedule: str, *, passes: int = STEADY_PASSES) -> SimulatedRun:
         """One pass with prompts, if the job has one, and ``passes`` decode passes; ConfigError above `MOST_TASKS`."""
@@ -118,10 +114,16 @@ class SimulationSetup:
         loads = [found for found in (self._prompt_loads(), *[self._decode_loads()] * passes) if found]
         steps = list(self._steps(schedule, loads))
         timelines = simulate_passes(steps, dram_bytes_per_s=self._speeds.dram)
-        runs, before_s = [], 0.0
-        for timeline, prefetched, (built, _) in zip(timelines, loads, steps, strict=True):
-            runs.append(_run(timeline, before_s, prefetched, built))
-            before_s = timeline.end_s
+        runs: list[PassRun] = []
+        for timeline, each, (built, _) in zip(timelines, loads, steps, strict=True):
+            run = PassRun(
+                timeline=timeline,
+                seconds=timeline.end_s - (runs[-1].timeline.end_s if runs else 0.0),
+                decode_tokens=round(sum(load.decode_tokens for load in each)),
+                prompt_tokens=round(sum(load.prompt_tokens for load in each)),
+                lane_bytes=built.lane_bytes(),
+            )
+            runs.append(run)
         first = runs[0] if len(runs) > passes else None
         priced = self.estimate_of(schedule)
         return SimulatedRun(
@@ -153,9 +155,8 @@ class SimulationSetup:
         before: tuple[Sequence[MicroBatchLoad], int] | None = None
         for each in loads:
             if before != (each, prefetched):
-                built = self._built(schedule, each, prefetched)
-                routed_only = self._routed_only(schedule, each)
-                priced = pass_costs(
+                built, routed_only = self._built(schedule, each, prefetched), self._routed_only(schedule, each)
+                priced = PassCosts(
                     self._cost_model, self._placement, each, host_kv=self._layout.kv_host, routed_only=routed_only
                 )
             before, prefetched = (each, prefetched), len(built.prefetched_next)
@@ -180,11 +181,10 @@ class SimulationSetup:
         return on_demand.pays(self._layout, schedule, tokens, most, least=least)
 
     def _shape(self, load: MicroBatchLoad) -> MicroBatchShape:
-        prefill_only = self._layout.discrete and not load.decode_tokens
         context = round(load.decode_tokens * load.context) if self._layout.context_crosses else 0
         return MicroBatchShape(
             tokens=round(load.tokens),
-            prefill_only=prefill_only,
+            prefill_only=self._layout.discrete and not load.decode_tokens,
             samples=load.rows > 0,
             context=context,
             device_tokens=self._layout.device_tokens(round(load.tokens)),
@@ -207,20 +207,15 @@ class SimulationSetup:
         decode, prompt = round(phase.decode_tokens), round(phase.prompt_tokens)
         prompts = max(1, round(prompt / length))
         mu, most = policy.micro_batch_size, policy.micro_batch_tokens
-        if not policy.discrete:
-            count = max(-(-(decode + prompts) // mu), -(-(decode + prompt) // most))
-            parts = zip(_cut(decode, count), _cut(prompt, count), _cut(prompts, count), strict=True)
-            return [
-                MicroBatchLoad(decode_tokens=d, context=context, prompt_tokens=p, prompt_len=length, rows=d + rows)
-                for d, p, rows in parts
-            ]
-        count = max(-(-prompts // mu), -(-prompt // most))
-        prefill_only = zip(_cut(prompt, count), _cut(prompts, count), strict=True)
-        decoding = _cut(decode, -(-decode // mu))
-        return [
-            *(MicroBatchLoad(prompt_tokens=p, prompt_len=length, rows=rows) for p, rows in prefill_only),
-            *(MicroBatchLoad(decode_tokens=size, context=context, rows=size) for size in decoding),
+        decoding = [MicroBatchLoad(decode_tokens=d, context=context, rows=d) for d in _cut(decode, -(-decode // mu))]
+        rows, tokens = (prompts, prompt) if policy.discrete else (decode + prompts, decode + prompt)
+        count = max(-(-rows // mu), -(-tokens // most))
+        beside = [0] * count if policy.discrete else _cut(decode, count)
+        with_prompts = [
+            MicroBatchLoad(decode_tokens=d, context=context, prompt_tokens=p, prompt_len=length, rows=d + rows)
+            for d, p, rows in zip(beside, _cut(prompt, count), _cut(prompts, count), strict=True)
         ]
+        return [*with_prompts, *decoding] if policy.discrete else with_prompts
 
     def _job_tokens_per_s(self, priced: Estimate, first: PassRun | None, steady: PassRun) -> float:
         plain, prompts = steady.seconds / priced.pass_s, _prompts(priced)
@@ -244,16 +239,6 @@ def layer_starts(timeline: Timeline) -> dict[int, float]:
             layer = span.task.layer
             found[layer] = min(span.start_s, found.get(layer, span.start_s))
     return found
-
-
-def _run(timeline: Timeline, before_s: float, loads: Sequence[MicroBatchLoad], built: Schedule) -> PassRun:
-    return PassRun(
-        timeline=timeline,
-        seconds=timeline.end_s - before_s,
-        decode_tokens=round(sum(load.decode_tokens for load in loads)),
-        prompt_tokens=round(sum(load.prompt_tokens for load in loads)),
-        lane_bytes=built.lane_bytes(),
-    )
 
 
 def _cut(total: int, parts: int) -> list[int]:

@@ -97,7 +97,7 @@ class SavedActivationArena:
     """The ``mixture`` arena: saved activations of a whole pass."""
 
     def __init__(self, arena: Tensor, *, tokens: int, hidden: int, top_k: int, dtype: torch.dtype) -> None:
-        """``arena`` uint8, of `moe_workspace_bytes` for ``tokens``."""
+        """``arena`` uint8, the ``mixture`` of `hrm.footprint` for ``tokens``."""
         each = {"sums": hidden * 4, "weights": top_k * 4, "ids": top_k * 4, "x": hidden * dtype.itemsize}
         found = _regions(arena, tokens, each)
         self._sums, self._weights = found["sums"].view(torch.float32), found["weights"].view(torch.float32)

@@ -56,13 +56,14 @@ SETTINGS = [
 def test_every_term_is_affine_in_the_homes(given_policy: Policy, order: str) -> None:
     """Halfway between two homes each term is halfway: what the integer programme relies on."""
     cost_model, kind = cost_model_of(MIXTRAL, given_policy, T4), decode_pass(WORK, 512)
+    chosen = replace(given_policy, schedule=order)
     resident, far = (
         PlacementCounts(from_host=10.0, from_disk=3.0, computed=5.0, device_kv=0.1),
         PlacementCounts(from_host=90.0, from_disk=41.0, computed=61.0, device_kv=0.9),
     )
     middle = PlacementCounts(from_host=50.0, from_disk=22.0, computed=33.0, device_kv=0.5)
     terms = [
-        np.array([float(t) for t in SCHEDULE_TERMS[order](cost_of(cost_model, WORK, kind, h, given_policy, order))])
+        np.array([float(t) for t in SCHEDULE_TERMS[order](cost_of(cost_model, WORK, kind, h, chosen))])
         for h in (resident, middle, far)
     ]
     assert terms[1] == pytest.approx((terms[0] + terms[2]) / 2, rel=1e-9)
@@ -95,9 +96,7 @@ def test_cgopipe_is_never_slower_than_the_other_orders_and_serial_never_faster(
     """Of one pass with the same work: so the optimizer need not try them."""
     chosen = replace(SETTINGS[setting], batch_size=n, micro_batch_size=-(-n // min(count, n)), micro_batch_tokens=4096)
     cost_model, kind = cost_model_of(MIXTRAL, chosen, T4), decode_pass(WORK, n)
-    cost = cost_of(
-        cost_model, WORK, kind, PlacementCounts(from_host=160.0, from_disk=64.0, computed=0.0), chosen, "cgopipe"
-    )
+    cost = cost_of(cost_model, WORK, kind, PlacementCounts(from_host=160.0, from_disk=64.0, computed=0.0), chosen)
     least = float(pass_s("cgopipe", cost))
     others = {order: float(pass_s(order, cost)) for order in SCHEDULE_TERMS if order != "module"}
     assert all(least <= seconds * (1 + 1e-9) for seconds in others.values()), others
@@ -111,7 +110,7 @@ def test_a_long_chain_takes_as_many_turns_as_look_ahead_allows() -> None:
     seconds, others = {}, set()
     for ahead in (1, 2, 3, 8):
         chosen = policy(micro_batch_size=128, look_ahead=ahead)
-        cost = cost_of(cost_model_of(MIXTRAL, chosen, slow), WORK, kind, placed, chosen, "cgopipe")
+        cost = cost_of(cost_model_of(MIXTRAL, chosen, slow), WORK, kind, placed, chosen)
         seconds[ahead] = float(pass_s("cgopipe", replace(cost, lanes={"cpu": cost.lanes["cpu"]}, waits={})))
         others.add(float(pass_s("fastdecode", cost)))
     assert seconds[1] == pytest.approx(seconds[2] * 3 / 2)

@@ -44,12 +44,12 @@ def test_experts_that_are_near_run_while_the_others_are_read() -> None:
     """A pass takes turns but for them: half of the experts' time is hidden where half of the pages stay."""
     asked, kind = policy(), decode_pass(WORK, 3)
     cost_model = cost_model_of(MIXTRAL, asked, CPU)
-    half = cost_of(cost_model, WORK, kind, PlacementCounts(from_disk=PAGES / 2), asked, "cgopipe")
+    half = cost_of(cost_model, WORK, kind, PlacementCounts(from_disk=PAGES / 2), asked)
     assert half.apart == 1.0
     experts = float(cost_model.experts_s(cost_model.expert_unit, 3.0)) * MIXTRAL.num_moe_layers
     turns = float(half.lanes["cpu"] + half.lanes["disk"])
     assert float(pass_s("cgopipe", half)) == pytest.approx(turns - experts / 2)
-    everything = cost_of(cost_model, WORK, kind, PlacementCounts(from_disk=float(PAGES)), asked, "cgopipe")
+    everything = cost_of(cost_model, WORK, kind, PlacementCounts(from_disk=float(PAGES)), asked)
     assert float(pass_s("cgopipe", everything)) == pytest.approx(
         float(everything.lanes["cpu"] + everything.lanes["disk"])
     )
@@ -58,7 +58,7 @@ def test_experts_that_are_near_run_while_the_others_are_read() -> None:
 def test_all_experts_at_once_wait_for_the_last_page() -> None:
     asked, kind = policy(schedule="module"), decode_pass(WORK, 3)
     cost_model = cost_model_of(MIXTRAL, asked, CPU)
-    cost = cost_of(cost_model, WORK, kind, PlacementCounts(from_disk=PAGES / 2), asked, "module")
+    cost = cost_of(cost_model, WORK, kind, PlacementCounts(from_disk=PAGES / 2), asked)
     assert float(pass_s("module", cost)) == pytest.approx(float(cost.lanes["cpu"] + cost.lanes["disk"]))
 
 

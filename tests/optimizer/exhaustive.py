@@ -150,7 +150,7 @@ def seconds(problem: Problem, some: Policies) -> Any:
         computed=some.computed,
         device_kv=some.blocks / (-(-some.kv_tokens // BLOCK)),
     )
-    return job_s(some.cost_model, problem.workload, some.schedule, some, placed)
+    return job_s(some.cost_model, problem.workload, some, placed)
 
 
 def least_seconds_of_all(problem: Problem) -> float:

@@ -17,7 +17,7 @@ from moelight.hrm.estimate import cost_model_of
 from moelight.hrm.footprint import kv_blocks
 from moelight.hrm.machine_model import Speeds
 from moelight.hrm.placement import place
-from moelight.hrm.task_cost import MicroBatchLoad, pass_costs
+from moelight.hrm.task_cost import MicroBatchLoad, PassCosts
 from moelight.optimizer.adapter import LEAST_PASSES, Adapter, Rest
 from moelight.paging.kv import BlockPool
 from moelight.profiles.model import ModelProfile
@@ -70,7 +70,7 @@ class Played:
             schedule = SCHEDULES.get(self.policy.schedule)(self.layout, shape)
             prefetched = len(schedule.prefetched_next)
             before_s = clock.now_s
-            timeline = clock.run(schedule, pass_costs(cost_model, placement, parts))
+            timeline = clock.run(schedule, PassCosts(cost_model, placement, parts))
             took = (clock.now_s - before_s) * self._noisy(random)
             self.seconds += took
             busy = {str(lane): seconds * self._noisy(random) for lane, seconds in timeline.busy_s().items()}

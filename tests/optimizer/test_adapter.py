@@ -23,9 +23,7 @@ from moelight.optimizer.adapter import (
     WORTH_IT,
     Adapter,
     Allocation,
-    Belief,
     Passed,
-    Pricing,
     Rest,
     passes_that_ran,
     values_of,
@@ -147,8 +145,8 @@ def test_changes_are_few_whatever_the_passes_say() -> None:
             Passed(
                 decode_tokens=200,
                 context=140.0,
-                prompts=prompts,
                 prompt_tokens=128 * prompts,
+                prompt_len=128.0 if prompts else 1.0,
                 seconds=max(busy.values()) * random.uniform(1, 2),
                 busy_s=busy,
             )
@@ -232,22 +230,22 @@ def test_the_machine_is_found_from_what_its_lanes_took(by: dict[str, float], dis
     policy, speeds = (FULL, replace(GPU, transfer_s=0.0)) if discrete else (ROOMY, CPU)
     if contended:
         speeds = replace(speeds, under_disk=0.8, disk_under_cpu=0.9)
-    true = Pricing(MIXTRAL, policy, slowed(speeds, by), BFLOAT16)
+    true = Adapter(MIXTRAL, policy, slowed(speeds, by), BFLOAT16)
     ran = []
     for decode, prompts in ((32, 0), (31, 2), (20, 8)):
         made = Passed(
             decode_tokens=decode,
             context=150.0,
-            prompts=prompts,
             prompt_tokens=100 * prompts,
+            prompt_len=100.0 if prompts else 1.0,
             seconds=0.0,
             busy_s={},
         )
-        took = float(np.sum(true.seconds(policy, passes_that_ran([made]), Belief())))
-        ran.append(replace(made, seconds=took, busy_s=true.lanes(policy, [made])))
-    found = Pricing(MIXTRAL, policy, speeds, BFLOAT16).learn(policy, ran, Belief())
-    assert found.stretch == pytest.approx(1.0, rel=0.02)
-    for lane, factor in found.slower.items():
+        took = float(np.sum(true.seconds(policy, passes_that_ran([made]), {})))
+        ran.append(replace(made, seconds=took, busy_s=true.lanes(policy, passes_that_ran([made]), {})))
+    found = Adapter(MIXTRAL, policy, speeds, BFLOAT16).learn(policy, ran, {})
+    assert found.pop("pass") == pytest.approx(1.0, rel=0.02)
+    for lane, factor in found.items():
         assert factor == pytest.approx(by[lane], rel=0.05)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moelight.hrm.machine_model import at_best
 from moelight.hrm.schedule_time import SCHEDULE_TERMS
 from moelight.optimizer import bound
-from moelight.optimizer.problem import Problem, Variant, variants
+from moelight.optimizer.problem import Candidates, Problem, variants
 from moelight.optimizer.search import search
 from moelight.profiles.workload import Workload
 from tests.optimizer.drawn import drawn_problem
@@ -23,7 +23,7 @@ from tests.shapes import examples
 MOST_POLICIES = 60_000
 
 
-def those_that_fit(problem: Problem, variant: Variant) -> Policies:
+def those_that_fit(problem: Problem, variant: Candidates) -> Policies:
     some = every(problem, variant.attention_device, variant.ffn_device, variant.schedule)
     assume(len(some.batch_size) <= MOST_POLICIES)
     some = some.at(np.flatnonzero(fits(problem, some)))
@@ -75,7 +75,7 @@ def box_around(draw: random.Random, problem: Problem, some: Policies, parts, sha
     inside &= (some.computed >= c0) & (some.computed <= c1)
     inside &= (share >= k0 - 1e-9) & (share <= k1 + 1e-9)
     sizes = {"n0": n0, "n1": n1, "b0": b0, "b1": b1, "t0": t0, "t1": t1, "r0": r0, "r1": r1}
-    return inside, {**sizes, "c0": c0, "c1": c1, "k0": k0, "k1": k1, "before_s": 0, "side": 0, "length": 0}
+    return inside, {**sizes, "c0": c0, "c1": c1, "k0": k0, "k1": k1, "least_s": 0, "side": 0, "length": 0}
 
 
 @examples(40)
@@ -117,6 +117,6 @@ def test_the_bound_is_within_its_gap_where_boxes_suffice(requests: int, monkeypa
     problem = replace(problem, workload=work, capacity_bytes={"host": 1 << 40, "disk": 0}, fixed=fixed)
     found = search(problem)
     assert found is not None
-    least = bound.least_seconds(problem, found.placed.seconds)
-    assert least <= found.placed.seconds
-    assert least >= found.placed.seconds * (1 - 5 * bound.GAP)
+    least = bound.least_seconds(problem, found.seconds)
+    assert least <= found.seconds
+    assert least >= found.seconds * (1 - 5 * bound.GAP)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelight.optimizer.candidates import PlacedCandidates, around, first_sample, scattered
-from moelight.optimizer.problem import Problem, variants
+from moelight.optimizer.candidates import around, first_sample, scattered
+from moelight.optimizer.problem import Candidates, Problem, variants
 from moelight.profiles.workload import Workload
 from tests.optimizer.drawn import drawn_problem
 from tests.shapes import examples
@@ -29,15 +29,15 @@ FIXES: list[dict[str, int | float]] = [
 ]
 
 
-def every_look(problem: Problem, seed: int) -> list[PlacedCandidates]:
+def every_look(problem: Problem, seed: int) -> list[Candidates]:
     """The first look at some settings, and what is around one of it, in steps and at random."""
     found, every = [], list(variants(problem))
     for variant in random.Random(seed).sample(every, min(4, len(every))):
         look = first_sample(problem, variant)
         found.append(look)
-        if len(look.requested.computed):
-            one = look.at(random.Random(seed).randrange(len(look.requested.computed)))
-            few = look.at(np.arange(min(3, len(look.requested.computed))))
+        if len(look.computed):
+            one = look.at(random.Random(seed).randrange(len(look.computed)))
+            few = look.at(np.arange(min(3, len(look.computed))))
             found += [around(problem, one, step=step) for step in (1.0, 0.1, 0.0)]
             found += [around(problem, few, step=0.3), scattered(problem, few, np.random.default_rng(seed), 100)]
     return found
@@ -51,20 +51,19 @@ def test_candidates_are_policies_and_have_what_is_fixed(fixes: dict[str, int | f
     work = Workload(num_requests=40, prompt_len=9, max_prompt_len=20, gen_len=6)
     problem = replace(problem, workload=work)
     for look in every_look(problem, seed):
-        candidate, requested = look.sizes, look.requested
-        n, mu, t = candidate.batch_size, candidate.micro_batch_size, candidate.micro_batch_tokens
+        n, mu, t = look.batch_size, look.micro_batch_size, look.micro_batch_tokens
         assert len(n) and np.all((mu >= 1) & (mu <= n) & (t >= mu))
         assert np.all((n >= problem.sequences[0]) & (n <= problem.sequences[1]))
-        assert np.all((requested.computed >= 0) & (requested.computed <= problem.pages))
-        assert np.all(np.isnan(requested.device_kv) | ((requested.device_kv >= 0) & (requested.device_kv <= 1)))
-        assert np.all(candidate.prompt_micro_batches >= 1)
+        assert np.all((look.computed >= 0) & (look.computed <= problem.pages))
+        assert np.all(np.isnan(look.device_kv) | ((look.device_kv >= 0) & (look.device_kv <= 1)))
+        assert np.all(look.prompt_micro_batches >= 1)
         values = {
             "batch_size": n,
             "micro_batch_size": mu,
             "num_micro_batches": -(-n // mu),
             "micro_batch_tokens": t,
-            "kv_tokens": candidate.kv_tokens,
-            "prompt_micro_batches": candidate.prompt_micro_batches,
+            "kv_tokens": look.kv_tokens,
+            "prompt_micro_batches": look.prompt_micro_batches,
         }
         for key, value in fixes.items():
             assert np.all(values[key] == value)
@@ -76,7 +75,7 @@ def test_few_requests_are_looked_at_whole(seed: int) -> None:
     problem = drawn_problem(seed, most_requests=8)
     requests = problem.workload.num_requests
     for variant in variants(problem):
-        candidate = first_sample(problem, variant).sizes
+        candidate = first_sample(problem, variant)
         cuts = set(
             zip(
                 candidate.batch_size.tolist(),
@@ -98,10 +97,10 @@ def test_single_steps_lead_everywhere(seed: int) -> None:
     )
     for variant in variants(problem):
         look = first_sample(problem, variant)
-        one = look.at(len(look.requested.computed) // 2)
+        one = look.at(len(look.computed) // 2)
         resident = around(problem, one, step=0.0)
-        n, mu = int(one.sizes.batch_size), int(one.sizes.micro_batch_size)
-        found = set(zip(resident.sizes.batch_size.tolist(), resident.sizes.micro_batch_size.tolist(), strict=True))
+        n, mu = int(one.batch_size), int(one.micro_batch_size)
+        found = set(zip(resident.batch_size.tolist(), resident.micro_batch_size.tolist(), strict=True))
         b = -(-n // mu)
         for other in (n - 1, n, n + 1):
             if 1 <= other <= 100:
@@ -112,8 +111,8 @@ def test_single_steps_lead_everywhere(seed: int) -> None:
         waves = -(-100 // n)
         for more in (waves - 1, waves + 1):
             if more >= 1:
-                assert -(-100 // more) in resident.sizes.batch_size
+                assert -(-100 // more) in resident.batch_size
         if variant.ffn_device == "split":
-            pages = int(one.requested.computed)
+            pages = int(one.computed)
             resident_pages = {pages - 1, pages, pages + 1} & set(range(problem.pages + 1))
-            assert resident_pages <= set(resident.requested.computed.astype(int).tolist())
+            assert resident_pages <= set(resident.computed.astype(int).tolist())

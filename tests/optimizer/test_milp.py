@@ -11,7 +11,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from moelight.hrm.estimate import job_s
-from moelight.hrm.pass_cost import PlacementCounts
 from moelight.optimizer.milp import solve
 from moelight.optimizer.problem import Candidates, Problem, make_candidates, variants
 from tests.optimizer.drawn import drawn_problem
@@ -46,16 +45,10 @@ def test_the_programme_finds_the_best_homes(seed: int) -> None:
     if found is None:
         return
     assert found.seconds == pytest.approx(seconds(problem, some).min(), rel=1e-6)
-    blocks = -(-int(candidate.kv_tokens) // candidate.kv_block_size)
-    placed = PlacementCounts(
-        from_host=float(found.from_host),
-        from_disk=float(found.from_disk),
-        computed=float(found.computed),
-        device_kv=found.device_blocks / blocks,
-    )
-    priced = job_s(candidate.variant.cost_model, problem.workload, candidate.variant.schedule, candidate, placed)
+    priced = job_s(candidate.cost_model, problem.workload, candidate, found.placed)
     assert found.seconds == pytest.approx(float(priced), rel=1e-6)
-    assert found.resident + found.from_host + found.from_disk + found.computed == problem.pages
+    assert all(count == round(count) for count in (found.placed.from_host, found.placed.from_disk))
+    assert 0 <= found.placed.offloaded <= problem.pages
 
 
 @examples(60)

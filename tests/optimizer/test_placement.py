@@ -13,18 +13,19 @@ from hypothesis import strategies as st
 from moelight.core.dtypes import FLOAT32
 from moelight.core.policy import Policy, Shares
 from moelight.hrm.footprint import footprint
+from moelight.hrm.pass_cost import PlacementCounts
 from moelight.optimizer.candidates import first_sample
-from moelight.optimizer.placement import RequestedPlacement, ResolvedPlacement, fill, free_memory
+from moelight.optimizer.placement import fill, free_memory
 from moelight.optimizer.problem import Candidates, Problem, variants
 from tests.optimizer.drawn import drawn_problem
 from tests.optimizer.exhaustive import every, fits
 from tests.shapes import examples
 
 
-def policy_at(problem: Problem, candidates: Candidates, filled: ResolvedPlacement, index: int) -> Policy:
+def policy_at(problem: Problem, candidates: Candidates, placed: PlacementCounts, index: int) -> Policy:
     """One candidate with its homes, as a policy."""
-    pages, placed = problem.pages, filled.placed
-    disk, resident = placed.from_disk[index] / pages, filled.resident[index] / pages
+    pages = problem.pages
+    disk, resident = placed.from_disk[index] / pages, (pages - placed.offloaded[index]) / pages
     device = 0.0 if candidates.ffn_device == "cpu" else resident
     cache = placed.device_kv[index]
     return Policy(
@@ -41,7 +42,7 @@ def policy_at(problem: Problem, candidates: Candidates, filled: ResolvedPlacemen
         kv=Shares(device=cache, host=1.0 - cache),
         schedule=candidates.schedule,
         kv_block_size=candidates.kv_block_size,
-        host_pages="pinned" if candidates.variant.cost_model.pinned_pages else "staged",
+        host_pages="pinned" if candidates.cost_model.pinned_pages else "staged",
     )
 
 
@@ -54,16 +55,14 @@ def test_what_is_said_to_fit_does(seed: int) -> None:
     every = list(variants(problem))
     for variant in draw.sample(every, min(5, len(every))):
         look = first_sample(problem, variant)
-        index = np.array([draw.randrange(len(look.requested.computed)) for _ in range(6)])
+        index = np.array([draw.randrange(len(look.computed)) for _ in range(6)])
         some = look.at(index)
         spilled = np.array([draw.choice([0.0, draw.randint(0, problem.pages)]) for _ in index])
         most = np.array([draw.choice([np.inf, draw.randint(0, problem.pages)]) for _ in index])
-        requested = RequestedPlacement(
-            computed=some.requested.computed, device_kv=some.requested.device_kv, resident=most, spilled=spilled
-        )
-        filled = fill(problem, some.sizes, requested)
-        for fitting in np.flatnonzero(filled.feasible):
-            policy = policy_at(problem, some.sizes, filled, int(fitting))
+        some = replace(some, resident=most, spilled=spilled)
+        placed, feasible = fill(problem, some)
+        for fitting in np.flatnonzero(feasible):
+            policy = policy_at(problem, some, placed, int(fitting))
             taken = footprint(problem.model, policy, dtype=FLOAT32, kv_dtype=FLOAT32)
             for tier in ("device", "host"):
                 assert taken.total(tier) <= problem.capacity_bytes.get(tier, 0)
@@ -82,8 +81,8 @@ def test_what_fits_is_found_and_no_page_more_would_stay(seed: int) -> None:
     same = fitting & (some.computed == some.computed[one]) & (some.blocks == some.blocks[one])
     for name in ("batch_size", "micro_batch_size", "micro_batch_tokens"):
         same &= getattr(some, name) == getattr(some, name)[one]
-    candidate = Candidates(
-        variant=variant,
+    candidate = replace(
+        variant,
         batch_size=some.batch_size[[one]],
         micro_batch_size=some.micro_batch_size[[one]],
         micro_batch_tokens=some.micro_batch_tokens[[one]],
@@ -91,13 +90,15 @@ def test_what_fits_is_found_and_no_page_more_would_stay(seed: int) -> None:
         kv_tokens=some.kv_tokens[[one]],
         kv_block_size=32,
         look_ahead=some.look_ahead,
+        computed=some.computed[[one]],
+        device_kv=some.blocks[[one]] / -(-some.kv_tokens[[one]] // 32),
     )
-    share = some.blocks[[one]] / -(-some.kv_tokens[[one]] // 32)
-    filled = fill(problem, candidate, RequestedPlacement(computed=some.computed[[one]], device_kv=share))
-    assert bool(filled.feasible[0]) == bool(same.any())
+    placed, feasible = fill(problem, candidate)
+    assert bool(feasible[0]) == bool(same.any())
     if same.any():
-        assert filled.resident[0] == some.resident[same].max()
-        assert filled.placed.from_disk[0] == some.from_disk[same & (some.resident == filled.resident[0])].min()
+        resident = problem.pages - placed.offloaded[0]
+        assert resident == some.resident[same].max()
+        assert placed.from_disk[0] == some.from_disk[same & (some.resident == resident)].min()
 
 
 @examples(60)
@@ -107,19 +108,19 @@ def test_memory_that_could_hold_a_page_more_is_not_left_empty(seed: int) -> None
     problem = drawn_problem(seed, most_requests=12)
     for variant in variants(problem):
         look = first_sample(problem, variant)
-        filled, free = fill(problem, look.sizes, look.requested), free_memory(problem, look.sizes)
-        open_here = filled.feasible & np.isnan(look.requested.device_kv)
+        (placed, feasible), free = fill(problem, look), free_memory(problem, look)
+        open_here = feasible & np.isnan(look.device_kv)
         near_device = variant.ffn_device != "cpu"
-        cache = np.round(filled.placed.device_kv * free.kv_blocks) if near_device else free.kv_blocks
-        cache = cache if near_device else free.kv_blocks - np.round(filled.placed.device_kv * free.kv_blocks)
+        cache = np.round(placed.device_kv * free.kv_blocks) if near_device else free.kv_blocks
+        cache = cache if near_device else free.kv_blocks - np.round(placed.device_kv * free.kv_blocks)
         left = free.device if near_device else free.host
-        more = filled.resident + 1
-        streamed = free.pages - filled.placed.computed - more
+        more = problem.pages - placed.offloaded + 1
+        streamed = free.pages - placed.computed - more
         slots = more + 2 * np.ceil(streamed / free.layers)
         bare = 0 if near_device else cache  # cache gives way to pages on the device, never in host memory
         fits_more = (streamed >= 0) & (slots * free.slot_bytes + bare * free.kv_block_bytes <= left)
         must = np.maximum(free.kv_blocks - np.floor(free.host / free.kv_block_bytes), 0) if near_device else 0
-        assert not np.any(open_here & fits_more & (must == 0) & (filled.placed.computed == 0))
+        assert not np.any(open_here & fits_more & (must == 0) & (placed.computed == 0))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
@@ -127,10 +128,8 @@ def test_without_a_gpu_there_is_no_cache_beside_it(share: float) -> None:
     problem = drawn_problem(3, gpu=False)
     (variant, *_) = variants(problem)
     look = first_sample(problem, variant)
-    requested = RequestedPlacement(
-        computed=look.requested.computed, device_kv=np.full_like(look.requested.device_kv, share)
-    )
-    assert np.all(fill(problem, look.sizes, requested).placed.device_kv == 0)
+    placed, _ = fill(problem, replace(look, device_kv=np.full_like(look.device_kv, share)))
+    assert np.all(placed.device_kv == 0)
 
 
 @examples(60)
@@ -143,14 +142,11 @@ def test_the_cpu_computes_no_page_more_than_it_must(seed: int) -> None:
             continue
         look = first_sample(problem, variant)
         some = look.at(np.arange(8))
-        free, none = free_memory(problem, some.sizes), np.zeros(8)
-        filled = fill(
-            problem,
-            some.sizes,
-            RequestedPlacement(computed=none, device_kv=none, resident=none + np.inf, spilled=none),
-        )
+        free, none = free_memory(problem, some), np.zeros(8)
+        some = replace(some, computed=none, device_kv=none, resident=none + np.inf, spilled=none)
+        placed, _ = fill(problem, some)
         slots = np.floor(np.maximum(free.device, 0) / free.slot_bytes)
-        for least, space in zip(filled.placed.computed, slots, strict=True):
+        for least, space in zip(placed.computed, slots, strict=True):
             others = free.pages - int(least) + 1
             rings = {stays: 2 * -(-(others - stays) // free.layers) for stays in range(others + 1)}
             assert least == 0 or all(stays + ring > space for stays, ring in rings.items())

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from moelight.core.policy import Policy, Shares
 from moelight.core.schedule import Lane
 from moelight.core.units import format_bytes
 from moelight.hrm.estimate import Estimate, Phase
-from moelight.optimizer.explain import WORTH_SAYING, why
+from moelight.optimizer.explain import why, worth_saying
 from moelight.optimizer.fixed_values import check_fixes
 from moelight.optimizer.plan import Plan, TierUse, WhatIf
 from moelight.optimizer.published import formulas
@@ -41,7 +41,6 @@ _SIZES = ("batch_size", "micro_batch_size", "num_micro_batches")
 _DEVICES = ("attention_device", "ffn_device", "cpu_experts", "schedule", "weight_dtype", "kv_dtype")
 _SHARES = ("weights.device", "weights.host", "weights.disk", "kv.device", "kv.host")
 _SLACK = 1e-9
-_T = TypeVar("_T")
 
 
 def published_plan(
@@ -66,20 +65,26 @@ def published_plan(
             "with the prompt; use the calibrated estimator"
         )
     limits = read_limits(fix)
-    weight_dtype, kv_dtype = _dtype(fix, "weight_dtype", model), _dtype(fix, "kv_dtype", model)
-    setting = formulas.setting_of(hardware, model, workload, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
-    cell = best_cell(setting, limits)
-    if cell is None:
+    dtypes = {key: _dtype(fix, key, model) for key in ("weight_dtype", "kv_dtype")}
+    setting = formulas.setting_of(hardware, model, workload, **dtypes)
+    found = best_cell(setting, limits)
+    if found is None:
         raise published_infeasible_error(setting, limits, hardware, model)
-    found = PaperPolicy(
-        micro_batch_size=cell.micro_batch_size,
-        num_micro_batches=cell.num_micro_batches,
-        weights_host=cell.weights_host,
-        kv_host=cell.kv_host,
-        gpu_attention=limits.gpu_attention,
+    attention_device, estimate = "gpu" if found.gpu_attention else "cpu", _estimate(setting, found)
+    policy = Policy(
+        model=name,
+        batch_size=found.batch_size,
+        micro_batch_size=found.micro_batch_size,
+        micro_batch_tokens=found.micro_batch_size * setting.prompt_len,
+        kv_tokens=found.batch_size * setting.context,
+        attention_device=attention_device,
+        ffn_device="gpu",
+        weights=_shares(fix, "weights", found.weights_host),
+        kv=_shares(fix, "kv", found.kv_host),
+        schedule=SCHEDULE[attention_device],
+        weight_dtype=dtypes["weight_dtype"].name,
+        kv_dtype=dtypes["kv_dtype"].name,
     )
-    policy = _policy_of(name, setting, found, fix, model)
-    estimate = _estimate(setting, found)
     plan = Plan(
         policy=policy,
         hardware=hardware.name,
@@ -94,62 +99,42 @@ def published_plan(
     return replace(plan, why=why(plan, model), what_if=found_what_ifs)
 
 
-def _policy_of(
-    name: str, setting: PaperSetting, found: PaperPolicy, fix: Mapping[str, Any], model: ModelProfile
-) -> Policy:
-    attention_device = "gpu" if found.gpu_attention else "cpu"
-    return Policy(
-        model=name,
-        batch_size=found.batch_size,
-        micro_batch_size=found.micro_batch_size,
-        micro_batch_tokens=found.micro_batch_size * setting.prompt_len,
-        kv_tokens=found.batch_size * setting.context,
-        attention_device=attention_device,
-        ffn_device="gpu",
-        weights=_shares(fix, "weights", found.weights_host),
-        kv=_shares(fix, "kv", found.kv_host),
-        weight_dtype=_dtype(fix, "weight_dtype", model).name,
-        kv_dtype=_dtype(fix, "kv_dtype", model).name,
-        schedule=SCHEDULE[attention_device],
-    )
-
-
 def _estimate(setting: PaperSetting, policy: PaperPolicy) -> Estimate:
     """Decoding and prompts as two kinds of passes; ``decode_tokens_per_s`` as the artifact reports it."""
     decode, prefill = formulas.decode_time(setting, policy), formulas.prefill_time(setting, policy)
     layer_s, prefill_s, size = float(decode.layer_s), float(prefill.layer_s), policy.batch_size
-    lanes = _lanes(setting, decode)
-    pass_s, rows = layer_s * setting.num_layers, float(size)
-    prompts = Phase(
-        name="prompts",
-        passes=1.0,
-        decode_tokens=0.0,
-        prompt_tokens=rows * setting.prompt_len,
-        seconds=prefill_s * setting.num_layers,
-        lanes=_lanes(setting, prefill),
-    )
-    steps = Phase(
-        name="decode",
-        passes=float(setting.gen_len - 1),
-        decode_tokens=rows,
-        prompt_tokens=0.0,
-        seconds=pass_s,
-        lanes=lanes,
-    )
+    rows, later = float(size), float(setting.gen_len - 1)
+    prompts = _phase(setting, prefill, name="prompts", passes=1.0, prompt_tokens=rows * setting.prompt_len)
+    steps = _phase(setting, decode, name="decode", passes=later, decode_tokens=rows)
     return Estimate(
         layer_s=layer_s,
-        pass_s=pass_s,
+        pass_s=steps.seconds,
         decode_tokens_per_s=formulas.decode_tokens_per_s(setting, size, layer_s),
         tokens_per_s=formulas.job_tokens_per_s(setting, size, prefill_s, layer_s),
-        lanes=lanes,
-        binding=max(lanes, key=lanes.__getitem__),
+        lanes=steps.lanes,
+        binding=max(steps.lanes, key=steps.lanes.__getitem__),
         phases=(prompts, steps),
     )
 
 
-def _lanes(setting: PaperSetting, time: LayerTime) -> dict[str, float]:
-    seconds = {Lane.H2D: time.link_s, Lane.DEVICE: time.gpu_s, Lane.CPU: time.cpu_s}
-    return {str(lane): float(each) * setting.num_layers for lane, each in seconds.items()}
+def _phase(
+    setting: PaperSetting,
+    time: LayerTime,
+    *,
+    name: str,
+    passes: float,
+    decode_tokens: float = 0.0,
+    prompt_tokens: float = 0.0,
+) -> Phase:
+    lanes = {Lane.H2D: time.link_s, Lane.DEVICE: time.gpu_s, Lane.CPU: time.cpu_s}
+    return Phase(
+        name=name,
+        passes=passes,
+        decode_tokens=decode_tokens,
+        prompt_tokens=prompt_tokens,
+        seconds=float(time.layer_s) * setting.num_layers,
+        lanes={str(lane): float(seconds) * setting.num_layers for lane, seconds in lanes.items()},
+    )
 
 
 def _memory(setting: PaperSetting, policy: PaperPolicy, hardware: HardwareProfile) -> tuple[TierUse, ...]:
@@ -170,34 +155,31 @@ def _memory(setting: PaperSetting, policy: PaperPolicy, hardware: HardwareProfil
 
 def _what_if(hardware: HardwareProfile, model: ModelProfile, plan: Plan, fix: Mapping[str, Any]) -> tuple[WhatIf, ...]:
     """The gain in decode rate of doubling each part of the machine and planning anew; best first."""
-    found = []
-    for change, better in _better(hardware):
-        again = published_plan(better, model, plan.workload, name=model.name, fix=fix, what_ifs=False)
-        gain = again.estimate.decode_tokens_per_s / plan.estimate.decode_tokens_per_s - 1.0
-        if gain >= WORTH_SAYING:
-            found.append(WhatIf(change=f"twice the {change}", gain=gain))
-    return tuple(sorted(found, key=lambda what: -what.gain))
+    plans = {
+        what: published_plan(better, model, plan.workload, name=model.name, fix=fix, what_ifs=False)
+        for what, better in _better(hardware)
+    }
+    rates = {what: found.estimate.decode_tokens_per_s for what, found in plans.items()}
+    return worth_saying({what: rate / plan.estimate.decode_tokens_per_s - 1.0 for what, rate in rates.items()})
 
 
 def _better(hardware: HardwareProfile) -> Iterator[tuple[str, HardwareProfile]]:
     """Yield each change and the machine with this part doubled."""
-    words = {"device": "device memory", "host": "host memory"}
+
+    def doubled(items: str, value: str, *names: str) -> HardwareProfile:
+        changed = (
+            replace(item, **{value: 2 * getattr(item, value)}) if not names or item.name in names else item
+            for item in getattr(hardware, items)
+        )
+        return replace(hardware, **{items: tuple(changed)})  # type: ignore[arg-type]
+
     for tier in hardware.tiers:
-        if tier.name in words:
-            size = replace(tier, capacity_bytes=2 * tier.capacity_bytes)
-            rate = replace(tier, bandwidth_bytes_per_s=2 * tier.bandwidth_bytes_per_s)
-            yield words[tier.name], replace(hardware, tiers=_swapped(hardware.tiers, tier, size))
-            yield f"{words[tier.name]} bandwidth", replace(hardware, tiers=_swapped(hardware.tiers, tier, rate))
+        if tier.name in ("device", "host"):
+            yield f"{tier.name} memory", doubled("tiers", "capacity_bytes", tier.name)
+            yield f"{tier.name} memory bandwidth", doubled("tiers", "bandwidth_bytes_per_s", tier.name)
     for unit in hardware.processors:
-        twice = replace(unit, peak_flops=2 * unit.peak_flops)
-        name = f"{unit.name.upper()} arithmetic"
-        yield name, replace(hardware, processors=_swapped(hardware.processors, unit, twice))
-    links = tuple(replace(link, bandwidth_bytes_per_s=2 * link.bandwidth_bytes_per_s) for link in hardware.links)
-    yield "link bandwidth", replace(hardware, links=links)
-
-
-def _swapped(items: tuple[_T, ...], old: _T, new: _T) -> tuple[_T, ...]:
-    return tuple(new if item is old else item for item in items)
+        yield f"{unit.name.upper()} arithmetic", doubled("processors", "peak_flops", unit.name)
+    yield "link bandwidth", doubled("links", "bandwidth_bytes_per_s")
 
 
 def _shares(fix: Mapping[str, Any], what: str, host: float) -> Shares:
@@ -221,10 +203,16 @@ def read_limits(fix: Mapping[str, Any]) -> Limits:
         keys = ("schedule", "attention_device") if "attention_device" in fix else ("schedule",)
         why = f"the published model is of {SCHEDULE['cpu']}, and of {SCHEDULE['gpu']} with attention on the GPU"
         raise _refused(fix, *keys, why=why)
-    mu, n_ub, batch = _batch(fix)
+    mu, n_ub, batch = (fix.get(key) for key in ("micro_batch_size", "num_micro_batches", "batch_size"))
+    for key, part in (("micro_batch_size", mu), ("num_micro_batches", n_ub)):
+        if batch is not None and part is not None and batch % part:
+            why = "in the published model the batch is a whole number of equal micro-batches"
+            raise _refused(fix, "batch_size", key, why=why)
+    if batch is not None and (mu or n_ub):  # two of the three determine the third, since N = μ n_ub
+        mu, n_ub = mu or batch // n_ub, batch // mu if mu else n_ub
     return Limits(
         gpu_attention=device == "gpu",
-        weights_host=_host_share(fix, "weights", (0.0, 1.0)),
+        weights_host=_host_share(fix, "weights"),
         kv_host=_kv_host(fix, device),
         micro_batch_size=mu,
         num_micro_batches=n_ub,
@@ -232,36 +220,20 @@ def read_limits(fix: Mapping[str, Any]) -> Limits:
     )
 
 
-def _batch(fix: Mapping[str, Any]) -> tuple[int | None, int | None, int | None]:
-    """μ, n_ub and N; any two determine the third, since N = μ n_ub."""
-    mu, n_ub, batch = (fix.get(key) for key in ("micro_batch_size", "num_micro_batches", "batch_size"))
-    if batch is not None:
-        for key, part in (("micro_batch_size", mu), ("num_micro_batches", n_ub)):
-            if part is not None and batch % part:
-                why = "in the published model the batch is a whole number of equal micro-batches"
-                raise _refused(fix, "batch_size", key, why=why)
-        if mu is not None:
-            n_ub = batch // mu
-        elif n_ub is not None:
-            mu = batch // n_ub
-    return mu, n_ub, batch
-
-
-def _host_share(fix: Mapping[str, Any], what: str, free: Range) -> Range:
-    if f"{what}.host" in fix and f"{what}.device" in fix:
-        host, device = float(fix[f"{what}.host"]), float(fix[f"{what}.device"])
-        if abs(host + device - 1.0) > _SLACK:
-            why = "in the published model they sum to 1"
-            raise _refused(fix, f"{what}.device", f"{what}.host", why=why)
-    if f"{what}.host" in fix:
-        return (float(fix[f"{what}.host"]),) * 2
-    return (1.0 - float(fix[f"{what}.device"]),) * 2 if f"{what}.device" in fix else free
+def _host_share(fix: Mapping[str, Any], what: str) -> Range:
+    """The range of w_c or c_c: a point if fixed."""
+    host, device = fix.get(f"{what}.host"), fix.get(f"{what}.device")
+    if host is not None and device is not None and abs(host + device - 1.0) > _SLACK:
+        raise _refused(fix, f"{what}.device", f"{what}.host", why="in the published model they sum to 1")
+    if host is None and device is not None:
+        host = 1.0 - device
+    return (0.0, 1.0) if host is None else (host, host)
 
 
 def _kv_host(fix: Mapping[str, Any], attention_device: str) -> Range:
     """The range of c_c: 1 for attention on the CPU."""
     if attention_device == "gpu":
-        return _host_share(fix, "kv", (0.0, 1.0))
+        return _host_share(fix, "kv")
     for key, only in (("kv.device", 0.0), ("kv.host", 1.0)):
         if abs(float(fix.get(key, only)) - only) > _SLACK:
             keys = (key, "attention_device") if "attention_device" in fix else (key,)
@@ -350,16 +322,14 @@ def _more_device(setting: PaperSetting, limits: Limits, mu: int, n_ub: int) -> s
 
 def _fewer(setting: PaperSetting, limits: Limits) -> str:
     """A hint at the largest batch that fits in place of the fixed one; empty if none fits."""
-    if limits.batch_size is None and limits.num_micro_batches is None and limits.micro_batch_size is None:
-        return ""
+    size, number = limits.micro_batch_size, limits.num_micro_batches
     one = np.array([1], dtype=np.int64)
-    if not fits(setting, limits, one, one)[0]:
+    if (size, number, limits.batch_size) == (None, None, None) or not fits(setting, limits, one, one)[0]:
         return ""
-    if limits.micro_batch_size is not None and limits.num_micro_batches is None:
+    if size is not None and number is None:
         most = largest(lambda sizes: fits(setting, limits, sizes, one), one)
         return f"; or a micro_batch_size of at most {most[0]}"
-    mu = one * (limits.micro_batch_size or 1)
-    if not fits(setting, limits, mu, one)[0]:
-        mu = one
+    mu = one * (size or 1)
+    mu = mu if fits(setting, limits, mu, one)[0] else one
     most = largest(lambda counts: fits(setting, limits, mu, counts), one)
     return f"; or a batch_size of at most {most[0] * mu[0]} in micro-batches of {mu[0]}"

@@ -58,17 +58,6 @@ class GridShares:
     feasible: Any
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GridCell:
-    """One point of the grid with its shares; ``each_s`` is T / N, the seconds of a layer per sequence."""
-
-    micro_batch_size: int
-    num_micro_batches: int
-    weights_host: float
-    kv_host: float
-    each_s: float
-
-
 def device_rows(setting: PaperSetting, limits: Limits, sizes: Any, counts: Any) -> list[CapacityRow]:
     """home_d + work <= 0.86 m_g and home_p + work <= 0.86 m_g."""
     cap = formulas.DEVICE_SHARE * setting.device_bytes
@@ -163,7 +152,7 @@ def _weights_range(bounds: list[CapacityRow], kv_host: Any) -> tuple[Any, Any]:
     return least, most
 
 
-def best_cell(setting: PaperSetting, limits: Limits) -> GridCell | None:
+def best_cell(setting: PaperSetting, limits: Limits) -> PaperPolicy | None:
     """The cell of least T / N; of equals the last in the artifact's order: the largest μ, then the largest n_ub. None
     if nothing fits.
 
@@ -171,22 +160,17 @@ def best_cell(setting: PaperSetting, limits: Limits) -> GridCell | None:
     convex in N and the other times per sequence do not depend on n_ub, so for each μ T / N falls to its minimum and
     rises after it.
     """
-    best: GridCell | None = None
+    best, best_s = None, np.inf
     sizes = _sizes(setting, limits)
     while len(sizes):
         some, sizes = sizes[-_AT_ONCE:], sizes[:-_AT_ONCE]
         counts, shares, each_s = _best_of_each(setting, limits, some)
         at = int(np.flatnonzero(each_s <= each_s.min() * (1 + TIE))[-1])
-        if best is None or each_s[at] < best.each_s * (1 - TIE):
-            best = GridCell(
-                micro_batch_size=int(some[at]),
-                num_micro_batches=int(counts[at]),
-                weights_host=float(shares.weights_host[at]),
-                kv_host=float(shares.kv_host[at]),
-                each_s=float(each_s[at]),
-            )
+        if each_s[at] < best_s * (1 - TIE):
+            weights_host, kv_host = float(shares.weights_host[at]), float(shares.kv_host[at])
+            best, best_s = _policy(limits, int(some[at]), int(counts[at]), weights_host, kv_host), each_s[at]
         alone = formulas.decode_time(setting, _policy(limits, sizes, 1, 0.0, 0.0))
-        sizes = sizes[np.maximum(alone.cpu_s, alone.gpu_s) / sizes < best.each_s * (1 - TIE)]
+        sizes = sizes[np.maximum(alone.cpu_s, alone.gpu_s) / sizes < best_s * (1 - TIE)]
     return best
 
 
