@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,8 @@ _BITS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorInfo:
-    """The location of one tensor: ``nbytes`` bytes at ``offset`` (from the start of ``file``), row-major. ``dtype`` is
-    the safetensors name (``BF16``), possibly of a format that moelight does not support."""
+    """The location of a tensor, or of a slice of it: ``nbytes`` bytes at ``offset`` from the start of ``file``,
+    row-major. ``dtype`` is the safetensors name (``BF16``), possibly of a format that moelight does not support."""
 
     name: str
     file: Path
@@ -39,6 +39,11 @@ class TensorInfo:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+
+    def part(self, index: int, count: int) -> TensorInfo:
+        """Slice ``index`` of ``count`` equal slices along the first dimension, under the name of the whole."""
+        shape, nbytes = (self.shape[0] // count, *self.shape[1:]), self.nbytes // count
+        return replace(self, shape=shape, offset=self.offset + index * nbytes, nbytes=nbytes)
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
