@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from moelight.core.policy import Adaptation, Policy
@@ -12,9 +12,8 @@ from moelight.core.schedule import Lane
 from moelight.engine.batcher import Admitted, Batcher, MicroBatchPlan
 from moelight.engine.output_processor import OutputProcessor
 from moelight.engine.pass_runner import PassRunner
-from moelight.engine.planning import speeds_for
+from moelight.hrm.machine_model import Speeds
 from moelight.optimizer.adapter import LEAST_PASSES, Adapter, Passed, Rest
-from moelight.optimizer.plan import Plan
 from moelight.profiles.model import ModelProfile
 
 SHARE = 1 / 2000  # of the time of all passes that observing and replanning may take
@@ -27,8 +26,20 @@ _log = logging.getLogger(__name__)
 class PassAdaptation:
     """Runs after each pass of an engine. ``changes`` are the policy changes made so far."""
 
-    def __init__(self, adapter: Adapter, batcher: Batcher, passes: PassRunner) -> None:
-        self._adapter, self._batcher, self._passes = adapter, batcher, passes
+    def __init__(
+        self,
+        model: ModelProfile,
+        policy: Policy,
+        speeds: Speeds,
+        fixed: Collection[str],
+        batcher: Batcher,
+        passes: PassRunner,
+    ) -> None:
+        """``policy``: as the engine was loaded; values that the user ``fixed`` in the plan are kept."""
+        if "num_micro_batches" in fixed:
+            fixed = {*fixed, "batch_size", "micro_batch_size"}
+        self._adapter = Adapter(model, policy, speeds, passes.dtype, fixed=fixed)
+        self._batcher, self._passes = batcher, passes
         self.changes: list[Adaptation] = []
         self._busy_s: Mapping[Lane, float] = {}
         self._passed, self._all_s, self._since_look_s = 0, 0.0, 0.0
@@ -58,45 +69,30 @@ class PassAdaptation:
         self._spent_s += watched_s - began_s
         enough = self._adapter.watched >= LEAST_PASSES and self._since_look_s >= LEAST_S
         if enough and self._spent_s + self._look_s <= SHARE * self._all_s:
-            self._look(*self._lengths())
+            self._look()
             self._look_s = time.perf_counter() - watched_s
             self._spent_s += self._look_s
             self._since_look_s = 0.0
 
-    def _lengths(self) -> tuple[float, float]:
-        """Average prompt and answer tokens of this run's sequences; maximum answers are scaled by the finished
+    def _look(self) -> None:
+        """Replan for the average prompt and answer of this run's sequences; maximum answers are scaled by the finished
         sequences."""
-        now, before, outputs = self._batcher.admitted, self._before, self._outputs
+        now, before, outputs, pool = self._batcher.admitted, self._before, self._outputs, self._passes.pool
         count = max(1, now.sequences - before.sequences)
         answer = (now.answer_tokens - before.answer_tokens) / count
         if outputs is not None and outputs.ended_tokens:
             answer *= outputs.ended_tokens / outputs.ended_most
-        return (now.prompt_tokens - before.prompt_tokens) / count, answer
-
-    def _look(self, prompt_len: float, gen_len: float) -> None:
-        most = (
-            int(self._passes.pool.blocks / self._blocks_each) if self._blocks_each else self._adapter.policy.batch_size
+        rest = Rest(
+            waiting=self._batcher.waiting,
+            prompt_len=(now.prompt_tokens - before.prompt_tokens) / count,
+            gen_len=answer,
+            most_running=int(pool.blocks / self._blocks_each) if self._blocks_each else self._adapter.policy.batch_size,
         )
-        rest = Rest(waiting=self._batcher.waiting, prompt_len=prompt_len, gen_len=gen_len, most_running=most)
         change = self._adapter.look(rest, after_pass=self._passed)
         if change is not None:
             self._passes.policy = self._batcher.policy = self._adapter.policy
             self.changes.append(change)
             _log.info("after pass %d: %s", change.after_pass, change.reason)
-
-
-def adapting_for(
-    policy: Policy, plan: Plan | None, model: ModelProfile, batcher: Batcher, passes: PassRunner
-) -> PassAdaptation | None:
-    """The adaptation of an engine loaded for ``policy``; values that the user fixed in ``plan`` are kept, and without a
-    plan's speeds this machine's are used. None under static admission, where one pass does not predict the next."""
-    if policy.admission != "refill":
-        return None
-    speeds = speeds_for(plan, discrete=policy.discrete)
-    fixed = set() if plan is None else set(plan.fixed)
-    if "num_micro_batches" in fixed:
-        fixed |= {"batch_size", "micro_batch_size"}
-    return PassAdaptation(Adapter(model, policy, speeds, passes.dtype, fixed=fixed), batcher, passes)
 
 
 def passed(plans: Sequence[MicroBatchPlan], seconds: float, busy_s: Mapping[str, float]) -> Passed:

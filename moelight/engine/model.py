@@ -104,7 +104,7 @@ class LazyModel:
     def plan(self, options: EngineOptions, workload: Workload) -> PlannedModel:
         """Audit the checkpoint; return the given policy, or the fastest for ``workload`` (BudgetError if none fits)."""
         from moelight.engine.checkpoint import open_checkpoint
-        from moelight.engine.planning import PlanConstraints, plan_for
+        from moelight.engine.planning import plan_for
         from moelight.runtime.machine import find_machine
 
         source = open_checkpoint(self.name)
@@ -121,11 +121,9 @@ class LazyModel:
                 hw=options.hw,
                 host_memory=options.host_memory,
                 device_memory=options.device_memory,
-                constraints=PlanConstraints(
-                    batch_size=batch_size,
-                    micro_batch_size=options.micro_batch_size,
-                    schedule=options.schedule,
-                ),
+                batch_size=batch_size,
+                micro_batch_size=options.micro_batch_size,
+                schedule=options.schedule,
                 workload=workload,
                 experts=options.experts.policy,
             )

@@ -11,7 +11,7 @@ import torch
 
 from moelight.core.dtypes import dtype_named
 from moelight.engine.checkpoint import OpenCheckpoint
-from moelight.engine.planning import PlanConstraints, plan_for, resolve
+from moelight.engine.planning import plan_for, resolve
 from moelight.optimizer.api import optimize
 from moelight.profiles.files import profile_names
 from moelight.profiles.hardware import load_hardware_profile
@@ -40,7 +40,6 @@ def test_the_engine_plans_what_optimize_recommends(machine: str, model: str) -> 
         hw=machine,
         host_memory=limits["host"],
         device_memory=limits.get("device"),
-        constraints=PlanConstraints(),
         workload=work,
     )
     assert recommended.runs
