@@ -71,12 +71,11 @@ def _token_ids(prompt: Prompt, index: int, tokenizer: Tokenizer) -> tuple[int, .
         ((form, value),) = prompt.items()
     if form == "messages":
         return tuple(tokenizer.render(value))
-    if form == "prompt":
-        if isinstance(value, str):
-            return tuple(tokenizer.encode(value))
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        if all(isinstance(token, int) and not isinstance(token, bool) for token in value):
-            return tuple(value)  # type: ignore[arg-type]
+    if form == "prompt" and isinstance(value, str):
+        return tuple(tokenizer.encode(value))
+    ids = value if form == "prompt_token_ids" and isinstance(value, Sequence) and not isinstance(value, str) else [None]
+    if all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        return tuple(ids)  # type: ignore[arg-type]
     if isinstance(prompt, Mapping):
         raise InputError(f"prompt {index}: {form} must be {'a string' if form == 'prompt' else 'a list of token ids'}")
     raise InputError(f"prompt {index}: must be a string, an object with one of {', '.join(_FORMS)}, or token ids")
