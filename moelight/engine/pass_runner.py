@@ -187,10 +187,9 @@ class PassRunner:
         """Rebuild the layout of streamed pages if the resident pages have changed since the last whole pass."""
         model, found = self.model, None if self._experts is None else self._experts.residency
         if found is not None and found.version != self._residents:
-            placement = moved(model.placement, found.pages())
+            loaded, placement = model.layout, moved(model.placement, found.pages())
             layout = layout_of(model.profile, self._policy, model.dtype, placement=placement)
-            allocated = {"ring_slots": model.layout.ring_slots, "pinned_slots": model.layout.pinned_slots}
-            self._schedules.use(replace(layout, **allocated))
+            self._schedules.use(replace(layout, ring_slots=loaded.ring_slots, pinned_slots=loaded.pinned_slots))
             self._residents = found.version
         model.pages.follow(self._schedules.layout.streamed, self._schedules.layout.computed)
 

@@ -211,6 +211,9 @@ class PageReader(TensorReader):
         self._submit = submit if self._stored == dtype else None
         self.page_bytes = page_bytes(model, from_torch(dtype))
 
+    def __enter__(self) -> PageReader:
+        return self
+
     def start(self, page: Page, dest: torch.Tensor, begin: int = 0) -> PageRead | None:
         """Start to fill ``dest`` (uint8, contiguous, whole numbers of ``dtype``) with the bytes of ``page`` (gate, up,
         down) from ``begin`` on. Returns None if the read is complete on return; raises CheckpointError here or in
