@@ -41,7 +41,6 @@ from moelight.core.schedule import Lane, Page
 from moelight.core.timeline import Timeline
 from moelight.core.units import GiB, format_bytes, parse_bytes
 from moelight.engine import loaded_model
-from moelight.engine.checkpoint import OpenCheckpoint, open_checkpoint
 from moelight.engine.engine import Engine
 from moelight.engine.planning import plan_for
 from moelight.hrm import costs
@@ -51,6 +50,7 @@ from moelight.optimizer.plan import Plan, policy_as_dict
 from moelight.paging.arena import page_locked
 from moelight.runtime.machine import Machine, find_machine, limit_device_memory
 from moelight.runtime.measure import available_bytes
+from moelight.weights.tensor_map import OpenCheckpoint, open_checkpoint
 
 CONTESTANTS = {"cgopipe": ("cgopipe", "refill"), "static": ("cgopipe", "static"), "flexgen": ("flexgen", "refill")}
 STEADY_PASSES = 6

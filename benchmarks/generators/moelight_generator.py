@@ -18,11 +18,11 @@ from common import Facts, Generate, Ids, Task, serve
 
 from moelight import Engine, SamplingParams, Workload
 from moelight.core.units import parse_bytes
-from moelight.engine.checkpoint import open_checkpoint
 from moelight.engine.engine import requests_from
 from moelight.engine.planning import plan_for
 from moelight.runtime.machine import find_machine
 from moelight.runtime.measure import current_rss_bytes, peak_rss_bytes
+from moelight.weights.tensor_map import open_checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lane_figures import Watched

@@ -16,7 +16,6 @@ from moelight.core.timeline import Timeline
 from moelight.core.units import parse_bytes
 from moelight.engine.adaptation import PassAdaptation
 from moelight.engine.batcher import Batcher
-from moelight.engine.checkpoint import OpenCheckpoint, open_checkpoint
 from moelight.engine.constraints import Constraints
 from moelight.engine.experts import choices_for
 from moelight.engine.loaded_model import weight_dtype
@@ -32,6 +31,7 @@ from moelight.profiles.workload import Workload
 from moelight.runtime.executor import Idle
 from moelight.runtime.machine import device_peak, find_machine, limit_device_memory, watch_device_memory
 from moelight.runtime.measure import peak_rss_bytes
+from moelight.weights.tensor_map import OpenCheckpoint, open_checkpoint
 
 Prompt: TypeAlias = str | Mapping[str, Any] | Sequence[int]
 _FORMS = ("prompt", "messages", "prompt_token_ids")
@@ -187,26 +187,21 @@ class Engine:
         experts: ExpertOptions | None = None,
         prefix_caching: bool = True,
     ) -> Engine:
-        """Plan the fastest policy for ``workload`` within the memory limits, then load the model under it.
+        """Plan the fastest policy for ``workload`` within the memory limits, then load the model under it; the plan is
+        in ``plan``. ``lanes``, ``adapt`` and ``prefix_caching`` are as for `Engine`.
 
         Args:
             model: a directory, ``demo``, or a model id on the hub.
             hw: a hardware profile's name or file; ``auto``: this machine as `moelight profile` measured it, or a
                 typical one of its kind.
             device: as for `Engine`, but ``auto`` is an accelerator if there is one, else ``cpu``.
-            lanes: as for `Engine`.
             host_memory: limit in bytes, or a size such as ``"16GiB"``; None: 90 % of the free host memory.
             device_memory: limit in bytes, or a size such as ``"16GiB"``; None: 90 % of the free device memory.
             batch_size: sequences in progress at a time (N); None: the planner's choice.
             micro_batch_size: sequences per micro-batch (μ); None: the planner's choice.
             schedule: name of a schedule; None: the planner's choice.
             workload: what to plan for; None: the default `Workload`.
-            adapt: as for `Engine`.
             experts: as for `Engine`; an expert policy in it restricts the search to schedules with on-demand passes.
-            prefix_caching: as for `Engine`.
-
-        Returns:
-            The engine, with its plan in ``plan``.
 
         Raises:
             ConfigError: an option is invalid, or the hardware profile does not suit the machine.
@@ -236,15 +231,12 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Generate completions for all prompts.
+        """Generate completions for all prompts, in the order of ``prompts`` and of a prompt's samples.
 
         Args:
             prompts: one prompt or several. A prompt is a string, ``{"prompt": str}``, ``{"messages": [...]}``,
                 ``{"prompt_token_ids": [...]}`` or a list of token ids.
             sampling_params: one for all prompts, or one per prompt; None: the defaults.
-
-        Returns:
-            Completions in the order of ``prompts``; samples of one prompt in the order of their number.
 
         Raises:
             InputError: a prompt cannot be served; nothing has been generated then.

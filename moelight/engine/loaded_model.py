@@ -13,7 +13,6 @@ from moelight.core.errors import CheckpointError
 from moelight.core.policy import Policy
 from moelight.core.schedule import Lane, TaskKind
 from moelight.engine.batcher import places
-from moelight.engine.checkpoint import OpenCheckpoint
 from moelight.engine.experts import ExpertRuntime
 from moelight.hrm import costs
 from moelight.hrm.footprint import (
@@ -41,6 +40,7 @@ from moelight.runtime.moe_ops import MoEOps
 from moelight.runtime.ops import Operations
 from moelight.scheduler.layout import layout_of
 from moelight.weights.load import PageReader, load_dense, page_files, page_views
+from moelight.weights.tensor_map import OpenCheckpoint
 from moelight.weights.torch_dtypes import to_torch
 
 

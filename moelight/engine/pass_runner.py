@@ -15,7 +15,6 @@ from moelight.core.policy import Policy
 from moelight.core.schedule import Page, Schedule
 from moelight.core.timeline import Timeline
 from moelight.engine.batcher import MicroBatchPlan, SequenceChunk, places
-from moelight.engine.checkpoint import OpenCheckpoint
 from moelight.engine.experts import ExpertRuntime
 from moelight.engine.loaded_model import LoadedModel
 from moelight.hrm.placement import moved
@@ -28,6 +27,7 @@ from moelight.runtime.microbatch import MicroBatch, pack, require
 from moelight.runtime.on_demand import OnDemandPass, PassPages
 from moelight.scheduler import SCHEDULES, on_demand
 from moelight.scheduler.layout import Layout, MicroBatchShape, PassShape, layout_of
+from moelight.weights.tensor_map import OpenCheckpoint
 
 Choose = Callable[[Sequence[SequenceChunk], Tensor], Tensor]
 Score = Callable[[Sequence[SequenceChunk], int, Tensor, Tensor], None]

@@ -9,7 +9,6 @@ from moelight.core.dtypes import FLOAT32, DType
 from moelight.core.errors import BudgetError, ConfigError
 from moelight.core.policy import Policy
 from moelight.core.units import format_bytes
-from moelight.engine.checkpoint import OpenCheckpoint
 from moelight.engine.experts import resident_share
 from moelight.experts.options import ExpertOptions
 from moelight.experts.policy import ExpertPolicy
@@ -32,6 +31,7 @@ from moelight.runtime.machine_profile import kept_profile
 from moelight.runtime.measure import available_bytes, memory_limit_bytes
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.requirements import NEEDS, check_policy, misfit
+from moelight.weights.tensor_map import OpenCheckpoint
 
 FREE_SHARE = 0.9
 _TYPICAL = {True: "t4", False: "cpu-amx"}

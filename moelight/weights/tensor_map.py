@@ -7,15 +7,16 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 from moelight.core.dtypes import BY_SAFETENSORS, FLOAT32, DType
 from moelight.core.errors import CheckpointError
 from moelight.core.schedule import Page
-from moelight.profiles.families import FAMILIES
-from moelight.profiles.model import ModelProfile
+from moelight.profiles.families import FAMILIES, profile_from_dir
+from moelight.profiles.model import ModelProfile, require_computable
 from moelight.profiles.tensor_list import StoredTensor, dense_tensors, page_shapes
-from moelight.weights.source import Checkpoint, TensorInfo
+from moelight.weights.source import Checkpoint, TensorInfo, resolve_model
 
 
 def _axes(width: str) -> dict[str, tuple[str, ...]]:
@@ -50,6 +51,23 @@ class WeightMap:
     parts: Mapping[StoredTensor, TensorInfo]
     pages: Mapping[Page, tuple[TensorInfo, ...]]
     spare_head: TensorInfo | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenCheckpoint:
+    """An audited checkpoint: its directory, its profile, and the location of each tensor; no weights are loaded yet."""
+
+    directory: Path
+    profile: ModelProfile
+    weight_map: WeightMap
+
+
+def open_checkpoint(model: str) -> OpenCheckpoint:
+    """Find ``model`` and audit it: every tensor present, of the right shape, none left over; else CheckpointError."""
+    directory = resolve_model(model)
+    profile = profile_from_dir(directory)
+    require_computable(profile, where=str(directory / "config.json"))
+    return OpenCheckpoint(directory=directory, profile=profile, weight_map=locate(Checkpoint.open(directory), profile))
 
 
 def locate(checkpoint: Checkpoint, model: ModelProfile) -> WeightMap:
@@ -158,36 +176,34 @@ class _TensorSearch:
         return [[info for info in infos if info] for infos in found]
 
     def _one(self, part: str, names: list[str], shape: tuple[int, ...]) -> TensorInfo | None:
-        stored = self._stored(names)
+        stored, model = self._stored(names), self._model
         self._use(stored)
+        if not stored:
+            reason = {
+                "head": "tie_word_embeddings is false",
+                **dict.fromkeys(("q_bias", "k_bias", "v_bias", "o_bias"), "attention_bias is true"),
+                **dict.fromkeys(("dense_gate", "dense_up", "dense_down"), "mlp_only_layers, decoder_sparse_step"),
+                **dict.fromkeys(("gate", "up", "down"), f"num_experts {model.experts.num_experts}"),
+            }.get(part, f"model_type {model.model_type}")
+            self._faults.append(
+                f"{self._listing}: tensor {names[0]!r} {list(shape)} is missing, but config.json asks for it "
+                f"({reason}, num_hidden_layers {model.num_layers}); correct config.json or fetch the whole checkpoint"
+            )
+            return None
         if len(stored) > 1:
             self._twice(stored[0], stored[1])
-        elif not stored:
-            self._missing(part, names[0], shape)
-        elif (info := self._tensors[stored[0]]).shape != shape:
-            axes = self._axes.get(part, ())
-            keys = [key for key, has, wants in zip(axes, info.shape, shape, strict=False) if has != wants]
-            hint = f"; check {', '.join(keys)} there" if keys and len(info.shape) == len(shape) else ""
-            self._faults.append(
-                f"{info.file}: tensor {info.name!r} has shape {list(info.shape)}, "
-                f"but config.json asks for {list(shape)}{hint}"
-            )
-        else:
+            return None
+        info = self._tensors[stored[0]]
+        if info.shape == shape:
             return info
-        return None
-
-    def _missing(self, part: str, name: str, shape: tuple[int, ...]) -> None:
-        model = self._model
-        reason = {
-            "head": "tie_word_embeddings is false",
-            **dict.fromkeys(("q_bias", "k_bias", "v_bias", "o_bias"), "attention_bias is true"),
-            **dict.fromkeys(("dense_gate", "dense_up", "dense_down"), "mlp_only_layers, decoder_sparse_step"),
-            **dict.fromkeys(("gate", "up", "down"), f"num_experts {model.experts.num_experts}"),
-        }.get(part, f"model_type {model.model_type}")
+        axes = self._axes.get(part, ())
+        keys = [key for key, has, wants in zip(axes, info.shape, shape, strict=False) if has != wants]
+        hint = f"; check {', '.join(keys)} there" if keys and len(info.shape) == len(shape) else ""
         self._faults.append(
-            f"{self._listing}: tensor {name!r} {list(shape)} is missing, but config.json asks for it ({reason}, "
-            f"num_hidden_layers {model.num_layers}); correct config.json or fetch the whole checkpoint"
+            f"{info.file}: tensor {info.name!r} has shape {list(info.shape)}, "
+            f"but config.json asks for {list(shape)}{hint}"
         )
+        return None
 
     def _twice(self, first: str, second: str) -> None:
         self._faults.append(
