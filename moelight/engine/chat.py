@@ -196,20 +196,19 @@ def _checked_part(part: object, where: str) -> dict[str, Any]:
 def _checked_calls(calls: object, where: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise InputError(f"{where}: tool_calls must be a list of objects")
-    return [_with_arguments(call, f"{where}, tool call {number}") for number, call in enumerate(calls, start=1)]
-
-
-def _with_arguments(call: dict[str, Any], where: str) -> dict[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, dict):
-        raise InputError(f"{where}: function must be an object with name and arguments")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            raise InputError(f"{where}: arguments is not JSON") from None
-    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
+    checked = []
+    for number, call in enumerate(calls, start=1):
+        function, part = call.get("function"), f"{where}, tool call {number}"
+        if not isinstance(function, dict):
+            raise InputError(f"{part}: function must be an object with name and arguments")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                raise InputError(f"{part}: arguments is not JSON") from None
+        checked.append({**call, "function": {**function, "arguments": {} if arguments is None else arguments}})
+    return checked
 
 
 def _check_conversation(conversation: Conversation) -> None:

@@ -24,7 +24,7 @@ from moelight.core.units import MiB, align_up
 from moelight.hrm.costs import TENSOR_ALIGNMENT, dense_bytes, page_bytes
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.tensor_list import dense_tensors, page_shapes
-from moelight.weights.safetensors import TensorInfo
+from moelight.weights.source import TensorInfo
 from moelight.weights.tensor_map import WeightMap
 from moelight.weights.torch_dtypes import from_torch, to_torch
 
