@@ -240,7 +240,9 @@ class Batcher:
     @property
     def waiting(self) -> bool:
         """True if any sequence has not been admitted yet."""
-        return self._ahead() is not None
+        if self._first is None:
+            self._first = next(self._source, None)
+        return self._first is not None
 
     @property
     def running(self) -> Collection[RunningSequence]:
@@ -333,13 +335,8 @@ class Batcher:
         for sequence in list(self._running):
             self.retire(sequence)
 
-    def _ahead(self) -> RunningSequence | None:
-        if self._first is None:
-            self._first = next(self._source, None)
-        return self._first
-
     def _admit(self) -> RunningSequence | None:
-        if len(self._running) >= self.policy.batch_size or (first := self._ahead()) is None:
+        if len(self._running) >= self.policy.batch_size or not self.waiting or (first := self._first) is None:
             return None
         shared = self._prefix_cache.find(first)
         need = self.blocks_for(len(first.request.token_ids) + first.max_tokens) - len(shared)

@@ -55,7 +55,14 @@ class Constraints:
     def _compile(self, kind: str, text: str) -> llguidance.LLMatcher | str:
         """The initial matcher of a grammar, or the reason why there is none."""
         if self._tools is None:
-            words = _vocabulary(self._tokenizer, self._vocab_size)
+            tokenizer, size = self._tokenizer, self._vocab_size
+            ends = sorted(token for token in tokenizer.eos_token_ids if token < size) or [size]
+            words = Vocabulary(
+                tokens=[tokenizer.token_bytes(token) for token in range(size)] + [b""] * (ends[0] == size),
+                special_token_ids=sorted(token for token in tokenizer.special_ids if token < size),
+                ends=ends,
+                encode=tokenizer.encode,
+            )
             self._tools = words.trie(), GrammarTrial(words)
         trie, trial = self._tools
         try:
@@ -123,16 +130,6 @@ def without(words: np.ndarray, tokens: Collection[int]) -> np.ndarray:
 def bits_of(words: np.ndarray) -> list[int]:
     """The tokens whose bits are set."""
     return [32 * int(at) + bit for at in words.nonzero()[0] for bit in range(32) if int(words[at]) >> bit & 1]
-
-
-def _vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
-    ends = sorted(token for token in tokenizer.eos_token_ids if token < vocab_size) or [vocab_size]
-    return Vocabulary(
-        tokens=[tokenizer.token_bytes(token) for token in range(vocab_size)] + [b""] * (ends[0] == vocab_size),
-        special_token_ids=sorted(token for token in tokenizer.special_ids if token < vocab_size),
-        ends=ends,
-        encode=tokenizer.encode,
-    )
 
 
 def _written(outputs: StructuredOutputs) -> tuple[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -153,8 +153,9 @@ def _tried(trie: llguidance.LLTokenizer, kind: str, text: str) -> str | None:
         found = compiled(trie, kind, text, stack_bytes=TRIED_STACK_BYTES)
         # Advance one token: some grammars grow only then. The parent process, which has the whole vocabulary, rejects a
         # grammar that no token fits.
-        mask = int.from_bytes(found.compute_bitmask(), "little")
-        fits = next((token for token in _bits(mask) if found.validate_tokens([token])), None)
+        mask = found.compute_bitmask()
+        allowed = (token for token in range(8 * len(mask)) if mask[token // 8] >> token % 8 & 1)
+        fits = next((token for token in allowed if found.validate_tokens([token])), None)
         if fits is not None:
             found.consume_token(fits)
         why = said(found.get_error()) if found.is_error() else ""
@@ -163,11 +164,3 @@ def _tried(trie: llguidance.LLTokenizer, kind: str, text: str) -> str | None:
         return said(str(error))
     except BaseException as error:  # noqa: BLE001 (a panic of llguidance is no Exception)
         return said(f"{type(error).__name__}: {error}")
-
-
-def _bits(mask: int) -> Iterator[int]:
-    """Positions of the ones in ``mask``, lowest first."""
-    while mask:
-        lowest = mask & -mask
-        yield lowest.bit_length() - 1
-        mask ^= lowest

@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -29,9 +28,10 @@ from moelight.weights.tensor_map import WeightMap
 from moelight.weights.torch_dtypes import from_torch, to_torch
 
 BOUNCE_BYTES = 4 * MiB
+_Reader = TypeVar("_Reader", bound="TensorReader")
 
 
-class TensorReader(AbstractContextManager["TensorReader"]):
+class TensorReader:
     """Reads tensors stored as ``stored`` from ``files``, each opened once. Thread-safe. Raises CheckpointError for a
     damaged file."""
 
@@ -45,6 +45,9 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         except CheckpointError:
             self.close()
             raise
+
+    def __enter__(self: _Reader) -> _Reader:
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -210,9 +213,6 @@ class PageReader(TensorReader):
         self._dtype = dtype
         self._submit = submit if self._stored == dtype else None
         self.page_bytes = page_bytes(model, from_torch(dtype))
-
-    def __enter__(self) -> PageReader:
-        return self
 
     def start(self, page: Page, dest: torch.Tensor, begin: int = 0) -> PageRead | None:
         """Start to fill ``dest`` (uint8, contiguous, whole numbers of ``dtype``) with the bytes of ``page`` (gate, up,
