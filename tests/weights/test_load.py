@@ -193,7 +193,8 @@ def test_any_part_of_a_page_is_that_part(small: Path, way: str, data: st.DataObj
     dtype = torch.bfloat16 if way == "converted" else torch.float32
     with FileReader(page_files(weight_map)) as files, PageReader(weight_map, model, dtype) as plain:
         past = PageReader(weight_map, model, dtype, lambda parts: files.submit([ReadPart(*each) for each in parts]))
-        with plain if way == "through the cache" else past as reader:
+        with past:
+            reader = plain if way == "through the cache" else past
             page = Page(layer=0, expert=data.draw(st.integers(0, model.experts.num_experts - 1)))
             whole, numbers = read_page(plain, page), reader.page_bytes // dtype.itemsize
             begin = data.draw(st.integers(0, numbers - 1)) * dtype.itemsize
