@@ -41,9 +41,8 @@ from moelight.core.schedule import Lane, Page
 from moelight.core.timeline import Timeline
 from moelight.core.units import GiB, format_bytes, parse_bytes
 from moelight.engine import loaded_model
-from moelight.engine.checkpoint import OpenCheckpoint, open_checkpoint
 from moelight.engine.engine import Engine
-from moelight.engine.planning import PlanConstraints, plan_for
+from moelight.engine.planning import plan_for
 from moelight.hrm import costs
 from moelight.hrm.footprint import footprint
 from moelight.observe.trace import TraceHeader, write_trace
@@ -51,6 +50,7 @@ from moelight.optimizer.plan import Plan, policy_as_dict
 from moelight.paging.arena import page_locked
 from moelight.runtime.machine import Machine, find_machine, limit_device_memory
 from moelight.runtime.measure import available_bytes
+from moelight.weights.tensor_map import OpenCheckpoint, open_checkpoint
 
 CONTESTANTS = {"cgopipe": ("cgopipe", "refill"), "static": ("cgopipe", "static"), "flexgen": ("flexgen", "refill")}
 STEADY_PASSES = 6
@@ -126,9 +126,6 @@ class Card:
     def plan(self, schedule: str, admission: str, cap: int) -> Plan:
         """The best policy of ``schedule`` under ``cap``, with room for the longest answers."""
         args = self.args
-        constraints = PlanConstraints(
-            batch_size=args.batch_size, micro_batch_size=args.micro_batch_size, schedule=schedule
-        )
         plan = plan_for(
             str(self.model),
             self.source,
@@ -136,7 +133,9 @@ class Card:
             hw=args.hw,
             host_memory=parse_bytes(args.host_memory, what="--host-memory") if args.host_memory else None,
             device_memory=cap - self.context_bytes,
-            constraints=constraints,
+            batch_size=args.batch_size,
+            micro_batch_size=args.micro_batch_size,
+            schedule=schedule,
             workload=mtbench_workload(args.requests or 5120, max(args.new)),
         )
         return replace(plan, policy=replace(plan.policy, admission=admission))

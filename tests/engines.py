@@ -16,11 +16,11 @@ from moelight.core.errors import BudgetError
 from moelight.core.policy import Policy
 from moelight.core.request import Request, SamplingParams
 from moelight.engine.batcher import Batcher, RunningSequence, SequenceChunk
-from moelight.engine.checkpoint import open_checkpoint
 from moelight.engine.pass_runner import PassRunner
-from moelight.engine.planning import PlanConstraints, plan_for, resolve
+from moelight.engine.planning import plan_for, resolve
 from moelight.profiles.workload import Workload
 from moelight.runtime.machine import find_machine
+from moelight.weights.tensor_map import open_checkpoint
 
 Tiny = Callable[..., Path]
 
@@ -37,7 +37,7 @@ def least_memory(model: Path, device: str, workload: Workload, **constraints: An
                 source,
                 machine,
                 hw="auto",
-                constraints=PlanConstraints(**constraints),
+                **constraints,
                 workload=workload,
                 **limits,
             )  # type: ignore[arg-type]

@@ -18,11 +18,11 @@ from common import Facts, Generate, Ids, Task, serve
 
 from moelight import Engine, SamplingParams, Workload
 from moelight.core.units import parse_bytes
-from moelight.engine.checkpoint import open_checkpoint
 from moelight.engine.engine import requests_from
-from moelight.engine.planning import PlanConstraints, plan_for
+from moelight.engine.planning import plan_for
 from moelight.runtime.machine import find_machine
 from moelight.runtime.measure import current_rss_bytes, peak_rss_bytes
+from moelight.weights.tensor_map import open_checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lane_figures import Watched
@@ -80,10 +80,8 @@ def _engine(task: Task) -> Engine:
         task.model,
         source,
         find_machine("cpu"),
-        hw="auto",
         host_memory=None if memory is None else parse_bytes(str(memory)),
-        device_memory=None,
-        constraints=PlanConstraints(batch_size=options.get("batch_size")),
+        batch_size=options.get("batch_size"),
         workload=workload,
     )
     changes = {name: options[name] for name in ("schedule", "admission") if name in options}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from moelight.core.policy import Adaptation, Policy
@@ -12,9 +12,8 @@ from moelight.core.schedule import Lane
 from moelight.engine.batcher import Admitted, Batcher, MicroBatchPlan
 from moelight.engine.output_processor import OutputProcessor
 from moelight.engine.pass_runner import PassRunner
-from moelight.engine.planning import speeds_for
+from moelight.hrm.machine_model import Speeds
 from moelight.optimizer.adapter import LEAST_PASSES, Adapter, Passed, Rest
-from moelight.optimizer.plan import Plan
 from moelight.profiles.model import ModelProfile
 
 SHARE = 1 / 2000  # of the time of all passes that observing and replanning may take
@@ -27,13 +26,25 @@ _log = logging.getLogger(__name__)
 class PassAdaptation:
     """Runs after each pass of an engine. ``changes`` are the policy changes made so far."""
 
-    def __init__(self, adapter: Adapter, batcher: Batcher, passes: PassRunner) -> None:
-        self._adapter, self._batcher, self._passes = adapter, batcher, passes
+    def __init__(
+        self,
+        model: ModelProfile,
+        policy: Policy,
+        speeds: Speeds,
+        fixed: Collection[str],
+        batcher: Batcher,
+        passes: PassRunner,
+    ) -> None:
+        """``policy``: as the engine was loaded; values that the user ``fixed`` in the plan are kept."""
+        if "num_micro_batches" in fixed:
+            fixed = {*fixed, "batch_size", "micro_batch_size"}
+        self._adapter = Adapter(model, policy, speeds, passes.dtype, fixed=fixed)
+        self._batcher, self._passes = batcher, passes
         self.changes: list[Adaptation] = []
         self._busy_s: Mapping[Lane, float] = {}
         self._passed, self._all_s, self._since_look_s = 0, 0.0, 0.0
         self._spent_s, self._look_s = 0.0, _FIRST_LOOK_S
-        self._most_running = adapter.policy.batch_size
+        self._most_running = policy.batch_size
         self._outputs: OutputProcessor | None = None
         self._before = Admitted()
 
@@ -76,20 +87,6 @@ class PassAdaptation:
             self._passes.policy = self._batcher.policy = self._adapter.policy
             self.changes.append(change)
             _log.info("after pass %d: %s", change.after_pass, change.reason)
-
-
-def adapting_for(
-    policy: Policy, plan: Plan | None, model: ModelProfile, batcher: Batcher, passes: PassRunner
-) -> PassAdaptation | None:
-    """The adaptation of an engine loaded for ``policy``; values that the user fixed in ``plan`` are kept, and without a
-    plan's speeds this machine's are used. None under static admission, where one pass does not predict the next."""
-    if policy.admission != "refill":
-        return None
-    speeds = speeds_for(plan, discrete=policy.discrete)
-    fixed = set() if plan is None else set(plan.fixed)
-    if "num_micro_batches" in fixed:
-        fixed |= {"batch_size", "micro_batch_size"}
-    return PassAdaptation(Adapter(model, policy, speeds, passes.dtype, fixed=fixed), batcher, passes)
 
 
 def passed(plans: Sequence[MicroBatchPlan], seconds: float, busy_s: Mapping[str, float]) -> Passed:

@@ -240,7 +240,9 @@ class Batcher:
     @property
     def waiting(self) -> bool:
         """True if any sequence has not been admitted yet."""
-        return self._ahead() is not None
+        if self._first is None:
+            self._first = next(self._source, None)
+        return self._first is not None
 
     @property
     def running(self) -> Collection[RunningSequence]:
@@ -290,13 +292,12 @@ class Batcher:
         while (sequence := next(coming, None) or (None if static or room <= 0 else self._admit())) is not None:
             if self._prefix_cache.waiting(sequence):
                 continue
-            start, count = sequence.computed, min(sequence.waiting_tokens, room)
+            count, most = min(sequence.waiting_tokens, room), self.policy.micro_batch_tokens
             room -= count
-            while count > self.policy.micro_batch_tokens:
-                whole.append(SequenceChunk(sequence=sequence, start=start, count=self.policy.micro_batch_tokens))
-                start, count = start + self.policy.micro_batch_tokens, count - self.policy.micro_batch_tokens
-            if count:
-                rest.append(SequenceChunk(sequence=sequence, start=start, count=count))
+            for begin in range(0, count, most):
+                size = min(most, count - begin)
+                chunk = SequenceChunk(sequence=sequence, start=sequence.computed + begin, count=size)
+                (whole if begin + size < count else rest).append(chunk)
         plans = [self._plan([chunk]) for chunk in whole]
         if not self._discrete:
             return plans + self._pack(decoding + rest)
@@ -334,13 +335,8 @@ class Batcher:
         for sequence in list(self._running):
             self.retire(sequence)
 
-    def _ahead(self) -> RunningSequence | None:
-        if self._first is None:
-            self._first = next(self._source, None)
-        return self._first
-
     def _admit(self) -> RunningSequence | None:
-        if len(self._running) >= self.policy.batch_size or (first := self._ahead()) is None:
+        if len(self._running) >= self.policy.batch_size or not self.waiting or (first := self._first) is None:
             return None
         shared = self._prefix_cache.find(first)
         need = self.blocks_for(len(first.request.token_ids) + first.max_tokens) - len(shared)
@@ -372,10 +368,9 @@ class Batcher:
         return count + (start if self._window is None else min(start, self._window - 1))
 
     def _plan(self, chunks: list[SequenceChunk]) -> MicroBatchPlan:
+        chunks.sort(key=lambda chunk: not chunk.decodes)
         prefill_only = self._discrete and all(chunk.start == 0 for chunk in chunks)
-        return MicroBatchPlan(
-            chunks=tuple(sorted(chunks, key=lambda chunk: not chunk.decodes)), prefill_only=prefill_only
-        )
+        return MicroBatchPlan(chunks=tuple(chunks), prefill_only=prefill_only)
 
 
 def places(policy: Policy, blocks: int) -> int:
@@ -407,20 +402,17 @@ def partition(
     for chunk in ordered:
         too_full, mine = [], 0 if max_seen is None else seen(chunk)
         while lightest:
-            plan = heapq.heappop(lightest)
-            at = plan[2]
-            room = len(parts[at]) < max_items and plan[0] + chunk.count <= max_tokens
+            tokens, context, at = heapq.heappop(lightest)
+            room = len(parts[at]) < max_items and tokens + chunk.count <= max_tokens
             if room and (max_seen is None or not parts[at] or everything_seen[at] + mine <= max_seen):
                 break
-            too_full.append(plan)
+            too_full.append((tokens, context, at))
         else:
-            plan = (0, 0, len(parts))
+            tokens, context, at = 0, 0, len(parts)
             parts.append([])
             everything_seen.append(0)
-        at = plan[2]
         parts[at].append(chunk)
         everything_seen[at] += mine
-        heapq.heappush(lightest, (plan[0] + chunk.count, plan[1] + chunk.start, at))
-        for full in too_full:
-            heapq.heappush(lightest, full)
+        for entry in (*too_full, (tokens + chunk.count, context + chunk.start, at)):
+            heapq.heappush(lightest, entry)
     return [part for part in parts if part]

@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from moelight.core.errors import CheckpointError, ConfigError, InputError
 from moelight.core.small_files import read_error_text, read_text
 from moelight.core.units import KiB, MiB, format_bytes
 from moelight.engine.confined import ConfinedProcess, EndedError
 
+_T = TypeVar("_T")
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_DIRECTORY = "additional_chat_templates"
 DEFAULT, TOOL_USE = "default", "tool_use"
@@ -79,7 +80,7 @@ class ChatTemplate:
     @classmethod
     def from_file(cls, path: Path, *, special_tokens: Mapping[str, str]) -> ChatTemplate:
         try:
-            return cls(_read_template(path), special_tokens=special_tokens)
+            return cls(read_part(path, read_text, most=_MOST_TEMPLATE_BYTES), special_tokens=special_tokens)
         except CheckpointError as error:
             raise ConfigError(f"chat template {error}") from None
 
@@ -140,32 +141,29 @@ def read_chat_template(
     paths = {path.stem: path for path in sorted((directory / TEMPLATE_DIRECTORY).glob("*.jinja"))}
     if (directory / TEMPLATE_FILE).exists() or (directory / TEMPLATE_FILE).is_symlink():
         paths[DEFAULT] = directory / TEMPLATE_FILE
-    sources = {name: _read_template(path) for name, path in paths.items()}
-    path = directory / "tokenizer_config.json"
+    sources = {name: read_part(path, read_text, most=_MOST_TEMPLATE_BYTES) for name, path in paths.items()}
     given = config.get("chat_template")
-    if not sources and isinstance(given, str):
-        sources = {DEFAULT: _not_too_long(given, path)}
-    elif not sources and given is not None:
-        if not isinstance(given, list) or not all(
+    if not sources and given is not None:
+        path, entries = directory / "tokenizer_config.json", given
+        if isinstance(given, str):
+            entries = [{"name": DEFAULT, "template": given}]
+        if not isinstance(entries, list) or not all(
             isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
-            for entry in given
+            for entry in entries
         ):
             raise CheckpointError(f"{path}: chat_template must be a string or a list of {{name, template}}")
-        sources = {entry["name"]: _not_too_long(entry["template"], path) for entry in given}
+        sources = {entry["name"]: entry["template"] for entry in entries}
+        if max(map(len, sources.values()), default=0) > _MOST_TEMPLATE_BYTES:
+            raise CheckpointError(f"{path}: its chat template is larger than {format_bytes(_MOST_TEMPLATE_BYTES)}")
     return ChatTemplate(sources, special_tokens=special_tokens) if sources else None
 
 
-def _read_template(path: Path) -> str:
+def read_part(path: Path, read: Callable[..., _T], *, most: int) -> _T:
+    """The contents of ``path``, at most ``most`` bytes, as ``read`` returns them; else CheckpointError."""
     try:
-        return read_text(path, most=_MOST_TEMPLATE_BYTES)
+        return read(path, most=most)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read ({read_error_text(error)})") from None
-
-
-def _not_too_long(template: str, path: Path) -> str:
-    if len(template) > _MOST_TEMPLATE_BYTES:
-        raise CheckpointError(f"{path}: its chat template is larger than {format_bytes(_MOST_TEMPLATE_BYTES)}")
-    return template
 
 
 def _checked(message: object, where: str) -> dict[str, Any]:
@@ -198,20 +196,19 @@ def _checked_part(part: object, where: str) -> dict[str, Any]:
 def _checked_calls(calls: object, where: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise InputError(f"{where}: tool_calls must be a list of objects")
-    return [_with_arguments(call, f"{where}, tool call {number}") for number, call in enumerate(calls, start=1)]
-
-
-def _with_arguments(call: dict[str, Any], where: str) -> dict[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, dict):
-        raise InputError(f"{where}: function must be an object with name and arguments")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            raise InputError(f"{where}: arguments is not JSON") from None
-    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
+    checked = []
+    for number, call in enumerate(calls, start=1):
+        function, part = call.get("function"), f"{where}, tool call {number}"
+        if not isinstance(function, dict):
+            raise InputError(f"{part}: function must be an object with name and arguments")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                raise InputError(f"{part}: arguments is not JSON") from None
+        checked.append({**call, "function": {**function, "arguments": {} if arguments is None else arguments}})
+    return checked
 
 
 def _check_conversation(conversation: Conversation) -> None:

@@ -4,8 +4,8 @@ Each form is translated to a grammar, which is compiled once."""
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Collection, Iterable
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from moelight.core.errors import ConfigError, InputError
 from moelight.core.panics import panics_as
 from moelight.core.request import StructuredOutputs
-from moelight.engine.grammars import NO_TOKEN, GrammarTrial, Vocabulary, compiled, said, trie_of
+from moelight.engine.grammars import NO_TOKEN, GrammarTrial, Vocabulary, compiled, said
 from moelight.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Constraints:
         ends = tokenizer.eos_token_ids
         self._special = bits([token for token in tokenizer.special_ids - ends if token < vocab_size], vocab_size)
         self._tools: tuple[llguidance.LLTokenizer, GrammarTrial] | None = None
-        self._compiled: OrderedDict[str, llguidance.LLMatcher | str] = OrderedDict()
+        self._matchers = lru_cache(KEPT)(self._compile)
 
     def close(self) -> None:
         if self._tools is not None:
@@ -40,30 +40,30 @@ class Constraints:
 
     def check(self, outputs: StructuredOutputs) -> None:
         """Raise InputError if ``outputs`` cannot be compiled, or if no token of this model can begin an answer."""
-        compiled = self._compile(outputs)
-        if isinstance(compiled, str):
-            raise InputError(f"structured_outputs: {compiled}", code="invalid_structured_output")
+        self._matcher(outputs)
 
     def open(self, outputs: StructuredOutputs) -> Constraint:
         """The constraint of a new answer; raises InputError as `check`."""
-        self.check(outputs)
-        return Constraint(self._compile(outputs).deep_copy(), self._special)  # type: ignore[union-attr]
+        return Constraint(self._matcher(outputs).deep_copy(), self._special)
 
-    def _compile(self, outputs: StructuredOutputs) -> llguidance.LLMatcher | str:
-        """The initial matcher, or the reason why there is none."""
-        kind, text = _written(outputs)
-        key = f"{kind}:{text}"
-        if key not in self._compiled:
-            self._compiled[key] = self._matcher(kind, text)
-            if len(self._compiled) > KEPT:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(key)
-        return self._compiled[key]
+    def _matcher(self, outputs: StructuredOutputs) -> llguidance.LLMatcher:
+        found = self._matchers(*_written(outputs))
+        if isinstance(found, str):
+            raise InputError(f"structured_outputs: {found}", code="invalid_structured_output")
+        return found
 
-    def _matcher(self, kind: str, text: str) -> llguidance.LLMatcher | str:
+    def _compile(self, kind: str, text: str) -> llguidance.LLMatcher | str:
+        """The initial matcher of a grammar, or the reason why there is none."""
         if self._tools is None:
-            words = _vocabulary(self._tokenizer, self._vocab_size)
-            self._tools = trie_of(words, self._tokenizer.encode), GrammarTrial(words)
+            tokenizer, size = self._tokenizer, self._vocab_size
+            ends = sorted(token for token in tokenizer.eos_token_ids if token < size) or [size]
+            words = Vocabulary(
+                tokens=[tokenizer.token_bytes(token) for token in range(size)] + [b""] * (ends[0] == size),
+                special_token_ids=sorted(token for token in tokenizer.special_ids if token < size),
+                ends=ends,
+                encode=tokenizer.encode,
+            )
+            self._tools = words.trie(), GrammarTrial(words)
         trie, trial = self._tools
         try:
             why = trial.why_not(kind, text)
@@ -76,8 +76,6 @@ class Constraints:
                 matcher = compiled(trie, kind, text)
         except ValueError as error:
             return said(str(error))
-        if isinstance(matcher, str):
-            return matcher
         first = Constraint(matcher.deep_copy(), self._special)
         return first.why if first.allowed() is None else matcher
 
@@ -132,15 +130,6 @@ def without(words: np.ndarray, tokens: Collection[int]) -> np.ndarray:
 def bits_of(words: np.ndarray) -> list[int]:
     """The tokens whose bits are set."""
     return [32 * int(at) + bit for at in words.nonzero()[0] for bit in range(32) if int(words[at]) >> bit & 1]
-
-
-def _vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
-    ends = sorted(token for token in tokenizer.eos_token_ids if token < vocab_size) or [vocab_size]
-    return Vocabulary(
-        tokens=[tokenizer.token_bytes(token) for token in range(vocab_size)] + [b""] * (ends[0] == vocab_size),
-        special=sorted(token for token in tokenizer.special_ids if token < vocab_size),
-        ends=ends,
-    )
 
 
 def _written(outputs: StructuredOutputs) -> tuple[str, str]:

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
 _MOST_TOKENS_PER_CHARACTER = 4
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+# The characters by which byte-level tokenizers write bytes: printable ones as they are, others from U+0100.
+_PLAIN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTE_OF = {chr(byte): bytes([byte]) for byte in _PLAIN}
+_BYTE_OF |= {chr(0x100 + n): bytes([byte]) for n, byte in enumerate(sorted({*range(256)} - {*_PLAIN}))}
 # Decoders that treat the first token of a text differently.
 _FIRST_DIFFERS = {"Strip", "Metaspace", "WordPiece", "BPEDecoder", "CTC"}
 
@@ -34,14 +38,18 @@ class TokenBytes:
         if chunk is None:
             return b""
         for step in self._steps:
-            match step["type"]:
-                case "ByteLevel":
+            match step:
+                case {"type": "ByteLevel"}:
                     return b"".join(_BYTE_OF.get(character) or character.encode() for character in chunk)
-                case "ByteFallback":
+                case {"type": "ByteFallback"}:
                     if byte := _BYTE.fullmatch(chunk):
                         return bytes.fromhex(byte[1])
-                case _:
-                    chunk = _spaced(chunk, step)
+                case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+                    chunk = chunk.replace(old, new)
+                case {"type": "Metaspace", "replacement": str(mark)} | {"type": "BPEDecoder", "suffix": str(mark)}:
+                    chunk = chunk.replace(mark, " ")
+                case {"type": "WordPiece", "prefix": str(mark)}:
+                    chunk = chunk[len(mark) :] if chunk.startswith(mark) else " " + chunk
         return str(chunk).encode()
 
     @property
@@ -108,30 +116,3 @@ class StopMatcher:
 def _steps(spec: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """A decoder of tokenizer.json as a flat list of simple decoders."""
     return [step for each in spec["decoders"] for step in _steps(each)] if spec["type"] == "Sequence" else [spec]
-
-
-def _spaced(chunk: str, step: Mapping[str, Any]) -> str:
-    """``chunk`` with its spaces as the decoder ``step`` writes them inside a text."""
-    match step:
-        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
-            return chunk.replace(old, new)
-        case {"type": "Metaspace", "replacement": str(mark)}:
-            return chunk.replace(mark, " ")
-        case {"type": "WordPiece", "prefix": str(mark)}:
-            return chunk[len(mark) :] if chunk.startswith(mark) else " " + chunk
-        case {"type": "BPEDecoder", "suffix": str(mark)}:
-            return chunk.replace(mark, " ")
-        case _:
-            return chunk
-
-
-def _byte_alphabet() -> dict[str, bytes]:
-    """The characters by which byte-level tokenizers write bytes: printable ones as they are, others from U+0100."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): bytes([byte]) for byte in plain} | {
-        chr(0x100 + number): bytes([byte]) for number, byte in enumerate(others)
-    }
-
-
-_BYTE_OF = _byte_alphabet()

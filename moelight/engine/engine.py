@@ -14,22 +14,14 @@ from moelight.core.policy import Adaptation, Policy
 from moelight.core.request import Completion, Request, SamplingParams
 from moelight.core.timeline import Timeline
 from moelight.core.units import parse_bytes
-from moelight.engine.adaptation import PassAdaptation, adapting_for
+from moelight.engine.adaptation import PassAdaptation
 from moelight.engine.batcher import Batcher
-from moelight.engine.checkpoint import OpenCheckpoint, open_checkpoint
 from moelight.engine.constraints import Constraints
 from moelight.engine.experts import choices_for
 from moelight.engine.loaded_model import weight_dtype
 from moelight.engine.output_processor import OutputProcessor, check_tokens, most_tokens
-from moelight.engine.pass_runner import Launched, Packed, PassRunner
-from moelight.engine.planning import (
-    PlanConstraints,
-    choose_residents,
-    plan_for,
-    resolve,
-    resolve_host_pages,
-    speeds_for,
-)
+from moelight.engine.pass_runner import PackedPass, PassRunner
+from moelight.engine.planning import choose_residents, plan_for, resolve, resolve_host_pages, speeds_for
 from moelight.engine.tokenizer import Tokenizer
 from moelight.experts.options import ExpertOptions
 from moelight.experts.profile import save_profile
@@ -39,6 +31,7 @@ from moelight.profiles.workload import Workload
 from moelight.runtime.executor import Idle
 from moelight.runtime.machine import device_peak, find_machine, limit_device_memory, watch_device_memory
 from moelight.runtime.measure import peak_rss_bytes
+from moelight.weights.tensor_map import OpenCheckpoint, open_checkpoint
 
 Prompt: TypeAlias = str | Mapping[str, Any] | Sequence[int]
 _FORMS = ("prompt", "messages", "prompt_token_ids")
@@ -80,10 +73,9 @@ def _token_ids(prompt: Prompt, index: int, tokenizer: Tokenizer) -> tuple[int, .
         return tuple(tokenizer.render(value))
     if form == "prompt" and isinstance(value, str):
         return tuple(tokenizer.encode(value))
-    if form == "prompt_token_ids" and isinstance(value, Sequence) and not isinstance(value, str):
-        ids: list[Any] = list(value)
-        if all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-            return tuple(ids)
+    ids = value if form == "prompt_token_ids" and isinstance(value, Sequence) and not isinstance(value, str) else [None]
+    if all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        return tuple(ids)  # type: ignore[arg-type]
     if isinstance(prompt, Mapping):
         raise InputError(f"prompt {index}: {form} must be {'a string' if form == 'prompt' else 'a list of token ids'}")
     raise InputError(f"prompt {index}: must be a string, an object with one of {', '.join(_FORMS)}, or token ids")
@@ -153,8 +145,10 @@ class Engine:
         self._experts = choices_for(options, self.policy, self.profile, dtype, speeds)
         self.tokenizer = Tokenizer.from_dir(source.directory)
         self._constraints = Constraints(self.tokenizer, self.profile.vocab_size)
+        watch_device_memory(self._device)
         self._device_limit = self.plan.use_of("device").capacity_bytes if self.plan and machine.discrete else 0
-        self._guard_device_memory()
+        if self._device_limit:
+            limit_device_memory(self._device, self._device_limit)
         self._passes: PassRunner | None = PassRunner(source, self.policy, machine, lanes, self._experts)
         self._batcher = Batcher(
             self.policy,
@@ -163,7 +157,11 @@ class Engine:
             window=self.profile.attention.window,
             prefix_caching=prefix_caching,
         )
-        self._adapting = self._adapts(adapt)
+        self._adapting: PassAdaptation | None = None
+        # Under static admission, one pass does not predict the next.
+        if (self.plan is not None if adapt is None else adapt) and self.policy.admission == "refill":
+            fixed = () if self.plan is None else self.plan.fixed
+            self._adapting = PassAdaptation(self.profile, self.policy, speeds, fixed, self._batcher, self._passes)
         self._totals = LaneTotals(self._passes.model.lanes)
         self._load_s = time.perf_counter() - began
         self._wall_s = self._python_s = self._collected_s = 0.0
@@ -189,26 +187,21 @@ class Engine:
         experts: ExpertOptions | None = None,
         prefix_caching: bool = True,
     ) -> Engine:
-        """Plan the fastest policy for ``workload`` within the memory limits, then load the model under it.
+        """Plan the fastest policy for ``workload`` within the memory limits, then load the model under it; the plan is
+        in ``plan``. ``lanes``, ``adapt`` and ``prefix_caching`` are as for `Engine`.
 
         Args:
             model: a directory, ``demo``, or a model id on the hub.
             hw: a hardware profile's name or file; ``auto``: this machine as `moelight profile` measured it, or a
                 typical one of its kind.
             device: as for `Engine`, but ``auto`` is an accelerator if there is one, else ``cpu``.
-            lanes: as for `Engine`.
             host_memory: limit in bytes, or a size such as ``"16GiB"``; None: 90 % of the free host memory.
             device_memory: limit in bytes, or a size such as ``"16GiB"``; None: 90 % of the free device memory.
             batch_size: sequences in progress at a time (N); None: the planner's choice.
             micro_batch_size: sequences per micro-batch (μ); None: the planner's choice.
             schedule: name of a schedule; None: the planner's choice.
             workload: what to plan for; None: the default `Workload`.
-            adapt: as for `Engine`.
             experts: as for `Engine`; an expert policy in it restricts the search to schedules with on-demand passes.
-            prefix_caching: as for `Engine`.
-
-        Returns:
-            The engine, with its plan in ``plan``.
 
         Raises:
             ConfigError: an option is invalid, or the hardware profile does not suit the machine.
@@ -223,7 +216,9 @@ class Engine:
             hw=hw,
             host_memory=None if host_memory is None else parse_bytes(host_memory, what="host_memory"),
             device_memory=None if device_memory is None else parse_bytes(device_memory, what="device_memory"),
-            constraints=PlanConstraints(batch_size=batch_size, micro_batch_size=micro_batch_size, schedule=schedule),
+            batch_size=batch_size,
+            micro_batch_size=micro_batch_size,
+            schedule=schedule,
             workload=workload or Workload(),
             experts=None if experts is None else experts.policy,
         )
@@ -236,15 +231,12 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Generate completions for all prompts.
+        """Generate completions for all prompts, in the order of ``prompts`` and of a prompt's samples.
 
         Args:
             prompts: one prompt or several. A prompt is a string, ``{"prompt": str}``, ``{"messages": [...]}``,
                 ``{"prompt_token_ids": [...]}`` or a list of token ids.
             sampling_params: one for all prompts, or one per prompt; None: the defaults.
-
-        Returns:
-            Completions in the order of ``prompts``; samples of one prompt in the order of their number.
 
         Raises:
             InputError: a prompt cannot be served; nothing has been generated then.
@@ -258,15 +250,8 @@ class Engine:
     ) -> Iterator[Completion]:
         """Generate completions and yield each when it is finished; ``completion.index`` is the prompt's position.
 
-        Args:
-            prompts: as for `generate`.
-            sampling_params: as for `generate`.
-
-        Returns:
-            An iterator of completions; no other call can generate until it is exhausted or closed.
-
-        Raises:
-            InputError: a prompt cannot be served; nothing has been generated then.
+        Arguments and errors are those of `generate`. No other call can generate until the iterator is exhausted or
+        closed.
         """
         requests = requests_from(prompts, sampling_params, self.tokenizer)
         for request in requests:
@@ -278,9 +263,6 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Reject a request that can never be served.
-
-        Args:
-            request: the request, as tokens.
 
         Raises:
             InputError: no tokens, a token outside the vocabulary, a prompt longer than the context or the KV cache, or
@@ -320,23 +302,23 @@ class Engine:
         if self._serving:
             raise MoelightError("the engine is still serving an earlier call; finish or close its iterator first")
         self._serving = True
-        output_processor = OutputProcessor(requests, self.tokenizer, self._constraints, self.profile.max_positions)
-        self._batcher.add(output_processor.sequences)
+        outputs = OutputProcessor(requests, self.tokenizer, self._constraints, self.profile.max_positions)
+        self._batcher.add(outputs.sequences)
         if self._adapting is not None:
-            self._adapting.begin(output_processor, self._totals.busy_s)
-        wall_before, tokens_before, began_s = self._wall_s, self.progress_tokens, time.perf_counter()
-        idle, idle_before = Idle(began_s), self._python_s
-        self._collected_s = began_s
+            self._adapting.begin(outputs, self._totals.busy_s)
+        wall_before, tokens_before, idle_before = self._wall_s, self.progress_tokens, self._python_s
+        self._collected_s = began_s = time.perf_counter()
+        idle = Idle(began_s)
         self._totals.begin(began_s)
         try:
-            loop = self._overlapped_passes if self._overlaps else self._sequential_passes
-            with closing(loop(output_processor)) as landed:
+            passes = self._overlapped_passes if self._overlaps else self._sequential_passes
+            with closing(passes(outputs)) as landed:
                 for finished in landed:
                     if self.timeline is not None:
                         idle.add(self.timeline)
                     self._wall_s = wall_before + time.perf_counter() - began_s
                     self._python_s = idle_before + idle.seconds
-                    self.progress_tokens = tokens_before + output_processor.tokens
+                    self.progress_tokens = tokens_before + outputs.tokens
                     if on_pass is not None:
                         on_pass()
                     yield from finished
@@ -353,58 +335,44 @@ class Engine:
             self._batcher.clear()
             self._serving = False
 
-    def _overlapped_passes(self, output_processor: OutputProcessor) -> Generator[list[Completion]]:
+    def _overlapped_passes(self, outputs: OutputProcessor) -> Generator[list[Completion]]:
         """Each pass is launched before the tokens of the pass before it arrive: a sequence that finished early is
         computed once more and discarded. The launch waits only where the choice of a token needs earlier tokens on the
         host."""
-        in_flight = self._launch(output_processor, self._pack_next())
+        in_flight = self._launch(outputs, self._pack_next())
         try:
             while in_flight is not None:
-                packed, waits = self._pack_next(), output_processor.needs_history
-                landing, in_flight = in_flight, None if waits else self._launch(output_processor, packed)
-                finished, changed = self._collect(output_processor, landing, self._land(landing))
+                packed, waits = self._pack_next(), outputs.needs_history
+                landing, in_flight = in_flight, None if waits else self._launch(outputs, packed)
+                finished, changed = self._collect(outputs, landing, self._land(landing))
                 if waits:
-                    in_flight = self._launch(output_processor, self._pack_next() if changed else packed)
+                    in_flight = self._launch(outputs, self._pack_next() if changed else packed)
                 yield finished
         finally:
             if in_flight is not None:
                 self._loaded.drain(in_flight)
 
-    def _sequential_passes(self, output_processor: OutputProcessor) -> Generator[list[Completion]]:
+    def _sequential_passes(self, outputs: OutputProcessor) -> Generator[list[Completion]]:
         """A pass is packed while the pass before it runs, as if every sequence continued, and launched once the tokens
         have arrived: before they are processed, unless one of them may finish a sequence."""
-        in_flight = self._launch(output_processor, self._pack_next())
+        in_flight = self._launch(outputs, self._pack_next())
         try:
             while in_flight is not None:
-                packed, waits = self._pack_next(), output_processor.needs_history
+                packed = self._pack_next()
                 landing, in_flight = in_flight, None
                 tokens = self._land(landing)
-                waits = waits or output_processor.may_end(tokens)
+                waits = outputs.needs_history or outputs.may_end(tokens)
                 if not waits:
-                    in_flight = self._launch(output_processor, packed)
-                finished, changed = self._collect(output_processor, landing, tokens)
+                    in_flight = self._launch(outputs, packed)
+                finished, changed = self._collect(outputs, landing, tokens)
                 if waits:
-                    in_flight = self._launch(output_processor, self._pack_next() if changed else packed)
+                    in_flight = self._launch(outputs, self._pack_next() if changed else packed)
                 yield finished
         finally:
             if in_flight is not None:
                 self._loaded.drain(in_flight)
 
-    def _guard_device_memory(self) -> None:
-        watch_device_memory(self._device)
-        if self._device_limit:
-            limit_device_memory(self._device, self._device_limit)
-
-    def _pack_next(self) -> Packed | None:
-        return self._loaded.pack(self._batcher.next_pass()) if self._batcher.busy else None
-
-    def _launch(self, output_processor: OutputProcessor, packed: Packed | None) -> Launched | None:
-        if packed is None:
-            return None
-        self._batcher.launched(packed.plans)
-        return self._loaded.launch(packed, output_processor.choose, output_processor.score, follows=self._batcher.busy)
-
-    def _land(self, launched: Launched) -> list[list[int]]:
+    def _land(self, launched: PackedPass) -> list[list[int]]:
         """Wait for a pass; return the new tokens of each micro-batch."""
         self.timeline, tokens = self._loaded.land(launched)
         self._num_passes += 1
@@ -412,15 +380,24 @@ class Engine:
         return tokens
 
     def _collect(
-        self, output_processor: OutputProcessor, landed: Launched, tokens: list[list[int]]
+        self, outputs: OutputProcessor, landed: PackedPass, tokens: list[list[int]]
     ) -> tuple[list[Completion], bool]:
         """The completions that a pass finishes, and whether the next pass may contain a sequence that finished."""
         running = len(self._batcher.running)
-        finished = output_processor.collect(self._batcher, landed.plans, tokens)
+        finished = outputs.collect(self._batcher, landed.plans, tokens)
         before_s, self._collected_s = self._collected_s, time.perf_counter()
         if self._adapting is not None:
             self._adapting.after(landed.plans, self._collected_s - before_s, self._totals.busy_s)
         return finished, len(self._batcher.running) != running
+
+    def _pack_next(self) -> PackedPass | None:
+        return self._loaded.pack(self._batcher.next_pass()) if self._batcher.busy else None
+
+    def _launch(self, outputs: OutputProcessor, packed: PackedPass | None) -> PackedPass | None:
+        if packed is None:
+            return None
+        self._batcher.launched(packed.plans)
+        return self._loaded.launch(packed, outputs.choose, outputs.score, follows=self._batcher.busy)
 
     @property
     def stats(self) -> RunStats:
@@ -435,10 +412,7 @@ class Engine:
             peak_rss_bytes=peak_rss_bytes(),
             lanes=self._totals.stats(),
             python_s=self._python_s,
-            counts={
-                "prefix_cache_queries": admitted.prompt_tokens,
-                "prefix_cache_hits": admitted.cached_tokens,
-            },
+            counts={"prefix_cache_queries": admitted.prompt_tokens, "prefix_cache_hits": admitted.cached_tokens},
             adaptations=self.adaptations,
             device_peak_bytes=device_peak(self._device).reserved,
         )
@@ -467,10 +441,7 @@ class Engine:
             self._experts.trace.close()
 
     def save_expert_profile(self, path: Path) -> None:
-        """Write the use counts of experts, from which a later run can start.
-
-        Args:
-            path: the file to write.
+        """Write the use counts of experts, from which a later run can start, to the file ``path``.
 
         Raises:
             ConfigError: the file cannot be written, or nothing was counted because every expert is resident;
@@ -486,11 +457,6 @@ class Engine:
     def adaptations(self) -> tuple[Adaptation, ...]:
         """Policy changes between passes so far."""
         return () if self._adapting is None else tuple(self._adapting.changes)
-
-    def _adapts(self, wanted: bool | None) -> PassAdaptation | None:
-        if wanted is False or (wanted is None and self.plan is None):
-            return None
-        return adapting_for(self.policy, self.plan, self.profile, self._batcher, self._loaded)
 
     @property
     def _loaded(self) -> PassRunner:

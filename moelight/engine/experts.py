@@ -18,7 +18,7 @@ from moelight.experts.trace import RoutingTrace
 from moelight.hrm import costs
 from moelight.hrm.estimate import cost_model_of
 from moelight.hrm.machine_model import Speeds
-from moelight.hrm.placement import place, with_residents
+from moelight.hrm.placement import place
 from moelight.models.decoder import Watch
 from moelight.models.moe import Routed
 from moelight.paging.residency import ModelFacts, ResidencyManager
@@ -59,23 +59,18 @@ class ExpertRuntime:
 
     def watch(self, *, small: bool) -> Watch | None:
         """The callback for every routing decision of a (``small``: on-demand) pass; None if nothing observes them."""
-        if small or not self.notes:  # an on-demand pass records its own routing
-            return None if self.trace is None else self._write
-        return self._seen
+        notes, trace = self.notes and not small, self.trace  # an on-demand pass records its own routing
+        if not notes and trace is None:
+            return None
 
-    def _seen(self, layer: int, routed: Routed) -> None:
-        self.residency.note(layer, routed.ids.cpu().numpy(), routed.weights.cpu().numpy())
-        self._write(layer, routed)
+        def observe(layer: int, routed: Routed) -> None:
+            ids, weights = routed.ids.cpu().numpy(), routed.weights.cpu().numpy()
+            if notes:
+                self.residency.note(layer, ids, weights)
+            if trace is not None:
+                trace.write(layer, ids, weights)
 
-    def _write(self, layer: int, routed: Routed) -> None:
-        if self.trace is not None:
-            self.trace.write(layer, routed.ids.cpu().numpy(), routed.weights.cpu().numpy())
-
-
-def with_capacity(policy: Policy, experts: ExpertPolicy, model: ModelProfile, dtype: DType) -> Policy:
-    """``policy`` with as many resident experts as ``experts`` has cache slots; other experts are placed on disk without
-    a GPU, else in host memory. Raises ConfigError if the capacity is less than one expert."""
-    return with_residents(policy, resident_share(experts, model, dtype))
+        return observe
 
 
 def resident_share(experts: ExpertPolicy, model: ModelProfile, dtype: DType) -> float:

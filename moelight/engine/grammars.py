@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -36,57 +37,52 @@ _STACK_SIZE = threading.Lock()  # threading.stack_size is global
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """The tokens of a model: the bytes of each (empty: not text), the ``special`` ones, and those that end an answer.
-    If no token ends an answer, ``ends`` is one id past the last."""
+    """The tokens of a model, by llguidance's tokenizer interface: the bytes of each (empty: not text), the special
+    ones, and those that end an answer. If no token ends an answer, ``ends`` is one id past the last. ``encode`` returns
+    the tokens of a forced text."""
 
     tokens: Sequence[bytes]
-    special: Sequence[int]
+    special_token_ids: Sequence[int]
     ends: Sequence[int]
-
-
-class _Wrapper:
-    """A vocabulary behind llguidance's tokenizer interface."""
-
+    encode: Callable[[str], list[int]]
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, words: Vocabulary, encode: Callable[[str], list[int]]) -> None:
-        self.tokens, self.special_token_ids, self.eos_token_id = words.tokens, words.special, words.ends[0]
-        self._encode = encode
+    @property
+    def eos_token_id(self) -> int:
+        return self.ends[0]
 
     def __call__(self, text: str) -> list[int]:
-        return self._encode(text)
+        return self.encode(text)
 
+    def trie(self) -> llguidance.LLTokenizer:
+        """The vocabulary as a prefix tree."""
+        import llguidance
 
-def trie_of(words: Vocabulary, encode: Callable[[str], list[int]]) -> llguidance.LLTokenizer:
-    """The vocabulary as a prefix tree. ``encode`` returns the tokens of a forced text."""
-    import llguidance
-
-    return llguidance.LLTokenizer(cast("Any", _Wrapper(words, encode)), eos_token=list(words.ends))
+        return llguidance.LLTokenizer(cast("Any", self), eos_token=list(self.ends))
 
 
 def compiled(
     trie: llguidance.LLTokenizer, kind: str, text: str, *, stack_bytes: int = STACK_BYTES
-) -> llguidance.LLMatcher | str:
-    """The initial matcher of a grammar of ``kind`` ``json``, ``regex`` or ``lark``, or the reason why there is none."""
-    return _on_stack(stack_bytes, lambda: _compiled(trie, kind, text))
-
-
-def _compiled(trie: llguidance.LLTokenizer, kind: str, text: str) -> llguidance.LLMatcher | str:
+) -> llguidance.LLMatcher:
+    """The initial matcher of a grammar of ``kind`` ``json``, ``regex`` or ``lark``; raises ValueError, for `said`, if
+    there is none."""
     import llguidance
 
-    try:
+    def compile_grammar() -> llguidance.LLMatcher:
         if kind == "json":
             grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_WHITESPACE)  # type: ignore[arg-type]
         else:
             grammar = llguidance.grammar_from(kind, text)  # type: ignore[arg-type]
         limits = llguidance.LLParserLimits(verbose_errors=False)
         matcher = llguidance.LLMatcher(trie, grammar, log_level=0, limits=limits)
-    except ValueError as error:
-        return said(str(error))
-    return said(matcher.get_error()) if matcher.is_error() else matcher
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return matcher
+
+    return _on_stack(stack_bytes, compile_grammar)
 
 
 def said(error: str) -> str:
@@ -100,26 +96,21 @@ def said(error: str) -> str:
 
 
 def _on_stack(size: int, work: Callable[[], _T]) -> _T:
-    found: list[_T] = []
-    raised: list[BaseException] = []
+    outcome: Future[_T] = Future()
 
     def run() -> None:
         try:
-            found.append(work())
+            outcome.set_result(work())
         except BaseException as error:  # noqa: BLE001 (raised again by whoever waits)
-            raised.append(error)
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, name="grammar", daemon=True)
     with _STACK_SIZE:
         before = threading.stack_size(size)
         try:
-            thread.start()
+            threading.Thread(target=run, name="grammar", daemon=True).start()
         finally:
             threading.stack_size(before)
-    thread.join()
-    if raised:
-        raise raised[0]
-    return found[0]
+    return outcome.result()
 
 
 class GrammarTrial:
@@ -138,45 +129,38 @@ class GrammarTrial:
 
     def _setup(self) -> object:
         words = self._words
-        named = {*words.special, *words.ends}
+        named = {*words.special_token_ids, *words.ends}
         # Compile cost depends only on tokens that a grammar can name; building a tree of all others takes a second.
         texts = [
             token.decode("latin-1") if n in named or len(token) == 1 else "" for n, token in enumerate(words.tokens)
         ]
-        return {"tokens": texts, "special": list(words.special), "ends": list(words.ends)}
+        return {"tokens": texts, "special_token_ids": list(words.special_token_ids), "ends": list(words.ends)}
 
 
 def tester(given: dict[str, Any]) -> Callable[[list[str]], str | None]:
     """The function of the trial process: from a grammar ``[kind, text]`` to the reason why it cannot be compiled."""
-    tokens = [token.encode("latin-1") for token in given["tokens"]]
 
     def encode(text: str) -> list[int]:
         return trie.greedy_tokenize(text)
 
-    trie = trie_of(Vocabulary(tokens=tokens, special=given["special"], ends=given["ends"]), encode)
+    tokens = [token.encode("latin-1") for token in given["tokens"]]
+    trie = Vocabulary(**{**given, "tokens": tokens}, encode=encode).trie()
     return lambda question: _tried(trie, *question)
 
 
 def _tried(trie: llguidance.LLTokenizer, kind: str, text: str) -> str | None:
     try:
         found = compiled(trie, kind, text, stack_bytes=TRIED_STACK_BYTES)
-        if isinstance(found, str):
-            return found
         # Advance one token: some grammars grow only then. The parent process, which has the whole vocabulary, rejects a
         # grammar that no token fits.
-        mask = int.from_bytes(found.compute_bitmask(), "little")
-        fits = next((token for token in _bits(mask) if found.validate_tokens([token])), None)
+        mask = found.compute_bitmask()
+        allowed = (token for token in range(8 * len(mask)) if mask[token // 8] >> token % 8 & 1)
+        fits = next((token for token in allowed if found.validate_tokens([token])), None)
         if fits is not None:
             found.consume_token(fits)
-        why = said(found.get_error()) if found.is_error() else None
-        return why if why is not None and why.startswith(_TOO_LARGE_FOR_IT) else None
+        why = said(found.get_error()) if found.is_error() else ""
+        return why if why.startswith(_TOO_LARGE_FOR_IT) else None
+    except ValueError as error:
+        return said(str(error))
     except BaseException as error:  # noqa: BLE001 (a panic of llguidance is no Exception)
         return said(f"{type(error).__name__}: {error}")
-
-
-def _bits(mask: int) -> Iterator[int]:
-    """Positions of the ones in ``mask``, lowest first."""
-    while mask:
-        lowest = mask & -mask
-        yield lowest.bit_length() - 1
-        mask ^= lowest

@@ -13,7 +13,6 @@ from moelight.core.errors import CheckpointError
 from moelight.core.policy import Policy
 from moelight.core.schedule import Lane, TaskKind
 from moelight.engine.batcher import places
-from moelight.engine.checkpoint import OpenCheckpoint
 from moelight.engine.experts import ExpertRuntime
 from moelight.hrm import costs
 from moelight.hrm.footprint import (
@@ -41,6 +40,7 @@ from moelight.runtime.moe_ops import MoEOps
 from moelight.runtime.ops import Operations
 from moelight.scheduler.layout import layout_of
 from moelight.weights.load import PageReader, load_dense, page_files, page_views
+from moelight.weights.tensor_map import OpenCheckpoint
 from moelight.weights.torch_dtypes import to_torch
 
 
@@ -80,12 +80,17 @@ class LoadedModel:
                 self.crossing = StagingArena(arenas["crossing"], self.profile, policy, self.dtype, tokens)
             self.kept: SavedActivationArena | None = None
             if "mixture" in arenas:
-                top_k = self.profile.router.top_k
-                self.kept = SavedActivationArena(
-                    arenas["mixture"], tokens=tokens, hidden=hidden, top_k=top_k, dtype=dtype
-                )
+                sizes = {"tokens": tokens, "hidden": hidden, "top_k": self.profile.router.top_k}
+                self.kept = SavedActivationArena(arenas["mixture"], **sizes, dtype=dtype)
             self.weights = load_dense(source.weight_map, self.profile, arenas["dense"], dtype)
-            self.pages, self.pager = self._load_pages(arenas, policy, experts)
+            self.pages = self._load_pages(arenas, experts)
+            self.pager: RingPager | None = None
+            if experts is not None and self.layout.streamed:
+                leave = experts.leave if policy.ffn_device == "split" else None
+                remembers = not experts.plain
+                self.pager = RingPager(
+                    self.pages, experts.residency, self._reader.start, leave=leave, remembers=remembers
+                )
             self.operations = self._operations(policy, machine, arenas)
             self._opened = opened.pop_all()
 
@@ -94,9 +99,7 @@ class LoadedModel:
             self.pager.land()
         self._opened.close()
 
-    def _load_pages(
-        self, arenas: Mapping[str, Tensor], policy: Policy, experts: ExpertRuntime | None
-    ) -> tuple[PageStore, RingPager | None]:
+    def _load_pages(self, arenas: Mapping[str, Tensor], experts: ExpertRuntime | None) -> PageStore:
         profile, fast_tier, dtype = self.profile, self.placement.fast_tier, to_torch(self.dtype)
         pages = PageStore(
             arenas,
@@ -108,10 +111,7 @@ class LoadedModel:
             view=lambda slot: page_views(slot, profile, dtype),
         )
         pages.load(self._reader.start)
-        if experts is None or not self.layout.streamed:
-            return pages, None
-        leave = experts.leave if policy.ffn_device == "split" else None
-        return pages, RingPager(pages, experts.residency, self._reader.start, leave=leave, remembers=not experts.plain)
+        return pages
 
     def _operations(self, policy: Policy, machine: Machine, arenas: Mapping[str, Tensor]) -> Operations:
         profile, dtype = self.profile, to_torch(self.dtype)
@@ -120,18 +120,13 @@ class LoadedModel:
             grouped = name == "work" and policy.discrete
             sizes = costs.expert_workspace(profile, policy.micro_batch_tokens, self.dtype, grouped=grouped)
             spaces[name] = Workspace(arenas[name], sizes, profile.hidden_size, dtype)
-        decoder = Decoder(profile, self.weights, spaces["work"])
+        decoder, most_rows = Decoder(profile, self.weights, spaces["work"]), policy.micro_batch_tokens
+        host_space = spaces.get("host_work")
         return Operations(
             decoder,
             self.pages,
             attention=self._attention(policy, arenas, dtype),
-            moe_ops=MoEOps(
-                decoder,
-                self.pages,
-                host_space=spaces.get("host_work"),
-                kept=self.kept,
-                most_rows=policy.micro_batch_tokens,
-            ),
+            moe_ops=MoEOps(decoder, self.pages, host_space=host_space, kept=self.kept, most_rows=most_rows),
             start_page=self._reader.start,
             pool=torch.zeros(places(policy, self.pool.blocks), dtype=torch.int64, device=machine.device),
             score_rows=policy.micro_batch_size,

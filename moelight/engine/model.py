@@ -25,8 +25,8 @@ from moelight.profiles.workload import Workload
 from moelight.weights.source import resolve_model
 
 if TYPE_CHECKING:
-    from moelight.engine.checkpoint import OpenCheckpoint
     from moelight.engine.engine import Engine
+    from moelight.weights.tensor_map import OpenCheckpoint
 
 # Sequences that are running when a job is killed are computed again, and each costs some kilobytes of Python objects:
 # plan more than this many at a time only if they make the job faster by more than the error of predictions.
@@ -103,9 +103,9 @@ class LazyModel:
 
     def plan(self, options: EngineOptions, workload: Workload) -> PlannedModel:
         """Audit the checkpoint; return the given policy, or the fastest for ``workload`` (BudgetError if none fits)."""
-        from moelight.engine.checkpoint import open_checkpoint
-        from moelight.engine.planning import PlanConstraints, plan_for
+        from moelight.engine.planning import plan_for
         from moelight.runtime.machine import find_machine
+        from moelight.weights.tensor_map import open_checkpoint
 
         source = open_checkpoint(self.name)
         if options.policy is not None:
@@ -121,11 +121,9 @@ class LazyModel:
                 hw=options.hw,
                 host_memory=options.host_memory,
                 device_memory=options.device_memory,
-                constraints=PlanConstraints(
-                    batch_size=batch_size,
-                    micro_batch_size=options.micro_batch_size,
-                    schedule=options.schedule,
-                ),
+                batch_size=batch_size,
+                micro_batch_size=options.micro_batch_size,
+                schedule=options.schedule,
                 workload=workload,
                 experts=options.experts.policy,
             )

@@ -18,7 +18,7 @@ from torch import Tensor
 from moelight.core.errors import InputError
 from moelight.core.request import Completion, Logprob, Request, SamplingParams
 from moelight.engine.batcher import Batcher, MicroBatchPlan, RunningSequence, SequenceChunk
-from moelight.engine.constraints import Constraint, Constraints, without
+from moelight.engine.constraints import Constraints, without
 from moelight.engine.detokenizer import StopMatcher, cut_at_stop
 from moelight.engine.sampling import (
     CHANGE_BYTES,
@@ -37,6 +37,12 @@ from moelight.engine.tokenizer import Tokenizer
 
 Kept: TypeAlias = MutableSequence[tuple[Scores, int]]  # scores of several rows, and the row of this sequence
 UNCHANGED = Change()
+NO_LOGITS = (
+    "the model's logits are not finite: its weights hold infinities or NaNs, or its activations leave the range of "
+    "their dtype; use a sound checkpoint, or a wider dtype"
+)
+_LIKELIEST = SamplingParams()
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +79,9 @@ class SequenceState:
                 context=tokenizer.context(request.token_ids),
                 unsearched=how.min_tokens,
             )
-        self._constraint: Constraint | None = None
-        if how.structured_outputs is not None:
-            self._constraint = constraints.open(how.structured_outputs)
-        self._penalties = (how.repetition_penalty, how.frequency_penalty, how.presence_penalty)
+        grammar = how.structured_outputs
+        self._constraint = None if grammar is None else constraints.open(grammar)
+        self._penalties = _penalties(how)
         self._counts = self._penalties != UNCHANGED.penalties
         self._seen = dict.fromkeys(request.token_ids, 0) if how.repetition_penalty != 1 else {}
         self._ends = {*how.stop_token_ids, *(() if how.ignore_eos else tokenizer.eos_token_ids)}
@@ -95,15 +100,10 @@ class SequenceState:
         allowed = None if self._constraint is None else self._constraint.allowed()
         if allowed is not None and forbidden:
             allowed, forbidden = without(allowed, forbidden), ()
-        if not (how.logit_bias or forbidden or self._seen or allowed is not None):
+        biases, seen = how.logit_bias or {}, self._seen
+        if not (biases or forbidden or seen or allowed is not None):
             return UNCHANGED
-        return Change(
-            biases=how.logit_bias or {},
-            forbidden=forbidden,
-            seen=self._seen,
-            penalties=self._penalties,
-            allowed=allowed,
-        )
+        return Change(biases=biases, forbidden=forbidden, seen=seen, penalties=self._penalties, allowed=allowed)
 
     def arrived(self, token: int, *, closes: bool, text: Callable[[int], str]) -> SequenceEnd | None:
         """Record ``token``; ``closes``: it ends the sequence and is not part of the answer. Returns the end of a
@@ -144,31 +144,25 @@ class SequenceState:
         return tuple(found)
 
 
+def _penalties(how: SamplingParams) -> tuple[float, float, float]:
+    return how.repetition_penalty, how.frequency_penalty, how.presence_penalty
+
+
 def _changes(how: SamplingParams) -> bool:
-    penalties = (how.repetition_penalty, how.frequency_penalty, how.presence_penalty)
-    return bool(
-        how.logit_bias or how.min_tokens or penalties != UNCHANGED.penalties or how.structured_outputs is not None
-    )
+    """True if the logits of some token are changed before it is chosen."""
+    changed = how.logit_bias or how.min_tokens or how.structured_outputs is not None
+    return bool(changed) or _penalties(how) != UNCHANGED.penalties
 
 
 def _logprobs(token: int, scores: Scores, row: int, text: Callable[[int], str]) -> Mapping[int, Logprob]:
     """The scored token is first, then the likeliest tokens in order."""
-    found = {
-        token: Logprob(logprob=float(scores.logprobs[row]), rank=int(scores.ranks[row]), decoded_token=text(token))
-    }
     ids, logprobs = scores.top_ids[row].tolist(), scores.top_logprobs[row].tolist()
+    found = {token: (float(scores.logprobs[row]), int(scores.ranks[row]))}
     for rank, (each, logprob) in enumerate(zip(ids, logprobs, strict=True), start=1):
-        if each != token:
-            found[each] = Logprob(logprob=logprob, rank=rank, decoded_token=text(each))
-    return found
-
-
-NO_LOGITS = (
-    "the model's logits are not finite: its weights hold infinities or NaNs, or its activations leave the range of "
-    "their dtype; use a sound checkpoint, or a wider dtype"
-)
-_LIKELIEST = SamplingParams()
-_log = logging.getLogger(__name__)
+        found.setdefault(each, (logprob, rank))
+    return {
+        each: Logprob(logprob=logprob, rank=rank, decoded_token=text(each)) for each, (logprob, rank) in found.items()
+    }
 
 
 class OutputProcessor:
@@ -283,7 +277,10 @@ class OutputProcessor:
         how, state = sequence.request.sampling, self._states.get(sequence) if self._states else None
         first = not sequence.generated
         if token == NOT_FINITE or (first and state is not None and state.scored_nan):
-            return self._not_finite()
+            if not self._warned:
+                self._warned = True
+                _log.warning(NO_LOGITS)
+            return SequenceEnd("error", stop=NO_LOGITS, code="not_finite")
         if token is None:
             return SequenceEnd("length")
         end = None
@@ -303,25 +300,25 @@ class OutputProcessor:
             return found
         return SequenceEnd("length") if len(sequence.generated) >= sequence.max_tokens else None
 
-    def _not_finite(self) -> SequenceEnd:
-        """Only the first such end of a run is logged."""
-        if not self._warned:
-            self._warned = True
-            _log.warning(NO_LOGITS)
-        return SequenceEnd("error", stop=NO_LOGITS, code="not_finite")
-
     def _completion(self, sequence: RunningSequence, end: SequenceEnd) -> Completion:
-        request, state = sequence.request, self._states.get(sequence)
+        request, state, tokenizer = sequence.request, self._states.get(sequence), self._tokenizer
         how, ids, stop = request.sampling, sequence.generated, end.stop
+        decode = partial(
+            tokenizer.decode_after,
+            tokenizer.context(request.token_ids),
+            skip_special_tokens=how.skip_special_tokens,
+        )
         closing = [end.closing] if end.closing is not None and how.include_stop_str_in_output else []
-        text = self._decoded(sequence, [*ids, *closing])
+        text = decode([*ids, *closing])
         if end.by_text:
             begin = 0
             if how.min_tokens:
-                before = self._decoded(sequence, ids[: how.min_tokens])
-                begin = len(before) - max(map(len, how.stop)) + 1
+                begin = len(decode(ids[: how.min_tokens])) - max(map(len, how.stop)) + 1
             text, stop = cut_at_stop(text, how.stop, begin=begin, include=how.include_stop_str_in_output)
-        logprobs = None if state is None or state.top is None else tuple(state.logprobs)
+        logprobs, total = None, None
+        if state is not None and state.top is not None:
+            logprobs = tuple(state.logprobs)
+            total = sum(each[token].logprob for each, token in zip(logprobs, ids, strict=True))
         return Completion(
             index=request.index,
             sample=sequence.sample,
@@ -333,16 +330,8 @@ class OutputProcessor:
             prompt_tokens=len(request.token_ids),
             cached_tokens=sequence.cached,
             logprobs=logprobs,
-            cumulative_logprob=None
-            if logprobs is None
-            else sum(each[token].logprob for each, token in zip(logprobs, ids, strict=True)),
-            prompt_logprobs=None if state is None else state.prompt_logprobs(self._tokenizer.token_text),
-        )
-
-    def _decoded(self, sequence: RunningSequence, token_ids: Sequence[int]) -> str:
-        tokenizer, request = self._tokenizer, sequence.request
-        return tokenizer.decode_after(
-            tokenizer.context(request.token_ids), token_ids, skip_special_tokens=request.sampling.skip_special_tokens
+            cumulative_logprob=total,
+            prompt_logprobs=None if state is None else state.prompt_logprobs(tokenizer.token_text),
         )
 
 
@@ -378,9 +367,8 @@ def check_tokens(request: Request, vocab_size: int, max_positions: int) -> None:
         raise InputError(
             f"the prompt has {tokens} tokens, the model's context is {max_positions}", code="context_length_exceeded"
         )
-    for name, token_ids in (("logit_bias", how.logit_bias or ()), ("stop_token_ids", how.stop_token_ids)):
-        for token in token_ids:
-            if token >= vocab_size:
-                raise InputError(
-                    f"{name}: token id {token} is not below the vocabulary's {vocab_size}", code="bad_token_id"
-                )
+    named = [("logit_bias", token) for token in how.logit_bias or ()]
+    for name, token in (*named, *(("stop_token_ids", token) for token in how.stop_token_ids)):
+        if token >= vocab_size:
+            said = f"{name}: token id {token} is not below the vocabulary's {vocab_size}"
+            raise InputError(said, code="bad_token_id")

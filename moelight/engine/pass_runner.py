@@ -15,7 +15,6 @@ from moelight.core.policy import Policy
 from moelight.core.schedule import Page, Schedule
 from moelight.core.timeline import Timeline
 from moelight.engine.batcher import MicroBatchPlan, SequenceChunk, places
-from moelight.engine.checkpoint import OpenCheckpoint
 from moelight.engine.experts import ExpertRuntime
 from moelight.engine.loaded_model import LoadedModel
 from moelight.hrm.placement import moved
@@ -28,31 +27,21 @@ from moelight.runtime.microbatch import MicroBatch, pack, require
 from moelight.runtime.on_demand import OnDemandPass, PassPages
 from moelight.scheduler import SCHEDULES, on_demand
 from moelight.scheduler.layout import Layout, MicroBatchShape, PassShape, layout_of
+from moelight.weights.tensor_map import OpenCheckpoint
 
 Choose = Callable[[Sequence[SequenceChunk], Tensor], Tensor]
 Score = Callable[[Sequence[SequenceChunk], int, Tensor, Tensor], None]
 _SCHEDULES_KEPT = 256
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Packed:
-    """A pass ready to launch."""
+@dataclass(kw_only=True, slots=True)
+class PackedPass:
+    """A pass ready to launch, then in flight; keeps its micro-batches alive until the pass has been collected."""
 
     plans: Sequence[MicroBatchPlan]
     micro_batches: Sequence[MicroBatch]
     shapes: tuple[MicroBatchShape, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Launched:
-    """A pass in flight; keeps its micro-batches alive until the pass has been collected."""
-
-    packed: Packed
-    in_flight: PassInFlight
-
-    @property
-    def plans(self) -> Sequence[MicroBatchPlan]:
-        return self.packed.plans
+    in_flight: PassInFlight | None = None
 
 
 class ScheduleCache:
@@ -65,10 +54,9 @@ class ScheduleCache:
     def use(self, layout: Layout) -> None:
         """Build schedules for ``layout`` from now on; none are kept where contexts cross the link."""
         self.layout = layout
-        build = partial(self._build, layout)
-        self.find: Callable[[PassShape], Schedule] = (
-            build if layout.context_crosses else lru_cache(_SCHEDULES_KEPT)(build)
-        )
+        self.find: Callable[[PassShape], Schedule] = partial(self._build, layout)
+        if not layout.context_crosses:
+            self.find = lru_cache(_SCHEDULES_KEPT)(self.find)
 
 
 class PassRunner:
@@ -101,7 +89,7 @@ class PassRunner:
         self._allocation.check(policy)
         self._policy = policy
 
-    def pack(self, plans: Sequence[MicroBatchPlan]) -> Packed:
+    def pack(self, plans: Sequence[MicroBatchPlan]) -> PackedPass:
         """Pack ``plans``, before or while an earlier pass runs; generated tokens are read when the pass runs."""
         model, row, sampled, micro_batches = self.model, 0, next(self._sampled), []
         for load in plans:
@@ -121,9 +109,9 @@ class PassRunner:
                 self._find_context(mb, chunks)
             micro_batches.append(mb)
         shapes = tuple(self._shape(load, mb) for load, mb in zip(plans, micro_batches, strict=True))
-        return Packed(plans=plans, micro_batches=micro_batches, shapes=shapes)
+        return PackedPass(plans=plans, micro_batches=micro_batches, shapes=shapes)
 
-    def launch(self, packed: Packed, choose: Choose, score: Score | None = None, *, follows: bool) -> Launched:
+    def launch(self, packed: PackedPass, choose: Choose, score: Score | None = None, *, follows: bool) -> PackedPass:
         """Launch a pass, possibly behind one in flight; ``follows``: another pass follows, so its first pages may be
         prefetched.
 
@@ -133,9 +121,9 @@ class PassRunner:
         """
         model, pager = self.model, self._pager_for(sum(load.tokens for load in packed.plans))
         if pager is None:
-            if model.pager is not None and not self._streaming:
+            if not self._streaming:
                 model.executor.wait()  # until the resident pages are known
-                model.pager.land()  # the ring now belongs to the streamed pages
+                require(model.pager).land()  # the ring now belongs to the streamed pages
             self._follow_residents()
         ahead = pager is not None and self._policy.schedule != "serial" and pager.residency.ahead
         shape = PassShape(
@@ -169,16 +157,14 @@ class PassRunner:
         )
         self._position += schedule.stream_advance
         self._streaming = pager is None
-        perform = model.operations.bind(pass_pages, sample, note)
-        return Launched(packed=packed, in_flight=model.executor.launch(schedule, perform))
+        packed.in_flight = model.executor.launch(schedule, model.operations.bind(pass_pages, sample, note))
+        return packed
 
     def _pager_for(self, tokens: int) -> RingPager | None:
         """None for a whole pass."""
-        policy = self._policy
-        missing = None
+        policy, layout, missing = self._policy, self._schedules.layout, None
         if self._experts is not None:
             missing = 0.0 if self._experts.plain else self._experts.residency.missing_share(tokens)
-        layout = self._schedules.layout
         pays = on_demand.pays(layout, policy.schedule, tokens, policy.micro_batch_tokens, missing)
         return self.model.pager if pays else None
 
@@ -201,22 +187,21 @@ class PassRunner:
         """Rebuild the layout of streamed pages if the resident pages have changed since the last whole pass."""
         model, found = self.model, None if self._experts is None else self._experts.residency
         if found is not None and found.version != self._residents:
-            placement = moved(model.placement, found.pages())
+            loaded, placement = model.layout, moved(model.placement, found.pages())
             layout = layout_of(model.profile, self._policy, model.dtype, placement=placement)
-            slots = model.layout.ring_slots, model.layout.pinned_slots
-            self._schedules.use(replace(layout, ring_slots=slots[0], pinned_slots=slots[1]))
+            self._schedules.use(replace(layout, ring_slots=loaded.ring_slots, pinned_slots=loaded.pinned_slots))
             self._residents = found.version
         model.pages.follow(self._schedules.layout.streamed, self._schedules.layout.computed)
 
-    def land(self, launched: Launched) -> tuple[Timeline, list[list[int]]]:
+    def land(self, launched: PackedPass) -> tuple[Timeline, list[list[int]]]:
         """Wait for a pass; return its timeline and, per micro-batch, the tokens of its completing chunks in order."""
-        timeline = self.model.executor.finish(launched.in_flight)
-        return timeline, [mb.sampled.tolist() for mb in launched.packed.micro_batches]
+        timeline = self.model.executor.finish(require(launched.in_flight))
+        return timeline, [mb.sampled.tolist() for mb in launched.micro_batches]
 
-    def drain(self, launched: Launched) -> None:
+    def drain(self, launched: PackedPass) -> None:
         """Wait for a pass whose tokens are discarded; returns at once if a failure has ended all passes."""
         if not self.model.executor.broken:
-            self.model.executor.finish(launched.in_flight)
+            self.model.executor.finish(require(launched.in_flight))
 
     @property
     def stalls(self) -> dict[str, float]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from moelight.core.dtypes import FLOAT32, DType
 from moelight.core.errors import BudgetError, ConfigError
 from moelight.core.policy import Policy
 from moelight.core.units import format_bytes
-from moelight.engine.checkpoint import OpenCheckpoint
-from moelight.engine.experts import resident_share, with_capacity
+from moelight.engine.experts import resident_share
 from moelight.experts.options import ExpertOptions
 from moelight.experts.policy import ExpertPolicy
 from moelight.hrm.costs import page_bytes, page_slot_bytes
@@ -32,6 +31,7 @@ from moelight.runtime.machine_profile import kept_profile
 from moelight.runtime.measure import available_bytes, memory_limit_bytes
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.requirements import NEEDS, check_policy, misfit
+from moelight.weights.tensor_map import OpenCheckpoint
 
 FREE_SHARE = 0.9
 _TYPICAL = {True: "t4", False: "cpu-amx"}
@@ -42,33 +42,17 @@ ON_DEMAND_SEARCHED = tuple(name for name in SEARCHED_SCHEDULES if name in ON_DEM
 _PLAIN_DISK = Tier(name="disk", capacity_bytes=1 << 40, bandwidth_bytes_per_s=2e9)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanConstraints:
-    """Values that the user fixed; None leaves the choice to the planner."""
-
-    batch_size: int | None = None
-    micro_batch_size: int | None = None
-    schedule: str | None = None
-
-    def fixed(self, *, discrete: bool) -> dict[str, Fixed]:
-        """The fixed values by key of the policy."""
-        if self.schedule is not None:
-            SCHEDULES.get(self.schedule)
-            if not discrete and (reason := misfit(self.schedule, discrete=False, attention="cpu", experts="device")):
-                raise ConfigError(f"schedule {self.schedule!r} {reason}")
-        values = {name: getattr(self, name) for name in ("batch_size", "micro_batch_size", "schedule")}
-        return {key: value for key, value in values.items() if value is not None}
-
-
 def plan_for(
     name: str,
     source: OpenCheckpoint,
     machine: Machine,
     *,
-    hw: str,
-    host_memory: int | None,
-    device_memory: int | None,
-    constraints: PlanConstraints,
+    hw: str = "auto",
+    host_memory: int | None = None,
+    device_memory: int | None = None,
+    batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    schedule: str | None = None,
     workload: Workload,
     experts: ExpertPolicy | None = None,
 ) -> Plan:
@@ -82,18 +66,30 @@ def plan_for(
     hardware = hardware_for(hw, discrete=machine.discrete)
     dtype = machine.native_dtype(source.weight_map.dtype)
     sizes = capacities(hardware, limits)
+    # The checkpoint holds every page, at most in float32, so any page may be streamed from disk.
+    on_disk = len(pages(source.profile)) * page_bytes(source.profile, FLOAT32)
+    if schedule is not None:
+        SCHEDULES.get(schedule)
+        reason = misfit(schedule, discrete=False, attention="cpu", experts="device")
+        if reason and not machine.discrete:
+            raise ConfigError(f"schedule {schedule!r} {reason}")
+    given = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "schedule": schedule}
+    fixed: dict[str, Fixed] = {key: value for key, value in given.items() if value is not None}
+    if experts is not None:
+        # Which share of the experts is resident and, beside a GPU, whether the CPU may compute missing ones in place.
+        fixed["weights.device" if machine.discrete else "weights.host"] = resident_share(experts, source.profile, dtype)
+        if machine.discrete:
+            in_place = experts.schedule.mode != "gpu_only" and not (schedule and NEEDS[schedule].device_experts)
+            fixed["ffn_device"] = "split" if in_place else "gpu"
     problem = Problem(
         name=name,
         model=source.profile,
         speeds=speeds_of(hardware),
         workload=workload,
-        capacity_bytes={**sizes, "disk": max(sizes["disk"], checkpoint_bytes(source))},
+        capacity_bytes={**sizes, "disk": max(sizes["disk"], on_disk)},
         dtype=dtype,
         schedules=SEARCHED_SCHEDULES if experts is None else ON_DEMAND_SEARCHED,
-        fixed={
-            **constraints.fixed(discrete=machine.discrete),
-            **({} if experts is None else _expert_constraints(experts, source.profile, dtype, machine, constraints)),
-        },
+        fixed=fixed,
     )
     try:
         plan = best_plan(problem, hardware, limits, proof=False)
@@ -104,25 +100,6 @@ def plan_for(
             raise
     # A policy that leaves the GPU idle is not run beside one, whether it is the fastest or the smallest.
     return best_plan(replace(problem, needs_gpu=True), hardware, limits, proof=False)
-
-
-def _expert_constraints(
-    experts: ExpertPolicy, model: ModelProfile, dtype: DType, machine: Machine, constraints: PlanConstraints
-) -> dict[str, Fixed]:
-    """The share of resident experts and, beside a GPU, whether the CPU may compute missing experts in place."""
-    share = resident_share(experts, model, dtype)
-    if not machine.discrete:
-        return {"weights.host": share}
-    schedule = constraints.schedule
-    in_place = experts.schedule.mode != "gpu_only" and (schedule is None or not NEEDS[schedule].device_experts)
-    return {"weights.device": share, "ffn_device": "split" if in_place else "gpu"}
-
-
-def memory_limits(plan: Plan | None) -> dict[str, int]:
-    """Usable bytes of each tier: the plan's capacities; without a plan, 90 % of host memory."""
-    if plan is None:
-        return {"host": int(FREE_SHARE * memory_limit_bytes())}
-    return {use.tier: use.capacity_bytes for use in plan.memory if use.tier != "disk"}
 
 
 def speeds_for(plan: Plan | None, *, discrete: bool) -> Speeds:
@@ -146,12 +123,6 @@ def hardware_for(hw: str, *, discrete: bool) -> HardwareProfile:
     if profile.tier("disk") is None:
         profile = replace(profile, tiers=(*profile.tiers, _PLAIN_DISK))
     return with_gpus(profile, 1)
-
-
-def checkpoint_bytes(source: OpenCheckpoint) -> int:
-    """Bytes of all expert pages in float32: the checkpoint holds every page, so any page may be streamed from disk."""
-    model = source.profile
-    return len(pages(model)) * page_bytes(model, FLOAT32)
 
 
 def resolve_host_pages(policy: Policy, model: ModelProfile, machine: Machine, dtype: DType) -> tuple[Policy, str]:
@@ -178,12 +149,16 @@ def resolve_host_pages(policy: Policy, model: ModelProfile, machine: Machine, dt
 def choose_residents(
     policy: Policy, plan: Plan | None, options: ExpertOptions, model: ModelProfile, dtype: DType
 ) -> tuple[Policy, str]:
-    """``policy`` with the expert capacity of ``options`` and ``residents`` resolved, and the reason."""
+    """``policy`` with the expert capacity of ``options`` and ``residents`` resolved, and the reason. The limits are the
+    plan's capacities; without a plan, 90 % of host memory."""
     if options.policy is not None:
-        policy = with_capacity(policy, options.policy, model, dtype)
+        policy = with_residents(policy, resident_share(options.policy, model, dtype))
     if not options.learn:
         policy = replace(policy, residents="static")
-    return resolve_residents(policy, model, dtype, memory_limits(plan), requested=options.policy is not None)
+    limits = {"host": int(FREE_SHARE * memory_limit_bytes())}
+    if plan is not None:
+        limits = {use.tier: use.capacity_bytes for use in plan.memory if use.tier != "disk"}
+    return resolve_residents(policy, model, dtype, limits, requested=options.policy is not None)
 
 
 def resolve_residents(
@@ -205,20 +180,16 @@ def resolve_residents(
         return static(f"{policy.schedule} moves every expert in every pass")
     learned = replace(policy, residents="learned")
     before = footprint(model, policy, dtype=dtype, kv_dtype=dtype)
-    requested = requested or policy.residents == "learned" or decodes_on_demand(model, policy)
+    requested = requested or policy.residents == "learned"
+    decodes_on_demand = routed_only(model, policy.schedule, policy.batch_size, policy.micro_batch_tokens)
     fitting = _fit_ring(learned, model, dtype, before)
-    if fitting is None or (fitting != learned and not requested):
+    if fitting is None or (fitting != learned and not requested and not decodes_on_demand):
         return static("the ring beside the experts holds less than a layer")
     for tier, limit in limits.items():
         need = footprint(model, fitting, dtype=dtype, kv_dtype=dtype).total(tier)
         if need > max(limit, before.total(tier)):
             return static(f"copies of the experts on the device take {format_bytes(need)} of {tier} memory")
     return fitting, "on-demand passes exchange resident experts for routed ones"
-
-
-def decodes_on_demand(model: ModelProfile, policy: Policy) -> bool:
-    """True if passes in which all sequences decode are on-demand passes."""
-    return bool(routed_only(model, policy.schedule, policy.batch_size, policy.micro_batch_tokens))
 
 
 def _fit_ring(policy: Policy, model: ModelProfile, dtype: DType, before: Footprint) -> Policy | None:

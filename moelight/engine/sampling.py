@@ -93,7 +93,10 @@ def sample_seed(seed: int, sample: int) -> int:
 
 def change(logits: Tensor, changes: Sequence[Change]) -> None:
     """Apply ``changes[s]`` to row s of ``logits`` float32 [S, V], in place and without waiting for their device."""
-    _bias(logits, changes)
+    biased = [(row, token, bias) for row, each in enumerate(changes) for token, bias in each.biases.items()]
+    if biased:
+        rows, tokens, biases = there(np.array(biased, dtype=np.float64).T.copy(), logits)
+        logits.index_put_((rows.long(), tokens.long()), biases.float(), accumulate=True)
     forbidden = [
         (row, token) for row, each in enumerate(changes) for token in each.forbidden if token < logits.shape[1]
     ]
@@ -109,13 +112,6 @@ def change(logits: Tensor, changes: Sequence[Change]) -> None:
         barred = (words >> places).bitwise_and_(1).flatten(1)[:, : logits.shape[1]] == 0
         index = there(np.asarray(masked), logits)
         logits[index] = logits[index].masked_fill_(barred, -torch.inf)
-
-
-def _bias(logits: Tensor, changes: Sequence[Change]) -> None:
-    biased = [(row, token, bias) for row, each in enumerate(changes) for token, bias in each.biases.items()]
-    if biased:
-        rows, tokens, biases = there(np.array(biased, dtype=np.float64).T.copy(), logits)
-        logits.index_put_((rows.long(), tokens.long()), biases.float(), accumulate=True)
 
 
 def _penalise(logits: Tensor, changes: Sequence[Change]) -> None:

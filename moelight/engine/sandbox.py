@@ -38,62 +38,57 @@ class _GenerationBlock(jinja2.ext.Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
-class _Compiled:
-    """A compiled template. ``wants_parts``: the template iterates over the parts of a message's content itself."""
+def renderer(_setup: object) -> Callable[[list[Any]], list[str | None] | None]:
+    """The function from a question ``[key, source, values]`` to ``[text, None]``, or to ``[None, why]`` if the template
+    fails. With ``source`` None, the answer is None if the template of ``key`` is not known."""
+    kept: OrderedDict[str, Callable[[dict[str, Any]], str] | str] = OrderedDict()
 
-    def __init__(self, source: str) -> None:
-        environment = Sandbox()
-        tree = environment.parse(source)
-        self.wants_parts = _walks_content(tree)
-        self.template = environment.from_string(tree)
+    def answer(question: list[Any]) -> list[str | None] | None:
+        key, source, values = question
+        if key not in kept and source is None:
+            return None
+        try:
+            if key not in kept:
+                try:
+                    kept[key] = _compiled(source)
+                except Exception as error:  # noqa: BLE001 (kept, so that it is not compiled again for every row)
+                    kept[key] = _one_line(error)
+                if len(kept) > _KEPT:
+                    kept.popitem(last=False)
+            kept.move_to_end(key)
+            render = kept[key]
+            return [None, render] if isinstance(render, str) else [render(values), None]
+        except Exception as error:  # noqa: BLE001 (a template may raise anything)
+            return [None, _one_line(error)]
 
-    def render(self, values: dict[str, Any]) -> str:
-        if not self.wants_parts:  # parts are joined by line breaks, as vLLM joins them
+    return answer
+
+
+def _compiled(source: str) -> Callable[[dict[str, Any]], str]:
+    """The function that renders the template ``source``; raises whatever jinja2 does."""
+    environment = Sandbox()
+    tree = environment.parse(source)
+    wants_parts = _walks_content(tree)
+    template = environment.from_string(tree)
+
+    def render(values: dict[str, Any]) -> str:
+        if not wants_parts:  # parts are joined by line breaks, as vLLM joins them
             for message in values["messages"]:
                 if isinstance(message.get("content"), list):
                     message["content"] = "\n".join(part["text"] for part in message["content"])
         pieces, letters = [], 0
-        for piece in self.template.generate(values):
+        for piece in template.generate(values):
             letters += len(piece)
             if letters > MOST_LETTERS:
                 raise ValueError(f"it writes more than {MOST_LETTERS:,} letters")
             pieces.append(piece)
         return "".join(pieces)
 
-
-def renderer(_setup: object) -> Callable[[list[Any]], list[str | None] | None]:
-    """The function from a question ``[key, source, values]`` to ``[text, None]``, or to ``[None, why]`` if the template
-    fails. With ``source`` None, the answer is None if the template of ``key`` is not known."""
-    kept: OrderedDict[str, _Compiled | str] = OrderedDict()
-
-    def render(question: list[Any]) -> list[str | None] | None:
-        key, source, values = question
-        try:
-            if key not in kept:
-                if source is None:
-                    return None
-                kept[key] = _compile(source)
-                if len(kept) > _KEPT:
-                    kept.popitem(last=False)
-            kept.move_to_end(key)
-            compiled = kept[key]
-            return [None, compiled] if isinstance(compiled, str) else [compiled.render(values), None]
-        except Exception as error:  # noqa: BLE001 (a template may raise anything)
-            return [None, _one_line(error)]
-
     return render
 
 
-def _compile(source: str) -> _Compiled | str:
-    """The compiled template, or the reason why there is none, so that it is not compiled again for every row."""
-    try:
-        return _Compiled(source)
-    except Exception as error:  # noqa: BLE001 (SyntaxError where the generated Python nests too deep, and others)
-        return _one_line(error)
-
-
 def _walks_content(tree: nodes.Template) -> bool:
-    """True if the template loops over a message's content, under any variable name."""
+    """True if the template iterates over the parts of a message's content itself, under any variable name."""
     names = {"content"}
     for assignment in tree.find_all(nodes.Assign):
         if isinstance(assignment.target, nodes.Name) and _is_content(assignment.node, names):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from moelight.core.errors import CheckpointError, InputError
+from moelight.core.errors import CheckpointError, InputError, UserError
 from moelight.core.panics import panics_as
 from moelight.core.small_files import read_bytes, read_error_text, read_object, read_text
 from moelight.core.units import MiB
-from moelight.engine.chat import ChatTemplate, Conversation, read_chat_template
+from moelight.engine.chat import ChatTemplate, Conversation, read_chat_template, read_part
 from moelight.engine.detokenizer import TokenBytes
 
 if TYPE_CHECKING:
@@ -61,13 +62,18 @@ class Tokenizer:
         template. Raises CheckpointError for a missing or damaged file, ConfigError for an unreadable ``chat_template``.
         """
         config = _read_object(directory / "tokenizer_config.json")
-        named = _named_tokens({**_read_object(directory / "special_tokens_map.json"), **config})
+        roles = {**_read_object(directory / "special_tokens_map.json"), **config}
+        named = {role: content for role in _NAMED_TOKENS if (content := _content(roles.get(role)))}
         if chat_template is None:
             template = read_chat_template(directory, config, named)
         else:
             template = ChatTemplate.from_file(chat_template, special_tokens=named)
         eos_token_ids = _read_eos_token_ids(directory)
-        with _library_errors(directory / TOKENIZER):
+
+        def unusable(said: str) -> CheckpointError:
+            return CheckpointError(f"{directory / TOKENIZER}: not a usable tokenizer ({said})")
+
+        with _library_errors(unusable, quiet=True):
             inner = _read_tokenizer(directory)
             _add_tokens(inner, config, named)
             inner.no_truncation()
@@ -94,15 +100,10 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError:
             raise InputError("the text holds half of a surrogate pair", code="invalid_text") from None
-        with panics_as(_fails_at_the_text, quiet=len(text) >= _LONG_LETTERS):
-            try:
-                if most is not None:
-                    self._refuse_far_too_long(text, most)
-                return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
-            except Exception as error:
-                if type(error) is not Exception:  # the library raises bare Exceptions
-                    raise
-                raise _fails_at_the_text(" ".join(str(error).split())) from None
+        with _library_errors(_fails_at_the_text, quiet=len(text) >= _LONG_LETTERS):
+            if most is not None:
+                self._refuse_far_too_long(text, most)
+            return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
@@ -121,14 +122,12 @@ class Tokenizer:
         self, context: Sequence[int], token_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> str:
         """The text that ``token_ids`` add after the text of ``context``."""
-        if not context:
-            return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        before = self.decode(context, skip_special_tokens=skip_special_tokens)
-        whole = self.decode([*context, *token_ids], skip_special_tokens=skip_special_tokens)
-        if whole.startswith(before):
-            return whole[len(before) :]
-        # A character is split between context and text.
-        return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
+        if context:
+            before, whole = decode(context), decode([*context, *token_ids])
+            if whole.startswith(before):  # else a character is split between context and text
+                return whole[len(before) :]
+        return decode(token_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token inside a text, possibly part of a character; empty for an id without a token."""
@@ -167,30 +166,24 @@ class Tokenizer:
 
 
 @contextmanager
-def _library_errors(path: Path) -> Iterator[None]:
-    def unusable(said: object) -> CheckpointError:
-        return CheckpointError(f"{path}: not a usable tokenizer ({said})")
-
-    with panics_as(unusable, quiet=True):
+def _library_errors(make: Callable[[str], UserError], *, quiet: bool) -> Iterator[None]:
+    """Raise ``make(message)`` where the tokenizers library fails: it panics, or raises a bare Exception."""
+    with panics_as(make, quiet=quiet):
         try:
             yield
         except Exception as error:
             if type(error) not in (Exception, ValueError):
                 raise
-            raise unusable(error) from None
+            raise make(" ".join(str(error).split())) from None
 
 
 def _read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
     import tokenizers
 
     path = directory / TOKENIZER
-    try:
-        text = read_text(path, most=MOST_TOKENIZER_BYTES)
-    except FileNotFoundError:
+    if not path.exists():
         return _convert_pieces(directory)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({read_error_text(error)})") from None
-    return tokenizers.Tokenizer.from_str(text)
+    return tokenizers.Tokenizer.from_str(read_part(path, read_text, most=MOST_TOKENIZER_BYTES))
 
 
 def _convert_pieces(directory: Path) -> tokenizers.Tokenizer:
@@ -205,7 +198,7 @@ def _convert_pieces(directory: Path) -> tokenizers.Tokenizer:
             f"{only}to convert it takes {' and '.join(missing)} (pip install {' '.join(missing)}), or a {TOKENIZER} "
             "beside it (transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one)"
         )
-    proto = _read_pieces(directory / chunks)
+    proto = read_part(directory / chunks, read_bytes, most=MOST_TOKENIZER_BYTES)
     for name in _READ_BY_TRANSFORMERS:
         _read_object(directory / name)
     import transformers
@@ -226,13 +219,6 @@ def _convert_pieces(directory: Path) -> tokenizers.Tokenizer:
     if inner is None or any(inner.encode(text, add_special_tokens=False).ids != model.encode(text) for text in _PROBES):
         raise CheckpointError(f"{only}transformers reads it otherwise than SentencePiece; put a {TOKENIZER} beside it")
     return cast("tokenizers.Tokenizer", inner)
-
-
-def _read_pieces(path: Path) -> bytes:
-    try:
-        return read_bytes(path, most=MOST_TOKENIZER_BYTES)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({read_error_text(error)})") from None
 
 
 def _add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
@@ -256,10 +242,6 @@ def _add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], named: M
             if token and not (token in present and present[token].special)
         ]
     )
-
-
-def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    return {role: content for role in _NAMED_TOKENS if (content := _content(config.get(role)))}
 
 
 def _content(token: object) -> str:

@@ -21,10 +21,10 @@ from moelight import __version__
 from moelight.core.errors import ConfigError, InputError, did_you_mean
 from moelight.core.request import Completion, Request, SamplingParams
 from moelight.engine.chat import DEFAULT, Conversation, check_messages
-from moelight.engine.checkpoint import open_checkpoint
 from moelight.engine.tokenizer import Tokenizer
 from moelight.optimizer.plan import policy_as_dict
 from moelight.profiles.workload import Workload
+from moelight.weights.tensor_map import open_checkpoint
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

@@ -95,19 +95,13 @@ class Decoder:
 
     def route(self, layer: int, hidden: Tensor, attention: Tensor) -> Routed:
         """hidden [T, H] += o(attention [T, Hq, D]), in place; returns the input and routing of the layer's experts."""
-        x, router = self._after_attention(layer, hidden, attention), self.weights.layers[layer].router
-        if router is None:
-            raise MoelightError(f"layer {layer} has no router")
-        return self._routed(x, router)
+        return self._routed(self._after_attention(layer, hidden, attention), self._router(layer))
 
     def predict_experts(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Route hidden [T, H] of an earlier layer by the router of ``layer``, as a prediction: weights float32 [T, k]
         and ids int32 [T, k]. ``hidden`` is not modified."""
-        mine = self.weights.layers[layer]
-        if mine.router is None:
-            raise MoelightError(f"layer {layer} has no router")
-        x = rms_norm(hidden, mine.post_norm, self.model.norm_eps)
-        return route_tokens(linear(x, mine.router), self.model.router)
+        x = rms_norm(hidden, self.weights.layers[layer].post_norm, self.model.norm_eps)
+        return route_tokens(linear(x, self._router(layer)), self.model.router)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, H] -> float32 [S, V], in chunks of the head's rows, which bounds the size of repacked copies."""
@@ -123,6 +117,12 @@ class Decoder:
         mine = self.weights.layers[layer]
         projected = linear(attention.flatten(1), mine.o, mine.o_bias)
         return rms_norm(hidden, mine.post_norm, self.model.norm_eps, add=projected)
+
+    def _router(self, layer: int) -> Tensor:
+        router = self.weights.layers[layer].router
+        if router is None:
+            raise MoelightError(f"layer {layer} has no router")
+        return router
 
     def _routed(self, x: Tensor, router: Tensor) -> Routed:
         weights, ids = route_tokens(linear(x, router), self.model.router)

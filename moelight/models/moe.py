@@ -5,11 +5,9 @@ Legend: T tokens, E experts, k experts per token, H hidden, I intermediate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate as running_sums
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -27,7 +25,6 @@ from moelight.kernels.routing import cpu_gather_rows, cpu_route, cpu_scatter_sum
 from moelight.profiles.model import RouterSpec
 
 ExpertWeights = tuple[Tensor, Tensor]
-_IDLE = (None, None)  # an expert without rows; exporting its weights to a kernel would cost as much as a busy one's
 
 
 class MoEWeights(tuple[ExpertWeights | None, ...]):
@@ -115,7 +112,7 @@ class SplitMoE:
         by_expert = cpu_sort_by_expert(ids, len(order) + 1)
         self._offsets = by_expert.offsets[: len(order) + 1]
         self._cuts, self._position = self._offsets.tolist(), by_expert.position
-        self._experts = [experts[index] or _IDLE for index in order]
+        self._experts = [experts[index] for index in order]
         count = self._cuts[-1]
         rows = space.rows[first_row : first_row + count]
         self._rows = cpu_gather_rows(routed.x, by_expert.token[:count], out=rows)
@@ -133,14 +130,17 @@ class SplitMoE:
 
     def _compute(self, first: int, last: int) -> None:
         start, end = self._cuts[first], self._cuts[last]
-        if start == end:
-            return
-        cuts = pairwise(self._cuts[first : last + 1])
-        busy = [
-            expert if low < high else _IDLE for expert, (low, high) in zip(self._experts[first:last], cuts, strict=True)
-        ]
-        rows, offsets = self._rows[start:end], self._offsets[first : last + 1] - start
-        cpu_expert_ffn(rows, [gate_up for gate_up, _ in busy], [down for _, down in busy], offsets, out=rows)
+        if start < end:
+            offsets = self._offsets[first : last + 1] - start
+            _expert_ffn_in_place(self._rows[start:end], self._experts[first:last], offsets)
+
+
+def _expert_ffn_in_place(rows: Tensor, experts: Sequence[ExpertWeights | None], offsets: Tensor) -> None:
+    """``offsets`` int32 [E + 1]: the rows of each expert; one that is None has none."""
+    # Exporting the weights of an expert without rows to the kernel would cost as much as those of a busy one.
+    counts = offsets.diff().tolist()
+    busy = [expert if expert and count else (None, None) for expert, count in zip(experts, counts, strict=True)]
+    cpu_expert_ffn(rows, [gate_up for gate_up, _ in busy], [down for _, down in busy], offsets, out=rows)
 
 
 def grouped_forward(routed: Routed, experts: MoEWeights, space: Workspace, into: Tensor | None = None) -> Tensor:
@@ -193,32 +193,17 @@ def _accumulate_natively(
 ) -> None:
     """In chunks of as many rows as ``space`` holds, across experts."""
     by_expert = cpu_sort_by_expert(routed.ids, len(experts))
-    weights = routed.weights.flatten()[by_expert.order.long()]
-    bounds = enumerate(pairwise(by_expert.offsets.tolist()))
-    spans = [(each, low, high) for each, (low, high) in bounds if experts[each] is not None and low < high]
-    for chunk in _chunks(spans, len(space.rows)):
-        here = torch.cat([torch.arange(low, high) for _, low, high in chunk])
-        token, share = by_expert.token[here], weights[here]
-        gate_up, down = zip(*(experts[each] or _IDLE for each, _, _ in chunk), strict=True)
-        offsets = torch.tensor([0, *running_sums(high - low for _, low, high in chunk)], dtype=torch.int32)
-        rows = cpu_gather_rows(routed.x, token, out=space.rows[: len(token)])
-        cpu_expert_ffn(rows, list(gate_up), list(down), offsets, out=rows)
-        for first in range(0, len(token), most_rows):
+    here = torch.tensor([expert is not None for expert in experts])
+    counts = by_expert.offsets.diff()
+    kept = here.repeat_interleave(counts)
+    token, share = by_expert.token[kept], routed.weights.flatten()[by_expert.order[kept].long()]
+    offsets = torch.zeros_like(by_expert.offsets)
+    torch.cumsum(counts * here, 0, out=offsets[1:])
+    for begin in range(0, len(token), len(space.rows)):
+        chunk = token[begin : begin + len(space.rows)]
+        rows = cpu_gather_rows(routed.x, chunk, out=space.rows[: len(chunk)])
+        _expert_ffn_in_place(rows, experts, offsets.clamp(begin, begin + len(chunk)) - begin)
+        shares = share[begin : begin + len(chunk)].unsqueeze(1)
+        for first in range(0, len(chunk), most_rows):
             part = slice(first, first + most_rows)
-            sums.index_add_(0, token[part], rows[part].float().mul_(share[part].unsqueeze(1)))
-
-
-def _chunks(spans: Sequence[tuple[int, int, int]], most: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Spans ``(expert, first row, last row + 1)`` in order, split so that no chunk has more than ``most`` rows."""
-    chunk: list[tuple[int, int, int]] = []
-    room = most
-    for expert, low, high in spans:
-        first = low
-        while high - first > room:
-            chunk.append((expert, first, first + room))
-            yield chunk
-            chunk, first, room = [], first + room, most
-        chunk.append((expert, first, high))
-        room -= high - first
-    if chunk:
-        yield chunk
+            sums.index_add_(0, chunk[part], rows[part].float().mul_(shares[part]))

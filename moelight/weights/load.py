@@ -9,39 +9,45 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
-from moelight.core.errors import CheckpointError, MoelightError
+from moelight.core.dtypes import DType
+from moelight.core.errors import CheckpointError
 from moelight.core.schedule import Page
 from moelight.core.small_files import open_regular, read_error_text
 from moelight.core.units import MiB, align_up
 from moelight.hrm.costs import TENSOR_ALIGNMENT, dense_bytes, page_bytes
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.tensor_list import dense_tensors, page_shapes
-from moelight.weights.tensor_map import TensorExtent, WeightMap
+from moelight.weights.source import TensorInfo
+from moelight.weights.tensor_map import WeightMap
 from moelight.weights.torch_dtypes import from_torch, to_torch
 
 BOUNCE_BYTES = 4 * MiB
+_Reader = TypeVar("_Reader", bound="TensorReader")
 
 
-class ExtentReader(AbstractContextManager["ExtentReader"]):
-    """Reads extents of ``files``, each opened once. Thread-safe. Raises CheckpointError for a damaged file."""
+class TensorReader:
+    """Reads tensors stored as ``stored`` from ``files``, each opened once. Thread-safe. Raises CheckpointError for a
+    damaged file."""
 
-    def __init__(self, files: Iterable[Path]) -> None:
+    def __init__(self, files: Iterable[Path], stored: DType) -> None:
+        self._stored = to_torch(stored)
         self._descriptors: dict[Path, int] = {}
         self._local = threading.local()
         try:
-            for file in files:
-                if file not in self._descriptors:
-                    self._descriptors[file] = _open(file)
+            for file in dict.fromkeys(files):
+                self._descriptors[file] = _open(file)
         except CheckpointError:
             self.close()
             raise
+
+    def __enter__(self: _Reader) -> _Reader:
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -50,35 +56,22 @@ class ExtentReader(AbstractContextManager["ExtentReader"]):
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
-    def read(self, extent: TensorExtent, dest: torch.Tensor) -> None:
-        """Fill ``dest`` (contiguous, as many numbers as ``extent``, any device), rounding to its dtype; no GIL held."""
-        source = to_torch(extent.dtype)
-        if dest.numel() * source.itemsize != extent.nbytes or not dest.is_contiguous():
-            raise ValueError(f"{extent.tensor}: {extent.nbytes} bytes of {source} do not fill {tuple(dest.shape)}")
-        if dest.dtype == source and dest.device.type == "cpu":
-            self._fill(extent, 0, dest.reshape(-1).view(torch.uint8))
+    def read(self, info: TensorInfo, dest: torch.Tensor) -> None:
+        """Fill ``dest`` (contiguous, as many numbers as ``info``, any device), rounding to its dtype; no GIL held."""
+        stored = self._stored
+        if dest.numel() * stored.itemsize != info.nbytes or not dest.is_contiguous():
+            raise ValueError(f"{info.name}: {info.nbytes} bytes of {stored} do not fill {tuple(dest.shape)}")
+        if dest.dtype == stored and dest.device.type == "cpu":
+            self.fill(info, 0, dest.reshape(-1).view(torch.uint8))
             return
         bounce = self._bounce(dest.device)
         flat = dest.view(-1)
-        for begin in range(0, extent.nbytes, bounce.numel()):
-            chunk = bounce[: min(bounce.numel(), extent.nbytes - begin)]
-            self._fill(extent, begin, chunk)
-            numbers = chunk.view(source)
-            first = begin // source.itemsize
+        for begin in range(0, info.nbytes, bounce.numel()):
+            chunk = bounce[: info.nbytes - begin]
+            self.fill(info, begin, chunk)
+            numbers = chunk.view(stored)
+            first = begin // stored.itemsize
             flat[first : first + numbers.numel()].copy_(numbers)
-
-    def same(self, first: TensorExtent, second: TensorExtent) -> bool:
-        """True if two extents hold the same bytes."""
-        if first.nbytes != second.nbytes:
-            return False
-        half = self._bounce(torch.device("cpu")).view(2, -1)
-        for begin in range(0, first.nbytes, half.shape[1]):
-            width = min(half.shape[1], first.nbytes - begin)
-            self._fill(first, begin, half[0, :width])
-            self._fill(second, begin, half[1, :width])
-            if not torch.equal(half[0, :width], half[1, :width]):
-                return False
-        return True
 
     def _bounce(self, device: torch.device) -> torch.Tensor:
         """The calling thread's bounce buffer for ``device``; page-locked if an accelerator reads it."""
@@ -88,24 +81,28 @@ class ExtentReader(AbstractContextManager["ExtentReader"]):
             buffers[pinned] = torch.empty(BOUNCE_BYTES, dtype=torch.uint8, pin_memory=pinned)
         return buffers[pinned]
 
-    def _fill(self, extent: TensorExtent, begin: int, dest: torch.Tensor) -> None:
-        """Read ``extent`` from byte ``begin`` on into ``dest`` (uint8, 1-D, CPU) until ``dest`` is full."""
+    def fill(self, info: TensorInfo, begin: int, dest: torch.Tensor) -> None:
+        """Read ``info`` from byte ``begin`` on into ``dest`` (uint8, 1-D, CPU) until ``dest`` is full."""
         view = dest.numpy().data
-        descriptor, offset = self._descriptors[extent.file], extent.offset + begin
+        descriptor, offset = self._descriptors[info.file], info.offset + begin
         while view:
             try:
                 count = os.preadv(descriptor, [view], offset)
             except OSError as error:
-                raise CheckpointError(
-                    f"{extent.file}: tensor {extent.tensor!r} cannot be read at byte {offset} ({error.strerror}); "
-                    "check the disk or fetch the file again"
-                ) from None
+                raise _unreadable(info, f" at byte {offset}", error) from None
             if count == 0:
                 raise CheckpointError(
-                    f"{extent.file}: tensor {extent.tensor!r} ends early, at byte {offset}: the file was changed "
-                    "after it was opened; fetch it again"
+                    f"{info.file}: tensor {info.name!r} ends early, at byte {offset}: the file was changed after it "
+                    "was opened; fetch it again"
                 )
             view, offset = view[count:], offset + count
+
+
+def _unreadable(info: TensorInfo, where: str, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{info.file}: tensor {info.name!r} cannot be read{where} ({error.strerror}); "
+        "check the disk or fetch the file again"
+    )
 
 
 def _open(file: Path) -> int:
@@ -154,22 +151,36 @@ def load_dense(weight_map: WeightMap, model: ModelProfile, arena: torch.Tensor, 
     contiguous, any device). Raises CheckpointError for an unreadable file, or tied embeddings stored twice that differ.
     """
     _check_bytes(arena, dense_bytes(model, from_torch(dtype)), "the arena")
-    tensors: dict[tuple[str, int], torch.Tensor] = {}
-    used = 0
-    with ExtentReader(extent.file for extent in weight_map.parts.values()) as reader:
-        for stored in dense_tensors(model):
-            nbytes = stored.elements * dtype.itemsize
-            view = arena[used : used + nbytes].view(dtype).view(stored.shape)
-            row = 0
-            for part in stored.parts:
-                reader.read(weight_map.parts[part], view[row : row + part.shape[0]])
-                row += part.shape[0]
-            tensors[stored.name, stored.layer] = view
+    outside: dict[str, torch.Tensor] = {}
+    layers: list[dict[str, torch.Tensor]] = [{} for _ in range(model.num_layers)]
+    spare, used = weight_map.spare_head, 0
+    infos = [*weight_map.parts.values(), *([spare] if spare else [])]
+    with TensorReader((info.file for info in infos), weight_map.dtype) as reader:
+        for tensor in dense_tensors(model):
+            nbytes = tensor.elements * dtype.itemsize
+            view = arena[used : used + nbytes].view(dtype).view(tensor.shape)
+            for part, rows in zip(tensor.parts, view.split([part.shape[0] for part in tensor.parts]), strict=True):
+                reader.read(weight_map.parts[part], rows)
+            (outside if tensor.layer < 0 else layers[tensor.layer])[tensor.name] = view
             used += align_up(nbytes, TENSOR_ALIGNMENT)
-    _check_tie(weight_map, model)
-    if used != dense_bytes(model, from_torch(dtype)):
-        raise MoelightError(f"{used} bytes were loaded, the ledger says {dense_bytes(model, from_torch(dtype))}")
-    return _assemble(tensors, model)
+        if spare is not None:
+            _check_tie(reader, infos[0], spare)
+    outside.setdefault("head", outside["embed"])
+    return ModelWeights(**outside, layers=tuple(LayerWeights(**layer) for layer in layers))
+
+
+def _check_tie(reader: TensorReader, embed: TensorInfo, spare: TensorInfo) -> None:
+    """If tied embeddings are stored twice and differ, it is ambiguous which of the two to use."""
+    halves = torch.empty((2, BOUNCE_BYTES // 2), dtype=torch.uint8)
+    for begin in range(0, spare.nbytes, halves.shape[1]):
+        first, second = halves[:, : spare.nbytes - begin]
+        reader.fill(embed, begin, first)
+        reader.fill(spare, begin, second)
+        if not torch.equal(first, second):
+            raise CheckpointError(
+                f"{spare.file}: tensor {spare.name!r} differs from {embed.name!r}, although config.json says "
+                "tie_word_embeddings; set that to false, or remove the tensor"
+            )
 
 
 class PageRead(Protocol):
@@ -187,7 +198,7 @@ class PageRead(Protocol):
 Submit = Callable[[Sequence[tuple[Path, int, torch.Tensor]]], PageRead]
 
 
-class PageReader(AbstractContextManager["PageReader"]):
+class PageReader(TensorReader):
     """Reads expert pages from disk, as ``dtype``. Thread-safe; `close` after use.
 
     ``submit`` starts reads of (file, offset, destination) that bypass the page cache, for pages that need no dtype
@@ -197,77 +208,56 @@ class PageReader(AbstractContextManager["PageReader"]):
     def __init__(
         self, weight_map: WeightMap, model: ModelProfile, dtype: torch.dtype, submit: Submit | None = None
     ) -> None:
+        super().__init__(page_files(weight_map), weight_map.dtype)
         self._pages = weight_map.pages
         self._dtype = dtype
-        self._submit = submit if to_torch(weight_map.dtype) == dtype else None
+        self._submit = submit if self._stored == dtype else None
         self.page_bytes = page_bytes(model, from_torch(dtype))
-        self._reader = ExtentReader(page_files(weight_map))
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def read(self, page: Page, dest: torch.Tensor, begin: int = 0) -> None:
-        reading = self.start(page, dest, begin)
-        if reading is not None:
-            reading.wait()
 
     def start(self, page: Page, dest: torch.Tensor, begin: int = 0) -> PageRead | None:
         """Start to fill ``dest`` (uint8, contiguous, whole numbers of ``dtype``) with the bytes of ``page`` (gate, up,
         down) from ``begin`` on. Returns None if the read is complete on return; raises CheckpointError here or in
         `PageRead.wait`."""
         _check_bytes(dest, 1, "the slot")
-        size = min(dest.numel(), self.page_bytes - begin)
-        pieces, filled = self._pieces(page, begin, size), 0
+        numbers = dest[: self.page_bytes - begin].view(self._dtype)
+        pieces = self._pieces(page, begin // self._dtype.itemsize, numbers.numel())
+        sizes = [piece.nbytes // self._stored.itemsize for piece in pieces]
+        reads = list(zip(pieces, numbers.split(sizes), strict=True))
         if self._submit is not None and dest.device.type == "cpu":
-            parts = []
-            for piece in pieces:
-                parts.append((piece.file, piece.offset, dest[filled : filled + piece.nbytes]))
-                filled += piece.nbytes
+            parts = [(piece.file, piece.offset, into.view(torch.uint8)) for piece, into in reads]
             return _DirectPageRead(self._submit(parts), pieces)
-        numbers = dest[:size].view(self._dtype)
-        for piece in pieces:
-            count = piece.nbytes // piece.dtype.itemsize
-            self._reader.read(piece, numbers[filled : filled + count])
-            filled += count
+        for piece, into in reads:
+            self.read(piece, into)
         return None
 
-    def close(self) -> None:
-        self._reader.close()
-
-    def _pieces(self, page: Page, begin: int, size: int) -> list[TensorExtent]:
-        """The extents of ``size`` bytes of a page from ``begin`` on; both count bytes of numbers of ``dtype``."""
-        found, item, start = [], self._dtype.itemsize, 0
-        for extent in self._pages[page]:
-            stored = extent.dtype.itemsize
-            first = max(begin - start, 0) // item
-            last = min(begin + size - start, extent.nbytes // stored * item) // item
+    def _pieces(self, page: Page, begin: int, count: int) -> list[TensorInfo]:
+        """The locations of ``count`` numbers of a page from number ``begin`` on."""
+        found, size, start = [], self._stored.itemsize, 0
+        for info in self._pages[page]:
+            numbers = info.nbytes // size
+            first, last = max(begin - start, 0), min(begin + count - start, numbers)
             if first < last:
-                found.append(replace(extent, offset=extent.offset + first * stored, nbytes=(last - first) * stored))
-            start += extent.nbytes // stored * item
+                found.append(replace(info, offset=info.offset + first * size, nbytes=(last - first) * size))
+            start += numbers
         return found
 
 
 class _DirectPageRead:
-    def __init__(self, reading: PageRead, pieces: Sequence[TensorExtent]) -> None:
+    def __init__(self, reading: PageRead, pieces: Sequence[TensorInfo]) -> None:
         self._reading, self._pieces = reading, pieces
-
-    def done(self) -> bool:
-        return self._reading.done()
+        self.done = reading.done
 
     def wait(self) -> None:
         try:
             self._reading.wait()
         except OSError as error:
             piece = next((each for each in self._pieces if str(each.file) == str(error.filename)), self._pieces[0])
-            raise CheckpointError(
-                f"{piece.file}: tensor {piece.tensor!r} cannot be read ({error.strerror}); "
-                "check the disk or fetch the file again"
-            ) from None
+            raise _unreadable(piece, "", error) from None
 
 
 def page_files(weight_map: WeightMap) -> tuple[Path, ...]:
     """The files that hold expert pages."""
-    return tuple(dict.fromkeys(extent.file for extents in weight_map.pages.values() for extent in extents))
+    return tuple(dict.fromkeys(info.file for infos in weight_map.pages.values() for info in infos))
 
 
 def page_views(slot: torch.Tensor, model: ModelProfile, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -284,26 +274,3 @@ def _check_bytes(memory: torch.Tensor, needed: int, what: str) -> None:
         raise ValueError(
             f"{what} must be contiguous uint8 of at least {needed} bytes, not {memory.dtype} {tuple(memory.shape)}"
         )
-
-
-def _check_tie(weight_map: WeightMap, model: ModelProfile) -> None:
-    """If tied embeddings are stored twice and differ, it is ambiguous which of the two to use."""
-    spare = weight_map.spare_head
-    if spare is None:
-        return
-    embed = next(weight_map.parts[part] for stored in dense_tensors(model) for part in stored.parts)
-    with ExtentReader([embed.file, spare.file]) as reader:
-        if not reader.same(embed, spare):
-            raise CheckpointError(
-                f"{spare.file}: tensor {spare.tensor!r} differs from {embed.tensor!r}, although config.json says "
-                "tie_word_embeddings; set that to false, or remove the tensor"
-            )
-
-
-def _assemble(tensors: dict[tuple[str, int], torch.Tensor], model: ModelProfile) -> ModelWeights:
-    layers: list[dict[str, torch.Tensor]] = [{} for _ in range(model.num_layers)]
-    outside: dict[str, torch.Tensor] = {}
-    for (name, layer), tensor in tensors.items():
-        (outside if layer < 0 else layers[layer])[name] = tensor
-    outside.setdefault("head", outside["embed"])
-    return ModelWeights(**outside, layers=tuple(LayerWeights(**layer) for layer in layers))

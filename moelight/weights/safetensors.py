@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ _BITS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorInfo:
-    """The location of one tensor: ``nbytes`` bytes at ``offset`` (from the start of ``file``), row-major. ``dtype`` is
-    the safetensors name (``BF16``), possibly of a format that moelight does not support."""
+    """The location of a tensor, or of a slice of it: ``nbytes`` bytes at ``offset`` from the start of ``file``,
+    row-major. ``dtype`` is the safetensors name (``BF16``), possibly of a format that moelight does not support."""
 
     name: str
     file: Path
@@ -39,6 +40,11 @@ class TensorInfo:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+
+    def part(self, index: int, count: int) -> TensorInfo:
+        """Slice ``index`` of ``count`` equal slices along the first dimension, under the name of the whole."""
+        shape, nbytes = (self.shape[0] // count, *self.shape[1:]), self.nbytes // count
+        return replace(self, shape=shape, offset=self.offset + index * nbytes, nbytes=nbytes)
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
@@ -48,16 +54,19 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             size = os.fstat(raw.fileno()).st_size
             length = _header_length(file, _read(raw, _LENGTH_BYTES), size)
             text = _read(raw, length)
+        if len(text) != length:
+            raise ValueError("ended inside its header")
+        start = _LENGTH_BYTES + length
+        infos = [
+            _tensor(file, name, entry, start) for name, entry in _parse(file, text).items() if name != "__metadata__"
+        ]
+        _check_cover(infos, start, size)
     except FileNotFoundError:
         raise CheckpointError(f"{file}: no such file; fetch the missing part of the checkpoint") from None
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({read_error_text(error)})") from None
-    if len(text) != length:
-        raise CheckpointError(f"{file}: ended inside its header; {_AGAIN}")
-    header = _parse(file, text)
-    start = _LENGTH_BYTES + length
-    infos = [_tensor(file, name, entry, start) for name, entry in header.items() if name != "__metadata__"]
-    _check_cover(file, infos, start, size)
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}; {_AGAIN}") from None
     return {info.name: info for info in infos}
 
 
@@ -71,7 +80,7 @@ def _read(raw: Any, count: int) -> bytes:
 
 def _header_length(file: Path, prefix: bytes, size: int) -> int:
     if len(prefix) != _LENGTH_BYTES:
-        raise CheckpointError(f"{file}: only {size} bytes long, so not a safetensors file; {_AGAIN}")
+        raise ValueError(f"only {size} bytes long, so not a safetensors file")
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(
@@ -79,49 +88,46 @@ def _header_length(file: Path, prefix: bytes, size: int) -> int:
             "it is not a safetensors file or is damaged, fetch it again"
         )
     if _LENGTH_BYTES + length > size:
-        raise CheckpointError(f"{file}: cut short: a header of {length} bytes in a file of {size} bytes; {_AGAIN}")
+        raise ValueError(f"cut short: a header of {length} bytes in a file of {size} bytes")
     return length
 
 
 def _parse(file: Path, text: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in result:
-                raise CheckpointError(f"{file}: the header names {key!r} twice; {_AGAIN}")
-            result[key] = value
-        return result
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise CheckpointError(f"{file}: the header names {twice!r} twice; {_AGAIN}")
+        return found
 
     try:
         header = parse_json(text.decode("utf-8"), pairs=unique)
     except ValueError as error:
-        raise CheckpointError(f"{file}: the header is not JSON ({error}); {_AGAIN}") from None
+        raise ValueError(f"the header is not JSON ({error})") from None
     if not isinstance(header, dict):
-        raise CheckpointError(f"{file}: the header must be a JSON object; {_AGAIN}")
-    metadata = header.get("__metadata__", {})
+        raise ValueError("the header must be a JSON object")
+    metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(f"{file}: __metadata__ in the header must map strings to strings; {_AGAIN}")
+        raise ValueError("__metadata__ in the header must map strings to strings")
     return header
 
 
 def _tensor(file: Path, name: str, entry: Any, start: int) -> TensorInfo:
-    where = f"{file}: tensor {name!r}"
+    where = f"tensor {name!r}"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{where}: must have dtype, shape and data_offsets and nothing else; {_AGAIN}")
+        raise ValueError(f"{where}: must have dtype, shape and data_offsets and nothing else")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _BITS:
-        raise CheckpointError(f"{where}: unknown dtype {str(dtype)[:40]!r}; known: {', '.join(_BITS)}")
+        raise CheckpointError(f"{file}: {where}: unknown dtype {str(dtype)[:40]!r}; known: {', '.join(_BITS)}")
     if not _naturals(shape) or len(shape) > _MAX_DIMENSIONS:
-        raise CheckpointError(f"{where}: shape must be a list of at most {_MAX_DIMENSIONS} sizes; {_AGAIN}")
+        raise ValueError(f"{where}: shape must be a list of at most {_MAX_DIMENSIONS} sizes")
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CheckpointError(f"{where}: data_offsets must be [begin, end]; {_AGAIN}")
+        raise ValueError(f"{where}: data_offsets must be [begin, end]")
     begin, end = offsets
     bits = math.prod(shape) * _BITS[dtype]
     if bits != (end - begin) * 8:
-        raise CheckpointError(
-            f"{where}: {dtype} of shape {shape} takes {-(-bits // 8)} bytes, but data_offsets give {end - begin}; "
-            f"{_AGAIN}"
-        )
+        need = -(-bits // 8)
+        raise ValueError(f"{where}: {dtype} of shape {shape} takes {need} bytes, but data_offsets give {end - begin}")
     return TensorInfo(name=name, file=file, dtype=dtype, shape=tuple(shape), offset=start + begin, nbytes=end - begin)
 
 
@@ -129,20 +135,16 @@ def _naturals(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < _MAX_DIMENSION for value in values)
 
 
-def _check_cover(file: Path, infos: list[TensorInfo], start: int, size: int) -> None:
+def _check_cover(infos: list[TensorInfo], start: int, size: int) -> None:
     """Check that the tensors tile ``[start, size)``: no overlap, no gap, nothing before, nothing after."""
     position, previous = start, ""
     for info in sorted(infos, key=lambda info: (info.offset, info.nbytes)):
         if info.offset < position:
-            raise CheckpointError(f"{file}: tensor {info.name!r} overlaps tensor {previous!r}; {_AGAIN}")
+            raise ValueError(f"tensor {info.name!r} overlaps tensor {previous!r}")
         if info.offset > position:
-            raise CheckpointError(
-                f"{file}: {info.offset - position} bytes before tensor {info.name!r} belong to no tensor; {_AGAIN}"
-            )
+            raise ValueError(f"{info.offset - position} bytes before tensor {info.name!r} belong to no tensor")
         position, previous = info.offset + info.nbytes, info.name
     if position > size:
-        raise CheckpointError(
-            f"{file}: cut short: tensor {previous!r} ends at byte {position}, the file at {size}; {_AGAIN}"
-        )
+        raise ValueError(f"cut short: tensor {previous!r} ends at byte {position}, the file at {size}")
     if position < size:
-        raise CheckpointError(f"{file}: {size - position} bytes after the last tensor belong to no tensor; {_AGAIN}")
+        raise ValueError(f"{size - position} bytes after the last tensor belong to no tensor")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -13,67 +13,61 @@ from types import MappingProxyType
 from moelight.core.dtypes import BY_SAFETENSORS, FLOAT32, DType
 from moelight.core.errors import CheckpointError
 from moelight.core.schedule import Page
-from moelight.profiles.families import FAMILIES
-from moelight.profiles.model import ModelProfile
+from moelight.profiles.families import FAMILIES, profile_from_dir
+from moelight.profiles.model import ModelProfile, require_computable
 from moelight.profiles.tensor_list import StoredTensor, dense_tensors, page_shapes
-from moelight.weights.source import Checkpoint, TensorInfo
-
-_HEADS = "num_attention_heads or head_dim"
-_KV_HEADS = "num_key_value_heads or head_dim"
+from moelight.weights.source import Checkpoint, TensorInfo, resolve_model
 
 
 def _axes(width: str) -> dict[str, tuple[str, ...]]:
     """The config keys that determine each dimension of each part."""
     hidden, experts = "hidden_size", "num_experts or num_local_experts"
+    heads, kv_heads = "num_attention_heads or head_dim", "num_key_value_heads or head_dim"
     return {
-        "embed": ("vocab_size", hidden),
-        "head": ("vocab_size", hidden),
-        "final_norm": (hidden,),
-        "input_norm": (hidden,),
-        "post_norm": (hidden,),
-        "q": (_HEADS, hidden),
-        "k": (_KV_HEADS, hidden),
-        "v": (_KV_HEADS, hidden),
-        "o": (hidden, _HEADS),
-        "q_bias": (_HEADS,),
-        "k_bias": (_KV_HEADS,),
-        "v_bias": (_KV_HEADS,),
-        "o_bias": (hidden,),
-        "q_norm": ("head_dim",),
-        "k_norm": ("head_dim",),
+        **dict.fromkeys(("embed", "head"), ("vocab_size", hidden)),
+        **dict.fromkeys(("final_norm", "input_norm", "post_norm", "o_bias"), (hidden,)),
+        **dict.fromkeys(("q_norm", "k_norm"), ("head_dim",)),
+        **dict.fromkeys(("k", "v"), (kv_heads, hidden)),
+        **dict.fromkeys(("k_bias", "v_bias"), (kv_heads,)),
+        "q": (heads, hidden),
+        "q_bias": (heads,),
+        "o": (hidden, heads),
         "router": (experts, hidden),
-        "gate": (width, hidden),
-        "up": (width, hidden),
+        **dict.fromkeys(("gate", "up"), (width, hidden)),
         "down": (hidden, width),
         "fused_gate_up": (experts, width, hidden),
         "fused_down": (experts, hidden, width),
-        "dense_gate": ("intermediate_size", hidden),
-        "dense_up": ("intermediate_size", hidden),
+        **dict.fromkeys(("dense_gate", "dense_up"), ("intermediate_size", hidden)),
         "dense_down": (hidden, "intermediate_size"),
     }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TensorExtent:
-    """``nbytes`` bytes at ``offset`` in ``file``, numbers of ``dtype``: all or part of the stored tensor ``tensor``."""
+class WeightMap:
+    """The location of every tensor a model requires, all of one ``dtype``. ``pages``: gate, up, down of each expert,
+    possibly slices. ``spare_head``: an output matrix that is stored although the config ties it to the embeddings."""
 
-    file: Path
-    offset: int
-    nbytes: int
     dtype: DType
-    tensor: str
+    parts: Mapping[StoredTensor, TensorInfo]
+    pages: Mapping[Page, tuple[TensorInfo, ...]]
+    spare_head: TensorInfo | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WeightMap:
-    """The location of every tensor a model requires, all of one ``dtype``. ``pages``: gate, up, down of each expert.
-    ``spare_head``: an output matrix that is stored although the config ties it to the embeddings."""
+class OpenCheckpoint:
+    """An audited checkpoint: its directory, its profile, and the location of each tensor; no weights are loaded yet."""
 
     directory: Path
-    dtype: DType
-    parts: Mapping[StoredTensor, TensorExtent]
-    pages: Mapping[Page, tuple[TensorExtent, ...]]
-    spare_head: TensorExtent | None
+    profile: ModelProfile
+    weight_map: WeightMap
+
+
+def open_checkpoint(model: str) -> OpenCheckpoint:
+    """Find ``model`` and audit it: every tensor present, of the right shape, none left over; else CheckpointError."""
+    directory = resolve_model(model)
+    profile = profile_from_dir(directory)
+    require_computable(profile, where=str(directory / "config.json"))
+    return OpenCheckpoint(directory=directory, profile=profile, weight_map=locate(Checkpoint.open(directory), profile))
 
 
 def locate(checkpoint: Checkpoint, model: ModelProfile) -> WeightMap:
@@ -82,27 +76,13 @@ def locate(checkpoint: Checkpoint, model: ModelProfile) -> WeightMap:
     _refuse_absurd(checkpoint, model)
     search = _TensorSearch(checkpoint, model)
     parts = {part: search.part(part) for stored in dense_tensors(model) for part in stored.parts}
-    slices = {page: found for layer, moe in enumerate(model.moe_layers) if moe for page, found in search.experts(layer)}
+    pages = {page: found for layer, moe in enumerate(model.moe_layers) if moe for page, found in search.experts(layer)}
     spare = search.spare_head()
-    dtype = search.audit()
     return WeightMap(
-        directory=checkpoint.directory,
-        dtype=dtype,
-        parts=MappingProxyType({part: _extent((info, 0, 1), dtype) for part, info in parts.items() if info}),
-        pages=MappingProxyType({page: tuple(_extent(s, dtype) for s in found) for page, found in slices.items()}),
-        spare_head=_extent((spare, 0, 1), dtype) if spare else None,
-    )
-
-
-# One of several equal slices of a tensor along its first dimension: (tensor, index, count).
-_Slice = tuple[TensorInfo, int, int]
-
-
-def _extent(piece: _Slice, dtype: DType) -> TensorExtent:
-    info, index, count = piece
-    nbytes = info.nbytes // count
-    return TensorExtent(
-        file=info.file, offset=info.offset + index * nbytes, nbytes=nbytes, dtype=dtype, tensor=info.name
+        dtype=search.audit(),
+        parts=MappingProxyType({part: info for part, info in parts.items() if info}),
+        pages=MappingProxyType(pages),
+        spare_head=spare,
     )
 
 
@@ -137,14 +117,12 @@ class _TensorSearch:
             names = self._stored(self._spell("head")) or names
         return self._one(part.name, names, part.shape)
 
-    def experts(self, layer: int) -> list[tuple[Page, list[_Slice]]]:
-        """The slices that form the page of each expert of ``layer``: gate and up, then down."""
+    def experts(self, layer: int) -> Iterator[tuple[Page, tuple[TensorInfo, ...]]]:
+        """The tensors or slices that form the page of each expert of ``layer``: gate and up, then down."""
         gate_up = self._expert_pieces(layer, "fused_gate_up", ("gate", "up"))
         down = self._expert_pieces(layer, "fused_down", ("down",))
-        return [
-            (Page(layer=layer, expert=expert), [*first, *last])
-            for expert, (first, last) in enumerate(zip(gate_up, down, strict=True))
-        ]
+        for expert, (first, last) in enumerate(zip(gate_up, down, strict=True)):
+            yield Page(layer=layer, expert=expert), (*first, *last)
 
     def spare_head(self) -> TensorInfo | None:
         """The stored output matrix, if any, that is redundant because embeddings are tied."""
@@ -179,8 +157,8 @@ class _TensorSearch:
             )
         return BY_SAFETENSORS[name]
 
-    def _expert_pieces(self, layer: int, fused: str, singles: tuple[str, ...]) -> list[list[_Slice]]:
-        """The slices of each expert: of the layer's fused tensor, or one whole tensor per matrix."""
+    def _expert_pieces(self, layer: int, fused: str, singles: tuple[str, ...]) -> list[list[TensorInfo]]:
+        """For each expert a slice of the layer's fused tensor, or one tensor per matrix."""
         count, shapes = self._model.experts.num_experts, page_shapes(self._model)
         fused_names = self._spell(fused, layer)
         names = [{single: self._spell(single, layer, expert) for single in singles} for expert in range(count)]
@@ -193,41 +171,39 @@ class _TensorSearch:
         if whole:
             shape = (count, sum(shapes[single][0] for single in singles), shapes[singles[0]][1])
             info = self._one(fused, fused_names, shape)
-            return [[(info, expert, count)] if info else [] for expert in range(count)]
+            return [[info.part(expert, count)] if info else [] for expert in range(count)]
         found = [[self._one(single, expert[single], shapes[single]) for single in singles] for expert in names]
-        return [[(info, 0, 1) for info in infos if info] for infos in found]
+        return [[info for info in infos if info] for infos in found]
 
     def _one(self, part: str, names: list[str], shape: tuple[int, ...]) -> TensorInfo | None:
-        stored = self._stored(names)
+        stored, model = self._stored(names), self._model
         self._use(stored)
+        if not stored:
+            reason = {
+                "head": "tie_word_embeddings is false",
+                **dict.fromkeys(("q_bias", "k_bias", "v_bias", "o_bias"), "attention_bias is true"),
+                **dict.fromkeys(("dense_gate", "dense_up", "dense_down"), "mlp_only_layers, decoder_sparse_step"),
+                **dict.fromkeys(("gate", "up", "down"), f"num_experts {model.experts.num_experts}"),
+            }.get(part, f"model_type {model.model_type}")
+            self._faults.append(
+                f"{self._listing}: tensor {names[0]!r} {list(shape)} is missing, but config.json asks for it "
+                f"({reason}, num_hidden_layers {model.num_layers}); correct config.json or fetch the whole checkpoint"
+            )
+            return None
         if len(stored) > 1:
             self._twice(stored[0], stored[1])
-        elif not stored:
-            self._missing(part, names[0], shape)
-        elif (info := self._tensors[stored[0]]).shape != shape:
-            axes = self._axes.get(part, ())
-            keys = [key for key, has, wants in zip(axes, info.shape, shape, strict=False) if has != wants]
-            hint = f"; check {', '.join(keys)} there" if keys and len(info.shape) == len(shape) else ""
-            self._faults.append(
-                f"{info.file}: tensor {info.name!r} has shape {list(info.shape)}, "
-                f"but config.json asks for {list(shape)}{hint}"
-            )
-        else:
+            return None
+        info = self._tensors[stored[0]]
+        if info.shape == shape:
             return info
-        return None
-
-    def _missing(self, part: str, name: str, shape: tuple[int, ...]) -> None:
-        model = self._model
-        reason = {
-            "head": "tie_word_embeddings is false",
-            **dict.fromkeys(("q_bias", "k_bias", "v_bias", "o_bias"), "attention_bias is true"),
-            **dict.fromkeys(("dense_gate", "dense_up", "dense_down"), "mlp_only_layers, decoder_sparse_step"),
-            **dict.fromkeys(("gate", "up", "down"), f"num_experts {model.experts.num_experts}"),
-        }.get(part, f"model_type {model.model_type}")
+        axes = self._axes.get(part, ())
+        keys = [key for key, has, wants in zip(axes, info.shape, shape, strict=False) if has != wants]
+        hint = f"; check {', '.join(keys)} there" if keys and len(info.shape) == len(shape) else ""
         self._faults.append(
-            f"{self._listing}: tensor {name!r} {list(shape)} is missing, but config.json asks for it ({reason}, "
-            f"num_hidden_layers {model.num_layers}); correct config.json or fetch the whole checkpoint"
+            f"{info.file}: tensor {info.name!r} has shape {list(info.shape)}, "
+            f"but config.json asks for {list(shape)}{hint}"
         )
+        return None
 
     def _twice(self, first: str, second: str) -> None:
         self._faults.append(

@@ -18,11 +18,11 @@ from moelight.core.errors import ConfigError, InputError, MoelightError
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import Completion, SamplingParams
 from moelight.engine import planning
-from moelight.engine.checkpoint import open_checkpoint
 from moelight.engine.engine import Engine
 from moelight.engine.planning import resolve, resolve_host_pages
 from moelight.profiles.workload import Workload
 from moelight.runtime.machine import Machine, find_machine
+from moelight.weights.tensor_map import open_checkpoint
 from tests.engines import Tiny
 from tests.tiny import BOS
 

@@ -18,7 +18,7 @@ from moelight.core.policy import Policy, Shares
 from moelight.core.request import Request, SamplingParams
 from moelight.core.schedule import TaskKind
 from moelight.engine.engine import Engine
-from moelight.engine.experts import ExpertOptions, with_capacity
+from moelight.engine.experts import ExpertOptions, resident_share
 from moelight.experts import predict
 from moelight.experts.policy import (
     ALLOCATIONS,
@@ -38,7 +38,7 @@ from moelight.experts.policy import (
 )
 from moelight.experts.trace import read_rows
 from moelight.hrm import schedule_time
-from moelight.hrm.placement import place
+from moelight.hrm.placement import place, with_residents
 from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES
 from moelight.runtime.machine import LANE_KINDS
 from moelight.runtime.microbatch import require
@@ -284,7 +284,7 @@ def test_a_policy_has_the_room_that_its_cache_has(
     """Under ``per_layer`` a capacity is each layer's, unless a budget is named."""
     model = small_model((True, False, True, True), experts=8)
     asked = ExpertPolicy(name="mine", cache=CacheRules(capacity=capacity), per_layer=per_layer)
-    found = with_capacity(small_policy(model, discrete=False, resident=1), asked, model, FLOAT32)
+    found = with_residents(small_policy(model, discrete=False, resident=1), resident_share(asked, model, FLOAT32))
     assert found.weights.host == pytest.approx(share)
     assert len(place(model, found).resident) == round(24 * share)
 

@@ -13,7 +13,6 @@ from moelight.core.policy import Policy, Shares
 from moelight.core.request import Request, SamplingParams
 from moelight.core.schedule import Lane, TaskKind
 from moelight.core.timeline import Timeline
-from moelight.engine.checkpoint import open_checkpoint
 from moelight.engine.engine import Engine
 from moelight.engine.loaded_model import weight_dtype
 from moelight.hrm import costs, schedule_time
@@ -24,6 +23,7 @@ from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES
 from moelight.paging.slots import SlotTable
 from moelight.profiles.workload import Workload
 from moelight.runtime.machine import device_peak, find_machine
+from moelight.weights.tensor_map import open_checkpoint
 from tests.engines import Tiny, least_memory
 
 PROMPTS = [[65 + n] * (1 + 7 * n % 40) for n in range(11)]

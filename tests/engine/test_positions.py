@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moelight.core.errors import ConfigError
-from moelight.engine.checkpoint import open_checkpoint
+from moelight.weights.tensor_map import open_checkpoint
 from tests.engine.test_parity import reference, texts
 from tests.engines import Tiny, forced, in_turn
 from tests.tiny import FAMILIES, hf_model

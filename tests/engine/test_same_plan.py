@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from moelight.core.dtypes import dtype_named
-from moelight.engine.checkpoint import OpenCheckpoint
-from moelight.engine.planning import PlanConstraints, plan_for, resolve
+from moelight.engine.planning import plan_for, resolve
 from moelight.optimizer.api import optimize
 from moelight.profiles.files import profile_names
 from moelight.profiles.hardware import load_hardware_profile
@@ -19,6 +18,7 @@ from moelight.profiles.model import not_computed
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.workload import load_workload
 from moelight.runtime.machine import Machine
+from moelight.weights.tensor_map import OpenCheckpoint
 
 RUNNABLE = [name for name in profile_names("model") if not not_computed(load_model_profile(name))]
 PAIRS = list(zip(profile_names("hardware"), cycle(RUNNABLE), strict=False))
@@ -40,7 +40,6 @@ def test_the_engine_plans_what_optimize_recommends(machine: str, model: str) -> 
         hw=machine,
         host_memory=limits["host"],
         device_memory=limits.get("device"),
-        constraints=PlanConstraints(),
         workload=work,
     )
     assert recommended.runs

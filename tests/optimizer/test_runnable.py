@@ -14,8 +14,7 @@ import yaml
 
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
-from moelight.engine.checkpoint import open_checkpoint
-from moelight.engine.planning import PlanConstraints, hardware_for, plan_for, resolve
+from moelight.engine.planning import hardware_for, plan_for, resolve
 from moelight.optimizer.api import optimize
 from moelight.optimizer.runnable import policy_faults, why_not
 from moelight.profiles.files import profile_names
@@ -25,6 +24,7 @@ from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.policy_files import load_policy, policy_text
 from moelight.profiles.workload import Workload
 from moelight.runtime.machine import find_machine
+from moelight.weights.tensor_map import open_checkpoint
 from tests.cli.program import moelight_inside, write_prompts
 from tests.shapes import small_model
 
@@ -147,7 +147,6 @@ def test_of_several_gpus_one_is_planned_for(tmp_path: Path) -> None:
             hw=hw,
             host_memory=2 << 30,
             device_memory=1 << 30,
-            constraints=PlanConstraints(),
             workload=WORK,
         )
         assert plan.runs and plan.policy.gpus == 1

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from moelight.core.errors import ConfigError
-from moelight.engine.checkpoint import open_checkpoint
 from moelight.profiles.files import profile_names
 from moelight.profiles.model import (
     NOT_COMPUTED,
@@ -22,6 +21,7 @@ from moelight.profiles.model import (
     require_computable,
 )
 from moelight.profiles.model_files import load_model_profile, model_config
+from moelight.weights.tensor_map import open_checkpoint
 from tests.shapes import small_model
 
 LATENT = LatentSpec(q_lora_rank=None, kv_lora_rank=8, nope_head_dim=8, rope_head_dim=4, value_head_dim=8)

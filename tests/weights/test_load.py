@@ -73,6 +73,11 @@ def expected_layer(state: State, layer: int, biases: bool) -> dict[str, torch.Te
     }
 
 
+def read_into(reader: PageReader, page: Page, dest: torch.Tensor, begin: int = 0) -> None:
+    if (reading := reader.start(page, dest, begin)) is not None:
+        reading.wait()
+
+
 def check_layer(weights: LayerWeights, expected: dict[str, torch.Tensor | None], dtype: torch.dtype) -> None:
     for field in fields(LayerWeights):
         ours, theirs = getattr(weights, field.name), expected[field.name]
@@ -94,7 +99,7 @@ def check_all(directory: Path, dtype: torch.dtype, *, biases: bool = False) -> N
     slot = torch.empty(page_bytes(model, from_torch(dtype)), dtype=torch.uint8)
     with PageReader(weight_map, model, dtype) as reader:
         for page in weight_map.pages:
-            reader.read(page, slot)
+            read_into(reader, page, slot)
             gate_up, down = page_views(slot, model, dtype)
             experts = f"model.layers.{page.layer}.mlp.experts."
             assert torch.equal(gate_up, state[experts + "gate_up_proj"][page.expert].to(dtype))
@@ -171,7 +176,7 @@ def reader(tmp_path: Path) -> PageReader:
 
 def read_page(reader: PageReader, page: Page) -> torch.Tensor:
     slot = torch.empty(reader.page_bytes, dtype=torch.uint8)
-    reader.read(page, slot)
+    read_into(reader, page, slot)
     return slot
 
 
@@ -188,13 +193,14 @@ def test_any_part_of_a_page_is_that_part(small: Path, way: str, data: st.DataObj
     dtype = torch.bfloat16 if way == "converted" else torch.float32
     with FileReader(page_files(weight_map)) as files, PageReader(weight_map, model, dtype) as plain:
         past = PageReader(weight_map, model, dtype, lambda parts: files.submit([ReadPart(*each) for each in parts]))
-        with plain if way == "through the cache" else past as reader:
+        with past:
+            reader = plain if way == "through the cache" else past
             page = Page(layer=0, expert=data.draw(st.integers(0, model.experts.num_experts - 1)))
             whole, numbers = read_page(plain, page), reader.page_bytes // dtype.itemsize
             begin = data.draw(st.integers(0, numbers - 1)) * dtype.itemsize
             end = data.draw(st.integers(begin // dtype.itemsize + 1, numbers)) * dtype.itemsize
             part = torch.zeros(end - begin, dtype=torch.uint8)
-            reader.read(page, part, begin)
+            read_into(reader, page, part, begin)
             assert torch.equal(part, whole[begin:end])
 
 

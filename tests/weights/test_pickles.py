@@ -69,7 +69,7 @@ def test_a_job_opens_none_of_them(trapped: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("listed", [False, True])
 def test_where_pickles_are_all_there_is_it_is_said(listed: bool, trapped: Path, tmp_path: Path) -> None:
-    from moelight.engine.checkpoint import open_checkpoint
+    from moelight.weights.tensor_map import open_checkpoint
 
     (trapped / "model.safetensors").unlink()
     if listed:
