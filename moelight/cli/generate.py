@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from moelight.cli.options import flag, option, refuse_beside, with_options
+from moelight.cli.options import argument, flag, option, refuse_beside, with_options
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.core.request import SamplingParams, StructuredOutputs
@@ -21,15 +21,13 @@ if TYPE_CHECKING:
 
 _PLANNED = ("batch_size", "micro_batch_size", "schedule", "host_memory", "device_memory")
 _ORDERS = ("input", "completion")
-_SOURCES = "JSON lines (OpenAI batch, or simple), text, CSV or Parquet; - reads stdin."
-_Prompts = Annotated[Path, typer.Argument(metavar="PROMPTS", help=_SOURCES)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobArguments:
     """The options of ``moelight generate``, as given."""
 
-    prompts: _Prompts
+    prompts: Path = argument("PROMPTS", "JSON lines (OpenAI batch, or simple), text, CSV or Parquet; - reads stdin.")
     model: str | None = option(
         "A directory, a hub id, or demo, the bundled model; the policy's if it has one.", "--model", "-m"
     )

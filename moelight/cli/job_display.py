@@ -18,6 +18,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from moelight import cli
 from moelight.batch import job
 from moelight.batch.forecast import Forecast
 from moelight.batch.options import DONE, DONE_BEFORE, INTERRUPTED, JobOptions, JobResult
@@ -125,7 +126,6 @@ LOG_EVERY_S = 30.0
 HELD_S = 5.0
 _BAR = 40
 _REFRESHES_PER_S = 4
-_INTERRUPTED = 130
 
 
 def run_and_report(options: JobOptions, *, as_table: bool) -> int:
@@ -139,7 +139,7 @@ def run_and_report(options: JobOptions, *, as_table: bool) -> int:
         except KeyboardInterrupt:
             if view is not None:
                 view.say_last(interrupted_line(None, output=_file_of(options), command=_command()))
-            return _INTERRUPTED
+            return cli.INTERRUPTED
         if view is not None:
             for line in _last_lines(result, options):
                 view.say_last(line)
@@ -152,8 +152,8 @@ def run_and_report(options: JobOptions, *, as_table: bool) -> int:
     for trouble in result.troubles:
         _print(trouble)
     if result.state == INTERRUPTED:
-        return _INTERRUPTED
-    return 1 if result.failed and result.state == DONE else 0
+        return cli.INTERRUPTED
+    return cli.ERRORS if result.failed and result.state == DONE else 0
 
 
 def forecast_and_report(options: JobOptions, *, as_json: bool) -> int:
@@ -164,7 +164,7 @@ def forecast_and_report(options: JobOptions, *, as_json: bool) -> int:
         print(json.dumps(forecast.as_dict()))
     else:
         print_forecast(Console(), forecast)
-    return 1 if forecast.summary.refused else 0
+    return cli.ERRORS if forecast.summary.refused else 0
 
 
 def _last_lines(result: JobResult, options: JobOptions) -> Iterator[str]:
@@ -451,7 +451,7 @@ def _parts(forecast: Forecast, width: int) -> Iterator[RenderableType]:
 
 
 def _rows(summary: ScanSummary) -> RenderableType:
-    table = plain_table("count", "kind", numbers=("count",))
+    table = plain_table(">count", "kind")
     table.show_header = False
     table.add_row(Text(f"{summary.rows:,}", style="bold"), "rows")
     for kind, count in sorted(summary.kinds.items(), key=lambda item: -item[1]):
@@ -462,7 +462,7 @@ def _rows(summary: ScanSummary) -> RenderableType:
 
 
 def _problems(summary: ScanSummary) -> RenderableType:
-    table = plain_table("rows", "code", "first line", "says", numbers=("rows", "first line"))
+    table = plain_table(">rows", "code", ">first line", "says")
     table.columns[3].no_wrap = False
     for code, found in sorted(summary.problems.items(), key=lambda item: -item[1].count):
         table.add_row(
@@ -472,7 +472,7 @@ def _problems(summary: ScanSummary) -> RenderableType:
 
 
 def _histogram(counts: Sequence[int], width: int) -> RenderableType:
-    table = plain_table("tokens", "prompts", "", numbers=("tokens", "prompts"))
+    table = plain_table(">tokens", ">prompts", "")
     buckets = [(1 << at, (2 << at) - 1, count) for at, count in enumerate(counts)]
     while buckets and not buckets[0][2]:
         del buckets[0]
@@ -503,7 +503,7 @@ def _work(summary: ScanSummary) -> Text:
 
 
 def _time(forecast: Forecast, width: int) -> RenderableType:
-    table = plain_table("", "passes", "time", "", "busiest", numbers=("passes", "time"))
+    table = plain_table("", ">passes", ">time", "", "busiest")
     total = sum(phase.seconds for phase in forecast.phases) or 1.0
     room = max(10, min(_WIDEST_BAR, width - 52))
     for phase in forecast.phases:

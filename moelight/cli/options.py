@@ -14,35 +14,45 @@ from moelight.core.errors import ConfigError
 
 
 def option(text: str, *names: str, default: Any = None, **settings: Any) -> Any:
-    """Return the field of an option with the help ``text``; ``names`` and ``settings`` are those of `typer.Option`.
+    """Return an option with the help ``text``, as a field of a dataclass or as the default of a command's parameter.
 
-    Without ``names`` the option has the name of the field, and a boolean one no negation.
+    ``names`` and ``settings`` are those of `typer.Option`. Without ``names`` the option is called as the field, and a
+    boolean one has no negation.
     """
-    return field(default=default, metadata={"names": names, "help": text, **settings})
+    return field(default=default, metadata={"make": typer.Option, "names": names, "help": text, **settings})
+
+
+def argument(metavar: str, text: str, default: Any = MISSING) -> Any:
+    """Return a positional argument, likewise; without ``default`` it must be given."""
+    return field(default=default, metadata={"make": typer.Argument, "names": (), "help": text, "metavar": metavar})
 
 
 def with_options(*, without: Collection[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a command so that every field of its dataclass parameter is an option, except those of ``without``.
+    """Decorate a command: its parameters, and the fields of those that are dataclasses, are Typer's parameters.
 
-    Fields are `option`s or annotated as Typer's parameters are. The command gets the dataclass; fields of ``without``
-    have their defaults.
+    Each is an `option`, an `argument`, or annotated as Typer's are. The command gets the dataclasses; their fields
+    ``without`` have their defaults.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(command, include_extras=True)
-        (whole,) = (name for name, hint in hints.items() if is_dataclass(hint))
-        group: Any = hints[whole]
-        kinds = get_type_hints(group, include_extras=True)
-        known = [each for each in fields(group) if each.name not in without]
+        groups: dict[str, list[str]] = {}
         parameters: list[Parameter] = []
         for name, parameter in signature(command).parameters.items():
-            if name == whole:
-                parameters += [_parameter(each, kinds[each.name]) for each in known]
-            else:
-                parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name]))
+            group = hints[name]
+            if not is_dataclass(group):
+                parameters.append(_parameter(name, group, parameter.default))
+                continue
+            kinds = get_type_hints(group, include_extras=True)
+            known = {each.name: each for each in fields(group) if each.name not in without}
+            groups[name] = list(known)
+            parameters += [_parameter(each, kinds[each], field) for each, field in known.items()]
 
         def run(**given: Any) -> None:
-            command(**{whole: group(**{each.name: given.pop(each.name) for each in known})}, **given)
+            given = {each.name: each.default for each in parameters} | given
+            for name, known in groups.items():
+                given[name] = hints[name](**{each: given.pop(each) for each in known})
+            command(**given)
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         run.__annotations__ = {each.name: each.annotation for each in parameters}
@@ -52,13 +62,14 @@ def with_options(*, without: Collection[str] = ()) -> Callable[[Callable[..., No
     return decorate
 
 
-def _parameter(each: Field[Any], kind: Any) -> Parameter:
-    settings = dict(each.metadata)
-    if settings:
-        names = settings.pop("names") or ([flag(each.name)] if kind is bool else [])
-        kind = Annotated[kind, typer.Option(*names, **settings)]
-    default = Parameter.empty if each.default is MISSING else each.default
-    return Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+def _parameter(name: str, kind: Any, default: Any) -> Parameter:
+    if isinstance(default, Field):
+        settings, default = dict(default.metadata), default.default
+        if settings:
+            make, names = settings.pop("make"), settings.pop("names")
+            kind = Annotated[kind, make(*(names or ([flag(name)] if kind is bool else [])), **settings)]
+        default = Parameter.empty if default is MISSING else default
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
 def flag(field: str) -> str:

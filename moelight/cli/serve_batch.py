@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from moelight.cli import INTERRUPTED
 from moelight.cli.options import flag, option, refuse_beside, with_options
 from moelight.cli.tables import printable
 from moelight.core.errors import ConfigError
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 _HTTP = ("host", "port", "data", "token_file", "allow_remote", "max_file_size", "expire")
 _HANDED_ON = ("max_tokens", "host_memory", "device_memory", "policy", "hw", "device", "expert_policy")
 _MODULES = ("starlette", "uvicorn", "python_multipart")
-_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ def _watch(folder: Path, command: Command) -> None:
 
 def _leave(number: int) -> None:
     if number == signal.SIGINT:
-        raise typer.Exit(_INTERRUPTED)
+        raise typer.Exit(INTERRUPTED)
 
 
 def _say(text: str) -> None:

@@ -16,8 +16,7 @@ from typing import Any
 from moelight.core.schedule import Lane, Task, TaskKind
 from moelight.core.timeline import FREE, Span, Timeline
 from moelight.observe.bubbles import Bubble, Bubbles
-from moelight.observe.trace import TraceHeader
-from moelight.observe.trace_reading import FOR_NOTHING, NOT_RECORDED, Recording
+from moelight.observe.trace import FOR_NOTHING, NOT_RECORDED, Recording, TraceHeader
 
 
 @dataclass(kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from moelight.core.units import format_bytes
 from moelight.observe.bubbles import Bubble, cause_of
 from moelight.observe.number_format import rate_text, seconds_text, share_text
 from moelight.observe.report import LaneReport, PassFigures, Report
-from moelight.observe.trace_reading import Recording
+from moelight.observe.trace import Recording
 
 MOST_TASKS_SHOWN = 60_000
 MOST_WINDOWS = 1200

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moelight.core.policy import Policy, Shares
-from moelight.observe.trace_reading import read_trace
+from moelight.observe.trace import read_trace
 from moelight.profiles.policy_files import policy_text
 from moelight.scheduler import SCHEDULES
 from tests.cli.program import moelight

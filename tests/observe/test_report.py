@@ -12,8 +12,7 @@ from moelight.core.timeline import Timeline
 from moelight.hrm.task_cost import TaskCost
 from moelight.observe.bubbles import Bubble, Bubbles
 from moelight.observe.report import Report, report_of
-from moelight.observe.trace import TraceHeader
-from moelight.observe.trace_reading import read_trace
+from moelight.observe.trace import TraceHeader, read_trace
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.layout import MicroBatchShape, PassShape
 from moelight.scheduler.simulate import simulate_passes
