@@ -51,8 +51,8 @@ def report(
 
 def _print(found: Report, page: Path) -> None:
     about = found.about
-    name = str(about.policy.get("model", "")) if about is not None else ""
-    where = f" on {machine_words(about.hardware)}" if about is not None and about.hardware else ""
+    name = str(about.policy.get("model", ""))
+    where = f" on {machine_words(about.hardware)}" if about.hardware else ""
     passes = f"{len(found.passes):,} {'pass' if len(found.passes) == 1 else 'passes'}"
     head = (f"{name}{where} · " if name else "", "bold")
     says = f"The median pass took {seconds_text(found.pass_s)}"

@@ -77,15 +77,15 @@ def serve_batch(given: ServerArguments) -> None:
     from moelight.serve.server import ServerOptions, serve
 
     directory = Path(given.model).expanduser()
+    chosen = {name: value for name in ("host", "port") if (value := getattr(given, name)) is not None}
     server = ServerOptions(
         model=directory.resolve().name if directory.is_dir() else given.model,  # the model name that rows may use
         data=Path.home() / ".local" / "share" / "moelight" / "serve-batch" if given.data is None else given.data,
-        host="127.0.0.1" if given.host is None else given.host,
-        port=8000 if given.port is None else given.port,
         token_file=given.token_file,
         allow_remote=given.allow_remote,
         max_file_bytes=parse_bytes(given.max_file_size or "512MiB", what="--max-file-size"),
         expire=given.expire,
+        **chosen,
     )
     _leave(serve(server, generate_command(given.model, options, line_format="openai"), say=_say))
 

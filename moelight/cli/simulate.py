@@ -113,14 +113,11 @@ def _pass_as_dict(run: PassRun) -> dict[str, Any]:
 def _write_trace(path: Path, stage: SimulationSetup, run: SimulatedRun) -> None:
     from moelight.batch.output import whole_file
     from moelight.batch.trace_header import trace_header
-    from moelight.observe.trace import TraceWriter
+    from moelight.observe.trace import write_trace
 
-    facts = trace_header(stage, run.schedule, source="simulated")
+    header = trace_header(stage, run.schedule, source="simulated")
     with whole_file(path, what="trace") as write:
-        writer = TraceWriter(write)
-        for timeline in run.timelines:
-            writer.add(timeline)
-        writer.finish(facts)
+        write_trace(write, run.timelines, header)
 
 
 def _plot(path: Path, question: ask.Question, found: Sequence[SimulatedRun]) -> None:

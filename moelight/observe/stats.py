@@ -133,10 +133,10 @@ class LaneTotals:
         mine = timeline.busy_s()
         for lane, seconds in mine.items():
             self._busy_s[lane] += seconds
+        crossed, tasks = self._bytes, self._tasks
         for span in timeline.spans:
-            lane = span.task.lane
-            self._bytes[lane] += span.bytes
-            self._tasks[lane] += 1
+            crossed[span.task.lane] += span.bytes
+            tasks[span.task.lane] += 1
         if mine:
             before_s, self._ended_s = self._ended_s, timeline.end_s
             self._recent.append((timeline.end_s - (timeline.start_s if before_s is None else before_s), mine))

@@ -62,6 +62,9 @@ class TraceHeader(Struct, frozen=True, kw_only=True):
     notes: Annotated[Mapping[str, _Text], Meta(max_length=100)] = {}
 
 
+NO_HEADER = TraceHeader(version="")
+
+
 class TraceWriter:
     """Writes a trace pass by pass through ``write``, so that timelines need not be kept; call `finish` at the end."""
 
@@ -96,13 +99,14 @@ class TraceWriter:
         self._write(b"}\n")
 
 
-def write_trace(path: Path, timelines: Iterable[Timeline], about: TraceHeader | None = None) -> None:
-    """Write a whole trace to ``path``: every span of ``timelines``, one per pass, on one clock."""
-    with path.open("wb") as file:
-        writer = TraceWriter(file.write)
-        for timeline in timelines:
-            writer.add(timeline)
-        writer.finish(about)
+def write_trace(
+    write: Callable[[bytes], object], timelines: Iterable[Timeline], about: TraceHeader | None = None
+) -> None:
+    """Write a whole trace through ``write``: every span of ``timelines``, one per pass, on one clock."""
+    writer = TraceWriter(write)
+    for timeline in timelines:
+        writer.add(timeline)
+    writer.finish(about)
 
 
 def _metadata(name: str, row: int, args: dict[str, Any]) -> str:
@@ -156,10 +160,10 @@ class TaskColumns:
 
 
 class Recording(NamedTuple):
-    """One trace: its bars, and its header ``about`` (None if the trace has none)."""
+    """One trace: its bars, and its header ``about`` (`NO_HEADER` if the trace has none)."""
 
     bars: TaskColumns
-    about: TraceHeader | None
+    about: TraceHeader
 
 
 _Number = Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)]
@@ -225,8 +229,8 @@ def _read(file: BinaryIO) -> Recording:
             raise _TraceError(f"event {number}: {str(error)[:200]}") from None
         number += 1
     try:
-        about = msgspec.json.decode(_HEAD + line + file.read(_LONGEST_TAIL), type=_Tail).about
-        for lane in () if about is None else (*about.predicted, *about.roofs):
+        about = msgspec.json.decode(_HEAD + line + file.read(_LONGEST_TAIL), type=_Tail).about or NO_HEADER
+        for lane in (*about.predicted, *about.roofs):
             _position(lane, _LANE_NUMBERS, "a lane")
     except (msgspec.ValidationError, _TraceError) as error:
         raise _TraceError(f"otherData: {str(error)[:200]}") from None

@@ -12,7 +12,7 @@ import pytest
 from moelight.core.errors import InputError
 from moelight.core.schedule import Lane, TaskKind
 from moelight.observe import trace as traces
-from moelight.observe.trace import FOR_NOTHING, NOT_RECORDED, read_trace
+from moelight.observe.trace import FOR_NOTHING, NO_HEADER, NOT_RECORDED, read_trace
 from tests.observe.traces import ABOUT, write_passes
 
 
@@ -41,7 +41,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 
 
 def test_a_header_may_be_missing(tmp_path: Path) -> None:
-    assert read_trace(write_passes(tmp_path / "t.json", 1, about=None)).about is None
+    assert read_trace(write_passes(tmp_path / "t.json", 1, about=None)).about == NO_HEADER
 
 
 @pytest.mark.parametrize("kept", [0, 1, 20, 200, 400, 700, 900, -2, -5])
