@@ -457,10 +457,9 @@ def _histogram(counts: Sequence[int], width: int) -> RenderableType:
     while buckets and not buckets[0][2]:
         del buckets[0]
     # Lengths may span many powers of two; the shortest buckets are joined because they cost least.
-    if len(buckets) > _MOST_BUCKETS:
-        joined = buckets[: len(buckets) - _MOST_BUCKETS + 1]
-        first = (joined[0][0], joined[-1][1], sum(count for _, _, count in joined))
-        buckets = [first, *buckets[len(joined) :]]
+    while len(buckets) > _MOST_BUCKETS:
+        (least, _, few), (_, last, more), *longer = buckets
+        buckets = [(least, last, few + more), *longer]
     most = max((count for _, _, count in buckets), default=0)
     room = max(12, min(_WIDEST_BAR, width - 36))
     for least, last, count in buckets:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from moelight.profiles.efficiency import Curve, Surface
     from moelight.profiles.hardware import HardwareProfile
-    from moelight.runtime.calibration.effort import Effort
 
 
 _MEANS = {
@@ -52,6 +51,8 @@ def profile(
     Prints the figures, and writes the profile to FILE.yaml, for --hw FILE.yaml, or to the place where --hw auto finds
     it. Run no other programs meanwhile: they make the machine look slower than it is.
     """
+    from rich.console import Console
+
     from moelight.profiles.hardware_text import write_hardware_profile
     from moelight.runtime.calibration.effort import FULL, QUICK
     from moelight.runtime.machine_profile import AUTO, COMMENTS, kept_path
@@ -63,32 +64,23 @@ def profile(
     if disk_dir is not None and not disk_dir.is_dir():
         raise ConfigError(f"--disk-dir {disk_dir}: no such directory")
     path = kept_path(device) if output is None else output
-    found = _measured(
-        QUICK if quick else FULL, device=device, name=AUTO if output is None else path.stem, disk_dir=disk_dir
-    )
-    write_hardware_profile(found, path, comments=COMMENTS)
-    print_profile(open_console(), found)
-    use = "--hw auto uses it" if output is None else f"use it with --hw {path}"
-    print(f"moelight: wrote {path}; {use}", file=sys.stderr)
-
-
-def _measured(effort: Effort, *, device: str, name: str, disk_dir: Path | None) -> HardwareProfile:
-    """Measure the machine; the current step is shown on stderr if stderr is a terminal."""
-    from rich.console import Console
-
     from moelight.runtime.calibration.machine import measure_machine
     from moelight.runtime.machine import find_machine
 
-    console = Console(stderr=True, highlight=False, markup=False)
-    with console.status("looking around") as status:
-        return measure_machine(
+    # Where stderr is a terminal it shows the current step.
+    with Console(stderr=True, highlight=False, markup=False).status("looking around") as status:
+        found = measure_machine(
             find_machine(device),
-            effort,
-            name=name,
+            QUICK if quick else FULL,
+            name=AUTO if output is None else path.stem,
             disk_dir=disk_dir or Path.cwd(),
             disk_needed=disk_dir is not None,
             say=status.update,
         )
+    write_hardware_profile(found, path, comments=COMMENTS)
+    print_profile(open_console(), found)
+    use = "--hw auto uses it" if output is None else f"use it with --hw {path}"
+    print(f"moelight: wrote {path}; {use}", file=sys.stderr)
 
 
 def print_profile(console: Console, profile: HardwareProfile) -> None:

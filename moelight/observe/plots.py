@@ -404,17 +404,16 @@ class _Picture:
         drawn = self._axes.transData.transform(self._drawn)
         taken: list[Any] = []
         for x, y, text, color in self._names:
-            found: tuple[float, Any, Any] = (math.inf, None, None)
+            boxes, covered = {}, {}
             for offset in _OFFSETS:
                 label = self._text(text, x, y, offset, color, fontsize=12, fontweight="bold")
-                box = label.get_window_extent(renderer)
+                box = boxes[offset] = label.get_window_extent(renderer)
                 outside = box.x0 < frame.x0 or box.x1 > frame.x1 or box.y0 < frame.y0 or box.y1 > frame.y1
-                covered = box.count_contains(drawn) + 1000 * (box.count_overlaps(taken) + outside)
-                worse = label if covered >= found[0] else found[1]
-                if worse is not None:
-                    worse.remove()
-                found = found if worse is label else (covered, label, box)
-            taken.append(found[2])
+                covered[offset] = box.count_contains(drawn) + 1000 * (box.count_overlaps(taken) + outside)
+                label.remove()
+            best = min(_OFFSETS, key=covered.__getitem__)
+            self._text(text, x, y, best, color, fontsize=12, fontweight="bold")
+            taken.append(boxes[best])
 
     def _text(self, text: str, x: float, y: float, offset: tuple[int, int], color: str, **style: Any) -> Any:
         """Write ``text`` at ``offset`` (in points) from a data point, outlined to stay legible over lines."""
