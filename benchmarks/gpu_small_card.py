@@ -241,7 +241,8 @@ class Card:
                 hardware=plan.hardware,
                 roofs={str(Lane.H2D): self.roof},
             )
-            write_trace(self.args.results / f"{name}.trace.json", timelines, about)
+            with (self.args.results / f"{name}.trace.json").open("wb") as file:
+                write_trace(file.write, timelines, about)
 
     def accelerate(self, cap: int) -> dict[str, Any]:
         """accelerate's offload to host memory, in an environment of its own."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import resource
@@ -12,12 +11,13 @@ from dataclasses import asdict
 from importlib.metadata import distributions
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Annotated, Any
+from typing import Any
 
 import psutil
-import typer
 
 from moelight import __version__
+from moelight.cli.options import option, with_options
+from moelight.cli.tables import open_console, print_json
 from moelight.core.errors import InputError
 from moelight.core.units import format_bytes
 from moelight.kernels import native
@@ -74,10 +74,9 @@ def facts(model: Path | None = None) -> dict[str, Any]:
 
 def print_facts(found: dict[str, Any]) -> None:
     """Print the facts ``found`` as tables."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, markup=False)
+    console = open_console()
     about = Table.grid(padding=(0, 2))
     for name, value in _about(found):
         about.add_row(name, value)
@@ -126,20 +125,15 @@ def _torch() -> dict[str, Any]:
         return {**found, "fault": " ".join(str(error).split())}
     found["threads"] = torch.get_num_threads()
     found["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is not None:
-        backend = torch.get_device_module(accelerator)
-        for index in range(torch.accelerator.device_count()):
-            properties = backend.get_device_properties(index)
-            plug = pci_slot_of(torch.device(accelerator.type, index))
-            found["devices"].append(
-                {
-                    "id": f"{accelerator.type}:{index}",
-                    "name": properties.name,
-                    "total_bytes": properties.total_memory,
-                    "plug": None if plug is None else asdict(plug),
-                }
-            )
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not torch.accelerator.is_available():
+        return found
+    kind = accelerator.type
+    for index in range(torch.accelerator.device_count()):
+        properties = torch.get_device_module(kind).get_device_properties(index)
+        plug = pci_slot_of(torch.device(kind, index))
+        device = {"id": f"{kind}:{index}", "name": properties.name, "total_bytes": properties.total_memory}
+        found["devices"].append({**device, "plug": None if plug is None else asdict(plug)})
     return found
 
 
@@ -249,11 +243,10 @@ def _direct_reads(directory: Path, files: list[Path]) -> dict[str, Any]:
     return {**found, "direct": direct, "reason": said}
 
 
+@with_options()
 def doctor(
-    model: Annotated[
-        str | None, typer.Option("-m", "--model", metavar="DIR", help="A model whose files would be read.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The same facts as one JSON object.")] = False,
+    model: str | None = option("A model whose files would be read.", "-m", "--model", metavar="DIR"),
+    as_json: bool = option("The same facts as one JSON object.", "--json", default=False),
 ) -> None:
     """Show torch, the processors, the memory and the kernels of this machine."""
     from moelight.weights.source import DEMO, resolve_model
@@ -266,6 +259,6 @@ def doctor(
         directory = resolve_model(model)
     found = facts(directory)
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        print_json(found)
     else:
         print_facts(found)

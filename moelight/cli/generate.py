@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from moelight.cli.options import flag, with_options
+from moelight.cli.options import argument, flag, option, refuse_beside, with_options
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.core.request import SamplingParams, StructuredOutputs
@@ -27,146 +27,79 @@ _ORDERS = ("input", "completion")
 class JobArguments:
     """The options of ``moelight generate``, as given."""
 
-    prompts: Annotated[
-        Path,
-        typer.Argument(
-            metavar="PROMPTS", help="JSON lines (OpenAI batch, or simple), text, CSV or Parquet; - reads stdin."
-        ),
-    ]
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", "-m", help="A directory, a hub id, or demo, the bundled model; the policy's if it has one."
-        ),
-    ] = None
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="OUT.jsonl", help="Where the rows go; - is stdout.")
-    ] = None
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Read all prompts, say what they ask for and how it would be run, and stop."),
-    ] = False
-    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: one JSON object.")] = False
-    error_file: Annotated[
-        Path | None, typer.Option(metavar="FILE.jsonl", help="Rows that cannot be served go here, not to the output.")
-    ] = None
-    format: Annotated[str, typer.Option(help="auto, openai, simple, text, csv or parquet; auto looks at the file.")] = (
-        "auto"
+    prompts: Path = argument("PROMPTS", "JSON lines (OpenAI batch, or simple), text, CSV or Parquet; - reads stdin.")
+    model: str | None = option(
+        "A directory, a hub id, or demo, the bundled model; the policy's if it has one.", "--model", "-m"
     )
-    prompt_column: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The column of a table with the prompts.")
-    ] = None
-    id_column: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The column of a table with the custom ids.")
-    ] = None
-    ignore_model: Annotated[bool, typer.Option("--ignore-model", help="Rows may name any model.")] = False
-    chat_template: Annotated[
-        Path | None, typer.Option(metavar="FILE.jinja", help="Use this chat template, not the checkpoint's.")
-    ] = None
-    order: Annotated[str, typer.Option(help="Write rows in the order of the input, or of completion.")] = "input"
-    token_ids: Annotated[bool, typer.Option("--token-ids", help="Add token_ids to every row (simple format).")] = False
-    restart: Annotated[bool, typer.Option("--restart", help="Discard the rows of an earlier run, and start anew.")] = (
-        False
+    output: Path | None = option("Where the rows go; - is stdout.", "--output", "-o", metavar="OUT.jsonl")
+    dry_run: bool = option("Read all prompts, say what they ask for and how it would be run, and stop.", default=False)
+    as_json: bool = option("With --dry-run: one JSON object.", "--json", default=False)
+    error_file: Path | None = option("Rows that cannot be served go here, not to the output.", metavar="FILE.jsonl")
+    format: str = option("auto, openai, simple, text, csv or parquet; auto looks at the file.", default="auto")
+    prompt_column: str | None = option("The column of a table with the prompts.", metavar="NAME")
+    id_column: str | None = option("The column of a table with the custom ids.", metavar="NAME")
+    ignore_model: bool = option("Rows may name any model.", default=False)
+    chat_template: Path | None = option("Use this chat template, not the checkpoint's.", metavar="FILE.jinja")
+    order: str = option("Write rows in the order of the input, or of completion.", default="input")
+    token_ids: bool = option("Add token_ids to every row (simple format).", default=False)
+    restart: bool = option("Discard the rows of an earlier run, and start anew.", default=False)
+    allow_changed: bool = option("Keep what is done, though model, prompts or options differ now.", default=False)
+    atomic: bool = option("The output appears whole at the end, or not at all.", default=False)
+    sync_interval: float = option(
+        "Rows are on the disk for good after this time.", metavar="SECONDS", min=0.0, default=5.0
     )
-    allow_changed: Annotated[
-        bool, typer.Option("--allow-changed", help="Keep what is done, though model, prompts or options differ now.")
-    ] = False
-    atomic: Annotated[bool, typer.Option("--atomic", help="The output appears whole at the end, or not at all.")] = (
-        False
+    n: int = option("Completions for each prompt.", min=1, default=1)
+    max_tokens: int = option("The most tokens generated for a prompt.", min=1, default=256)
+    min_tokens: int = option("No end before this many tokens.", min=0, default=0)
+    temperature: float = option("0 takes the likeliest token each time.", min=0.0, default=0.0)
+    top_p: float = option("Sample from the likeliest tokens of this total probability.", default=1.0)
+    top_k: int = option("Sample from this many of the likeliest tokens; 0: all.", min=-1, default=0)
+    min_p: float = option(
+        "Sample from tokens with at least this share of the likeliest one's probability.", default=0.0
     )
-    sync_interval: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.0, help="Rows are on the disk for good after this time.")
-    ] = 5.0
-    n: Annotated[int, typer.Option(min=1, help="Completions for each prompt.")] = 1
-    max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens generated for a prompt.")] = 256
-    min_tokens: Annotated[int, typer.Option(min=0, help="No end before this many tokens.")] = 0
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.0
-    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this total probability.")] = 1.0
-    top_k: Annotated[int, typer.Option(min=-1, help="Sample from this many of the likeliest tokens; 0: all.")] = 0
-    min_p: Annotated[
-        float, typer.Option(help="Sample from tokens with at least this share of the likeliest one's probability.")
-    ] = 0.0
-    seed: Annotated[int, typer.Option(min=0, help="For prompts that bring no seed of their own.")] = 0
-    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be repeated.")] = (
-        None
+    seed: int = option("For prompts that bring no seed of their own.", min=0, default=0)
+    stop: list[str] | None = option("End before this text; may be repeated.", metavar="TEXT")
+    stop_token_id: list[int] | None = option("End at this token; may be repeated.", metavar="ID")
+    ignore_eos: bool = option("Go on after the end-of-sequence token.", default=False)
+    presence_penalty: float = option("Against tokens that were generated, -2 to 2.", default=0.0)
+    frequency_penalty: float = option("Against tokens by how often they were generated.", default=0.0)
+    repetition_penalty: float = option("Above 1: against tokens of prompt and completion.", default=1.0)
+    logprobs: int | None = option("Log-probabilities of each token and the K likeliest.", min=-1, metavar="K")
+    prompt_logprobs: int | None = option("The same of the prompt's tokens.", min=-1, metavar="K")
+    json_schema: Path | None = option("Completions are JSON that this schema describes.", metavar="FILE.json")
+    regex: str | None = option("Completions match this regular expression.", metavar="REGEX")
+    choice: list[str] | None = option("Completions are one of these; repeat the option.", metavar="TEXT")
+    host_memory: str | None = option("The most host memory, e.g. 3GiB.", metavar="SIZE")
+    device_memory: str | None = option("The most GPU memory, e.g. 10GiB.", metavar="SIZE")
+    batch_size: int | None = option("Sequences in a pass; planned if not given.", min=1)
+    micro_batch_size: int | None = option("Sequences in a micro-batch; planned if not given.", min=1)
+    schedule: str | None = option(
+        "The schedule: cgopipe, fastdecode, flexgen-c, flexgen, flexgen-loop, serial or module."
     )
-    stop_token_id: Annotated[
-        list[int] | None, typer.Option(metavar="ID", help="End at this token; may be repeated.")
-    ] = None
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")] = False
-    presence_penalty: Annotated[float, typer.Option(help="Against tokens that were generated, -2 to 2.")] = 0.0
-    frequency_penalty: Annotated[float, typer.Option(help="Against tokens by how often they were generated.")] = 0.0
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: against tokens of prompt and completion.")] = 1.0
-    logprobs: Annotated[
-        int | None, typer.Option(min=-1, metavar="K", help="Log-probabilities of each token and the K likeliest.")
-    ] = None
-    prompt_logprobs: Annotated[
-        int | None, typer.Option(min=-1, metavar="K", help="The same of the prompt's tokens.")
-    ] = None
-    json_schema: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", help="Completions are JSON that this schema describes.")
-    ] = None
-    regex: Annotated[str | None, typer.Option(metavar="REGEX", help="Completions match this regular expression.")] = (
-        None
+    policy: Path | None = option("Run this policy, as optimize -o writes it.", metavar="FILE.yaml")
+    hw: str = option("The machine to plan for; auto is this one.", metavar="NAME|FILE|auto", default="auto")
+    device: str = option("auto, cpu, cuda, xpu, or twin (a GPU emulated by the CPU).", default="auto")
+    adapt: bool | None = option(
+        "Change N, micro-batches, look-ahead and riding prompts between passes where that turns out to be faster; "
+        "default unless a policy is given."
     )
-    choice: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Completions are one of these; repeat the option.")
-    ] = None
-    host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="The most host memory, e.g. 3GiB.")] = None
-    device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="The most GPU memory, e.g. 10GiB.")] = None
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences in a pass; planned if not given.")] = None
-    micro_batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Sequences in a micro-batch; planned if not given.")
-    ] = None
-    schedule: Annotated[
-        str | None,
-        typer.Option(help="The schedule: cgopipe, fastdecode, flexgen-c, flexgen, flexgen-loop, serial or module."),
-    ] = None
-    policy: Annotated[
-        Path | None, typer.Option(metavar="FILE.yaml", help="Run this policy, as optimize -o writes it.")
-    ] = None
-    hw: Annotated[str, typer.Option(metavar="NAME|FILE|auto", help="The machine to plan for; auto is this one.")] = (
-        "auto"
+    show: bool | None = option("Prompts beside completions; default on a terminal.")
+    status: Path | None = option("Keep the job's state here, as OpenAI's batch object.", metavar="FILE.json")
+    metrics: Path | None = option("Keep Prometheus text here.", metavar="FILE.prom")
+    stats: Path | None = option("Write the run's figures here.", metavar="FILE.json")
+    trace: Path | None = option("Write a Perfetto trace here.", metavar="FILE.json")
+    expert_policy: str | None = option(
+        "Which experts are resident and which are prefetched in on-demand passes; static: those of the plan.",
+        metavar="FILE.moe|static|default",
     )
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, xpu, or twin (a GPU emulated by the CPU).")] = "auto"
-    adapt: Annotated[
-        bool | None,
-        typer.Option(
-            "--adapt/--no-adapt",
-            help="Change N, micro-batches, look-ahead and riding prompts between passes where that turns out to be "
-            "faster; default unless a policy is given.",
-        ),
-    ] = None
-    show: Annotated[
-        bool | None, typer.Option("--show/--no-show", help="Prompts beside completions; default on a terminal.")
-    ] = None
-    status: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", help="Keep the job's state here, as OpenAI's batch object.")
-    ] = None
-    metrics: Annotated[Path | None, typer.Option(metavar="FILE.prom", help="Keep Prometheus text here.")] = None
-    stats: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the run's figures here.")] = None
-    trace: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write a Perfetto trace here.")] = None
-    expert_policy: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE.moe|static|default",
-            help="Which experts are resident and which are prefetched in on-demand passes; static: those of the plan.",
-        ),
-    ] = None
-    expert_profile: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", help="Begin with what an earlier run learned of the experts.")
-    ] = None
-    save_expert_profile: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", help="Write what this run learns of the experts.")
-    ] = None
-    routing_trace: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.jsonl", help="Write the routed experts of each pass, for policy replay and tune."),
-    ] = None
-    expert_stats: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.json", help="Write hits, misses, predictions and stalls, layer by layer."),
-    ] = None
+    expert_profile: Path | None = option("Begin with what an earlier run learned of the experts.", metavar="FILE.json")
+    save_expert_profile: Path | None = option("Write what this run learns of the experts.", metavar="FILE.json")
+    routing_trace: Path | None = option(
+        "Write the routed experts of each pass, for policy replay and tune.", metavar="FILE.jsonl"
+    )
+    expert_stats: Path | None = option(
+        "Write hits, misses, predictions and stalls, layer by layer.", metavar="FILE.json"
+    )
 
 
 @with_options()
@@ -201,14 +134,12 @@ def read_options(given: JobArguments, *, as_table: bool) -> JobOptions:
     if given.schedule is not None:
         SCHEDULES.get(given.schedule)
     policy = None if given.policy is None else read_policy(given.policy, given)
-    sampling = SamplingParams(
-        **{
-            **_fields_of(SamplingParams, given),
-            "stop": tuple(given.stop or ()),
-            "stop_token_ids": tuple(given.stop_token_id or ()),
-            "structured_outputs": read_constraint(given),
-        }
-    )
+    sampling = {
+        **_fields_of(SamplingParams, given),
+        "stop": tuple(given.stop or ()),
+        "stop_token_ids": tuple(given.stop_token_id or ()),
+        "structured_outputs": read_constraint(given),
+    }
     if given.order not in _ORDERS:
         raise ConfigError(f"--order must be {' or '.join(_ORDERS)}, not {given.order!r}")
     static = given.expert_policy == "static"
@@ -224,7 +155,7 @@ def read_options(given: JobArguments, *, as_table: bool) -> JobOptions:
     options: dict[str, Any] = {
         **_fields_of(JobOptions, given),
         "policy": policy,
-        "sampling": sampling,
+        "sampling": SamplingParams(**sampling),
         "durability": Durability(**_fields_of(Durability, given), sync_s=given.sync_interval),
         "experts": experts,
     }
@@ -265,11 +196,7 @@ def read_policy(path: Path, given: JobArguments) -> Policy:
     from moelight.profiles.model_files import ALIASES, load_model_profile
     from moelight.profiles.policy_files import load_policy
 
-    for name in _PLANNED:
-        value = getattr(given, name)
-        if value is not None:
-            pair = f"--policy {path} and {flag(name)} {value}"
-            raise ConfigError(f"{pair} contradict each other: the policy says how to run")
+    refuse_beside(f"--policy {path}", given, _PLANNED, "the policy says how to run")
     policy = load_policy(path)
     faults = policy_faults(policy)
     known = policy.model in (*profile_names("model"), *ALIASES) and not Path(policy.model).is_dir()

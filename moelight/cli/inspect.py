@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from moelight.cli import planning_options as ask
-from moelight.cli.options import with_options
+from moelight.cli.options import argument, option, with_options
 from moelight.cli.tables import (
     bar,
     indented,
     machine_words,
     open_console,
     plain_table,
+    print_json,
     section,
     show,
     stacked,
@@ -32,15 +30,17 @@ if TYPE_CHECKING:
     from moelight.optimizer.plan import Plan
     from moelight.profiles.model import ModelProfile
 
-_Model = Annotated[str, typer.Argument(metavar="MODEL", help="A known model, or the directory of a config.json.")]
-_Hw = Annotated[
-    str | None, typer.Option("--hw", metavar="NAME|FILE|auto", help="Show the memory needed on this machine, too.")
-]
 _NEEDED = ("device", "host")
 
 
 @with_options(without=("hw", "estimator", "fix", *ask.DTYPE_KEYS))
-def inspect(*, model: _Model, hw: _Hw = None, asked: ask.PlanningOptions, as_json: ask.Json = False) -> None:
+def inspect(
+    *,
+    model: str = argument("MODEL", "A known model, or the directory of a config.json."),
+    hw: str | None = option("Show the memory needed on this machine, too.", metavar="NAME|FILE|auto"),
+    asked: ask.PlanningOptions,
+    as_json: ask.Json = False,
+) -> None:
     """Count a model's parameters and bytes, from its config alone.
 
     With --hw also the memory that the best plan uses in each tier of that machine, and the least that suffices.
@@ -54,7 +54,7 @@ def inspect(*, model: _Model, hw: _Hw = None, asked: ask.PlanningOptions, as_jso
         question = ask.read_question(model, replace(asked, hw=hw))
         plan, least = question.plan(), least_bytes(question)
     if as_json:
-        typer.echo(json.dumps(inspection_as_dict(profile, parts, plan, least), indent=2))
+        print_json(inspection_as_dict(profile, parts, plan, least))
     else:
         _print(profile, parts, plan, least)
 
@@ -132,7 +132,7 @@ def _print(model: ModelProfile, parts: Inventory, plan: Plan | None, least: dict
 
 
 def _kinds(parts: Inventory) -> Table:
-    table = plain_table("", "parameters", "bytes", "", "", numbers=("parameters", "bytes"))
+    table = plain_table("", ">parameters", ">bytes", "", "")
     for kind, size in parts.bytes.items():
         if size:
             share = size / parts.total_bytes
@@ -142,7 +142,7 @@ def _kinds(parts: Inventory) -> Table:
 
 
 def _memory(plan: Plan, least: dict[str, int]) -> Table:
-    table = plain_table("", "there is", "best plan", "", "least", numbers=("there is", "best plan", "least"))
+    table = plain_table("", ">there is", ">best plan", "", ">least")
     for use in plan.memory:
         if not use.capacity_bytes:
             continue

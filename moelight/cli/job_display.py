@@ -8,9 +8,7 @@ import shlex
 import sys
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -18,6 +16,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from moelight import cli
 from moelight.batch import job
 from moelight.batch.forecast import Forecast
 from moelight.batch.options import DONE, DONE_BEFORE, INTERRUPTED, JobOptions, JobResult
@@ -68,33 +67,35 @@ def rows_text(counts: JobCounts) -> str:
 
 def start_line(start: JobStart) -> str:
     """Return the start line: the input, the plan and the predicted time."""
-    beside = [f"{start.refused:,} with errors"] if start.refused else []
-    beside += [f"{start.resumed:,} done before"] if start.resumed else []
-    read = [start.detected] if start.detected else []
+    beside = [
+        f"{start.refused:,} with errors" if start.refused else "",
+        f"{start.resumed:,} done before" if start.resumed else "",
+    ]
     rows = "1 row" if start.total == 1 else f"{start.total:,} rows"
-    read.append(rows + (f" ({', '.join(beside)})" if beside else ""))
-    if start.prompt_tokens:
-        read.append(f"{tokens_text(start.prompt_tokens)} prompt tokens")
-    if start.expected_tokens:
-        read.append(f"at most {tokens_text(start.expected_tokens)} to generate")
-    parts = [f"{start.input}: {', '.join(read)}"]
-    parts += [start.plan] if start.plan else []
-    parts += [f"{about_text(start.predicted_s)} at most"] if start.predicted_s is not None else []
-    return "; ".join(parts)
+    read = [
+        start.detected,
+        rows + (f" ({', '.join(filter(None, beside))})" if any(beside) else ""),
+        f"{tokens_text(start.prompt_tokens)} prompt tokens" if start.prompt_tokens else "",
+        f"at most {tokens_text(start.expected_tokens)} to generate" if start.expected_tokens else "",
+    ]
+    predicted = "" if start.predicted_s is None else f"{about_text(start.predicted_s)} at most"
+    return "; ".join(filter(None, (f"{start.input}: {', '.join(filter(None, read))}", start.plan, predicted)))
 
 
 def log_line(counts: JobCounts, left_s: float | None, binding: Binding | None = None) -> str:
     """Return the progress line: rows, failures, speed, binding lane and time left."""
-    said = [rows_text(counts)]
-    if counts.failed:
-        said.append(f"{counts.failed:,} failed")
-    if counts.tokens_per_s:
-        said.append(f"{counts.tokens_per_s:,.0f} tok/s")
-    if binding is not None:
-        said.append(f"{binding.lane} {share_text(binding.share)}")
-    if left_s is not None and counts.state == "in_progress":
-        said.append(f"{about_text(left_s)} left")
-    return ", ".join(said)
+    said = (
+        rows_text(counts),
+        f"{counts.failed:,} failed" if counts.failed else "",
+        *_speed_words(counts, binding),
+        f"{about_text(left_s)} left" if left_s is not None and counts.state == "in_progress" else "",
+    )
+    return ", ".join(filter(None, said))
+
+
+def _speed_words(counts: JobCounts, binding: Binding | None) -> tuple[str, str]:
+    speed = f"{counts.tokens_per_s:,.0f} tok/s" if counts.tokens_per_s else ""
+    return speed, "" if binding is None else f"{binding.lane} {share_text(binding.share)}"
 
 
 def end_line(stats: RunStats, *, completed: int, failed: int, output: str = "") -> str:
@@ -115,34 +116,31 @@ def interrupted_line(counts: JobCounts | None, *, output: str, command: str) -> 
     """
     rows = "" if counts is None else f"{counts.done:,} of {counts.total:,} rows "
     if not output:
-        return (
-            f"interrupted{f': {rows}were answered' if rows else ''}; rows can be kept, and gone on with, in a file (-o)"
-        )
+        answered = f": {rows}were answered" if rows else ""
+        return f"interrupted{answered}; rows can be kept, and gone on with, in a file (-o)"
     return f"interrupted: {rows or 'the rows that were finished '}are kept in {output}; continue with: {command}"
 
 
 LOG_EVERY_S = 30.0
 HELD_S = 5.0
-_BAR = 40
-_REFRESHES_PER_S = 4
-_INTERRUPTED = 130
+_MOST_BUCKETS = 12
+_WIDEST_BAR = 40
 
 
 def run_and_report(options: JobOptions, *, as_table: bool) -> int:
     """Run the job, show its progress and return the exit code of the program."""
     table = TableOfRows() if as_table else None
     rows_on_screen = options.output == STANDARD_OUTPUT and sys.stdout.isatty()
-    with progress_view(quiet=rows_on_screen) as (eta, view):
-        watchers = [each for each in (view, table) if each is not None]
+    eta = TimeLeft()
+    with progress_view(eta, quiet=rows_on_screen) as view:
+        watchers: list[Progress] = [view] if table is None else [view, table]
         try:
             result = job.run_job(options, progress=ProgressGroup(watchers), eta=eta)
         except KeyboardInterrupt:
-            if view is not None:
-                view.say_last(interrupted_line(None, output=_file_of(options), command=_command()))
-            return _INTERRUPTED
-        if view is not None:
-            for line in _last_lines(result, options):
-                view.say_last(line)
+            view.say_last(interrupted_line(None, output=_file_of(options), command=_command()))
+            return cli.INTERRUPTED
+        for line in _last_lines(result, options):
+            view.say_last(line)
     if table is not None:
         # Rows on stdout are read by programs, so the table goes to stderr.
         Console(stderr=options.output == STANDARD_OUTPUT).print(table.table())
@@ -152,19 +150,19 @@ def run_and_report(options: JobOptions, *, as_table: bool) -> int:
     for trouble in result.troubles:
         _print(trouble)
     if result.state == INTERRUPTED:
-        return _INTERRUPTED
-    return 1 if result.failed and result.state == DONE else 0
+        return cli.INTERRUPTED
+    return cli.ERRORS if result.failed and result.state == DONE else 0
 
 
 def forecast_and_report(options: JobOptions, *, as_json: bool) -> int:
     """Read and plan the job, print the forecast and return the exit code of the program."""
-    with progress_view(quiet=as_json) as (_, view):
+    with progress_view(TimeLeft(), quiet=as_json) as view:
         forecast = job.forecast_job(options, progress=view)
     if as_json:
         print(json.dumps(forecast.as_dict()))
     else:
         print_forecast(Console(), forecast)
-    return 1 if forecast.summary.refused else 0
+    return cli.ERRORS if forecast.summary.refused else 0
 
 
 def _last_lines(result: JobResult, options: JobOptions) -> Iterator[str]:
@@ -190,19 +188,11 @@ def _command() -> str:
     return shlex.join(["moelight", *(each for each in sys.argv[1:] if each != "--restart")])
 
 
-@contextlib.contextmanager
-def progress_view(*, quiet: bool = False) -> Iterator[tuple[TimeLeft, Bar | LogLines | None]]:
-    """Yield the estimate of the time left and the view that shows it on stderr, None if ``quiet``.
-
-    Both must receive the job's events, the estimate first.
-    """
-    eta = TimeLeft()
+def progress_view(eta: TimeLeft, *, quiet: bool = False) -> View:
+    """Return the view of a job on stderr, silent if ``quiet``; ``eta`` must receive the job's events before it."""
     if quiet:
-        yield eta, None
-        return
-    view = Bar(Console(stderr=True), eta) if sys.stderr.isatty() else LogLines(eta)
-    with view:
-        yield eta, view
+        return View(eta)
+    return Bar(Console(stderr=True), eta) if sys.stderr.isatty() else LogLines(eta)
 
 
 class TableOfRows(Progress):
@@ -233,8 +223,8 @@ def _answer(shown: ProgressFields) -> Text:
     return answer
 
 
-class _View(Progress, ABC):
-    """State and events that both views share."""
+class View(Progress):
+    """State and events that all views share; by itself it prints nothing."""
 
     def __init__(self, eta: TimeLeft) -> None:
         self._eta = eta
@@ -243,15 +233,24 @@ class _View(Progress, ABC):
         self._start_plan = ""
         self._read = ""
 
+    def __enter__(self) -> View:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        """Print a permanent line."""
+
+    def say_last(self, line: str) -> None:
+        """Print a line below all others, in place of live lines."""
+
     def reading(self, rows: int, read_bytes: int, total_bytes: int | None = None) -> None:
         part = f", {share_text(min(1.0, read_bytes / total_bytes))}" if total_bytes else ""
         self._read = f"reading the input: {rows:,} rows{part}"
 
     def started(self, start: JobStart) -> None:
-        self._start_plan = start.plan
-        self._counts = JobCounts(
-            total=start.total, failed=start.refused, completed=start.resumed, resumed=start.resumed
-        )
+        self._start_plan, self._counts = start.plan, start.counts
         self.say(start_line(start))
 
     def planned(self, why: str) -> None:
@@ -271,12 +270,8 @@ class _View(Progress, ABC):
     def interrupting(self) -> None:
         self.say("ending after the pass that is running; Ctrl-C again ends at once")
 
-    @abstractmethod
-    def say(self, line: str) -> None:
-        """Print a permanent line."""
 
-
-class LogLines(_View):
+class LogLines(View):
     """View for pipes and logs: a line on stderr every `LOG_EVERY_S` seconds, from a thread, since a pass may be long.
 
     Lines of the first `HELD_S` seconds are held back: a job that fails at once prints only the reason.
@@ -293,7 +288,7 @@ class LogLines(_View):
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._over.set()
         self._thread.join()
         if kind is None:
@@ -307,7 +302,6 @@ class LogLines(_View):
                 _print(line)
 
     def say_last(self, line: str) -> None:
-        """Print ``line`` after all lines that were held back."""
         self.release()
         self.say(line)
 
@@ -339,7 +333,7 @@ def _print(line: str) -> None:
         print(printable(f"moelight: {line}"), file=sys.stderr, flush=True)
 
 
-class Bar(_View):
+class Bar(View):
     """View on a terminal: two live lines at its bottom, permanent lines above them."""
 
     def __init__(self, console: Console, eta: TimeLeft) -> None:
@@ -350,15 +344,13 @@ class Bar(_View):
         self._reached = 0.0
         self._tokens = (0.0, 0.0)
         self._spinner = Spinner("dots")
-        self._live = Live(
-            console=console, get_renderable=self.drawn, refresh_per_second=_REFRESHES_PER_S, transient=True
-        )
+        self._live = Live(get_renderable=self.drawn, console=console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> Bar:
         self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._live.stop()
 
     def reading(self, rows: int, read_bytes: int, total_bytes: int | None = None) -> None:
@@ -386,7 +378,6 @@ class Bar(_View):
         self._console.print(Text(printable(line), style="dim"), soft_wrap=True)
 
     def say_last(self, line: str) -> None:
-        """Print ``line`` in place of the live lines."""
         self._live.stop()
         self.say(line)
 
@@ -395,31 +386,22 @@ class Bar(_View):
             self._spinner.update(text=Text(printable(self._doing), style="dim"))
             return self._spinner
         counts, left = self._counts, self._eta.remaining_s
-        width = self._console.width
+        finishing = counts.state == "finalizing"
         rows = f"{counts.done:,}/{counts.total:,} rows" if counts.total else ""
-        ending = "" if left is None else f"{about_text(left)} left"
-        ending = "finishing" if counts.state == "finalizing" else ending
-        reached = 1.0 if counts.state == "finalizing" else self._reached
+        ending = "finishing" if finishing else "" if left is None else f"{about_text(left)} left"
+        reached = 1.0 if finishing else self._reached
         words = f"  {share_text(reached):>6}  {rows}  {ending}"
-        first = bar(reached, max(6, min(_BAR, width - len(words) - 1))).append(words)
-        elapsed = max(counts.elapsed_s, time.monotonic() - self._began_s)
+        first = bar(reached, max(6, min(_WIDEST_BAR, self._console.width - len(words) - 1))).append(words)
         done, likely = self._tokens
-        said = [f"{tokens_text(done)}/{tokens_text(likely)} tokens"]
-        if counts.tokens_per_s:
-            said.append(f"{counts.tokens_per_s:,.0f} tok/s")
-        if self._binding is not None:
-            said.append(f"{self._binding.lane} {share_text(self._binding.share)}")
-        said.append(f"{clock_text(elapsed)} so far")
-        second = Text("  ".join(said), style="dim")
+        elapsed = clock_text(max(counts.elapsed_s, time.monotonic() - self._began_s))
+        tokens = f"{tokens_text(done)}/{tokens_text(likely)} tokens"
+        said = (tokens, *_speed_words(counts, self._binding), f"{elapsed} so far")
+        second = Text("  ".join(filter(None, said)), style="dim")
         if counts.failed:
             second.append(f"  {counts.failed:,} failed", style="red not dim")
         for line in (first, second):
             line.no_wrap, line.overflow = True, "ellipsis"
         return Group(first, second)
-
-
-_MOST_BUCKETS = 12
-_WIDEST_BAR = 40
 
 
 def print_forecast(console: Console, forecast: Forecast) -> None:
@@ -451,36 +433,33 @@ def _parts(forecast: Forecast, width: int) -> Iterator[RenderableType]:
 
 
 def _rows(summary: ScanSummary) -> RenderableType:
-    table = plain_table("count", "kind", numbers=("count",))
+    table = plain_table(">count", "kind", rows=[(text((f"{summary.rows:,}", "bold")), "rows")])
     table.show_header = False
-    table.add_row(Text(f"{summary.rows:,}", style="bold"), "rows")
     for kind, count in sorted(summary.kinds.items(), key=lambda item: -item[1]):
         table.add_row(f"{count:,}", printable(kind))
     if summary.refused:
-        table.add_row(Text(f"{summary.refused:,}", style="red"), "will be error rows")
+        table.add_row(text((f"{summary.refused:,}", "red")), "will be error rows")
     return table
 
 
 def _problems(summary: ScanSummary) -> RenderableType:
-    table = plain_table("rows", "code", "first line", "says", numbers=("rows", "first line"))
+    table = plain_table(">rows", "code", ">first line", "says")
     table.columns[3].no_wrap = False
     for code, found in sorted(summary.problems.items(), key=lambda item: -item[1].count):
-        table.add_row(
-            Text(f"{found.count:,}", style="red"), printable(code), f"{found.first_line:,}", printable(found.message)
-        )
+        count = text((f"{found.count:,}", "red"))
+        table.add_row(count, printable(code), f"{found.first_line:,}", printable(found.message))
     return table
 
 
 def _histogram(counts: Sequence[int], width: int) -> RenderableType:
-    table = plain_table("tokens", "prompts", "", numbers=("tokens", "prompts"))
+    table = plain_table(">tokens", ">prompts", "")
     buckets = [(1 << at, (2 << at) - 1, count) for at, count in enumerate(counts)]
     while buckets and not buckets[0][2]:
         del buckets[0]
     # Lengths may span many powers of two; the shortest buckets are joined because they cost least.
-    if len(buckets) > _MOST_BUCKETS:
-        joined = buckets[: len(buckets) - _MOST_BUCKETS + 1]
-        first = (joined[0][0], joined[-1][1], sum(count for _, _, count in joined))
-        buckets = [first, *buckets[len(joined) :]]
+    while len(buckets) > _MOST_BUCKETS:
+        (least, _, few), (_, last, more), *longer = buckets
+        buckets = [(least, last, few + more), *longer]
     most = max((count for _, _, count in buckets), default=0)
     room = max(12, min(_WIDEST_BAR, width - 36))
     for least, last, count in buckets:
@@ -491,27 +470,20 @@ def _histogram(counts: Sequence[int], width: int) -> RenderableType:
 
 def _work(summary: ScanSummary) -> Text:
     average = summary.prompt_tokens / summary.prompts
-    lines = [
+    different = f"\n{summary.samplings:,} different sampling parameters" if summary.samplings > 1 else ""
+    return text(
         f"{tokens_text(summary.prompt_tokens)} prompt tokens in {summary.prompts:,} prompts, "
-        f"{average:,.0f} on average, {summary.max_prompt_len:,} at most",
+        f"{average:,.0f} on average, {summary.max_prompt_len:,} at most\n"
         f"at most {tokens_text(summary.generated_tokens)} tokens to generate in {summary.sequences:,} answers, "
-        f"{summary.max_gen_len:,} at most in one",
-    ]
-    if summary.samplings > 1:
-        lines.append(f"{summary.samplings:,} different sampling parameters")
-    return Text("\n".join(lines))
+        f"{summary.max_gen_len:,} at most in one{different}"
+    )
 
 
 def _time(forecast: Forecast, width: int) -> RenderableType:
-    table = plain_table("", "passes", "time", "", "busiest", numbers=("passes", "time"))
+    table = plain_table("", ">passes", ">time", "", "busiest")
     total = sum(phase.seconds for phase in forecast.phases) or 1.0
     room = max(10, min(_WIDEST_BAR, width - 52))
     for phase in forecast.phases:
-        table.add_row(
-            phase.name,
-            f"{max(1, round(phase.passes)):,}",
-            seconds_text(phase.seconds),
-            bar(phase.seconds / total, room, ground="grey15"),
-            phase.binding,
-        )
+        passes, drawn = f"{max(1, round(phase.passes)):,}", bar(phase.seconds / total, room, ground="grey15")
+        table.add_row(phase.name, passes, seconds_text(phase.seconds), drawn, phase.binding)
     return table

@@ -7,10 +7,8 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
+from moelight.cli.options import argument, with_options
 from moelight.core.errors import ConfigError
 from moelight.core.small_files import read_error_text, read_text
 from moelight.core.units import MiB
@@ -22,13 +20,13 @@ _DEFAULTS = {"model": MODEL, "batch_size": "auto", "device": "auto"}
 _COMMANDS = ("run", "ls", "validate")
 _MOST_CONFIG_BYTES = 4 * MiB
 
-_Arguments = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="ARGUMENTS", help="The harness's own commands and options; `run --help` lists them."),
-]
 
-
-def lm_eval(arguments: _Arguments = None) -> None:
+@with_options()
+def lm_eval(
+    arguments: list[str] | None = argument(
+        "ARGUMENTS", "The harness's own commands and options; `run --help` lists them.", default=None
+    ),
+) -> None:
     """Evaluate a model with lm-evaluation-harness, whose own options follow.
 
     moelight lm-eval --model_args pretrained=PATH --tasks NAME,... [--include_path DIR]

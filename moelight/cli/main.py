@@ -1,8 +1,4 @@
-"""The ``moelight`` program: its commands, its standard streams, and the one place that turns errors into exit codes.
-
-Exit codes: 0 success; 1 some lines of a job, or a policy file, have errors; 2 refused, with one line of reason; 70
-internal error; 74 a disk is full or fails; 130 interrupted; 141 the reader of the output closed the pipe.
-"""
+"""The ``moelight`` program: its commands, its standard streams, and the one place that turns errors into exit codes."""
 
 from __future__ import annotations
 
@@ -20,6 +16,7 @@ import typer.core
 import typer.main
 
 from moelight import __version__
+from moelight.cli import INTERNAL, INTERRUPTED, PIPE_CLOSED, REFUSED, STORAGE
 from moelight.core.errors import StorageError, UserError
 
 
@@ -50,28 +47,16 @@ def _occupy(descriptor: int) -> None:
 
 def _swallowing(descriptor: int, encoding: str) -> io.TextIOWrapper:
     """Return a line-buffered text stream that escapes what it cannot encode, as the interpreter's own stderr does."""
-    buffer = io.BufferedWriter(_Swallowing(descriptor))  # type: ignore[type-var]
+    buffer = io.BufferedWriter(_Swallowing(descriptor, "w", closefd=False))
     return io.TextIOWrapper(buffer, encoding, errors="backslashreplace", line_buffering=True, write_through=True)
 
 
-class _Swallowing(io.RawIOBase):
+class _Swallowing(io.FileIO):
     """Raw writer to a descriptor that it does not own; data of failed writes is dropped."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def isatty(self) -> bool:
-        return os.isatty(self._descriptor)
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: bytes) -> int:  # type: ignore[override]
+    def write(self, data: Any) -> int:
         try:
-            return os.write(self._descriptor, data)
+            return super().write(data)
         except OSError:
             return len(data)
 
@@ -130,7 +115,6 @@ class Commands(typer.core.TyperGroup):
             formatter.write_dl(list(COMMANDS.items()))
 
 
-REFUSED, INTERNAL, STORAGE, INTERRUPTED, PIPE_CLOSED = 2, 70, 74, 130, 141
 # The exception of typer for a wrong command line: older versions take it from click, newer ones define their own.
 _USAGE_ERROR: Any = typer.BadParameter.__base__
 
@@ -210,8 +194,9 @@ def _refuse(message: str, code: int = REFUSED) -> int:
 
 def _say(message: str) -> None:
     """Print ``message`` to stderr as one line, with line breaks joined and control characters escaped."""
-    line = " ".join(message.split())
-    print("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line), file=sys.stderr)
+    from moelight.cli.tables import printable
+
+    print(printable(" ".join(message.split())), file=sys.stderr)
 
 
 def _forget_stdout() -> None:

@@ -2,51 +2,43 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from moelight.cli import planning_options as ask
-from moelight.cli.options import with_options
-from moelight.cli.tables import open_console
-from moelight.core.errors import ConfigError
+from moelight.cli.options import check_output, option, with_options, write_output
+from moelight.cli.tables import open_console, print_json
 from moelight.core.units import format_bytes
 from moelight.observe.number_format import rate_or_count, seconds_text
 
 if TYPE_CHECKING:
     from moelight.optimizer.plan import Plan
 
-_Output = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="POLICY.yaml", help="Write the policy for generate --policy.")
-]
-
 
 @with_options()
 def optimize_command(
-    *, model: ask.Model, asked: ask.PlanningOptions, output: _Output = None, as_json: ask.Json = False
+    *,
+    model: ask.Model,
+    asked: ask.PlanningOptions,
+    output: Path | None = option("Write the policy for generate --policy.", "--output", "-o", metavar="POLICY.yaml"),
+    as_json: ask.Json = False,
 ) -> None:
     """Find the fastest policy that fits the memory, and explain it.
 
     The answer states how much faster another policy is at most, by the cost model.
     """
-    from moelight.batch.output import STANDARD_OUTPUT, check_writable, whole_file
+    from moelight.batch.output import STANDARD_OUTPUT
 
-    if output is not None:
-        if as_json and output == STANDARD_OUTPUT:
-            raise ConfigError("--json and --output - contradict each other: both are for standard output")
-        check_writable(output, what="output")
+    check_output(output, as_json=as_json)
     question = ask.read_question(model, asked)
     plan = question.plan()
     if output is not None:
-        with whole_file(output, what="output") as write:
-            write(policy_file(plan).encode())
+        write_output(output, [policy_file(plan)])
     if as_json:
         from moelight.optimizer.plan import plan_as_dict
 
-        typer.echo(json.dumps(plan_as_dict(plan), indent=2, allow_nan=False))
+        print_json(plan_as_dict(plan))
     elif output != STANDARD_OUTPUT:
         from moelight.cli.plan_view import print_plan
 

@@ -1,53 +1,106 @@
-"""Commands whose options are the fields of dataclasses."""
+"""Commands whose options are the fields of dataclasses, and what several commands do with their options."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import MISSING, Field, fields, is_dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import MISSING, Field, field, fields, is_dataclass
 from inspect import Parameter, Signature, signature
-from typing import Any, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from moelight.core.errors import ConfigError
+
+
+def option(text: str, *names: str, default: Any = None, **settings: Any) -> Any:
+    """Return an option with the help ``text``, as a field of a dataclass or as the default of a command's parameter.
+
+    ``names`` and ``settings`` are those of `typer.Option`. Without ``names`` the option is called as the field, and a
+    boolean one has no negation.
+    """
+    return field(default=default, metadata={"make": typer.Option, "names": names, "help": text, **settings})
+
+
+def argument(metavar: str, text: str, default: Any = MISSING) -> Any:
+    """Return a positional argument, likewise; without ``default`` it must be given."""
+    return field(default=default, metadata={"make": typer.Argument, "names": (), "help": text, "metavar": metavar})
 
 
 def with_options(*, without: Collection[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a command so that every field of its dataclass parameters is an option, except those of ``without``.
+    """Decorate a command: its parameters, and the fields of those that are dataclasses, are Typer's parameters.
 
-    Fields are annotated as Typer's options are. The command gets the dataclass; fields of ``without`` have their
-    defaults.
+    Each is an `option`, an `argument`, or annotated as Typer's are. The command gets the dataclasses; their fields
+    ``without`` have their defaults.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(command, include_extras=True)
-        groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
-        options: list[Parameter] = []
+        groups: dict[str, list[str]] = {}
+        parameters: list[Parameter] = []
         for name, parameter in signature(command).parameters.items():
-            if name not in groups:
-                options.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name]))
+            group = hints[name]
+            if not is_dataclass(group):
+                parameters.append(_parameter(name, group, parameter.default))
                 continue
-            kinds = get_type_hints(groups[name], include_extras=True)
-            options += [
-                Parameter(each.name, Parameter.KEYWORD_ONLY, default=_default(each), annotation=kinds[each.name])
-                for each in fields(groups[name])
-                if each.name not in without
-            ]
+            kinds = get_type_hints(group, include_extras=True)
+            known = {each.name: each for each in fields(group) if each.name not in without}
+            groups[name] = list(known)
+            parameters += [_parameter(each, kinds[each], field) for each, field in known.items()]
 
         def run(**given: Any) -> None:
-            for name, group in groups.items():
-                known = [each.name for each in fields(group) if each.name not in without]
-                given[name] = group(**{each: given.pop(each) for each in known})
+            given = {each.name: each.default for each in parameters} | given
+            for name, known in groups.items():
+                given[name] = hints[name](**{each: given.pop(each) for each in known})
             command(**given)
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
-        run.__annotations__ = {each.name: each.annotation for each in options}
-        run.__signature__ = Signature(options)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
         return run
 
     return decorate
 
 
-def _default(option: Field[Any]) -> Any:
-    return Parameter.empty if option.default is MISSING else option.default
+def _parameter(name: str, kind: Any, default: Any) -> Parameter:
+    if isinstance(default, Field):
+        settings, default = dict(default.metadata), default.default
+        if settings:
+            make, names = settings.pop("make"), settings.pop("names")
+            kind = Annotated[kind, make(*(names or ([flag(name)] if kind is bool else [])), **settings)]
+        default = Parameter.empty if default is MISSING else default
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
 def flag(field: str) -> str:
     """Return the name of the option of ``field``, such as ``--prompt-len``."""
     return "--" + field.replace("_", "-")
+
+
+def refuse_beside(option: str, given: object, names: Iterable[str], why: str) -> None:
+    """Raise ConfigError if one of the options ``names`` of ``given`` is set, since ``option`` is, too."""
+    for name in names:
+        value = getattr(given, name)
+        if value not in (None, False, "auto"):
+            values = value if isinstance(value, list) else [] if value is True else [value]
+            words = " ".join(map(str, (flag(name), *values)))
+            raise ConfigError(f"{option} and {words} contradict each other: {why}")
+
+
+def check_output(path: Path | None, *, as_json: bool = False) -> None:
+    """Refuse a path of ``--output`` that cannot be written, and standard output beside ``--json``."""
+    from moelight.batch.output import STANDARD_OUTPUT, check_writable
+
+    if path is not None:
+        if as_json and path == STANDARD_OUTPUT:
+            raise ConfigError("--json and --output - contradict each other: both are for standard output")
+        check_writable(path, what="output")
+
+
+def write_output(path: Path, texts: Iterable[str]) -> None:
+    """Write ``texts`` to ``path``, which holds all of them or is unchanged; ``-`` is standard output."""
+    from moelight.batch.output import whole_file
+
+    with whole_file(path, what="output") as write:
+        for text in texts:
+            write(text.encode())

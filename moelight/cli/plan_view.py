@@ -97,7 +97,7 @@ def _dtype(name: str) -> str:
 def _lanes(plan: Plan, width: int) -> Table:
     estimate = plan.estimate
     room = max(12, min(44, width - 56))
-    table = plain_table("lane", "", "at work", "of pass", "", numbers=("at work", "of pass"))
+    table = plain_table("lane", "", ">at work", ">of pass", "")
     longest = max((*estimate.lanes.values(), estimate.pass_s)) or 1.0
     for lane, seconds in sorted(estimate.lanes.items(), key=lambda item: -item[1]):
         if seconds <= 0:

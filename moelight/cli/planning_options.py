@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moelight.cli.options import flag
+from moelight.cli.options import flag, option, refuse_beside
 from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.units import format_bytes, parse_bytes
 
@@ -49,25 +49,19 @@ class PlanningOptions:
     """The options of a planning command; a command may leave some out."""
 
     hw: Hw = AUTO
-    workload: Annotated[str | None, typer.Option(metavar="NAME", help="The work; mtbench if not given.")] = None
-    prompt_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt on average.")] = None
-    max_prompt_len: Annotated[int | None, typer.Option(min=1, help="Tokens of the longest prompt.")] = None
-    gen_len: Annotated[int | None, typer.Option(min=1, help="Tokens generated for a prompt.")] = None
-    num_requests: Annotated[int | None, typer.Option(min=1, help="Prompts in all.")] = None
-    estimator: Annotated[str, typer.Option(help="calibrated, or paper: the published formulas.")] = ESTIMATORS[0]
-    device_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The most memory of one GPU, e.g. 10GiB.")
-    ] = None
-    host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="The most host memory, e.g. 64GiB.")] = None
-    disk: Annotated[str | None, typer.Option(metavar="SIZE", help="The most disk; 0: nothing on disk.")] = None
-    fix: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Part of the policy, e.g. attention=cpu; repeat.")
-    ] = None
-    weight_dtype: Annotated[
-        str, typer.Option(metavar="auto|choose|NAME", help="Of the experts: the model's, free, or fixed.")
-    ] = AUTO
-    kv_dtype: Annotated[str, typer.Option(metavar="auto|choose|NAME", help="Of keys and values: likewise.")] = AUTO
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Solve anew, and keep nothing.")] = False
+    workload: str | None = option("The work; mtbench if not given.", metavar="NAME")
+    prompt_len: int | None = option("Tokens of a prompt on average.", min=1)
+    max_prompt_len: int | None = option("Tokens of the longest prompt.", min=1)
+    gen_len: int | None = option("Tokens generated for a prompt.", min=1)
+    num_requests: int | None = option("Prompts in all.", min=1)
+    estimator: str = option("calibrated, or paper: the published formulas.", default=ESTIMATORS[0])
+    device_memory: str | None = option("The most memory of one GPU, e.g. 10GiB.", metavar="SIZE")
+    host_memory: str | None = option("The most host memory, e.g. 64GiB.", metavar="SIZE")
+    disk: str | None = option("The most disk; 0: nothing on disk.", metavar="SIZE")
+    fix: list[str] | None = option("Part of the policy, e.g. attention=cpu; repeat.", metavar="KEY=VALUE")
+    weight_dtype: str = option("Of the experts: the model's, free, or fixed.", metavar="auto|choose|NAME", default=AUTO)
+    kv_dtype: str = option("Of keys and values: likewise.", metavar="auto|choose|NAME", default=AUTO)
+    no_cache: bool = option("Solve anew, and keep nothing.", default=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,10 +98,10 @@ def read_question(model: str, asked: PlanningOptions) -> Question:
     workload, workload_name = _workload(asked)
     fixes = parse_fixes(asked.fix or ())
     limits = {}
-    for tier, option in LIMITS.items():
-        given = getattr(asked, option)
+    for tier, name in LIMITS.items():
+        given = getattr(asked, name)
         if given is not None:
-            limits[tier] = 0 if tier == "disk" and given.strip() == "0" else parse_bytes(given, what=flag(option))
+            limits[tier] = 0 if tier == "disk" and given.strip() == "0" else parse_bytes(given, what=flag(name))
     dtypes = {f"{key}s": _dtypes(getattr(asked, key), key, fixes) for key in DTYPE_KEYS}
     profile = load_model(model)
     hardware = load_machine(asked.hw, model)
@@ -143,9 +137,7 @@ def read_question_or_policy(
     from moelight.profiles.policy_files import load_policy
     from moelight.scheduler.requirements import check_policy
 
-    for option in CONSTRAINTS:
-        if getattr(asked, option) not in (None, AUTO, False):
-            raise ConfigError(f"--policy {policy} and {flag(option)} contradict each other: the policy says how to run")
+    refuse_beside(f"--policy {policy}", asked, CONSTRAINTS, "the policy says how to run")
     chosen = load_policy(policy)
     chosen = chosen if model is None else replace(chosen, model=model)
     question = read_question(chosen.model, asked)

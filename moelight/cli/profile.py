@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
+from moelight.cli.options import option, with_options
 from moelight.cli.tables import indented, open_console, plain_table, section, show, stacked, text
 from moelight.core.errors import ConfigError
 from moelight.core.units import format_bytes
@@ -20,19 +19,6 @@ if TYPE_CHECKING:
 
     from moelight.profiles.efficiency import Curve, Surface
     from moelight.profiles.hardware import HardwareProfile
-    from moelight.runtime.calibration.effort import Effort
-
-
-_Output = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", metavar="FILE.yaml", help="The profile; kept for --hw auto if not given."),
-]
-_Device = Annotated[str, typer.Option(help="auto, cpu, cuda or xpu.")]
-_Quick = Annotated[bool, typer.Option("--quick", help="In about ten seconds, with fewer points.")]
-_DiskDir = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="On the disk that models come from; the current directory if not given."),
-]
 
 
 _MEANS = {
@@ -49,12 +35,24 @@ _MARGIN = 14
 _SAME_COLUMN = 1.12
 
 
-def profile(output: _Output = None, device: _Device = "auto", quick: _Quick = False, disk_dir: _DiskDir = None) -> None:
+@with_options()
+def profile(
+    output: Path | None = option(
+        "The profile; kept for --hw auto if not given.", "--output", "-o", metavar="FILE.yaml"
+    ),
+    device: str = option("auto, cpu, cuda or xpu.", default="auto"),
+    quick: bool = option("In about ten seconds, with fewer points.", default=False),
+    disk_dir: Path | None = option(
+        "On the disk that models come from; the current directory if not given.", metavar="DIR"
+    ),
+) -> None:
     """Measure this machine in about a minute: memory, processor, disk, and a GPU and its link.
 
     Prints the figures, and writes the profile to FILE.yaml, for --hw FILE.yaml, or to the place where --hw auto finds
     it. Run no other programs meanwhile: they make the machine look slower than it is.
     """
+    from rich.console import Console
+
     from moelight.profiles.hardware_text import write_hardware_profile
     from moelight.runtime.calibration.effort import FULL, QUICK
     from moelight.runtime.machine_profile import AUTO, COMMENTS, kept_path
@@ -66,32 +64,23 @@ def profile(output: _Output = None, device: _Device = "auto", quick: _Quick = Fa
     if disk_dir is not None and not disk_dir.is_dir():
         raise ConfigError(f"--disk-dir {disk_dir}: no such directory")
     path = kept_path(device) if output is None else output
-    found = _measured(
-        QUICK if quick else FULL, device=device, name=AUTO if output is None else path.stem, disk_dir=disk_dir
-    )
-    write_hardware_profile(found, path, comments=COMMENTS)
-    print_profile(open_console(), found)
-    use = "--hw auto uses it" if output is None else f"use it with --hw {path}"
-    print(f"moelight: wrote {path}; {use}", file=sys.stderr)
-
-
-def _measured(effort: Effort, *, device: str, name: str, disk_dir: Path | None) -> HardwareProfile:
-    """Measure the machine; the current step is shown on stderr if stderr is a terminal."""
-    from rich.console import Console
-
     from moelight.runtime.calibration.machine import measure_machine
     from moelight.runtime.machine import find_machine
 
-    console = Console(stderr=True, highlight=False, markup=False)
-    with console.status("looking around") as status:
-        return measure_machine(
+    # Where stderr is a terminal it shows the current step.
+    with Console(stderr=True, highlight=False, markup=False).status("looking around") as status:
+        found = measure_machine(
             find_machine(device),
-            effort,
-            name=name,
+            QUICK if quick else FULL,
+            name=AUTO if output is None else path.stem,
             disk_dir=disk_dir or Path.cwd(),
             disk_needed=disk_dir is not None,
             say=status.update,
         )
+    write_hardware_profile(found, path, comments=COMMENTS)
+    print_profile(open_console(), found)
+    use = "--hw auto uses it" if output is None else f"use it with --hw {path}"
+    print(f"moelight: wrote {path}; {use}", file=sys.stderr)
 
 
 def print_profile(console: Console, profile: HardwareProfile) -> None:
@@ -110,8 +99,8 @@ def print_profile(console: Console, profile: HardwareProfile) -> None:
 
 
 def _figures(profile: HardwareProfile) -> Table:
-    table = plain_table("figure", "value", "spread", numbers=("value", "spread"))
-    table.add_column("")
+    table = plain_table("figure", ">value", ">spread", "")
+    table.columns[3].no_wrap = False
     spread = dict(profile.spread)
     for key, value, meaning in _rows(profile):
         width = spread.get(key)
@@ -150,8 +139,7 @@ def _curves(surface: Surface, width: int) -> Iterator[Table]:
     many = max(_LEAST_COLUMNS, (width - _MARGIN) // _COLUMN_WIDTH)
     for first in range(0, len(columns), many):
         some = columns[first : first + many]
-        names = tuple(scaled_text(x) if head == "bytes" else f"{x:,.0f}" for x in some)
-        table = plain_table(head, *names, numbers=names)
+        table = plain_table(head, *(f">{scaled_text(x) if head == 'bytes' else f'{x:,.0f}'}" for x in some))
         for size, curve in zip(surface.sizes, surface.curves, strict=True):
             table.add_row(format_bytes(int(size)) if size else "", *(_near(curve, x) for x in some))
         yield table

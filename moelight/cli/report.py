@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from moelight.cli.tables import machine_words, open_console, plain_table, show, stacked, text
+from moelight.cli.options import argument, check_output, option, with_options, write_output
+from moelight.cli.tables import machine_words, open_console, plain_table, print_json, show, stacked, text
+from moelight.core.errors import InputError
 from moelight.core.units import format_bytes
 from moelight.observe.number_format import rate_text, seconds_text, share_text
 
@@ -19,47 +18,41 @@ if TYPE_CHECKING:
 
     from moelight.observe.report import LaneReport, Report
 
-_Trace = Annotated[Path, typer.Argument(metavar="TRACE", help="What generate --trace or simulate --trace wrote.")]
-_Output = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="FILE.html", help="The page; TRACE with .html if not given.")
-]
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; the page only where -o names it.")]
 
-
-def report(trace: _Trace, output: _Output = None, as_json: _Json = False) -> None:
+@with_options()
+def report(
+    trace: Path = argument("TRACE", "What generate --trace or simulate --trace wrote."),
+    output: Path | None = option("The page; TRACE with .html if not given.", "--output", "-o", metavar="FILE.html"),
+    as_json: bool = option("Print one JSON object; the page only where -o names it.", "--json", default=False),
+) -> None:
     """Compare a trace with its prediction, lane by lane, and attribute the idle time of the busiest lane.
 
     Prints tables, and writes a page with the same figures and a Gantt chart that zooms and pans.
     """
-    from moelight.batch.output import STANDARD_OUTPUT, check_writable, whole_file
-    from moelight.core.errors import InputError
+    from moelight.batch.output import STANDARD_OUTPUT
     from moelight.observe.report import report_of
     from moelight.observe.report_page import page_text
-    from moelight.observe.trace_reading import read_trace
+    from moelight.observe.trace import read_trace
 
     page = output if output is not None or as_json else trace.parent / f"{trace.stem}.html"
     if page is not None and page.resolve() == trace.resolve():
         raise InputError(f"output {page}: is the same file as the trace", code="output_path")
-    if page == STANDARD_OUTPUT and as_json:
-        raise InputError("--json and -o - contradict each other: both print", code="output_path")
-    if page is not None and trace.is_file():
-        check_writable(page, what="output")
+    if trace.is_file():
+        check_output(page, as_json=as_json)
     recording = read_trace(trace)
     found = report_of(recording)
     if page is not None:
-        with whole_file(page, what="output") as write:
-            for piece in page_text(found, recording, title=trace.name):
-                write(piece.encode())
+        write_output(page, page_text(found, recording, title=trace.name))
     if as_json:
-        typer.echo(json.dumps(found.as_dict(), indent=2))
+        print_json(found.as_dict())
     elif page is not None and page != STANDARD_OUTPUT:
         _print(found, page)
 
 
 def _print(found: Report, page: Path) -> None:
     about = found.about
-    name = str(about.policy.get("model", "")) if about is not None else ""
-    where = f" on {machine_words(about.hardware)}" if about is not None and about.hardware else ""
+    name = str(about.policy.get("model", ""))
+    where = f" on {machine_words(about.hardware)}" if about.hardware else ""
     passes = f"{len(found.passes):,} {'pass' if len(found.passes) == 1 else 'passes'}"
     head = (f"{name}{where} · " if name else "", "bold")
     says = f"The median pass took {seconds_text(found.pass_s)}"
@@ -77,8 +70,8 @@ def _print(found: Report, page: Path) -> None:
 
 
 def _table(found: Report) -> Table:
-    heads = ("lane", "predicted", found.source, "off by", "bytes", "rate", "of roof", "busy")
-    table, none = plain_table(*heads, numbers=heads[1:]), text(("–", "dim"))
+    figures = ("predicted", found.source, "off by", "bytes", "rate", "of roof", "busy")
+    table, none = plain_table("lane", *(f">{figure}" for figure in figures)), text(("–", "dim"))
     for lane in found.lanes:
         error = lane.error
         table.add_row(
@@ -103,8 +96,7 @@ def _bubbles(found: Report) -> Iterator[RenderableType]:
     binding = found.binding
     if found.bubbles:
         yield text((f"{binding.lane} stood still for {rest(binding)}, because of", "bold"))
-        heads = ("cause", "seconds", "of run", "times", "longest", "before pass, layer")
-        table = plain_table(*heads, numbers=heads[1:])
+        table = plain_table("cause", ">seconds", ">of run", ">times", ">longest", ">before pass, layer")
         for cause, bubble in found.bubbles.items():
             share, longest = share_text(bubble.seconds / found.wall_s), seconds_text(bubble.longest_s)
             place = "the end" if bubble.pass_number < 0 else f"{bubble.pass_number}, {max(bubble.layer, 0)}"

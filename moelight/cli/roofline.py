@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from moelight.cli import planning_options as ask
-from moelight.cli.options import with_options
-from moelight.cli.tables import open_console, plain_table, section, show, stacked, text, title
+from moelight.cli.options import option, with_options
+from moelight.cli.tables import open_console, plain_table, print_json, section, show, stacked, text, title
 from moelight.observe.number_format import flops_text, rate_text
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from moelight.hrm.roofline import Roofline
-
-_Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the figure: .png, .svg or .pdf.")]
 
 
 @with_options(without=("estimator", *ask.LIMITS.values(), *ask.DTYPE_KEYS))
@@ -28,7 +23,7 @@ def roofline(
     model: ask.OptionalModel = None,
     asked: ask.PlanningOptions,
     policy: ask.PolicyFile = None,
-    plot: _Plot = None,
+    plot: Path | None = option("Draw the figure: .png, .svg or .pdf.", metavar="FILE"),
     as_json: ask.Json = False,
 ) -> None:
     """Show roofs, turning points, and what binds a policy.
@@ -46,7 +41,7 @@ def roofline(
         check_writable(plot, what="plot")
         write_roofline(plot, found)
     if as_json:
-        typer.echo(json.dumps(roofline_as_dict(found), indent=2))
+        print_json(roofline_as_dict(found))
         return
     sizes = f"N = {found.batch_size:,} sequences in micro-batches of μ = {found.micro_batch_size:,}"
     show(
@@ -73,8 +68,7 @@ def roofline_as_dict(found: Roofline) -> dict[str, Any]:
 
 
 def _roofs(found: Roofline) -> Table:
-    heads = ("level", "compute", "memory", "link from the next")
-    table = plain_table(*heads, numbers=heads[1:])
+    table = plain_table("level", ">compute", ">memory", ">link from the next")
     for level in found.chain:
         compute = f"{flops_text(level.peak_flops)} ({level.processor.upper()})" if level.peak_flops else "–"
         link = rate_text(level.link_bandwidth) if level.link_bandwidth else "–"
@@ -83,18 +77,16 @@ def _roofs(found: Roofline) -> Table:
 
 
 def _work(found: Roofline) -> Table:
-    heads = ("work", "on", "from", "here", "at home", "attains", "bound by")
-    table = plain_table(*heads, numbers=heads[3:6])
+    table = plain_table("work", "on", "from", ">here", ">at home", ">attains", "bound by")
     for point in found.points:
         bounds = {"link": f"link from {point.home}", "memory": f"{point.level} memory", "compute": "compute"}
-        here, home = f"{point.intensity:,.1f}", f"{point.home_intensity:,.1f}"
-        attains = flops_text(point.flops)
-        table.add_row(point.work, point.level, point.home, here, home, attains, bounds[point.bound])
+        figures = (f"{point.intensity:,.1f}", f"{point.home_intensity:,.1f}", flops_text(point.flops))
+        table.add_row(point.work, point.level, point.home, *figures, bounds[point.bound])
     return table
 
 
 def _marks(found: Roofline) -> Table:
-    table = plain_table("", "flop/byte", "at", "", numbers=("flop/byte", "at"))
+    table = plain_table("", ">flop/byte", ">at", "")
     for mark in found.marks:
         meanings = {
             "P1": f"below, {mark.far} computes rather than ships",

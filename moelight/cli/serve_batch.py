@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from moelight.cli.options import flag, with_options
+from moelight.cli import INTERRUPTED
+from moelight.cli.options import flag, option, refuse_beside, with_options
 from moelight.cli.tables import printable
 from moelight.core.errors import ConfigError
 from moelight.core.units import parse_bytes
@@ -22,49 +23,30 @@ if TYPE_CHECKING:
 _HTTP = ("host", "port", "data", "token_file", "allow_remote", "max_file_size", "expire")
 _HANDED_ON = ("max_tokens", "host_memory", "device_memory", "policy", "hw", "device", "expert_policy")
 _MODULES = ("starlette", "uvicorn", "python_multipart")
-_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerArguments:
     """The options of ``moelight serve-batch``, as given."""
 
-    model: Annotated[str, typer.Option("--model", "-m", help="A directory, a hub id, or demo, the bundled model.")]
-    host: Annotated[str | None, typer.Option(help="The address to listen on; 127.0.0.1 if not given.")] = None
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="8000 if not given; 0: any that is free.")] = None
-    data: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="For files and state; ~/.local/share/moelight/serve-batch if not given."),
-    ] = None
-    token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Holds the token that requests bring; one is made if not given.")
-    ] = None
-    allow_remote: Annotated[
-        bool, typer.Option("--allow-remote", help="Let --host be an address that other machines reach.")
-    ] = False
-    max_file_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The largest file that is taken; 512MiB if not given.")
-    ] = None
-    expire: Annotated[
-        bool, typer.Option("--expire", help="End a batch when its completion window is over, done or not.")
-    ] = False
-    watch: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Instead of HTTP: run each .jsonl file dropped in DIR.")
-    ] = None
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="The most tokens generated where a request does not say.")
-    ] = None
-    host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="The most host memory of a job.")] = None
-    device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="The most GPU memory of a job.")] = None
-    policy: Annotated[
-        Path | None, typer.Option(metavar="FILE.yaml", help="Run this policy, as optimize -o writes it.")
-    ] = None
-    hw: Annotated[str | None, typer.Option(metavar="NAME|FILE|auto", help="The machine to plan for.")] = None
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, xpu, or twin.")] = None
-    expert_policy: Annotated[
-        str | None,
-        typer.Option(metavar="FILE.moe|static|default", help="Which experts are resident in on-demand passes."),
-    ] = None
+    model: str = option("A directory, a hub id, or demo, the bundled model.", "--model", "-m", default=MISSING)
+    host: str | None = option("The address to listen on; 127.0.0.1 if not given.")
+    port: int | None = option("8000 if not given; 0: any that is free.", min=0, max=65535)
+    data: Path | None = option("For files and state; ~/.local/share/moelight/serve-batch if not given.", metavar="DIR")
+    token_file: Path | None = option("Holds the token that requests bring; one is made if not given.", metavar="FILE")
+    allow_remote: bool = option("Let --host be an address that other machines reach.", default=False)
+    max_file_size: str | None = option("The largest file that is taken; 512MiB if not given.", metavar="SIZE")
+    expire: bool = option("End a batch when its completion window is over, done or not.", default=False)
+    watch: Path | None = option("Instead of HTTP: run each .jsonl file dropped in DIR.", metavar="DIR")
+    max_tokens: int | None = option("The most tokens generated where a request does not say.", min=1)
+    host_memory: str | None = option("The most host memory of a job.", metavar="SIZE")
+    device_memory: str | None = option("The most GPU memory of a job.", metavar="SIZE")
+    policy: Path | None = option("Run this policy, as optimize -o writes it.", metavar="FILE.yaml")
+    hw: str | None = option("The machine to plan for.", metavar="NAME|FILE|auto")
+    device: str | None = option("auto, cpu, cuda, xpu, or twin.")
+    expert_policy: str | None = option(
+        "Which experts are resident in on-demand passes.", metavar="FILE.moe|static|default"
+    )
 
 
 @with_options()
@@ -86,10 +68,7 @@ def serve_batch(given: ServerArguments) -> None:
     options = [str(word) for option, value in handed_on if value is not None for word in (option, value)]
     _check_model(given.model)
     if given.watch is not None:
-        for name in _HTTP:
-            if getattr(given, name) not in (None, False):
-                pair = f"--watch {given.watch} and {flag(name)}"
-                raise ConfigError(f"{pair} contradict each other: a folder is watched without HTTP")
+        refuse_beside(f"--watch {given.watch}", given, _HTTP, "a folder is watched without HTTP")
         _watch(given.watch, JobRunner(generate_command(given.model, options, line_format="auto"), say=_say))
         return
     missing = [name for name in _MODULES if importlib.util.find_spec(name) is None]
@@ -98,16 +77,16 @@ def serve_batch(given: ServerArguments) -> None:
     from moelight.serve.server import serve
 
     directory = Path(given.model).expanduser()
+    chosen = {name: value for name in ("host", "port") if (value := getattr(given, name)) is not None}
     number = serve(
         JobRunner(generate_command(given.model, options, line_format="openai"), say=_say),
         model=directory.resolve().name if directory.is_dir() else given.model,  # the model name that rows may use
         data=Path.home() / ".local" / "share" / "moelight" / "serve-batch" if given.data is None else given.data,
-        host="127.0.0.1" if given.host is None else given.host,
-        port=8000 if given.port is None else given.port,
         token_file=given.token_file,
         allow_remote=given.allow_remote,
         max_file_bytes=parse_bytes(given.max_file_size or "512MiB", what="--max-file-size"),
         expire=given.expire,
+        **chosen,
     )
     _leave(number)
 
@@ -122,7 +101,7 @@ def _watch(folder: Path, runner: JobRunner) -> None:
 
 def _leave(number: int) -> None:
     if number == signal.SIGINT:
-        raise typer.Exit(_INTERRUPTED)
+        raise typer.Exit(INTERRUPTED)
 
 
 def _say(text: str) -> None:

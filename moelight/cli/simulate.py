@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from moelight.cli import planning_options as ask
-from moelight.cli.options import with_options
-from moelight.cli.tables import machine_words, open_console, plain_table, section, show, stacked, text, title
+from moelight.cli.options import option, with_options
+from moelight.cli.tables import (
+    machine_words,
+    open_console,
+    plain_table,
+    print_json,
+    section,
+    show,
+    stacked,
+    text,
+    title,
+)
 from moelight.core.schedule import Lane
 from moelight.observe.number_format import rate_or_count, seconds_text, share_text
 
@@ -23,15 +30,6 @@ if TYPE_CHECKING:
 ALL = "all"
 _MOST_BARS = 250
 
-_Schedule = Annotated[
-    str | None, typer.Option("--schedule", metavar="NAME|all", help="The schedule; the policy's if not given.")
-]
-_Passes = Annotated[int, typer.Option("--passes", min=1, max=1000, help="Decode passes, one after another.")]
-_Trace = Annotated[
-    Path | None, typer.Option("--trace", metavar="FILE.json", help="Write the best one's passes for Perfetto here.")
-]
-_Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the last pass: .png, .svg or .pdf.")]
-
 
 @with_options(without=("estimator", *ask.DTYPE_KEYS))
 def simulate_command(
@@ -39,10 +37,10 @@ def simulate_command(
     model: ask.OptionalModel = None,
     asked: ask.PlanningOptions,
     policy: ask.PolicyFile = None,
-    schedule: _Schedule = None,
-    passes: _Passes = 3,
-    trace: _Trace = None,
-    plot: _Plot = None,
+    schedule: str | None = option("The schedule; the policy's if not given.", metavar="NAME|all"),
+    passes: int = option("Decode passes, one after another.", min=1, max=1000, default=3),
+    trace: Path | None = option("Write the best one's passes for Perfetto here.", metavar="FILE.json"),
+    plot: Path | None = option("Draw the last pass: .png, .svg or .pdf.", metavar="FILE"),
     as_json: ask.Json = False,
 ) -> None:
     """Run a policy's passes on a virtual clock.
@@ -67,7 +65,7 @@ def simulate_command(
     if trace is not None:
         _write_trace(trace, stage, found[0])
     if as_json:
-        typer.echo(json.dumps(simulation_as_dict(stage, found), indent=2))
+        print_json(simulation_as_dict(stage, found))
     else:
         written = [f"{what}: {path}" for what, path in {"trace": trace, "figure": plot}.items() if path is not None]
         _print(stage, found, "\n".join(written))
@@ -115,14 +113,11 @@ def _pass_as_dict(run: PassRun) -> dict[str, Any]:
 def _write_trace(path: Path, stage: SimulationSetup, run: SimulatedRun) -> None:
     from moelight.batch.output import whole_file
     from moelight.batch.trace_header import trace_header
-    from moelight.observe.trace import TraceWriter
+    from moelight.observe.trace import write_trace
 
-    facts = trace_header(stage, run.schedule, source="simulated")
+    header = trace_header(stage, run.schedule, source="simulated")
     with whole_file(path, what="trace") as write:
-        writer = TraceWriter(write)
-        for timeline in run.timelines:
-            writer.add(timeline)
-        writer.finish(facts)
+        write_trace(write, run.timelines, header)
 
 
 def _plot(path: Path, question: ask.Question, found: Sequence[SimulatedRun]) -> None:
@@ -161,8 +156,7 @@ def _print(stage: SimulationSetup, found: Sequence[SimulatedRun], written: str) 
 
 
 def _speeds(found: Sequence[SimulatedRun]) -> Table:
-    heads = ("order", "decode pass", "estimated", "tokens/s", "with prompts", "end to end")
-    table = plain_table(*heads, numbers=heads[1:])
+    table = plain_table("order", ">decode pass", ">estimated", ">tokens/s", ">with prompts", ">end to end")
     for run in found:
         first = "–" if run.with_prompts is None else seconds_text(run.with_prompts.seconds)
         steady = run.steady
@@ -179,7 +173,7 @@ def _speeds(found: Sequence[SimulatedRun]) -> Table:
 
 def _lanes(found: Sequence[SimulatedRun]) -> Table:
     used = [lane for lane in Lane if any(lane in run.steady.busy_s for run in found)]
-    table = plain_table("order", *map(str, used), "binding lane idle", numbers=(*map(str, used), "binding lane idle"))
+    table = plain_table("order", *(f">{lane}" for lane in used), ">binding lane idle")
     for run in found:
         steady, cells = run.steady, []
         for lane in used:

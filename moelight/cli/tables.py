@@ -5,7 +5,9 @@ rich is imported on first use, since help texts and refusals do not need it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -22,6 +24,11 @@ def open_console() -> Console:
     from rich.console import Console
 
     return Console(highlight=False, markup=False, emoji=False)
+
+
+def print_json(value: Any) -> None:
+    """Print ``value`` as JSON with indentation."""
+    print(json.dumps(value, indent=2, allow_nan=False))
 
 
 def show(console: Console, *parts: RenderableType | None) -> None:
@@ -49,21 +56,21 @@ def stacked(*parts: RenderableType) -> RenderableType:
 
 def bar(share: float, width: int, *, style: str = "blue", ground: str = "grey30") -> Text:
     """Return a bar that fills ``share`` (clamped to 0 to 1) of ``width`` characters, to an eighth of a character."""
-    eighths = round(max(0.0, min(1.0, share)) * width * 8)
-    if share > 0 and eighths == 0:
-        eighths = 1
+    eighths = max(round(max(0.0, min(1.0, share)) * width * 8), share > 0)  # more than nothing is seen
     whole, rest = divmod(eighths, 8)
     drawn = "█" * whole + (_EIGHTHS[rest] if rest else "")
     return text((drawn, style), ("·" * (width - len(drawn)), ground))
 
 
-def plain_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
-    """Return a table without frames: dim header, two blanks between columns, columns in ``numbers`` right-aligned."""
+def plain_table(*columns: str, rows: Iterable[Iterable[RenderableType]] = ()) -> Table:
+    """Return a table without frames: dim header, two blanks between columns; a column ``>name`` is right-aligned."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", show_edge=False)
     for column in columns:
-        table.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
+        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -82,11 +89,6 @@ def machine_words(machine: str) -> str:
     return "this machine" if machine == "auto" else printable(machine)
 
 
-def heading(words: str) -> Text:
-    """Return a bold heading."""
-    return text((words, "bold"))
-
-
 def indented(part: RenderableType, *, by: int = 2) -> Padding:
     """Return ``part`` indented by ``by`` characters."""
     from rich.padding import Padding
@@ -95,5 +97,5 @@ def indented(part: RenderableType, *, by: int = 2) -> Padding:
 
 
 def section(words: str, part: RenderableType) -> RenderableType:
-    """Return ``part``, indented, below a heading."""
-    return stacked(heading(words), indented(part))
+    """Return ``part``, indented, below a bold heading."""
+    return stacked(text((words, "bold")), indented(part))

@@ -44,18 +44,9 @@ _LEVEL_COLORS = {"device": "#00795a", "host": "#0060a8", "disk": "#8a4f9e"}
 _LINK_COLORS = {"host": "#d1491b", "disk": "#a87900"}  # by the slower end of the link
 _SYMBOLS = {"P1": "^", "P2": "v", "balance": "D"}
 _OFFSETS = (
-    (0, 13),
-    (0, -13),
-    (9, 0),
-    (-9, 0),
-    (7, 9),
-    (-7, 9),
-    (7, -9),
-    (-7, -9),
-    (0, 26),
-    (0, -26),
-    (9, 18),
-    (-9, 18),
+    *((0, 13), (0, -13), (9, 0), (-9, 0)),
+    *((7, 9), (-7, 9), (7, -9), (-7, -9)),
+    *((0, 26), (0, -26), (9, 18), (-9, 18)),
 )
 
 
@@ -76,13 +67,21 @@ def _new_figure(height_inches: float) -> Any:
     return figure
 
 
+def _note(
+    axes: Any, text: str, at: tuple[float, float], offset: tuple[float, float], *, above: bool = False, **style: Any
+) -> Any:
+    """Write ``text`` at ``offset`` (points) from a data point; ``above``: from the height ``at[1]`` of the axes."""
+    coordinates = axes.get_xaxis_transform() if above else "data"
+    return axes.annotate(text, at, xycoords=coordinates, xytext=offset, textcoords="offset points", **style)
+
+
 def excerpt(timeline: Timeline, start_s: float, end_s: float) -> Timeline:
     """Return the part of ``timeline`` between two times, clipped and shifted to begin at 0."""
-    inside = (span for span in timeline.spans if span.end_s > start_s and span.start_s < end_s)
     return Timeline(
         spans=tuple(
             replace(span, start_s=max(span.start_s, start_s) - start_s, end_s=min(span.end_s, end_s) - start_s)
-            for span in inside
+            for span in timeline.spans
+            if span.end_s > start_s and span.start_s < end_s
         )
     )
 
@@ -160,20 +159,14 @@ class _Panel:
                 where = (row - _BAR / 2, _BAR)
                 axes.broken_barh(bars, where, facecolor=COLOURS[kind], edgecolor="white", linewidth=0.35)
             self._names(axes, row, spans, longest_s)
-            busy = self.busy_s[lane] / self.seconds
             colour, weight = (_IDLE, "bold") if lane is self.binding else (_MUTED, "normal")
-            load = f"{share_text(busy)} busy"
-            axes.annotate(
-                load, (1.006, row), xycoords=axes.get_yaxis_transform(), va="center", color=colour, weight=weight
-            )
+            beside = {"transform": axes.get_yaxis_transform(), "va": "center", "color": colour, "weight": weight}
+            axes.text(1.006, row, f"{share_text(self.busy_s[lane] / self.seconds)} busy", **beside)
         self._layers(axes, longest_s)
         if self.seconds < 0.8 * longest_s:
             axes.axvline(self.seconds, color=_MUTED, linewidth=0.9)
-            sooner = f"done {seconds_text(longest_s - self.seconds)} sooner"
-            middle = (len(self.lanes) - 1) / 2
-            axes.annotate(
-                sooner, (self.seconds, middle), xytext=(8, 0), textcoords="offset points", va="center", color=_MUTED
-            ).set_fontsize(11)
+            middle, sooner = (len(self.lanes) - 1) / 2, f"done {seconds_text(longest_s - self.seconds)} sooner"
+            _note(axes, sooner, (self.seconds, middle), (8, 0), va="center", color=_MUTED, fontsize=11)
 
     def _frame(self, axes: Any, longest_s: float, *, last: bool) -> None:
         from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -187,8 +180,7 @@ class _Panel:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: f"{at / unit:g}"))
         if last:
             axes.set_xlabel(f"time, {name}", fontsize=10.5, color=_INK)
-        for side in ("top", "right", "left"):
-            axes.spines[side].set_visible(False)
+        axes.spines[["top", "right", "left"]].set_visible(False)
         axes.set_axisbelow(True)
         axes.grid(visible=True, axis="x", color="#e9e9e9", linewidth=0.8)
         label = axes.get_yticklabels()[self.lanes.index(self.binding)]
@@ -196,21 +188,17 @@ class _Panel:
 
     def _idle(self, axes: Any, row: int, spans: Sequence[Span]) -> None:
         gaps, reached = [], 0.0
-        for span in spans:
-            if span.start_s > reached:
-                gaps.append((reached, span.start_s - reached))
-            reached = max(reached, span.end_s)
-        if self.seconds > reached:
-            gaps.append((reached, self.seconds - reached))
+        for start_s, end_s in (*((span.start_s, span.end_s) for span in spans), (self.seconds, self.seconds)):
+            if start_s > reached:
+                gaps.append((reached, start_s - reached))
+            reached = max(reached, end_s)
         style = {"facecolor": "#fdecea", "edgecolor": _IDLE, "hatch": "////", "linewidth": 0.0}
         axes.broken_barh(gaps, (row - _BAR / 2, _BAR), **style)
-        idle_s = sum(length for _, length in gaps)
+        idle = share_text(max(0.0, sum(length for _, length in gaps) / self.seconds))
+        large = {"fontsize": 12, "va": "bottom"}
         heading = f"{self.name}: {seconds_text(self.seconds)}"
-        text = f"{_LANE_NAMES[self.binding]} idle {share_text(max(0.0, idle_s / self.seconds))}"
-        above = axes.get_xaxis_transform()
-        title = axes.annotate(heading, (0, 1), xycoords=above, xytext=(0, 17), textcoords="offset points")
-        title.set(fontsize=12, fontweight="bold", color=_INK, va="bottom")
-        axes.annotate(f"   {text}", (1, 0), xycoords=title, va="bottom", fontsize=12, color=_IDLE)
+        title = _note(axes, heading, (0, 1), (0, 17), above=True, fontweight="bold", color=_INK, **large)
+        axes.annotate(f"   {_LANE_NAMES[self.binding]} idle {idle}", (1, 0), xycoords=title, color=_IDLE, **large)
 
     def _names(self, axes: Any, row: int, spans: Sequence[Span], longest_s: float) -> None:
         """Label every bar that is wide enough with its page or micro-batch."""
@@ -229,20 +217,9 @@ class _Panel:
         free_from = -math.inf
         for layer, at in begun.items():
             axes.axvline(at, color=_INK, linewidth=0.9, linestyle=(0, (4, 3)))
-            if at < free_from:
-                continue
-            free_from = at + _LAYER_NAME * longest_s
-            above = axes.get_xaxis_transform()
-            axes.annotate(
-                f"layer {layer}",
-                (at, 1),
-                xycoords=above,
-                xytext=(3, 2),
-                textcoords="offset points",
-                fontsize=9,
-                color=_MUTED,
-                va="bottom",
-            )
+            if at >= free_from:
+                free_from = at + _LAYER_NAME * longest_s
+                _note(axes, f"layer {layer}", (at, 1), (3, 2), above=True, fontsize=9, color=_MUTED, va="bottom")
 
 
 def _short(task: Task) -> str:
@@ -427,34 +404,26 @@ class _Picture:
         drawn = self._axes.transData.transform(self._drawn)
         taken: list[Any] = []
         for x, y, text, color in self._names:
-            found: tuple[float, Any, Any] = (math.inf, None, None)
+            boxes, covered = {}, {}
             for offset in _OFFSETS:
                 label = self._text(text, x, y, offset, color, fontsize=12, fontweight="bold")
-                box = label.get_window_extent(renderer)
+                box = boxes[offset] = label.get_window_extent(renderer)
                 outside = box.x0 < frame.x0 or box.x1 > frame.x1 or box.y0 < frame.y0 or box.y1 > frame.y1
-                covered = box.count_contains(drawn) + 1000 * (box.count_overlaps(taken) + outside)
-                worse = label if covered >= found[0] else found[1]
-                if worse is not None:
-                    worse.remove()
-                found = found if worse is label else (covered, label, box)
-            taken.append(found[2])
+                covered[offset] = box.count_contains(drawn) + 1000 * (box.count_overlaps(taken) + outside)
+                label.remove()
+            best = min(_OFFSETS, key=covered.__getitem__)
+            self._text(text, x, y, best, color, fontsize=12, fontweight="bold")
+            taken.append(boxes[best])
 
     def _text(self, text: str, x: float, y: float, offset: tuple[int, int], color: str, **style: Any) -> Any:
         """Write ``text`` at ``offset`` (in points) from a data point, outlined to stay legible over lines."""
         from matplotlib.patheffects import withStroke
 
         dx, dy = offset
-        return self._axes.annotate(
-            text,
-            (x, y),
-            xytext=offset,
-            textcoords="offset points",
-            ha="left" if dx > 0 else "right" if dx < 0 else "center",
-            va="bottom" if dy > 0 else "top" if dy < 0 else "center",
-            color=color,
-            path_effects=[withStroke(linewidth=3, foreground="white")],
-            **style,
-        )
+        style["ha"] = "left" if dx > 0 else "right" if dx < 0 else "center"
+        style["va"] = "bottom" if dy > 0 else "top" if dy < 0 else "center"
+        outline = withStroke(linewidth=3, foreground="white")
+        return _note(self._axes, text, (x, y), offset, color=color, path_effects=[outline], **style)
 
 
 def _distinct(marks: tuple[Mark, ...]) -> list[tuple[str, Mark]]:
@@ -471,9 +440,8 @@ def _distinct(marks: tuple[Mark, ...]) -> list[tuple[str, Mark]]:
 def _horizontal(roofline: Roofline) -> tuple[float, float]:
     """Return the x limits: all intensities, with a margin on both sides."""
     points = [value for point in roofline.points for value in (point.intensity, point.home_intensity)]
-    marks = [mark.far_intensity for mark in roofline.marks]
     turns = [hrm.turning_point(level) for level in roofline.chain if level.peak_flops]
-    known = [*points, *marks, *turns]
+    known = [*points, *turns, *(mark.far_intensity for mark in roofline.marks)]
     return min(known) / 5, max(known) * 4
 
 

@@ -16,8 +16,7 @@ from typing import Any
 from moelight.core.schedule import Lane, Task, TaskKind
 from moelight.core.timeline import FREE, Span, Timeline
 from moelight.observe.bubbles import Bubble, Bubbles
-from moelight.observe.trace import TraceHeader
-from moelight.observe.trace_reading import FOR_NOTHING, NOT_RECORDED, Recording
+from moelight.observe.trace import FOR_NOTHING, NOT_RECORDED, Recording, TraceHeader
 
 
 @dataclass(kw_only=True, slots=True)
@@ -91,7 +90,7 @@ class Report:
     ``bubbles`` is the idle time of the binding lane by cause, longest first, on the clock of the trace.
     """
 
-    about: TraceHeader | None
+    about: TraceHeader
     lanes: tuple[LaneReport, ...]
     passes: tuple[PassFigures, ...]
     pass_s: float
@@ -101,7 +100,7 @@ class Report:
 
     @property
     def source(self) -> str:
-        return "simulated" if self.about is not None and self.about.source == "simulated" else "measured"
+        return "simulated" if self.about.source == "simulated" else "measured"
 
     @property
     def binding(self) -> LaneReport:
@@ -158,7 +157,7 @@ def report_of(recording: Recording) -> Report:
     """Return the report of ``recording``, which must hold at least one task."""
     passes, about = _passes(recording), recording.about
     tasks = Counter(recording.bars.lanes)
-    named = {lane for lane, f in about.predicted.items() if f.busy_s > 0} if about is not None else set()
+    named = {lane for lane, forecast in about.predicted.items() if forecast.busy_s > 0}
     wall_s = max(figures.end_us for figures in passes) / 1e6
     shown = [n for n, lane in enumerate(Lane) if tasks[n] or str(lane) in named]
     lanes = tuple(_lane(n, passes, tasks[n], about, wall_s) for n in shown)
@@ -176,7 +175,7 @@ def report_of(recording: Recording) -> Report:
         passes=passes,
         pass_s=median(figures.length_us for figures in passes) / 1e6,
         wall_s=wall_s,
-        predicted_pass_s=about.pass_s if about is not None and about.pass_s > 0 else None,
+        predicted_pass_s=about.pass_s or None,
         bubbles=lost,
     )
 
@@ -229,20 +228,19 @@ def _timelines(recording: Recording) -> Iterator[Timeline]:
         yield Timeline(spans=tuple(map(span, mine)))
 
 
-def _lane(n: int, passes: Sequence[PassFigures], tasks: int, about: TraceHeader | None, wall_s: float) -> LaneReport:
+def _lane(n: int, passes: Sequence[PassFigures], tasks: int, about: TraceHeader, wall_s: float) -> LaneReport:
     name = str(tuple(Lane)[n])
-    busy_s = median(figures.busy_us[n] for figures in passes) / 1e6
     total_s = sum(figures.busy_us[n] for figures in passes) / 1e6
-    forecast = about.predicted.get(name) if about is not None else None
+    forecast = about.predicted.get(name)
     return LaneReport(
         lane=name,
-        busy_s=busy_s,
+        busy_s=median(figures.busy_us[n] for figures in passes) / 1e6,
         bytes=median(figures.bytes[n] for figures in passes),
         total_s=total_s,
         idle_s=max(0.0, wall_s - total_s),
         total_bytes=sum(figures.bytes[n] for figures in passes),
         tasks=tasks,
-        predicted_s=forecast.busy_s if forecast is not None else None,
-        predicted_bytes=forecast.bytes if forecast is not None else None,
-        roof_bytes_per_s=about.roofs.get(name) if about is not None else None,
+        predicted_s=None if forecast is None else forecast.busy_s,
+        predicted_bytes=None if forecast is None else forecast.bytes,
+        roof_bytes_per_s=about.roofs.get(name),
     )

@@ -15,8 +15,8 @@ from moelight.core.schedule import Lane, TaskKind
 from moelight.core.units import format_bytes
 from moelight.observe.bubbles import Bubble, cause_of
 from moelight.observe.number_format import rate_text, seconds_text, share_text
-from moelight.observe.report import LaneReport, PassFigures, Report
-from moelight.observe.trace_reading import Recording
+from moelight.observe.report import LaneReport, Report
+from moelight.observe.trace import Recording
 
 MOST_TASKS_SHOWN = 60_000
 MOST_WINDOWS = 1200
@@ -76,7 +76,7 @@ def page_text(report: Report, recording: Recording, *, title: str) -> Iterator[s
     yield from _bubbles(report)
     yield from _chart(report, shown, set(recording.bars.kinds))
     yield from _policy(report)
-    version = f"moelight {escape(report.about.version)}" if report.about is not None else "moelight"
+    version = f"moelight {escape(report.about.version)}".rstrip()
     yield f"<footer>{version}, from {escape(title)}. Nothing on this page is fetched from anywhere.</footer>\n</main>\n"
     yield f"<script id=trace type=application/json>{_data(report, recording, shown)}</script>\n"
     yield f"<script>\n{script}</script>\n</html>\n"
@@ -95,11 +95,9 @@ def shown_passes(tasks: Sequence[int], most: int) -> list[int]:
 
 
 def _head(report: Report, title: str) -> Iterator[str]:
-    about = report.about
-    policy: Mapping[str, Any] = about.policy if about is not None else {}
-    name = str(policy.get("model", title))
-    yield f"<header><p class=kicker>moelight report · {report.source}</p>\n<h1>{escape(name)}</h1>\n"
-    machine = about.hardware if about is not None else ""
+    policy, machine = report.about.policy, report.about.hardware
+    yield f"<header><p class=kicker>moelight report · {report.source}</p>\n"
+    yield f"<h1>{escape(str(policy.get('model', title)))}</h1>\n"
     words = ["on this machine" if machine == "auto" else f"on {machine}"] if machine else []
     words += list(_policy_words(policy))
     yield f"<p>{escape(' · '.join(words))}</p></header>\n<div class=cards>\n"
@@ -231,7 +229,7 @@ def _chart(report: Report, shown: Sequence[int], kinds: set[int]) -> Iterator[st
 
 def _policy(report: Report) -> Iterator[str]:
     about = report.about
-    if about is None or not (about.policy or about.notes):
+    if not (about.policy or about.notes):
         return
     yield "<section><h2>Policy</h2><dl>\n"
     for name, value in (*about.policy.items(), *about.notes.items()):
@@ -271,21 +269,21 @@ def _windows(report: Report, shown: Sequence[int]) -> list[dict[str, Any]]:
         if position in kept or not groups or groups[-1][-1] in kept or len(groups[-1]) >= most:
             groups.append([])
         groups[-1].append(position)
-    return [_window([report.passes[p] for p in group], group[0] in kept, positions) for group in groups]
-
-
-def _window(group: Sequence[PassFigures], shown: bool, positions: Sequence[int]) -> dict[str, Any]:
-    first, last = group[0], group[-1]
-    length = sum(figures.length_us for figures in group)
-    name = str(first.number) if first is last else f"{first.number}–{last.number}"
-    shares = [sum(figures.busy_us[n] for figures in group) / length if length else 0.0 for n in positions]
-    return {
-        "name": name,
-        "shown": shown,
-        "start": round(first.end_us - first.length_us, 1),
-        "end": round(last.end_us, 1),
-        "shares": [round(share, 3) for share in shares],
-    }
+    windows = []
+    for group in groups:
+        passes = [report.passes[position] for position in group]
+        first, last, length = passes[0], passes[-1], sum(figures.length_us for figures in passes)
+        shares = [sum(figures.busy_us[n] for figures in passes) / length if length else 0.0 for n in positions]
+        windows.append(
+            {
+                "name": str(first.number) if first is last else f"{first.number}–{last.number}",
+                "shown": group[0] in kept,
+                "start": round(first.end_us - first.length_us, 1),
+                "end": round(last.end_us, 1),
+                "shares": [round(share, 3) for share in shares],
+            }
+        )
+    return windows
 
 
 def _bars(recording: Recording, passes: set[int], lanes: Sequence[str]) -> dict[str, list[float]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,15 +84,9 @@ class RunStats:
     def as_dict(self) -> dict[str, Any]:
         """Return the object that ``--stats`` writes."""
         binding = self.binding
+        totals = ("wall_s", "load_s", "prompt_tokens", "completion_tokens", "tokens_per_s", "passes")
         return {
-            "wall_s": self.wall_s,
-            "load_s": self.load_s,
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "tokens_per_s": self.tokens_per_s,
-            "passes": self.passes,
-            "peak_rss_bytes": self.peak_rss_bytes,
-            "device_peak_bytes": self.device_peak_bytes,
+            **{name: getattr(self, name) for name in (*totals, "peak_rss_bytes", "device_peak_bytes")},
             "lanes": {
                 str(lane): {
                     "busy_s": stats.busy_s,
@@ -118,9 +112,8 @@ class LaneTotals:
     """Running totals by lane, accumulated pass by pass; timelines need not be kept."""
 
     def __init__(self, lanes: Iterable[Lane] = ()) -> None:
-        self._busy_s = dict.fromkeys(lanes, 0.0)
-        self._bytes = dict.fromkeys(self._busy_s, 0)
-        self._tasks = dict.fromkeys(self._busy_s, 0)
+        self._busy_s = defaultdict(float, dict.fromkeys(lanes, 0.0))
+        self._bytes, self._tasks = defaultdict[Lane, int](int), defaultdict[Lane, int](int)
         self._bubbles = Bubbles()
         self._recent: deque[tuple[float, dict[Lane, float]]] = deque(maxlen=_RECENT_PASSES)
         self._ended_s: float | None = None
@@ -139,12 +132,11 @@ class LaneTotals:
         """Add the spans of one pass; a lane not given at construction is added with its first span."""
         mine = timeline.busy_s()
         for lane, seconds in mine.items():
-            self._busy_s[lane] = self._busy_s.get(lane, 0.0) + seconds
+            self._busy_s[lane] += seconds
         crossed, tasks = self._bytes, self._tasks
         for span in timeline.spans:
-            task = span.task
-            crossed[task.lane] = crossed.get(task.lane, 0) + span.bytes
-            tasks[task.lane] = tasks.get(task.lane, 0) + 1
+            crossed[span.task.lane] += span.bytes
+            tasks[span.task.lane] += 1
         if mine:
             before_s, self._ended_s = self._ended_s, timeline.end_s
             self._recent.append((timeline.end_s - (timeline.start_s if before_s is None else before_s), mine))
@@ -153,10 +145,10 @@ class LaneTotals:
     @property
     def binding(self) -> Binding | None:
         """The busiest lane of the last `_RECENT_PASSES` passes and its share of their time; None before any pass."""
-        busy_s: dict[Lane, float] = {}
+        busy_s: defaultdict[Lane, float] = defaultdict(float)
         for _, mine in self._recent:
             for lane, seconds in mine.items():
-                busy_s[lane] = busy_s.get(lane, 0.0) + seconds
+                busy_s[lane] += seconds
         if not busy_s:
             return None
         lane, seconds = max(busy_s.items(), key=lambda each: each[1])

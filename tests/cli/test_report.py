@@ -10,8 +10,7 @@ import pytest
 from moelight.core.schedule import Lane, Task, TaskKind
 from moelight.core.timeline import Span, Timeline
 from moelight.observe.report import report_of
-from moelight.observe.trace import LaneForecast, TraceHeader
-from moelight.observe.trace_reading import read_trace
+from moelight.observe.trace import LaneForecast, TraceHeader, read_trace
 from tests.cli.program import moelight, read_rows, write_prompts
 from tests.cli.program import moelight_inside as run
 from tests.observe.traces import write_passes, write_timelines

@@ -87,8 +87,8 @@ def test_the_official_client_is_answered_by_the_model(client: openai.OpenAI) -> 
         (["--max-file-size", "0.5x"], "--max-file-size"),
         (["--policy", "@/none.yaml"], "none.yaml"),
         (["--watch", "@/none"], "no such directory"),
-        (["--watch", "@", "--port", "1"], "--port contradict each other"),
-        (["--watch", "@", "--max-file-size", "1KiB"], "--max-file-size contradict each other"),
+        (["--watch", "@", "--port", "1"], "--port 1 contradict each other"),
+        (["--watch", "@", "--max-file-size", "1KiB"], "--max-file-size 1KiB contradict each other"),
         (["--watch", "@", "--expire"], "--expire contradict each other"),
     ],
 )

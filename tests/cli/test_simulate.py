@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moelight.core.policy import Policy, Shares
-from moelight.observe.trace_reading import read_trace
+from moelight.observe.trace import read_trace
 from moelight.profiles.policy_files import policy_text
 from moelight.scheduler import SCHEDULES
 from tests.cli.program import moelight
@@ -92,7 +92,7 @@ def test_a_trace_that_can_be_reported(policy: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "") and f"trace: {trace}" in done.stdout.replace("\n", "")
     found = read_trace(trace)
     assert set(found.bars.passes) == set(range(6))  # one with prompts, five that decode
-    assert found.about is not None and found.about.source == "simulated" and found.about.hardware == "t4"
+    assert found.about.source == "simulated" and found.about.hardware == "t4"
     assert found.about.policy["schedule"] == "cgopipe" and found.about.pass_s > 0
     assert set(found.about.predicted) <= {"disk", "stage", "h2d", "d2h", "device", "cpu"}
     assert set(found.about.roofs) == {"disk", "stage", "h2d", "d2h"}

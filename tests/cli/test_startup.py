@@ -73,6 +73,9 @@ def test_version() -> None:
     from moelight import __version__
 
     assert moelight("--version").stdout == f"moelight {__version__}\n"
+    package = [sys.executable, "-m", "moelight", "--version"]
+    done = subprocess.run(package, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == f"moelight {__version__}\n"
 
 
 def without_torch(*arguments: str) -> str:

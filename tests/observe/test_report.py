@@ -12,8 +12,7 @@ from moelight.core.timeline import Timeline
 from moelight.hrm.task_cost import TaskCost
 from moelight.observe.bubbles import Bubble, Bubbles
 from moelight.observe.report import Report, report_of
-from moelight.observe.trace import TraceHeader
-from moelight.observe.trace_reading import read_trace
+from moelight.observe.trace import NO_HEADER, TraceHeader, read_trace
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.layout import MicroBatchShape, PassShape
 from moelight.scheduler.simulate import simulate_passes
@@ -125,7 +124,7 @@ def test_a_pass_lasts_from_the_end_of_the_one_before(tmp_path: Path) -> None:
     write_timelines(tmp_path / "t.json", [first, second])
     found = report(tmp_path / "t.json")
     assert [figures.length_us for figures in found.passes] == [1_000_000, 750_000]
-    assert found.about is None and found.predicted_pass_s is None and found.error is None
+    assert found.about == NO_HEADER and found.predicted_pass_s is None and found.error is None
 
 
 def test_a_lane_that_was_predicted_and_did_nothing_is_shown(tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ from moelight.core.timeline import Span, Timeline
 from moelight.observe import report_page
 from moelight.observe.report import report_of
 from moelight.observe.report_page import COLOURS, page_text, shown_passes
-from moelight.observe.trace import LaneForecast, TraceHeader
-from moelight.observe.trace_reading import read_trace
+from moelight.observe.trace import LaneForecast, TraceHeader, read_trace
 from tests.observe.traces import write_passes, write_timelines
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"

@@ -11,8 +11,8 @@ import pytest
 
 from moelight.core.errors import InputError
 from moelight.core.schedule import Lane, TaskKind
-from moelight.observe import trace_reading
-from moelight.observe.trace_reading import FOR_NOTHING, NOT_RECORDED, read_trace
+from moelight.observe import trace as traces
+from moelight.observe.trace import FOR_NOTHING, NO_HEADER, NOT_RECORDED, read_trace
 from tests.observe.traces import ABOUT, write_passes
 
 
@@ -41,7 +41,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 
 
 def test_a_header_may_be_missing(tmp_path: Path) -> None:
-    assert read_trace(write_passes(tmp_path / "t.json", 1, about=None)).about is None
+    assert read_trace(write_passes(tmp_path / "t.json", 1, about=None)).about == NO_HEADER
 
 
 @pytest.mark.parametrize("kept", [0, 1, 20, 200, 400, 700, 900, -2, -5])
@@ -142,6 +142,6 @@ def test_what_cannot_be_opened_is_refused(tmp_path: Path) -> None:
 
 
 def test_more_tasks_than_memory_is_for_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_reading, "_MOST_TASKS", 5)
+    monkeypatch.setattr(traces, "_MOST_TASKS", 5)
     with pytest.raises(InputError, match="more than 5 tasks"):
         read_trace(write_passes(tmp_path / "t.json", 2))

@@ -51,5 +51,6 @@ def write_passes(path: Path, passes: int, *, about: TraceHeader | None = ABOUT, 
 
 def write_timelines(path: Path, timelines: Iterable[Timeline], about: TraceHeader | None = None) -> Path:
     """A trace of ``timelines``."""
-    write_trace(path, timelines, about)
+    with path.open("wb") as file:
+        write_trace(file.write, timelines, about)
     return path
