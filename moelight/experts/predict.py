@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +36,7 @@ class NoPredictor:
 
     steps = 1
 
-    def __init__(self, num_layers: int = 0, num_experts: int = 0) -> None:
+    def __init__(self, num_layers: int, num_experts: int) -> None:
         self.scores = np.zeros((num_layers, num_experts))
 
     def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:
@@ -44,13 +45,10 @@ class NoPredictor:
 
     def predict(self, layer: int, budget: int) -> Ints:
         """At most ``budget`` experts that the next batch of ``layer`` may choose, the likeliest first, ties by id."""
-        return likeliest(self.scores[layer], budget) if len(self.scores) else _NOTHING
+        return likeliest(self.scores[layer], budget)
 
     def hint(self, layer: int, ids: Ints, mass: Floats) -> None:
         """Record the router of ``layer``, evaluated early: it would choose ``ids`` [n] with weights ``mass`` [n]."""
-
-    def reset(self) -> None:
-        self.scores.fill(0)
 
 
 class PreviousPredictor(NoPredictor):
@@ -101,11 +99,6 @@ class HistoryPredictor(NoPredictor):
             row[batches.popleft()] -= 1
         batches.append(ids.copy())
         row[ids] += 1
-
-    def reset(self) -> None:
-        super().reset()
-        for batches in self._batches:
-            batches.clear()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,11 +162,6 @@ class AffinityPredictor(NoPredictor):
         last = self._last
         return last if last and (last.layer + 1) % len(self.times) == layer and last.ids.size else None
 
-    def reset(self) -> None:
-        self.matrix.fill(0.0)
-        self.times.fill(0)
-        self._last = None
-
 
 class _LastBatch(NamedTuple):
     """One batch: the ``mass`` of its ``ids``, and the transition row of each id, ``rows`` [n, E]."""
@@ -186,20 +174,19 @@ class _LastBatch(NamedTuple):
 
 def make_predictor(rules: PrefetchRules, *, num_layers: int, num_experts: int) -> NoPredictor:
     """Return a new predictor for ``rules``."""
-    shape = num_layers, num_experts
-    makers: dict[str, Callable[[], NoPredictor]] = {
+    makers: dict[str, Callable[..., NoPredictor]] = {
         "none": NoPredictor,
-        "previous": lambda: PreviousPredictor(*shape),
-        "frequency": lambda: FrequencyPredictor(*shape),
-        "history": lambda: HistoryPredictor(*shape, window=rules.history_window),
-        "lookahead": lambda: HistoryPredictor(*shape, window=rules.history_window, steps=rules.lookahead),
-        "affinity": lambda: AffinityPredictor(*shape, threshold=rules.affinity_threshold),
-        "next_router": lambda: NextRouterPredictor(*shape),
+        "previous": PreviousPredictor,
+        "frequency": FrequencyPredictor,
+        "history": partial(HistoryPredictor, window=rules.history_window),
+        "lookahead": partial(HistoryPredictor, window=rules.history_window, steps=rules.lookahead),
+        "affinity": partial(AffinityPredictor, threshold=rules.affinity_threshold),
+        "next_router": NextRouterPredictor,
     }
     if rules.strategy not in makers:
         near = did_you_mean(rules.strategy, STRATEGIES)
         raise ConfigError(f"unknown predictor {rules.strategy!r}{near}; known: {', '.join(STRATEGIES)}")
-    return makers[rules.strategy]()
+    return makers[rules.strategy](num_layers, num_experts)
 
 
 class Quality:
@@ -261,12 +248,12 @@ class Prefetcher:
 
     def use(self, strategy: str) -> None:
         rules = replace(self.rules, strategy=strategy)
-        shape = {"num_layers": self.num_layers, "num_experts": self.num_experts}
         if strategy not in self._predictors:
-            self._predictors[strategy] = make_predictor(rules, **shape)
+            shape = {"num_layers": self.num_layers, "num_experts": self.num_experts}
+            made = self._predictors[strategy] = make_predictor(rules, **shape)
             self.qualities[strategy] = Quality(**shape)
-            if self._known is not None and (found := self.affinity) is not None and strategy == "affinity":
-                found.learned(self._known)
+            if self._known is not None and isinstance(made, AffinityPredictor):
+                made.learned(self._known)
         self.rules = rules
 
     def know(self, transitions: Transitions) -> None:
@@ -339,7 +326,7 @@ _MARGIN_STEP = 0.125  # of the logarithm; the last kind includes all larger marg
 
 
 class _HitRecord:
-    """Accuracy of the predictions of each kind."""
+    """Accuracy of the predictions of each kind, an index below `_KINDS`."""
 
     def __init__(self) -> None:
         self._right = np.zeros(_KINDS)
@@ -348,7 +335,7 @@ class _HitRecord:
     def chance(self, kinds: Ints) -> Floats:
         return np.asarray(self._right[kinds] / self._made[kinds])
 
-    def flush(self, kinds: Ints, came_true: Mask) -> None:
+    def resolve(self, kinds: Ints, came_true: Mask) -> None:
         """Record predictions of these ``kinds`` as right or wrong."""
         self._right *= RECORD_DECAY
         self._made *= RECORD_DECAY
@@ -356,36 +343,36 @@ class _HitRecord:
         np.add.at(self._made, kinds, 1.0)
 
 
-def _places(ids: Ints) -> Ints:
-    return np.minimum(np.arange(len(ids)), _KINDS - 1)
-
-
-class PrefetchConfidence:
+class PrefetchConfidence(_HitRecord):
     """Confidence of ranked predictions, the likeliest first, by rank."""
 
     def __init__(self) -> None:
-        self._record = _HitRecord()
+        super().__init__()
         self._open: dict[int, Ints] = {}
+
+    @staticmethod
+    def _kinds(ids: Ints) -> Ints:
+        return np.minimum(np.arange(len(ids)), _KINDS - 1)
 
     def likely(self, row: int, ids: Ints) -> Ints:
         """Return those of the predicted ``ids`` of layer ``row`` that are worth a prefetch."""
         self._open[row] = ids
-        return ids[self._record.chance(_places(ids)) >= SURE]
+        return ids[self.chance(self._kinds(ids)) >= SURE]
 
     def flush(self, row: int, chosen: np.ndarray[Any, Any]) -> None:
         """Resolve the predictions for ``row``, which has routed to ``chosen``."""
-        ids = self._open.pop(row, None)
-        if ids is not None and len(ids):
-            self._record.flush(_places(ids), np.isin(ids, chosen))
+        ids = self._open.pop(row, _NOTHING)
+        if ids.size:
+            self.resolve(self._kinds(ids), np.isin(ids, chosen))
 
 
-class RouterConfidence:
+class RouterConfidence(_HitRecord):
     """Confidence of predictions of a layer's own router, evaluated one layer early, by the margin of each token's
     choice: the logarithm of its weight over the smallest chosen weight of the token."""
 
     def __init__(self, num_experts: int) -> None:
+        super().__init__()
         self._num_experts = num_experts
-        self._record = _HitRecord()
         self._open: dict[int, list[tuple[np.ndarray[Any, Any], Ints]]] = {}
 
     def add(self, row: int, ids: np.ndarray[Any, Any], weights: np.ndarray[Any, Any]) -> None:
@@ -399,7 +386,7 @@ class RouterConfidence:
         """Return the experts of ``row`` that are worth a prefetch, and the probability that any token chooses each."""
         missed = np.ones(self._num_experts)
         for ids, kinds in self._open.get(row, ()):
-            np.multiply.at(missed, ids.ravel(), 1.0 - self._record.chance(kinds.ravel()))
+            np.multiply.at(missed, ids.ravel(), 1.0 - self.chance(kinds.ravel()))
         found = np.flatnonzero(1.0 - missed >= SURE)
         return found, 1.0 - missed[found]
 
@@ -409,4 +396,4 @@ class RouterConfidence:
         for ids, kinds in self._open.pop(row, ()):
             mine = chosen[first : first + len(ids)]
             first += len(ids)
-            self._record.flush(kinds.ravel(), (ids[:, :, None] == mine[:, None, :]).any(axis=2).ravel())
+            self.resolve(kinds.ravel(), (ids[:, :, None] == mine[:, None, :]).any(axis=2).ravel())

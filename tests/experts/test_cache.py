@@ -205,7 +205,7 @@ def test_kept_out_is_counted_as_missing_and_does_not_come() -> None:
             seen.append((ids.tolist(), counts.tolist(), [] if mass is None else mass.tolist()))
 
     watching = Prefetcher(PrefetchRules(strategy="previous"), num_layers=3, num_experts=6)
-    watching._predictors["previous"] = Watching()
+    watching._predictors["previous"] = Watching(3, 6)
     cache = make(4, predictor=watching)
     cache.access(1, [[0, 2]])
     found = cache.access(1, [[0, 3], [3, 5], [1, 3]], [[0.5, 0.25]] * 3, keep_out={0, 3, 4})
