@@ -282,6 +282,7 @@ class ExpertCache:
         self._made = self.capacity  # largest number of slots so far
         self._leases: dict[int, int] = {}
         self._pinned: dict[int, None] = {}
+        self._frequency = [0] * (num_layers * num_experts)
         # Keys evicted since the last public call began, with their slots.
         self._left: list[int] = []
         self._left_slots: list[int] = []
@@ -293,13 +294,15 @@ class ExpertCache:
         keys = [(layer, [layer * num_experts + int(e) for e in ids]) for layer, ids in future]
         self._pools: list[Eviction] = []  # of each layer
         self._distinct: list[Eviction] = []  # one for all layers, or one for each
-        if per_layer is None:
-            self._use([self._pool(self.capacity, 0, [ids for _, ids in keys])])
-        else:
-            if per_layer.allocation == "entropy":
-                self._selections = Selections(num_layers, num_experts, per_layer.entropy_window)
-            shares = enumerate(self._shares(self.capacity).tolist())
-            self._use([self._pool(share, at, [ids for layer, ids in keys if layer == at]) for at, share in shares])
+        if per_layer is not None and per_layer.allocation == "entropy":
+            self._selections = Selections(num_layers, num_experts, per_layer.entropy_window)
+        shares = [self.capacity] if per_layer is None else self._shares(self.capacity).tolist()
+        self._use(
+            [
+                self._pool(share, at, [ids for layer, ids in keys if per_layer is None or layer == at])
+                for at, share in enumerate(shares)
+            ]
+        )
         self.preload = self._preload(list(pins))
 
     def _use(self, pools: list[Eviction]) -> None:
@@ -307,16 +310,13 @@ class ExpertCache:
         self._pools = pools if self.per_layer is not None else pools * self.num_layers
 
     def _pool(self, capacity: int, layer: int, future: Sequence[Sequence[int]] = ()) -> Eviction:
-        first = layer * self.num_experts
-        population = self.num_experts if self.per_layer is not None else self._flat_table.size
-        accesses = (self.stats.hits + self.stats.misses).reshape(-1)[first : first + population]
         setting = EvictionContext(
             capacity=capacity,
-            population=population,
+            population=self.num_experts if self.per_layer is not None else self._flat_table.size,
             rules=self.rules,
-            accesses=accesses.tolist(),
+            frequency=self._frequency,
             future=future,
-            first=first,
+            first=layer * self.num_experts,
             experts=self.num_experts,
         )
         pool = make_eviction(self.eviction, setting)
@@ -518,6 +518,7 @@ class ExpertCache:
                 pool.retune(self.rules)
             return
         self.eviction = names
+        self._frequency[:] = (self.stats.hits + self.stats.misses).reshape(-1).tolist()
         made = []
         for layer, pool in enumerate(self._distinct):
             fresh = self._pool(pool.capacity, layer)
@@ -620,6 +621,9 @@ class ExpertCache:
         keys = (distinct + base).tolist()
         held = set(keys)
         pool.hold(held | self._leases.keys() if self._leases else held)
+        if pool.uses_frequency:
+            for key in keys:
+                self._frequency[key] += 1
         means = mass[distinct] / counts[distinct] if mass is not None and pool.uses_scores else np.ones(len(distinct))
         if len(hits):
             pool.touch_all((hits + base).tolist(), means[found].tolist())
@@ -714,15 +718,13 @@ class ExpertCache:
         """Admit ``keys``, (layer, expert) int [n, 2], highest priority first, into free slots only; not an access. The
         first key is evicted last. Return (layer, expert, slot) of the admitted keys, int64 [m, 3]."""
         found = []
-        chosen: dict[int, list[int]] = {id(pool): [] for pool in self._distinct}
+        chosen: dict[Eviction, list[int]] = {pool: [] for pool in self._distinct}
         for layer, expert in np.asarray(keys, np.int64).reshape(-1, 2).tolist():
             key, pool = self._key(layer, expert), self._pools[layer]
-            wanted = chosen[id(pool)]
-            if self._slot_of[key] < 0 and len(pool) + len(wanted) < pool.capacity:
-                wanted.append(key)
-                found.append((layer, expert, self._place([key])[0]))
-        for pool in self._distinct:
-            wanted = chosen[id(pool)]
+            if self._slot_of[key] < 0 and len(pool) + len(chosen[pool]) < pool.capacity:
+                chosen[pool].append(key)
+                found.append((layer, expert, *self._place([key])))
+        for pool, wanted in chosen.items():
             pool.adopt(wanted[::-1])
             if self._expiry is not None:
                 self._expiry.touch(wanted, self.clock)
@@ -809,11 +811,13 @@ class ExpertCache:
     def _each(self, pool: Eviction, keys: list[int], scores: list[float] | None) -> list[bool]:
         """Serve the accesses of `access_each` in one pool; return which were hits. The caller updates the counters."""
         touch, admit, gone, slot_of, free = pool.touch, pool.admit, pool.gone, self._slot_of, self._free
-        begins = pool.has_begin
+        counted, begins, frequency = pool.uses_frequency, pool.has_begin, self._frequency
         left, left_slots = self._left.append, self._left_slots.append
         found: list[bool] = []
         answer = found.append
         for key, score in zip(keys, repeat(1.0) if scores is None else scores, strict=False):
+            if counted:
+                frequency[key] += 1
             if begins:
                 pool.begin()
                 if gone:

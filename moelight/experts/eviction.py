@@ -4,7 +4,7 @@ eviction depends only on keys, accesses and scores, while slots, layers and stat
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush, heapreplace, nsmallest
@@ -38,7 +38,7 @@ class EvictionContext:
 
     Attributes:
         population: number of keys that can ever be accessed, from ``first`` on; a pool with that capacity never evicts.
-        accesses: accesses of each of these keys so far, (read by slru alone).
+        frequency: accesses of each key so far, maintained by the cache (read by slru alone).
         future: keys of each coming batch, for belady.
         experts: keys of a layer (read by reuse alone).
     """
@@ -46,7 +46,7 @@ class EvictionContext:
     capacity: int
     population: int
     rules: EvictionRules
-    accesses: Sequence[int]
+    frequency: list[int]
     future: Sequence[Sequence[int]]
     first: int
     experts: int
@@ -59,12 +59,12 @@ class Eviction(ABC):
     Attributes:
         held: keys that may not be evicted.
         gone: evicted keys, which the cache empties.
-        uses_scores: the policy reads scores.
+        uses_scores, uses_frequency: the policy reads scores, or `EvictionContext.frequency`.
         fills_in_order: `admit_all` rejects a key only because all others are held; all keys behind it are rejected too.
         has_begin, has_visit, has_note: the method is not a no-op.
     """
 
-    uses_scores = fills_in_order = has_begin = has_visit = has_note = False
+    uses_scores = uses_frequency = fills_in_order = has_begin = has_visit = has_note = False
 
     def __init__(self, setting: EvictionContext) -> None:
         self.capacity, self.population, self.rules = setting.capacity, setting.population, setting.rules
@@ -338,10 +338,32 @@ class Ranked(Eviction):
     def admit(self, key: int, score: float, asked: bool = True) -> bool:
         if asked and self.has_note:
             self.note(key)
-        if len(self.rank) + len(self.pinned) >= self.capacity and not self.leave(1):
-            return False
-        self.push(self.entry_of(key, score))
-        return True
+        if len(self.rank) + len(self.pinned) < self.capacity:
+            self.push(self.entry_of(key, score))
+            return True
+        return self.replace_lowest(self.entry_of(key, score))
+
+    def replace_lowest(self, entry: Entry, most: float = inf) -> bool:
+        """`leave` of one key, for that of ``entry``; return False if there is none."""
+        heap, rank, held = self._heap, self.rank, self.held
+        while heap:
+            top = heap[0]
+            now = rank.get(top[2])
+            if now is None:
+                heappop(heap)
+            elif now != top:
+                heapreplace(heap, now)
+            elif top[2] in held:
+                self._parked.append(heappop(heap))
+            elif top[0] > most:
+                break
+            else:
+                heapreplace(heap, entry)
+                del rank[top[2]]
+                rank[entry[2]] = entry
+                self.gone.append(top[2])
+                return True
+        return False
 
     def remove(self, keys: Collection[int]) -> None:
         for key in keys:
@@ -441,7 +463,15 @@ class Lfu(Ranked):
             self._parked = []
 
     def touch(self, key: int, score: float) -> None:
-        self.touch_all((key,), ())
+        self._until_decay -= 1
+        if not self._until_decay:
+            self._decay()
+        entry = self.rank.get(key)
+        if entry is not None:
+            self.rank[key] = (entry[0] + self._one, entry[1], key)
+        else:
+            count, born, _ = self.pinned[key]
+            self.pinned[key] = (count + 1.0, born, key)
 
     def touch_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
         for key in keys:
@@ -490,70 +520,58 @@ class FrequencyThreshold(Ranked):
     def __init__(self, setting: EvictionContext) -> None:
         super().__init__(setting)
         self._last: deque[int] = deque()
-        self._counts: dict[int, int] = {}
+        self._counts: defaultdict[int, int] = defaultdict(int)  # accesses of each key among the last
         self._need = 0  # the fewest accesses that reach the threshold
 
     def begin(self) -> None:
+        """Evict all keys below the threshold. A key above it before its own access is also above it afterwards."""
         if self._heap and self._heap[0][0] < self._need:
-            self._leave_rare()
+            self.leave(len(self.rank), self._need - 1)
 
     def note(self, key: int) -> None:
         self._advance(key)
-        self._leave_rare()
+        self.begin()
 
-    def _advance(self, key: int) -> int:
-        """Record one access; return the accesses of ``key`` in the window."""
-        last, counts = self._last, self._counts
+    def _advance(self, key: int) -> None:
+        """Record one access."""
         self.number += 1
-        last.append(key)
-        count = counts.get(key, 0) + 1
-        counts[key] = count
-        if len(last) > self.rules.window:
-            self._forget(key)
-            return counts[key]
-        self._find_need()
-        return count
+        self._last.append(key)
+        self._counts[key] += 1
+        self._limit()
 
-    def _find_need(self) -> None:
-        while self._need / len(self._last) < self.rules.threshold:
+    def _limit(self) -> None:
+        """Remove accesses beyond the window, and update the fewest accesses that reach the threshold."""
+        while len(self._last) > self.rules.window:
+            old = self._last.popleft()
+            self._counts[old] -= 1
+            if old in self.rank:
+                self.push((self._counts[old], self.rank[old][1], old))
+        while self._last and self._need / len(self._last) < self.rules.threshold:
             self._need += 1
 
-    def _forget(self, current: int) -> None:
-        """Remove the oldest access from the window."""
-        old = self._last.popleft()
-        left = self._counts[old] - 1
-        if left:
-            self._counts[old] = left
-        else:
-            del self._counts[old]
-        if old != current and old in self.rank:
-            self.push((left, self.rank[old][1], old))
-
-    def _leave_rare(self) -> None:
-        """Evict all keys below the threshold. A key above it before its own access is also above it afterwards."""
-        self.leave(len(self.rank), self._need - 1)
-
     def touch(self, key: int, score: float) -> None:
-        count = self._advance(key)
+        self._advance(key)
         if key in self.rank:
-            self.rank[key] = (count, self.number, key)
-        self._leave_rare()
+            self.rank[key] = (self._counts[key], self.number, key)
+        self.begin()
 
     def admit(self, key: int, score: float, asked: bool = True) -> bool:
         if asked:
             self.note(key)
         entry = self.entry_of(key, score)
-        if entry[0] < self._need or (len(self) >= self.capacity and not self.leave(1, entry[0])):
+        if entry[0] < self._need:
             return False
+        if len(self.rank) + len(self.pinned) >= self.capacity:
+            return self.replace_lowest(entry, entry[0])
         self.push(entry)
         return True
 
     def entry_of(self, key: int, score: float) -> Entry:
-        return (self._counts.get(key, 0), self.number, key)
+        return (self._counts[key], self.number, key)
 
     def unpin(self, key: int) -> None:
         _, moment, _ = self.pinned.pop(key)
-        self.push((self._counts.get(key, 0), moment, key))
+        self.push((self._counts[key], moment, key))
 
     def adopt(self, keys: Iterable[int]) -> None:
         """Take over residents as if each had been accessed once."""
@@ -563,22 +581,19 @@ class FrequencyThreshold(Ranked):
 
     def retune(self, rules: EvictionRules) -> None:
         super().retune(rules)
-        while len(self._last) > rules.window:
-            self._forget(-1)
         self._need = 0
-        if self._last:
-            self._find_need()
+        self._limit()
 
 
 class Slru(Ranked):
     """Segmented LRU. `Ranked.rank` is probation, by ``(accesses, moment it entered, key)``, which never change there:
     an access removes the key or moves it to the head. Pinned keys count as protected and keep their position."""
 
-    has_note = True
+    uses_frequency = True
 
     def __init__(self, setting: EvictionContext) -> None:
         super().__init__(setting)
-        self._accesses = dict(enumerate(setting.accesses, setting.first))
+        self._frequency = setting.frequency
         # Key to the moment of its last use, least recent first; pinned keys are in `pinned`.
         self._protected: OrderedDict[int, int] = OrderedDict()
         self._set_caps()
@@ -595,13 +610,9 @@ class Slru(Ranked):
 
     def entry_of(self, key: int, score: float) -> Entry:
         self.number += 1
-        return (self._accesses[key], self.number, key)
-
-    def note(self, key: int) -> None:
-        self._accesses[key] += 1
+        return (self._frequency[key], self.number, key)
 
     def touch(self, key: int, score: float) -> None:
-        self._accesses[key] += 1
         self.number += 1
         if key in self._protected:
             self._protected[key] = self.number
@@ -614,19 +625,18 @@ class Slru(Ranked):
                 self._demote()
             self._protected[key] = self.number
         else:  # all protected keys are pinned
-            self.push((self._accesses[key], self.number, key))
+            self.push((self._frequency[key], self.number, key))
 
     def _demote(self) -> None:
         """Move the least recently used protected key to the head of probation."""
         self.enter(self._protected.popitem(last=False)[0], 1.0)
 
     def admit(self, key: int, score: float, asked: bool = True) -> bool:
-        if asked:
-            self._accesses[key] += 1
-        if (len(self.rank) >= self.probation_cap or len(self) >= self.capacity) and not self.leave(1):
-            return False
-        self.push(self.entry_of(key, score))
-        return True
+        on_probation = len(self.rank)
+        if on_probation < self.probation_cap and on_probation + len(self._protected) + len(self.pinned) < self.capacity:
+            self.push(self.entry_of(key, score))
+            return True
+        return self.replace_lowest(self.entry_of(key, score))
 
     def drop(self) -> bool:
         """Evict one key: probation except its newest key, then the least recent protected key, then that newest key."""
@@ -920,7 +930,7 @@ class Layered(Eviction):
         upper, lower = split(setting.capacity)
         self.first, self.second = first(replace(setting, capacity=upper)), second(replace(setting, capacity=lower))
         self._levels = self.first, self.second
-        for flag in ("uses_scores", "has_begin", "has_visit", "has_note"):
+        for flag in ("uses_scores", "uses_frequency", "has_begin", "has_visit", "has_note"):
             setattr(self, flag, any(getattr(level, flag) for level in self._levels))
         # Keys that the second level evicts are evicted for good; victims of the first are in its own list until
         # `_demote`.

@@ -71,7 +71,7 @@ def plan_slots(
     if total <= 0:
         return SlotPlan(slots=0, recommended=0, budget=0, status=Status.EMPTY)
     # 1e-9: an expectation that is an integer in exact arithmetic is not rounded up.
-    met = math.ceil(float(expected_distinct(num_experts, min(active, num_experts), batch)) - 1e-9) if batch > 1 else 0
+    met = math.ceil(float(expected_distinct(num_experts, min(active, num_experts), batch)) - 1e-9)
     recommended = min(total, layers * min(num_experts, max(2 * active, met)))
     if per_expert_bytes <= 0:
         return SlotPlan(slots=total, recommended=recommended, budget=total, status=Status.UNKNOWN_EXPERT_SIZE)
