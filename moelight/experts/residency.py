@@ -58,16 +58,15 @@ class WarmPin:
 
     def as_dict(self, hits: int, misses: int) -> dict[str, Any]:
         """Hit rates before and after pinning, for these totals, and the pinned experts of each layer."""
-        before, total = self.pre_hits + self.pre_misses, hits + misses
-        after = total - before
-        overall = hits / total if total else 0.0
+        hits_before, before = (self.pre_hits, self.pre_hits + self.pre_misses) if self.fired else (hits, hits + misses)
+        after = hits + misses - before
         return {
             "after": self.after,
             "fired": self.fired,
-            "pre_warm_accesses": before if self.fired else total,
-            "pre_warm_hit_rate": (self.pre_hits / before if before else 0.0) if self.fired else overall,
-            "post_warm_accesses": after if self.fired else 0,
-            "post_warm_hit_rate": (hits - self.pre_hits) / after if self.fired and after else 0.0,
+            "pre_warm_accesses": before,
+            "pre_warm_hit_rate": hits_before / before if before else 0.0,
+            "post_warm_accesses": after,
+            "post_warm_hit_rate": (hits - hits_before) / after if after else 0.0,
             "pinned": [
                 {"layer": layer, "experts": self.pinned[self.pinned[:, 0] == layer, 1].tolist()}
                 for layer in np.unique(self.pinned[:, 0]).tolist()

@@ -4,7 +4,6 @@ one link; does not depend on residency."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -65,10 +64,9 @@ class MachineCosts:
 
     def schedule(self, mode: str) -> ScheduleRules:
         """Return ``mode`` with a threshold of half the time of a transfer, so that ``hybrid`` decides by cost alone."""
-        rules = ScheduleRules(mode=mode)
         if mode != "hybrid":
-            return rules
-        return replace(rules, offload_threshold_ms=float(f"{0.5e3 * self.fetch_s:.2g}"))
+            return ScheduleRules(mode=mode)
+        return ScheduleRules(mode=mode, offload_threshold_ms=float(f"{0.5e3 * self.fetch_s:.2g}"))
 
     def crossing_s(self, tokens: float) -> float:
         """Seconds to transfer the hidden states of ``tokens`` from a GPU to the CPU and back."""
