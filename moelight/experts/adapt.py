@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moelight.core.errors import ConfigError, UserError, did_you_mean
+from moelight.experts.eviction import FloatArray, IntArray
 from moelight.experts.policy import ACTION_KEYS, METRICS, OPERATORS, TRIGGERS, Action, AdaptRule, MonitorRules
-from moelight.experts.predict import Floats, Ints
 
 if TYPE_CHECKING:
     from moelight.experts.residency import Controls
@@ -39,7 +39,7 @@ class Monitor:
         self._totals = np.zeros((2, 2 * self.rules.window + 2), dtype=np.int64)
         self._end = 0
 
-    def record(self, hits: int, misses: int, evictions: int) -> dict[str, Floats]:
+    def record(self, hits: int, misses: int, evictions: int) -> dict[str, FloatArray]:
         """Record a batch; return each metric after each access, float64 [hits + misses]. Evictions beyond the misses
         count with the last access; those of a batch without accesses are ignored."""
         n = hits + misses
@@ -70,7 +70,7 @@ class Monitor:
     def as_dict(self) -> dict[str, Any]:
         return {"now": self.now(), "notes": list(self.notes)}
 
-    def _room_for(self, n: int) -> Ints:
+    def _room_for(self, n: int) -> IntArray:
         """Return the totals with space for ``n`` more columns; columns before the window may be dropped."""
         if self._end + n < self._totals.shape[1]:
             return self._totals
@@ -80,7 +80,7 @@ class Monitor:
         self._totals[:, : kept + 1], self._end = old, kept
         return self._totals
 
-    def _note(self, found: dict[str, Floats], n: int) -> None:
+    def _note(self, found: dict[str, FloatArray], n: int) -> None:
         every = self.rules.log_interval
         for place in range(every - self.accesses % every - 1, n, every):
             values = {metric: float(found[metric][place]) for metric in self.rules.metrics}
@@ -140,7 +140,7 @@ class AdaptRules:
         ready = [self._ready(index, metrics) for index in range(len(self.rules))]
         return self._fire(ready, first) if any(places.size for places in ready) else []
 
-    def _ready(self, index: int, metrics: dict[str, Floats]) -> Ints:
+    def _ready(self, index: int, metrics: dict[str, FloatArray]) -> IntArray:
         """Return the indices in the batch at which the condition of rule ``index`` has held long enough."""
         rule = self.rules[index]
         holds = _COMPARE[rule.op](metrics[rule.metric], rule.threshold)
@@ -151,7 +151,7 @@ class AdaptRules:
         self._streaks[index] = int(streaks[-1])
         return np.flatnonzero(streaks >= rule.accesses)
 
-    def _fire(self, ready: list[Ints], first: int) -> list[ExpertAdaptation]:
+    def _fire(self, ready: list[IntArray], first: int) -> list[ExpertAdaptation]:
         """Execute the rules that fire in the batch whose first access is ``first``, ordered by access, then by rule."""
         queue: list[tuple[int, int]] = []
         in_force: set[int] = set()
@@ -176,7 +176,7 @@ class AdaptRules:
         return done
 
     @staticmethod
-    def _queue(queue: list[tuple[int, int]], ready: list[Ints], index: int, start: int) -> None:
+    def _queue(queue: list[tuple[int, int]], ready: list[IntArray], index: int, start: int) -> None:
         """Queue rule ``index`` at the next index, from ``start`` on, at which it is ready."""
         at = int(np.searchsorted(ready[index], start))
         if at < len(ready[index]):

@@ -12,19 +12,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moelight.core.errors import ConfigError, did_you_mean
+from moelight.experts.eviction import BoolArray, FloatArray, IntArray
 from moelight.experts.policy import STRATEGIES, PrefetchRules
 
-Ints = np.ndarray[Any, np.dtype[np.int64]]
-Floats = np.ndarray[Any, np.dtype[np.float64]]
 Matrix = np.ndarray[Any, np.dtype[np.float32]]
-Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 FREQUENCY_DECAY = 0.98  # a batch has half its weight after 34 more of its layer: some sentences at batch 1
 AFFINITY_DECAY = 0.99  # a transition has half its weight after 69 more of its expert: a matrix row needs more samples
-_NOTHING: Ints = np.zeros(0, dtype=np.int64)
+_NOTHING: IntArray = np.zeros(0, dtype=np.int64)
 
 
-def likeliest(scores: Floats | Ints | Matrix, budget: int) -> Ints:
+def likeliest(scores: FloatArray | IntArray | Matrix, budget: int) -> IntArray:
     """Return the indices of at most ``budget`` positive ``scores`` [E], the highest first, ties by index."""
     order = np.argsort(-scores, kind="stable")[: max(0, budget)]
     return order[scores[order] > 0]
@@ -39,22 +37,22 @@ class NoPredictor:
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self.scores = np.zeros((num_layers, num_experts))
 
-    def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:
+    def observe(self, layer: int, ids: IntArray, counts: IntArray, mass: FloatArray | None) -> None:
         """Record a batch: the distinct experts ``ids`` [n] of ``layer``, for ``counts`` [n] tokens each, with the
         summed router weights ``mass`` [n] (None: unknown, token counts are used)."""
 
-    def predict(self, layer: int, budget: int) -> Ints:
+    def predict(self, layer: int, budget: int) -> IntArray:
         """At most ``budget`` experts that the next batch of ``layer`` may choose, the likeliest first, ties by id."""
         return likeliest(self.scores[layer], budget)
 
-    def hint(self, layer: int, ids: Ints, mass: Floats) -> None:
+    def hint(self, layer: int, ids: IntArray, mass: FloatArray) -> None:
         """Record the router of ``layer``, evaluated early: it would choose ``ids`` [n] with weights ``mass`` [n]."""
 
 
 class PreviousPredictor(NoPredictor):
     """Predicts the choice of the layer's last batch, by router weight."""
 
-    def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:
+    def observe(self, layer: int, ids: IntArray, counts: IntArray, mass: FloatArray | None) -> None:
         self.scores[layer].fill(0.0)
         self.scores[layer, ids] = counts if mass is None else mass
 
@@ -63,10 +61,10 @@ class NextRouterPredictor(NoPredictor):
     """Predicts by the layer's own router, which the caller applies to the hidden state of the layer before; a `hint`
     gives the sufficiently certain experts and is valid for one batch."""
 
-    def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:  # noqa: ARG002
+    def observe(self, layer: int, ids: IntArray, counts: IntArray, mass: FloatArray | None) -> None:  # noqa: ARG002
         self.scores[layer].fill(0.0)
 
-    def hint(self, layer: int, ids: Ints, mass: Floats) -> None:
+    def hint(self, layer: int, ids: IntArray, mass: FloatArray) -> None:
         self.scores[layer].fill(0.0)
         self.scores[layer, ids] = mass
 
@@ -78,7 +76,7 @@ class FrequencyPredictor(NoPredictor):
         super().__init__(num_layers, num_experts)
         self._decay = decay
 
-    def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:  # noqa: ARG002
+    def observe(self, layer: int, ids: IntArray, counts: IntArray, mass: FloatArray | None) -> None:  # noqa: ARG002
         self.scores[layer] *= self._decay
         if ids.size:
             self.scores[layer, ids] += counts * ((1.0 - self._decay) / counts.sum())
@@ -90,10 +88,10 @@ class HistoryPredictor(NoPredictor):
     def __init__(self, num_layers: int, num_experts: int, *, window: int = 50, steps: int = 1) -> None:
         super().__init__(num_layers, num_experts)
         self.steps = steps
-        self._batches: list[deque[Ints]] = [deque() for _ in range(num_layers)]
+        self._batches: list[deque[IntArray]] = [deque() for _ in range(num_layers)]
         self._window = window
 
-    def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:  # noqa: ARG002
+    def observe(self, layer: int, ids: IntArray, counts: IntArray, mass: FloatArray | None) -> None:  # noqa: ARG002
         batches, row = self._batches[layer], self.scores[layer]
         if len(batches) == self._window:
             row[batches.popleft()] -= 1
@@ -106,7 +104,7 @@ class Transitions:
     """Learned state of an `AffinityPredictor`: ``matrix`` [L, E, E] float32 and ``times`` [L, E] int64."""
 
     matrix: Matrix
-    times: Ints
+    times: IntArray
 
 
 class AffinityPredictor(NoPredictor):
@@ -134,7 +132,7 @@ class AffinityPredictor(NoPredictor):
             raise ConfigError(f"affinity of shape {matrix.shape}; this model needs {self.matrix.shape}")
         self.matrix[...], self.times[...], self._last = matrix, times, None
 
-    def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:
+    def observe(self, layer: int, ids: IntArray, counts: IntArray, mass: FloatArray | None) -> None:
         last, half = self._before(layer), self.times.shape[1] // 2
         if last is not None and last.ids.size <= half and ids.size <= half:
             times = self.times[last.layer]
@@ -147,7 +145,7 @@ class AffinityPredictor(NoPredictor):
         rows = self.matrix[layer].take(ids, axis=0)
         self._last = _LastBatch(layer, ids.copy(), np.array(counts if mass is None else mass, dtype=np.float32), rows)
 
-    def predict(self, layer: int, budget: int) -> Ints:
+    def predict(self, layer: int, budget: int) -> IntArray:
         """Experts that follow an expert of the layer before with at least the threshold probability, ordered by the
         router weight of the experts that they follow."""
         last = self._before(layer)
@@ -167,7 +165,7 @@ class _LastBatch(NamedTuple):
     """One batch: the ``mass`` of its ``ids``, and the transition row of each id, ``rows`` [n, E]."""
 
     layer: int
-    ids: Ints
+    ids: IntArray
     mass: Matrix
     rows: Matrix
 
@@ -205,12 +203,12 @@ class Quality:
         self.stall_removed_s = 0.0
         self._pending = np.zeros((num_layers, num_experts), dtype=np.bool_)
 
-    def predicted(self, layer: int, ids: Ints) -> None:
+    def predicted(self, layer: int, ids: IntArray) -> None:
         row = self._pending[layer]
         self.issued += len(ids) - int(np.count_nonzero(row[ids]))
         row[ids] = True
 
-    def visited(self, layer: int, ids: Ints) -> None:
+    def visited(self, layer: int, ids: IntArray) -> None:
         """Record a batch that chose the distinct ``ids`` of ``layer``, and resolve the predictions for this visit."""
         row = self._pending[layer]
         useful = int(np.count_nonzero(row[ids]))
@@ -284,16 +282,16 @@ class Prefetcher:
         found = self._predictors.get("affinity")
         return found if isinstance(found, AffinityPredictor) else None
 
-    def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None = None) -> None:
+    def observe(self, layer: int, ids: IntArray, counts: IntArray, mass: FloatArray | None = None) -> None:
         """Resolve the predictions for this visit, then observe the batch as `NoPredictor.observe`."""
         if self.is_on:
             self.quality.visited(layer, ids)
             self.predictor.observe(layer, ids, counts, mass)
 
-    def hint(self, layer: int, ids: Ints, mass: Floats) -> None:
+    def hint(self, layer: int, ids: IntArray, mass: FloatArray) -> None:
         self.predictor.hint(layer, ids, mass)
 
-    def ahead(self, layer: int, resident: Mask | None = None) -> Iterator[tuple[int, Ints]]:
+    def ahead(self, layer: int, resident: BoolArray | None = None) -> Iterator[tuple[int, IntArray]]:
         """Yield ``(coming layer, experts)`` to prefetch after ``layer`` has routed, the most urgent first.
 
         The budget is spent on the next layer, the unused part on the layers after it, up to the steps of the predictor.
@@ -332,10 +330,10 @@ class _HitRecord:
         self._right = np.zeros(_KINDS)
         self._made = np.ones(_KINDS)  # one wrong prediction as prior, so that an unseen kind has no confidence
 
-    def chance(self, kinds: Ints) -> Floats:
+    def chance(self, kinds: IntArray) -> FloatArray:
         return np.asarray(self._right[kinds] / self._made[kinds])
 
-    def resolve(self, kinds: Ints, came_true: Mask) -> None:
+    def resolve(self, kinds: IntArray, came_true: BoolArray) -> None:
         """Record predictions of these ``kinds`` as right or wrong."""
         self._right *= RECORD_DECAY
         self._made *= RECORD_DECAY
@@ -348,13 +346,13 @@ class PrefetchConfidence(_HitRecord):
 
     def __init__(self) -> None:
         super().__init__()
-        self._open: dict[int, Ints] = {}
+        self._open: dict[int, IntArray] = {}
 
     @staticmethod
-    def _kinds(ids: Ints) -> Ints:
+    def _kinds(ids: IntArray) -> IntArray:
         return np.minimum(np.arange(len(ids)), _KINDS - 1)
 
-    def likely(self, row: int, ids: Ints) -> Ints:
+    def likely(self, row: int, ids: IntArray) -> IntArray:
         """Return those of the predicted ``ids`` of layer ``row`` that are worth a prefetch."""
         self._open[row] = ids
         return ids[self.chance(self._kinds(ids)) >= SURE]
@@ -373,7 +371,7 @@ class RouterConfidence(_HitRecord):
     def __init__(self, num_experts: int) -> None:
         super().__init__()
         self._num_experts = num_experts
-        self._open: dict[int, list[tuple[np.ndarray[Any, Any], Ints]]] = {}
+        self._open: dict[int, list[tuple[np.ndarray[Any, Any], IntArray]]] = {}
 
     def add(self, row: int, ids: np.ndarray[Any, Any], weights: np.ndarray[Any, Any]) -> None:
         """Record that the router of ``row`` would choose ``ids`` [T, k] with ``weights`` [T, k] for the next tokens."""
@@ -382,7 +380,7 @@ class RouterConfidence(_HitRecord):
         kinds = np.minimum(margin / _MARGIN_STEP, _KINDS - 1).astype(np.int64)
         self._open.setdefault(row, []).append((ids, kinds))
 
-    def likely(self, row: int) -> tuple[Ints, Floats]:
+    def likely(self, row: int) -> tuple[IntArray, FloatArray]:
         """Return the experts of ``row`` that are worth a prefetch, and the probability that any token chooses each."""
         missed = np.ones(self._num_experts)
         for ids, kinds in self._open.get(row, ()):

@@ -16,7 +16,8 @@ from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.paths import write_whole
 from moelight.core.small_files import parse_json, read_error_text, read_text
 from moelight.core.units import MiB
-from moelight.experts.predict import Floats, Ints, Transitions, likeliest
+from moelight.experts.eviction import FloatArray, IntArray
+from moelight.experts.predict import Transitions, likeliest
 
 Facts = Mapping[str, str | int | float | bool | None]
 _LEAST = np.finfo(np.float64).tiny  # avoids 0 / 0
@@ -50,8 +51,8 @@ class Distance:
     """
 
     top: int
-    total_variation: Floats
-    overlap: Floats
+    total_variation: FloatArray
+    overlap: FloatArray
 
 
 class ActivationProfile:
@@ -65,26 +66,26 @@ class ActivationProfile:
         self.model = dict(model)
         self.num_layers, self.num_experts, self.half_life = num_layers, num_experts, half_life
         self.accesses = 0
-        self.counts: Floats = np.zeros((num_layers, num_experts))
+        self.counts: FloatArray = np.zeros((num_layers, num_experts))
         self.transitions: Transitions | None = None
 
     @property
     def fingerprint(self) -> str:
         return fingerprint_of(self.model)
 
-    def record(self, layer: int, ids: Ints, counts: Ints) -> None:
+    def record(self, layer: int, ids: IntArray, counts: IntArray) -> None:
         """Count a batch that chose the distinct ``ids`` [n] of ``layer`` for ``counts`` [n] tokens each."""
         self.accesses += len(ids)
         if self.half_life is not None:
             self.counts *= 0.5 ** (len(ids) / self.half_life)
         self.counts[layer, ids] += counts
 
-    def add(self, counts: Floats | Ints, accesses: int) -> None:
+    def add(self, counts: FloatArray | IntArray, accesses: int) -> None:
         """Add ``counts`` [L, E] of ``accesses`` from another profile, without decay."""
         self.counts += counts
         self.accesses += accesses
 
-    def residents(self, capacity: int | Ints) -> Ints:
+    def residents(self, capacity: int | IntArray) -> IntArray:
         """Return the initial residents: ``(layer, expert)`` [<= capacity, 2], highest priority first. ``capacity``:
         slots of each layer, [L]; or slots that all layers share, filled rank by rank (each layer's most used expert
         before any layer's second), within a rank by count."""
@@ -242,7 +243,7 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def _numbers(path: Path, key: str, value: Any, shape: tuple[int, ...]) -> Floats:
+def _numbers(path: Path, key: str, value: Any, shape: tuple[int, ...]) -> FloatArray:
     """Return ``value`` as finite non-negative numbers, float64 of the given ``shape``."""
     try:
         found = np.array(value)

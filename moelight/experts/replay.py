@@ -33,11 +33,6 @@ class Shape:
     page_bytes: int | None = None
     top_k: int | None = None
 
-    @property
-    def experts(self) -> int:
-        """Number of experts of all layers."""
-        return len(self.layers) * self.num_experts
-
     @classmethod
     def of(cls, model: ModelProfile) -> Shape:
         """Return the shape of all MoE layers of ``model``."""

@@ -13,8 +13,9 @@ from numpy.typing import ArrayLike
 from moelight.core.errors import ConfigError, did_you_mean
 from moelight.experts.adapt import AdaptRules, Monitor
 from moelight.experts.cache import COUNTERS, Access, ExpertCache, MemoryPressure, Prefetch
+from moelight.experts.eviction import FloatArray, IntArray
 from moelight.experts.policy import MODES, PRESSURE_THRESHOLD, Action, Capacity, ExpertPolicy, ScheduleRules
-from moelight.experts.predict import Floats, Ints, Transitions, likeliest
+from moelight.experts.predict import Transitions, likeliest
 from moelight.experts.profile import ActivationProfile
 from moelight.experts.sizing import SlotPlan, plan_slots
 
@@ -33,7 +34,7 @@ class WarmPin:
             raise ConfigError(f"warm_pin must be a whole number of at least 1 access, not {after}")
         self.after, self._active = after, active or 1
         self.fired = False
-        self.pinned: Ints = np.zeros((0, 2), dtype=np.int64)
+        self.pinned: IntArray = np.zeros((0, 2), dtype=np.int64)
         self.pre_hits, self.pre_misses = 0, 0
 
     def due(self, accesses: int) -> bool:
@@ -78,7 +79,7 @@ FORMAT = "moelight expert stats 1"
 TOP = 3  # experts named for each layer
 
 
-def _layer_stats(layer: int, hits: Ints, misses: Ints) -> dict[str, Any]:
+def _layer_stats(layer: int, hits: IntArray, misses: IntArray) -> dict[str, Any]:
     counts = hits + misses
     accesses = int(counts.sum())
     if accesses == 0:
@@ -106,8 +107,8 @@ class MissPlacement:
         cpu_s: seconds until the last of the other experts is computed.
     """
 
-    fetched: Ints
-    computed: Ints
+    fetched: IntArray
+    computed: IntArray
     link_s: float
     cpu_s: float
 
@@ -118,7 +119,7 @@ class MissPlacement:
 
 
 def place_misses(
-    tokens: Ints, schedule: ScheduleRules, *, fetch_s: float, cpu_s: Floats, fixed_s: float = 0.0
+    tokens: IntArray, schedule: ScheduleRules, *, fetch_s: float, cpu_s: FloatArray, fixed_s: float = 0.0
 ) -> MissPlacement:
     """Choose for each missing expert to transfer it or to compute it where it is stored.
 
@@ -156,7 +157,7 @@ def place_misses(
     )
 
 
-def _best_split(descending_s: Floats, fetch_s: float, fixed_s: float) -> int:
+def _best_split(descending_s: FloatArray, fetch_s: float, fixed_s: float) -> int:
     """Return how many of the most expensive experts to transfer, in [0, n]."""
     n = len(descending_s)
     computing = np.zeros(n + 1)
@@ -335,10 +336,10 @@ class Residency:
     def ahead(self, layer: int) -> list[tuple[int, Prefetch]]:
         return self.cache.prefetch_ahead(layer)
 
-    def hint(self, layer: int, ids: Ints, mass: Floats) -> None:
+    def hint(self, layer: int, ids: IntArray, mass: FloatArray) -> None:
         self.cache.predictor.hint(layer, ids, mass)
 
-    def place(self, tokens: Ints, *, fetch_s: float, cpu_s: Floats, fixed_s: float = 0.0) -> MissPlacement:
+    def place(self, tokens: IntArray, *, fetch_s: float, cpu_s: FloatArray, fixed_s: float = 0.0) -> MissPlacement:
         """Place the missing experts of a batch by `place_misses`, under the current schedule rules."""
         return place_misses(tokens, self.controls.schedule, fetch_s=fetch_s, cpu_s=cpu_s, fixed_s=fixed_s)
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from moelight.core.errors import ConfigError
 from moelight.experts import ExpertCache
 from moelight.experts.cache import MemoryPressure
-from moelight.experts.eviction import EvictionRules
+from moelight.experts.eviction import EvictionRules, FloatArray, IntArray
 from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy, PerLayerRules, PrefetchRules
-from moelight.experts.predict import Floats, Ints, NoPredictor, Prefetcher
+from moelight.experts.predict import NoPredictor, Prefetcher
 
 LAYERS, EXPERTS = 3, 6
 EVICTIONS = (
@@ -201,7 +201,7 @@ def test_kept_out_is_counted_as_missing_and_does_not_come() -> None:
     seen: list[tuple[list[int], list[int], list[float]]] = []
 
     class Watching(NoPredictor):
-        def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:
+        def observe(self, layer: int, ids: IntArray, counts: IntArray, mass: FloatArray | None) -> None:
             seen.append((ids.tolist(), counts.tolist(), [] if mass is None else mass.tolist()))
 
     watching = Prefetcher(PrefetchRules(strategy="previous"), num_layers=3, num_experts=6)

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from moelight.core.errors import ConfigError
+from moelight.experts.eviction import FloatArray, IntArray
 from moelight.experts.policy import STRATEGIES, PrefetchRules
 from moelight.experts.predict import (
     AffinityPredictor,
-    Floats,
     FrequencyPredictor,
     HistoryPredictor,
-    Ints,
     NextRouterPredictor,
     PreviousPredictor,
     Transitions,
@@ -26,7 +25,7 @@ LAYERS, EXPERTS = 3, 7
 BUDGETS = (0, 1, 3, EXPERTS + 2)
 
 
-def batches(seed: int, passes: int = 40) -> Iterator[tuple[int, Ints, Ints, Floats]]:
+def batches(seed: int, passes: int = 40) -> Iterator[tuple[int, IntArray, IntArray, FloatArray]]:
     """Passes through all layers; experts unevenly liked, in no order, sometimes none."""
     rng = np.random.default_rng(seed)
     liked = rng.dirichlet(np.full(EXPERTS, 0.5), size=LAYERS) * 0.9 + 0.1 / EXPERTS

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from moelight.core.errors import ConfigError
-from moelight.experts.predict import AffinityPredictor, Floats, Transitions, likeliest
+from moelight.experts.eviction import FloatArray
+from moelight.experts.predict import AffinityPredictor, Transitions, likeliest
 from moelight.experts.profile import ActivationProfile, fingerprint_of, merge
 
 MODEL = {"model_type": "mixtral", "num_layers": 3, "num_experts": 5, "top_k": 2, "hidden_size": 64}
@@ -108,7 +109,7 @@ def test_distance_layer_by_layer() -> None:
 def test_transitions_of_a_predictor_are_a_profiles() -> None:
     """What the predictor holds is what a profile keeps: shapes and dtypes agree."""
     affinity = AffinityPredictor(3, 5)
-    one: Floats = np.ones(1)
+    one: FloatArray = np.ones(1)
     affinity.observe(0, np.array([2]), one.astype(np.int64), one)
     affinity.observe(1, np.array([4]), one.astype(np.int64), one)
     again = AffinityPredictor(3, 5)

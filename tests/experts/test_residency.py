@@ -11,6 +11,7 @@ import pytest
 
 from moelight.core.errors import ConfigError
 from moelight.experts.cache import ExpertCache
+from moelight.experts.eviction import IntArray
 from moelight.experts.policy import (
     STRATEGIES,
     Action,
@@ -23,7 +24,6 @@ from moelight.experts.policy import (
     PrefetchRules,
     ScheduleRules,
 )
-from moelight.experts.predict import Ints
 from moelight.experts.profile import ActivationProfile
 from moelight.experts.residency import Controls, Residency
 
@@ -52,7 +52,7 @@ def residency(asked: ExpertPolicy, **more: Any) -> Residency:
     return Residency(asked, num_layers=LAYERS, num_experts=EXPERTS, **more)
 
 
-def batches(seed: int, passes: int = 30) -> Iterator[tuple[int, Ints, np.ndarray[Any, Any]]]:
+def batches(seed: int, passes: int = 30) -> Iterator[tuple[int, IntArray, np.ndarray[Any, Any]]]:
     rng = np.random.default_rng(seed)
     for _ in range(passes):
         for layer in range(LAYERS):
