@@ -1,5 +1,5 @@
 """Windowed metrics of a running cache, and the rules ``when METRIC OP NUMBER for N accesses { ACTION }`` over them,
-exact to the access; a `Controlled` object executes the actions."""
+exact to the access; `Controls` executes the actions."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import operator
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moelight.core.errors import ConfigError, UserError, did_you_mean
+from moelight.experts.eviction import FloatArray, IntArray
 from moelight.experts.policy import ACTION_KEYS, METRICS, OPERATORS, TRIGGERS, Action, AdaptRule, MonitorRules
-from moelight.experts.predict import Floats, Ints
+
+if TYPE_CHECKING:
+    from moelight.experts.residency import Controls
 
 NOTES_KEPT = 1000  # a long job writes millions
 
@@ -36,7 +39,7 @@ class Monitor:
         self._totals = np.zeros((2, 2 * self.rules.window + 2), dtype=np.int64)
         self._end = 0
 
-    def record(self, hits: int, misses: int, evictions: int) -> dict[str, Floats]:
+    def record(self, hits: int, misses: int, evictions: int) -> dict[str, FloatArray]:
         """Record a batch; return each metric after each access, float64 [hits + misses]. Evictions beyond the misses
         count with the last access; those of a batch without accesses are ignored."""
         n = hits + misses
@@ -64,7 +67,10 @@ class Monitor:
         inside = self._totals[:, self._end] - self._totals[:, begin]
         return dict(zip(METRICS, (inside / max(1, self._end - begin)).tolist(), strict=True))
 
-    def _room_for(self, n: int) -> Ints:
+    def as_dict(self) -> dict[str, Any]:
+        return {"now": self.now(), "notes": list(self.notes)}
+
+    def _room_for(self, n: int) -> IntArray:
         """Return the totals with space for ``n`` more columns; columns before the window may be dropped."""
         if self._end + n < self._totals.shape[1]:
             return self._totals
@@ -74,7 +80,7 @@ class Monitor:
         self._totals[:, : kept + 1], self._end = old, kept
         return self._totals
 
-    def _note(self, found: dict[str, Floats], n: int) -> None:
+    def _note(self, found: dict[str, FloatArray], n: int) -> None:
         every = self.rules.log_interval
         for place in range(every - self.accesses % every - 1, n, every):
             values = {metric: float(found[metric][place]) for metric in self.rules.metrics}
@@ -89,19 +95,6 @@ def _check_known(where: str, what: str, word: str, known: Sequence[str]) -> None
 KINDS = ("set", "trigger", "rebalance")
 LOG_KEPT = 1000
 _COMPARE = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "!=": operator.ne}
-
-
-class Controlled(Protocol):
-    """A running cache with its components. Contents and statistics survive every action."""
-
-    def in_force(self, action: Action) -> bool:
-        """Return True if ``action`` would change nothing."""
-
-    def shown(self, action: Action) -> str | None:
-        """Return the current value of the key of ``action``, in the syntax of the language; None for a trigger."""
-
-    def do(self, action: Action) -> None:
-        """Execute ``action``; raises UserError if it is not possible, and nothing has changed then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,17 +117,17 @@ class AdaptRules:
     """The rules of one policy, evaluated at every access, in their order. ``log``: the last `LOG_KEPT` adaptations.
 
     A rule fires when its condition has held for ``accesses`` consecutive accesses, not again before its cooldown, and
-    only if its action changes something (`Controlled.in_force`). A change takes effect with the next batch.
+    only if its action changes something (`Controls.in_force`). A change takes effect with the next batch.
     """
 
-    def __init__(self, rules: Sequence[AdaptRule], controlled: Controlled, monitor: Monitor) -> None:
+    def __init__(self, rules: Sequence[AdaptRule], controls: Controls, monitor: Monitor) -> None:
         """Raises ConfigError for a rule that could never fire, or never do anything."""
         for rule in rules:
             _check(rule)
         self.rules, self.monitor = tuple(rules), monitor
         self.log: deque[ExpertAdaptation] = deque(maxlen=LOG_KEPT)
         self.changes, self.failures = 0, 0
-        self._controlled = controlled
+        self._controls = controls
         self._streaks = [0] * len(rules)  # consecutive accesses over which each condition has held
         self._ready_from = [0] * len(rules)  # the first access at which each may fire again
 
@@ -147,7 +140,7 @@ class AdaptRules:
         ready = [self._ready(index, metrics) for index in range(len(self.rules))]
         return self._fire(ready, first) if any(places.size for places in ready) else []
 
-    def _ready(self, index: int, metrics: dict[str, Floats]) -> Ints:
+    def _ready(self, index: int, metrics: dict[str, FloatArray]) -> IntArray:
         """Return the indices in the batch at which the condition of rule ``index`` has held long enough."""
         rule = self.rules[index]
         holds = _COMPARE[rule.op](metrics[rule.metric], rule.threshold)
@@ -158,7 +151,7 @@ class AdaptRules:
         self._streaks[index] = int(streaks[-1])
         return np.flatnonzero(streaks >= rule.accesses)
 
-    def _fire(self, ready: list[Ints], first: int) -> list[ExpertAdaptation]:
+    def _fire(self, ready: list[IntArray], first: int) -> list[ExpertAdaptation]:
         """Execute the rules that fire in the batch whose first access is ``first``, ordered by access, then by rule."""
         queue: list[tuple[int, int]] = []
         in_force: set[int] = set()
@@ -168,7 +161,7 @@ class AdaptRules:
         while queue:
             place, index = heapq.heappop(queue)
             rule = self.rules[index]
-            if self._controlled.in_force(rule.action):
+            if self._controls.in_force(rule.action):
                 in_force.add(index)
                 continue
             done.append(self._do(rule, first + place))
@@ -183,7 +176,7 @@ class AdaptRules:
         return done
 
     @staticmethod
-    def _queue(queue: list[tuple[int, int]], ready: list[Ints], index: int, start: int) -> None:
+    def _queue(queue: list[tuple[int, int]], ready: list[IntArray], index: int, start: int) -> None:
         """Queue rule ``index`` at the next index, from ``start`` on, at which it is ready."""
         at = int(np.searchsorted(ready[index], start))
         if at < len(ready[index]):
@@ -191,14 +184,14 @@ class AdaptRules:
 
     def _do(self, rule: AdaptRule, access: int) -> ExpertAdaptation:
         action, failure = rule.action, None
-        before = self._controlled.shown(action)
+        before = self._controls.shown(action)
         try:
-            self._controlled.do(action)
+            self._controls.do(action)
             self.changes += 1
         except UserError as error:
             failure = str(error)
             self.failures += 1
-        now = self._controlled.shown(action)
+        now = self._controls.shown(action)
         return ExpertAdaptation(
             access=access, rule=condition_of(rule), action=name_of(action), before=before, now=now, failure=failure
         )

@@ -3,19 +3,27 @@ and counts but moves no bytes; the caller transfers pages to the slots that the 
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress, pairwise, repeat
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from moelight.core.errors import ConfigError
-from moelight.experts import eviction as evictions
-from moelight.experts.eviction import BoolArray, Eviction, EvictionRules, FloatArray, IntArray
-from moelight.experts.policy import ExpertPolicy, PerLayerRules, PrefetchRules
+from moelight.experts.eviction import (
+    BoolArray,
+    Eviction,
+    EvictionContext,
+    EvictionRules,
+    FloatArray,
+    IntArray,
+    eviction_names,
+    make_eviction,
+)
+from moelight.experts.policy import CacheRules, ExpertPolicy, PerLayerRules, PrefetchRules
 from moelight.experts.predict import Prefetcher
 
 
@@ -49,6 +57,9 @@ class Prefetch(NamedTuple):
     evictions: IntArray
 
 
+COUNTERS = ("evictions", "expired", "pressed", "bypasses", "prefetched")  # scalar counters of `CacheStats`
+
+
 class CacheStats:
     """Counters of a cache.
 
@@ -65,12 +76,6 @@ class CacheStats:
         self.tokens = np.zeros((num_layers, num_experts), np.int64)
         self.evictions = self.expired = self.pressed = self.bypasses = self.prefetched = 0
 
-    def record(self, layer: int, hits: IntArray, misses: IntArray, counts: IntArray) -> None:
-        """Count one batch of ``layer``; ``counts`` int64 [E]: tokens of each expert."""
-        self.hits[layer][hits] += 1
-        self.misses[layer][misses] += 1
-        self.tokens[layer] += counts
-
     @property
     def accesses(self) -> int:
         return int(self.hits.sum() + self.misses.sum())
@@ -80,21 +85,6 @@ class CacheStats:
         """Hits per access; 0 before the first access."""
         accesses = self.accesses
         return int(self.hits.sum()) / accesses if accesses else 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        counters = ("evictions", "expired", "pressed", "bypasses", "prefetched")
-        hits, misses = self.hits.sum(axis=1).tolist(), self.misses.sum(axis=1).tolist()
-        return {
-            "accesses": self.accesses,
-            "hits": sum(hits),
-            "misses": sum(misses),
-            "hit_rate": self.hit_rate,
-            **{name: getattr(self, name) for name in counters},
-            "layers": [
-                {"layer": layer, "accesses": h + m, "hits": h, "hit_rate": h / (h + m) if h + m else None}
-                for layer, (h, m) in enumerate(zip(hits, misses, strict=True))
-            ],
-        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,14 +96,16 @@ class MemoryPressure:
     budget_gb: float = 16.0
     expert_gb: float = 1.2
 
+    @classmethod
+    def of(cls, rules: CacheRules, threshold: float) -> MemoryPressure:
+        sizes = {"budget_gb": rules.memory_budget_gb, "expert_gb": rules.expert_size_gb}
+        return cls(threshold=threshold, headroom=rules.memory_headroom, **sizes)
+
     def usage(self, residents: int) -> float:
         return residents * self.expert_gb / self.budget_gb
 
-    def surplus(self, residents: int) -> int:
-        """Number of ``residents`` to evict; 0 below the threshold."""
-        return self.beyond_headroom(residents) if self.usage(residents) >= self.threshold else 0
-
     def beyond_headroom(self, residents: int) -> int:
+        """Number of ``residents`` to evict once the threshold is reached."""
         return sum(self.usage(count) > self.headroom for count in range(1, residents + 1))
 
 
@@ -174,14 +166,10 @@ def share_out(total: int, weights: FloatArray, least: IntArray, most: IntArray) 
             above = middle
     ideal: FloatArray = np.clip(above * weights, least, most)
     shares = np.floor(ideal + 1e-9).astype(np.int64)
-    missing = total - int(shares.sum())
-    while missing:
-        step = 1 if missing > 0 else -1
-        room = shares < most if step > 0 else shares > least
-        remainders = np.where(room, step * (ideal - shares), -np.inf)
-        for layer in np.argsort(-remainders, kind="stable")[: min(abs(missing), int(room.sum()))]:
-            shares[layer] += step
-            missing -= step
+    while missing := total - int(shares.sum()):
+        room = shares < most
+        remainders = np.where(room, ideal - shares, -np.inf)
+        shares[np.argsort(-remainders, kind="stable")[: min(missing, int(room.sum()))]] += 1
     return shares
 
 
@@ -189,23 +177,20 @@ class Selections:
     """The last ``window`` accesses of each layer, and their entropy over its experts."""
 
     def __init__(self, num_layers: int, num_experts: int, window: int) -> None:
-        self._last = np.zeros((num_layers, window), np.int64)
-        self._seen = np.zeros(num_layers, np.int64)
+        self._last: list[deque[int]] = [deque(maxlen=window) for _ in range(num_layers)]
         self._experts = num_experts
 
     def add(self, layer: int, ids: IntArray) -> None:
-        window = self._last.shape[1]
-        ids = ids[-window:]
-        self._last[layer, (self._seen[layer] + np.arange(len(ids))) % window] = ids
-        self._seen[layer] += len(ids)
+        self._last[layer].extend(ids.tolist())
 
     def entropies(self) -> FloatArray:
         """Entropy of each layer's recent accesses in bits, float [L]; without accesses, that of a uniform spread."""
-        found = np.full(len(self._seen), np.log2(max(self._experts, 2)))
-        for layer in np.flatnonzero(self._seen):
-            counts = np.bincount(self._last[layer, : self._seen[layer]], minlength=self._experts)
-            shares = counts[counts > 0] / counts.sum()
-            found[layer] = -(shares * np.log2(shares)).sum()
+        found = np.full(len(self._last), np.log2(max(self._experts, 2)))
+        for layer, last in enumerate(self._last):
+            if last:
+                counts = np.bincount(last)
+                shares = counts[counts > 0] / len(last)
+                found[layer] = -(shares * np.log2(shares)).sum()
         return found
 
 
@@ -280,7 +265,7 @@ class ExpertCache:
             raise ValueError(f"{capacity=}, {num_layers=} and {num_experts=} must be positive")
         self.num_layers, self.num_experts = num_layers, num_experts
         self.capacity = min(capacity, num_layers * num_experts)
-        self.eviction = evictions.eviction_names(eviction)
+        self.eviction = eviction_names(eviction)
         self.rules = rules or EvictionRules()
         if isinstance(predictor, str):
             rules_of = PrefetchRules(strategy=predictor)
@@ -307,33 +292,34 @@ class ExpertCache:
         self._selections: Selections | None = None
         self._rebalanced = 0
         keys = [(layer, [layer * num_experts + int(e) for e in ids]) for layer, ids in future]
-        self._pools: list[Eviction] = []
-        self._distinct: list[Eviction] = []
-        if per_layer is None:
-            self._use([self._pool(self.capacity, 0, [ids for _, ids in keys])])
-        else:
-            if per_layer.allocation == "entropy":
-                self._selections = Selections(num_layers, num_experts, per_layer.entropy_window)
-            shares = enumerate(self._shares(self.capacity).tolist())
-            self._use([self._pool(share, at, [ids for layer, ids in keys if layer == at]) for at, share in shares])
+        self._pools: list[Eviction] = []  # of each layer
+        self._distinct: list[Eviction] = []  # one for all layers, or one for each
+        if per_layer is not None and per_layer.allocation == "entropy":
+            self._selections = Selections(num_layers, num_experts, per_layer.entropy_window)
+        shares = [self.capacity] if per_layer is None else self._shares(self.capacity).tolist()
+        self._use(
+            [
+                self._pool(share, at, [ids for layer, ids in keys if per_layer is None or layer == at])
+                for at, share in enumerate(shares)
+            ]
+        )
         self.preload = self._preload(list(pins))
 
     def _use(self, pools: list[Eviction]) -> None:
-        """Set the pools: one for all layers, or one for each."""
         self._distinct = pools
         self._pools = pools if self.per_layer is not None else pools * self.num_layers
 
     def _pool(self, capacity: int, layer: int, future: Sequence[Sequence[int]] = ()) -> Eviction:
-        setting = evictions.EvictionContext(
+        setting = EvictionContext(
             capacity=capacity,
-            population=self.num_experts * (self.num_layers if self.per_layer is None else 1),
+            population=self.num_experts if self.per_layer is not None else self._flat_table.size,
             rules=self.rules,
             frequency=self._frequency,
             future=future,
             first=layer * self.num_experts,
             experts=self.num_experts,
         )
-        pool = evictions.make_eviction(self.eviction, setting)
+        pool = make_eviction(self.eviction, setting)
         pool.hold(self._leases)
         return pool
 
@@ -350,7 +336,7 @@ class ExpertCache:
                     self._pinned[key] = None
                     found.append((layer, expert, self._place([key])[0]))
                 else:
-                    pool.remove(key)
+                    pool.remove((key,))
         return tuple(found)
 
     def __len__(self) -> int:
@@ -370,11 +356,6 @@ class ExpertCache:
     def pinned(self) -> list[tuple[int, int]]:
         """(layer, expert) of all pins, in the order in which they were made."""
         return [divmod(key, self.num_experts) for key in self._pinned]
-
-    @property
-    def pinnable(self) -> int:
-        """Number of experts that may be pinned, all layers together."""
-        return sum(pool.pinnable for pool in self._distinct)
 
     @property
     def budgets(self) -> list[int]:
@@ -398,7 +379,7 @@ class ExpertCache:
                 self._leases[key] = left
             else:
                 del self._leases[key]
-        self._pools[layer].flush()
+        self._pools[layer].hold(self._leases)
 
     def pin(self, layer: int, expert: int) -> bool:
         """Exclude a resident expert from eviction; False if it is not resident or no further pin is possible."""
@@ -471,7 +452,7 @@ class ExpertCache:
         """Evict ``keys`` for a reason outside their pools; return their number."""
         for key in keys:
             pool = self._pools[key // self.num_experts]
-            pool.remove(key)
+            pool.remove((key,))
             pool.gone.append(key)
             self._drain(pool)
         return len(keys)
@@ -514,7 +495,6 @@ class ExpertCache:
         """Reduce the held keys to the leased ones."""
         for pool in pools:
             pool.hold(self._leases)
-            pool.flush()
 
     def clear(self) -> IntArray:
         """Evict all experts, pinned or not, but keep the counters; return the evicted (layer, expert), int64 [e, 2].
@@ -531,7 +511,7 @@ class ExpertCache:
     def swap(self, eviction: str | Sequence[str] | None = None, rules: EvictionRules | None = None) -> None:
         """Replace the eviction policy or its parameters. The residents enter the new policy in the eviction order of
         the old one; leases and counters are kept, and pins unless the new policy cannot hold them."""
-        names = self.eviction if eviction is None else evictions.eviction_names(eviction)
+        names = self.eviction if eviction is None else eviction_names(eviction)
         self.rules = rules or self.rules
         if names == self.eviction:
             for pool in self._distinct:
@@ -654,12 +634,13 @@ class ExpertCache:
             misses, scored, kept_out = missing[~out], scored[~out], missing[out]
             self._pass_by(pool, (kept_out + base).tolist())
         slots = self._bring(pool, (misses + base).tolist(), scored.tolist(), admit) if len(misses) else []
-        self.stats.record(layer, hits, missing, counts)
+        self.stats.hits[layer][hits] += 1
+        self.stats.misses[layer][missing] += 1
+        self.stats.tokens[layer] += counts
         self.clock += len(keys)
         self._last_batch, self._last_of_layer[layer] = held, keys
         self._after(layer, distinct)
         pool.hold(self._leases)
-        pool.flush()
         if self.predictor.is_on:
             self.predictor.observe(layer, distinct, counts[distinct], None if mass is None else mass[distinct])
         hit_slots, brought, evicted = before[found].astype(np.int64), np.array(slots, np.int64), self._notify()
@@ -687,8 +668,8 @@ class ExpertCache:
 
     def _after(self, layer: int, distinct: IntArray) -> None:
         """Apply memory pressure, time to live and rebalancing after a batch, none of whose experts is evicted."""
-        if self.pressure is not None and (surplus := self.pressure.surplus(len(self))):
-            self.stats.pressed += self._press(surplus)
+        if self.pressure is not None and self.pressure.usage(len(self)) >= self.pressure.threshold:
+            self.stats.pressed += self._press(self.pressure.beyond_headroom(len(self)))
         if self._expiry is not None:
             base = layer * self.num_experts
             self._expiry.touch((k for k in (distinct + base).tolist() if self._slot_of[k] >= 0), self.clock)
@@ -737,15 +718,13 @@ class ExpertCache:
         """Admit ``keys``, (layer, expert) int [n, 2], highest priority first, into free slots only; not an access. The
         first key is evicted last. Return (layer, expert, slot) of the admitted keys, int64 [m, 3]."""
         found = []
-        chosen: dict[int, list[int]] = {id(pool): [] for pool in self._distinct}
+        chosen: dict[Eviction, list[int]] = {pool: [] for pool in self._distinct}
         for layer, expert in np.asarray(keys, np.int64).reshape(-1, 2).tolist():
             key, pool = self._key(layer, expert), self._pools[layer]
-            wanted = chosen[id(pool)]
-            if self._slot_of[key] < 0 and len(pool) + len(wanted) < pool.capacity:
-                wanted.append(key)
-                found.append((layer, expert, self._place([key])[0]))
-        for pool in self._distinct:
-            wanted = chosen[id(pool)]
+            if self._slot_of[key] < 0 and len(pool) + len(chosen[pool]) < pool.capacity:
+                chosen[pool].append(key)
+                found.append((layer, expert, *self._place([key])))
+        for pool, wanted in chosen.items():
             pool.adopt(wanted[::-1])
             if self._expiry is not None:
                 self._expiry.touch(wanted, self.clock)
@@ -767,8 +746,6 @@ class ExpertCache:
     ) -> ExpertCache:
         """Return the cache that ``policy`` describes; a capacity in bytes needs ``page_bytes`` of one expert."""
         rules = policy.cache
-        limits = {"headroom": rules.memory_headroom, "budget_gb": rules.memory_budget_gb}
-        threshold, expert_gb = rules.memory_threshold, rules.expert_size_gb
         return cls(
             capacity=policy.slots(num_layers, num_experts, page_bytes),
             num_layers=num_layers,
@@ -784,7 +761,7 @@ class ExpertCache:
             per_layer=policy.per_layer,
             pins=rules.pin,
             ttl=rules.ttl,
-            pressure=None if threshold is None else MemoryPressure(threshold=threshold, expert_gb=expert_gb, **limits),
+            pressure=None if rules.memory_threshold is None else MemoryPressure.of(rules, rules.memory_threshold),
         )
 
     def expect(self, shares: ArrayLike) -> None:

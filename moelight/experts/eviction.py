@@ -4,9 +4,9 @@ eviction depends only on keys, accesses and scores, while slots, layers and stat
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Collection, Container, Iterable, Sequence
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush, heapreplace, nsmallest
 from math import inf
 
@@ -37,19 +37,19 @@ class EvictionContext:
     """Constructor arguments of an eviction.
 
     Attributes:
-        population: number of keys that can ever be accessed; a pool with that capacity never evicts.
+        population: number of keys that can ever be accessed, from ``first`` on; a pool with that capacity never evicts.
         frequency: accesses of each key so far, maintained by the cache (read by slru alone).
         future: keys of each coming batch, for belady.
-        first, experts: the lowest key, and keys of a layer (read by reuse alone).
+        experts: keys of a layer (read by reuse alone).
     """
 
     capacity: int
     population: int
-    rules: EvictionRules = field(default_factory=EvictionRules)
-    frequency: list[int] = field(default_factory=list)
-    future: Sequence[Sequence[int]] = ()
-    first: int = 0
-    experts: int = 1
+    rules: EvictionRules
+    frequency: list[int]
+    future: Sequence[Sequence[int]]
+    first: int
+    experts: int
 
 
 class Eviction(ABC):
@@ -74,10 +74,6 @@ class Eviction(ABC):
     @abstractmethod
     def __len__(self) -> int:
         """Number of residents, pinned ones included."""
-
-    @property
-    def pinnable(self) -> int:
-        return self.capacity
 
     def begin(self) -> None:  # noqa: B027
         """Called at the start of an access, before any lookup."""
@@ -111,7 +107,15 @@ class Eviction(ABC):
 
     def admit_all(self, keys: Sequence[int], scores: Sequence[float]) -> list[bool]:
         """`admit` each of ``keys``, all of them held; return which were admitted."""
-        return list(map(self.admit, keys, scores))
+        if not self.fills_in_order:
+            return list(map(self.admit, keys, scores))
+        room = max(0, self.capacity - len(self))
+        there = min(len(keys), room + self.leave(len(keys) - room))
+        self.enter_all(keys[:there], scores)
+        if self.has_note:
+            for key in keys[there:]:
+                self.note(key)
+        return [True] * there + [False] * (len(keys) - there)
 
     def take(self, keys: Iterable[int]) -> None:
         """Admit ``keys``, one after the other, that were not accessed and are not held. Rejected keys go to `gone`."""
@@ -121,17 +125,24 @@ class Eviction(ABC):
     def enter(self, key: int, score: float) -> None:
         """Insert ``key`` into a free slot as the newest."""
 
+    def enter_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
+        """`note` and `enter` each of ``keys``, accesses of one batch; further ``scores`` are ignored."""
+        raise NotImplementedError("of policies that fill in order")
+
     @abstractmethod
     def drop(self) -> bool:
         """Evict the next key into `gone`; return False if all keys are held or pinned."""
 
-    @abstractmethod
-    def remove(self, key: int) -> None:
-        """Remove ``key``, pinned or not, without adding it to `gone`."""
+    def leave(self, wanted: int) -> int:
+        """`drop` up to ``wanted`` keys; return how many were evicted."""
+        count = 0
+        while count < wanted and self.drop():
+            count += 1
+        return count
 
-    def remove_all(self, keys: Iterable[int]) -> None:
-        for key in keys:
-            self.remove(key)
+    @abstractmethod
+    def remove(self, keys: Collection[int]) -> None:
+        """Remove ``keys``, pinned or not, without adding them to `gone`."""
 
     @abstractmethod
     def pin(self, key: int) -> bool:
@@ -151,16 +162,13 @@ class Eviction(ABC):
             self.enter(key, 1.0)
 
     def hold(self, keys: Container[int]) -> None:
+        """Hold ``keys`` and no others; called again when some of them are no longer to be held."""
         self.held = keys
-
-    def flush(self) -> None:  # noqa: B027
-        """Called when some keys are no longer held."""
 
     def resize(self, capacity: int) -> None:
         """Set the capacity; the surplus is evicted as far as possible."""
         self.capacity = capacity
-        while len(self) > capacity and self.drop():
-            pass
+        self.leave(len(self) - capacity)
 
     def retune(self, rules: EvictionRules) -> None:
         self.rules = rules
@@ -196,20 +204,13 @@ class Lru(Eviction):
         order[key] = None
         return True
 
-    def admit_all(self, keys: Sequence[int], scores: Sequence[float]) -> list[bool]:
-        room = max(0, self.capacity - len(self._order) - len(self._pinned))
-        there = min(len(keys), room + self._leave(len(keys) - room))
-        self._order.update(dict.fromkeys(keys[:there]))
-        return [True] * there + [False] * (len(keys) - there)
-
     def take(self, keys: Iterable[int]) -> None:
         # The newest keys are evicted last, so all may enter before the first eviction.
         before = len(self._order)
         self._order.update(dict.fromkeys(keys))
-        self._leave(min(len(self._order) - before, len(self) - self.capacity))
+        self.leave(min(len(self._order) - before, len(self) - self.capacity))
 
-    def _leave(self, wanted: int) -> int:
-        """Evict the next ``wanted`` keys that are not held; return how many were evicted."""
+    def leave(self, wanted: int) -> int:
         if wanted <= 0:
             return 0
         held, found = self.held, []
@@ -226,6 +227,9 @@ class Lru(Eviction):
     def enter(self, key: int, score: float) -> None:
         self._order[key] = None
 
+    def enter_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
+        self._order.update(dict.fromkeys(keys))
+
     def drop(self) -> bool:
         held = self.held
         for key in self._order:
@@ -235,10 +239,7 @@ class Lru(Eviction):
                 return True
         return False
 
-    def remove(self, key: int) -> None:
-        self.remove_all((key,))
-
-    def remove_all(self, keys: Iterable[int]) -> None:
+    def remove(self, keys: Collection[int]) -> None:
         order, pinned = self._order, self._pinned
         for key in keys:
             if key in order:
@@ -276,7 +277,7 @@ class Ranked(Eviction):
         self.pinned: dict[int, Entry] = {}
         self.number = 0
         self._heap: list[Entry] = []
-        # Entries of held keys that reached the top; returned to the heap once the keys are no longer held.
+        # Entries of held keys that reached the top; `hold` returns those of other keys to the heap.
         self._parked: list[Entry] = []
 
     def __len__(self) -> int:
@@ -309,8 +310,8 @@ class Ranked(Eviction):
         self._heap = list(self.rank.values())
         heapify(self._heap)
 
-    def leave(self, wanted: int) -> int:
-        """Evict the lowest ``wanted`` keys that are not held; return how many were evicted."""
+    def leave(self, wanted: int, most: float = inf) -> int:
+        """Evict the lowest ``wanted`` keys that are not held and have a value up to ``most``; return their number."""
         heap, rank, held, parked, gone = self._heap, self.rank, self.held, self._parked, self.gone
         before = len(gone)
         while wanted > 0 and heap:
@@ -322,6 +323,8 @@ class Ranked(Eviction):
                 heapreplace(heap, now)
             elif top[2] in held:
                 parked.append(heappop(heap))
+            elif top[0] > most:
+                break
             else:
                 heappop(heap)
                 del rank[top[2]]
@@ -330,16 +333,18 @@ class Ranked(Eviction):
         return len(gone) - before
 
     def drop(self) -> bool:
-        entry = self.lowest()
-        if entry is None:
-            return False
-        heappop(self._heap)
-        del self.rank[entry[2]]
-        self.gone.append(entry[2])
-        return True
+        return self.leave(1) == 1
 
-    def lowest(self) -> Entry | None:
-        """The top of the heap, the entry of the next key to be evicted."""
+    def admit(self, key: int, score: float, asked: bool = True) -> bool:
+        if asked and self.has_note:
+            self.note(key)
+        if len(self.rank) + len(self.pinned) < self.capacity:
+            self.push(self.entry_of(key, score))
+            return True
+        return self.replace_lowest(self.entry_of(key, score))
+
+    def replace_lowest(self, entry: Entry, most: float = inf) -> bool:
+        """`leave` of one key, for that of ``entry``; return False if there is none."""
         heap, rank, held = self._heap, self.rank, self.held
         while heap:
             top = heap[0]
@@ -350,36 +355,20 @@ class Ranked(Eviction):
                 heapreplace(heap, now)
             elif top[2] in held:
                 self._parked.append(heappop(heap))
+            elif top[0] > most:
+                break
             else:
-                return top
-        return None
+                heapreplace(heap, entry)
+                del rank[top[2]]
+                rank[entry[2]] = entry
+                self.gone.append(top[2])
+                return True
+        return False
 
-    def replace(self, top: Entry, entry: Entry) -> None:
-        """Evict `lowest` and insert a new key in its place."""
-        heapreplace(self._heap, entry)
-        del self.rank[top[2]]
-        self.rank[entry[2]] = entry
-        self.gone.append(top[2])
-
-    def admit(self, key: int, score: float, asked: bool = True) -> bool:
-        if asked and self.has_note:
-            self.note(key)
-        if len(self.rank) + len(self.pinned) < self.capacity:
-            self.push(self.entry_of(key, score))
-            return True
-        top = self.lowest()
-        if top is None:
-            return False
-        entry = self.entry_of(key, score)
-        heapreplace(self._heap, entry)
-        del self.rank[top[2]]
-        self.rank[key] = entry
-        self.gone.append(top[2])
-        return True
-
-    def remove(self, key: int) -> None:
-        if self.rank.pop(key, None) is None:
-            del self.pinned[key]
+    def remove(self, keys: Collection[int]) -> None:
+        for key in keys:
+            if self.rank.pop(key, None) is None:
+                del self.pinned[key]
 
     def pin(self, key: int) -> bool:
         self.pinned[key] = self.rank.pop(key)
@@ -391,38 +380,21 @@ class Ranked(Eviction):
     def order(self) -> list[int]:
         return [key for _, _, key in sorted(self.rank.values())]
 
-    def flush(self) -> None:
-        if self._parked:
-            parked, self._parked = self._parked, []
-            for entry in parked:
-                if entry[2] in self.held:
-                    self._parked.append(entry)
-                else:
-                    heappush(self._heap, entry)
+    def hold(self, keys: Container[int]) -> None:
+        self.held = keys
+        parked, self._parked = self._parked, []
+        for entry in parked:
+            if entry[2] in keys:
+                self._parked.append(entry)
+            else:
+                heappush(self._heap, entry)
 
 
-class Valued(Ranked):
-    """Ranks are ``(value, number of the admission, key)``: a value follows the accesses of its key."""
+class Score(Ranked):
+    """Evict the key with the lowest router score: a moving average over the accesses, frozen while pinned. Ranks are
+    ``(score, number of the admission, key)``."""
 
-    fills_in_order = True
-
-    @abstractmethod
-    def enter_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
-        """`enter` each of ``keys``, the accesses of one batch; further ``scores`` are ignored."""
-
-    def admit_all(self, keys: Sequence[int], scores: Sequence[float]) -> list[bool]:
-        room = max(0, self.capacity - len(self))
-        there = min(len(keys), room + self.leave(len(keys) - room))
-        self.enter_all(keys[:there], scores)
-        for key in keys[there:]:
-            self.note(key)
-        return [True] * there + [False] * (len(keys) - there)
-
-
-class Score(Valued):
-    """Evict the key with the lowest router score: a moving average over the accesses, frozen while pinned."""
-
-    uses_scores = True
+    uses_scores = fills_in_order = True
 
     def entry_of(self, key: int, score: float) -> Entry:
         self.number += 1
@@ -460,11 +432,12 @@ class Score(Valued):
 DECAY_EVERY = 100  # accesses, as in the reference implementation
 
 
-class Lfu(Valued):
+class Lfu(Ranked):
     """Evict the key with the fewest accesses since its admission. Every `DECAY_EVERY` accesses ``decay`` multiplies the
-    counts of unpinned keys; in fact the increment grows, and a power of two rescales it before it overflows."""
+    counts of unpinned keys; in fact the increment grows, and a power of two rescales it before it overflows. Ranks are
+    ``(count, number of the admission, key)``."""
 
-    has_note = True
+    fills_in_order = has_note = True
 
     def __init__(self, setting: EvictionContext) -> None:
         super().__init__(setting)
@@ -494,44 +467,35 @@ class Lfu(Valued):
         if not self._until_decay:
             self._decay()
         entry = self.rank.get(key)
-        if entry is None:
-            self._add((key,))
-        else:
+        if entry is not None:
             self.rank[key] = (entry[0] + self._one, entry[1], key)
-
-    def _add(self, keys: Sequence[int]) -> None:
-        rank, one = self.rank, self._one
-        for key in keys:
-            entry = rank.get(key)
-            if entry is None:
-                count, born, _ = self.pinned[key]
-                self.pinned[key] = (count + 1.0, born, key)
-            else:
-                rank[key] = (entry[0] + one, entry[1], key)
+        else:
+            count, born, _ = self.pinned[key]
+            self.pinned[key] = (count + 1.0, born, key)
 
     def touch_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
-        self._between_decays(keys, self._add)
+        for key in keys:
+            self._until_decay -= 1
+            if not self._until_decay:
+                self._decay()
+            entry = self.rank.get(key)
+            if entry is not None:
+                self.rank[key] = (entry[0] + self._one, entry[1], key)
+            else:
+                count, born, _ = self.pinned[key]
+                self.pinned[key] = (count + 1.0, born, key)
 
     def enter_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
-        self._between_decays(keys, self._enter_run)
-
-    def _enter_run(self, keys: Sequence[int]) -> None:
-        one = self._one
-        self.push_all([(one, at, key) for at, key in enumerate(keys, self.number + 1)])
-        self.number += len(keys)
-
-    def _between_decays(self, keys: Sequence[int], act: Callable[[Sequence[int]], None]) -> None:
-        """Process one access of each key: call ``act`` for each run of keys without a decay in between."""
-        at = 0
-        while at < len(keys):
-            end = min(len(keys), at + self._until_decay - 1)
-            if end > at:
-                act(keys[at:end])
-                self._until_decay -= end - at
-                at = end
-            if at < len(keys):  # the access at which counts decay is added after the decay
+        entries: list[Entry] = []
+        for number, key in enumerate(keys, self.number + 1):
+            self._until_decay -= 1
+            if not self._until_decay:
+                self.push_all(entries)  # before a decay rescales the counts
+                entries = []
                 self._decay()
-                self._until_decay += 1
+            entries.append((self._one, number, key))
+        self.push_all(entries)
+        self.number += len(keys)
 
     def pin(self, key: int) -> bool:
         count, born, _ = self.rank.pop(key)
@@ -556,78 +520,58 @@ class FrequencyThreshold(Ranked):
     def __init__(self, setting: EvictionContext) -> None:
         super().__init__(setting)
         self._last: deque[int] = deque()
-        self._counts: dict[int, int] = {}
+        self._counts: defaultdict[int, int] = defaultdict(int)  # accesses of each key among the last
         self._need = 0  # the fewest accesses that reach the threshold
 
     def begin(self) -> None:
+        """Evict all keys below the threshold. A key above it before its own access is also above it afterwards."""
         if self._heap and self._heap[0][0] < self._need:
-            self._leave_rare()
+            self.leave(len(self.rank), self._need - 1)
 
     def note(self, key: int) -> None:
         self._advance(key)
-        self._leave_rare()
+        self.begin()
 
-    def _advance(self, key: int) -> int:
-        """Record one access; return the accesses of ``key`` in the window."""
-        last, counts = self._last, self._counts
+    def _advance(self, key: int) -> None:
+        """Record one access."""
         self.number += 1
-        last.append(key)
-        count = counts.get(key, 0) + 1
-        counts[key] = count
-        if len(last) > self.rules.window:
-            self._forget(key)
-            return counts[key]
-        self._find_need()
-        return count
+        self._last.append(key)
+        self._counts[key] += 1
+        self._limit()
 
-    def _find_need(self) -> None:
-        while self._need / len(self._last) < self.rules.threshold:
+    def _limit(self) -> None:
+        """Remove accesses beyond the window, and update the fewest accesses that reach the threshold."""
+        while len(self._last) > self.rules.window:
+            old = self._last.popleft()
+            self._counts[old] -= 1
+            if old in self.rank:
+                self.push((self._counts[old], self.rank[old][1], old))
+        while self._last and self._need / len(self._last) < self.rules.threshold:
             self._need += 1
 
-    def _forget(self, current: int) -> None:
-        """Remove the oldest access from the window."""
-        old = self._last.popleft()
-        left = self._counts[old] - 1
-        if left:
-            self._counts[old] = left
-        else:
-            del self._counts[old]
-        if old != current and old in self.rank:
-            self.push((left, self.rank[old][1], old))
-
-    def _leave_rare(self) -> None:
-        """Evict all keys below the threshold. A key above it before its own access is also above it afterwards."""
-        while (entry := self.lowest()) is not None and entry[0] < self._need:
-            self.drop()
-
     def touch(self, key: int, score: float) -> None:
-        count = self._advance(key)
+        self._advance(key)
         if key in self.rank:
-            self.rank[key] = (count, self.number, key)
-        self._leave_rare()
+            self.rank[key] = (self._counts[key], self.number, key)
+        self.begin()
 
     def admit(self, key: int, score: float, asked: bool = True) -> bool:
         if asked:
             self.note(key)
-        count = self._counts.get(key, 0)
-        if count < self._need:
+        entry = self.entry_of(key, score)
+        if entry[0] < self._need:
             return False
-        entry = (count, self.number, key)
-        if len(self) < self.capacity:
-            self.push(entry)
-            return True
-        top = self.lowest()
-        if top is None or top[0] > count:
-            return False
-        self.replace(top, entry)
+        if len(self.rank) + len(self.pinned) >= self.capacity:
+            return self.replace_lowest(entry, entry[0])
+        self.push(entry)
         return True
 
     def entry_of(self, key: int, score: float) -> Entry:
-        return (self._counts.get(key, 0), self.number, key)
+        return (self._counts[key], self.number, key)
 
     def unpin(self, key: int) -> None:
         _, moment, _ = self.pinned.pop(key)
-        self.push((self._counts.get(key, 0), moment, key))
+        self.push((self._counts[key], moment, key))
 
     def adopt(self, keys: Iterable[int]) -> None:
         """Take over residents as if each had been accessed once."""
@@ -637,11 +581,8 @@ class FrequencyThreshold(Ranked):
 
     def retune(self, rules: EvictionRules) -> None:
         super().retune(rules)
-        while len(self._last) > rules.window:
-            self._forget(-1)
         self._need = 0
-        if self._last:
-            self._find_need()
+        self._limit()
 
 
 class Slru(Ranked):
@@ -666,20 +607,6 @@ class Slru(Ranked):
 
     def __len__(self) -> int:
         return len(self.rank) + len(self._protected) + len(self.pinned)
-
-    @property
-    def pinnable(self) -> int:
-        return self.protected_cap
-
-    @property
-    def probation(self) -> list[int]:
-        """Least recent first."""
-        return [key for _, _, key in sorted(self.rank.values(), key=lambda entry: entry[1])]
-
-    @property
-    def protected(self) -> list[int]:
-        """Unpinned protected keys, least recent first."""
-        return list(self._protected)
 
     def entry_of(self, key: int, score: float) -> Entry:
         self.number += 1
@@ -709,11 +636,7 @@ class Slru(Ranked):
         if on_probation < self.probation_cap and on_probation + len(self._protected) + len(self.pinned) < self.capacity:
             self.push(self.entry_of(key, score))
             return True
-        top = self.lowest()
-        if top is None:
-            return False
-        self.replace(top, self.entry_of(key, score))
-        return True
+        return self.replace_lowest(self.entry_of(key, score))
 
     def drop(self) -> bool:
         """Evict one key: probation except its newest key, then the least recent protected key, then that newest key."""
@@ -723,13 +646,12 @@ class Slru(Ranked):
         key = min(older)[2] if older else next(victims, None)
         if key is None:
             return super().drop()
-        self.remove(key)
+        self.remove((key,))
         self.gone.append(key)
         return True
 
-    def remove(self, key: int) -> None:
-        if self._protected.pop(key, None) is None:
-            super().remove(key)
+    def remove(self, keys: Collection[int]) -> None:
+        super().remove([key for key in keys if self._protected.pop(key, None) is None])
 
     def pin(self, key: int) -> bool:
         if key in self._protected:
@@ -765,9 +687,9 @@ class Slru(Ranked):
         self._set_caps()
         while self._protected and len(self._protected) + len(self.pinned) > self.protected_cap:
             self._demote()
-        while (len(self.rank) > self.probation_cap or len(self) > capacity) and super().drop():
+        self.leave(max(len(self.rank) - self.probation_cap, len(self) - capacity))
+        while len(self) > capacity and self.drop():
             pass
-        super().resize(capacity)
 
 
 # Approximate windows, in visits, of the shares of use: short windows follow changing tasks, long ones separate rare
@@ -881,9 +803,6 @@ class Reuse(Eviction):
     def hold(self, keys: Container[int]) -> None:
         self.held, self._queue = keys, None
 
-    def flush(self) -> None:
-        self._queue = None
-
     def admit(self, key: int, score: float, asked: bool = True) -> bool:
         chance = self._chance[key - self._first]
         if asked:
@@ -921,10 +840,10 @@ class Reuse(Eviction):
         self.gone.append(key)
         return True
 
-    def remove(self, key: int) -> None:
-        at = key - self._first
-        self._here[at] = self._pinned[at] = False
-        self._count -= 1
+    def remove(self, keys: Collection[int]) -> None:
+        for key in keys:
+            self._here[key - self._first] = self._pinned[key - self._first] = False
+            self._count -= 1
         self._queue = None
 
     def pin(self, key: int) -> bool:
@@ -1021,17 +940,9 @@ class Layered(Eviction):
     def __len__(self) -> int:
         return len(self.first) + len(self.second)
 
-    @property
-    def pinnable(self) -> int:
-        return self.first.pinnable
-
     def hold(self, keys: Container[int]) -> None:
-        self.first.hold(keys)
-        self.second.hold(keys)
-
-    def flush(self) -> None:
-        self.first.flush()
-        self.second.flush()
+        for level in self._levels:
+            level.hold(keys)
 
     def begin(self) -> None:
         for level in self._levels:
@@ -1052,7 +963,6 @@ class Layered(Eviction):
         self._demote()
 
     def retune(self, rules: EvictionRules) -> None:
-        super().retune(rules)
         for level in self._levels:
             level.retune(rules)
 
@@ -1068,12 +978,11 @@ class Layered(Eviction):
         if key in self._upper:
             first.touch(key, score)
         elif first.admit(key, score):
-            second.remove(key)
+            second.remove((key,))
             self._upper.add(key)
         else:
             second.touch(key, score)
-            if first.gone:
-                self._demote()
+            self._demote()
             return
         if second.has_note:
             second.note(key)
@@ -1084,9 +993,8 @@ class Layered(Eviction):
     def _in_turn(self) -> bool:
         """True if a batch may go through the first level as a whole, then the second: neither level exceeds its share,
         and the second need not observe accesses that the first serves."""
-        first, second = self.first, self.second
-        fits = len(first) <= first.capacity and len(second) <= second.capacity
-        return fits and first.fills_in_order and second.fills_in_order and not second.has_note
+        fits = all(len(level) <= level.capacity and level.fills_in_order for level in self._levels)
+        return fits and not self.second.has_note
 
     def touch_all(self, keys: Sequence[int], scores: Sequence[float]) -> None:
         pairs, upper = list(zip(keys, scores, strict=True)), self._upper
@@ -1101,7 +1009,7 @@ class Layered(Eviction):
         if below:
             asked, theirs = zip(*below, strict=True)
             risen = sum(self.first.admit_all(asked, theirs))
-            self.second.remove_all(asked[:risen])
+            self.second.remove(asked[:risen])
             upper.update(asked[:risen])
             self._demote()
             self.second.touch_all(asked[risen:], theirs[risen:])
@@ -1147,18 +1055,17 @@ class Layered(Eviction):
         self.first.gone.clear()
         return dropped
 
-    def remove(self, key: int) -> None:
-        if key in self._upper:
-            self.first.remove(key)
-            self._upper.remove(key)
-        else:
-            self.second.remove(key)
+    def remove(self, keys: Collection[int]) -> None:
+        upper = self._upper.intersection(keys)
+        self.second.remove([key for key in keys if key not in upper])
+        self.first.remove(upper)
+        self._upper -= upper
 
     def pin(self, key: int) -> bool:
         if key not in self._upper:
             if not self.first.admit(key, 1.0, asked=False):
                 return False
-            self.second.remove(key)
+            self.second.remove((key,))
             self._upper.add(key)
             self._demote()
         return self.first.pin(key)
@@ -1178,7 +1085,6 @@ class Layered(Eviction):
         self._upper.update(keys[cut:])
 
     def resize(self, capacity: int) -> None:
-        self.capacity = capacity
         for level, share in zip(self._levels, split(capacity), strict=True):
             level.resize(share)
         self._demote()

@@ -6,24 +6,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from moelight.core.errors import ConfigError, did_you_mean
+from moelight.experts.eviction import BoolArray, FloatArray, IntArray
 from moelight.experts.policy import STRATEGIES, PrefetchRules
 
-Ints = np.ndarray[Any, np.dtype[np.int64]]
-Floats = np.ndarray[Any, np.dtype[np.float64]]
 Matrix = np.ndarray[Any, np.dtype[np.float32]]
-Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 FREQUENCY_DECAY = 0.98  # a batch has half its weight after 34 more of its layer: some sentences at batch 1
 AFFINITY_DECAY = 0.99  # a transition has half its weight after 69 more of its expert: a matrix row needs more samples
-_NOTHING: Ints = np.zeros(0, dtype=np.int64)
+_NOTHING: IntArray = np.zeros(0, dtype=np.int64)
 
 
-def likeliest(scores: Floats | Ints | Matrix, budget: int) -> Ints:
+def likeliest(scores: FloatArray | IntArray | Matrix, budget: int) -> IntArray:
     """Return the indices of at most ``budget`` positive ``scores`` [E], the highest first, ties by index."""
     order = np.argsort(-scores, kind="stable")[: max(0, budget)]
     return order[scores[order] > 0]
@@ -35,28 +34,25 @@ class NoPredictor:
 
     steps = 1
 
-    def __init__(self, num_layers: int = 0, num_experts: int = 0) -> None:
+    def __init__(self, num_layers: int, num_experts: int) -> None:
         self.scores = np.zeros((num_layers, num_experts))
 
-    def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:
+    def observe(self, layer: int, ids: IntArray, counts: IntArray, mass: FloatArray | None) -> None:
         """Record a batch: the distinct experts ``ids`` [n] of ``layer``, for ``counts`` [n] tokens each, with the
         summed router weights ``mass`` [n] (None: unknown, token counts are used)."""
 
-    def predict(self, layer: int, budget: int) -> Ints:
+    def predict(self, layer: int, budget: int) -> IntArray:
         """At most ``budget`` experts that the next batch of ``layer`` may choose, the likeliest first, ties by id."""
-        return likeliest(self.scores[layer], budget) if len(self.scores) else _NOTHING
+        return likeliest(self.scores[layer], budget)
 
-    def hint(self, layer: int, ids: Ints, mass: Floats) -> None:
+    def hint(self, layer: int, ids: IntArray, mass: FloatArray) -> None:
         """Record the router of ``layer``, evaluated early: it would choose ``ids`` [n] with weights ``mass`` [n]."""
-
-    def reset(self) -> None:
-        self.scores.fill(0)
 
 
 class PreviousPredictor(NoPredictor):
     """Predicts the choice of the layer's last batch, by router weight."""
 
-    def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:
+    def observe(self, layer: int, ids: IntArray, counts: IntArray, mass: FloatArray | None) -> None:
         self.scores[layer].fill(0.0)
         self.scores[layer, ids] = counts if mass is None else mass
 
@@ -65,10 +61,10 @@ class NextRouterPredictor(NoPredictor):
     """Predicts by the layer's own router, which the caller applies to the hidden state of the layer before; a `hint`
     gives the sufficiently certain experts and is valid for one batch."""
 
-    def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:  # noqa: ARG002
+    def observe(self, layer: int, ids: IntArray, counts: IntArray, mass: FloatArray | None) -> None:  # noqa: ARG002
         self.scores[layer].fill(0.0)
 
-    def hint(self, layer: int, ids: Ints, mass: Floats) -> None:
+    def hint(self, layer: int, ids: IntArray, mass: FloatArray) -> None:
         self.scores[layer].fill(0.0)
         self.scores[layer, ids] = mass
 
@@ -80,7 +76,7 @@ class FrequencyPredictor(NoPredictor):
         super().__init__(num_layers, num_experts)
         self._decay = decay
 
-    def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:  # noqa: ARG002
+    def observe(self, layer: int, ids: IntArray, counts: IntArray, mass: FloatArray | None) -> None:  # noqa: ARG002
         self.scores[layer] *= self._decay
         if ids.size:
             self.scores[layer, ids] += counts * ((1.0 - self._decay) / counts.sum())
@@ -92,20 +88,15 @@ class HistoryPredictor(NoPredictor):
     def __init__(self, num_layers: int, num_experts: int, *, window: int = 50, steps: int = 1) -> None:
         super().__init__(num_layers, num_experts)
         self.steps = steps
-        self._batches: list[deque[Ints]] = [deque() for _ in range(num_layers)]
+        self._batches: list[deque[IntArray]] = [deque() for _ in range(num_layers)]
         self._window = window
 
-    def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:  # noqa: ARG002
+    def observe(self, layer: int, ids: IntArray, counts: IntArray, mass: FloatArray | None) -> None:  # noqa: ARG002
         batches, row = self._batches[layer], self.scores[layer]
         if len(batches) == self._window:
             row[batches.popleft()] -= 1
         batches.append(ids.copy())
         row[ids] += 1
-
-    def reset(self) -> None:
-        super().reset()
-        for batches in self._batches:
-            batches.clear()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +104,7 @@ class Transitions:
     """Learned state of an `AffinityPredictor`: ``matrix`` [L, E, E] float32 and ``times`` [L, E] int64."""
 
     matrix: Matrix
-    times: Ints
+    times: IntArray
 
 
 class AffinityPredictor(NoPredictor):
@@ -141,7 +132,7 @@ class AffinityPredictor(NoPredictor):
             raise ConfigError(f"affinity of shape {matrix.shape}; this model needs {self.matrix.shape}")
         self.matrix[...], self.times[...], self._last = matrix, times, None
 
-    def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None) -> None:
+    def observe(self, layer: int, ids: IntArray, counts: IntArray, mass: FloatArray | None) -> None:
         last, half = self._before(layer), self.times.shape[1] // 2
         if last is not None and last.ids.size <= half and ids.size <= half:
             times = self.times[last.layer]
@@ -154,7 +145,7 @@ class AffinityPredictor(NoPredictor):
         rows = self.matrix[layer].take(ids, axis=0)
         self._last = _LastBatch(layer, ids.copy(), np.array(counts if mass is None else mass, dtype=np.float32), rows)
 
-    def predict(self, layer: int, budget: int) -> Ints:
+    def predict(self, layer: int, budget: int) -> IntArray:
         """Experts that follow an expert of the layer before with at least the threshold probability, ordered by the
         router weight of the experts that they follow."""
         last = self._before(layer)
@@ -169,37 +160,31 @@ class AffinityPredictor(NoPredictor):
         last = self._last
         return last if last and (last.layer + 1) % len(self.times) == layer and last.ids.size else None
 
-    def reset(self) -> None:
-        self.matrix.fill(0.0)
-        self.times.fill(0)
-        self._last = None
-
 
 class _LastBatch(NamedTuple):
     """One batch: the ``mass`` of its ``ids``, and the transition row of each id, ``rows`` [n, E]."""
 
     layer: int
-    ids: Ints
+    ids: IntArray
     mass: Matrix
     rows: Matrix
 
 
 def make_predictor(rules: PrefetchRules, *, num_layers: int, num_experts: int) -> NoPredictor:
     """Return a new predictor for ``rules``."""
-    shape = num_layers, num_experts
-    makers: dict[str, Callable[[], NoPredictor]] = {
+    makers: dict[str, Callable[..., NoPredictor]] = {
         "none": NoPredictor,
-        "previous": lambda: PreviousPredictor(*shape),
-        "frequency": lambda: FrequencyPredictor(*shape),
-        "history": lambda: HistoryPredictor(*shape, window=rules.history_window),
-        "lookahead": lambda: HistoryPredictor(*shape, window=rules.history_window, steps=rules.lookahead),
-        "affinity": lambda: AffinityPredictor(*shape, threshold=rules.affinity_threshold),
-        "next_router": lambda: NextRouterPredictor(*shape),
+        "previous": PreviousPredictor,
+        "frequency": FrequencyPredictor,
+        "history": partial(HistoryPredictor, window=rules.history_window),
+        "lookahead": partial(HistoryPredictor, window=rules.history_window, steps=rules.lookahead),
+        "affinity": partial(AffinityPredictor, threshold=rules.affinity_threshold),
+        "next_router": NextRouterPredictor,
     }
     if rules.strategy not in makers:
         near = did_you_mean(rules.strategy, STRATEGIES)
         raise ConfigError(f"unknown predictor {rules.strategy!r}{near}; known: {', '.join(STRATEGIES)}")
-    return makers[rules.strategy]()
+    return makers[rules.strategy](num_layers, num_experts)
 
 
 class Quality:
@@ -218,12 +203,12 @@ class Quality:
         self.stall_removed_s = 0.0
         self._pending = np.zeros((num_layers, num_experts), dtype=np.bool_)
 
-    def predicted(self, layer: int, ids: Ints) -> None:
+    def predicted(self, layer: int, ids: IntArray) -> None:
         row = self._pending[layer]
         self.issued += len(ids) - int(np.count_nonzero(row[ids]))
         row[ids] = True
 
-    def visited(self, layer: int, ids: Ints) -> None:
+    def visited(self, layer: int, ids: IntArray) -> None:
         """Record a batch that chose the distinct ``ids`` of ``layer``, and resolve the predictions for this visit."""
         row = self._pending[layer]
         useful = int(np.count_nonzero(row[ids]))
@@ -261,12 +246,12 @@ class Prefetcher:
 
     def use(self, strategy: str) -> None:
         rules = replace(self.rules, strategy=strategy)
-        shape = {"num_layers": self.num_layers, "num_experts": self.num_experts}
         if strategy not in self._predictors:
-            self._predictors[strategy] = make_predictor(rules, **shape)
+            shape = {"num_layers": self.num_layers, "num_experts": self.num_experts}
+            made = self._predictors[strategy] = make_predictor(rules, **shape)
             self.qualities[strategy] = Quality(**shape)
-            if self._known is not None and (found := self.affinity) is not None and strategy == "affinity":
-                found.learned(self._known)
+            if self._known is not None and isinstance(made, AffinityPredictor):
+                made.learned(self._known)
         self.rules = rules
 
     def know(self, transitions: Transitions) -> None:
@@ -297,16 +282,16 @@ class Prefetcher:
         found = self._predictors.get("affinity")
         return found if isinstance(found, AffinityPredictor) else None
 
-    def observe(self, layer: int, ids: Ints, counts: Ints, mass: Floats | None = None) -> None:
+    def observe(self, layer: int, ids: IntArray, counts: IntArray, mass: FloatArray | None = None) -> None:
         """Resolve the predictions for this visit, then observe the batch as `NoPredictor.observe`."""
         if self.is_on:
             self.quality.visited(layer, ids)
             self.predictor.observe(layer, ids, counts, mass)
 
-    def hint(self, layer: int, ids: Ints, mass: Floats) -> None:
+    def hint(self, layer: int, ids: IntArray, mass: FloatArray) -> None:
         self.predictor.hint(layer, ids, mass)
 
-    def ahead(self, layer: int, resident: Mask | None = None) -> Iterator[tuple[int, Ints]]:
+    def ahead(self, layer: int, resident: BoolArray | None = None) -> Iterator[tuple[int, IntArray]]:
         """Yield ``(coming layer, experts)`` to prefetch after ``layer`` has routed, the most urgent first.
 
         The budget is spent on the next layer, the unused part on the layers after it, up to the steps of the predictor.
@@ -339,16 +324,16 @@ _MARGIN_STEP = 0.125  # of the logarithm; the last kind includes all larger marg
 
 
 class _HitRecord:
-    """Accuracy of the predictions of each kind."""
+    """Accuracy of the predictions of each kind, an index below `_KINDS`."""
 
     def __init__(self) -> None:
         self._right = np.zeros(_KINDS)
         self._made = np.ones(_KINDS)  # one wrong prediction as prior, so that an unseen kind has no confidence
 
-    def chance(self, kinds: Ints) -> Floats:
+    def chance(self, kinds: IntArray) -> FloatArray:
         return np.asarray(self._right[kinds] / self._made[kinds])
 
-    def flush(self, kinds: Ints, came_true: Mask) -> None:
+    def resolve(self, kinds: IntArray, came_true: BoolArray) -> None:
         """Record predictions of these ``kinds`` as right or wrong."""
         self._right *= RECORD_DECAY
         self._made *= RECORD_DECAY
@@ -356,37 +341,37 @@ class _HitRecord:
         np.add.at(self._made, kinds, 1.0)
 
 
-def _places(ids: Ints) -> Ints:
-    return np.minimum(np.arange(len(ids)), _KINDS - 1)
-
-
-class PrefetchConfidence:
+class PrefetchConfidence(_HitRecord):
     """Confidence of ranked predictions, the likeliest first, by rank."""
 
     def __init__(self) -> None:
-        self._record = _HitRecord()
-        self._open: dict[int, Ints] = {}
+        super().__init__()
+        self._open: dict[int, IntArray] = {}
 
-    def likely(self, row: int, ids: Ints) -> Ints:
+    @staticmethod
+    def _kinds(ids: IntArray) -> IntArray:
+        return np.minimum(np.arange(len(ids)), _KINDS - 1)
+
+    def likely(self, row: int, ids: IntArray) -> IntArray:
         """Return those of the predicted ``ids`` of layer ``row`` that are worth a prefetch."""
         self._open[row] = ids
-        return ids[self._record.chance(_places(ids)) >= SURE]
+        return ids[self.chance(self._kinds(ids)) >= SURE]
 
     def flush(self, row: int, chosen: np.ndarray[Any, Any]) -> None:
         """Resolve the predictions for ``row``, which has routed to ``chosen``."""
-        ids = self._open.pop(row, None)
-        if ids is not None and len(ids):
-            self._record.flush(_places(ids), np.isin(ids, chosen))
+        ids = self._open.pop(row, _NOTHING)
+        if ids.size:
+            self.resolve(self._kinds(ids), np.isin(ids, chosen))
 
 
-class RouterConfidence:
+class RouterConfidence(_HitRecord):
     """Confidence of predictions of a layer's own router, evaluated one layer early, by the margin of each token's
     choice: the logarithm of its weight over the smallest chosen weight of the token."""
 
     def __init__(self, num_experts: int) -> None:
+        super().__init__()
         self._num_experts = num_experts
-        self._record = _HitRecord()
-        self._open: dict[int, list[tuple[np.ndarray[Any, Any], Ints]]] = {}
+        self._open: dict[int, list[tuple[np.ndarray[Any, Any], IntArray]]] = {}
 
     def add(self, row: int, ids: np.ndarray[Any, Any], weights: np.ndarray[Any, Any]) -> None:
         """Record that the router of ``row`` would choose ``ids`` [T, k] with ``weights`` [T, k] for the next tokens."""
@@ -395,11 +380,11 @@ class RouterConfidence:
         kinds = np.minimum(margin / _MARGIN_STEP, _KINDS - 1).astype(np.int64)
         self._open.setdefault(row, []).append((ids, kinds))
 
-    def likely(self, row: int) -> tuple[Ints, Floats]:
+    def likely(self, row: int) -> tuple[IntArray, FloatArray]:
         """Return the experts of ``row`` that are worth a prefetch, and the probability that any token chooses each."""
         missed = np.ones(self._num_experts)
         for ids, kinds in self._open.get(row, ()):
-            np.multiply.at(missed, ids.ravel(), 1.0 - self._record.chance(kinds.ravel()))
+            np.multiply.at(missed, ids.ravel(), 1.0 - self.chance(kinds.ravel()))
         found = np.flatnonzero(1.0 - missed >= SURE)
         return found, 1.0 - missed[found]
 
@@ -409,4 +394,4 @@ class RouterConfidence:
         for ids, kinds in self._open.pop(row, ()):
             mine = chosen[first : first + len(ids)]
             first += len(ids)
-            self._record.flush(kinds.ravel(), (ids[:, :, None] == mine[:, None, :]).any(axis=2).ravel())
+            self.resolve(kinds.ravel(), (ids[:, :, None] == mine[:, None, :]).any(axis=2).ravel())

@@ -16,10 +16,11 @@ from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.paths import write_whole
 from moelight.core.small_files import parse_json, read_error_text, read_text
 from moelight.core.units import MiB
-from moelight.experts.predict import Floats, Ints, Transitions, likeliest
+from moelight.experts.eviction import FloatArray, IntArray
+from moelight.experts.predict import Transitions, likeliest
 
 Facts = Mapping[str, str | int | float | bool | None]
-_OLD = 256.0  # half-lives after which counts are rescaled to current units, far below float64 overflow
+_LEAST = np.finfo(np.float64).tiny  # avoids 0 / 0
 
 
 def facts_of_model(
@@ -50,13 +51,14 @@ class Distance:
     """
 
     top: int
-    total_variation: Floats
-    overlap: Floats
+    total_variation: FloatArray
+    overlap: FloatArray
 
 
 class ActivationProfile:
-    """Tokens that chose each expert of each layer, [L, E] float64, with exponential decay: ``half_life`` accesses
-    (distinct experts of a batch) halve the weight of earlier counts. None: no decay, and counts are integers."""
+    """Tokens that chose each expert of each layer, ``counts`` [L, E] float64, with exponential decay: ``half_life``
+    accesses (distinct experts of a batch) halve the weight of earlier counts. None: no decay, and counts are integers.
+    """
 
     def __init__(self, *, model: Facts, num_layers: int, num_experts: int, half_life: float | None = None) -> None:
         if half_life is not None and not half_life > 0:
@@ -64,71 +66,47 @@ class ActivationProfile:
         self.model = dict(model)
         self.num_layers, self.num_experts, self.half_life = num_layers, num_experts, half_life
         self.accesses = 0
+        self.counts: FloatArray = np.zeros((num_layers, num_experts))
         self.transitions: Transitions | None = None
-        # Counts in units of the time at which the age was 0: a token counts 2^age units now.
-        self._counts = np.zeros((num_layers, num_experts))
-        self._age = 0.0
 
     @property
     def fingerprint(self) -> str:
         return fingerprint_of(self.model)
 
-    @property
-    def counts(self) -> Floats:
-        """[L, E], in tokens of the current weight; a copy."""
-        return np.asarray(self._counts * 2.0**-self._age)
-
-    def record(self, layer: int, ids: Ints, counts: Ints) -> None:
+    def record(self, layer: int, ids: IntArray, counts: IntArray) -> None:
         """Count a batch that chose the distinct ``ids`` [n] of ``layer`` for ``counts`` [n] tokens each."""
         self.accesses += len(ids)
-        if self.half_life is None:
-            self._counts[layer, ids] += counts
-            return
-        self._age += len(ids) / self.half_life
-        if self._age > _OLD:
-            self._counts, self._age = self._counts * 2.0**-self._age, 0.0
-        self._counts[layer, ids] += counts * 2.0**self._age
+        if self.half_life is not None:
+            self.counts *= 0.5 ** (len(ids) / self.half_life)
+        self.counts[layer, ids] += counts
 
-    def add(self, counts: Floats | Ints, accesses: int) -> None:
+    def add(self, counts: FloatArray | IntArray, accesses: int) -> None:
         """Add ``counts`` [L, E] of ``accesses`` from another profile, without decay."""
-        self._counts += counts * 2.0**self._age
+        self.counts += counts
         self.accesses += accesses
 
-    def layer_counts(self) -> Floats:
-        """Tokens x top_k of each layer, [L]."""
-        return np.asarray(self.counts.sum(axis=1))
-
-    def top_experts(self, layer: int, n: int) -> Ints:
-        """At most ``n`` most used experts of ``layer`` with a positive count, the most used first, ties by id."""
-        return likeliest(self._counts[layer], n)
-
-    def residents(self, capacity: int | Ints) -> Ints:
+    def residents(self, capacity: int | IntArray) -> IntArray:
         """Return the initial residents: ``(layer, expert)`` [<= capacity, 2], highest priority first. ``capacity``:
         slots of each layer, [L]; or slots that all layers share, filled rank by rank (each layer's most used expert
         before any layer's second), within a rank by count."""
-        order = np.argsort(-self._counts, axis=1, kind="stable")
-        ranked = np.take_along_axis(self._counts, order, axis=1)
-        layer, rank = (np.broadcast_to(places, ranked.shape) for places in np.ogrid[: len(order), : order.shape[1]])
-        room = np.full(self.num_layers, self.num_experts) if isinstance(capacity, int) else np.asarray(capacity)
-        wanted = (ranked > 0) & (rank < room[:, None])
-        found = np.stack([layer[wanted], order[wanted]], axis=1)
-        by_want = np.lexsort((found[:, 1], found[:, 0], -ranked[wanted], rank[wanted]))
-        return found[by_want][: capacity if isinstance(capacity, int) else None]
+        rank = np.argsort(np.argsort(-self.counts, axis=1, kind="stable"), axis=1)
+        room = self.num_experts if isinstance(capacity, int) else capacity[:, None]
+        found = np.argwhere((self.counts > 0) & (rank < room))
+        layers, experts = found.T
+        found = found[np.lexsort((-self.counts[layers, experts], rank[layers, experts]))]
+        return found[:capacity] if isinstance(capacity, int) else found
 
     def distance(self, other: ActivationProfile, top: int) -> Distance:
         """Distance to ``other``, of the same shape, by shares and by the ``top`` most used experts of each layer; 1 if
         one of two layers has no counts, 0 if both have none."""
         _same_shape(self, other)
         totals = [profile.counts.sum(axis=1, keepdims=True) for profile in (self, other)]
-        mine, others = (
-            np.divide(profile.counts, total, out=np.zeros_like(profile.counts), where=total > 0)
-            for profile, total in zip((self, other), totals, strict=True)
-        )
+        mine, others = self.counts / np.maximum(totals[0], _LEAST), other.counts / np.maximum(totals[1], _LEAST)
         apart = np.abs(mine - others).sum(axis=1) / 2.0
         uncounted = ((totals[0] == 0) != (totals[1] == 0))[:, 0]
         overlap = np.ones(self.num_layers)
         for layer in range(self.num_layers):
-            a, b = self.top_experts(layer, top), other.top_experts(layer, top)
+            a, b = (likeliest(profile.counts[layer], top) for profile in (self, other))
             if len(a) or len(b):
                 overlap[layer] = len(np.intersect1d(a, b)) / max(len(a), len(b))
         return Distance(top=top, total_variation=np.where(uncounted, 1.0, apart), overlap=overlap)
@@ -208,19 +186,19 @@ def load_profile(
     """Read a profile counted on this model, else raise ConfigError; further counts decay with ``half_life``."""
     found = _read(path)
     if found["format"] != FORMAT:
-        _refuse(path, "format", f"is {_shown(found['format'])}, not {FORMAT!r}; {_ANEW}")
+        _refuse(path, "format", f"is {_shown(found['format'])}, not {FORMAT!r}")
     if found["fingerprint"] != fingerprint_of(model):
         counted = found.get("model")
         apart = differing(counted, model) if isinstance(counted, dict) else ""
-        _refuse(path, "fingerprint", f"is of another model{apart}; give a profile of this one or none")
+        _refuse(path, "fingerprint", f"is of another model{apart}", "give a profile of this one or none")
     for key, wanted in (("num_layers", num_layers), ("num_experts", num_experts)):
         if found[key] != wanted:
-            _refuse(path, key, f"is {_shown(found[key])} but the model has {wanted}; {_ANEW}")
+            _refuse(path, key, f"is {_shown(found[key])} but the model has {wanted}")
     profile = ActivationProfile(model=model, num_layers=num_layers, num_experts=num_experts, half_life=half_life)
     counts = _numbers(path, "counts", found["counts"], (num_layers, num_experts))
     accesses = found.get("accesses", 0)
     if type(accesses) is not int or accesses < 0:
-        _refuse(path, "accesses", f"must be a whole number of at least 0, not {_shown(accesses)}; {_ANEW}")
+        _refuse(path, "accesses", f"must be a whole number of at least 0, not {_shown(accesses)}")
     profile.add(counts, accesses)
     if (learned := found.get("affinity")) is not None:
         profile.transitions = _transitions(path, learned, num_layers, num_experts)
@@ -229,11 +207,11 @@ def load_profile(
 
 def _transitions(path: Path, found: Any, layers: int, experts: int) -> Transitions:
     if not isinstance(found, dict) or set(found) != {"times", "per_10000"}:
-        _refuse(path, "affinity", f"must have the keys 'times' and 'per_10000' and no other; {_ANEW}")
+        _refuse(path, "affinity", "must have the keys 'times' and 'per_10000' and no other")
     times = _numbers(path, "affinity.times", found["times"], (layers, experts))
     shares = _numbers(path, "affinity.per_10000", found["per_10000"], (layers, experts, experts))
     if shares.max(initial=0) > _UNIT:
-        _refuse(path, "affinity.per_10000", f"holds {shares.max():g}, above {_UNIT}; {_ANEW}")
+        _refuse(path, "affinity.per_10000", f"holds {shares.max():g}, above {_UNIT}")
     return Transitions(matrix=(shares / _UNIT).astype(np.float32), times=times.astype(np.int64))
 
 
@@ -243,7 +221,7 @@ def _read(path: Path) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         if len(set(names)) < len(names):
-            _refuse(path, next(name for name in names if names.count(name) > 1), "is given twice; keep one")
+            _refuse(path, next(name for name in names if names.count(name) > 1), "is given twice", "keep one")
         return dict(pairs)
 
     try:
@@ -258,24 +236,23 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: must be a JSON object, not {_shown(found)}; {_ANEW}")
     for key in found:
         if key not in _KNOWN:
-            _refuse(path, key, f"is unknown{did_you_mean(key, _KNOWN)}; known: {', '.join(_KNOWN)}")
+            _refuse(path, key, f"is unknown{did_you_mean(key, _KNOWN)}", f"known: {', '.join(_KNOWN)}")
     for key in _REQUIRED:
         if key not in found:
-            _refuse(path, key, f"is missing; {_ANEW}")
+            _refuse(path, key, "is missing")
     return found
 
 
-def _numbers(path: Path, key: str, value: Any, shape: tuple[int, ...]) -> Floats:
+def _numbers(path: Path, key: str, value: Any, shape: tuple[int, ...]) -> FloatArray:
     """Return ``value`` as finite non-negative numbers, float64 of the given ``shape``."""
-    wanted = " x ".join(map(str, shape))
     try:
         found = np.array(value)
     except ValueError:  # rows of different lengths
         found = np.array(None)
     if found.dtype.kind not in "iuf" or found.shape != shape:
-        _refuse(path, key, f"must be {wanted} numbers; {_ANEW}")
+        _refuse(path, key, f"must be {' x '.join(map(str, shape))} numbers")
     if not np.all(np.isfinite(found)) or found.min(initial=0) < 0:
-        _refuse(path, key, f"must be finite numbers of at least 0; {_ANEW}")
+        _refuse(path, key, "must be finite numbers of at least 0")
     return found.astype(np.float64)
 
 
@@ -283,5 +260,5 @@ def _shown(value: Any) -> str:
     return repr(value)[:60]
 
 
-def _refuse(path: Path, key: str, complaint: str) -> NoReturn:
-    raise ConfigError(f"{path}: key {key!r} {complaint}")
+def _refuse(path: Path, key: str, complaint: str, remedy: str = _ANEW) -> NoReturn:
+    raise ConfigError(f"{path}: key {key!r} {complaint}; {remedy}")

@@ -33,11 +33,6 @@ class Shape:
     page_bytes: int | None = None
     top_k: int | None = None
 
-    @property
-    def experts(self) -> int:
-        """Number of experts of all layers."""
-        return len(self.layers) * self.num_experts
-
     @classmethod
     def of(cls, model: ModelProfile) -> Shape:
         """Return the shape of all MoE layers of ``model``."""
@@ -154,10 +149,7 @@ class Replay:
         """``cache`` replaces the cache that ``policy`` describes."""
         self.policy, self.shape = policy, shape
         layers, experts = len(shape.layers), shape.num_experts
-        given = cache
-        if given is None:
-            given = ExpertCache.of(policy, num_layers=layers, num_experts=experts, page_bytes=shape.page_bytes)
-        self._slots, self._most = given.capacity, 0
+        self._slots, self._most = policy.slots(layers, experts, shape.page_bytes), 0
         self._residency = Residency(
             policy,
             num_layers=layers,
@@ -170,18 +162,12 @@ class Replay:
             self._residency.cache = cache
         self._pages, self._tokens, self._confidence = 0, 0.0, PrefetchConfidence()
         self._predicted: IntArray = np.zeros(0, np.int64)  # predicted keys of the next layer
-        self._machine = machine
         self._clock = None if machine is None else Clock(machine, overlap=policy.schedule.overlap)
-        if self._may_compute and self._mode == "cpu_fallback":
+        self._cpu = machine if machine is not None and machine.discrete else None  # computes misses
+        if self._cpu is not None and self._mode == "cpu_fallback":
             # No miss is admitted, so the first experts of each layer remain resident.
-            first = np.stack(np.divmod(np.arange(layers * experts), layers)[::-1], axis=1)
-            self._residency.cache.fill(first)
-        near = np.argwhere(self._residency.cache.slot_table >= 0).tolist()
-        self.begins_with = frozenset((layer, expert) for layer, expert in near)
-
-    @property
-    def _may_compute(self) -> bool:
-        return self._machine is not None and self._machine.discrete
+            self._residency.cache.fill([(layer, expert) for expert in range(experts) for layer in range(layers)])
+        self.begins_with = frozenset(map(tuple, np.argwhere(self._residency.cache.slot_table >= 0).tolist()))
 
     @property
     def _mode(self) -> str:
@@ -207,15 +193,15 @@ class Replay:
 
     def _leave(self, row: TraceRow, tokens: float) -> tuple[IntArray, float]:
         """Return the missing experts that the CPU computes where they are stored, and the seconds that takes."""
-        if self._machine is None or not self._machine.discrete or self._mode == "gpu_only":
+        if self._cpu is None or self._mode == "gpu_only":
             return row.ids[:0], 0.0
         counts = np.bincount(row.ids, minlength=self.shape.num_experts)
         missing = np.flatnonzero((counts > 0) & (self._residency.cache.slot_table[row.layer] < 0))
         placed = self._residency.place(
             counts[missing],
-            fetch_s=self._machine.fetch_s,
-            cpu_s=self._machine.cpu_s(counts[missing]),
-            fixed_s=self._machine.crossing_s(tokens),
+            fetch_s=self._cpu.fetch_s,
+            cpu_s=self._cpu.cpu_s(counts[missing]),
+            fixed_s=self._cpu.crossing_s(tokens),
         )
         return missing[placed.computed], placed.cpu_s
 
@@ -251,7 +237,7 @@ class Replay:
             stall_s=None if clock is None else clock.stall_s,
             total_s=None if clock is None else clock.now,
             tokens_per_s=None if clock is None else tokens / clock.now if clock.now else 0.0,
-            notes=tuple(_notes(self.policy, self._may_compute)),
+            notes=tuple(_notes(self.policy, self._cpu is not None)),
         )
 
 

@@ -4,7 +4,7 @@ experts that one token activates (arXiv 2505.16056); a batch routes to more expe
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -71,7 +71,7 @@ def plan_slots(
     if total <= 0:
         return SlotPlan(slots=0, recommended=0, budget=0, status=Status.EMPTY)
     # 1e-9: an expectation that is an integer in exact arithmetic is not rounded up.
-    met = math.ceil(float(expected_distinct(num_experts, min(active, num_experts), batch)) - 1e-9) if batch > 1 else 0
+    met = math.ceil(float(expected_distinct(num_experts, min(active, num_experts), batch)) - 1e-9)
     recommended = min(total, layers * min(num_experts, max(2 * active, met)))
     if per_expert_bytes <= 0:
         return SlotPlan(slots=total, recommended=recommended, budget=total, status=Status.UNKNOWN_EXPERT_SIZE)
@@ -80,10 +80,3 @@ def plan_slots(
     if budget == 0:
         status = Status.BUDGET_EXHAUSTED
     return SlotPlan(slots=min(budget, total), recommended=recommended, budget=budget, status=status)
-
-
-def judge_slots(slots: int, *, allocated: int, layers: int, num_experts: int, active: int, batch: int = 1) -> SlotPlan:
-    """Assess an existing cache of ``slots`` with memory for ``allocated`` slots; other arguments as in `plan_slots`."""
-    shape: dict[str, int] = {"layers": layers, "num_experts": num_experts, "active": active, "batch": batch}
-    plan = plan_slots(**shape, free_bytes=allocated, per_expert_bytes=1, reserve_bytes=0)
-    return replace(plan, slots=min(slots, plan.slots))

@@ -4,7 +4,6 @@ one link; does not depend on residency."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -16,7 +15,7 @@ from moelight.experts.policy import ScheduleRules
 from moelight.hrm import costs
 from moelight.hrm.cost_model import CostModel
 from moelight.hrm.estimate import cost_model_of
-from moelight.hrm.machine_model import Unit, speeds_of
+from moelight.hrm.machine_model import speeds_of
 from moelight.profiles.hardware import HardwareProfile
 from moelight.profiles.model import ModelProfile
 
@@ -47,8 +46,7 @@ class MachineCosts:
         self.model, self.layers = model, tuple(np.flatnonzero(model.moe_layers).tolist())
         self.page_bytes, self.top_k = self._cost_model.page_bytes(), model.router.top_k
         self.fetch_s = _fetch_s(self._cost_model, hardware)
-        self._table_s, self._cpu = np.zeros(1), np.zeros(1)
-        self.lead_s = lru_cache(maxsize=1 << 14)(self._lead_s)
+        self.lead_s, self._table_s = lru_cache(maxsize=1 << 14)(self._lead_s), lru_cache(self._expert_s)
 
     def _lead_s(self, row: int, tokens: float) -> float:
         """Seconds for ``tokens`` from the experts of one MoE layer to the routing of the next, MoE layer number
@@ -66,10 +64,9 @@ class MachineCosts:
 
     def schedule(self, mode: str) -> ScheduleRules:
         """Return ``mode`` with a threshold of half the time of a transfer, so that ``hybrid`` decides by cost alone."""
-        rules = ScheduleRules(mode=mode)
         if mode != "hybrid":
-            return rules
-        return replace(rules, offload_threshold_ms=float(f"{0.5e3 * self.fetch_s:.2g}"))
+            return ScheduleRules(mode=mode)
+        return ScheduleRules(mode=mode, offload_threshold_ms=float(f"{0.5e3 * self.fetch_s:.2g}"))
 
     def crossing_s(self, tokens: float) -> float:
         """Seconds to transfer the hidden states of ``tokens`` from a GPU to the CPU and back."""
@@ -78,19 +75,16 @@ class MachineCosts:
 
     def resident_s(self, counts: IntArray) -> FloatArray:
         """Seconds of resident experts, [n], for ``counts`` tokens [n] each."""
-        if counts.size and int(counts.max()) >= len(self._table_s):
-            self._table_s = self._table(self._cost_model.expert_unit, int(counts.max()))
-        return self._table_s[counts]
+        return self._table_s(True, int(counts.max(initial=0)).bit_length())[counts]
 
     def cpu_s(self, counts: IntArray) -> FloatArray:
         """Seconds of experts that the CPU computes in host memory, [n], for ``counts`` tokens [n] each."""
-        if counts.size and int(counts.max()) >= len(self._cpu):
-            self._cpu = self._table(self._cost_model.speeds.cpu, int(counts.max()))
-        return self._cpu[counts]
+        return self._table_s(False, int(counts.max(initial=0)).bit_length())[counts]
 
-    def _table(self, unit: Unit, most: int) -> FloatArray:
-        """Seconds of one expert by its number of tokens, [> most]."""
-        rows = np.arange(2 * most + 1, dtype=np.float64)
+    def _expert_s(self, resident: bool, bits: int) -> FloatArray:
+        """Seconds of one expert by its number of tokens, [2^bits]."""
+        unit = self._cost_model.expert_unit if resident else self._cost_model.speeds.cpu
+        rows = np.arange(1 << bits, dtype=np.float64)
         found: FloatArray = np.where(rows > 0, self._cost_model.expert_s(unit, rows), 0.0)
         return found
 

@@ -11,6 +11,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -68,9 +69,7 @@ def _rows(path: Path, file: BinaryIO | gzip.GzipFile) -> Iterator[TraceRow]:
 
 
 def _row(path: Path, number: int, data: bytes) -> TraceRow:
-    def refuse(complaint: str) -> NoReturn:
-        _refuse(path, number, complaint)
-
+    refuse: Refuse = partial(_refuse, path, number)
     row = _object(data, refuse)
     layer, ids = row["l"], row["e"]
     if type(layer) is not int or not 0 <= layer < MOST_LAYERS:
@@ -152,24 +151,22 @@ class RoutingTrace:
         row: dict[str, Any] = {"l": int(layer), "e": chosen.tolist()}
         if math.isfinite(float(shares.sum())):  # else `read_rows` would reject the row
             row["s"] = shares.round(SCORE_DIGITS).tolist()
-        try:
+        with self._closed_on_failure():
             self._file.write(json.dumps(row).encode() + b"\n")
-        except (OSError, ValueError) as error:
-            self._give_up()
-            raise self._fault(error) from None
 
     def close(self) -> None:
         """Flush and close the file, errors as `write`; may be called twice."""
-        try:
+        with self._closed_on_failure():
             self._file.close()
-        except OSError as error:
-            self._give_up()
-            raise self._fault(error) from None
 
-    def _give_up(self) -> None:
-        """Close after a failed write. Closing may fail again; the first failure is the one to report."""
-        with contextlib.suppress(OSError):
-            self._file.close()
+    @contextlib.contextmanager
+    def _closed_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            with contextlib.suppress(OSError):  # closing may fail again; the first failure is the one to report
+                self._file.close()
+            raise self._fault(error) from None
 
     def _fault(self, error: OSError | ValueError) -> ConfigError:
         return ConfigError(f"routing trace {self._path}: cannot be written ({_reason(error).lower()})")

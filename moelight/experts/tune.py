@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import ROUND_CEILING, Decimal
@@ -191,12 +190,6 @@ def _orders(capacity: Capacity, window: int, *, scored: bool) -> Iterator[CacheR
 
 
 KV_TOKENS = 1024  # KV cache tokens of a sequence of unknown length, as in `Policy`
-_WHY_EVICTION = {
-    "lru": "the least recently used expert is evicted: on recorded traces no other fixed order was faster for all",
-    "slru": "experts used twice are protected from those used once; of these, the least used are evicted first",
-    "reuse": "the expert least likely to be used at the layer's next visit is evicted, learned as the job runs; a "
-    "missing expert that is less likely still passes through without a slot",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -265,11 +258,6 @@ def _ring_pages(model: ModelProfile, pages: int) -> int:
     return next((ring for count, ring in rings if layers * count + ring <= pages), 2 * experts)
 
 
-def met_experts(model: ModelProfile, tokens: int) -> int:
-    """Return the expected number of distinct experts of a layer for ``tokens``, rounded up."""
-    return math.ceil(float(costs.distinct_experts(model, tokens)) - 1e-9)
-
-
 def auto_policy(model: ModelProfile, hardware: HardwareProfile, *, name: str, batch_size: int = 1) -> AutoPolicy:
     """Return the initial policy for passes of ``batch_size`` tokens; raises BudgetError if not one expert fits.
     ``name``: the user's name of the model."""
@@ -315,36 +303,36 @@ def auto_policy(model: ModelProfile, hardware: HardwareProfile, *, name: str, ba
 def _with_room(plan: SlotPlan, layers: int, experts: int) -> tuple[ExpertPolicy, dict[tuple[str, str], str]]:
     """Return the default policy with the slots of ``plan``, equally many per layer if possible, and its reasons."""
     count = min(experts, plan.slots // layers)
-    reasons: dict[tuple[str, str], str] = {}
     default = replace(DEFAULT_POLICY, name="auto")
     if count == experts:
         cache = CacheRules(capacity=share_of(1, 1))
-        return replace(default, cache=cache, per_layer=None, prefetch=PrefetchRules()), reasons
-    if default.prefetch.strategy == "next_router":
-        reasons["prefetch", "predictor"] = (
-            "each layer's router is asked one layer early, and what it is likely to choose is fetched while the layer "
-            "before computes"
-        )
+        return replace(default, cache=cache, per_layer=None, prefetch=PrefetchRules()), {}
+    reasons = {
+        ("prefetch", "predictor"): "each layer's router is asked one layer early, and what it is likely to choose is "
+        "fetched while the layer before computes"
+    }
     if count == 0:
         cache = replace(default.cache, capacity=Capacity(value=plan.slots))
         reasons["cache", "eviction"] = "fewer places than layers: all layers share them"
         prefetch = replace(default.prefetch, budget=min(default.prefetch.budget, plan.slots))
         return replace(default, cache=cache, prefetch=prefetch, per_layer=None), reasons
-    cache = replace(default.cache, capacity=share_of(count, experts))
-    reasons["cache", "eviction"] = _WHY_EVICTION.get(cache.eviction[0], "the default")
+    reasons["cache", "eviction"] = (
+        "the expert least likely to be used at the layer's next visit is evicted, learned as the job runs; a missing "
+        "expert that is less likely still passes through without a slot"
+    )
     reasons["per_layer", "allocation"] = (
         f"{count} places for each layer: passes visit layers in turn, so that in a shared cache those of the layer "
         "that comes next would be the oldest, and leave just before they are needed"
     )
+    cache = replace(default.cache, capacity=share_of(count, experts))
     return replace(default, cache=cache, per_layer=uniform_layers(count)), reasons
 
 
 def _why_capacity(model: ModelProfile, plan: SlotPlan, batch_size: int) -> str:
     layers, experts, active = model.num_moe_layers, model.experts.num_experts, model.router.top_k
-    each, met = plan.recommended / layers, met_experts(model, batch_size)
-    rule = f"recommended are {each:g} a layer, twice the {active} of a token"
-    if met > 2 * active:
-        rule = f"recommended are {each:g} a layer, as many as {batch_size} tokens are expected to meet"
+    each = plan.recommended / layers
+    met = f"as many as {batch_size} tokens are expected to meet"
+    rule = f"recommended are {each:g} a layer, {met if each > 2 * active else f'twice the {active} of a token'}"
     if plan.slots >= layers * experts:
         return f"all {layers * experts:,} have a slot, so that none is ever evicted; {rule}"
     verdict = "below that, so expect many misses" if plan.status is Status.BELOW_RECOMMENDED else "enough"
@@ -357,11 +345,9 @@ def _with_schedule(policy: ExpertPolicy, machine: MachineCosts, reasons: dict[tu
     cpu_s = float(machine.cpu_s(np.array([1]))[0]) + machine.crossing_s(1.0)
     faster = cpu_s < fetch_s
     compared = f"the CPU takes {1e3 * cpu_s:.3g} ms for one token, the page {1e3 * fetch_s:.3g} ms"
-    reasons["schedule", "mode"] = (
-        f"a missing expert with few tokens is computed where it lies: {compared}"
-        if faster
-        else f"missing experts are fetched: {compared}"
-    )
     if faster:
+        reasons["schedule", "mode"] = f"a missing expert with few tokens is computed where it lies: {compared}"
         reasons["schedule", "offload_threshold_ms"] = "half of what a fetch takes here, so that estimates alone decide"
+    else:
+        reasons["schedule", "mode"] = f"missing experts are fetched: {compared}"
     return replace(policy, schedule=machine.schedule("hybrid" if faster else "gpu_only"))

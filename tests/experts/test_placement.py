@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -10,7 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelight.core.errors import ConfigError
-from moelight.experts.residency import fetch_order, place_misses
+from moelight.experts.policy import ScheduleRules
+from moelight.experts.residency import place_misses
+
+HYBRID = ScheduleRules(mode="hybrid", offload_threshold_ms=0.0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -26,7 +30,7 @@ def test_hybrid_is_the_best_of_all_subsets(
 ) -> None:
     n, many = len(tokens), np.array(tokens, dtype=np.int64)
     cpu_s = base_s + each_s * many
-    found = place_misses(many, fetch_s=fetch_s, cpu_s=cpu_s, fixed_s=fixed_s, mode="hybrid")
+    found = place_misses(many, HYBRID, fetch_s=fetch_s, cpu_s=cpu_s, fixed_s=fixed_s)
     seconds = {
         (max(fetch_s * size, fixed_s + sum(cpu_s[i] for i in range(n) if i not in chosen) if size < n else 0.0), size)
         for size in range(n + 1)
@@ -39,9 +43,8 @@ def test_hybrid_is_the_best_of_all_subsets(
 
 
 def test_products_that_cost_anything_are_placed_by_cost_not_by_tokens() -> None:
-    found = place_misses(
-        np.array([1, 2, 3]), fetch_s=1.0, cpu_s=np.array([9.0, 0.5, 0.5]), mode="hybrid", priority_routing=True
-    )
+    schedule = replace(HYBRID, priority_routing=True)
+    found = place_misses(np.array([1, 2, 3]), schedule, fetch_s=1.0, cpu_s=np.array([9.0, 0.5, 0.5]))
     assert found.fetched.tolist() == [0]
     assert found.computed.tolist() == [2, 1]
     assert (found.link_s, found.cpu_s) == (1.0, 1.0)
@@ -49,31 +52,30 @@ def test_products_that_cost_anything_are_placed_by_cost_not_by_tokens() -> None:
 
 def test_the_other_modes_do_not_weigh() -> None:
     tokens, cpu_s = np.array([5, 1, 7, 5]), np.array([5.0, 1.0, 7.0, 5.0])
-    fetched = place_misses(tokens, fetch_s=100.0, cpu_s=cpu_s, fixed_s=1.0)
+    fetched = place_misses(tokens, ScheduleRules(), fetch_s=100.0, cpu_s=cpu_s, fixed_s=1.0)
     assert (fetched.fetched.tolist(), fetched.computed.tolist()) == ([0, 1, 2, 3], [])
     assert (fetched.link_s, fetched.cpu_s, fetched.seconds) == (400.0, 0.0, 400.0)
-    computed = place_misses(tokens, fetch_s=0.0, cpu_s=cpu_s, fixed_s=1.0, mode="cpu_fallback")
+    computed = place_misses(tokens, ScheduleRules(mode="cpu_fallback"), fetch_s=0.0, cpu_s=cpu_s, fixed_s=1.0)
     assert (computed.fetched.tolist(), computed.computed.tolist()) == ([], [2, 0, 3, 1])
     assert (computed.link_s, computed.cpu_s) == (0.0, 19.0)
 
 
 def test_fetches_below_the_threshold_are_never_avoided() -> None:
     tokens, cpu_s = np.array([1, 1]), np.array([1e-6, 1e-6])
-    costs = {"fetch_s": 0.04, "cpu_s": cpu_s, "mode": "hybrid"}
-    assert len(place_misses(tokens, **costs, offload_threshold_s=0.04).computed) == 0
-    assert len(place_misses(tokens, **costs, offload_threshold_s=0.039).computed) == 2
+    for threshold_ms, computed in ((40.0, 0), (39.0, 2)):
+        schedule = ScheduleRules(mode="hybrid", offload_threshold_ms=threshold_ms)
+        assert len(place_misses(tokens, schedule, fetch_s=0.04, cpu_s=cpu_s).computed) == computed
 
 
 def test_the_busiest_are_fetched_first_where_that_is_asked_for() -> None:
     tokens = np.array([3, 8, 1, 8])
-    assert fetch_order(tokens, priority_routing=True).tolist() == [1, 3, 0, 2]
-    assert fetch_order(tokens, priority_routing=False).tolist() == [0, 1, 2, 3]
-    found = place_misses(tokens, fetch_s=1.0, cpu_s=np.zeros(4), priority_routing=True)
-    assert found.fetched.tolist() == [1, 3, 0, 2]
+    for priority, order in ((True, [1, 3, 0, 2]), (False, [0, 1, 2, 3])):
+        found = place_misses(tokens, ScheduleRules(priority_routing=priority), fetch_s=1.0, cpu_s=np.zeros(4))
+        assert found.fetched.tolist() == order
 
 
 def test_mistakes_are_named() -> None:
     with pytest.raises(ConfigError, match=r"'hybird' \(did you mean 'hybrid'\?\)"):
-        place_misses(np.array([1]), fetch_s=1.0, cpu_s=np.array([1.0]), mode="hybird")
+        place_misses(np.array([1]), ScheduleRules(mode="hybird"), fetch_s=1.0, cpu_s=np.array([1.0]))
     with pytest.raises(ValueError, match="one length"):
-        place_misses(np.array([1]), fetch_s=1.0, cpu_s=np.array([1.0, 2.0]))
+        place_misses(np.array([1]), ScheduleRules(), fetch_s=1.0, cpu_s=np.array([1.0, 2.0]))

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from moelight.core.errors import ConfigError
+from moelight.experts.eviction import FloatArray, IntArray
 from moelight.experts.policy import STRATEGIES, PrefetchRules
 from moelight.experts.predict import (
     AffinityPredictor,
-    Floats,
     FrequencyPredictor,
     HistoryPredictor,
-    Ints,
     NextRouterPredictor,
     PreviousPredictor,
     Transitions,
@@ -26,7 +25,7 @@ LAYERS, EXPERTS = 3, 7
 BUDGETS = (0, 1, 3, EXPERTS + 2)
 
 
-def batches(seed: int, passes: int = 40) -> Iterator[tuple[int, Ints, Ints, Floats]]:
+def batches(seed: int, passes: int = 40) -> Iterator[tuple[int, IntArray, IntArray, FloatArray]]:
     """Passes through all layers; experts unevenly liked, in no order, sometimes none."""
     rng = np.random.default_rng(seed)
     liked = rng.dirichlet(np.full(EXPERTS, 0.5), size=LAYERS) * 0.9 + 0.1 / EXPERTS
@@ -178,20 +177,13 @@ def test_a_hint_is_good_for_one_batch_of_its_layer() -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_has_a_predictor_that_forgets(strategy: str) -> None:
+def test_every_strategy_has_a_predictor(strategy: str) -> None:
     predictor = make_predictor(PrefetchRules(strategy=strategy, lookahead=2), num_layers=LAYERS, num_experts=EXPERTS)
-    fresh = make_predictor(PrefetchRules(strategy=strategy, lookahead=2), num_layers=LAYERS, num_experts=EXPERTS)
     assert predictor.steps == (2 if strategy == "lookahead" else 1)
-    rows = list(batches(7))
-    for row in rows:
+    for row in batches(7):
         predictor.observe(*row)
         predictor.hint((row[0] + 1) % LAYERS, np.array([1]), np.array([1.0]))
     assert any(predictor.predict(layer, 3).size for layer in range(LAYERS)) == (strategy != "none")
-    predictor.reset()
-    for row in rows[:12]:
-        assert predictor.predict(row[0], 4).tolist() == fresh.predict(row[0], 4).tolist()
-        predictor.observe(*row)
-        fresh.observe(*row)
 
 
 def test_an_unknown_strategy_is_an_error_with_a_suggestion() -> None:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from moelight.core.errors import ConfigError
-from moelight.experts.predict import AffinityPredictor, Floats, Transitions
+from moelight.experts.eviction import FloatArray
+from moelight.experts.predict import AffinityPredictor, Transitions, likeliest
 from moelight.experts.profile import ActivationProfile, fingerprint_of, merge
 
 MODEL = {"model_type": "mixtral", "num_layers": 3, "num_experts": 5, "top_k": 2, "hidden_size": 64}
@@ -43,16 +44,15 @@ def test_without_a_half_life_counts_are_whole() -> None:
     found.record(1, np.array([4]), np.array([1]))
     assert found.counts.tolist() == [[0] * 5, [2, 0, 0, 0, 4], [0] * 5]
     assert found.accesses == 3
-    assert found.layer_counts().tolist() == [0, 6, 0]
     with pytest.raises(ConfigError, match="half_life must be above 0"):
         ActivationProfile(model=MODEL, num_layers=1, num_experts=1, half_life=0.0)
 
 
 def test_the_busiest_first_and_equal_ones_by_id() -> None:
     found = profile([[2, 5, 2, 0, 5], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
-    assert found.top_experts(0, 9).tolist() == [1, 4, 0, 2]
-    assert found.top_experts(1, 3).tolist() == []
-    assert found.top_experts(2, 3).tolist() == [0, 1, 2]
+    assert likeliest(found.counts[0], 9).tolist() == [1, 4, 0, 2]
+    assert likeliest(found.counts[1], 3).tolist() == []
+    assert likeliest(found.counts[2], 3).tolist() == [0, 1, 2]
 
 
 def test_residents_are_each_layers_busiest() -> None:
@@ -109,7 +109,7 @@ def test_distance_layer_by_layer() -> None:
 def test_transitions_of_a_predictor_are_a_profiles() -> None:
     """What the predictor holds is what a profile keeps: shapes and dtypes agree."""
     affinity = AffinityPredictor(3, 5)
-    one: Floats = np.ones(1)
+    one: FloatArray = np.ones(1)
     affinity.observe(0, np.array([2]), one.astype(np.int64), one)
     affinity.observe(1, np.array([4]), one.astype(np.int64), one)
     again = AffinityPredictor(3, 5)

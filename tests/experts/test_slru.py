@@ -23,16 +23,24 @@ def pool(cache: ExpertCache) -> Slru:
     return found
 
 
+def probation(cache: ExpertCache) -> list[int]:
+    """Least recent first."""
+    return [key for _, _, key in sorted(pool(cache).rank.values(), key=lambda entry: entry[1])]
+
+
+def protected(cache: ExpertCache) -> list[int]:
+    """Least recent first, without the pinned."""
+    return list(pool(cache)._protected)
+
+
 def ask(cache: ExpertCache, *experts: int) -> list[int]:
     """One after the other; who left."""
     return [row[1] for expert in experts for row in cache.access(0, [[expert]]).evictions.tolist()]
 
 
-@pytest.mark.parametrize(
-    ("capacity", "probation", "protected"), [(1, 1, 0), (2, 1, 1), (3, 1, 2), (8, 2, 6), (12, 3, 9)]
-)
-def test_a_quarter_is_probation(capacity: int, probation: int, protected: int) -> None:
-    assert (pool(make(capacity)).probation_cap, pool(make(capacity)).protected_cap) == (probation, protected)
+@pytest.mark.parametrize(("capacity", "few", "many"), [(1, 1, 0), (2, 1, 1), (3, 1, 2), (8, 2, 6), (12, 3, 9)])
+def test_a_quarter_is_probation(capacity: int, few: int, many: int) -> None:
+    assert (pool(make(capacity)).probation_cap, pool(make(capacity)).protected_cap) == (few, many)
 
 
 @settings(max_examples=40, deadline=None)
@@ -52,24 +60,24 @@ def test_segments(capacity: int, drawn: list[tuple[str, int]]) -> None:
             cache.unpin(0, expert)
             pinned.discard(expert)
         segments = pool(cache)
-        probation, protected = set(segments.probation), {*segments.protected, *segments.pinned}
-        assert len(probation) <= segments.probation_cap
-        assert len(protected) <= segments.protected_cap
-        assert not probation & protected
+        first, second = set(probation(cache)), {*protected(cache), *segments.pinned}
+        assert len(first) <= segments.probation_cap
+        assert len(second) <= segments.protected_cap
+        assert not first & second
         assert set(segments.pinned) == pinned
-        assert len(cache) == len(probation) + len(protected) <= capacity
+        assert len(cache) == len(first) + len(second) <= capacity
 
 
 def test_promotion_and_demotion_keep_recency() -> None:
     cache = make(8)
     for expert in range(6):
         ask(cache, expert, expert)
-    assert pool(cache).protected == [0, 1, 2, 3, 4, 5]
+    assert protected(cache) == [0, 1, 2, 3, 4, 5]
     ask(cache, 1)
     ask(cache, 6, 7)
     ask(cache, 6)
-    assert pool(cache).protected == [2, 3, 4, 5, 1, 6]
-    assert pool(cache).probation == [7, 0]  # 0 came back at the head
+    assert protected(cache) == [2, 3, 4, 5, 1, 6]
+    assert probation(cache) == [7, 0]  # 0 came back at the head
 
 
 def test_the_fewest_accesses_leave_and_of_equals_the_least_recent() -> None:
@@ -90,7 +98,7 @@ def test_the_newest_stays_though_it_was_never_asked_for() -> None:
     ask(cache, 0, 1, 2)
     found = cache.prefetch(0, [20])
     assert found.evictions.tolist() == [[0, 0]]
-    assert pool(cache).probation == [1, 2, 20]
+    assert probation(cache) == [1, 2, 20]
     assert ask(cache, 3) == [20]
 
 
@@ -101,18 +109,18 @@ def test_pins() -> None:
         ask(cache, expert, expert)
     ask(cache, 6)
     assert cache.pin(0, 6)
-    assert pool(cache).probation == [0]  # made room
+    assert probation(cache) == [0]  # made room
     for expert in range(1, 6):
         assert cache.pin(0, expert)
     ask(cache, 7)
     assert not cache.pin(0, 7)  # all that is protected is pinned
     assert ask(cache, 7, 0) == []
-    assert pool(cache).probation == [7, 0]  # no promotion, but recency
+    assert probation(cache) == [7, 0]  # no promotion, but recency
     ask(cache, *range(10, 30))
     assert all(cache.contains(0, expert) for expert in range(1, 7))
     cache.unpin(0, 3)
     ask(cache, 30, 30)
-    assert not {3} & set(pool(cache).protected)
+    assert not {3} & set(protected(cache))
     assert cache.contains(0, 3)
     assert 3 in ask(cache, *range(31, 35))
 
@@ -126,7 +134,7 @@ def test_unpinned_it_has_its_old_place() -> None:
     ask(cache, 4, 3)
     cache.unpin(0, 4)
     cache.unpin(0, 2)
-    assert pool(cache).protected == [0, 1, 2, 5, 4, 3]
+    assert protected(cache) == [0, 1, 2, 5, 4, 3]
 
 
 def test_who_has_room_for_all_never_evicts() -> None:

@@ -2,53 +2,58 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from moelight.core.errors import ConfigError
-from moelight.experts.residency import WarmPin, busiest_residents
+from moelight.experts.residency import WarmPin
 
 COUNTS = np.array([[1, 2, 3, 0], [0, 0, 0, 0], [9, 0, 7, 8], [2, 2, 2, 0]])
 ALL = np.ones_like(COUNTS, dtype=np.bool_)
 
 
+def fired(
+    warm: WarmPin, *, capacity: int, resident: np.ndarray = ALL, refused: tuple[int, int] | None = None
+) -> list[tuple[int, int]]:
+    """Fire on a cache of which all is a hit; the keys in the order in which they were to be pinned."""
+    asked: list[tuple[int, int]] = []
+
+    def pin(*key: int) -> bool:
+        asked.append(key)
+        return key != refused
+
+    stats = SimpleNamespace(hits=COUNTS, misses=0 * COUNTS)
+    warm.fire(SimpleNamespace(stats=stats, slot_table=np.where(resident, 0, -1), capacity=capacity, pin=pin))
+    return asked
+
+
 def test_busy_layers_come_first_and_one_without_accesses_ends_it() -> None:
-    found = busiest_residents(COUNTS, ALL, per_layer=2, budget=100)
-    assert found.tolist() == [[2, 0], [2, 3], [0, 2], [0, 1], [3, 0], [3, 1]]
-    assert busiest_residents(COUNTS, ALL, per_layer=2, budget=3).tolist() == [[2, 0], [2, 3], [0, 2]]
-    assert busiest_residents(COUNTS, ALL, per_layer=0, budget=3).tolist() == []
+    found = [(2, 0), (2, 3), (0, 2), (0, 1), (3, 0), (3, 1)]
+    assert fired(WarmPin(8, active=2), capacity=15) == found
+    assert fired(WarmPin(8, active=2), capacity=7) == found[:3]
 
 
 def test_only_residents_are_pinned_and_nobody_moves_up_for_the_others() -> None:
     resident = ALL.copy()
     resident[2, 0] = resident[0, 2] = False
-    assert busiest_residents(COUNTS, resident, per_layer=2, budget=100).tolist() == [[2, 3], [0, 1], [3, 0], [3, 1]]
-
-
-def fired(
-    warm: WarmPin, *, capacity: int, pinnable: int = 100, refused: tuple[int, int] | None = None
-) -> list[list[int]]:
-    warm.fire(COUNTS, 0 * COUNTS, ALL, capacity=capacity, pinnable=pinnable, pin=lambda *key: key != refused)
-    return warm.pinned.tolist()
+    assert fired(WarmPin(8, active=2), capacity=15, resident=resident) == [(2, 3), (0, 1), (3, 0), (3, 1)]
 
 
 @pytest.mark.parametrize(
-    ("per_layer", "active", "capacity", "pinnable", "pinned"),
+    ("active", "capacity", "pinned"),
     [
-        (None, 2, 15, 100, [[0, 1], [0, 2], [2, 0], [2, 3], [3, 0], [3, 1]]),
-        (None, None, 15, 100, [[0, 2], [2, 0], [3, 0]]),
-        (None, 2, 16, 100, []),  # all experts have room
-        (1, 2, 16, 100, [[0, 2], [2, 0], [3, 0]]),
-        (0, 2, 15, 100, []),
-        (None, 2, 7, 100, [[0, 2], [2, 0], [2, 3]]),  # half the capacity
-        (None, 2, 15, 2, [[2, 0], [2, 3]]),  # as many as can be protected
+        (2, 15, [[0, 1], [0, 2], [2, 0], [2, 3], [3, 0], [3, 1]]),
+        (None, 15, [[0, 2], [2, 0], [3, 0]]),
+        (2, 16, []),  # all experts have room
+        (2, 7, [[0, 2], [2, 0], [2, 3]]),  # half the capacity
     ],
 )
-def test_how_many(
-    per_layer: int | None, active: int | None, capacity: int, pinnable: int, pinned: list[list[int]]
-) -> None:
-    warm = WarmPin(8, per_layer=per_layer, active=active)
-    assert fired(warm, capacity=capacity, pinnable=pinnable) == pinned
+def test_how_many(active: int | None, capacity: int, pinned: list[list[int]]) -> None:
+    warm = WarmPin(8, active=active)
+    fired(warm, capacity=capacity)
+    assert warm.pinned.tolist() == pinned
 
 
 def test_once_and_at_the_access_after() -> None:
@@ -63,7 +68,7 @@ def test_rates_before_and_after() -> None:
     said = warm.as_dict(3, 1)
     assert (said["pre_warm_accesses"], said["pre_warm_hit_rate"], said["post_warm_hit_rate"]) == (4, 0.75, 0.0)
     assert WarmPin(1).as_dict(0, 0)["pre_warm_hit_rate"] == 0.0
-    assert fired(warm, capacity=15, refused=(2, 0)) == [[0, 2], [3, 0]]
+    fired(warm, capacity=15, refused=(2, 0))
     said = warm.as_dict(36 + 1, 3)
     assert said == {
         "after": 8,
@@ -79,5 +84,3 @@ def test_rates_before_and_after() -> None:
 def test_nonsense_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1 access, not 0"):
         WarmPin(0)
-    with pytest.raises(ConfigError, match="at least 0 experts per layer"):
-        WarmPin(1, per_layer=-1)
