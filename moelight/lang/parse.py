@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from lark import Lark, Token, Transformer
+from lark import Lark, Token, Transformer, v_args
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 
 from moelight.core.errors import ConfigError, did_you_mean
@@ -18,7 +18,7 @@ from moelight.core.units import parse_bytes
 from moelight.lang import syntax
 from moelight.lang.diagnostics import LanguageError
 from moelight.lang.keys import BLOCKS, FOREIGN_BLOCKS
-from moelight.lang.syntax import Name, PolicyText, Span, Value
+from moelight.lang.syntax import PolicyText, Span, Value
 
 _HIDDEN = re.compile(r'#[^\n]*|"[^"\n]*"')
 _STATEMENT = re.compile(r"\b[A-Za-z_][A-Za-z0-9_]*\s*=(?!=)|\bwhen\b")
@@ -166,7 +166,7 @@ def parse(text: str) -> tuple[PolicyText, list[LanguageError]]:
     """Return the tree of ``text`` and its syntax errors; unreadable statements are missing from the tree."""
     if len(text) > MOST_CHARACTERS:
         message = f"the file has {len(text):,} characters; a policy file has at most {MOST_CHARACTERS:,}"
-        return PolicyText(None, ()), [LanguageError(code="too_long", message=message, span=(0, 0))]
+        return PolicyText(None, ()), [LanguageError("too_long", message, (0, 0))]
     errors: list[LanguageError] = []
     left = text
     last: RecoveredText | None = None
@@ -189,11 +189,7 @@ def parse(text: str) -> tuple[PolicyText, list[LanguageError]]:
 @cache
 def _parser() -> Lark:
     grammar = Path(__file__).with_name("moe.lark").read_text(encoding="utf-8")
-    return Lark(grammar, parser="lalr", lexer="contextual", start="file", transformer=_Tree(), maybe_placeholders=False)
-
-
-def _name(token: Token) -> Name:
-    return Name(str(token), _span(token))
+    return Lark(grammar, parser="lalr", lexer="contextual", start="file", transformer=_Tree())
 
 
 def _span(token: Token) -> Span:
@@ -201,76 +197,17 @@ def _span(token: Token) -> Span:
     return start, start + len(token)
 
 
-class _Tree(Transformer[Token, Any]):
-    """Builds the nodes: Lark calls the method named after each production with its parts."""
-
-    def file(self, parts: list[Any]) -> PolicyText:
-        version = parts.pop(0) if parts and isinstance(parts[0], Value) else None
-        return PolicyText(version, tuple(parts))
-
-    def policy(self, parts: list[Any]) -> syntax.PolicyNode:
-        return syntax.PolicyNode(_name(parts[0]), tuple(parts[1:]))
-
-    def block(self, parts: list[Any]) -> syntax.Block:
-        return syntax.Block(_name(parts[0]), tuple(parts[1:]))
-
-    def foreign(self, parts: list[Any]) -> syntax.Block:
-        return syntax.Block(_name(parts[0]), ())
-
-    def entry(self, parts: list[Any]) -> syntax.Assignment:
-        return syntax.Assignment(_name(parts[0]), parts[1])
-
-    def conditional(self, parts: list[Any]) -> syntax.Conditional:
-        return syntax.Conditional(*parts)
-
-    def condition(self, parts: list[Any]) -> syntax.Condition:
-        metric, operator, threshold = parts
-        return syntax.Condition(_name(metric), _name(operator), _number(threshold))
-
-    def rule(self, parts: list[Any]) -> syntax.Rule:
-        duration = parts.pop(1) if len(parts) > 1 and isinstance(parts[1], tuple) else None
-        return syntax.Rule(parts[0], duration, tuple(parts[1:]))
-
-    def duration(self, parts: list[Any]) -> tuple[Value, Name]:
-        return _number(parts[0]), _name(parts[1])
-
-    def set(self, parts: list[Any]) -> syntax.Command:
-        return syntax.Command(_name(parts[0]), parts[1])
-
-    def say(self, parts: list[Any]) -> syntax.Command:
-        return syntax.Command(_name(parts[0]), _name(parts[1]))
-
-    def layers(self, parts: list[Value]) -> Value:
-        return Value("layers", tuple(parts), (parts[0].span[0], parts[-1].span[1]))
-
-    def items(self, parts: list[Any]) -> Value:
-        opening, *items, closing = parts
-        kept = tuple(item for item in items if isinstance(item, Value))
-        return Value("list", kept, (opening.start_pos, closing.start_pos + 1))
-
-    def number(self, parts: list[Token]) -> Value:
-        return _number(parts[0])
-
-    version = number
-
-    def size(self, parts: list[Token]) -> Value:
-        return _size(parts[0])
-
-    def name(self, parts: list[Token]) -> Value:
-        return _name(parts[0]).as_value
-
-    def text(self, parts: list[Token]) -> Value:
-        return Value("text", re.sub(r"\\(.)", r"\1", parts[0][1:-1]), _span(parts[0]))
+def _word(token: Token) -> Value:
+    return Value("name", str(token), _span(token))
 
 
 def _number(token: Token) -> Value:
-    span = _span(token)
+    whole = token.isdigit()
     if token[0] in "+-":
-        return Value("signed", str(token), span)
-    if token.isdigit():
-        return Value("int", int(token), span) if len(token) <= _MOST_DIGITS else Value("huge", str(token), span)
-    number = float(token)
-    return Value("number", number, span) if math.isfinite(number) else Value("huge", str(token), span)
+        return Value("signed", str(token), _span(token))
+    if len(token) > _MOST_DIGITS if whole else not math.isfinite(float(token)):
+        return Value("huge", str(token), _span(token))
+    return Value("int", int(token), _span(token)) if whole else Value("number", float(token), _span(token))
 
 
 def _size(token: Token) -> Value:
@@ -284,6 +221,44 @@ def _size(token: Token) -> Value:
         return Value("size", 0, _span(token))
 
 
+def _text(token: Token) -> Value:
+    return Value("text", re.sub(r"\\(.)", r"\1", token[1:-1]), _span(token))
+
+
+@v_args(inline=True)
+class _Tree(Transformer[Token, Any]):
+    """Builds the nodes: Lark calls the function named after each terminal or production with its parts."""
+
+    NAME = OPERATOR = FOREIGN = staticmethod(_word)
+    NUMBER, SIZE, TEXT = staticmethod(_number), staticmethod(_size), staticmethod(_text)
+    condition, conditional = syntax.Condition, syntax.Conditional
+    entry, say = syntax.Assignment, syntax.Command
+
+    def file(self, version: Value | None, *policies: syntax.PolicyNode) -> PolicyText:
+        return PolicyText(version, policies)
+
+    def policy(self, name: Value, *blocks: syntax.Block) -> syntax.PolicyNode:
+        return syntax.PolicyNode(name, blocks)
+
+    def block(self, name: Value, *items: syntax.Assignment | syntax.Rule) -> syntax.Block:
+        return syntax.Block(name, items)
+
+    foreign = block
+
+    def rule(self, condition: syntax.Condition, count: Value | None, unit: Value | None, *actions: Any) -> syntax.Rule:
+        return syntax.Rule(condition, count, unit, actions)
+
+    def set(self, verb: Value, what: Value) -> syntax.Command:
+        return syntax.Command(verb, what, assigns=True)
+
+    def layers(self, *parts: Value) -> Value:
+        return Value("layers", parts, (parts[0].span[0], parts[-1].span[1]))
+
+    def items(self, *parts: Value | Token) -> Value:
+        kept = tuple(part for part in parts if isinstance(part, Value))
+        return Value("list", kept, (_span(parts[0])[0], _span(parts[-1])[1]))
+
+
 def _place(error: UnexpectedInput, text: str) -> int:
     if isinstance(error, UnexpectedToken):
         return len(text) if error.token.type == "$END" else _span(error.token)[0]
@@ -294,14 +269,13 @@ def _complaint(error: UnexpectedInput, faulty: _Faulty) -> LanguageError:
     text, at = faulty.text, faulty.at
     if (opened := faulty.unclosed()) is not None:
         what, span = opened
-        return LanguageError(code="syntax", message=f"the '{{' of {what} is never closed; write '}}'", span=span)
+        return LanguageError("syntax", f"the '{{' of {what} is never closed; write '}}'", span)
     if at >= len(text):
         end = len(text.rstrip())
-        message = f"the file ends where {_wanted(error)}"
-        return LanguageError(code="syntax", message=message, span=(max(0, end - 1), max(1, end)))
+        return LanguageError("syntax", f"the file ends where {_wanted(error)}", (max(0, end - 1), max(1, end)))
     found = _WORD.match(text, at)
     word = found.group() if found else text[at]
-    return LanguageError(code="syntax", message=_hint(faulty, word, _wanted(error)), span=(at, at + len(word)))
+    return LanguageError("syntax", _hint(faulty, word, _wanted(error)), (at, at + len(word)))
 
 
 def _hint(faulty: _Faulty, word: str, wanted: str) -> str:
