@@ -240,15 +240,15 @@ class _PolicyReading:
 
     def _accesses(self, rule: Rule) -> int | None:
         """The accesses over which the condition must hold; 1 if the rule has no number, None with an error."""
-        if rule.count is None or rule.unit is None:
+        if rule.number is None or rule.unit is None:
             return 1
         counted = rule.unit.text == "accesses"
         if not counted:
             self._error("unknown_value", f"{rule.unit.text!r} is not counted; write for N accesses", rule.unit.span)
-        count: int | None = self._try(typed_value, "for", KEYS["cache"]["ttl"], rule.count)
+        count: int | None = self._try(typed_value, "for", KEYS["cache"]["ttl"], rule.number)
         if count == 0:
             message = "for 0 accesses would fire at once, whatever the condition; write at least 1"
-            self._error("range", message, rule.count.span)
+            self._error("range", message, rule.number.span)
         return (count or None) if counted else None
 
     def _action(self, action: Command) -> Action:

@@ -55,10 +55,10 @@ class Command(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """``when condition for count unit { actions }``; ``count`` and ``unit`` may both be missing."""
+    """``when condition for number unit { actions }``; ``number`` and ``unit`` may both be missing."""
 
     condition: Condition
-    count: Value | None
+    number: Value | None
     unit: Value | None
     actions: tuple[Command, ...]
 
