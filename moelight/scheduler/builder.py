@@ -4,18 +4,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from moelight.core.schedule import Buffer, Lane, Page, Schedule, Task, TaskKind
 from moelight.hrm import costs
 from moelight.scheduler.layout import Layout, PassShape
+from moelight.scheduler.requirements import check_layout
+
+Buffers = tuple[str | Buffer, ...]  # one given by name is that of the task's micro-batch
 
 ALL = -1  # the "micro-batch" of a task that serves all micro-batches
-
-
-def drop_none(*tasks: int | None) -> tuple[int, ...]:
-    """The positions among ``tasks`` that are not None."""
-    return tuple(task for task in tasks if task is not None)
 
 
 class ScheduleBuilder:
@@ -23,12 +21,13 @@ class ScheduleBuilder:
     ``k % ring_slots``; ``k`` runs on into the pages of the next pass. A slot is refilled only after the last experts
     of its former layer have read it.
 
-    ``chained``: every task also waits for the one before; consecutive disk reads count as one.
+    ``chained``: every task also waits for the one before; consecutive disk reads count as one. Raises ConfigError for a
+    layout or shape that schedule ``name`` does not support.
     """
 
-    def __init__(self, layout: Layout, shape: PassShape, *, chained: bool = False) -> None:
-        self.layout = layout
-        self.shape = shape
+    def __init__(self, name: str, layout: Layout, shape: PassShape, *, chained: bool = False) -> None:
+        check_layout(name, layout, shape)
+        self.name, self.layout, self.shape = name, layout, shape
         self.tasks: list[Task] = []
         self._chained = chained
         self._link, self._before_link = 0, range(0)  # the first task of the last link of the chain; the link before
@@ -57,10 +56,10 @@ class ScheduleBuilder:
         self._context_used: dict[int, int] = {}
         lane = Lane.H2D if layout.pages_cross else Lane.DISK
         for k in range(shape.prefetched):
-            taken = [self.buffer("ring", k % layout.ring_slots)]
-            if layout.stops(k):  # the page may still be in flight from the pinned slot
-                taken.append(self.buffer("pinned", k % layout.pinned_slots))
             page, slot = self._page(k), k % layout.ring_slots
+            taken: Buffers = (self.buffer("ring", slot),)
+            if layout.stops(k):  # the page may still be in flight from the pinned slot
+                taken = (*taken, self.buffer("pinned", k % layout.pinned_slots))
             self._delivered[k] = self.add(TaskKind.PREFETCHED_PAGE, lane, writes=taken, page=page, slot=slot)
 
     # ---- tasks
@@ -84,17 +83,18 @@ class ScheduleBuilder:
         lane: Lane,
         layer: int = -1,
         j: int = -1,
-        deps: tuple[int, ...] = (),
+        deps: tuple[int | None, ...] = (),
         *,
-        reads: Sequence[str | Buffer] = (),
-        writes: Sequence[str | Buffer] = (),
+        reads: Buffers = (),
+        writes: Buffers = (),
         size: int = 0,
         page: Page | None = None,
         slot: int = -1,
     ) -> int:
-        """Add a task with the dependencies of the chain and of the last barrier; return its position. A buffer given by
-        name is that of micro-batch ``j``; ``size``: bytes of a transfer."""
+        """Add a task with the dependencies of the chain and of the last barrier; return its position. ``deps``
+        may hold None; ``size``: bytes of a transfer."""
         position = len(self.tasks)
+        known = tuple([dep for dep in deps if dep is not None])
         extra = [dep for dep in self._waits_for if self.tasks[dep].lane is not lane] if self._waits_for else []
         if self._chained and self.tasks and kind is not TaskKind.PREFETCHED_PAGE:
             if not self.tasks[-1].lane is lane is Lane.DISK:
@@ -108,7 +108,7 @@ class ScheduleBuilder:
             page=page,
             slot=slot,
             bytes=size,
-            deps=tuple(dict.fromkeys((*deps, *extra))) if extra else deps,
+            deps=tuple(dict.fromkeys((*known, *extra))) if extra else known,
             reads=tuple([self.buffer(each, j) if isinstance(each, str) else each for each in reads]),
             writes=tuple([self.buffer(each, j) if isinstance(each, str) else each for each in writes]),
         )
@@ -121,24 +121,20 @@ class ScheduleBuilder:
         kind: TaskKind,
         layer: int,
         j: int,
-        *more: int,
-        reads: Sequence[str | Buffer] = (),
-        writes: Sequence[str] = (),
+        *more: int | None,
+        reads: Buffers = (),
+        writes: Buffers = (),
     ) -> int:
         """`add` the next task of micro-batch ``j`` on the compute lane, after its last one and those in ``more``."""
         deps = (self._ready[j], *more)
         self._ready[j] = self.add(kind, self.layout.compute, layer, j, deps, reads=reads, writes=writes)
         return self._ready[j]
 
-    def finish(self, builder: str) -> Schedule:
+    def finish(self) -> Schedule:
+        """The schedule of all tasks added."""
         total = len(self.layout.streamed)
-        ahead = sorted(k for k in self._delivered if k >= total)
-        return Schedule(
-            builder=builder,
-            tasks=tuple(self.tasks),
-            stream_advance=total,
-            prefetched_next=tuple(self._delivered[k] for k in ahead),
-        )
+        ahead = tuple(self._delivered[k] for k in sorted(self._delivered) if k >= total)
+        return Schedule(builder=self.name, tasks=tuple(self.tasks), stream_advance=total, prefetched_next=ahead)
 
     # ---- pages
 
@@ -164,7 +160,7 @@ class ScheduleBuilder:
         self._fetched[k] = self.add(
             TaskKind.READ_PAGE if from_disk else TaskKind.STAGE_PAGE,
             Lane.DISK if from_disk else Lane.STAGE,
-            deps=drop_none(self._delivered.get(former_k)),
+            deps=(self._delivered.get(former_k),),
             writes=(self.buffer("pinned", slot),),
             size=self.layout.bytes_at(k),
             page=self._page(k),
@@ -185,7 +181,7 @@ class ScheduleBuilder:
         self._delivered[k] = self.add(
             TaskKind.SEND_PAGE if crosses else TaskKind.READ_PAGE,
             Lane.H2D if crosses else Lane.DISK,
-            deps=drop_none(self._fetched.get(k) if stops else None, former),
+            deps=(self._fetched.get(k) if stops else None, former),
             reads=(self.buffer("pinned", k % self.layout.pinned_slots),) if stops else (),
             writes=(self.buffer("ring", k % self.layout.ring_slots),),
             size=self.layout.bytes_at(k),
@@ -240,7 +236,7 @@ class ScheduleBuilder:
     def arrived(self, layer: int) -> tuple[int, ...]:
         """The task that the experts of ``layer`` wait for: the last arrival, as pages arrive on one lane in order."""
         if self.shape.routed_only:
-            return drop_none(self._brought.get(layer))
+            return (self._brought[layer],) if layer in self._brought else ()
         mine = self.layer_pages(layer)
         return (self._delivered[mine[-1]],) if mine else ()
 
@@ -282,7 +278,7 @@ class ScheduleBuilder:
             Lane.H2D,
             layer,
             j,
-            (*drop_none(self._context_used.get(step % 2)), *(stored[-1:] if earlier else ())),
+            (self._context_used.get(step % 2), *(stored[-1:] if earlier else ())),
             reads=tuple(self._cache(layer, i) for i in earlier),
             writes=(self.buffer("context", step % 2),),
             size=self.layout.context_bytes(mine),
@@ -299,8 +295,8 @@ class ScheduleBuilder:
         if layer == 0:
             self._ready[j] = self.add(TaskKind.EMBED, self.layout.compute, 0, j, writes=("hidden",))
         self.load_kv(layer, j)
-        sent = drop_none(self._sent_down.get(j))
-        self.compute(TaskKind.PRE_ATTENTION, layer, j, *sent, reads=("hidden",), writes=("qkv",))
+        sent = self._sent_down.get(j)
+        self.compute(TaskKind.PRE_ATTENTION, layer, j, sent, reads=("hidden",), writes=("qkv",))
         if not self.layout.discrete:
             self.compute(TaskKind.CPU_ATTENTION, layer, j, reads=("qkv",), writes=("attn",))
         elif self._attends_on_host(j):
@@ -322,7 +318,7 @@ class ScheduleBuilder:
             self._route(layer, j)
             self._experts_over_the_link(layer, j)
             return
-        reads = ("attn", *self.ring(layer))
+        reads: Buffers = ("attn", *self.ring(layer))
         kind, arrived = TaskKind.POST_ATTENTION, self.arrived(layer)
         self.read_ring(layer, self.compute(kind, layer, j, *arrived, reads=reads, writes=("hidden",)))
 
@@ -345,7 +341,7 @@ class ScheduleBuilder:
         if self.layout.cpu_layers[layer]:
             self._experts_over_the_link(layer, j)
         elif self.layout.model.moe_layers[layer]:
-            reads = ("routed", *(() if self.layout.discrete else ("partial",)), *self.ring(layer))
+            reads: Buffers = ("routed", *(() if self.layout.discrete else ("partial",)), *self.ring(layer))
             kind, arrived = TaskKind.EXPERTS, self.arrived(layer)
             self.read_ring(layer, self.compute(kind, layer, j, *arrived, reads=reads, writes=("hidden",)))
 
@@ -394,15 +390,15 @@ class ScheduleBuilder:
     def _attend_on_device(self, layer: int, j: int) -> None:
         """Attend over keys and values on the device and those transferred to it; send the new ones to the host."""
         step, layout, before = layer * self.count + j, self.layout, self._ready[j]
-        loaded = drop_none(self._context_loaded.get(step))
-        reads = ("qkv", *(self.buffer("context", step % 2) for _ in loaded))
-        attention = self.compute(TaskKind.ATTENTION, layer, j, *loaded, reads=reads, writes=("attn",))
-        if loaded:
+        loaded = self._context_loaded.get(step)
+        reads: Buffers = ("qkv",) if loaded is None else ("qkv", self.buffer("context", step % 2))
+        attention = self.compute(TaskKind.ATTENTION, layer, j, loaded, reads=reads, writes=("attn",))
+        if loaded is not None:
             self._context_used[step % 2] = attention
         if layout.attention == "gpu" and not layout.context_crosses:
             return
         down = layout.kv_down_bytes(self.shape.micro_batches[j])
-        deps = (before, *drop_none(self._stored.get(j)))
+        deps: tuple[int | None, ...] = (before, self._stored.get(j))
         kind, reads, writes = TaskKind.OFFLOAD_KV, ("qkv",), ("qkv_host",)
         self._sent_down[j] = self.add(kind, Lane.D2H, layer, j, deps, reads=reads, writes=writes, size=down)
         kept = (self._cache(layer, j),) if layout.context_crosses else ()
@@ -423,10 +419,10 @@ class ScheduleBuilder:
         last_routed = (self._routed[layer],) if self.shape.routed_only else ()
         self._transfer(TaskKind.OFFLOAD_HIDDEN, Lane.D2H, layer, j, "routed", costs.routed_bytes, *last_routed)
         ring, arrived = self.ring(layer), self.arrived(layer)
-        deps, reads, writes = (self._ready[j],), ("routed_host",), ("experts_host",)
-        if all_on_cpu:
-            deps, reads = (*deps, *arrived), (*reads, *ring)
-        task = on_cpu = self.add(TaskKind.CPU_EXPERTS, Lane.CPU, layer, j, deps, reads=reads, writes=writes)
+        deps = (self._ready[j], *(arrived if all_on_cpu else ()))
+        reads: Buffers = ("routed_host", *(ring if all_on_cpu else ()))
+        kind, writes = TaskKind.CPU_EXPERTS, ("experts_host",)
+        task = on_cpu = self.add(kind, Lane.CPU, layer, j, deps, reads=reads, writes=writes)
         self._ready[j] = routed
         if not all_on_cpu:
             task = self.compute(TaskKind.EXPERTS, layer, j, *arrived, reads=("routed", *ring), writes=("hidden",))
