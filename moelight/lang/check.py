@@ -294,21 +294,18 @@ class _PolicyReading:
         said = {(found.code, found.places) for found in before if len(found.places) > 1}
         wrong = False
         for found in broken_rules(swapped(policy, rule.action)):
-            changed = [_changes(rule.action, place) for place in found.places]
-            known = (found.code, found.places) in said if len(found.places) > 1 else found in before and not changed[0]
-            spoiled = any(place in self.spoiled and not own for place, own in zip(found.places, changed, strict=True))
-            if not known and not spoiled:
+            kept = [place for place in found.places if not _changes(rule.action, place)]
+            alone = len(found.places) == 1
+            known = (found in before and bool(kept)) if alone else (found.code, found.places) in said
+            if not known and not self.spoiled.intersection(kept):
                 wrong = True
                 self._error(found.code, f"after this change {found.message}", span)
-        if not wrong:
-            for words in pointless_rule(policy, rule):
-                self._error("pointless", words, span, warning=True)
+        for words in () if wrong else pointless_rule(policy, rule):
+            self._error("pointless", words, span, warning=True)
 
     def _span(self, found: BrokenRule, name: Span) -> Span:
-        for place in found.places:
-            if place in self.spans:
-                return self.spans[place]
-        return self.blocks.get(found.places[0][0], name)
+        default = self.blocks.get(found.places[0][0], name)
+        return next((self.spans[place] for place in found.places if place in self.spans), default)
 
 
 def _changes(action: Action, place: Place) -> bool:

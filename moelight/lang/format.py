@@ -10,7 +10,7 @@ import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterator
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from decimal import Decimal
 from itertools import count, groupby
 from operator import itemgetter
@@ -69,21 +69,15 @@ def entries(policy: ExpertPolicy, *, written: Collection[Place] = ()) -> Iterato
     seconds = {rule.action.name: rule for rule in policy.adapt if rule.conditional}
     for block, keys in KEYS.items():
         section = getattr(policy, block)
-        if section is None:
-            continue
-        plain = {item.name: item.default for item in fields(section)}
-        for name, key in keys.items():
-            if name not in plain:
-                continue
-            value = getattr(section, name)
-            second = seconds.get(key.swap) if key.swap else None
-            needed = value != plain[name] or plain[name] is MISSING or _STANDS_FOR_BLOCK.get(block) == name
-            if needed or second is not None or ((block, name) in written and value is not None):
-                shown = "predictor" if name == "strategy" and value in OWN_STRATEGIES else name
+        for item in fields(section) if section is not None else ():
+            name, key, value = item.name, keys[item.name], getattr(section, item.name)
+            second = seconds.get(key.swap)
+            needed = value != item.default or _STANDS_FOR_BLOCK.get(block) == name or second is not None
+            if needed or ((block, name) in written and value is not None):
                 words = value_text(value, quoted=key.kind == "text", listed=key.kind in ("ids", "names"))
                 if second is not None:
                     words += f" : {value_text(second.action.value)} when {condition_text(second)}"
-                yield block, shown, words
+                yield block, "predictor" if name == "strategy" and value in OWN_STRATEGIES else name, words
 
 
 def rule_text(rule: AdaptRule) -> str:
@@ -149,17 +143,14 @@ def _lines(policy: ExpertPolicy, number: int, written: Collection[Place]) -> Ite
 
 
 def _check_sayable(policy: ExpertPolicy) -> None:
-    where = f"policy {policy.name}"
     if any(rule.cooldown != COOLDOWN for rule in policy.adapt):
-        raise ConfigError(f"{where}: the language has no other cooldown than {COOLDOWN} accesses")
+        raise ConfigError(f"policy {policy.name}: the language has no other cooldown than {COOLDOWN} accesses")
     implied = [rule for rule in policy.adapt if rule.conditional]
     names = [rule.action.name for rule in implied]
-    if (
-        list(policy.adapt[: len(implied)]) != implied
-        or names != [name for name in SWAPS if name in names]
-        or any(rule.accesses != 1 or rule.action.kind != "set" for rule in implied)
-    ):
-        raise ConfigError(f"{where}: conditional rules set one key each, at once, and come first in the keys' order")
+    first = list(policy.adapt[: len(implied)]) == implied and names == [name for name in SWAPS if name in names]
+    if not first or any(rule.accesses != 1 or rule.action.kind != "set" for rule in implied):
+        message = "conditional rules set one key each, at once, and come first in the keys' order"
+        raise ConfigError(f"policy {policy.name}: {message}")
 
 
 def _anchors(tree: PolicyText) -> Iterator[tuple[int, Anchor]]:
