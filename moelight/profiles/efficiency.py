@@ -52,6 +52,5 @@ class Surface:
         return self.curves[above - 1].at(x) ** (1 - share) * self.curves[above].at(x) ** share
 
     def times(self, factor: float) -> Surface:
-        return replace(
-            self, curves=tuple(replace(curve, y=tuple(y * factor for y in curve.y)) for curve in self.curves)
-        )
+        curves = (replace(curve, y=tuple(y * factor for y in curve.y)) for curve in self.curves)
+        return replace(self, curves=tuple(curves))
