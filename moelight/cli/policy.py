@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from moelight.experts.policy import ExpertPolicy
     from moelight.experts.replay import Outcome, Shape
     from moelight.experts.tune import Tuned, Tuning
-    from moelight.lang.check import CheckedText
+    from moelight.lang.diagnostics import CheckedText
     from moelight.lang.explain import ExpertSizes
     from moelight.profiles.hardware import HardwareProfile
 

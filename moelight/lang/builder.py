@@ -16,6 +16,7 @@ from __future__ import annotations
 import numbers
 import re
 from collections.abc import Callable
+from functools import partialmethod
 from typing import Any
 
 from moelight.core.errors import ConfigError
@@ -36,37 +37,7 @@ class PolicyBuilder:
         self._blocks: list[str] = []
         self._rules: list[str] = []
 
-    def cache(self, **keys: Any) -> PolicyBuilder:
-        return self._block("cache", keys)
-
-    def prefetch(self, **keys: Any) -> PolicyBuilder:
-        return self._block("prefetch", keys)
-
-    def schedule(self, **keys: Any) -> PolicyBuilder:
-        return self._block("schedule", keys)
-
-    def monitor(self, **keys: Any) -> PolicyBuilder:
-        return self._block("monitor", keys)
-
-    def per_layer(self, **keys: Any) -> PolicyBuilder:
-        return self._block("per_layer", keys)
-
-    def when(self, condition: str, *, accesses: int = 1, **action: Any) -> PolicyBuilder:
-        """Add a rule of the block ``adapt``: once ``condition`` has held over ``accesses`` consecutive accesses, apply
-        ``action``, one of ``KEY=VALUE``, ``trigger="memory_pressure"`` and ``rebalance="per_layer"``."""
-        said = " ".join(
-            f"{name} {_text(value)}" if name in ("trigger", "rebalance") else f"{name} = {_text(value)}"
-            for name, value in action.items()
-        )
-        self._rules.append(f"when {_text(condition)} for {_text(accesses)} accesses {{ {said} }}")
-        return self
-
-    def build(self) -> ExpertPolicy:
-        """Return the checked policy; raises ConfigError with the codes of all broken rules of the language."""
-        adapt = ["adapt {", *self._rules, "}"] if self._rules else []
-        return _read(self._name, "\n".join((f"policy {self._name} {{", *self._blocks, *adapt, "}")))[0]
-
-    def _block(self, block: str, keys: dict[str, Any]) -> PolicyBuilder:
+    def _block(self, block: str, /, **keys: Any) -> PolicyBuilder:
         lines = []
         for name, value in keys.items():
             key = KEYS[block].get(name)
@@ -74,6 +45,25 @@ class PolicyBuilder:
             lines.append(f"{name} = {value_text(value, quoted=True) if quoted else _text(value)}")
         self._blocks.append("\n".join((f"{block} {{", *lines, "}")))
         return self
+
+    cache = partialmethod(_block, "cache")
+    prefetch = partialmethod(_block, "prefetch")
+    schedule = partialmethod(_block, "schedule")
+    monitor = partialmethod(_block, "monitor")
+    per_layer = partialmethod(_block, "per_layer")
+
+    def when(self, condition: str, *, accesses: int = 1, **action: Any) -> PolicyBuilder:
+        """Add a rule of the block ``adapt``: once ``condition`` has held over ``accesses`` consecutive accesses, apply
+        ``action``, one of ``KEY=VALUE``, ``trigger="memory_pressure"`` and ``rebalance="per_layer"``."""
+        verbs = ("trigger", "rebalance")
+        said = " ".join(f"{name} {'' if name in verbs else '= '}{_text(value)}" for name, value in action.items())
+        self._rules.append(f"when {_text(condition)} for {_text(accesses)} accesses {{ {said} }}")
+        return self
+
+    def build(self) -> ExpertPolicy:
+        """Return the checked policy; raises ConfigError with the codes of all broken rules of the language."""
+        adapt = ["adapt {", *self._rules, "}"] if self._rules else []
+        return _read(self._name, "\n".join((f"policy {self._name} {{", *self._blocks, *adapt, "}")))[0]
 
 
 def expert_policy(define: Callable[[PolicyBuilder], object]) -> ExpertPolicy:

@@ -3,9 +3,8 @@ errors of a text; legal statements without effect become warnings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from moelight.core.errors import did_you_mean
 from moelight.experts.policy import (
@@ -23,7 +22,7 @@ from moelight.experts.policy import (
     PrefetchRules,
     ScheduleRules,
 )
-from moelight.lang.diagnostics import Diagnostic, LanguageError, located
+from moelight.lang.diagnostics import CheckedText, LanguageError, checked
 from moelight.lang.keys import (
     BLOCKS,
     FOREIGN_BLOCKS,
@@ -34,13 +33,14 @@ from moelight.lang.keys import (
     VERSION,
     Key,
     Place,
-    WrongValueError,
     typed_value,
     word_of,
 )
 from moelight.lang.parse import parse
 from moelight.lang.rules import BrokenRule, broken_rules, pointless, pointless_rule, swapped, unread_keys
-from moelight.lang.syntax import Assignment, Block, Command, Condition, Conditional, Name, PolicyNode, Rule, Span, Value
+from moelight.lang.syntax import Assignment, Block, Command, Condition, Conditional, PolicyNode, Rule, Span, Value
+
+T = TypeVar("T")
 
 _SECTIONS = {
     "cache": CacheRules,
@@ -51,6 +51,7 @@ _SECTIONS = {
 }
 # Replaces a missing or unreadable capacity: rules about counts do not apply to a share.
 _UNKNOWN_CAPACITY = Capacity(value=100.0, unit="percent")
+_CAPACITY = ("cache", "capacity")
 _OLD_NAMES = {"lfu_decay": "frequency_decay"}
 # Likely misnomers of actions.
 _MISNOMERS = {
@@ -61,55 +62,32 @@ _MISNOMERS = {
 }
 _VERBS = ("trigger", "rebalance")
 _SHARED = ("prefetch", "strategy")  # two spellings, one place
-_EXAMPLE = "policy NAME { cache { capacity = 16 } }"
-
-_PlacedRule = tuple[AdaptRule, Span]  # with the span of the value of its action
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckedText:
-    """A text with its policies (none if there are errors), its errors and its warnings."""
-
-    text: str
-    policies: tuple[ExpertPolicy, ...]
-    errors: tuple[Diagnostic, ...]
-    warnings: tuple[Diagnostic, ...]
-
-    @property
-    def lines(self) -> list[str]:
-        """The lines of the text, as diagnostics count them."""
-        return self.text.split("\n")
 
 
 def read(text: str) -> CheckedText:
     """Return the policies of ``text``, and all errors and warnings in the order of the text."""
     tree, found = parse(text)
     whole = not found
-
-    def complain(code: str, message: str, span: Span, *, warning: bool = False) -> None:
-        found.append(LanguageError(code=code, message=message, span=span, warning=warning))
-
-    version = tree.version
-    if version is not None:
-        if not isinstance(version.value, int | float):
-            complain("type", "version takes a number such as 0.7", version.span)
-        elif version.value > VERSION:
-            message = f"version {version.value:g} is newer than {VERSION}, the newest that is known here"
-            complain("version", message, version.span)
+    if tree.version is not None:
+        version, span = tree.version.value, tree.version.span
+        if not isinstance(version, int | float):
+            found.append(LanguageError("type", "version takes a number such as 0.7", span))
+        elif version > VERSION:
+            message = f"version {version:g} is newer than {VERSION}, the newest that is known here"
+            found.append(LanguageError("version", message, span))
     if not tree.policies and whole:
-        complain("empty", f"there is no policy here; write {_EXAMPLE}", (0, 0))
+        message = "there is no policy here; write policy NAME { cache { capacity = 16 } }"
+        found.append(LanguageError("empty", message, (0, 0)))
     names: set[str] = set()
     policies = []
     for node in tree.policies:
-        if node.name.text in names:
-            message = f"a policy {node.name.text!r} was there before; by its name only the first is found"
-            complain("duplicate_policy", message, node.name.span, warning=True)
-        names.add(node.name.text)
+        name = node.name.text
+        if name in names:
+            message = f"a policy {name!r} was there before; by its name only the first is found"
+            found.append(LanguageError("duplicate_policy", message, node.name.span, warning=True))
+        names.add(name)
         policies.append(_PolicyReading(found, whole=whole).policy(node))
-    findings = located(found, text)
-    errors = tuple(finding for finding in findings if not finding.warning)
-    warnings = tuple(finding for finding in findings if finding.warning)
-    return CheckedText(text=text, policies=() if errors else tuple(policies), errors=errors, warnings=warnings)
+    return checked(text, found, policies)
 
 
 class _PolicyReading:
@@ -118,18 +96,19 @@ class _PolicyReading:
     def __init__(self, errors: list[LanguageError], *, whole: bool) -> None:
         self.errors, self.whole = errors, whole
         self.values: dict[Place, Any] = {}
-        self.spans: dict[Place, Span] = {}
-        self.written: dict[Place, Name] = {}
+        self.spans: dict[Place, Span] = {}  # of the values
+        self.written: dict[Place, Value] = {}  # the keys, with or without a valid value
         self.blocks: dict[str, Span] = {}
         self.spoiled: set[Place] = set()
-        self.seconds: dict[str, _PlacedRule] = {}
-        self.rules: list[_PlacedRule] = []
+        self.misspelt: set[str] = set()  # block or key that is there in a likely misspelling
+        # Rules with the spans of their values; those implied by conditional values by the name of their action.
+        self.seconds: dict[str, tuple[AdaptRule, Span]] = {}
+        self.rules: list[tuple[AdaptRule, Span]] = []
 
     def policy(self, node: PolicyNode) -> ExpertPolicy:
-        excused = not self.whole
         for block in node.blocks:
-            excused |= self._block(block)
-        if "cache" not in self.blocks and not excused:
+            self._try(self._block, block)
+        if self.whole and "cache" not in (*self.blocks, *self.misspelt):
             self._error("missing_block", f"policy {node.name.text} has no block cache", node.name.span)
         sections: dict[str, dict[str, Any]] = {name: {} for name in self.blocks if name in KEYS}
         for (name, key), value in self.values.items():
@@ -138,83 +117,88 @@ class _PolicyReading:
         if sections.get("per_layer", {}).get("total_budget") == 0:
             del sections["per_layer"]["total_budget"]  # the reference's spelling of: not given
         # Rules implied by conditional values precede explicit rules, in the order of the keys.
-        rules = [*(self.seconds[name] for name in SWAPS if name in self.seconds), *self.rules]
+        self.rules = [*(self.seconds[name] for name in SWAPS if name in self.seconds), *self.rules]
         made: dict[str, Any] = {name: _SECTIONS[name](**values) for name, values in sections.items()}
-        policy = ExpertPolicy(name=node.name.text, adapt=tuple(rule for rule, _ in rules), **made)
-        self._check_rules(policy, rules, node.name.span)
+        policy = ExpertPolicy(name=node.name.text, adapt=tuple(rule for rule, _ in self.rules), **made)
+        self._check_rules(policy, node.name.span)
         return policy
 
     def _error(self, code: str, message: str, span: Span, *, warning: bool = False) -> None:
-        self.errors.append(LanguageError(code=code, message=message, span=span, warning=warning))
+        self.errors.append(LanguageError(code, message, span, warning))
+
+    def _try(self, make: Callable[..., T], *args: Any) -> T | None:
+        """``make(*args)``; None if it raises an error, which is recorded."""
+        try:
+            return make(*args)
+        except LanguageError as error:
+            self.errors.append(error)
+            return None
 
     # ---- blocks and entries
 
-    def _block(self, block: Block) -> bool:
-        """Read the block; True if it excuses a missing block ``cache``, being perhaps a misspelt one."""
+    def _block(self, block: Block) -> None:
         name, span = block.name.text, block.name.span
         if name in FOREIGN_BLOCKS:
-            self._error("unsupported", f"block {name} of version 1.15 is not supported", span)
-            return True
+            self.misspelt.add("cache")
+            raise LanguageError("unsupported", f"block {name} of version 1.15 is not supported", span)
         if name not in BLOCKS:
             guess = did_you_mean(name.lower(), BLOCKS)
-            self._error("unknown_block", f"there is no block {name!r}{guess}; known: {', '.join(BLOCKS)}", span)
-            return "'cache'" in guess
+            if "'cache'" in guess:
+                self.misspelt.add("cache")
+            raise LanguageError("unknown_block", f"there is no block {name!r}{guess}; known: {', '.join(BLOCKS)}", span)
         if name in self.blocks:
-            self._error("duplicate_block", f"block {name} is there twice; put its keys into one", span)
-            return False
+            raise LanguageError("duplicate_block", f"block {name} is there twice; put its keys into one", span)
         self.blocks[name] = span
         if not block.items and self.whole:
             what = "a rule such as when hit_rate < 0.4 { eviction = lfu }" if name == "adapt" else "at least one key"
-            self._error("empty_block", f"block {name} is empty; write {what} or leave it out", span)
-        excused = not self.whole or not block.items
+            raise LanguageError("empty_block", f"block {name} is empty; write {what} or leave it out", span)
         for item in block.items:
             if isinstance(item, Assignment):
-                excused |= self._entry(item, name)
+                self._try(self._entry, item, name)
             elif name == "adapt":
                 self._rule(item)
             else:
                 message = f"a rule stands in the block adapt, not in {name}"
                 self._error("adapt", message, item.condition.metric.span)
-        if name == "cache" and not excused and not {*self.values, *self.spoiled} & {("cache", "capacity")}:
+        if name == "cache" and self.whole and _CAPACITY not in self.written and "capacity" not in self.misspelt:
             self._error("missing_key", "cache has no capacity; write how many experts stay", span)
-        return False
 
-    def _entry(self, entry: Assignment, block: str) -> bool:
-        """Read the entry; True if it excuses a missing ``capacity``, being perhaps a misspelt one."""
+    def _entry(self, entry: Assignment, block: str) -> None:
         name, span = entry.key.text, entry.key.span
-        keys = KEYS.get(block, {})
-        if name not in keys:
-            return self._unknown_key(name, block, span)
+        key = KEYS.get(block, {}).get(name)
+        if key is None:
+            raise self._unknown_key(name, block, span)
         place = _SHARED if name == "predictor" else (block, name)
         if place in self.written:
             if self.written[place].text != name:
-                self._error("both_spellings", "strategy and predictor are one key; write one of them", span)
-            else:
-                self._error("duplicate_key", f"{name} is there twice", span)
-            return False
+                raise LanguageError("both_spellings", "strategy and predictor are one key; write one of them", span)
+            raise LanguageError("duplicate_key", f"{name} is there twice", span)
         self.written[place] = entry.key
-        if isinstance(entry.value, Conditional):
-            self._conditional(name, keys[name], place, entry.value)
+        if not isinstance(entry.value, Conditional):
+            self._value(name, key, place, entry.value)
+        elif key.swap:
+            self._value(name, key, place, entry.value.first)
+            self._second(name, key, place, entry.value)
         else:
-            self._value(name, keys[name], place, entry.value)
-        return False
+            self.spoiled.add(place)
+            message = f"{name} takes no second value; rules cannot change it"
+            raise LanguageError("conditional", message, entry.value.second.span)
 
-    def _unknown_key(self, name: str, block: str, span: Span) -> bool:
+    def _unknown_key(self, name: str, block: str, span: Span) -> LanguageError:
         if block == "adapt":
-            self._error("unknown_key", "adapt holds rules: when METRIC < NUMBER for N accesses { ACTION }", span)
-            return False
+            message = "adapt holds rules: when METRIC < NUMBER for N accesses { ACTION }"
+            return LanguageError("unknown_key", message, span)
         if name in UNSUPPORTED:
-            self._error("unsupported", f"{name} is not supported: {UNSUPPORTED[name]}", span)
-            return False
-        keys = KEYS[block]
-        guess = did_you_mean(name.lower(), keys)
+            return LanguageError("unsupported", f"{name} is not supported: {UNSUPPORTED[name]}", span)
+        guess = did_you_mean(name.lower(), KEYS[block])
+        if "'capacity'" in guess:
+            self.misspelt.add("capacity")
         other = next((where for where, found in KEYS.items() if name in found), None)
-        hint = guess or (f"; it belongs to {other}" if other else f"; known: {', '.join(keys)}")
-        self._error("unknown_key", f"{block} has no key {name!r}{hint}", span)
-        return "'capacity'" in guess
+        hint = guess or (f"; it belongs to {other}" if other else f"; known: {', '.join(KEYS[block])}")
+        return LanguageError("unknown_key", f"{block} has no key {name!r}{hint}", span)
 
     def _value(self, name: str, key: Key, place: Place, value: Value) -> None:
-        found = self._typed(name, key, value)
+        found = self._try(typed_value, name, key, value)
         if found is None:
             self.spoiled.add(place)
             return
@@ -224,101 +208,78 @@ class _PolicyReading:
             message = f"{UNMEASURED} is left out: seconds are in the stats of a run, not in the monitor"
             self._error("pointless", message, value.span, warning=True)
 
-    def _conditional(self, name: str, key: Key, place: Place, given: Conditional) -> None:
-        if not key.swap:
-            self.spoiled.add(place)
-            message = f"{name} takes no second value; rules cannot change it"
-            self._error("conditional", message, given.second.span)
-            return
-        self._value(name, key, place, given.first)
-        second = self._typed(name, key, given.second)
+    def _second(self, name: str, key: Key, place: Place, given: Conditional) -> None:
+        second = self._try(typed_value, name, key, given.second)
         if second is None:
             self.spoiled.add(place)
         elif (condition := self._condition(given.condition)) is not None:
             action = Action(kind="set", name=key.swap, value=second)
             self.seconds[key.swap] = (AdaptRule(**condition, action=action, conditional=True), given.second.span)
 
-    def _typed(self, name: str, key: Key, value: Value) -> Any:
-        """The value converted to the type of ``key``; None with an error if it is of another type."""
-        try:
-            return typed_value(name, key, value)
-        except WrongValueError as error:
-            self.errors.append(error.error)
-            return None
-
-    def _word(self, noun: str, choices: tuple[str, ...], word: Name) -> str | None:
-        try:
-            return word_of(noun, choices, word.as_value)
-        except WrongValueError as error:
-            self.errors.append(error.error)
-            return None
-
     # ---- rules of the block adapt
 
     def _rule(self, rule: Rule) -> None:
-        condition, accesses, count = self._condition(rule.condition), self._accesses(rule), len(rule.commands)
+        condition, accesses, count = self._condition(rule.condition), self._accesses(rule), len(rule.actions)
         if count != 1 and self.whole:
-            extra = rule.commands[1].verb.span if count else rule.condition.metric.span
+            extra = rule.actions[1].verb.span if count else rule.condition.metric.span
             self._error("adapt", f"a rule has exactly one action, and this one has {count}", extra)
-        actions = [self._action(command) for command in rule.commands]
+        actions = [self._try(self._action, action) for action in rule.actions]
         if count == 1 and condition is not None and accesses is not None and actions[0] is not None:
             found = AdaptRule(**condition, accesses=accesses, action=actions[0])
-            self.rules.append((found, rule.commands[0].what.span))
+            self.rules.append((found, rule.actions[0].what.span))
 
     def _condition(self, condition: Condition) -> dict[str, Any] | None:
         """Metric, operator and threshold of a rule; None if any of them is invalid, with an error for each."""
+        number = KEYS["cache"]["freq_threshold"]
         found = {
-            "metric": self._word("metric", METRICS, condition.metric),
-            "op": self._word("comparison", OPERATORS, condition.operator),
-            "threshold": self._typed("the threshold", KEYS["cache"]["freq_threshold"], condition.threshold),
+            "metric": self._try(word_of, "metric", METRICS, condition.metric),
+            "op": self._try(word_of, "comparison", OPERATORS, condition.operator),
+            "threshold": self._try(typed_value, "the threshold", number, condition.threshold),
         }
         return None if None in found.values() else found
 
     def _accesses(self, rule: Rule) -> int | None:
         """The accesses over which the condition must hold; 1 if the rule has no number, None with an error."""
-        if rule.duration is None:
+        if rule.number is None or rule.unit is None:
             return 1
-        counted, unit = rule.duration
-        if unit.text != "accesses":
-            self._error("unknown_value", f"{unit.text!r} is not counted; write for N accesses", unit.span)
-        count: int | None = self._typed("for", KEYS["cache"]["ttl"], counted)
+        counted = rule.unit.text == "accesses"
+        if not counted:
+            self._error("unknown_value", f"{rule.unit.text!r} is not counted; write for N accesses", rule.unit.span)
+        count: int | None = self._try(typed_value, "for", KEYS["cache"]["ttl"], rule.number)
         if count == 0:
             message = "for 0 accesses would fire at once, whatever the condition; write at least 1"
-            self._error("range", message, counted.span)
-        return (count or None) if unit.text == "accesses" else None
+            self._error("range", message, rule.number.span)
+        return (count or None) if counted else None
 
-    def _action(self, command: Command) -> Action | None:
-        verb, span, what = command.verb.text, command.verb.span, command.what
-        if isinstance(what, Name):
+    def _action(self, action: Command) -> Action:
+        verb, span = action.verb.text, action.verb.span
+        if not action.assigns:
             if verb not in _VERBS:
                 guess = did_you_mean(verb, _VERBS)
                 message = f"{verb!r} is no action{guess}; write KEY = VALUE, trigger or rebalance"
-                self._error("unknown_key", message, span)
-                return None
-            if verb == "trigger" and self._word("trigger", TRIGGERS, what) is None:
-                return None
-            return Action(kind=verb, name=what.text)
+                raise LanguageError("unknown_key", message, span)
+            name = word_of("trigger", TRIGGERS, action.what) if verb == "trigger" else action.what.text
+            return Action(kind=verb, name=name)
         name = _OLD_NAMES.get(verb, verb)
         if name != verb:
             self._error("deprecated", f"{verb} is an old name; write {name}", span, warning=True)
         if name not in ACTION_KEYS:
             near = _MISNOMERS.get(name)
             guess = f" (did you mean {near!r}?)" if near else did_you_mean(name.lower(), ACTION_KEYS)
-            self._error("unknown_key", f"rules cannot set {verb!r}{guess}; they set {', '.join(ACTION_KEYS)}", span)
-            return None
+            message = f"rules cannot set {verb!r}{guess}; they set {', '.join(ACTION_KEYS)}"
+            raise LanguageError("unknown_key", message, span)
         block, key = SWAPS[name]
-        found = self._typed(name, KEYS[block][key], what)
-        return None if found is None else Action(kind="set", name=name, value=found)
+        return Action(kind="set", name=name, value=typed_value(name, KEYS[block][key], action.what))
 
     # ---- rules of the language
 
-    def _check_rules(self, policy: ExpertPolicy, rules: Iterable[_PlacedRule], name: Span) -> None:
+    def _check_rules(self, policy: ExpertPolicy, name: Span) -> None:
         broken = broken_rules(policy)
         for found in broken:
             if not self.spoiled.intersection(found.places):
                 self._error(found.code, found.message, self._span(found, name))
         unread = list(unread_keys(policy))
-        for rule, span in rules:
+        for rule, span in self.rules:
             self._judge_rule(policy, rule, span, broken)
             for found in unread:
                 if not rule.conditional and _changes(rule.action, found.places[0]):
@@ -333,21 +294,18 @@ class _PolicyReading:
         said = {(found.code, found.places) for found in before if len(found.places) > 1}
         wrong = False
         for found in broken_rules(swapped(policy, rule.action)):
-            changed = [_changes(rule.action, place) for place in found.places]
-            known = (found.code, found.places) in said if len(found.places) > 1 else found in before and not changed[0]
-            spoiled = any(place in self.spoiled and not own for place, own in zip(found.places, changed, strict=True))
-            if not known and not spoiled:
+            kept = [place for place in found.places if not _changes(rule.action, place)]
+            alone = len(found.places) == 1
+            known = (found in before and bool(kept)) if alone else (found.code, found.places) in said
+            if not known and not self.spoiled.intersection(kept):
                 wrong = True
                 self._error(found.code, f"after this change {found.message}", span)
-        if not wrong:
-            for words in pointless_rule(policy, rule):
-                self._error("pointless", words, span, warning=True)
+        for words in () if wrong else pointless_rule(policy, rule):
+            self._error("pointless", words, span, warning=True)
 
     def _span(self, found: BrokenRule, name: Span) -> Span:
-        for place in found.places:
-            if place in self.spans:
-                return self.spans[place]
-        return self.blocks.get(found.places[0][0], name)
+        default = self.blocks.get(found.places[0][0], name)
+        return next((self.spans[place] for place in found.places if place in self.spans), default)
 
 
 def _changes(action: Action, place: Place) -> bool:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import unicodedata
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moelight.experts.policy import ExpertPolicy
 from moelight.lang.syntax import Span
 
 _SHOWN = 100  # characters of a source line shown on either side of the position
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LanguageError:
+@dataclass(eq=False)
+class LanguageError(Exception):
     """An error, or a ``warning`` about something pointless."""
 
     code: str
@@ -23,7 +24,7 @@ class LanguageError:
     warning: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Diagnostic:
     """An error or warning with its position: ``line`` and ``column`` count from 1, ``length`` in characters."""
 
@@ -38,24 +39,34 @@ class Diagnostic:
         return {"code": self.code, "line": self.line, "column": self.column, "message": self.message}
 
 
-def located(errors: list[LanguageError], text: str) -> list[Diagnostic]:
-    """Return the errors and warnings with their positions, in the order of the text."""
-    starts = [0, *(at + 1 for at, c in enumerate(text) if c == "\n")] if errors else []
-    findings = []
-    for complaint in errors:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedText:
+    """A text with its policies (none if there are errors), its errors and its warnings."""
+
+    text: str
+    policies: tuple[ExpertPolicy, ...]
+    errors: tuple[Diagnostic, ...]
+    warnings: tuple[Diagnostic, ...]
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines of the text, as diagnostics count them."""
+        return self.text.split("\n")
+
+
+def checked(text: str, found: list[LanguageError], policies: Iterable[ExpertPolicy] = ()) -> CheckedText:
+    """``text`` with what was ``found``, in the order of the text."""
+    starts = [0, *(at + 1 for at, c in enumerate(text) if c == "\n")] if found else []
+    sides: tuple[list[Diagnostic], list[Diagnostic]] = [], []
+    for complaint in sorted(found, key=lambda each: min(each.span[0], len(text))):
         start, end = min(complaint.span[0], len(text)), complaint.span[1]
         line = bisect_right(starts, start)
-        findings.append(
-            Diagnostic(
-                code=complaint.code,
-                message=complaint.message,
-                line=line,
-                column=start - starts[line - 1] + 1,
-                length=max(1, end - start),
-                warning=complaint.warning,
-            )
+        column, length = start - starts[line - 1] + 1, max(1, end - start)
+        sides[complaint.warning].append(
+            Diagnostic(complaint.code, complaint.message, line, column, length, complaint.warning)
         )
-    return sorted(findings, key=lambda finding: (finding.line, finding.column, finding.warning))
+    errors, warnings = map(tuple, sides)
+    return CheckedText(text=text, policies=() if errors else tuple(policies), errors=errors, warnings=warnings)
 
 
 def diagnostic_lines(finding: Diagnostic, file: str, lines: Sequence[str]) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moelight.core.errors import ConfigError
 from moelight.core.units import GB, format_bytes
 from moelight.experts.policy import PRESSURE_THRESHOLD, AdaptRule, ExpertPolicy
-from moelight.lang.format import condition_text, entries, rule_text, value_text
+from moelight.lang.format import OWN_KEYS, condition_text, entries, rule_text, value_text
 from moelight.lang.keys import KEYS
 
 _EVICTIONS = {
@@ -30,21 +31,17 @@ _ACTIONS = {
 
 
 def _eviction(policy: ExpertPolicy) -> str:
-    first, *second = policy.cache.eviction
-    words = f"what leaves: {_EVICTIONS[first]}"
-    if second:
-        words += f"; it is kept for a while longer in a second part, which gives up {_EVICTIONS[second[0]]}"
-    return words
+    first, *second = (_EVICTIONS[name] for name in policy.cache.eviction)
+    kept = "; it is kept for a while longer in a second part, which gives up "
+    return f"what leaves: {kept.join((first, *second))}"
 
 
 def _capacity(policy: ExpertPolicy) -> str:
     capacity, layers = policy.cache.capacity, policy.per_layer
     if layers is not None and layers.total_budget is not None:
         return f"replaced by total_budget, {layers.total_budget} experts in all"
-    where = "" if layers is None else " of each layer"
-    if capacity.unit == "percent":
-        return f"room for {capacity} of all experts{where}"
-    return f"room for {capacity} {'experts' if capacity.unit == 'slots' else 'of experts'}{where}"
+    of = {"percent": "of all experts", "slots": "experts", "bytes": "of experts"}[capacity.unit]
+    return f"room for {capacity} {of}{'' if layers is None else ' of each layer'}"
 
 
 def _threshold(policy: ExpertPolicy) -> str:
@@ -63,8 +60,7 @@ _FUNCTIONS: Mapping[str, Callable[[ExpertPolicy], str]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Explanation:
+class Explanation(NamedTuple):
     """One line of a policy and its meaning; ``block`` is empty except on the first line of each block."""
 
     block: str
@@ -75,37 +71,33 @@ class Explanation:
 def meanings(policy: ExpertPolicy) -> list[Explanation]:
     """Explain every line of the canonical text, and the defaults of eviction, prefetch and mode."""
     said = {("cache", "eviction"), ("prefetch", "strategy"), ("schedule", "mode")}
-    found: list[Explanation] = []
-    last = ""
     seconds = {rule.action.name: rule for rule in policy.adapt if rule.conditional}
+    rows = []
     for block, key, text in entries(policy, written=said):
-        words = _words(policy, block, key)
-        swap = seconds.get(KEYS[block][key].swap)
-        if swap is not None:
-            words += f"; {_change(swap)}"
-        found.append(Explanation(block="" if block == last else block, line=f"{key} = {text}", words=words))
-        last = block
-    for index, rule in enumerate(rule for rule in policy.adapt if not rule.conditional):
-        found.append(Explanation(block="adapt" if index == 0 else "", line=rule_text(rule), words=_change(rule)))
-    return found
+        words, second = _words(policy, block, key), seconds.get(KEYS[block][key].swap)
+        rows.append((block, f"{key} = {text}", words if second is None else f"{words}; {_change(second)}"))
+    rows += [("adapt", rule_text(rule), _change(rule)) for rule in policy.adapt if not rule.conditional]
+    before = ("", *(block for block, *_ in rows))
+    return [
+        Explanation("" if block == last else block, line, words)
+        for last, (block, line, words) in zip(before, rows, strict=False)
+    ]
 
 
 def _words(policy: ExpertPolicy, block: str, key: str) -> str:
     if key in _FUNCTIONS:
         return _FUNCTIONS[key](policy)
-    value, means = getattr(getattr(policy, block), "strategy" if key == "predictor" else key), KEYS[block][key].means
+    value, means = getattr(getattr(policy, block), OWN_KEYS.get(key, key)), KEYS[block][key].means
     return means.format(value) if isinstance(means, str) else means[value]
 
 
 def _change(rule: AdaptRule) -> str:
     held = "as soon as" if rule.accesses == 1 else f"once for {rule.accesses} accesses in a row"
-    action = rule.action
-    if action.kind == "set":
-        what = _ACTIONS[action.name].format(value_text(action.value))
-    elif action.kind == "trigger":
+    what = "move room between layers"
+    if rule.action.kind == "set":
+        what = _ACTIONS[rule.action.name].format(value_text(rule.action.value))
+    elif rule.action.kind == "trigger":
         what = f"watch memory from then on, at {PRESSURE_THRESHOLD:.0%} if no threshold is set"
-    else:
-        what = "move room between layers"
     return f"{held} {condition_text(rule)}, {what}"
 
 
@@ -139,14 +131,13 @@ def cached_experts(policy: ExpertPolicy, experts: ExpertSizes) -> int:
 
 def memory_words(policy: ExpertPolicy, experts: ExpertSizes, model: str) -> str:
     """Return one sentence on the cache's size in experts and bytes for a model."""
-    count, page = cached_experts(policy, experts), experts.page_bytes
-    left = experts.count - count
-    if not left:
-        return f"on {model}: all {count:,} experts have room, {format_bytes(count * page)}"
+    count, total, page = cached_experts(policy, experts), experts.count, experts.page_bytes
+    room = format_bytes(count * page)
+    if count == total:
+        return f"on {model}: all {count:,} experts have room, {room}"
     return (
-        f"on {model}: {count:,} of {experts.count:,} experts ({count / experts.count:.1%}) have room, "
-        f"{format_bytes(count * page)} at {format_bytes(page)} each; the other {left:,}, {format_bytes(left * page)}, "
-        "stay in the memory below"
+        f"on {model}: {count:,} of {total:,} experts ({count / total:.1%}) have room, {room} at {format_bytes(page)} "
+        f"each; the other {total - count:,}, {format_bytes((total - count) * page)}, stay in the memory below"
     )
 
 
@@ -165,12 +156,10 @@ def pressure_words(policy: ExpertPolicy, experts: ExpertSizes) -> str:
 def spread(policy: ExpertPolicy, experts: ExpertSizes, capacities: Mapping[str, int]) -> dict[str, int]:
     """Return the experts by tier, fastest first: cached ones in the first tier (``device``, or ``host`` without a GPU),
     the others in the second as far as they fit, and the rest in the last. ``capacities``: bytes by tier."""
+    left, found = experts.count, {}
     tiers = [tier for tier in ("device", "host", "disk") if capacities.get(tier)]
-    found = {tiers[0]: cached_experts(policy, experts)}
-    left = experts.count - found[tiers[0]]
-    for tier in tiers[1:-1]:
-        found[tier] = min(left, capacities[tier] // experts.page_bytes)
+    for tier in tiers:
+        room = capacities[tier] // experts.page_bytes if tier != tiers[-1] else left
+        found[tier] = cached_experts(policy, experts) if tier == tiers[0] else min(left, room)
         left -= found[tier]
-    if len(tiers) > 1:
-        found[tiers[-1]] = left
     return found

@@ -7,8 +7,8 @@ import os
 from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.small_files import open_regular, read_error_text
 from moelight.experts.policy import ExpertPolicy
-from moelight.lang.check import CheckedText, read
-from moelight.lang.diagnostics import LanguageError, located
+from moelight.lang.check import read
+from moelight.lang.diagnostics import CheckedText, LanguageError, checked
 from moelight.lang.parse import MOST_CHARACTERS
 
 _MOST_BYTES = 4 * MOST_CHARACTERS + 8  # of the longest allowed text, and a few more to detect a longer one
@@ -27,8 +27,7 @@ def read_file(path: str | os.PathLike[str]) -> CheckedText:
         before = error.object[: error.start].decode("utf-8", "replace").removeprefix("\ufeff")
         text = before + data[error.start :].decode("utf-8", "replace")
         message = f"byte 0x{error.object[error.start]:02x} is not UTF-8; save the file as UTF-8"
-        found = located([LanguageError(code="encoding", message=message, span=(len(before), len(before) + 1))], text)
-        return CheckedText(text=text, policies=(), errors=tuple(found), warnings=())
+        return checked(text, [LanguageError("encoding", message, (len(before), len(before) + 1))])
 
 
 def load_expert_policies(path: str | os.PathLike[str]) -> tuple[ExpertPolicy, ...]:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Collection, Iterator
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from decimal import Decimal
+from itertools import count, groupby
+from operator import itemgetter
 from typing import Any
 
 from moelight.core.errors import ConfigError
@@ -28,11 +31,12 @@ _UNITS = (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB), ("TB", TB), ("
 OWN_STRATEGIES = ("previous", "frequency", "next_router")
 # Blocks whose mere presence has a meaning are never left out; this key is always written in them.
 _STANDS_FOR_BLOCK = {"monitor": "metrics", "per_layer": "allocation"}
+OWN_KEYS = {"predictor": "strategy"}  # keys that stand for another
 _COMMENT = re.compile(r'"(?:\\["\\]|[^"\\\n])*"|#[^\n]*')
 
-# policy, block, key (or number of the rule); empty for the line of a whole block or policy
+# policy, block, key (or number of the rule); empty for the line of a whole block or policy; None: never commented
 Anchor = tuple[int, str, str]
-Line = tuple[Anchor, str]
+Line = tuple[Anchor | None, str]
 
 
 def format_policy(policy: ExpertPolicy, *, written: Collection[Place] = ()) -> str:
@@ -54,7 +58,7 @@ def format_text(text: str) -> str:
         lines.append(((-1, "", ""), f"version {number_literal(tree.version.value)}"))
     for number, policy in enumerate(reading.policies):
         if lines:
-            lines.append(((number, "blank", ""), ""))
+            lines.append((None, ""))
         written = {(block, key) for index, block, key in places.values() if index == number}
         lines.extend(_lines(policy, number, written))
     return _with_comments(text, lines, places)
@@ -65,21 +69,15 @@ def entries(policy: ExpertPolicy, *, written: Collection[Place] = ()) -> Iterato
     seconds = {rule.action.name: rule for rule in policy.adapt if rule.conditional}
     for block, keys in KEYS.items():
         section = getattr(policy, block)
-        if section is None:
-            continue
-        plain = {item.name: item.default for item in fields(section)}
-        for name, key in keys.items():
-            if name not in plain:
-                continue
-            value = getattr(section, name)
-            second = seconds.get(key.swap) if key.swap else None
-            needed = value != plain[name] or plain[name] is MISSING or _STANDS_FOR_BLOCK.get(block) == name
-            if needed or second is not None or ((block, name) in written and value is not None):
-                shown = "predictor" if name == "strategy" and value in OWN_STRATEGIES else name
+        for item in fields(section) if section is not None else ():
+            name, key, value = item.name, keys[item.name], getattr(section, item.name)
+            second = seconds.get(key.swap)
+            needed = value != item.default or _STANDS_FOR_BLOCK.get(block) == name or second is not None
+            if needed or ((block, name) in written and value is not None):
                 words = value_text(value, quoted=key.kind == "text", listed=key.kind in ("ids", "names"))
                 if second is not None:
                     words += f" : {value_text(second.action.value)} when {condition_text(second)}"
-                yield block, shown, words
+                yield block, "predictor" if name == "strategy" and value in OWN_STRATEGIES else name, words
 
 
 def rule_text(rule: AdaptRule) -> str:
@@ -131,37 +129,28 @@ def _capacity_text(capacity: Capacity) -> str:
 def _lines(policy: ExpertPolicy, number: int, written: Collection[Place]) -> Iterator[Line]:
     _check_sayable(policy)
     yield (number, "", ""), f"policy {policy.name} {{"
-    last = ""
-    for block, key, words in entries(policy, written=written):
-        if block != last:
-            if last:
-                yield (number, f"{last} end", ""), f"{INDENT}}}"
-            yield (number, block, ""), f"{INDENT}{block} {{"
-        last = block
-        anchor = "strategy" if key == "predictor" else key
-        yield (number, block, anchor), f"{INDENT * 2}{key} = {words}"
-    yield (number, f"{last} end", ""), f"{INDENT}}}"
+    for block, group in groupby(entries(policy, written=written), key=itemgetter(0)):
+        yield (number, block, ""), f"{INDENT}{block} {{"
+        for _, key, words in group:
+            yield (number, block, OWN_KEYS.get(key, key)), f"{INDENT * 2}{key} = {words}"
+        yield None, f"{INDENT}}}"
     rules = [rule for rule in policy.adapt if not rule.conditional]
     if rules:
         yield (number, "adapt", ""), f"{INDENT}adapt {{"
-        for index, rule in enumerate(rules):
-            yield (number, "adapt", str(index)), f"{INDENT * 2}{rule_text(rule)}"
-        yield (number, "adapt end", ""), f"{INDENT}}}"
-    yield (number, "end", ""), "}"
+        yield from (((number, "adapt", str(at)), f"{INDENT * 2}{rule_text(rule)}") for at, rule in enumerate(rules))
+        yield None, f"{INDENT}}}"
+    yield None, "}"
 
 
 def _check_sayable(policy: ExpertPolicy) -> None:
-    where = f"policy {policy.name}"
     if any(rule.cooldown != COOLDOWN for rule in policy.adapt):
-        raise ConfigError(f"{where}: the language has no other cooldown than {COOLDOWN} accesses")
+        raise ConfigError(f"policy {policy.name}: the language has no other cooldown than {COOLDOWN} accesses")
     implied = [rule for rule in policy.adapt if rule.conditional]
     names = [rule.action.name for rule in implied]
-    if (
-        list(policy.adapt[: len(implied)]) != implied
-        or names != [name for name in SWAPS if name in names]
-        or any(rule.accesses != 1 or rule.action.kind != "set" for rule in implied)
-    ):
-        raise ConfigError(f"{where}: conditional rules set one key each, at once, and come first in the keys' order")
+    first = list(policy.adapt[: len(implied)]) == implied and names == [name for name in SWAPS if name in names]
+    if not first or any(rule.accesses != 1 or rule.action.kind != "set" for rule in implied):
+        message = "conditional rules set one key each, at once, and come first in the keys' order"
+        raise ConfigError(f"policy {policy.name}: {message}")
 
 
 def _anchors(tree: PolicyText) -> Iterator[tuple[int, Anchor]]:
@@ -172,37 +161,36 @@ def _anchors(tree: PolicyText) -> Iterator[tuple[int, Anchor]]:
         yield policy.name.span[0], (number, "", "")
         for block in policy.blocks:
             yield block.name.span[0], (number, block.name.text, "")
-            rules = 0
+            rules = count()
             for item in block.items:
                 if isinstance(item, Assignment):
-                    key = "strategy" if item.key.text == "predictor" else item.key.text
-                    yield item.key.span[0], (number, block.name.text, key)
+                    start, key = item.key.span[0], OWN_KEYS.get(item.key.text, item.key.text)
                 else:
-                    yield item.condition.metric.span[0], (number, block.name.text, str(rules))
-                    rules += 1
+                    start, key = item.condition.metric.span[0], str(next(rules))
+                yield start, (number, block.name.text, key)
 
 
 def _with_comments(text: str, lines: list[Line], places: dict[int, Anchor]) -> str:
     """The lines with the comments of ``text``; one behind a statement remains there, others precede the next."""
+    known = {anchor for anchor, _ in lines} - {None}
     starts = sorted(places)
-    known = {anchor for anchor, _ in lines}
-    before: dict[Anchor, list[str]] = {}
-    behind: dict[Anchor, list[str]] = {}
-    rest: list[str] = []
+    before: defaultdict[Anchor | None, list[str]] = defaultdict(list)
+    behind: defaultdict[Anchor | None, list[str]] = defaultdict(list)
     for found in _COMMENT.finditer(text):
         if not found.group().startswith("#"):
             continue
-        comment, at = found.group().rstrip(), found.start()
-        line = text.rfind("\n", 0, at) + 1
+        at = found.start()
         index = bisect_right(starts, at)
-        if text[line:at].strip(" \t\r;}") and index and places[starts[index - 1]] in known:
-            behind.setdefault(places[starts[index - 1]], []).append(comment)
+        statement = places[starts[index - 1]] if index else None
+        if statement in known and text[text.rfind("\n", 0, at) + 1 : at].strip(" \t\r;}"):
+            behind[statement].append(found.group().rstrip())
         else:
             following = next((places[start] for start in starts[index:] if places[start] in known), None)
-            (rest if following is None else before.setdefault(following, [])).append(comment)
+            before[following].append(found.group().rstrip())
+    rest = before.pop(None, [])
     out: list[str] = []
-    for anchor, line_text in lines:
-        indent = line_text[: len(line_text) - len(line_text.lstrip())]
-        out.extend(f"{indent}{comment}" for comment in before.get(anchor, ()))
-        out.append("  ".join((line_text, " ".join(behind[anchor]))) if anchor in behind else line_text)
+    for anchor, line in lines:
+        indent = line[: len(line) - len(line.lstrip())]
+        out.extend(f"{indent}{comment}" for comment in before[anchor])
+        out.append("  ".join((line, " ".join(behind[anchor]))) if behind[anchor] else line)
     return "".join(f"{line}\n" for line in (*out, *rest))

@@ -10,7 +10,7 @@ from typing import Any
 from moelight.core.errors import did_you_mean
 from moelight.experts.policy import ALLOCATIONS, EVICTIONS, FALLBACK, METRICS, MODES, STRATEGIES, Capacity
 from moelight.lang.diagnostics import LanguageError
-from moelight.lang.syntax import Span, Value
+from moelight.lang.syntax import Value
 
 VERSION = 0.7  # of the reference's grammar, of which this grammar is a superset
 FOREIGN_BLOCKS = ("hierarchy", "per_layer_hierarchy")
@@ -21,7 +21,7 @@ UNMEASURED = "latency"
 Place = tuple[str, str]  # block, key
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Key:
     """A key of the language.
 
@@ -52,24 +52,18 @@ SELECTORS = {
 
 def _count(means: str, code: str = "range", *, more: str = "", swap: str = "", readers: tuple[str, ...] = ()) -> Key:
     rule = (code, lambda value: value >= 1, f"must be at least 1{more}")
-    return Key(kind="int", means=means, rule=rule, swap=swap, readers=readers)
+    return Key("int", means, rule=rule, swap=swap, readers=readers)
 
 
-def _above_0(value: float) -> bool:
-    return value > 0
-
-
-def _share(value: float) -> bool:
-    return 0 <= value <= 1
-
-
-def _positive_share(value: float) -> bool:
-    return 0 < value <= 1
-
+# Conditions and complaints of `Key.rule`.
+_ABOVE_0 = (lambda value: value > 0, "must be above 0")
+_WITHIN_0_AND_1 = (lambda value: 0 <= value <= 1, "must lie within 0 and 1")
+_SHARE = (lambda value: 0 < value <= 1, "must be above 0 and at most 1")
+_BETWEEN_0_AND_1 = (lambda value: 0 < value < 1, "must lie between 0 and 1, neither of them")
 
 _STRATEGY = Key(
-    kind="word",
-    means={
+    "word",
+    {
         "none": "nothing is fetched ahead",
         "affinity": "fetch ahead what usually follows the experts just chosen, as learned on the way",
         "history": "fetch ahead what the layer chose most of late",
@@ -78,7 +72,7 @@ _STRATEGY = Key(
         "frequency": "fetch ahead what the layer chooses most on the whole",
         "next_router": "fetch ahead what the next layer's router says of this layer's hidden state",
     },
-    choices=STRATEGIES,
+    STRATEGIES,
     swap="prefetch_strategy",
 )
 _MODE = {
@@ -90,7 +84,6 @@ _ALLOCATION = {
     "uniform": "every layer has a budget of its own, all alike",
     "entropy": "every layer has a budget of its own: layers that spread their tokens over more experts get more",
 }
-_OVERLAP = {True: "transfers and computation overlap", False: "transfers hold up computation"}
 _PRIORITY = {
     True: "experts with more of the router's weight are served first",
     False: "experts are served in the order of their ids",
@@ -98,39 +91,32 @@ _PRIORITY = {
 
 KEYS: Mapping[str, Mapping[str, Key]] = {
     "cache": {
-        "capacity": Key(kind="capacity", swap="capacity"),
-        "eviction": Key(kind="eviction", choices=(*EVICTIONS, "fallback"), swap="eviction"),
-        "pin": Key(kind="ids"),
+        "capacity": Key("capacity", swap="capacity"),
+        "eviction": Key("eviction", choices=(*EVICTIONS, "fallback"), swap="eviction"),
+        "pin": Key("ids"),
         "frequency_decay": Key(
-            kind="number",
-            means="for lfu, uses fade to {:g} of their weight, again and again",
+            "number",
+            "for lfu, uses fade to {:g} of their weight, again and again",
             swap="frequency_decay",
-            rule=("V4", lambda value: 0 < value < 1, "must lie between 0 and 1, neither of them"),
+            rule=("V4", *_BETWEEN_0_AND_1),
             readers=("lfu",),
         ),
         "freq_threshold": Key(
-            kind="number",
-            means="for frequency_threshold, the share of recent accesses that lets an expert stay: {:g}",
-            rule=("V5", _share, "must lie within 0 and 1"),
+            "number",
+            "for frequency_threshold, the share of recent accesses that lets an expert stay: {:g}",
+            rule=("V5", *_WITHIN_0_AND_1),
             readers=("frequency_threshold",),
         ),
         "freq_window": _count(
             "for frequency_threshold, recent means the last {} accesses", "V6", readers=("frequency_threshold",)
         ),
         "score_ema_alpha": Key(
-            kind="number",
-            means="for score, the weight of the newest value: {:g}",
-            rule=("V7", _positive_share, "must be above 0 and at most 1"),
-            readers=("score",),
+            "number", "for score, the weight of the newest value: {:g}", rule=("V7", *_SHARE), readers=("score",)
         ),
-        "memory_threshold": Key(kind="number", rule=("V16", _positive_share, "must be above 0 and at most 1")),
-        "memory_headroom": Key(kind="number", means="where relief from memory pressure ends: {:.0%} of the budget"),
-        "memory_budget_gb": Key(kind="number", means="memory pressure is measured against {:g} GB"),
-        "expert_size_gb": Key(
-            kind="number",
-            means="for memory pressure an expert counts as {:g} GB",
-            rule=("V19", _above_0, "must be above 0"),
-        ),
+        "memory_threshold": Key("number", rule=("V16", *_SHARE)),
+        "memory_headroom": Key("number", "where relief from memory pressure ends: {:.0%} of the budget"),
+        "memory_budget_gb": Key("number", "memory pressure is measured against {:g} GB"),
+        "expert_size_gb": Key("number", "for memory pressure an expert counts as {:g} GB", rule=("V19", *_ABOVE_0)),
         "ttl": _count(
             "an expert leaves when {} accesses have not asked for it",
             "V20",
@@ -139,16 +125,16 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "warm_pin": _count(
             "after {} accesses the busiest residents are pinned", more="; without the line, nothing is pinned"
         ),
-        "profile": Key(kind="text", means="begin with the counts of this file instead of none"),
+        "profile": Key("text", "begin with the counts of this file instead of none"),
     },
     "prefetch": {
         "strategy": _STRATEGY,
         "lookahead": _count("for lookahead, {} layers ahead", "V8", readers=("lookahead",)),
         "budget": _count("at most {} experts of a layer are fetched ahead", "V9", swap="prefetch_budget"),
         "affinity_threshold": Key(
-            kind="number",
-            means="for affinity, only followers with a probability of at least {:g}",
-            rule=("V11", _share, "must lie within 0 and 1"),
+            "number",
+            "for affinity, only followers with a probability of at least {:g}",
+            rule=("V11", *_WITHIN_0_AND_1),
             readers=("affinity",),
         ),
         "history_window": _count(
@@ -157,30 +143,30 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "predictor": _STRATEGY,
     },
     "schedule": {
-        "mode": Key(kind="word", means=_MODE, choices=MODES, swap="schedule_mode"),
+        "mode": Key("word", _MODE, MODES, swap="schedule_mode"),
         "offload_threshold_ms": Key(
-            kind="number",
-            means="for hybrid, fetches of up to {:g} ms are always made",
-            rule=("V13", _above_0, "must be above 0"),
+            "number",
+            "for hybrid, fetches of up to {:g} ms are always made",
+            rule=("V13", *_ABOVE_0),
             readers=("hybrid",),
         ),
-        "overlap": Key(kind="bool", means=_OVERLAP),
-        "priority_routing": Key(kind="bool", means=_PRIORITY),
+        "overlap": Key("bool", {True: "transfers and computation overlap", False: "transfers hold up computation"}),
+        "priority_routing": Key("bool", _PRIORITY),
     },
     "monitor": {
-        "metrics": Key(kind="names", choices=(*METRICS, UNMEASURED)),
+        "metrics": Key("names", choices=(*METRICS, UNMEASURED)),
         "window": _count("figures are over the last {} accesses"),
         "log_interval": _count("figures are noted every {} accesses"),
     },
     "per_layer": {
-        "allocation": Key(kind="word", means=_ALLOCATION, choices=ALLOCATIONS),
+        "allocation": Key("word", _ALLOCATION, ALLOCATIONS),
         "entropy_window": _count("spread is measured over the last {} batches of a layer", readers=("entropy",)),
-        "min_capacity": Key(kind="int", means="no layer has room for fewer than {} experts"),
+        "min_capacity": Key("int", "no layer has room for fewer than {} experts"),
         "max_capacity": _count("no layer has room for more than {} experts"),
         "rebalance_interval": Key(
-            kind="int", means="room moves between layers every {} accesses (0: never)", readers=("entropy",)
+            "int", "room moves between layers every {} accesses (0: never)", readers=("entropy",)
         ),
-        "total_budget": Key(kind="int", means="room for {} experts in all layers together"),
+        "total_budget": Key("int", "room for {} experts in all layers together"),
     },
 }
 BLOCKS = (*KEYS, "adapt")
@@ -197,14 +183,6 @@ UNSUPPORTED = {
 }
 
 
-class WrongValueError(ValueError):
-    """A value is not of its key's type."""
-
-    def __init__(self, code: str, message: str, span: Span) -> None:
-        super().__init__(message)
-        self.error = LanguageError(code=code, message=message, span=span)
-
-
 _WANTED = {
     "capacity": "a count of experts such as 16, a share such as 25% or a size such as 2GiB",
     "eviction": "one word, or two as in lfu | lru",
@@ -218,75 +196,66 @@ _WANTED = {
 }
 
 
-def typed_value(name: str, key: Key, value: Value) -> object:
-    """Return ``value`` as the type of ``key``; raises WrongValueError for another type or an unknown word."""
-    kind = value.kind
-    if kind == "signed":
-        raise WrongValueError("type", f"{name} = {value.value}: numbers of this language carry no sign", value.span)
-    if kind == "huge":
-        raise WrongValueError("type", f"{name}: this number is too large", value.span)
-    found: object = None
-    match key.kind:
-        case "capacity":
-            if kind in _CAPACITY_UNITS and isinstance(value.value, int | float):
-                found = Capacity(value=value.value, unit=_CAPACITY_UNITS[kind])
-        case "eviction":
-            found = _eviction(name, key, value)
-        case "int":
-            found = value.value if kind == "int" else None
-        case "number":
-            found = float(value.value) if isinstance(value.value, int | float) and kind in ("int", "number") else None
-        case "bool":
-            found = {"true": True, "false": False}.get(str(value.value)) if kind == "name" else None
-        case "word":
-            found = word_of(f"value of {name}", key.choices, value) if kind == "name" else None
-        case "text":
-            found = value.value if kind == "text" and value.value and str(value.value).isprintable() else None
-        case "ids" | "names":
-            found = _listed(name, key, value)
-    if found is None:
-        quotes = f"; write {value.value} without quotes" if kind == "text" and value.value in key.choices else ""
-        raise WrongValueError("type", f"{name} takes {_WANTED[key.kind]}{quotes}", value.span)
-    return found
-
-
 _CAPACITY_UNITS = {"int": "slots", "percent": "percent", "size": "bytes"}
 
 
-def _eviction(name: str, key: Key, value: Value) -> tuple[str, ...] | None:
-    if value.kind == "name":
-        word = word_of(f"value of {name}", key.choices, value)
-        return FALLBACK if word == "fallback" else (word,)
-    if value.kind != "layers" or not isinstance(value.value, tuple):
+def typed_value(name: str, key: Key, value: Value) -> Any:
+    """Return ``value`` as the type of ``key``; raises LanguageError for another type or an unknown word."""
+    found: Any = None
+    match key.kind, value.kind:
+        case _, "signed":
+            raise LanguageError("type", f"{name} = {value.text}: numbers of this language carry no sign", value.span)
+        case _, "huge":
+            raise LanguageError("type", f"{name}: this number is too large", value.span)
+        case "capacity", ("int" | "percent" | "size") as unit:
+            found = Capacity(value=value.value, unit=_CAPACITY_UNITS[unit])
+        case "int", "int":
+            found = value.value
+        case "text", "text" if value.text.isprintable():
+            found = value.text or None
+        case "number", "int" | "number":
+            found = float(value.value)
+        case "bool", "name":
+            found = {"true": True, "false": False}.get(value.text)
+        case "word", "name":
+            found = word_of(f"value of {name}", key.choices, value)
+        case "eviction", "name":
+            word = word_of(f"value of {name}", key.choices, value)
+            found = FALLBACK if word == "fallback" else (word,)
+        case "eviction", "layers":
+            found = _layers(name, value.value)
+        case "ids" | "names", "list" if value.value or key.kind == "ids":
+            found = tuple(_part(name, key, part) for part in value.value)
+    if found is None:
+        quotes = f"; write {value.text} without quotes" if value.kind == "text" and value.text in key.choices else ""
+        raise LanguageError("type", f"{name} takes {_WANTED[key.kind]}{quotes}", value.span)
+    return found
+
+
+def _layers(name: str, parts: tuple[Value, ...]) -> tuple[str, ...] | None:
+    if len(parts) > 2:
+        raise LanguageError("type", f"{name} has at most two layers, as in lfu | lru", parts[2].span)
+    if any(part.kind != "name" for part in parts):
         return None
-    if len(value.value) > 2:
-        raise WrongValueError("type", f"{name} has at most two layers, as in lfu | lru", value.value[2].span)
-    if any(part.kind != "name" for part in value.value):
-        return None
-    return tuple(word_of(f"value of {name}", EVICTIONS, part) for part in value.value)
+    return tuple(word_of(f"value of {name}", EVICTIONS, part) for part in parts)
+
+
+def _part(name: str, key: Key, part: Value) -> int | str:
+    """A part of a list of names or ids."""
+    if part.kind != ("name" if key.kind == "names" else "int"):
+        raise LanguageError("type", f"{name} takes {_WANTED[key.kind]}", part.span)
+    return word_of(f"value of {name}", key.choices, part) if key.kind == "names" else int(part.value)
 
 
 def word_of(noun: str, choices: tuple[str, ...], value: Value) -> str:
-    """Return a bare word of ``choices``, else raise WrongValueError, in which ``noun`` names the choices."""
-    word = str(value.value)
+    """Return a bare word of ``choices``, else raise LanguageError, in which ``noun`` names the choices."""
+    word = value.text
     if word in choices:
         return word
     known = f"known: {', '.join(choices)}"
     if word in UNSUPPORTED:
-        raise WrongValueError("unsupported", f"{word} is not for running: {UNSUPPORTED[word]}", value.span)
+        raise LanguageError("unsupported", f"{word} is not for running: {UNSUPPORTED[word]}", value.span)
     if word in FOREIGN_METRICS:
-        raise WrongValueError("unsupported", f"{word} of version 1.15 is not measured here; {known}", value.span)
+        raise LanguageError("unsupported", f"{word} of version 1.15 is not measured here; {known}", value.span)
     guess = did_you_mean(word.lower(), choices) if word.isidentifier() else ""
-    raise WrongValueError("unknown_value", f"{word!r} is no {noun}{guess}; {known}", value.span)
-
-
-def _listed(name: str, key: Key, value: Value) -> tuple[int | str, ...] | None:
-    if value.kind != "list" or not isinstance(value.value, tuple) or (key.kind == "names" and not value.value):
-        return None
-    wanted = "name" if key.kind == "names" else "int"
-    found: list[int | str] = []
-    for part in value.value:
-        if part.kind != wanted or not isinstance(part.value, int | str):
-            raise WrongValueError("type", f"{name} takes {_WANTED[key.kind]}", part.span)
-        found.append(word_of(f"value of {name}", key.choices, part) if key.kind == "names" else part.value)
-    return tuple(found)
+    raise LanguageError("unknown_value", f"{word!r} is no {noun}{guess}; {known}", value.span)

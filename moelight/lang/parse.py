@@ -5,20 +5,19 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-from lark import Lark, Token, Transformer
-from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
+from lark import Lark, Token, Transformer, v_args
+from lark.exceptions import UnexpectedInput, UnexpectedToken
 
 from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.units import parse_bytes
 from moelight.lang import syntax
 from moelight.lang.diagnostics import LanguageError
 from moelight.lang.keys import BLOCKS, FOREIGN_BLOCKS
-from moelight.lang.syntax import Name, PolicyText, Span, Value
+from moelight.lang.syntax import PolicyText, Span, Value
 
 _HIDDEN = re.compile(r'#[^\n]*|"[^"\n]*"')
 _STATEMENT = re.compile(r"\b[A-Za-z_][A-Za-z0-9_]*\s*=(?!=)|\bwhen\b")
@@ -30,8 +29,7 @@ _LONGEST_NAME = 200  # characters searched for the word before a position; a lon
 _OPEN_ENDED = ("=", ":", "|", ",", "[")
 
 
-@dataclass(frozen=True, slots=True)
-class RecoveredText:
+class RecoveredText(NamedTuple):
     """The text after recovery; errors from ``start`` to ``end`` and in the blanks after it repeat the first."""
 
     text: str
@@ -43,7 +41,10 @@ class RecoveredText:
 
 
 class _Faulty:
-    """A text with an error at ``at``. ``clear``: blanks replace comments and quotes; ``opened``: the open braces."""
+    """A text with an error at ``at``.
+
+    ``clear``: blanks replace comments and quotes; ``opened``: the open braces; ``word``: the last word before ``at``.
+    """
 
     def __init__(self, text: str, at: int) -> None:
         self.text, self.at = text, at
@@ -54,63 +55,56 @@ class _Faulty:
                 self.opened.append(found.start())
             elif self.opened:
                 self.opened.pop()
-        self.before = self.word_before(at)
+        self.word, (self.word_start, _) = self.word_before(at)
 
-    def word_before(self, at: int) -> tuple[str, Span] | None:
-        """The last word before ``at`` and its span."""
+    def word_before(self, at: int) -> tuple[str, Span]:
+        """The last word before ``at``, empty if there is none, and its span."""
         offset = max(0, at - _LONGEST_NAME)
         found = _WORD_BEFORE.search(self.clear[offset:at])
-        return None if found is None else (found.group(1), (offset + found.start(1), offset + found.end(1)))
+        return (found.group(1), (offset + found.start(1), offset + found.end(1))) if found else ("", (at, at + 1))
 
-    def recovered(self) -> RecoveredText | None:
-        """The text without the error; None if no recovery is possible."""
+    def recovered(self) -> RecoveredText:
+        """The text without the error; the same text if no recovery is possible."""
         text, clear, at, depth = self.text, self.clear, self.at, len(self.opened)
         if at >= len(text):
-            return RecoveredText(text + "}" * depth, len(text), len(text) + depth) if depth else None
+            return RecoveredText(text + "}" * depth, len(text), len(text) + depth)
         if clear[at] == "," or (depth == 0 and clear[at] == "}"):
             return self._blanked(at, at + 1)
         if depth == 0:
             begun = _HEAD.search(clear, 0, at)
             following = _POLICY.search(clear, at if begun else at + 1)
             return self._blanked(begun.start() if begun else at, following.start() if following else len(text))
-        if (missing := self._missing_braces()) is None:
+        if not (count := self._missing_braces()):
             return self._without_statement()
-        before, count = missing  # the braces replace blanks, so that all positions stay
-        if text[before - count : before].strip():
-            return None
-        return RecoveredText(text[: before - count] + "}" * count + text[before:], before - count, before)
+        end, start = self.word_start, self.word_start - count  # the braces replace blanks, so that all positions stay
+        braces = text[start:end] if text[start:end].strip() else "}" * count
+        return RecoveredText(text[:start] + braces + text[end:], start, end)
 
-    def _missing_braces(self) -> tuple[int, int] | None:
-        """(position, number) of the missing braces if a block begins inside a block, or a policy inside a policy."""
-        depth = len(self.opened)
-        if self.before is None:
-            return None
-        word, (start, _) = self.before
-        if word == "policy":
-            return start, depth
-        if self.clear[self.at] == "{" and word in (*BLOCKS, *FOREIGN_BLOCKS) and depth > 1:
-            return start, depth - 1
-        return None
+    def _missing_braces(self) -> int:
+        """The number of braces missing before ``word``: a block begins inside a block, or a policy inside a policy."""
+        if self.word == "policy":
+            return len(self.opened)
+        begins = self.clear[self.at] == "{" and self.word in (*BLOCKS, *FOREIGN_BLOCKS)
+        return max(0, len(self.opened) - 1) if begins else 0
 
     def unclosed(self) -> tuple[str, Span] | None:
         """The word before the innermost brace that should have been closed before the error, and its span."""
         if not self.opened or (self.at < len(self.text) and not self._missing_braces()):
             return None
-        brace = self.opened[-1]
-        word = self.word_before(brace)
-        return (repr(word[0]), word[1]) if word else ("this block", (brace, brace + 1))
+        word, span = self.word_before(self.opened[-1])
+        return repr(word) if word else "this block", span
 
-    def lacks_value(self) -> str | None:
-        """The key whose ``=`` is the error, because the value of the previous key is missing."""
-        if self.clear[self.at : self.at + 1] != "=" or self.before is None:
-            return None
-        word, (start, _) = self.before
-        return word if self.clear[:start].rstrip().endswith(_OPEN_ENDED) else None
+    def lacks_value(self) -> str:
+        """The key whose ``=`` is the error, because the value of the previous key is missing; empty if it is not."""
+        lacks = self.clear[self.at : self.at + 1] == "=" and self.clear[: self.word_start].rstrip().endswith(
+            _OPEN_ENDED
+        )
+        return self.word if lacks else ""
 
     def _without_statement(self) -> RecoveredText:
         clear, at, start, end = self.clear, self.at, self.opened[-1] + 1, len(self.clear)
-        if self.before is not None and self.lacks_value():
-            at = end = self.before[1][0]
+        if self.lacks_value():
+            at = end = self.word_start
         for found in _STATEMENT.finditer(clear, start):
             if found.start() < at or (found.start() == at and at != end):
                 start = found.start()
@@ -133,7 +127,7 @@ class _Faulty:
         return len(self.clear)
 
     def _blanked(self, start: int, end: int) -> RecoveredText:
-        kept = "".join(c if c == "\n" else " " for c in self.text[start:end])
+        kept = re.sub(r"[^\n]", " ", self.text[start:end])
         return RecoveredText(self.text[:start] + kept + self.text[end:], start, end)
 
 
@@ -166,7 +160,7 @@ def parse(text: str) -> tuple[PolicyText, list[LanguageError]]:
     """Return the tree of ``text`` and its syntax errors; unreadable statements are missing from the tree."""
     if len(text) > MOST_CHARACTERS:
         message = f"the file has {len(text):,} characters; a policy file has at most {MOST_CHARACTERS:,}"
-        return PolicyText(None, ()), [LanguageError(code="too_long", message=message, span=(0, 0))]
+        return PolicyText(None, ()), [LanguageError("too_long", message, (0, 0))]
     errors: list[LanguageError] = []
     left = text
     last: RecoveredText | None = None
@@ -180,7 +174,7 @@ def parse(text: str) -> tuple[PolicyText, list[LanguageError]]:
             if len(errors) >= _MOST_SYNTAX_ERRORS:
                 break
             last = faulty.recovered()
-            if last is None or last.text == left:
+            if last.text == left:
                 break
             left = last.text
     return PolicyText(None, ()), errors
@@ -189,11 +183,7 @@ def parse(text: str) -> tuple[PolicyText, list[LanguageError]]:
 @cache
 def _parser() -> Lark:
     grammar = Path(__file__).with_name("moe.lark").read_text(encoding="utf-8")
-    return Lark(grammar, parser="lalr", lexer="contextual", start="file", transformer=_Tree(), maybe_placeholders=False)
-
-
-def _name(token: Token) -> Name:
-    return Name(str(token), _span(token))
+    return Lark(grammar, parser="lalr", lexer="contextual", start="file", transformer=_Tree())
 
 
 def _span(token: Token) -> Span:
@@ -201,76 +191,17 @@ def _span(token: Token) -> Span:
     return start, start + len(token)
 
 
-class _Tree(Transformer[Token, Any]):
-    """Builds the nodes: Lark calls the method named after each production with its parts."""
-
-    def file(self, parts: list[Any]) -> PolicyText:
-        version = parts.pop(0) if parts and isinstance(parts[0], Value) else None
-        return PolicyText(version, tuple(parts))
-
-    def policy(self, parts: list[Any]) -> syntax.PolicyNode:
-        return syntax.PolicyNode(_name(parts[0]), tuple(parts[1:]))
-
-    def block(self, parts: list[Any]) -> syntax.Block:
-        return syntax.Block(_name(parts[0]), tuple(parts[1:]))
-
-    def foreign(self, parts: list[Any]) -> syntax.Block:
-        return syntax.Block(_name(parts[0]), ())
-
-    def entry(self, parts: list[Any]) -> syntax.Assignment:
-        return syntax.Assignment(_name(parts[0]), parts[1])
-
-    def conditional(self, parts: list[Any]) -> syntax.Conditional:
-        return syntax.Conditional(*parts)
-
-    def condition(self, parts: list[Any]) -> syntax.Condition:
-        metric, operator, threshold = parts
-        return syntax.Condition(_name(metric), _name(operator), _number(threshold))
-
-    def rule(self, parts: list[Any]) -> syntax.Rule:
-        duration = parts.pop(1) if len(parts) > 1 and isinstance(parts[1], tuple) else None
-        return syntax.Rule(parts[0], duration, tuple(parts[1:]))
-
-    def duration(self, parts: list[Any]) -> tuple[Value, Name]:
-        return _number(parts[0]), _name(parts[1])
-
-    def set(self, parts: list[Any]) -> syntax.Command:
-        return syntax.Command(_name(parts[0]), parts[1])
-
-    def say(self, parts: list[Any]) -> syntax.Command:
-        return syntax.Command(_name(parts[0]), _name(parts[1]))
-
-    def layers(self, parts: list[Value]) -> Value:
-        return Value("layers", tuple(parts), (parts[0].span[0], parts[-1].span[1]))
-
-    def items(self, parts: list[Any]) -> Value:
-        opening, *items, closing = parts
-        kept = tuple(item for item in items if isinstance(item, Value))
-        return Value("list", kept, (opening.start_pos, closing.start_pos + 1))
-
-    def number(self, parts: list[Token]) -> Value:
-        return _number(parts[0])
-
-    version = number
-
-    def size(self, parts: list[Token]) -> Value:
-        return _size(parts[0])
-
-    def name(self, parts: list[Token]) -> Value:
-        return _name(parts[0]).as_value
-
-    def text(self, parts: list[Token]) -> Value:
-        return Value("text", re.sub(r"\\(.)", r"\1", parts[0][1:-1]), _span(parts[0]))
+def _word(token: Token) -> Value:
+    return Value("name", str(token), _span(token))
 
 
 def _number(token: Token) -> Value:
-    span = _span(token)
+    whole = token.isdigit()
     if token[0] in "+-":
-        return Value("signed", str(token), span)
-    if token.isdigit():
-        return Value("int", int(token), span) if len(token) <= _MOST_DIGITS else Value("huge", str(token), span)
-    number = float(token)
-    return Value("number", number, span) if math.isfinite(number) else Value("huge", str(token), span)
+        return Value("signed", str(token), _span(token))
+    if len(token) > _MOST_DIGITS if whole else not math.isfinite(float(token)):
+        return Value("huge", str(token), _span(token))
+    return Value("int", int(token), _span(token)) if whole else Value("number", float(token), _span(token))
 
 
 def _size(token: Token) -> Value:
@@ -284,55 +215,88 @@ def _size(token: Token) -> Value:
         return Value("size", 0, _span(token))
 
 
+def _text(token: Token) -> Value:
+    return Value("text", re.sub(r"\\(.)", r"\1", token[1:-1]), _span(token))
+
+
+@v_args(inline=True)
+class _Tree(Transformer[Token, Any]):
+    """Builds the nodes: Lark calls the function named after each terminal or production with its parts."""
+
+    NAME = OPERATOR = FOREIGN = staticmethod(_word)
+    NUMBER, SIZE, TEXT = staticmethod(_number), staticmethod(_size), staticmethod(_text)
+    condition, conditional = syntax.Condition, syntax.Conditional
+    entry, say = syntax.Assignment, syntax.Command
+
+    def file(self, version: Value | None, *policies: syntax.PolicyNode) -> PolicyText:
+        return PolicyText(version, policies)
+
+    def policy(self, name: Value, *blocks: syntax.Block) -> syntax.PolicyNode:
+        return syntax.PolicyNode(name, blocks)
+
+    def block(self, name: Value, *items: syntax.Assignment | syntax.Rule) -> syntax.Block:
+        return syntax.Block(name, items)
+
+    foreign = block
+
+    def rule(self, condition: syntax.Condition, count: Value | None, unit: Value | None, *actions: Any) -> syntax.Rule:
+        return syntax.Rule(condition, count, unit, actions)
+
+    def set(self, verb: Value, what: Value) -> syntax.Command:
+        return syntax.Command(verb, what, assigns=True)
+
+    def layers(self, *parts: Value) -> Value:
+        return Value("layers", parts, (parts[0].span[0], parts[-1].span[1]))
+
+    def items(self, *parts: Any) -> Value:
+        kept = tuple(part for part in parts if isinstance(part, Value))
+        return Value("list", kept, (_span(parts[0])[0], _span(parts[-1])[1]))
+
+
 def _place(error: UnexpectedInput, text: str) -> int:
-    if isinstance(error, UnexpectedToken):
-        return len(text) if error.token.type == "$END" else _span(error.token)[0]
-    return int(getattr(error, "pos_in_stream", None) or 0)
+    at_end = isinstance(error, UnexpectedToken) and error.token.type == "$END"
+    return len(text) if at_end else int(getattr(error, "pos_in_stream", None) or 0)
 
 
 def _complaint(error: UnexpectedInput, faulty: _Faulty) -> LanguageError:
     text, at = faulty.text, faulty.at
     if (opened := faulty.unclosed()) is not None:
         what, span = opened
-        return LanguageError(code="syntax", message=f"the '{{' of {what} is never closed; write '}}'", span=span)
+        return LanguageError("syntax", f"the '{{' of {what} is never closed; write '}}'", span)
     if at >= len(text):
         end = len(text.rstrip())
-        message = f"the file ends where {_wanted(error)}"
-        return LanguageError(code="syntax", message=message, span=(max(0, end - 1), max(1, end)))
+        return LanguageError("syntax", f"the file ends where {_wanted(error)}", (max(0, end - 1), max(1, end)))
     found = _WORD.match(text, at)
     word = found.group() if found else text[at]
-    return LanguageError(code="syntax", message=_hint(faulty, word, _wanted(error)), span=(at, at + len(word)))
+    return LanguageError("syntax", _hint(faulty, word, _wanted(error)), (at, at + len(word)))
 
 
 def _hint(faulty: _Faulty, word: str, wanted: str) -> str:
-    text, at = faulty.text, faulty.at
-    if word == "," and not wanted.startswith("a value"):
-        return "',' stands only inside [ ]; between keys write a line break or nothing"
-    if text.startswith(("//", "/*"), at):
-        return "a comment begins with '#'"
-    if word == '"':
-        return "the text that begins here is not closed on its line; write '\"'"
-    if word == "=" and text[:at].rstrip().endswith("="):
-        return "'==' is no operator here; write '='"
-    if word == "}" and "policy" in wanted:
-        return "this '}' closes nothing"
-    if word[0].isdigit() and not word.replace(".", "").isdigit():
-        return f"{word!r} is neither a number nor a size such as 2GiB or 25%"
-    if word == "=" and (key := faulty.lacks_value()):
-        return f"the key before {key!r} has no value"
-    if word == "=" and wanted.startswith("'{'"):
-        return "a key stands in a block, for example cache { capacity = 16 }"
+    text, at, key = faulty.text, faulty.at, faulty.lacks_value()
+    number = word.replace(".", "").isdigit()
+    hints = (
+        (
+            word == "," and wanted[:7] != "a value",
+            "',' stands only inside [ ]; between keys write a line break or nothing",
+        ),
+        (text.startswith(("//", "/*"), at), "a comment begins with '#'"),
+        (word == '"', "the text that begins here is not closed on its line; write '\"'"),
+        (word == "=" and text[:at].rstrip().endswith("="), "'==' is no operator here; write '='"),
+        (word == "}" and "policy" in wanted, "this '}' closes nothing"),
+        (word[0].isdigit() and not number, f"{word!r} is neither a number nor a size such as 2GiB or 25%"),
+        (word == "=" and key, f"the key before {key!r} has no value"),
+        (word == "=" and wanted[:3] == "'{'", "a key stands in a block, for example cache { capacity = 16 }"),
+    )
     guess = did_you_mean(word, [w for w in ("policy", "version", "when", "for") if f"'{w}'" in wanted])
-    return f"{word!r} is not expected here{guess}: {wanted}"
+    return next((hint for fits, hint in hints if fits), f"{word!r} is not expected here{guess}: {wanted}")
 
 
 def _wanted(error: UnexpectedInput) -> str:
     """The accepted terminals in words."""
-    terminals = set()
-    if isinstance(error, UnexpectedToken):
-        terminals = set(error.accepts or error.expected)
-    elif isinstance(error, UnexpectedCharacters):
-        terminals = set(error.allowed or ())
+    accepted = (
+        (error.accepts or error.expected) if isinstance(error, UnexpectedToken) else getattr(error, "allowed", ())
+    )
+    terminals = set(accepted or ())
     if {"NUMBER", "TEXT"} <= terminals:
         return "a value belongs here"
     words = [word for name, word in _EXPECTED.items() if name in terminals and word]

@@ -4,18 +4,20 @@ only on the values of policy objects; the caller maps them to positions in a tex
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
-from moelight.experts.policy import PRESSURE_THRESHOLD, Action, AdaptRule, ExpertPolicy
+from moelight.experts.policy import PRESSURE_THRESHOLD, Action, AdaptRule, CacheRules, ExpertPolicy
 from moelight.lang.keys import KEYS, SELECTORS, SWAPS, Place
 
 MOST_SLOTS, MOST_ID = 512, 511
 
-_MEMORY_KEYS = ("memory_headroom", "memory_budget_gb", "expert_size_gb")
+_CAPACITY, _PIN, _EVICTION = ("cache", "capacity"), ("cache", "pin"), ("cache", "eviction")
+_THRESHOLD, _HEADROOM, _BUDGET_GB = (("cache", f"memory_{key}") for key in ("threshold", "headroom", "budget_gb"))
+_STRATEGY, _BUDGET = ("prefetch", "strategy"), ("prefetch", "budget")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BrokenRule:
+class BrokenRule(NamedTuple):
     """A rule that a policy breaks. ``places``: the keys concerned, the most likely culprit first."""
 
     code: str
@@ -25,66 +27,53 @@ class BrokenRule:
 
 def broken_rules(policy: ExpertPolicy) -> list[BrokenRule]:
     """Return all rules that ``policy`` breaks. To check its ``adapt``, apply this function to each `swapped` policy."""
-    found = list(_capacity(policy))
+    found = []
     for block, keys in KEYS.items():
         for name, key in keys.items():
             value = getattr(getattr(policy, block), name, None)
-            if key.rule is None or value is None:
-                continue
-            code, holds, words = key.rule
-            if not holds(value):
-                found.append(BrokenRule(code=code, message=f"{name} is {value:g}; it {words}", places=((block, name),)))
-    return [*found, *_together(policy)]
+            if key.rule is not None and value is not None and not key.rule[1](value):
+                found.append(BrokenRule(key.rule[0], f"{name} is {value:g}; it {key.rule[2]}", ((block, name),)))
+    return [*found, *_capacity(policy.cache), *_together(policy)]
 
 
-def _capacity(policy: ExpertPolicy) -> Iterator[BrokenRule]:
-    capacity, pins = policy.cache.capacity, policy.cache.pin
-    place = (("cache", "capacity"),)
-    if capacity.unit == "slots" and not 1 <= capacity.value <= MOST_SLOTS:
-        more = "" if capacity.value < 1 else "; for more, write a share such as 25% or a size such as 2GiB"
-        message = f"capacity is {capacity.value:g}; a count must lie within 1 and {MOST_SLOTS}{more}"
-        yield BrokenRule(code="V1", message=message, places=place)
-    if capacity.unit == "percent" and not 0 < capacity.value <= 100:
-        message = f"capacity is {capacity.value:g}%; a share must be above 0% and at most 100%"
-        yield BrokenRule(code="V1", message=message, places=place)
-    if capacity.unit == "bytes" and not capacity.value > 0:
-        yield BrokenRule(code="V1", message="capacity is no size above 0 bytes that a machine could have", places=place)
-    far = [expert for expert in pins if not 0 <= expert <= MOST_ID]
-    if far:
+def _capacity(cache: CacheRules) -> Iterator[BrokenRule]:
+    unit, value, pins = cache.capacity.unit, cache.capacity.value, cache.pin
+    if unit == "slots" and not 1 <= value <= MOST_SLOTS:
+        more = "" if value < 1 else "; for more, write a share such as 25% or a size such as 2GiB"
+        message = f"capacity is {value:g}; a count must lie within 1 and {MOST_SLOTS}{more}"
+        yield BrokenRule("V1", message, (_CAPACITY,))
+    if unit == "percent" and not 0 < value <= 100:
+        message = f"capacity is {value:g}%; a share must be above 0% and at most 100%"
+        yield BrokenRule("V1", message, (_CAPACITY,))
+    if unit == "bytes" and not value > 0:
+        yield BrokenRule("V1", "capacity is no size above 0 bytes that a machine could have", (_CAPACITY,))
+    if far := [expert for expert in pins if not 0 <= expert <= MOST_ID]:
         message = f"pin holds {', '.join(map(str, far[:4]))}; expert ids lie within 0 and {MOST_ID}"
-        yield BrokenRule(code="V2", message=message, places=(("cache", "pin"),))
-    if capacity.unit == "slots" and len(pins) > capacity.value:
-        message = f"pin holds {len(pins)} ids, and capacity is {capacity.value:g}; all pinned experts must have room"
-        yield BrokenRule(code="V3", message=message, places=(("cache", "pin"), *place))
+        yield BrokenRule("V2", message, (_PIN,))
+    if unit == "slots" and len(pins) > value:
+        message = f"pin holds {len(pins)} ids, and capacity is {value:g}; all pinned experts must have room"
+        yield BrokenRule("V3", message, (_PIN, _CAPACITY))
 
 
 def _together(policy: ExpertPolicy) -> Iterator[BrokenRule]:
-    cache, prefetch, schedule, layers = policy.cache, policy.prefetch, policy.schedule, policy.per_layer
-    strategy = ("prefetch", "strategy")
+    cache, prefetch, layers = policy.cache, policy.prefetch, policy.per_layer
     if prefetch.strategy != "none" and cache.capacity.unit == "slots" and prefetch.budget > cache.capacity.value:
         message = f"budget is {prefetch.budget}, and capacity is {cache.capacity.value:g}; predictions must have room"
-        yield BrokenRule(code="V10", message=message, places=(("prefetch", "budget"), strategy, ("cache", "capacity")))
-    if schedule.mode == "hybrid" and not schedule.overlap:
+        yield BrokenRule("V10", message, (_BUDGET, _STRATEGY, _CAPACITY))
+    if policy.schedule.mode == "hybrid" and not policy.schedule.overlap:
         message = "mode = hybrid computes while experts are fetched: overlap must be true"
-        yield BrokenRule(code="V14", message=message, places=(("schedule", "overlap"), ("schedule", "mode")))
+        yield BrokenRule("V14", message, (("schedule", "overlap"), ("schedule", "mode")))
     if "score" in cache.eviction and prefetch.strategy == "none":
-        message = "eviction = score needs a prefetch strategy other than none"
-        yield BrokenRule(code="V15", message=message, places=(("cache", "eviction"), strategy))
-    if cache.memory_threshold is not None:
-        threshold = ("cache", "memory_threshold")
-        if not 0 < cache.memory_headroom <= cache.memory_threshold:
-            message = (
-                f"memory_headroom is {cache.memory_headroom:g}; it must be above 0 and at most memory_threshold, "
-                f"{cache.memory_threshold:g}"
-            )
-            yield BrokenRule(code="V17", message=message, places=(("cache", "memory_headroom"), threshold))
-        if not cache.memory_budget_gb > 0:
-            message = f"memory_budget_gb is {cache.memory_budget_gb:g}; it must be above 0"
-            yield BrokenRule(code="V18", message=message, places=(("cache", "memory_budget_gb"), threshold))
+        yield BrokenRule("V15", "eviction = score needs a prefetch strategy other than none", (_EVICTION, _STRATEGY))
+    if (most := cache.memory_threshold) is not None and not 0 < cache.memory_headroom <= most:
+        message = f"memory_headroom is {cache.memory_headroom:g}; it must be above 0 and at most memory_threshold"
+        yield BrokenRule("V17", f"{message}, {most:g}", (_HEADROOM, _THRESHOLD))
+    if most is not None and not cache.memory_budget_gb > 0:
+        message = f"memory_budget_gb is {cache.memory_budget_gb:g}; it must be above 0"
+        yield BrokenRule("V18", message, (_BUDGET_GB, _THRESHOLD))
     if layers is not None and layers.min_capacity > layers.max_capacity:
         message = f"min_capacity is {layers.min_capacity}, above max_capacity, {layers.max_capacity}"
-        places = (("per_layer", "min_capacity"), ("per_layer", "max_capacity"))
-        yield BrokenRule(code="range", message=message, places=places)
+        yield BrokenRule("range", message, (("per_layer", "min_capacity"), ("per_layer", "max_capacity")))
 
 
 def swapped(policy: ExpertPolicy, action: Action) -> ExpertPolicy:
@@ -117,7 +106,7 @@ def unread_keys(policy: ExpertPolicy) -> Iterator[BrokenRule]:
         if block == "prefetch" and reached == {"none"}:
             yield _unread(block, "budget", "a strategy other than none", instead)
     if policy.cache.memory_threshold is None and all(rule.action.kind != "trigger" for rule in policy.adapt):
-        for name in _MEMORY_KEYS:
+        for name in ("memory_headroom", "memory_budget_gb", "expert_size_gb"):
             yield _unread("cache", name, "memory_threshold", "there is none")
 
 
@@ -126,20 +115,18 @@ def _words(value: object) -> tuple[str, ...]:
 
 
 def _unread(block: str, key: str, reader: str, instead: str) -> BrokenRule:
-    message = f"{key} is read only by {reader}, and {instead}"
-    return BrokenRule(code="unread", message=message, places=((block, key),))
+    return BrokenRule("unread", f"{key} is read only by {reader}, and {instead}", ((block, key),))
 
 
 def pointless(policy: ExpertPolicy) -> Iterator[BrokenRule]:
     """Yield the values that contain duplicates."""
-    cache = policy.cache
-    if len(set(cache.pin)) < len(cache.pin):
-        yield BrokenRule(code="pointless", message="pin names an expert twice", places=(("cache", "pin"),))
-    if len(cache.eviction) > 1 and len(set(cache.eviction)) == 1:
-        message = f"two layers of the same policy; write eviction = {cache.eviction[0]}"
-        yield BrokenRule(code="pointless", message=message, places=(("cache", "eviction"),))
-    if policy.monitor is not None and len(set(policy.monitor.metrics)) < len(policy.monitor.metrics):
-        yield BrokenRule(code="pointless", message="metrics names one twice", places=(("monitor", "metrics"),))
+    pins, eviction, monitor = policy.cache.pin, policy.cache.eviction, policy.monitor
+    if len(set(pins)) < len(pins):
+        yield BrokenRule("pointless", "pin names an expert twice", (_PIN,))
+    if len(set(eviction)) < len(eviction):
+        yield BrokenRule("pointless", f"two layers of the same policy; write eviction = {eviction[0]}", (_EVICTION,))
+    if monitor is not None and len(set(monitor.metrics)) < len(monitor.metrics):
+        yield BrokenRule("pointless", "metrics names one twice", (("monitor", "metrics"),))
 
 
 def pointless_rule(policy: ExpertPolicy, rule: AdaptRule) -> Iterator[str]:

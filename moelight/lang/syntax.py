@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 Span = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
-    """One value as written. ``kind`` is ``int``, ``number`` (with a point or exponent), ``size`` (value: bytes),
-    ``percent``, ``name``, ``text``, ``list`` or ``layers`` (value: tuple of `Value`), ``signed`` or ``huge`` (value: as
-    written)."""
+class Value(NamedTuple):
+    """One value or word as written.
+
+    ``kind`` is ``int``, ``number`` (with a point or exponent), ``size`` (value: bytes), ``percent``, ``name``,
+    ``text``, ``list`` or ``layers`` (value: tuple of `Value`), ``signed`` or ``huge`` (value: as written).
+    """
 
     kind: str
-    value: int | float | str | tuple[Value, ...]
-    span: Span
-
-
-@dataclass(frozen=True, slots=True)
-class Name:
-    """A word: a name, key, metric or operator."""
-
-    text: str
+    value: Any
     span: Span
 
     @property
-    def as_value(self) -> Value:
-        return Value("name", self.text, self.span)
+    def text(self) -> str:
+        return str(self.value)
 
 
-@dataclass(frozen=True, slots=True)
-class Condition:
+class Condition(NamedTuple):
     """``metric operator threshold``."""
 
-    metric: Name
-    operator: Name
+    metric: Value
+    operator: Value
     threshold: Value
 
 
-@dataclass(frozen=True, slots=True)
-class Conditional:
+class Conditional(NamedTuple):
     """``first : second when condition``."""
 
     first: Value
@@ -48,49 +39,45 @@ class Conditional:
     condition: Condition
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
+class Assignment(NamedTuple):
     """``key = value``."""
 
-    key: Name
+    key: Value
     value: Value | Conditional
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    """The action of a rule: ``verb = what`` (a value) or ``verb what`` (two words)."""
+class Command(NamedTuple):
+    """The action of a rule: ``verb what``, or ``verb = what`` if it ``assigns``."""
 
-    verb: Name
-    what: Value | Name
+    verb: Value
+    what: Value
+    assigns: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """``when condition for count unit { commands }``."""
+class Rule(NamedTuple):
+    """``when condition for number unit { actions }``; ``number`` and ``unit`` may both be missing."""
 
     condition: Condition
-    duration: tuple[Value, Name] | None
-    commands: tuple[Command, ...]
+    number: Value | None
+    unit: Value | None
+    actions: tuple[Command, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """``name { items }``; the items of a block of the reference that is not supported are dropped."""
 
-    name: Name
+    name: Value
     items: tuple[Assignment | Rule, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyNode:
+class PolicyNode(NamedTuple):
     """``policy name { blocks }``."""
 
-    name: Name
+    name: Value
     blocks: tuple[Block, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyText:
+class PolicyText(NamedTuple):
     """A whole text."""
 
     version: Value | None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import numpy as np
@@ -43,17 +44,13 @@ class Surface:
     @overload
     def at(self, x: Array, size: float = 0.0) -> Array: ...
     def at(self, x: Any, size: float = 0.0) -> Any:
-        if len(self.sizes) == 1 or size <= self.sizes[0]:
-            return self.curves[0].at(x)
-        if size >= self.sizes[-1]:
-            return self.curves[-1].at(x)
-        above = next(i for i, known in enumerate(self.sizes) if known >= size)
+        above = bisect_left(self.sizes, size)
+        if above in (0, len(self.sizes)):
+            return self.curves[max(0, above - 1)].at(x)
         low, high = self.sizes[above - 1], self.sizes[above]
         share = float(np.log(size / low) / np.log(high / low))
         return self.curves[above - 1].at(x) ** (1 - share) * self.curves[above].at(x) ** share
 
     def times(self, factor: float) -> Surface:
-        if factor == 1:
-            return self
-        curves = tuple(Curve(x=curve.x, y=tuple(y * factor for y in curve.y)) for curve in self.curves)
-        return Surface(name=self.name, sizes=self.sizes, curves=curves)
+        curves = (replace(curve, y=tuple(y * factor for y in curve.y)) for curve in self.curves)
+        return replace(self, curves=tuple(curves))

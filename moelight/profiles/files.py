@@ -89,9 +89,8 @@ class YamlNode:
         for name, node in found.items():
             if name not in names:
                 inside = f" in {self.key}" if self.key else ""
-                raise ConfigError(
-                    f"{node.where}: unknown key {name!r}{inside}{did_you_mean(name, names)}; known: {', '.join(names)}"
-                )
+                known_keys = f"{did_you_mean(name, names)}; known: {', '.join(names)}"
+                raise ConfigError(f"{node.where}: unknown key {name!r}{inside}{known_keys}")
         for name in required:
             if name not in found:
                 raise self.error(f"lacks the key {name!r}")
@@ -99,7 +98,12 @@ class YamlNode:
 
     def scalar(self) -> str | int | float | bool | None:
         """A single value, as parsed by YAML; neither a date nor a number that a float cannot hold."""
-        value = self._value() if isinstance(self._node, yaml.ScalarNode) else self
+        value: Any = self
+        if isinstance(self._node, yaml.ScalarNode):
+            try:
+                value = self._loader.construct_object(self._node)
+            except (yaml.YAMLError, ValueError):
+                raise self.error(f"cannot be read: {self._shown()}") from None
         if not isinstance(value, (str, int, float, bool, type(None))):
             raise self.error(f"must be a single value, not {self._shown()}")
         if isinstance(value, float) and not math.isfinite(value):
@@ -147,12 +151,6 @@ class YamlNode:
             return [YamlNode(self._path, item, self._loader, f"{self.key}.{i}").plain() for i, item in items]
         return self.scalar()
 
-    def _value(self) -> Any:
-        try:
-            return self._loader.construct_object(self._node)
-        except (yaml.YAMLError, ValueError):
-            raise self.error(f"cannot be read: {self._shown()}") from None
-
     def _shown(self) -> str:
         if isinstance(self._node, yaml.ScalarNode):
             return repr(self._node.value[:60])
@@ -185,14 +183,11 @@ def yaml_comments(paragraphs: Iterable[str], width: int) -> Iterator[str]:
 
 def profile_directories(kind: str) -> list[Path]:
     """The directories searched for profiles of ``kind`` (``hardware``, ``model`` or ``workload``), in order."""
-    directories = []
     own = os.environ.get(PROFILES_VARIABLE)
-    if own:
-        if not Path(own).is_dir():
-            raise ConfigError(f"{PROFILES_VARIABLE}={own}: no such directory")
-        directories.append(Path(own) / f"{kind}_profiles")
-    checkout, installed = _PACKAGE.parent / f"{kind}_profiles", _PACKAGE / "profiles" / "data" / kind
-    return [*directories, checkout, installed]
+    if own and not Path(own).is_dir():
+        raise ConfigError(f"{PROFILES_VARIABLE}={own}: no such directory")
+    checkouts = [*([Path(own)] if own else []), _PACKAGE.parent]
+    return [*(checkout / f"{kind}_profiles" for checkout in checkouts), _PACKAGE / "profiles" / "data" / kind]
 
 
 def profile_names(kind: str) -> dict[str, Path]:

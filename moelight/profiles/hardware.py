@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moelight.core.errors import ConfigError
 from moelight.core.policy import PROCESSORS, TIERS
@@ -31,8 +31,7 @@ _MOST_SPREAD = 1e6
 BYTES_PER_S, FLOPS, SECONDS, SHARE, PROCESSORS_BUSY = "bytes/s", "flop/s", "s", "share", "processors"
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
+class Figure(NamedTuple):
     """A kind of measured number: its unit and its meaning."""
 
     unit: str
@@ -200,12 +199,14 @@ def read_hardware_profile(path: Path) -> HardwareProfile:
     root = read_yaml(path)
     optional = ("source", "date", "notes", "links", "measured", "efficiency", "spread")
     given = root.fields(*optional, required=("name", "tiers", "processors"))
+
+    def section(name: str, known: Collection[str]) -> dict[str, YamlNode]:
+        return given[name].fields(*known) if name in given else {}
+
     sources: dict[str, str] = {}
-    tiers = given["tiers"].fields(*TIERS)
-    units = given["processors"].fields(*PROCESSORS)
+    tiers, units = section("tiers", TIERS), section("processors", PROCESSORS)
     _check_parts(tiers, units, root)
-    measured = given["measured"].fields(*MEASURED) if "measured" in given else {}
-    surfaces = given["efficiency"].fields(*EFFICIENCY) if "efficiency" in given else {}
+    measured, surfaces = section("measured", MEASURED), section("efficiency", EFFICIENCY)
     profile = HardwareProfile(
         name=given["name"].text(),
         tiers=tuple(Tier(name=name, **_figures(Tier, node, sources)) for name, node in tiers.items()),
@@ -220,16 +221,14 @@ def read_hardware_profile(path: Path) -> HardwareProfile:
         source=given["source"].text() if "source" in given else "",
         notes=given["notes"].text() if "notes" in given else "",
     )
-    if "device" in tiers:
-        for src, dst in (("host", "device"), ("device", "host")):
-            if profile.link(src, dst) is None:
-                raise ConfigError(f"{root.where}: links.{src}{TO}{dst} is missing")
-    if "spread" not in given:
-        return profile
-    spread = given["spread"].fields(*profile.figure_keys())
+    for src, dst in (("host", "device"), ("device", "host")):
+        if "device" in tiers and profile.link(src, dst) is None:
+            raise ConfigError(f"{root.where}: links.{src}{TO}{dst} is missing")
     wanted = f"of at least 0, a share of the value, and at most {_MOST_SPREAD:g}"
-    widths = ((name, value.number(most=_MOST_SPREAD, wanted=wanted)) for name, value in spread.items())
-    return replace(profile, spread=tuple(widths))
+    spread = section("spread", profile.figure_keys()).items()
+    return replace(
+        profile, spread=tuple((name, node.number(most=_MOST_SPREAD, wanted=wanted)) for name, node in spread)
+    )
 
 
 def _figures(part: type[Part], node: YamlNode, sources: dict[str, str], *more: str) -> dict[str, Any]:
@@ -280,9 +279,8 @@ def _curve(node: YamlNode, speed: Quantity) -> Curve:
         except ValueError:
             x = 0.0
         if not _LEAST_X <= x <= _MOST_X:
-            raise value.error(
-                "must have a number above 0 as its key, below 1e15: rows, context, prompt tokens or bytes"
-            )
+            wanted = "a number above 0 as its key, below 1e15: rows, context, prompt tokens or bytes"
+            raise value.error(f"must have {wanted}")
         if x in points:
             raise value.error("is given twice")
         points[x] = _quantity(value, speed, {})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import yaml
@@ -41,16 +43,14 @@ def _lines(profile: HardwareProfile) -> Iterator[str]:
     def cited(key: str, value: str) -> str:
         return f"{{value: {value}, source: {_text(sources[key])}}}" if key in sources else value
 
-    section = ""
-    for where, part in profile.parts():
-        if where != section:
-            yield f"{where}:"
-        section = where
-        stated = [f"count: {part.count}"] if isinstance(part, Processor) else []
-        for key, name, quantity in figures_of(part):
-            value = cited(f"{where}.{part.name}.{key}", quantity.spelled(getattr(part, name)))
-            stated.append(f"{key}: {value}")
-        yield f"  {part.name}: {{{', '.join(stated)}}}"
+    for where, parts in groupby(profile.parts(), key=itemgetter(0)):
+        yield f"{where}:"
+        for _, part in parts:
+            stated = [f"count: {part.count}"] if isinstance(part, Processor) else []
+            for key, name, quantity in figures_of(part):
+                value = cited(f"{where}.{part.name}.{key}", quantity.spelled(getattr(part, name)))
+                stated.append(f"{key}: {value}")
+            yield f"  {part.name}: {{{', '.join(stated)}}}"
     if profile.measured:
         yield "measured:"
     for name, number in profile.measured:

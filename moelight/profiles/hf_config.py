@@ -31,6 +31,10 @@ class HFConfig:
         self.where = where
         self._keys = dict(keys or {})
 
+    def error(self, complaint: str) -> ConfigError:
+        """A `ConfigError` with the file and ``complaint``."""
+        return ConfigError(f"{self.where}: {complaint}")
+
     def with_keys(self, keys: Mapping[str, str]) -> HFConfig:
         """The same file with another mapping of keys."""
         return HFConfig(self.values, where=self.where, keys=keys)
@@ -100,41 +104,35 @@ class HFConfig:
 
     def refuse_other(self, key: str, known: Collection[object]) -> None:
         """Check that ``key`` is absent or has one of the values ``known``."""
-        if self.has(key) and self._value(key) not in known:
+        if self.has(key) and (value := self._value(key)) not in known:
             listed = ", ".join(map(json.dumps, known))
-            raise ConfigError(
-                f"{self.where}: {self._name(key)} {json.dumps(self._value(key))} is not supported; known: {listed}"
-            )
+            raise self.error(f"{self._name(key)} {json.dumps(value)} is not supported; known: {listed}")
 
     def refuse(self, keys: Collection[str], because: str) -> None:
         """Check that none of ``keys`` has a value."""
         for key in keys:
             if self.find(key) is not None:
-                raise ConfigError(f"{self.where}: {key} is not supported: {because}")
+                raise self.error(f"{key} is not supported: {because}")
 
     def refuse_quantised(self) -> None:
         for key in _QUANTISED_KEYS:
-            value = self.find(key)
-            if value is not None:
+            if (value := self.find(key)) is not None:
                 method = value.get("quant_method") if isinstance(value, dict) else None
                 named = f" {method!r}" if isinstance(method, str) and len(method) <= _LONGEST_NAME else ""
-                raise ConfigError(
-                    f"{self.where}: {key} says that the weights are quantised{named}, and such formats are not read "
-                    "yet; use the checkpoint that is not quantised"
-                )
+                instead = "and such formats are not read yet; use the checkpoint that is not quantised"
+                raise self.error(f"{key} says that the weights are quantised{named}, {instead}")
 
     def refuse_two_names(self) -> None:
         """Check that no family-specific key contradicts its usual name."""
-        plain = self.with_keys({})
         for usual, own in self._keys.items():
             if "." not in own:
-                plain._agree(usual, own)
+                self.with_keys({})._agree(usual, own)
 
     def activation(self) -> str:
         """The experts' activation; only SiLU is supported."""
         value = self.find("hidden_act") or "silu"
         if value not in ("silu", "swish"):
-            raise ConfigError(f"{self.where}: {self._name('hidden_act')} {quoted(value)} is not supported; known: silu")
+            raise self.error(f"{self._name('hidden_act')} {quoted(value)} is not supported; known: silu")
         return "silu"
 
     def dtype(self, *, default: str) -> str:
@@ -152,7 +150,7 @@ class HFConfig:
         absent = default_type if not key and self.find("rope_parameters") is None else "default"
         kind = scaling.find("rope_type", "type") or absent
         if kind not in known:
-            raise ConfigError(f"{self.where}: {key}: rope_type {kind!r} is not supported; known: {', '.join(known)}")
+            raise self.error(f"{key}: rope_type {kind!r} is not supported; known: {', '.join(known)}")
         factor = scaling.number("factor") if kind == "linear" else 1.0
         return kind, self._holder("rope_theta").number("rope_theta", default=default_theta), factor
 
@@ -160,7 +158,7 @@ class HFConfig:
         """``partial_rotary_factor``: the fraction of a head that is rotated."""
         share = self._holder("partial_rotary_factor").number("partial_rotary_factor", default=default)
         if share > 1:
-            raise ConfigError(f"{self.where}: partial_rotary_factor must be at most 1, not {share}")
+            raise self.error(f"partial_rotary_factor must be at most 1, not {share}")
         return share
 
     def _holder(self, key: str) -> HFConfig:
@@ -173,10 +171,10 @@ class HFConfig:
         key = next((key for key in ("rope_scaling", "rope_parameters") if self.find(key)), "")
         scaling = self.find(key) if key else {}
         if not isinstance(scaling, dict):
-            raise ConfigError(f"{self.where}: {key} must be an object, not {scaling!r}")
+            raise self.error(f"{key} must be an object, not {scaling!r}")
         nested = next((name for name, value in scaling.items() if isinstance(value, dict)), None)
         if nested is not None:
-            raise ConfigError(f"{self.where}: {key} with values of its own for {nested!r} is not supported")
+            raise self.error(f"{key} with values of its own for {nested!r} is not supported")
         return key, HFConfig(scaling, where=self.where)
 
     def _agree(self, *keys: str) -> None:
@@ -184,10 +182,8 @@ class HFConfig:
         given = [(self._name(key), value) for key in keys if (value := self.find(key)) is not None]
         for name, value in given[1:]:
             if value != given[0][1]:
-                raise ConfigError(
-                    f"{self.where}: {given[0][0]} {given[0][1]!r} and {name} {value!r} are two names of one thing and "
-                    "differ; remove the wrong one"
-                )
+                both = f"{given[0][0]} {given[0][1]!r} and {name} {value!r}"
+                raise self.error(f"{both} are two names of one thing and differ; remove the wrong one")
 
     def _name(self, key: str) -> str:
         return self._keys.get(key, key)
@@ -201,15 +197,13 @@ class HFConfig:
             if value is None:
                 return absent
             if not isinstance(value, dict):
-                raise ConfigError(f"{self.where}: {name} must be an object, not {value!r}")
+                raise self.error(f"{name} must be an object, not {value!r}")
         return value.get(last, absent)
 
     def _checked(self, keys: tuple[str, ...], default: object, fits: Callable[[Any], bool], wanted: str) -> Any:
-        value = self.find(*keys)
+        value = default if (found := self.find(*keys)) is None else found
         if value is None:
-            value = default
-        if value is None:
-            raise ConfigError(f"{self.where}: {self._name(keys[0])} is missing")
+            raise self.error(f"{self._name(keys[0])} is missing")
         if not fits(value):
-            raise ConfigError(f"{self.where}: {self._name(keys[0])} must be {wanted}, not {quoted(value)}")
+            raise self.error(f"{self._name(keys[0])} must be {wanted}, not {quoted(value)}")
         return value

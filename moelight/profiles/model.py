@@ -177,9 +177,6 @@ def not_computed(model: ModelProfile) -> tuple[str, ...]:
 
 def require_computable(model: ModelProfile, *, where: str) -> None:
     """Raise ConfigError, naming the file ``where``, if the engine does not compute a feature of ``model``."""
-    missing = not_computed(model)
-    if missing:
-        raise ConfigError(
-            f"{where}: {model.model_type} can be planned for but not run yet: "
-            f"the engine does not compute {', '.join(missing)}"
-        )
+    if missing := ", ".join(not_computed(model)):
+        plan = f"{model.model_type} can be planned for but not run yet"
+        raise ConfigError(f"{where}: {plan}: the engine does not compute {missing}")

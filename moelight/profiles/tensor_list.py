@@ -73,12 +73,8 @@ def page_shapes(model: ModelProfile) -> dict[str, tuple[int, int]]:
 
 def pages(model: ModelProfile) -> tuple[Page, ...]:
     """Every expert page of the model, layer by layer."""
-    return tuple(
-        Page(layer=layer, expert=expert)
-        for layer in range(model.num_layers)
-        if model.moe_layers[layer]
-        for expert in range(model.experts.num_experts)
-    )
+    layers = [layer for layer in range(model.num_layers) if model.moe_layers[layer]]
+    return tuple(Page(layer=layer, expert=expert) for layer in layers for expert in range(model.experts.num_experts))
 
 
 def _stacked(name: str, layer: int, shape: _Shape | dict[str, _Shape]) -> StackedTensor:

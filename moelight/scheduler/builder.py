@@ -4,63 +4,63 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable
 
 from moelight.core.schedule import Buffer, Lane, Page, Schedule, Task, TaskKind
 from moelight.hrm import costs
-from moelight.scheduler.layout import Layout, MicroBatchShape, PassShape
+from moelight.scheduler.layout import Layout, PassShape
+from moelight.scheduler.requirements import check_layout
+
+Buffers = tuple[str | Buffer, ...]  # one given by name is that of the task's micro-batch
 
 ALL = -1  # the "micro-batch" of a task that serves all micro-batches
 
 
-def drop_none(*tasks: int | None) -> tuple[int, ...]:
-    """The positions among ``tasks`` that are not None."""
-    return tuple(task for task in tasks if task is not None)
-
-
 class ScheduleBuilder:
-    """Writes a schedule task by task; methods return task positions. Micro-batches attend layer by layer, in order.
-    Page k is in ring slot ``k % ring_slots``; ``k`` runs on into the pages of the next pass. A slot is refilled only
-    after the last experts of its former layer have read it.
+    """Writes a schedule task by task. Micro-batches (``j``) attend layer by layer, in order. Page k is in ring slot
+    ``k % ring_slots``; ``k`` runs on into the pages of the next pass. A slot is refilled only after the last experts
+    of its former layer have read it.
 
-    ``chained``: every task also waits for the one before; consecutive disk reads count as one.
+    ``chained``: every task also waits for the one before; consecutive disk reads count as one. Raises ConfigError for a
+    layout or shape that schedule ``name`` does not support.
     """
 
-    def __init__(self, layout: Layout, shape: PassShape, *, chained: bool = False) -> None:
-        self.layout = layout
-        self.shape = shape
+    def __init__(self, name: str, layout: Layout, shape: PassShape, *, chained: bool = False) -> None:
+        check_layout(name, layout, shape)
+        self.name, self.layout, self.shape = name, layout, shape
         self.tasks: list[Task] = []
         self._chained = chained
         self._link, self._before_link = 0, range(0)  # the first task of the last link of the chain; the link before
-        self._waits_for: tuple[int, ...] = ()
-        self._since: dict[Lane, int] = {}
+        self._waits_for: tuple[int, ...] = ()  # at the last barrier
+        self._since: dict[Lane, int] = {}  # the last task of each lane after it
         self._buffers: dict[tuple[str, int], Buffer] = {}
+        # Positions of tasks: of pages, by k
         self._fetched: dict[int, int] = {}
         self._delivered: dict[int, int] = {}
+        self._waiting: deque[int] = deque()  # deferred deliveries, by k
+        # by layer
         self._last_read: dict[int, int] = {}
-        self._reads: dict[int, int] = {}
-        self._waiting: deque[int] = deque()
+        self._reads: dict[int, int] = {}  # the number of micro-batches that have read the layer's slots
         self._routed: dict[int, int] = {}
         self._brought: dict[int, int] = {}
         self._rings: dict[int, tuple[Buffer, ...]] = {}
+        self._stored_by_layer: dict[int, list[int]] = {}
+        # by micro-batch; ``_ready``: its last task
         self._ready: dict[int, int] = {}
         self._sent_down: dict[int, int] = {}
         self._stored: dict[int, int] = {}
-        self._stored_by_layer: dict[int, list[int]] = {}
+        self._split: dict[int, tuple[int, int]] = {}  # experts on the CPU and on the device, for `combine`
+        # by step: layer x micro-batches + micro-batch; by its parity
         self._attended = 0
         self._context_loaded: dict[int, int] = {}
         self._context_used: dict[int, int] = {}
-        self._device_part: dict[int, int] = {}
-        self._returning: dict[int, int] = {}
         lane = Lane.H2D if layout.pages_cross else Lane.DISK
         for k in range(shape.prefetched):
-            page, slot = self._page_slot(k)
-            taken = [self.buffer("ring", slot)]
+            page, slot = self._page(k), k % layout.ring_slots
+            taken: Buffers = (self.buffer("ring", slot),)
             if layout.stops(k):  # the page may still be in flight from the pinned slot
-                taken.append(self.buffer("pinned", k % layout.pinned_slots))
-            kind = TaskKind.PREFETCHED_PAGE
-            self._delivered[k] = self.add(Task(kind=kind, lane=lane, page=page, slot=slot, writes=tuple(taken)))
+                taken = (*taken, self.buffer("pinned", k % layout.pinned_slots))
+            self._delivered[k] = self.add(TaskKind.PREFETCHED_PAGE, lane, writes=taken, page=page, slot=slot)
 
     # ---- tasks
 
@@ -77,46 +77,64 @@ class ScheduleBuilder:
             self._waits_for = tuple(self._since.values())
             self._since = {}
 
+    def add(
+        self,
+        kind: TaskKind,
+        lane: Lane,
+        layer: int = -1,
+        j: int = -1,
+        deps: tuple[int | None, ...] = (),
+        *,
+        reads: Buffers = (),
+        writes: Buffers = (),
+        size: int = 0,
+        page: Page | None = None,
+        slot: int = -1,
+    ) -> int:
+        """Add a task with the dependencies of the chain and of the last barrier; return its position. ``deps``
+        may hold None; ``size``: bytes of a transfer."""
+        position = len(self.tasks)
+        known = tuple([dep for dep in deps if dep is not None])
+        extra = [dep for dep in self._waits_for if self.tasks[dep].lane is not lane] if self._waits_for else []
+        if self._chained and self.tasks and kind is not TaskKind.PREFETCHED_PAGE:
+            if not self.tasks[-1].lane is lane is Lane.DISK:
+                self._link, self._before_link = position, range(self._link, position)
+            extra.extend(self._before_link)
+        task = Task(
+            kind=kind,
+            lane=lane,
+            layer=layer,
+            micro_batch=j,
+            page=page,
+            slot=slot,
+            bytes=size,
+            deps=tuple(dict.fromkeys((*known, *extra))) if extra else known,
+            reads=tuple([self.buffer(each, j) if isinstance(each, str) else each for each in reads]),
+            writes=tuple([self.buffer(each, j) if isinstance(each, str) else each for each in writes]),
+        )
+        self.tasks.append(task)
+        self._since[lane] = position
+        return position
+
     def compute(
         self,
         kind: TaskKind,
         layer: int,
         j: int,
-        deps: Sequence[int],
-        *,
-        reads: Sequence[str] = (),
-        writes: Sequence[str] = (),
-        also_reads: tuple[Buffer, ...] = (),
-        lane: Lane | None = None,
-        size: int = 0,
+        *more: int | None,
+        reads: Buffers = (),
+        writes: Buffers = (),
     ) -> int:
-        """Add a task on buffers of micro-batch ``j``, by default on the compute lane; ``size``: bytes of a transfer."""
-        return self.add(
-            Task(
-                kind=kind,
-                lane=lane or self.layout.compute,
-                layer=layer,
-                micro_batch=j,
-                bytes=size,
-                deps=tuple(deps),
-                reads=(*[self.buffer(space, j) for space in reads], *also_reads),
-                writes=tuple([self.buffer(space, j) for space in writes]),
-            )
-        )
+        """`add` the next task of micro-batch ``j`` on the compute lane, after its last one and those in ``more``."""
+        deps = (self._ready[j], *more)
+        self._ready[j] = self.add(kind, self.layout.compute, layer, j, deps, reads=reads, writes=writes)
+        return self._ready[j]
 
-    def add(self, task: Task) -> int:
-        """Add ``task`` with the dependencies of the chain and of the last barrier; return its position."""
-        position = len(self.tasks)
-        extra = [dep for dep in self._waits_for if self.tasks[dep].lane is not task.lane] if self._waits_for else []
-        if self._chained and self.tasks and task.kind is not TaskKind.PREFETCHED_PAGE:
-            if not self.tasks[-1].lane is task.lane is Lane.DISK:
-                self._link, self._before_link = position, range(self._link, position)
-            extra.extend(self._before_link)
-        if extra:
-            task = replace(task, deps=tuple(dict.fromkeys((*task.deps, *extra))))
-        self.tasks.append(task)
-        self._since[task.lane] = position
-        return position
+    def finish(self) -> Schedule:
+        """The schedule of all tasks added."""
+        total = len(self.layout.streamed)
+        ahead = tuple(self._delivered[k] for k in sorted(self._delivered) if k >= total)
+        return Schedule(builder=self.name, tasks=tuple(self.tasks), stream_advance=total, prefetched_next=ahead)
 
     # ---- pages
 
@@ -138,18 +156,15 @@ class ScheduleBuilder:
             former_k -= self.layout.pinned_slots
         if former_k >= 0 and former_k not in self._delivered:
             return
-        page, _ = self._page_slot(k)
         from_disk = self.layout.from_disk[k % len(self.layout.streamed)]
         self._fetched[k] = self.add(
-            Task(
-                kind=TaskKind.READ_PAGE if from_disk else TaskKind.STAGE_PAGE,
-                lane=Lane.DISK if from_disk else Lane.STAGE,
-                page=page,
-                slot=slot,
-                bytes=self.layout.bytes_at(k),
-                deps=drop_none(self._delivered.get(former_k)),
-                writes=(self.buffer("pinned", slot),),
-            )
+            TaskKind.READ_PAGE if from_disk else TaskKind.STAGE_PAGE,
+            Lane.DISK if from_disk else Lane.STAGE,
+            deps=(self._delivered.get(former_k),),
+            writes=(self.buffer("pinned", slot),),
+            size=self.layout.bytes_at(k),
+            page=self._page(k),
+            slot=slot,
         )
 
     def deliver(self, k: int) -> None:
@@ -157,64 +172,57 @@ class ScheduleBuilder:
         if k in self._delivered or k in self._waiting:
             return
         former_k = k - self.layout.ring_slots
-        if self._waiting or (former_k >= 0 and not self._is_read(self._layer_of(former_k))):
+        if self._waiting or (former_k >= 0 and not self._is_read(self._page(former_k).layer)):
             self._waiting.append(k)
             return
         self.fetch(k)
-        page, slot = self._page_slot(k)
         crosses, stops = self.layout.pages_cross, self.layout.stops(k)
-        former = self._last_read.get(self._layer_of(former_k)) if former_k >= 0 else None
+        former = self._last_read.get(self._page(former_k).layer) if former_k >= 0 else None
         self._delivered[k] = self.add(
-            Task(
-                kind=TaskKind.SEND_PAGE if crosses else TaskKind.READ_PAGE,
-                lane=Lane.H2D if crosses else Lane.DISK,
-                page=page,
-                slot=slot,
-                bytes=self.layout.bytes_at(k),
-                deps=drop_none(self._fetched.get(k) if stops else None, former),
-                reads=(self.buffer("pinned", k % self.layout.pinned_slots),) if stops else (),
-                writes=(self.buffer("ring", slot),),
-            )
+            TaskKind.SEND_PAGE if crosses else TaskKind.READ_PAGE,
+            Lane.H2D if crosses else Lane.DISK,
+            deps=(self._fetched.get(k) if stops else None, former),
+            reads=(self.buffer("pinned", k % self.layout.pinned_slots),) if stops else (),
+            writes=(self.buffer("ring", k % self.layout.ring_slots),),
+            size=self.layout.bytes_at(k),
+            page=self._page(k),
+            slot=k % self.layout.ring_slots,
         )
 
     def deliver_layer(self, layer: int) -> None:
         for page in self.layer_pages(layer):
             self.deliver(page)
 
+    def fetch_layer(self, layer: int) -> None:
+        """`fetch` as many first pages of ``layer`` as there are pinned slots."""
+        if layer <= self.layout.model.num_layers:
+            for page in self.layer_pages(layer)[: self.layout.pinned_slots]:
+                self.fetch(page)
+
     def transfer_chosen(self, layer: int) -> None:
         """Transfer the offloaded pages that the routers of ``layer`` chose, in one task per lane that they pass."""
-        prefetched = tuple(self._delivered[k] for k in range(self.shape.prefetched))
-        routed = self._routed[layer]
-        for lane in self.layout.page_lanes:
-            first, last = lane is self.layout.page_lanes[0], lane is self.layout.page_lanes[-1]
+        deps = (self._routed[layer], *(self._delivered[k] for k in range(self.shape.prefetched)))
+        lanes, pinned = self.layout.page_lanes, self.buffer("chosen_pinned", layer)
+        for lane in lanes:
             self._brought[layer] = self.add(
-                Task(
-                    kind=TaskKind.SEND_EXPERTS if lane is Lane.H2D else TaskKind.READ_EXPERTS,
-                    lane=lane,
-                    layer=layer,
-                    bytes=self.layout.most_chosen_bytes(layer, lane),
-                    deps=(routed, *prefetched) if first else (self._brought[layer],),
-                    reads=() if first else (self.buffer("chosen_pinned", layer),),
-                    writes=(self.buffer("chosen" if last else "chosen_pinned", layer),),
-                )
+                TaskKind.SEND_EXPERTS if lane is Lane.H2D else TaskKind.READ_EXPERTS,
+                lane,
+                layer,
+                deps=deps,
+                reads=() if lane is lanes[0] else (pinned,),
+                writes=(self.buffer("chosen", layer) if lane is lanes[-1] else pinned,),
+                size=self.layout.most_chosen_bytes(layer, lane),
             )
+            deps = (self._brought[layer],)
 
     def prefetch_predicted(self, layer: int, coming: int) -> None:
         """Begin to fetch the predicted pages of layer ``coming`` after the routers of ``layer`` (and later layers'
         routers, if they predict). No task depends on this one; an expert waits for the transfer of its own page."""
         after = self._routed[layer]
         for j in range(self.count) if self.shape.predict_experts else ():
-            after = self.compute(TaskKind.PREDICT_EXPERTS, layer, j, (self._ready[j],), reads=("hidden",))
-            self._ready[j] = after
+            after = self.compute(TaskKind.PREDICT_EXPERTS, layer, j, reads=("hidden",))
         lane = self.layout.page_lanes[-1]
-        kind = TaskKind.SEND_AHEAD if lane is Lane.H2D else TaskKind.READ_AHEAD
-        self.add(Task(kind=kind, lane=lane, layer=coming, deps=(after,)))
-
-    def fetch_layer(self, layer: int) -> None:
-        """`fetch` as many first pages of ``layer`` as there are pinned slots."""
-        if layer <= self.layout.model.num_layers:
-            for page in self.layer_pages(layer)[: self.layout.pinned_slots]:
-                self.fetch(page)
+        self.add(TaskKind.SEND_AHEAD if lane is Lane.H2D else TaskKind.READ_AHEAD, lane, coming, deps=(after,))
 
     def ring(self, layer: int) -> tuple[Buffer, ...]:
         """The slots of transferred pages that the experts of ``layer`` read."""
@@ -228,38 +236,24 @@ class ScheduleBuilder:
     def arrived(self, layer: int) -> tuple[int, ...]:
         """The task that the experts of ``layer`` wait for: the last arrival, as pages arrive on one lane in order."""
         if self.shape.routed_only:
-            return drop_none(self._brought.get(layer))
+            return (self._brought[layer],) if layer in self._brought else ()
         mine = self.layer_pages(layer)
         return (self._delivered[mine[-1]],) if mine else ()
 
     def read_ring(self, layer: int, task: int) -> None:
         """Record that ``task`` read the slots of ``layer``, and deliver the pages that were deferred until then."""
         self._last_read[layer] = task
-        micro_batches = self.tasks[task].micro_batch == ALL
-        self._reads[layer] = len(self.shape.micro_batches) if micro_batches else self._reads.get(layer, 0) + 1
+        self._reads[layer] = self.count if self.tasks[task].micro_batch == ALL else self._reads.get(layer, 0) + 1
         if self._waiting and self._is_read(layer):
             waiting, self._waiting = self._waiting, deque()
             for k in waiting:
                 self.deliver(k)
 
     def _is_read(self, layer: int) -> bool:
-        return self._reads.get(layer, 0) >= len(self.shape.micro_batches)
+        return self._reads.get(layer, 0) >= self.count
 
-    def finish(self, builder: str) -> Schedule:
-        total = len(self.layout.streamed)
-        ahead = sorted(k for k in self._delivered if k >= total)
-        return Schedule(
-            builder=builder,
-            tasks=tuple(self.tasks),
-            stream_advance=total,
-            prefetched_next=tuple(self._delivered[k] for k in ahead),
-        )
-
-    def _page_slot(self, k: int) -> tuple[Page, int]:
-        return self.layout.streamed[k % len(self.layout.streamed)], k % self.layout.ring_slots
-
-    def _layer_of(self, k: int) -> int:
-        return self.layout.streamed[k % len(self.layout.streamed)].layer
+    def _page(self, k: int) -> Page:
+        return self.layout.streamed[k % len(self.layout.streamed)]
 
     # ---- layers
 
@@ -271,24 +265,23 @@ class ScheduleBuilder:
         """Transfer the cached keys and values of micro-batch ``j`` to the device, into the buffer of its step's parity.
         Does nothing if none cross, the transfer is written or too early, or the pass still computes some; `attend`
         calls this again."""
-        mine, step = self._of(j), layer * self.count + j
-        if step in self._context_loaded or step > self._attended + 1 or not self._context_crosses(mine):
+        mine, step = self.shape.micro_batches[j], layer * self.count + j
+        crosses = self.layout.context_crosses and not mine.prefill_only and mine.context > 0
+        if step in self._context_loaded or step > self._attended + 1 or not crosses:
             return
         stored = self._stored_by_layer.get(layer, [])
         earlier = range(j) if mine.continues else range(0)
         if len(stored) < len(earlier):
             return
         self._context_loaded[step] = self.add(
-            Task(
-                kind=TaskKind.LOAD_KV,
-                lane=Lane.H2D,
-                layer=layer,
-                micro_batch=j,
-                bytes=self.layout.context_bytes(mine),
-                deps=(*drop_none(self._context_used.get(step % 2)), *(stored[-1:] if earlier else ())),
-                reads=tuple(self._cache(layer, i) for i in earlier),
-                writes=(self.buffer("context", step % 2),),
-            )
+            TaskKind.LOAD_KV,
+            Lane.H2D,
+            layer,
+            j,
+            (self._context_used.get(step % 2), *(stored[-1:] if earlier else ())),
+            reads=tuple(self._cache(layer, i) for i in earlier),
+            writes=(self.buffer("context", step % 2),),
+            size=self.layout.context_bytes(mine),
         )
 
     def load_contexts(self, layer: int, j: int) -> None:
@@ -300,74 +293,62 @@ class ScheduleBuilder:
     def attend(self, layer: int, j: int) -> None:
         """``pre_attention`` and attention of micro-batch ``j``; `load_hidden` writes the transfer back over a link."""
         if layer == 0:
-            self._ready[j] = self.compute(TaskKind.EMBED, 0, j, (), writes=("hidden",))
+            self._ready[j] = self.add(TaskKind.EMBED, self.layout.compute, 0, j, writes=("hidden",))
         self.load_kv(layer, j)
-        deps = (self._ready[j], *drop_none(self._sent_down.get(j)))
-        before = self.compute(TaskKind.PRE_ATTENTION, layer, j, deps, reads=("hidden",), writes=("qkv",))
+        sent = self._sent_down.get(j)
+        self.compute(TaskKind.PRE_ATTENTION, layer, j, sent, reads=("hidden",), writes=("qkv",))
         if not self.layout.discrete:
-            kind = TaskKind.CPU_ATTENTION
-            self._ready[j] = self.compute(kind, layer, j, (before,), reads=("qkv",), writes=("attn",))
-        elif self._of(j).prefill_only or self.layout.attention == "gpu":
-            self._attend_on_device(layer, j, before)
+            self.compute(TaskKind.CPU_ATTENTION, layer, j, reads=("qkv",), writes=("attn",))
+        elif self._attends_on_host(j):
+            self._transfer(TaskKind.OFFLOAD_QKV, Lane.D2H, layer, j, "qkv", costs.qkv_bytes)
+            deps, reads, writes = (self._ready[j],), ("qkv_host",), ("attn_host",)
+            self._ready[j] = self.add(TaskKind.CPU_ATTENTION, Lane.CPU, layer, j, deps, reads=reads, writes=writes)
         else:
-            self._attend_on_host(layer, j, before)
+            self._attend_on_device(layer, j)
         self._attended = layer * self.count + j + 1
 
     def load_hidden(self, layer: int, j: int) -> None:
         """Transfer the attention output of micro-batch ``j`` to the device, where the host attended across a link."""
-        if not self.layout.discrete or self.layout.attention == "gpu" or self._of(j).prefill_only:
-            return
-        up = costs.hidden_bytes(self.layout.model, self.layout.dtype, self._of(j).tokens)
-        deps, reads, writes = (self._ready[j],), ("attn_host",), ("attn",)
-        self._ready[j] = self.compute(
-            TaskKind.LOAD_HIDDEN, layer, j, deps, reads=reads, writes=writes, lane=Lane.H2D, size=up
-        )
+        if self._attends_on_host(j):
+            self._transfer(TaskKind.LOAD_HIDDEN, Lane.H2D, layer, j, "attn", costs.hidden_bytes)
 
     def post_attention(self, layer: int, j: int) -> None:
         """Output projection, router and experts of micro-batch ``j``; `combine` completes experts across a link."""
         if self.layout.cpu_layers[layer]:
-            self._experts_over_the_link(layer, j, self._route(layer, j))
+            self._route(layer, j)
+            self._experts_over_the_link(layer, j)
             return
-        kind, deps = TaskKind.POST_ATTENTION, (self._ready[j], *self.arrived(layer))
-        ring = self.ring(layer)
-        task = self.compute(kind, layer, j, deps, reads=("attn",), writes=("hidden",), also_reads=ring)
-        self._ready[j] = task
-        self.read_ring(layer, task)
+        reads: Buffers = ("attn", *self.ring(layer))
+        kind, arrived = TaskKind.POST_ATTENTION, self.arrived(layer)
+        self.read_ring(layer, self.compute(kind, layer, j, *arrived, reads=reads, writes=("hidden",)))
 
     def combine(self, layer: int, j: int) -> None:
         """Transfer the outputs of the CPU's experts for micro-batch ``j``, if any, to the device and add them."""
-        if j not in self._returning:
-            return
-        up = costs.residual_bytes(self.layout.model, self.layout.dtype, self._of(j).tokens)
-        deps, reads, writes = (self._returning.pop(j),), ("experts_host",), ("experts",)
-        loaded = self.compute(TaskKind.LOAD_EXPERTS, layer, j, deps, reads=reads, writes=writes, lane=Lane.H2D, size=up)
-        both = (loaded, self._device_part.pop(j))
-        self._ready[j] = self.compute(TaskKind.COMBINE, layer, j, both, reads=("experts",), writes=("hidden",))
+        if j in self._split:
+            self._ready[j], on_device = self._split.pop(j)
+            self._transfer(TaskKind.LOAD_EXPERTS, Lane.H2D, layer, j, "experts", costs.residual_bytes)
+            self.compute(TaskKind.COMBINE, layer, j, on_device, reads=("experts",), writes=("hidden",))
 
     def route(self, layer: int, j: int) -> None:
         """Micro-batch ``j`` up to its router, for experts that run later; a layer without experts completely."""
         if self.layout.model.moe_layers[layer]:
-            self._ready[j] = self._routed[layer] = self._route(layer, j)
+            self._routed[layer] = self._route(layer, j)
         else:
             self.post_attention(layer, j)
 
     def experts_of(self, layer: int, j: int) -> None:
         """The experts, if any, of micro-batch ``j`` after its router; `combine` completes those on the CPU."""
         if self.layout.cpu_layers[layer]:
-            self._experts_over_the_link(layer, j, self._ready[j])
+            self._experts_over_the_link(layer, j)
         elif self.layout.model.moe_layers[layer]:
-            deps, ring = (self._ready[j], *self.arrived(layer)), self.ring(layer)
-            kind, writes = TaskKind.EXPERTS, ("hidden",)
-            reads = ("routed",) if self.layout.discrete else ("routed", "partial")
-            self._ready[j] = self.compute(kind, layer, j, deps, reads=reads, writes=writes, also_reads=ring)
-            self.read_ring(layer, self._ready[j])
+            reads: Buffers = ("routed", *(() if self.layout.discrete else ("partial",)), *self.ring(layer))
+            kind, arrived = TaskKind.EXPERTS, self.arrived(layer)
+            self.read_ring(layer, self.compute(kind, layer, j, *arrived, reads=reads, writes=("hidden",)))
 
     def resident_experts(self, layer: int, j: int) -> None:
         """The experts of micro-batch ``j`` that need no page in flight, where the CPU computes beside the disk."""
         if self.layout.model.moe_layers[layer] and not self.layout.discrete:
-            deps = (self._ready[j],)
-            kind, reads, writes = TaskKind.RESIDENT_EXPERTS, ("routed",), ("partial",)
-            self._ready[j] = self.compute(kind, layer, j, deps, reads=reads, writes=writes)
+            self.compute(TaskKind.RESIDENT_EXPERTS, layer, j, reads=("routed",), writes=("partial",))
 
     def experts(self, layer: int) -> None:
         """The experts of ``layer``, if any, once for all micro-batches."""
@@ -375,107 +356,75 @@ class ScheduleBuilder:
             return
         micro_batches = range(self.count)
         task = self.add(
-            Task(
-                kind=TaskKind.EXPERTS,
-                lane=self.layout.compute,
-                layer=layer,
-                micro_batch=ALL,
-                deps=(self._ready[self.count - 1], *self.arrived(layer)),
-                reads=(*(self.buffer("routed", j) for j in micro_batches), *self.ring(layer)),
-                writes=tuple(self.buffer("hidden", j) for j in micro_batches),
-            )
+            TaskKind.EXPERTS,
+            self.layout.compute,
+            layer,
+            ALL,
+            (self._ready[self.count - 1], *self.arrived(layer)),
+            reads=(*(self.buffer("routed", j) for j in micro_batches), *self.ring(layer)),
+            writes=tuple(self.buffer("hidden", j) for j in micro_batches),
         )
         self._ready = dict.fromkeys(micro_batches, task)
         self.read_ring(layer, task)
 
-    def sample(self, j: int) -> None:
-        """Sample the next token of every sequence of micro-batch ``j`` whose prompt is complete."""
-        if self._of(j).samples:
-            last = self.layout.model.num_layers - 1
-            self.compute(TaskKind.SAMPLE, last, j, (self._ready[j],), reads=("hidden",))
+    def sample(self, *micro_batches: int) -> None:
+        """Sample the next token of every sequence, with a complete prompt, of these micro-batches (none: of all)."""
+        for j in micro_batches or range(self.count):
+            if self.shape.micro_batches[j].samples:
+                self.compute(TaskKind.SAMPLE, self.layout.model.num_layers - 1, j, reads=("hidden",))
 
-    def _of(self, j: int) -> MicroBatchShape:
-        return self.shape.micro_batches[j]
+    def _attends_on_host(self, j: int) -> bool:
+        """True if keys and values of micro-batch ``j`` cross a link to the CPU's attention."""
+        layout = self.layout
+        return layout.discrete and layout.attention != "gpu" and not self.shape.micro_batches[j].prefill_only
 
-    def _context_crosses(self, micro_batch: MicroBatchShape) -> bool:
-        return self.layout.context_crosses and not micro_batch.prefill_only and micro_batch.context > 0
+    def _transfer(
+        self, kind: TaskKind, lane: Lane, layer: int, j: int, name: str, size_of: Callable[..., int], *more: int
+    ) -> None:
+        """The next task of micro-batch ``j``, also after ``more``: move buffer ``name`` between device and host."""
+        reads, writes = (f"{name}_host", name) if lane is Lane.H2D else (name, f"{name}_host")
+        size = size_of(self.layout.model, self.layout.dtype, self.shape.micro_batches[j].tokens)
+        deps = (self._ready[j], *more)
+        self._ready[j] = self.add(kind, lane, layer, j, deps, reads=(reads,), writes=(writes,), size=size)
 
-    def _attend_on_device(self, layer: int, j: int, before: int) -> None:
+    def _attend_on_device(self, layer: int, j: int) -> None:
         """Attend over keys and values on the device and those transferred to it; send the new ones to the host."""
-        step, layout = layer * self.count + j, self.layout
+        step, layout, before = layer * self.count + j, self.layout, self._ready[j]
         loaded = self._context_loaded.get(step)
-        context = (self.buffer("context", step % 2),) if loaded is not None else ()
-        deps = (before, *drop_none(loaded))
-        attention = self.compute(
-            TaskKind.ATTENTION, layer, j, deps, reads=("qkv",), writes=("attn",), also_reads=context
-        )
+        reads: Buffers = ("qkv",) if loaded is None else ("qkv", self.buffer("context", step % 2))
+        attention = self.compute(TaskKind.ATTENTION, layer, j, loaded, reads=reads, writes=("attn",))
         if loaded is not None:
             self._context_used[step % 2] = attention
-        self._ready[j] = attention
         if layout.attention == "gpu" and not layout.context_crosses:
             return
-        down = layout.kv_down_bytes(self._of(j))
-        deps = (before, *drop_none(self._stored.get(j)))
-        sent = self.compute(
-            TaskKind.OFFLOAD_KV, layer, j, deps, reads=("qkv",), writes=("qkv_host",), lane=Lane.D2H, size=down
-        )
-        self._sent_down[j] = sent
-        self._stored[j] = self.add(
-            Task(
-                kind=TaskKind.STORE_KV,
-                lane=Lane.CPU,
-                layer=layer,
-                micro_batch=j,
-                deps=(sent,),
-                reads=(self.buffer("qkv_host", j),),
-                writes=(self._cache(layer, j),) if layout.context_crosses else (),
-            )
-        )
+        down = layout.kv_down_bytes(self.shape.micro_batches[j])
+        deps: tuple[int | None, ...] = (before, self._stored.get(j))
+        kind, reads, writes = TaskKind.OFFLOAD_KV, ("qkv",), ("qkv_host",)
+        self._sent_down[j] = self.add(kind, Lane.D2H, layer, j, deps, reads=reads, writes=writes, size=down)
+        kept = (self._cache(layer, j),) if layout.context_crosses else ()
+        deps, reads = (self._sent_down[j],), ("qkv_host",)
+        self._stored[j] = self.add(TaskKind.STORE_KV, Lane.CPU, layer, j, deps, reads=reads, writes=kept)
         self._stored_by_layer.setdefault(layer, []).append(self._stored[j])
 
     def _cache(self, layer: int, j: int) -> Buffer:
         """The keys and values that micro-batch ``j`` adds to the cache of ``layer`` in host memory."""
         return self.buffer("cache", layer * self.count + j)
 
-    def _attend_on_host(self, layer: int, j: int, before: int) -> None:
-        down = costs.qkv_bytes(self.layout.model, self.layout.dtype, self._of(j).tokens)
-        sent = self.compute(
-            TaskKind.OFFLOAD_QKV, layer, j, (before,), reads=("qkv",), writes=("qkv_host",), lane=Lane.D2H, size=down
-        )
-        reads, writes = ("qkv_host",), ("attn_host",)
-        self._ready[j] = self.compute(
-            TaskKind.CPU_ATTENTION, layer, j, (sent,), reads=reads, writes=writes, lane=Lane.CPU
-        )
-
     def _route(self, layer: int, j: int) -> int:
-        written = ("hidden", "routed")
-        return self.compute(TaskKind.ROUTE, layer, j, (self._ready[j],), reads=("attn",), writes=written)
+        return self.compute(TaskKind.ROUTE, layer, j, reads=("attn",), writes=("hidden", "routed"))
 
-    def _experts_over_the_link(self, layer: int, j: int, routed: int) -> None:
+    def _experts_over_the_link(self, layer: int, j: int) -> None:
         """Send the CPU's share down and compute it, ready for `combine`; run the device's share, if any, meanwhile."""
-        down = costs.routed_bytes(self.layout.model, self.layout.dtype, self._of(j).tokens)
-        known = (routed, self._routed[layer]) if self.shape.routed_only else (routed,)
-        reads, writes = ("routed",), ("routed_host",)
-        sent = self.compute(
-            TaskKind.OFFLOAD_HIDDEN, layer, j, known, reads=reads, writes=writes, lane=Lane.D2H, size=down
-        )
-        here, there = self.ring(layer), self.arrived(layer)
-        all_on_cpu = self.layout.experts == "host"
-        task = self.compute(
-            TaskKind.CPU_EXPERTS,
-            layer,
-            j,
-            (sent, *(there if all_on_cpu else ())),
-            reads=("routed_host",),
-            writes=("experts_host",),
-            also_reads=here if all_on_cpu else (),
-            lane=Lane.CPU,
-        )
-        self._returning[j], self._device_part[j] = task, routed
+        routed, all_on_cpu = self._ready[j], self.layout.experts == "host"
+        last_routed = (self._routed[layer],) if self.shape.routed_only else ()
+        self._transfer(TaskKind.OFFLOAD_HIDDEN, Lane.D2H, layer, j, "routed", costs.routed_bytes, *last_routed)
+        ring, arrived = self.ring(layer), self.arrived(layer)
+        deps = (self._ready[j], *(arrived if all_on_cpu else ()))
+        reads: Buffers = ("routed_host", *(ring if all_on_cpu else ()))
+        kind, writes = TaskKind.CPU_EXPERTS, ("experts_host",)
+        task = on_cpu = self.add(kind, Lane.CPU, layer, j, deps, reads=reads, writes=writes)
+        self._ready[j] = routed
         if not all_on_cpu:
-            deps = (routed, *there)
-            task = self.compute(
-                TaskKind.EXPERTS, layer, j, deps, reads=("routed",), writes=("hidden",), also_reads=here
-            )
-            self._device_part[j] = task
+            task = self.compute(TaskKind.EXPERTS, layer, j, *arrived, reads=("routed", *ring), writes=("hidden",))
+        self._split[j] = on_cpu, self._ready[j]
         self.read_ring(layer, task)

@@ -165,6 +165,7 @@ def layout_of(
     size, crosses = costs.page_bytes(model, page_dtype), discrete and experts != "host"
     parts = costs.page_parts(size, part_bytes or costs.PART_BYTES) if crosses else (range(size),)
     streamed = tuple(replace(page, part=part) for page in placement.streamed for part in range(len(parts)))
+    ends = [bisect_right(streamed, layer, key=lambda page: page.layer) for layer in range(-1, model.num_layers)]
     return Layout(
         model=model,
         dtype=dtype,
@@ -177,7 +178,7 @@ def layout_of(
         parts=parts,
         streamed=streamed,
         from_disk=tuple(placement.tiers[replace(page, part=0)] == "disk" for page in streamed),
-        layer_pages=_layer_ranges(model.num_layers, streamed),
+        layer_pages=tuple(range(first, last) for first, last in pairwise(ends)),
         computed=placement.computed,
         cpu_layers=_cpu_layers(model, placement, experts) if discrete else (False,) * model.num_layers,
         ring_slots=len(parts) * ring_slots(placement),
@@ -200,8 +201,3 @@ def _cpu_layers(model: ModelProfile, placement: Placement, experts: str) -> tupl
         return model.moe_layers  # where residents are learned, the CPU may compute missing experts in any layer
     some = {page.layer for page in placement.computed}
     return tuple(layer in some for layer in range(model.num_layers))
-
-
-def _layer_ranges(num_layers: int, streamed: tuple[Page, ...]) -> tuple[range, ...]:
-    ends = [bisect_right(streamed, layer, key=lambda page: page.layer) for layer in range(-1, num_layers)]
-    return tuple(range(first, last) for first, last in pairwise(ends))

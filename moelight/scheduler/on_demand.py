@@ -3,6 +3,8 @@ pages are known only when the pass runs, so one task per layer and lane stands f
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from moelight.core.schedule import Schedule
 from moelight.hrm import schedule_time
 from moelight.scheduler.builder import ScheduleBuilder
@@ -28,12 +30,14 @@ def pays(
     return small and missing <= 1.0 - min(schedule_time.ROUTED_ONLY_SHARE, schedule_time.MEASURED_SHARE)
 
 
-def write(draft: ScheduleBuilder, builder: str, *, whole: bool = False) -> Schedule:
+def write(draft: ScheduleBuilder, *, whole: bool = False) -> Schedule:
     """For each layer: all micro-batches through attention and router, the chosen pages, the experts (``whole``: once
     for all micro-batches). Resident experts run while others are read only without a GPU: beside one, the CPU's experts
     are not separated, which does not pay in so small a pass."""
-    layout, micro_batches, layers = draft.layout, range(draft.count), draft.layout.model.num_layers
-    for layer in range(layers):
+    layout, micro_batches = draft.layout, range(draft.count)
+    moe_layers = [layer for layer in range(layout.model.num_layers) if layout.model.moe_layers[layer]]
+    coming = dict(pairwise(moe_layers))
+    for layer in range(layout.model.num_layers):
         for j in micro_batches if layout.discrete else ():
             draft.load_contexts(layer, j)
             draft.attend(layer, j)
@@ -44,25 +48,13 @@ def write(draft: ScheduleBuilder, builder: str, *, whole: bool = False) -> Sched
             draft.route(layer, j)
         if layout.model.moe_layers[layer]:
             draft.transfer_chosen(layer)
-            _look_ahead(draft, layer)
+            if draft.shape.ahead and layer in coming:
+                draft.prefetch_predicted(layer, coming[layer])
         if whole:
             draft.experts(layer)
         else:
-            for j in micro_batches:
-                draft.resident_experts(layer, j)
-            for j in micro_batches:
-                draft.experts_of(layer, j)
-            for j in micro_batches:
-                draft.combine(layer, j)
-    for j in micro_batches:
-        draft.sample(j)
-    return draft.finish(builder)
-
-
-def _look_ahead(draft: ScheduleBuilder, layer: int) -> None:
-    """Predict the experts of the next layer with experts, and begin to fetch their pages."""
-    moe_layers = draft.layout.model.moe_layers
-    coming = next((other for other in range(layer + 1, len(moe_layers)) if moe_layers[other]), None)
-    if not draft.shape.ahead or coming is None:
-        return
-    draft.prefetch_predicted(layer, coming)
+            for step in (draft.resident_experts, draft.experts_of, draft.combine):
+                for j in micro_batches:
+                    step(layer, j)
+    draft.sample()
+    return draft.finish()

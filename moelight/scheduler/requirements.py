@@ -49,10 +49,10 @@ def check_policy(policy: Policy, *, discrete: bool | None = None) -> None:
     _check(policy.schedule, discrete, policy.attention_device, EXPERT_PLACES[policy.ffn_device])
 
 
-def check_layout(schedule: str, layout: Layout, shape: PassShape | None = None) -> None:
+def check_layout(schedule: str, layout: Layout, shape: PassShape) -> None:
     """Raise ConfigError for a layout or ``shape`` that the builder ``schedule`` does not support."""
     _check(schedule, layout.discrete, layout.attention, layout.experts)
-    if shape is not None and shape.routed_only and schedule not in ON_DEMAND_SCHEDULES:
+    if shape.routed_only and schedule not in ON_DEMAND_SCHEDULES:
         raise ConfigError(f"schedule {schedule!r} moves every page, whoever is routed to it")
 
 

@@ -12,7 +12,6 @@ from moelight.core.schedule import Schedule
 from moelight.scheduler.builder import ScheduleBuilder
 from moelight.scheduler.layout import Layout, PassShape
 from moelight.scheduler.on_demand import write
-from moelight.scheduler.requirements import check_layout
 
 LOOK_AHEAD = 2
 
@@ -27,9 +26,9 @@ def build_cgopipe(layout: Layout, shape: PassShape) -> Schedule:
     outputs cross one step after their inputs. The paper's W_PinToG is ``deliver``, its W_CtoPin ``fetch``: two steps
     ahead of the delivery, across layers.
     """
-    draft = ScheduleBuilder(layout, shape)
+    draft = ScheduleBuilder("cgopipe", layout, shape)
     if shape.routed_only:
-        return write(draft, "cgopipe")
+        return write(draft)
     n, layers = draft.count, layout.model.num_layers
     late = int(n > 1 and any(layout.cpu_layers))
     steps, look_ahead = layers * n, min(shape.look_ahead, n - late)
@@ -51,7 +50,7 @@ def build_cgopipe(layout: Layout, shape: PassShape) -> Schedule:
         _fetch(draft, shares[step + 1 : step + 1 + LOOK_AHEAD])
         if step - late >= steps - n:
             draft.sample((step - late) % n)
-    return draft.finish("cgopipe")
+    return draft.finish()
 
 
 def page_shares(draft: ScheduleBuilder) -> list[range]:
@@ -82,10 +81,9 @@ def build_fastdecode(layout: Layout, shape: PassShape) -> Schedule:
     """S2: CPU attention two micro-batches ahead, as in CGOPipe, but a layer's pages cross as one block: after all
     hidden states of the layer before, ahead of the first of its own layer. Without a link, the next layer's pages are
     read while this layer computes."""
-    check_layout("fastdecode", layout)
-    draft = ScheduleBuilder(layout, shape)
+    draft = ScheduleBuilder("fastdecode", layout, shape)
     if shape.routed_only:
-        return write(draft, "fastdecode")
+        return write(draft)
     n, layers = draft.count, layout.model.num_layers
     steps, look_ahead = layers * n, min(LOOK_AHEAD, n)
     draft.deliver_layer(0)
@@ -103,14 +101,13 @@ def build_fastdecode(layout: Layout, shape: PassShape) -> Schedule:
         if layer == layers - 1:
             draft.sample(j)
     draft.deliver_layer(layers)
-    return draft.finish("fastdecode")
+    return draft.finish()
 
 
 def build_flexgen_c(layout: Layout, shape: PassShape) -> Schedule:
     """S3: micro-batches go through projections, CPU attention and experts one after the other; only the next layer's
     block, launched after the first micro-batch, overlaps with them."""
-    check_layout("flexgen-c", layout, shape)
-    draft = ScheduleBuilder(layout, shape)
+    draft = ScheduleBuilder("flexgen-c", layout, shape)
     draft.deliver_layer(0)
     for layer in range(layout.model.num_layers):
         for j in range(draft.count):
@@ -120,16 +117,14 @@ def build_flexgen_c(layout: Layout, shape: PassShape) -> Schedule:
             if j == 0:
                 draft.deliver_layer(layer + 1)
                 draft.fetch_layer(layer + 2)
-    for j in range(draft.count):
-        draft.sample(j)
-    return draft.finish("flexgen-c")
+    draft.sample()
+    return draft.finish()
 
 
 def build_flexgen(layout: Layout, shape: PassShape) -> Schedule:
     """S4: the device attends; meanwhile the next micro-batch's context crosses, and after the second context the next
     layer's block. Without a link, that block is read after the first micro-batch, or beside it if it is alone."""
-    check_layout("flexgen", layout, shape)
-    draft = ScheduleBuilder(layout, shape)
+    draft = ScheduleBuilder("flexgen", layout, shape)
     n, layers = draft.count, layout.model.num_layers
     draft.deliver_layer(0)
     alone = n == 1 and not layout.discrete  # the launching thread also computes
@@ -145,14 +140,12 @@ def build_flexgen(layout: Layout, shape: PassShape) -> Schedule:
                 draft.barrier()  # the block waits for the first micro-batch only
             draft.deliver_layer(layer + 1)
             draft.fetch_layer(layer + 2)
-    for j in range(n):
-        draft.sample(j)
-    return draft.finish("flexgen")
+    draft.sample()
+    return draft.finish()
 
 
 def build_flexgen_loop(layout: Layout, shape: PassShape) -> Schedule:
     """FlexGen's ``generation_loop_overlap_multi_batch`` as in the published runs (``sep_layer``): see `loop`."""
-    check_layout("flexgen-loop", layout, shape)
     return loop(layout, shape, separate=True)
 
 
@@ -165,7 +158,7 @@ def loop(layout: Layout, shape: PassShape, *, separate: bool) -> Schedule:
     cross beside the first attention of their own layer, contexts only beside attention. New keys and values go down in
     the iteration that computes them, not in the next.
     """
-    draft = ScheduleBuilder(layout, shape)
+    draft = ScheduleBuilder("flexgen-loop", layout, shape)
     n, layers = draft.count, layout.model.num_layers
     if not separate:
         draft.deliver_layer(0)
@@ -187,9 +180,8 @@ def loop(layout: Layout, shape: PassShape, *, separate: bool) -> Schedule:
                 draft.load_kv(layer + 1, 0)
             draft.post_attention(layer, j)
             draft.barrier()
-    for j in range(n):
-        draft.sample(j)
-    return draft.finish("flexgen-loop")
+    draft.sample()
+    return draft.finish()
 
 
 def build_module(layout: Layout, shape: PassShape) -> Schedule:
@@ -199,10 +191,9 @@ def build_module(layout: Layout, shape: PassShape) -> Schedule:
     is on the device, so the link transfers those first, then the next layer's pages as one block, beside the experts
     and the next attention.
     """
-    check_layout("module", layout)
-    draft = ScheduleBuilder(layout, shape)
+    draft = ScheduleBuilder("module", layout, shape)
     if shape.routed_only:
-        return write(draft, "module", whole=True)
+        return write(draft, whole=True)
     micro_batches, layers = range(draft.count), layout.model.num_layers
     # Hidden states cross after attention, contexts before it: the block crosses between those of two layers.
     ahead = 0 if layout.discrete and layout.attention == "cpu" else 1
@@ -219,25 +210,22 @@ def build_module(layout: Layout, shape: PassShape) -> Schedule:
             draft.load_hidden(layer, j)
             draft.route(layer, j)
         draft.experts(layer)
-    for j in micro_batches:
-        draft.sample(j)
+    draft.sample()
     draft.deliver_layer(layers)
-    return draft.finish("module")
+    return draft.finish()
 
 
 def build_serial(layout: Layout, shape: PassShape) -> Schedule:
     """For each layer: transfer its pages, then run each micro-batch through it."""
-    draft = ScheduleBuilder(layout, shape, chained=True)
+    draft = ScheduleBuilder("serial", layout, shape, chained=True)
     if shape.routed_only:
-        return write(draft, "serial")
-    micro_batches = range(draft.count)
+        return write(draft)
     for layer in range(layout.model.num_layers):
         draft.deliver_layer(layer)
-        for j in micro_batches:
+        for j in range(draft.count):
             draft.attend(layer, j)
             draft.load_hidden(layer, j)
             draft.post_attention(layer, j)
             draft.combine(layer, j)
-    for j in micro_batches:
-        draft.sample(j)
-    return draft.finish("serial")
+    draft.sample()
+    return draft.finish()

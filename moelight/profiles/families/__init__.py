@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from moelight.core.errors import ConfigError, did_you_mean
+from moelight.core.errors import did_you_mean
 from moelight.profiles.families.family import ModelFamily, read_profile
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile
@@ -240,10 +240,8 @@ def profile_from_config(config: HFConfig, *, name: str) -> ModelProfile:
     """
     model_type = config.find("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ConfigError(
-            f"{config.where}: model_type {model_type!r} is not a Mixture-of-Experts family moelight knows"
-            f"{did_you_mean(str(model_type), FAMILIES)}; known: {', '.join(FAMILIES)}"
-        )
+        known = f"{did_you_mean(str(model_type), FAMILIES)}; known: {', '.join(FAMILIES)}"
+        raise config.error(f"model_type {model_type!r} is not a Mixture-of-Experts family moelight knows{known}")
     return read_profile(config, FAMILIES[model_type], name=name)
 
 

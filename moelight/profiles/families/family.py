@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from moelight.core.errors import ConfigError
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import (
     MOST_EXPERTS,
@@ -116,7 +115,7 @@ def read_profile(config: HFConfig, family: ModelFamily, *, name: str) -> ModelPr
         norm_bias=family.norm_bias,
         head_bias=family.head_bias and config.flag("lm_head_bias", default=False),
     )
-    _check(profile, config.where)
+    _check(profile, config)
     return profile
 
 
@@ -129,8 +128,15 @@ def _attention(config: HFConfig, family: ModelFamily, layers: int) -> AttentionS
     normed = not family.qk_norm_flag or config.flag(family.qk_norm_flag, default=False)
     has_clip = family.clip_qkv and config.find("clip_qkv") is not None
     window, window_layers = _window(config, family, layers)
-    latent = _latent(config) if family.latent else None
-    if latent is not None:
+    latent = None
+    if family.latent:
+        latent = LatentSpec(
+            q_lora_rank=config.integer_or_none("q_lora_rank", default=1536),
+            kv_lora_rank=config.integer("kv_lora_rank", default=512),
+            nope_head_dim=config.integer("qk_nope_head_dim", default=128),
+            rope_head_dim=config.integer("qk_rope_head_dim", default=64),
+            value_head_dim=config.integer("v_head_dim", default=128),
+        )
         kv_heads, head_dim = heads, latent.nope_head_dim + latent.rope_head_dim
     else:
         kv_heads = config.integer("num_key_value_heads", default=family.kv_heads or heads)
@@ -156,16 +162,6 @@ def _attention(config: HFConfig, family: ModelFamily, layers: int) -> AttentionS
     )
 
 
-def _latent(config: HFConfig) -> LatentSpec:
-    return LatentSpec(
-        q_lora_rank=config.integer_or_none("q_lora_rank", default=1536),
-        kv_lora_rank=config.integer("kv_lora_rank", default=512),
-        nope_head_dim=config.integer("qk_nope_head_dim", default=128),
-        rope_head_dim=config.integer("qk_rope_head_dim", default=64),
-        value_head_dim=config.integer("v_head_dim", default=128),
-    )
-
-
 def _window(config: HFConfig, family: ModelFamily, layers: int) -> tuple[int | None, tuple[bool, ...]]:
     """``window`` and ``window_layers`` of the profile."""
     switched_on = not family.window_flag or config.flag(family.window_flag, default=False)
@@ -175,9 +171,7 @@ def _window(config: HFConfig, family: ModelFamily, layers: int) -> tuple[int | N
     if not family.alternating:
         alike = _LAYER_TYPES[window is not None]
         if any(kind != alike for kind in types):
-            raise ConfigError(
-                f"{config.where}: layer_types contradicts sliding_window ({window}), by which every layer is {alike}"
-            )
+            raise config.error(f"layer_types contradicts sliding_window ({window}), by which every layer is {alike}")
         return window, ()
     if window is None or types:
         return window, tuple(kind == "sliding_attention" for kind in types)
@@ -243,28 +237,22 @@ def _moe_layers(config: HFConfig, family: ModelFamily, layers: int) -> tuple[boo
     return (True,) * layers
 
 
-def _check(profile: ModelProfile, where: str) -> None:
+def _check(profile: ModelProfile, config: HFConfig) -> None:
     attention, router, experts = profile.attention, profile.router, profile.experts
-    if attention.num_heads % attention.num_kv_heads:
-        raise ConfigError(
-            f"{where}: num_attention_heads ({attention.num_heads}) must be a multiple of "
-            f"num_key_value_heads ({attention.num_kv_heads})"
-        )
+    heads, kv_heads, count = attention.num_heads, attention.num_kv_heads, experts.num_experts
+    if heads % kv_heads:
+        raise config.error(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
     if attention.latent is None and (attention.head_dim % 8 or attention.head_dim > 256):
-        raise ConfigError(f"{where}: head_dim ({attention.head_dim}) must be a multiple of 8 and at most 256")
-    if router.top_k > experts.num_experts:
-        raise ConfigError(
-            f"{where}: num_experts_per_tok ({router.top_k}) exceeds the {experts.num_experts} experts there are"
-        )
-    if experts.num_experts % router.groups or router.top_groups > router.groups:
-        raise ConfigError(
-            f"{where}: n_group ({router.groups}) must divide the {experts.num_experts} experts, and topk_group "
-            f"({router.top_groups}) must be at most n_group"
-        )
-    width = experts.num_experts * experts.intermediate_size + experts.shared_intermediate_size
+        raise config.error(f"head_dim ({attention.head_dim}) must be a multiple of 8 and at most 256")
+    if router.top_k > count:
+        raise config.error(f"num_experts_per_tok ({router.top_k}) exceeds the {count} experts there are")
+    if count % router.groups or router.top_groups > router.groups:
+        top = f"topk_group ({router.top_groups}) must be at most n_group"
+        raise config.error(f"n_group ({router.groups}) must divide the {count} experts, and {top}")
+    width = count * experts.intermediate_size + experts.shared_intermediate_size
     width = max(width, profile.dense_intermediate_size) + attention.q_dim + attention.cache_width
     parameters = profile.hidden_size * (3 * profile.num_layers * width + 2 * profile.vocab_size)
     if parameters > MOST_PARAMETERS:
-        raise ConfigError(f"{where}: this would be a model of {parameters:.0e} parameters, above {MOST_PARAMETERS:.0e}")
+        raise config.error(f"this would be a model of {parameters:.0e} parameters, above {MOST_PARAMETERS:.0e}")
     if not profile.num_moe_layers:
-        raise ConfigError(f"{where}: no layer has experts, so this is a dense model")
+        raise config.error("no layer has experts, so this is a dense model")
