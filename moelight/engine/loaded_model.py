@@ -36,7 +36,7 @@ from moelight.paging.store import PageStore
 from moelight.runtime.attention_ops import Act, DeviceAttention, HostAttention
 from moelight.runtime.executor import Executor
 from moelight.runtime.machine import Machine, allocate_for, cores_for, open_lanes
-from moelight.runtime.microbatch import SavedActivationArena, StagingArena
+from moelight.runtime.microbatch import SavedActivations, StagingBuffers
 from moelight.runtime.moe_ops import MoEOps
 from moelight.runtime.ops import Operations
 from moelight.scheduler.layout import layout_of
@@ -75,13 +75,13 @@ class LoadedModel:
             arenas = allocate_for(machine, announced, pinned_pages=self.layout.pinned_pages)
             tokens, hidden = pass_tokens(policy), self.profile.hidden_size
             self.hidden = typed(arenas["hidden"], dtype, (tokens, hidden))
-            self.crossing: StagingArena | None = None
+            self.crossing: StagingBuffers | None = None
             if "crossing" in arenas:
-                self.crossing = StagingArena(arenas["crossing"], self.profile, policy, self.dtype, tokens)
-            self.kept: SavedActivationArena | None = None
+                self.crossing = StagingBuffers.in_arena(arenas["crossing"], self.profile, policy, self.dtype, tokens)
+            self.kept: SavedActivations | None = None
             if "mixture" in arenas:
                 top_k = self.profile.router.top_k
-                self.kept = SavedActivationArena(
+                self.kept = SavedActivations.in_arena(
                     arenas["mixture"], tokens=tokens, hidden=hidden, top_k=top_k, dtype=dtype
                 )
             self.weights = load_dense(source.weight_map, self.profile, arenas["dense"], dtype)

@@ -188,7 +188,7 @@ class PassRunner:
         if not self._streaming:
             return {}, None
         store, layout = self.model.pages, self._schedules.layout
-        each, ring = len(layout.parts), len(store.ring_pages)
+        each, ring = len(layout.parts), len(store.ring)
         pages, ahead = layout.streamed[::each], prefetched // each
         used = range(max(0, len(pages) + ahead - ring) if self._position else len(pages), len(pages))
         at = self._position - len(layout.streamed)

@@ -12,9 +12,9 @@ import stat
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,10 +37,8 @@ class PreadRequest:
     """One call of `PreadReader.submit`."""
 
     def __init__(self, chunks: int, done: Done | None) -> None:
-        self.left = chunks
-        self.done = done
-        self.first: Fault | None = None
-        self.first_number = 0
+        self.left, self.done = chunks, done
+        self.faults: dict[int, Fault] = {}  # by number of the chunk
         self._finished = threading.Event()
         self._process = os.getpid()
 
@@ -55,13 +53,13 @@ class PreadRequest:
         return self._finished.wait(seconds)
 
     def fault(self) -> Fault | None:
-        return self.first
+        return self.faults[min(self.faults)] if self.faults else None
 
     def finish(self) -> None:
         """Call the callback, then release the threads in `wait`."""
         if self.done is not None:
             try:
-                self.done(self.first)
+                self.done(self.fault())
             except BaseException as error:  # noqa: BLE001 - no caller could receive it
                 told = (type(error), error, error.__traceback__, "a callback of a file reader", None)
                 sys.unraisablehook(SimpleNamespace(**dict(zip(_UNRAISABLE, told, strict=True))))
@@ -73,25 +71,15 @@ class PreadReader:
     """The methods of the extension's `FileReader`; every file is read through the page cache."""
 
     def __init__(self, files: list[bytes], depth: int, chunk_bytes: int, direct: bool) -> None:  # noqa: ARG002
-        self._descriptors: list[int] = []
         self._paths = [os.fsdecode(file) for file in files]
         self._chunk_bytes, self._process = chunk_bytes, os.getpid()
-        self._waiting: deque[tuple[PreadRequest, int, tuple[int, int, Any]]] = deque()
-        self._changed = threading.Condition()
-        self._closing = False
+        self._turn = threading.Lock()
         self._bytes = self._reads = self._in_flight = 0
         self._busy_s = self._busy_since = 0.0
-        try:
-            for path in self._paths:
-                self._descriptors.append(_open(path))
-        except OSError:
-            self._close_files()
-            raise
-        self._threads = [
-            threading.Thread(target=self._serve, name="moelight-reader", daemon=True) for _ in range(depth)
-        ]
-        for thread in self._threads:
-            thread.start()
+        with ExitStack() as opened:
+            self._descriptors = [_open(path, opened) for path in self._paths]
+            self._files = opened.pop_all()
+        self._threads = ThreadPoolExecutor(depth, "moelight-reader", lambda: setattr(_LOCAL, "reading", True))
 
     def submit(self, files: list[int], offsets: list[int], dests: list[Any], done: Done | None) -> PreadRequest:
         _check_home(self._process)
@@ -101,9 +89,8 @@ class PreadReader:
             for begin in range(0, len(dest) or 1, self._chunk_bytes)
         ]
         request = PreadRequest(len(chunks), done)
-        with self._changed:
-            self._waiting.extend((request, number, chunk) for number, chunk in enumerate(chunks))
-            self._changed.notify_all()
+        for number, chunk in enumerate(chunks):
+            self._threads.submit(self._serve, request, number, *chunk)
         return request
 
     def direct(self, _: int) -> bool:
@@ -111,51 +98,37 @@ class PreadReader:
 
     def counts(self) -> dict[str, float]:
         _check_home(self._process)
-        with self._changed:
+        with self._turn:
             running_s = time.perf_counter() - self._busy_since if self._in_flight else 0.0
             busy_s = self._busy_s + running_s
             return {"bytes": self._bytes, "copied_bytes": 0, "reads": self._reads, "busy_s": busy_s}
 
     def close(self) -> None:
-        if self._process != os.getpid():
-            return
-        _refuse_to_wait()
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
-        self._close_files()
+        if self._process == os.getpid():
+            _refuse_to_wait()
+            self._threads.shutdown()
+            self._files.close()
 
-    def _close_files(self) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.pop())
-
-    def _serve(self) -> None:
-        _LOCAL.reading = True
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._waiting)
-                if not self._waiting:
-                    return
-                request, number, (file, offset, dest) = self._waiting.popleft()
-                wanted = request.first is None and len(dest) > 0
-                if wanted and self._in_flight == 0:
-                    self._busy_since = time.perf_counter()
-                self._in_flight += wanted
-            fault = self._read(file, offset, dest) if wanted else None
-            with self._changed:
-                self._reads += wanted
-                self._in_flight -= wanted
-                if wanted and self._in_flight == 0:
-                    self._busy_s += time.perf_counter() - self._busy_since
-                self._bytes += len(dest) if wanted and fault is None else 0
-                if fault is not None and (request.first is None or number < request.first_number):
-                    request.first, request.first_number = fault, number
-                request.left -= 1
-                last = request.left == 0
-            if last:
-                request.finish()
+    def _serve(self, request: PreadRequest, number: int, file: int, offset: int, dest: Any) -> None:
+        with self._turn:
+            wanted = not request.faults and len(dest) > 0
+            if wanted and self._in_flight == 0:
+                self._busy_since = time.perf_counter()
+            self._in_flight += wanted
+        fault = self._read(file, offset, dest) if wanted else None
+        with self._turn:
+            self._reads += wanted
+            self._in_flight -= wanted
+            if wanted and self._in_flight == 0:
+                self._busy_s += time.perf_counter() - self._busy_since
+            if fault is None:
+                self._bytes += len(dest) if wanted else 0
+            else:
+                request.faults[number] = fault
+            request.left -= 1
+            last = request.left == 0
+        if last:
+            request.finish()
 
     def _read(self, file: int, offset: int, dest: Any) -> Fault | None:
         left, at = memoryview(dest), offset
@@ -186,12 +159,14 @@ def _check_home(process: int) -> None:
         raise RuntimeError("a reader serves the process that opened it, not its forks")
 
 
-def _open(path: str) -> int:
+def _open(path: str, opened: ExitStack) -> int:
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
         code = errno.EISDIR if stat.S_ISDIR(mode) else errno.ESPIPE
         raise OSError(code, os.strerror(code), path)
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    opened.callback(os.close, descriptor)
+    return descriptor
 
 
 MAX_DEPTH = 64
