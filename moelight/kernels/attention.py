@@ -97,7 +97,11 @@ def cpu_kv_append(
     threads = arguments.check_threads(threads)
     extension = native.extension()
     if extension is None:
-        _check_append(k_cache, v_cache, k_new, v_new, slots, k_scale, v_scale)
+        (blocks, kv_heads, block_size, head_dim), dtypes = _check_caches(k_cache, v_cache, k_scale, v_scale)
+        check_tensor("slots", slots, torch.int64, (None,))
+        check_tensor("k_new", k_new, dtypes, (len(slots), kv_heads, head_dim))
+        check_tensor("v_new", v_new, k_new.dtype, k_new.shape)
+        arguments.check_indices("slots", slots, blocks * block_size)
         reference.kv_append(k_cache, v_cache, k_new, v_new, slots, k_scale=k_scale, v_scale=v_scale)
         return
     lent = lend(k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new, slots=slots)
@@ -129,7 +133,13 @@ def cpu_mla_decode(
     scale, threads = arguments.check_number("scale", scale), arguments.check_threads(threads)
     extension = native.extension()
     if extension is None:
-        _check_latent(q_nope_absorbed, q_rope, cache, block_tables, seq_lens, out)
+        blocks, block_size, row = _check_filled("cache", cache, FLOATS, (None,) * 3)
+        batch, heads, latent = _check_filled("q_nope_absorbed", q_nope_absorbed, cache.dtype, (None,) * 3)
+        _, _, rotary = _check_filled("q_rope", q_rope, cache.dtype, (batch, heads, None))
+        if latent + rotary != row:
+            raise ValueError(f"cache: its rows have {row} elements, the queries {latent} + {rotary}")
+        _check_optional(("out", out, cache.dtype, q_nope_absorbed.shape))
+        _check_blocks("seq_lens", seq_lens, block_tables, batch, blocks, block_size)
         return stored(reference.mla_decode(q_nope_absorbed, q_rope, cache, block_tables, seq_lens, scale), out)
     queries = lend(q_nope_absorbed=q_nope_absorbed, q_rope=q_rope)
     paged = lend(cache=cache, block_tables=block_tables, seq_lens=seq_lens)
@@ -284,34 +294,6 @@ def _check_decode(
         ("v_new", v_new, q.dtype, (batch, kv_heads, head_dim)),
     )
     _check_blocks("seq_lens", seq_lens, block_tables, batch, blocks, block_size, window)
-
-
-def _check_append(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> None:
-    (blocks, kv_heads, block_size, head_dim), dtypes = _check_caches(k_cache, v_cache, k_scale, v_scale)
-    check_tensor("slots", slots, torch.int64, (None,))
-    check_tensor("k_new", k_new, dtypes, (len(slots), kv_heads, head_dim))
-    check_tensor("v_new", v_new, k_new.dtype, k_new.shape)
-    arguments.check_indices("slots", slots, blocks * block_size)
-
-
-def _check_latent(
-    q_nope_absorbed: Tensor, q_rope: Tensor, cache: Tensor, block_tables: Tensor, seq_lens: Tensor, out: Tensor | None
-) -> None:
-    blocks, block_size, row = _check_filled("cache", cache, FLOATS, (None,) * 3)
-    batch, heads, latent = _check_filled("q_nope_absorbed", q_nope_absorbed, cache.dtype, (None,) * 3)
-    _, _, rotary = _check_filled("q_rope", q_rope, cache.dtype, (batch, heads, None))
-    if latent + rotary != row:
-        raise ValueError(f"cache: its rows have {row} elements, the queries {latent} + {rotary}")
-    _check_optional(("out", out, cache.dtype, q_nope_absorbed.shape))
-    _check_blocks("seq_lens", seq_lens, block_tables, batch, blocks, block_size)
 
 
 def _check_context(cache: object, k_scale: Tensor | None, v_scale: Tensor | None) -> None:

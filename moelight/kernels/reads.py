@@ -9,15 +9,13 @@ import atexit
 import errno
 import os
 import stat
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -30,41 +28,27 @@ from moelight.kernels import native
 from moelight.kernels.arguments import as_dlpack, check_integer, check_tensor
 
 Fault = tuple[int, str, str]
-Done = Callable[["Fault | None"], None]
 
 
 class PreadRequest:
-    """One call of `PreadReader.submit`."""
+    """One call of `PreadReader.submit`, whose chunks are read in order."""
 
-    def __init__(self, chunks: int, done: Done | None) -> None:
-        self.left, self.done = chunks, done
-        self.faults: dict[int, Fault] = {}  # by number of the chunk
-        self._finished = threading.Event()
+    def __init__(self) -> None:
+        self.chunks: list[Future[Fault | None]] = []
+        self.failed = False
         self._process = os.getpid()
 
     @property
     def finished(self) -> bool:
-        return self._finished.is_set()
+        return all(chunk.done() for chunk in self.chunks)
 
     def wait(self, seconds: float) -> bool:
         if not self.finished:
             _check_home(self._process)
-            _refuse_to_wait()
-        return self._finished.wait(seconds)
+        return not wait(self.chunks, seconds).not_done
 
     def fault(self) -> Fault | None:
-        return self.faults[min(self.faults)] if self.faults else None
-
-    def finish(self) -> None:
-        """Call the callback, then release the threads in `wait`."""
-        if self.done is not None:
-            try:
-                self.done(self.fault())
-            except BaseException as error:  # noqa: BLE001 - no caller could receive it
-                told = (type(error), error, error.__traceback__, "a callback of a file reader", None)
-                sys.unraisablehook(SimpleNamespace(**dict(zip(_UNRAISABLE, told, strict=True))))
-            self.done = None
-        self._finished.set()
+        return next((fault for chunk in self.chunks if (fault := chunk.result())), None)
 
 
 class PreadReader:
@@ -79,18 +63,16 @@ class PreadReader:
         with ExitStack() as opened:
             self._descriptors = [_open(path, opened) for path in self._paths]
             self._files = opened.pop_all()
-        self._threads = ThreadPoolExecutor(depth, "moelight-reader", lambda: setattr(_LOCAL, "reading", True))
+        self._threads = ThreadPoolExecutor(depth, "moelight-reader")
 
-    def submit(self, files: list[int], offsets: list[int], dests: list[Any], done: Done | None) -> PreadRequest:
+    def submit(self, files: list[int], offsets: list[int], dests: list[Any], done: None) -> PreadRequest:  # noqa: ARG002
         _check_home(self._process)
-        chunks = [
-            (file, offset + begin, dest[begin : begin + self._chunk_bytes])
+        request = PreadRequest()
+        request.chunks = [
+            self._threads.submit(self._serve, request, file, offset + begin, dest[begin : begin + self._chunk_bytes])
             for file, offset, dest in zip(files, offsets, dests, strict=True)
             for begin in range(0, len(dest) or 1, self._chunk_bytes)
         ]
-        request = PreadRequest(len(chunks), done)
-        for number, chunk in enumerate(chunks):
-            self._threads.submit(self._serve, request, number, *chunk)
         return request
 
     def direct(self, _: int) -> bool:
@@ -105,30 +87,25 @@ class PreadReader:
 
     def close(self) -> None:
         if self._process == os.getpid():
-            _refuse_to_wait()
             self._threads.shutdown()
             self._files.close()
 
-    def _serve(self, request: PreadRequest, number: int, file: int, offset: int, dest: Any) -> None:
+    def _serve(self, request: PreadRequest, file: int, offset: int, dest: Any) -> Fault | None:
+        if request.failed or not len(dest):
+            return None
         with self._turn:
-            wanted = not request.faults and len(dest) > 0
-            if wanted and self._in_flight == 0:
+            if self._in_flight == 0:
                 self._busy_since = time.perf_counter()
-            self._in_flight += wanted
-        fault = self._read(file, offset, dest) if wanted else None
+            self._in_flight += 1
+        fault = self._read(file, offset, dest)
         with self._turn:
-            self._reads += wanted
-            self._in_flight -= wanted
-            if wanted and self._in_flight == 0:
+            self._reads += 1
+            self._in_flight -= 1
+            if self._in_flight == 0:
                 self._busy_s += time.perf_counter() - self._busy_since
-            if fault is None:
-                self._bytes += len(dest) if wanted else 0
-            else:
-                request.faults[number] = fault
-            request.left -= 1
-            last = request.left == 0
-        if last:
-            request.finish()
+            self._bytes += len(dest) if fault is None else 0
+        request.failed |= fault is not None
+        return fault
 
     def _read(self, file: int, offset: int, dest: Any) -> Fault | None:
         left, at = memoryview(dest), offset
@@ -143,15 +120,6 @@ class PreadReader:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptors[file], offset, len(dest), os.POSIX_FADV_DONTNEED)
         return None
-
-
-_LOCAL = threading.local()
-_UNRAISABLE = ("exc_type", "exc_value", "exc_traceback", "err_msg", "object")
-
-
-def _refuse_to_wait() -> None:
-    if getattr(_LOCAL, "reading", False):
-        raise RuntimeError("a callback of a reader must not wait for reads: it keeps one of them waiting")
 
 
 def _check_home(process: int) -> None:
@@ -197,28 +165,23 @@ class ReadCounts:
 class ReadTicket:
     """Submitted parts. Keeps their memory alive until they are read."""
 
-    def __init__(self, parts: Sequence[ReadPart], *, told: bool) -> None:
-        self._parts = tuple(parts)
-        self._told = told
-        self._request: Any = None
+    def __init__(self, parts: Sequence[ReadPart], request: Any) -> None:
+        self._parts, self._request = parts, request
+        self._told = False
 
     def done(self) -> bool:
         """True if no read is in flight any more: `wait` returns at once, or raises."""
         return bool(self._request.finished)
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self) -> None:
         """Return when every part is in place; other threads run meanwhile.
 
         Raises:
             OSError: a part cannot be read, or its file ends early; names file and byte. The other parts are undefined.
-            TimeoutError: not within ``timeout`` seconds; the reads continue.
-            RuntimeError: called by a callback of the reader, or in a fork, where it would block forever.
+            RuntimeError: called in a fork, where it would block forever.
         """
-        left = float("inf") if timeout is None else timeout
-        while not self._request.wait(min(left, _POLL_S)):
-            left -= _POLL_S
-            if left <= 0:
-                raise TimeoutError(f"not read within {timeout} s")
+        while not self._request.wait(_POLL_S):
+            pass
         self._told = True
         self._raise()
 
@@ -269,25 +232,16 @@ class FileReader(AbstractContextManager["FileReader"]):
         self._closed = False
         _OPEN.add(self)
 
-    def submit(self, parts: Sequence[ReadPart], done: Callable[[OSError | None], None] | None = None) -> ReadTicket:
-        """Submit ``parts`` to be read; raises ValueError for a file that was not opened, a wrong offset or memory.
-
-        ``done`` is called once, in a thread of the reader, with None or the error. It must not wait for reads; an
-        exception it raises goes to `sys.unraisablehook`.
-        """
+    def submit(self, parts: Sequence[ReadPart]) -> ReadTicket:
+        """Submit ``parts`` to be read; raises ValueError for a file that was not opened, a wrong offset or memory."""
         if self._closed:
             raise ValueError("reader: is closed")
-        found = [self._check(part) for part in parts]
+        found = tuple(self._check(part) for part in parts)
         if not found:
             raise ValueError("parts: must be at least one")
-        ticket = ReadTicket(found, told=done is not None)
-        tell = None if done is None else lambda fault: done(None if fault is None else OSError(*fault))
-        ticket._request = self._reader.submit(
-            [self._index[part.file] for part in found],
-            [part.offset for part in found],
-            [self._export("dest", part.dest) for part in found],
-            tell,
-        )
+        files, offsets = [self._index[part.file] for part in found], [part.offset for part in found]
+        dests = [self._export("dest", part.dest) for part in found]
+        ticket = ReadTicket(found, self._reader.submit(files, offsets, dests, None))
         with self._turn:
             self._running = [other for other in self._running if not other._over()]
             self._running.append(ticket)
@@ -319,10 +273,7 @@ class FileReader(AbstractContextManager["FileReader"]):
         self.close()
 
     def __del__(self) -> None:
-        try:
-            self.close()
-        except RuntimeError:  # released by its own callback, in a thread that cannot wait for itself
-            threading.Thread(target=self.close, name="moelight-reader-closing").start()
+        self.close()
 
     def _check(self, part: object) -> ReadPart:
         if not isinstance(part, tuple) or len(part) != 3:
@@ -354,6 +305,6 @@ _OPEN: WeakSet[FileReader] = WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Close all readers before the interpreter ends, while callbacks can still run."""
+    """Close all readers before the interpreter ends."""
     for reader in list(_OPEN):
         reader.close()

@@ -18,7 +18,7 @@ from torch import Tensor
 from moelight.core.errors import CheckpointError, ConfigError
 from moelight.core.schedule import Page
 from moelight.core.units import format_bytes
-from moelight.kernels.reads import FileReader, ReadPart, ReadTicket
+from moelight.kernels.reads import FileReader, ReadPart
 from moelight.paging.arena import on_huge_pages, page_locked
 from moelight.paging.slots import PendingPage
 
@@ -98,7 +98,18 @@ class DiskStore:
     def start(self, page: Page, into: Into) -> PendingPage:
         assert self._reader is not None  # `kept` was called before
         at = self._at(page.layer, page.expert)
-        return _DiskRead(self._reader.submit([ReadPart(self._file, at + begin, dest) for begin, dest in into]), page)
+        ticket = self._reader.submit([ReadPart(self._file, at + begin, dest) for begin, dest in into])
+
+        def wait() -> None:
+            try:
+                ticket.wait()
+            except OSError as error:
+                raise CheckpointError(
+                    f"{error.filename}: expert {page.expert} of layer {page.layer} cannot be read ({error.strerror}); "
+                    "check the disk, or attach with another directory="
+                ) from None
+
+        return _InFlight(wait, ticket.done)
 
     def close(self) -> None:
         if self._reader is not None:
@@ -114,20 +125,6 @@ class DiskStore:
 
     def _at(self, layer: int, expert: int) -> int:
         return (layer * self._num_experts + expert) * self._slot_bytes
-
-
-class _DiskRead:
-    def __init__(self, ticket: ReadTicket, page: Page) -> None:
-        self.done, self._ticket, self._page = ticket.done, ticket, page
-
-    def wait(self) -> None:
-        try:
-            self._ticket.wait()
-        except OSError as error:
-            raise CheckpointError(
-                f"{error.filename}: expert {self._page.expert} of layer {self._page.layer} cannot be read "
-                f"({error.strerror}); check the disk, or attach with another directory="
-            ) from None
 
 
 class HostStore:
@@ -170,7 +167,7 @@ class HostStore:
         return on_huge_pages(size)
 
 
-class _CopyInFlight:
+class _InFlight:
     def __init__(self, wait: Callable[[], None], done: Callable[[], bool]) -> None:
         self.wait, self.done = wait, done
 
@@ -185,7 +182,7 @@ class CopyThread:
     def start(self, copies: Sequence[tuple[Tensor, Tensor]]) -> PendingPage:
         """``copies``: (destination, source) each."""
         future = self._thread.submit(self._copy, copies)
-        return _CopyInFlight(future.result, future.done)
+        return _InFlight(future.result, future.done)
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -216,7 +213,7 @@ class CopyStream:
             for dest, source in copies:
                 dest.copy_(source, non_blocking=True)
             after.record(self._stream)
-        return _CopyInFlight(lambda: self._compute().wait_event(after), lambda: True)
+        return _InFlight(lambda: self._compute().wait_event(after), lambda: True)
 
     def close(self) -> None:
         self._stream.synchronize()

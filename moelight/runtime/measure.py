@@ -59,16 +59,16 @@ def processor_quota(*, proc: Path = PROC) -> float | None:
     granted = []
     for directory, version in _groups(proc, "cpu"):
         if version == 2:
-            words = [*read_text(directory / "cpu.max").split(), "", ""][:2]
+            words = [*text_of(directory / "cpu.max").split(), "", ""][:2]
         else:
-            words = [read_text(directory / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+            words = [text_of(directory / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
         quota, period = map(_number, words)
         if quota is not None and period:
             granted.append(quota / period)
     return min(granted, default=None)
 
 
-def read_text(path: Path) -> str:
+def text_of(path: Path) -> str:
     """Contents of a file of the system; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
@@ -78,7 +78,7 @@ def read_text(path: Path) -> str:
 
 def entry(path: Path, name: str, separator: str = ":") -> str:
     """Value of the first line ``name: value`` of a file of the system; empty if there is none."""
-    for line in read_text(path).splitlines():
+    for line in text_of(path).splitlines():
         key, _, value = line.partition(separator)
         if key.strip() == name:
             return value.strip()
@@ -89,9 +89,9 @@ def _group_limits(proc: Path) -> Iterator[tuple[int, int]]:
     """``(limit, used)`` in bytes of every group with a limit, from this process's upwards, without page cache."""
     for directory, version in _groups(proc, "memory"):
         limit_file, usage_file, inactive = _GROUP_FILES[version]
-        limit = _number(read_text(directory / limit_file))
+        limit = _number(text_of(directory / limit_file))
         if limit is not None:
-            used, cached = read_text(directory / usage_file), entry(directory / "memory.stat", inactive, " ")
+            used, cached = text_of(directory / usage_file), entry(directory / "memory.stat", inactive, " ")
             yield limit, max(0, (_number(used) or 0) - (_number(cached) or 0))
 
 
@@ -113,7 +113,7 @@ def _groups(proc: Path, controller: str) -> Iterator[tuple[Path, int]]:
 
 def _paths_of_process(proc: Path) -> dict[str, str]:
     paths = {}
-    for line in read_text(proc / "self/cgroup").splitlines():
+    for line in text_of(proc / "self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, found, path = rest.partition(":")
         if found and ".." not in path.split("/"):
@@ -123,7 +123,7 @@ def _paths_of_process(proc: Path) -> dict[str, str]:
 
 def _mounts(proc: Path) -> Iterator[tuple[str, list[str], str, Path]]:
     """``(fstype, super options, root, mount point)`` of every mounted control-group hierarchy."""
-    for line in read_text(proc / "self/mountinfo").splitlines():
+    for line in text_of(proc / "self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
         fields, types = left.split(), right.split()
         if len(fields) >= 5 and len(types) >= 3 and types[0] in ("cgroup", "cgroup2"):

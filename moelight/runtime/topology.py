@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from moelight.core.policy import Policy
 from moelight.core.schedule import Lane
 from moelight.core.units import format_bytes
-from moelight.runtime.measure import PROC, entry, processor_quota, read_text
+from moelight.runtime.measure import PROC, entry, processor_quota, text_of
 
 if TYPE_CHECKING:
     import torch
@@ -82,13 +82,13 @@ def read_topology(*, sys: Path = SYS, proc: Path = PROC, allowed: Iterable[int] 
     """``allowed``: processor numbers; None: those that this process may use."""
     if allowed is None:
         allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    online = _numbers(read_text(sys / "devices/system/node/online"))
+    online = _numbers(text_of(sys / "devices/system/node/online"))
     directories = {number: sys / f"devices/system/node/node{number}" for number in online}
-    node_of = {each: number for number, path in directories.items() for each in _numbers(read_text(path / "cpulist"))}
+    node_of = {each: number for number, path in directories.items() for each in _numbers(text_of(path / "cpulist"))}
     cores: dict[tuple[int, ...], list[int]] = {}
     for processor in sorted(allowed):
         siblings = sys / f"devices/system/cpu/cpu{processor}/topology/thread_siblings_list"
-        cores.setdefault(tuple(_numbers(read_text(siblings))) or (processor,), []).append(processor)
+        cores.setdefault(tuple(_numbers(text_of(siblings))) or (processor,), []).append(processor)
     memory = _numbers(entry(proc / "self/status", "Mems_allowed_list")) or directories
     nodes = [_read_node(number, directories[number] / "meminfo") for number in directories if number in memory]
     return Topology(
@@ -101,8 +101,8 @@ def read_topology(*, sys: Path = SYS, proc: Path = PROC, allowed: Iterable[int] 
 def read_plug(address: str, *, sys: Path = SYS) -> PciSlot:
     """``address`` is written as in ``0000:3b:00.0``."""
     directory = sys / "bus/pci/devices" / address
-    node, width = read_text(directory / "numa_node"), read_text(directory / "max_link_width")
-    speed = re.match(r"[0-9.]+", read_text(directory / "max_link_speed"))
+    node, width = text_of(directory / "numa_node"), text_of(directory / "max_link_width")
+    speed = re.match(r"[0-9.]+", text_of(directory / "max_link_speed"))
     rate = None
     if speed is not None and width.isdecimal() and 0 < int(width) <= 32:
         transfers = float(speed[0]) * 1e9

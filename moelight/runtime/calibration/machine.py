@@ -23,7 +23,7 @@ from moelight.profiles.hardware import EFFICIENCY, TO, HardwareProfile, Link, Pr
 from moelight.profiles.hardware_text import write_hardware_profile
 from moelight.runtime.calibration import disk, surfaces
 from moelight.runtime.calibration.effort import QUICK, Effort, Shape
-from moelight.runtime.calibration.surfaces import SHARE_OF_FREE, Point, Points, Pool, rounded
+from moelight.runtime.calibration.surfaces import SHARE_OF_FREE, Point, Points, Pool, significant
 from moelight.runtime.calibration.timing import (
     DISTURBED_CORES,
     Measure,
@@ -258,9 +258,8 @@ def _large_expert(pool: Pool, effort: Effort) -> Shape:
 
 
 def _profile(name: str, machine: Machine, found: _Findings, took_s: float) -> HardwareProfile:
-    values = {
-        key: rounded(1 / reading.rate if key in _IN_SECONDS else reading.rate) for key, reading in found.figures.items()
-    }
+    figures = found.figures.items()
+    values = {key: significant(1 / each.rate if key in _IN_SECONDS else each.rate) for key, each in figures}
     counts, ways = {"cpu": 1}, ()
     if machine.discrete:
         counts = {"gpu": torch.get_device_module(machine.device).device_count(), "cpu": 1}
@@ -291,8 +290,8 @@ def _profile(name: str, machine: Machine, found: _Findings, took_s: float) -> Ha
         ),
         efficiency=tuple(surface for surface, _ in found.surfaces),
         spread=(
-            *((key, rounded(reading.spread, 2)) for key, reading in found.figures.items()),
-            *((f"efficiency.{surface.name}", rounded(spread, 2)) for surface, spread in found.surfaces),
+            *((key, significant(each.spread, 2)) for key, each in figures),
+            *((f"efficiency.{surface.name}", significant(spread, 2)) for surface, spread in found.surfaces),
         ),
     )
 

@@ -34,7 +34,6 @@ from moelight.profiles.model import AttentionSpec, ExpertSpec, ModelProfile, Rou
 from moelight.profiles.names import MIXTRAL_STYLE
 from moelight.runtime.calibration.effort import Shape
 from moelight.runtime.calibration.timing import Measure, Measurement, Work, finisher, reading_of, repeated, sample
-from moelight.runtime.microbatch import require
 from moelight.weights.load import LayerWeights, ModelWeights
 
 SHARE_OF_FREE = 4  # the pool takes at most this fraction of free memory: 1 / SHARE_OF_FREE
@@ -193,13 +192,13 @@ def surface_of(name: str, readings: Mapping[Point, Measurement]) -> tuple[Surfac
     mine = {(size, x): reading for (of, size, x), reading in readings.items() if of == name}
     by_size: dict[float, dict[float, float]] = {}
     for size, x in sorted(mine):
-        by_size.setdefault(float(size), {})[float(x)] = rounded(mine[size, x].rate)
+        by_size.setdefault(float(size), {})[float(x)] = significant(mine[size, x].rate)
     curves = tuple(Curve(x=tuple(curve), y=tuple(curve.values())) for curve in by_size.values())
     spread = median(reading.spread for reading in mine.values())
     return Surface(name=name, sizes=tuple(by_size), curves=curves), spread
 
 
-def rounded(value: float, digits: int = 4) -> float:
+def significant(value: float, digits: int = 4) -> float:
     """``value`` to so many significant digits."""
     return float(f"{value:.{digits}g}")
 
@@ -329,10 +328,15 @@ class _Layer:
     """The layer of `_MODEL` over ``tokens`` tokens."""
 
     def __init__(self, pool: Pool, tokens: int) -> None:
-        spec = _MODEL.attention
-        self._weights = _weights(pool.dtype)
+        spec, ones = _MODEL.attention, torch.ones(HIDDEN, dtype=pool.dtype)
+        qkv, o, router = (
+            pool.normal(rows, HIDDEN).mul_(0.02)
+            for rows in (spec.q_dim + 2 * spec.kv_dim, HIDDEN, _MODEL.experts.num_experts)
+        )
+        self._products = (qkv, o, router)
+        layer = LayerWeights(input_norm=ones, qkv=qkv, o=o, post_norm=ones, router=router)
         embed = torch.empty(_MODEL.vocab_size, HIDDEN, dtype=pool.dtype)
-        weights = ModelWeights(embed=embed, head=embed, final_norm=self._weights.input_norm, layers=(self._weights,))
+        weights = ModelWeights(embed=embed, head=embed, final_norm=ones, layers=(layer,))
         self._decoder = Decoder(_MODEL, weights, _workspace(_MODEL, 1, pool))
         self._hidden = pool.normal(tokens, HIDDEN)
         self._attention = torch.zeros(tokens, spec.num_heads, spec.head_dim, dtype=pool.dtype)
@@ -357,18 +361,9 @@ class _Layer:
 
     def products(self) -> None:
         """The products of all phases alone."""
-        for weight in (self._weights.qkv, self._weights.o, require(self._weights.router)):
+        for weight in self._products:
             linear(self._hidden, weight)
 
     def _after(self) -> None:
         """Output projection and routing of a zero attention output, so the hidden state never changes."""
         self._decoder.route(0, self._hidden, self._attention)
-
-
-def _weights(dtype: torch.dtype) -> LayerWeights:
-    spec, experts = _MODEL.attention, _MODEL.experts.num_experts
-    qkv, o, router = (
-        torch.randn(rows, HIDDEN).mul_(0.02).to(dtype) for rows in (spec.q_dim + 2 * spec.kv_dim, HIDDEN, experts)
-    )
-    ones = torch.ones(HIDDEN, dtype=dtype)
-    return LayerWeights(input_norm=ones, qkv=qkv, o=o, post_norm=ones, router=router)
