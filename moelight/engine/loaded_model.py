@@ -30,7 +30,7 @@ from moelight.kernels.products import Workspace
 from moelight.kernels.reads import FileReader, ReadPart
 from moelight.models.decoder import Decoder
 from moelight.paging.arena import typed
-from moelight.paging.kv import BlockPool, KVCache, TokenCache
+from moelight.paging.kv import BlockPool, paged_cache, token_cache
 from moelight.paging.ring import RingPager
 from moelight.paging.store import PageStore
 from moelight.runtime.attention_ops import Act, DeviceAttention, HostAttention
@@ -142,11 +142,11 @@ class LoadedModel:
         spec, layers = self.profile.attention, self.profile.num_layers
         blocks, size = self.pool.blocks, policy.kv_block_size
         if policy.attention_device == "cpu":
-            paged = KVCache(arenas["kv"], spec, num_layers=layers, blocks=blocks, block_size=size, dtype=dtype)
+            paged = paged_cache(arenas["kv"], spec, num_layers=layers, blocks=blocks, block_size=size, dtype=dtype)
             return HostAttention(spec, paged).table
 
-        def cache(name: str, blocks: int) -> TokenCache:
-            return TokenCache(arenas[name], spec, num_layers=layers, slots=blocks * size, dtype=dtype)
+        def cache(name: str, blocks: int) -> Tensor:
+            return token_cache(arenas[name], spec, num_layers=layers, slots=blocks * size, dtype=dtype)
 
         host, there = self.pool.host_blocks, blocks - self.pool.host_blocks
         shape = (KV_BUFFERS, int(kv_buffer_tokens(policy)), 2, spec.num_kv_heads, spec.head_dim)

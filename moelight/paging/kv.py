@@ -1,5 +1,5 @@
 """The paged KV cache: blocks of tokens, assigned to sequences through block tables, with the same index in every layer.
-Two layouts: CPU attention reads `KVCache` in place; contexts of `TokenCache` are copied for device attention."""
+Two layouts: CPU attention reads a `paged_cache` in place; contexts of a `token_cache` are copied to the device."""
 
 from __future__ import annotations
 
@@ -14,31 +14,18 @@ from moelight.paging.arena import typed
 from moelight.profiles.model import AttentionSpec
 
 
-class KVCache:
-    """Keys and values for CPU attention."""
-
-    def __init__(
-        self, arena: Tensor, spec: AttentionSpec, *, num_layers: int, blocks: int, block_size: int, dtype: torch.dtype
-    ) -> None:
-        shape = (num_layers, 2, blocks, spec.num_kv_heads, block_size, spec.head_dim)
-        pool = typed(arena, dtype, shape)
-        self.block_size = block_size
-        self._layers = [(pool[layer, 0], pool[layer, 1]) for layer in range(num_layers)]
-
-    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of ``layer``, each ``[blocks, Hkv, block_size, D]``."""
-        return self._layers[layer]
+def paged_cache(
+    arena: Tensor, spec: AttentionSpec, *, num_layers: int, blocks: int, block_size: int, dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of every layer for CPU attention, each ``[blocks, Hkv, block_size, D]``."""
+    pool = typed(arena, dtype, (num_layers, 2, blocks, spec.num_kv_heads, block_size, spec.head_dim))
+    return [(layer[0], layer[1]) for layer in pool]
 
 
-class TokenCache:
-    """Keys and values for device attention: slot block * block_size + offset holds a token's key and value."""
-
-    def __init__(self, arena: Tensor, spec: AttentionSpec, *, num_layers: int, slots: int, dtype: torch.dtype) -> None:
-        self._pool = typed(arena, dtype, (num_layers, slots, 2, spec.num_kv_heads, spec.head_dim))
-
-    def layer(self, layer: int) -> Tensor:
-        """``[slots, 2, Hkv, D]`` of ``layer``."""
-        return self._pool[layer]
+def token_cache(arena: Tensor, spec: AttentionSpec, *, num_layers: int, slots: int, dtype: torch.dtype) -> Tensor:
+    """Keys and values for device attention ``[layers, slots, 2, Hkv, D]``: slot block * block_size + offset holds those
+    of a token."""
+    return typed(arena, dtype, (num_layers, slots, 2, spec.num_kv_heads, spec.head_dim))
 
 
 def put(into: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:

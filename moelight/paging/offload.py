@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,29 +26,9 @@ Into = Sequence[tuple[int, Tensor]]  # (first byte in the page, destination: uin
 Tensors = Iterable[tuple[int, int, Tensor]]  # (expert, first byte in its page, tensor)
 
 
-class OffloadStore(Protocol):
-    """Holds every page of a model; ``where`` describes the location."""
-
-    where: str
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds with a transfer in flight, as far as the host knows."""
-        ...
-
-    def keep(self, layer: int, name: str, tensors: Tensors) -> None: ...
-
-    def kept(self) -> None:
-        """Called once all layers are stored."""
-        ...
-
-    def start(self, page: Page, into: Into) -> PendingPage:
-        """Start to copy a page, or parts of it, in the order of calls."""
-        ...
-
-    def close(self) -> None:
-        """Finish all copies and free the pages."""
-        ...
+# Holds every page of a model, ``where`` it says: `keep` for each layer, then `kept`, `start` for pages in the order of
+# calls, and `close`, which finishes all copies and frees the pages.
+OffloadStore: TypeAlias = "DiskStore | HostStore"
 
 
 class DiskStore:
@@ -76,6 +56,7 @@ class DiskStore:
 
     @property
     def busy_s(self) -> float:
+        """Seconds with a read in flight."""
         return self._reader.counts().busy_s if self._reader is not None else 0.0
 
     def keep(self, layer: int, name: str, tensors: Tensors) -> None:
@@ -96,6 +77,7 @@ class DiskStore:
         self._unlink()
 
     def start(self, page: Page, into: Into) -> PendingPage:
+        """Start to copy a page, or parts of it."""
         assert self._reader is not None  # `kept` was called before
         at = self._at(page.layer, page.expert)
         ticket = self._reader.submit([ReadPart(self._file, at + begin, dest) for begin, dest in into])
@@ -139,6 +121,7 @@ class HostStore:
 
     @property
     def busy_s(self) -> float:
+        """Seconds with a copy in flight, as far as the host knows."""
         return self._copies.busy_s
 
     def keep(self, layer: int, name: str, tensors: Tensors) -> None:  # noqa: ARG002

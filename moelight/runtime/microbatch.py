@@ -209,10 +209,9 @@ def pack(
         slots.append(slots_of(chunk, chunk.start, chunk.start + chunk.count, block_size))
         table = torch.from_numpy(np.asarray(chunk.blocks, dtype=np.int32))
         prompts.append((row, end, chunk.start, table))
-        if chunk.targets is not None:
-            first_row = row + chunk.targets.row
-            scored.append(np.arange(first_row, first_row + len(chunk.targets.token_ids), dtype=np.int64))
-            targets += chunk.targets.token_ids
+        first_scored = row + chunk.first_scored
+        scored.append(np.arange(first_scored, first_scored + len(chunk.targets), dtype=np.int64))
+        targets += chunk.targets
         ends.append(end)
     last = [*range(first), *(end - 1 for end in ends[1:])]
     sampling = [(row, chunk.place) for row, chunk in zip(last, chunks, strict=True) if chunk.samples]

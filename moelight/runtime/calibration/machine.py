@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -63,8 +63,13 @@ def measure_links(device: torch.device, size: int, attend: Work) -> dict[str, Me
         work = partial(into.copy_, source, non_blocking=True)
         return sample(work, seconds=seconds, amount=amount, finish=finish)
 
+    def toil(enough: threading.Event) -> None:
+        with torch.inference_mode():
+            while not enough.is_set():
+                attend()
+
     def copy_beside(seconds: float) -> Measurement:
-        with kept_busy(attend):
+        with beside(toil, "moelight-attention-beside"):
             return copy(there, pinned, size, seconds)
 
     return {
@@ -81,17 +86,6 @@ def launches(device: torch.device) -> Measure:
     """Launches per second of an almost empty kernel, one after another."""
     number, finish = torch.zeros(1, device=device), finisher(device)
     return lambda seconds: sample(lambda: number.add_(1), seconds=seconds, finish=finish)
-
-
-def kept_busy(work: Work) -> AbstractContextManager[None]:
-    """Run ``work`` over and over on a thread within the context."""
-
-    def toil(enough: threading.Event) -> None:
-        with torch.inference_mode():
-            while not enough.is_set():
-                work()
-
-    return beside(toil, "moelight-attention-beside")
 
 
 @dataclass(kw_only=True, slots=True)
