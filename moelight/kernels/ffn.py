@@ -133,8 +133,9 @@ def cpu_linear_workspace(
 
     All products and experts of a thread share one workspace, as large as the largest of them needs.
     """
-    sizes = {"tokens": tokens, "outputs": outputs, "inputs": inputs}
-    return _workspace("linear_workspace", dtype, weight_dtype, threads, sizes)
+    types = _check_sizes(dtype, weight_dtype, tokens=tokens, outputs=outputs, inputs=inputs)
+    threads, extension = arguments.check_threads(threads), native.extension()
+    return 0 if extension is None else int(extension.linear_workspace(*types, tokens, outputs, inputs, threads))
 
 
 def cpu_expert_ffn_workspace(
@@ -148,8 +149,11 @@ def cpu_expert_ffn_workspace(
     threads: int | None = None,
 ) -> int:
     """Bytes that `cpu_expert_ffn` keeps, see `cpu_linear_workspace`; ``tokens``: rows of x, all experts together."""
-    sizes = {"tokens": tokens, "hidden": hidden, "intermediate": intermediate, "experts": experts}
-    return _workspace("expert_ffn_workspace", dtype, weight_dtype, threads, sizes)
+    types = _check_sizes(dtype, weight_dtype, tokens=tokens, hidden=hidden, intermediate=intermediate, experts=experts)
+    threads, extension = arguments.check_threads(threads), native.extension()
+    if extension is None:
+        return 0
+    return int(extension.expert_ffn_workspace(*types, tokens, hidden, intermediate, experts, threads))
 
 
 def _rows(name: str, tensor: object) -> int:
@@ -170,20 +174,14 @@ def _check_group_size(size: object) -> int | None:
     return None if size is None else min(size, 1 << 62)
 
 
-def _workspace(
-    function: str, dtype: torch.dtype, weight_dtype: torch.dtype, threads: int | None, sizes: Mapping[str, int]
-) -> int:
-    """Bytes from a function of the extension, which numbers the dtypes of tokens and weights; 0 without it."""
+def _check_sizes(dtype: torch.dtype, weight_dtype: torch.dtype, **sizes: object) -> tuple[int, int]:
+    """Check the sizes of a workspace; return the extension's numbers of the dtypes of tokens and weights."""
     for name, given, allowed in (("dtype", dtype, FLOATS), ("weight_dtype", weight_dtype, _STORED)):
         if given not in allowed:
             raise ValueError(f"{name}: must be one of {', '.join(map(str, allowed))}, is {given}")
     for name, size in sizes.items():
         arguments.check_integer(name, size, 0 if name == "tokens" else 1, (1 << 31) - 1)
-    threads, extension = arguments.check_threads(threads), native.extension()
-    if extension is None:
-        return 0
-    types = FLOATS.index(dtype), _STORED.index(weight_dtype)
-    return int(getattr(extension, function)(*types, *sizes.values(), threads))
+    return FLOATS.index(dtype), _STORED.index(weight_dtype)
 
 
 def _check_experts(

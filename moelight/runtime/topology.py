@@ -197,8 +197,8 @@ def demands_of(policy: Policy, plug: PciSlot | None, *, device: bool) -> Demands
         device=device,
         computes=not device or policy.attention_device == "cpu" or policy.ffn_device != "gpu",
         stages=device and policy.weights.host > policy.cpu_experts,
-        link_bytes_per_s=(plug and plug.bytes_per_s) or LINK_BYTES_PER_S,
-        node=plug and plug.node,
+        link_bytes_per_s=(None if plug is None else plug.bytes_per_s) or LINK_BYTES_PER_S,
+        node=None if plug is None else plug.node,
     )
 
 

@@ -23,7 +23,7 @@ from moelight.profiles.hardware import EFFICIENCY, TO, HardwareProfile, Link, Pr
 from moelight.profiles.hardware_text import write_hardware_profile
 from moelight.runtime.calibration import disk, surfaces
 from moelight.runtime.calibration.effort import QUICK, Effort, Shape
-from moelight.runtime.calibration.surfaces import SHARE_OF_FREE, Point, Points, Pool, significant
+from moelight.runtime.calibration.surfaces import SHARE_OF_FREE, Point, Pool, significant
 from moelight.runtime.calibration.timing import (
     DISTURBED_CORES,
     Measure,
@@ -46,8 +46,8 @@ _BUSY_CONTEXT = 1024
 _BUSY_ROWS = 64
 # Measured in units per second, stated in seconds per unit.
 _IN_SECONDS = frozenset({"measured.cpu_task", "measured.gpu_launch", "measured.transfer"})
-# Intermediate readings: a product at the peak; work alone, work beside reads, reads beside work.
-_LARGE, _ALONE, _BESIDE, _READS_BESIDE = "large", "alone", "beside", "reads beside"
+# Intermediate readings: work alone, work beside reads, reads beside work.
+_ALONE, _BESIDE, _READS_BESIDE = "alone", "beside", "reads beside"
 _LANE, _CACHED, _DIRECT = "tiers.disk.bandwidth", "measured.disk_cached", "measured.disk_direct"
 
 
@@ -98,14 +98,16 @@ class _Findings:
     notes: list[str] = field(default_factory=list)
     busy_elsewhere: float = 0.0
 
-    def read(self, unit: str, figures: dict[str, Measure], points: Points, effort: Effort) -> dict[str, Measurement]:
+    def read(self, unit: str, figures: dict[str, Measure], pool: Pool, effort: Effort) -> dict[str, Measurement]:
         """Measure the figures, with the points of the surfaces of ``unit``; return the readings of all ``figures``. The
         peak of the unit is its fastest product."""
         on_cpu = unit == "cpu"
         point_s, seconds = (effort.point_s, effort.host_s) if on_cpu else (effort.gpu_point_s, effort.device_s)
         measurements: dict[str | Point, tuple[Measure, float]] = {}
         measurements |= {key: (measure_one, effort.figure_s) for key, measure_one in figures.items()}
-        measurements |= {point: (measure_one, point_s) for point, measure_one in points.items()}
+        measurements |= {
+            point: (measure_one, point_s) for point, measure_one in surfaces.points(unit, pool, effort).items()
+        }
         if not on_cpu:
             for measure_one, _ in measurements.values():
                 measure_one(0.0)  # kernels are loaded at their first use
@@ -116,7 +118,7 @@ class _Findings:
         self.figures |= {key: reading for key, reading in readings.items() if "." in key}
         names = {name for name, _, _ in curves}
         self.surfaces += [surfaces.surface_of(name, curves) for name in EFFICIENCY if name in names]
-        products = (f"{unit}_linear", f"{unit}_experts", _LARGE)
+        products = (f"{unit}_linear", f"{unit}_experts", surfaces.LARGE)
         fastest = max((each for (name, *_), each in curves.items() if name in products), key=lambda each: each.rate)
         self.figures[f"processors.{unit}.peak"] = fastest
         return readings
@@ -193,8 +195,7 @@ def _measure_host(found: _Findings, pool: Pool, scratch: disk.Scratch | None, ef
         }
         if scratch.direct is not None:
             figures[_DIRECT] = partial(disk.direct_reads, scratch)
-    points = _points("cpu", pool, effort, effort.rows, effort.large)
-    readings = found.read("cpu", figures, points, effort)
+    readings = found.read("cpu", figures, pool, effort)
     if scratch is not None:
         _judge_disk(found, readings, past_cache=disk.past_cache(scratch))
 
@@ -228,21 +229,7 @@ def _measure_device(found: _Findings, machine: Machine, host: Pool, effort: Effo
         "measured.gpu_launch": launches(device),
         **measure_links(device, min(effort.link_bytes, host.nbytes), attend),
     }
-    points = _points("gpu", pool, effort, effort.gpu_rows, effort.gpu_large)
-    found.read("gpu", figures, points, effort)
-
-
-def _points(unit: str, pool: Pool, effort: Effort, rows: tuple[int, ...], large: tuple[Shape, int]) -> Points:
-    """All points of the surfaces of ``unit`` and one compute-bound product, smallest work first."""
-    found = {
-        **surfaces.decode_points(f"{unit}_attention", pool, effort.contexts),
-        **surfaces.prefill_points(f"{unit}_prefill", pool, effort.prompts),
-        **surfaces.linear_points(f"{unit}_linear", pool, effort.linear, rows),
-        **surfaces.expert_points(f"{unit}_experts", pool, effort.experts, rows),
-        **surfaces.elementwise_points(f"{unit}_elementwise", pool, effort.touching),
-        **surfaces.linear_points(_LARGE, pool, (large[0],), (large[1],)),
-    }
-    return dict(sorted(found.items(), key=lambda item: item[0][2]))
+    found.read("gpu", figures, pool, effort)
 
 
 def _large_expert(pool: Pool, effort: Effort) -> Shape:

@@ -7,11 +7,11 @@ key/value heads, D head size.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import cycle
 from math import prod
 from statistics import median
 
@@ -32,7 +32,7 @@ from moelight.models.moe import Routed, moe_forward
 from moelight.profiles.efficiency import Curve, Surface
 from moelight.profiles.model import AttentionSpec, ExpertSpec, ModelProfile, RouterSpec
 from moelight.profiles.names import MIXTRAL_STYLE
-from moelight.runtime.calibration.effort import Shape
+from moelight.runtime.calibration.effort import Effort, Shape
 from moelight.runtime.calibration.timing import Measure, Measurement, Work, finisher, reading_of, repeated, sample
 from moelight.weights.load import LayerWeights, ModelWeights
 
@@ -77,6 +77,7 @@ _MODEL = ModelProfile(
     names=MIXTRAL_STYLE,
 )
 
+LARGE = "large"
 # A surface's name, the bytes of its weights (0 where it has none), and rows, context, prompt tokens or bytes.
 Point = tuple[str, int, float]
 Points = Mapping[Point, Measure]
@@ -141,50 +142,36 @@ def norm_work(pool: Pool, rows: int, hidden: int) -> tuple[Work, float]:
     return partial(rms_norm, x, weight, 1e-5, add=torch.zeros_like(x)), NORM_BYTES * x.numel()
 
 
-def linear_points(name: str, pool: Pool, shapes: Sequence[Shape], rows: Sequence[int]) -> Points:
-    """flop/s of ``x [R, in]`` times weights ``[out, in]`` for each of ``shapes`` and ``rows``, operands from memory."""
-    return {
-        (name, _nbytes(pool, shape), count): pool.measure(linear_work, shape, count)
-        for count in rows
-        for shape in shapes
-        if pool.holds(shape)
-    }
+def points(unit: str, pool: Pool, effort: Effort) -> Points:
+    """All points of the surfaces of ``unit``, and `LARGE`, one compute-bound product, smallest work first: those whose
+    operands the pool holds, in several groups where they are weights.
 
-
-def expert_points(name: str, pool: Pool, shapes: Sequence[Shape], rows: Sequence[int]) -> Points:
-    """flop/s of a layer's experts ``(H, I)``, with R rows per expert on average; 3 x H x I numbers each. Includes
-    sorting, gathering, ragged rows and the weighted sum."""
-    found = {}
-    for count in rows:
-        for shape in shapes:
-            experts, tokens = _layer(pool, shape, count)
-            if experts >= TOP_K:
-                # rows of an expert that some token meets
-                mean_rows = tokens * TOP_K / (experts * (1 - (1 - TOP_K / experts) ** tokens))
-                found[name, _nbytes(pool, *_page(shape)), mean_rows] = pool.measure(moe_work, shape, experts, tokens)
-    return found
-
-
-def decode_points(name: str, pool: Pool, contexts: Sequence[int]) -> Points:
-    """bytes/s of keys and values read by decoding, for each context (in whole blocks of `BLOCK` tokens) in the pool."""
-    make = decode_work if pool.device.type == "cpu" else device_decode_work
-    fitting = [context for context in contexts if context * KV_NUMBERS <= pool.numbers.numel()]
-    return {(name, 0, context): pool.measure(make, context) for context in fitting}
-
-
-def prefill_points(name: str, pool: Pool, prompts: Sequence[int]) -> Points:
-    """flop/s of one prompt's attention over itself, for each length; 4 x D flop per head and attended pair."""
-    return {(name, 0, tokens): pool.measure(prefill_work, tokens) for tokens in prompts}
-
-
-def elementwise_points(name: str, pool: Pool, tokens: Sequence[int]) -> Points:
-    """bytes/s for each number of ``tokens`` of `HIDDEN` numbers, by the bytes that one layer phase touches."""
-    return {
-        (name, 0, _touched(count) / 2): partial(touches, pool, count)
-        if pool.device.type == "cpu"
-        else pool.measure(norm_work, count, HIDDEN)
-        for count in tokens
-    }
+    ``linear``, ``experts`` (with sorting, gathering, ragged rows and the weighted sum) and ``prefill`` in flop/s;
+    ``attention`` in bytes/s of keys and values; ``elementwise`` in bytes/s that one layer phase touches.
+    """
+    on_cpu, found = unit == "cpu", dict[Point, Measure]()
+    rows, (shape, tall) = (effort.rows, effort.large) if on_cpu else (effort.gpu_rows, effort.gpu_large)
+    for context in effort.contexts:
+        if context * KV_NUMBERS <= pool.numbers.numel():
+            work = decode_work if on_cpu else device_decode_work
+            found[f"{unit}_attention", 0, context] = pool.measure(work, context)
+    for tokens in effort.prompts:
+        found[f"{unit}_prefill", 0, tokens] = pool.measure(prefill_work, tokens)
+    products = [(f"{unit}_linear", *each) for each in itertools.product(effort.linear, rows)]
+    for name, weight, count in [*products, (LARGE, shape, tall)]:
+        if pool.holds(weight):
+            found[name, _nbytes(pool, weight), count] = pool.measure(linear_work, weight, count)
+    for page, count in itertools.product(effort.experts, rows):
+        experts, tokens = _layer(pool, page, count)
+        if experts >= TOP_K:
+            # rows of an expert that some token meets
+            mean_rows = tokens * TOP_K / (experts * (1 - (1 - TOP_K / experts) ** tokens))
+            work = pool.measure(moe_work, page, experts, tokens)
+            found[f"{unit}_experts", _nbytes(pool, *_page(page)), mean_rows] = work
+    for tokens in effort.touching:
+        touch = partial(touches, pool, tokens) if on_cpu else pool.measure(norm_work, tokens, HIDDEN)
+        found[f"{unit}_elementwise", 0, _touched(tokens) / 2] = touch
+    return dict(sorted(found.items(), key=lambda item: item[0][2]))
 
 
 def surface_of(name: str, readings: Mapping[Point, Measurement]) -> tuple[Surface, float]:
@@ -211,7 +198,7 @@ def layer_work(pool: Pool, shape: Shape, rows: int) -> tuple[Work, float]:
 def moe_work(pool: Pool, shape: Shape, experts: int, tokens: int) -> tuple[Work, float]:
     """One layer of ``experts`` experts over ``tokens`` tokens, routed at random; and its flop."""
     hidden, width = shape
-    pages, routings = pool.groups(*(_page(shape) * experts)), cycle(_routings(pool, hidden, experts, tokens))
+    pages, routings = pool.groups(*(_page(shape) * experts)), itertools.cycle(_routings(pool, hidden, experts, tokens))
     spec = ExpertSpec(num_experts=experts, intermediate_size=width)
     space = _workspace(replace(_MODEL, hidden_size=hidden, experts=spec), tokens, pool)
 
@@ -247,7 +234,7 @@ def decode_work(pool: Pool, context: int) -> tuple[Work, float]:
     tables = torch.arange(turns * batch * blocks_each, dtype=torch.int32).view(turns, batch, blocks_each)
     lengths = torch.full((batch,), context, dtype=torch.int32)
     queries = pool.normal(batch, Q_HEADS, HEAD_DIM)
-    out, turn = torch.empty_like(queries), cycle(tables)
+    out, turn = torch.empty_like(queries), itertools.cycle(tables)
 
     def work() -> None:
         cpu_gqa_decode(queries, keys, values, next(turn), lengths, _SCALE, out=out)
