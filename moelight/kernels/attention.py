@@ -215,10 +215,10 @@ def cpu_prefill_attention(
         result = reference.prefill_attention(q, k, v, cu_seqlens, scale, **rest, k_scale=k_scale, v_scale=v_scale)
         return stored(result, out)
     prompts = lend(q=q, k=k, v=v, cu_seqlens=cu_seqlens)
-    context: dict[str, Any] = dict(
-        zip(("k_cache", "v_cache", "block_tables", "context_lens"), cache or (None,) * 4, strict=True)
-    )
-    paged = lend_given(**context) if cache is None else lend(**context)
+    paged: list[object] = [None] * 4
+    if cache is not None:
+        k_cache, v_cache, block_tables, context_lens = cache
+        paged = lend(k_cache=k_cache, v_cache=v_cache, block_tables=block_tables, context_lens=context_lens)
     sink, *scales = lend_given(sinks=sinks, k_scale=k_scale, v_scale=v_scale)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -73,12 +73,13 @@ class PageStore:
     def load(self, start: StartPage) -> None:
         """Fill all resident and all host slots, a few pages at a time."""
         coming: deque[PendingPage] = deque()
-        homes = {page: memory.page for page, memory in self.offloaded.items()}
-        for layer, expert in np.argwhere(self.table >= 0).tolist():
-            homes[Page(layer=layer, expert=expert)] = self.resident[self.table[layer, expert]].page
         bounce: Tensor | None = None
-        for page in sorted(homes):
-            home = into = homes[page]
+        resident = [
+            (Page(layer=layer, expert=expert), self.resident[self.table[layer, expert]])
+            for layer, expert in np.argwhere(self.table >= 0).tolist()
+        ]  # of which some may be offloaded too
+        for page, (home, _, _) in sorted([*resident, *self.offloaded.items()], key=lambda each: each[0]):
+            into = home
             if home.device.type != "cpu":
                 into = bounce = home.new_empty(home.numel(), device="cpu") if bounce is None else bounce
             arriving = start(page, into, 0)

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -53,14 +53,11 @@ class EmulatedEvent:
         return ((later._at_s or 0.0) - (self._at_s or 0.0)) * 1e3
 
 
-class EmulatedStream:
+class EmulatedStream(AbstractContextManager["EmulatedStream"]):
     """A stream whose work is done at launch."""
 
-    def __enter__(self) -> EmulatedStream:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        return None
+    def __exit__(self, *_: object) -> None:
+        """Nothing ends here."""
 
     def wait_event(self, event: EmulatedEvent) -> None:
         """Return at once; raises RuntimeError if the event was never recorded, where a real stream would race."""

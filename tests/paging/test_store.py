@@ -187,6 +187,15 @@ def learned_store(model: ModelProfile, policy: Policy) -> tuple[PageStore, Place
     return store, place(model, replace(policy, residents="learned"))
 
 
+def test_a_resident_page_with_a_copy_in_host_memory_is_loaded_into_both() -> None:
+    model = small_model()
+    store, placement = learned_store(model, small_policy(model, discrete=True, resident=5, host=3))
+    assert placement.host_copies and placement.resident
+    for page in placement.resident:
+        assert store.offloaded_tier(page).view(torch.float32).eq(mark(page)).all()
+        assert store.resident[store.table[page.layer, page.expert]].page.view(torch.float32).eq(mark(page)).all()
+
+
 @examples(60)
 @given(case=placed(), data=st.data())
 def test_experts_are_found_once_others_are_near(case: tuple[ModelProfile, Policy], data: st.DataObject) -> None:

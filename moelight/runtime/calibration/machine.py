@@ -241,7 +241,8 @@ def _large_expert(pool: Pool, effort: Effort) -> Shape:
 def _profile(name: str, machine: Machine, found: _Findings, took_s: float) -> HardwareProfile:
     figures = found.figures.items()
     values = {key: significant(1 / each.rate if key in _IN_SECONDS else each.rate) for key, each in figures}
-    counts, ways = {"cpu": 1}, ()
+    counts = {"cpu": 1}
+    ways: tuple[tuple[str, str], ...] = ()
     if machine.discrete:
         counts = {"gpu": torch.get_device_module(machine.device).device_count(), "cpu": 1}
         ways = (("host", "device"), ("device", "host"))

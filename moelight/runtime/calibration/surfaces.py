@@ -166,8 +166,8 @@ def points(unit: str, pool: Pool, effort: Effort) -> Points:
         if experts >= TOP_K:
             # rows of an expert that some token meets
             mean_rows = tokens * TOP_K / (experts * (1 - (1 - TOP_K / experts) ** tokens))
-            work = pool.measure(moe_work, page, experts, tokens)
-            found[f"{unit}_experts", _nbytes(pool, *_page(page)), mean_rows] = work
+            point = f"{unit}_experts", _nbytes(pool, *_page(page)), mean_rows
+            found[point] = pool.measure(moe_work, page, experts, tokens)
     for tokens in effort.touching:
         touch = partial(touches, pool, tokens) if on_cpu else pool.measure(norm_work, tokens, HIDDEN)
         found[f"{unit}_elementwise", 0, _touched(tokens) / 2] = touch
