@@ -29,13 +29,13 @@ from moelight.kernels.products import Workspace
 from moelight.kernels.reads import FileReader, ReadPart
 from moelight.models.decoder import Decoder
 from moelight.paging.arena import typed
-from moelight.paging.kv import BlockPool, KVCache, TokenCache
+from moelight.paging.kv import BlockPool, paged_cache, token_cache
 from moelight.paging.ring import RingPager
 from moelight.paging.store import PageStore
 from moelight.runtime.attention_ops import Act, DeviceAttention, HostAttention
 from moelight.runtime.executor import Executor
 from moelight.runtime.machine import Machine, allocate_for, cores_for, open_lanes
-from moelight.runtime.microbatch import SavedActivationArena, StagingArena
+from moelight.runtime.microbatch import SavedActivations, StagingBuffers
 from moelight.runtime.moe_ops import MoEOps
 from moelight.runtime.ops import Operations
 from moelight.scheduler.layout import layout_of
@@ -75,13 +75,15 @@ class LoadedModel:
             arenas = allocate_for(machine, announced, pinned_pages=self.layout.pinned_pages)
             tokens, hidden = pass_tokens(policy), self.profile.hidden_size
             self.hidden = typed(arenas["hidden"], dtype, (tokens, hidden))
-            self.crossing: StagingArena | None = None
+            self.crossing: StagingBuffers | None = None
             if "crossing" in arenas:
-                self.crossing = StagingArena(arenas["crossing"], self.profile, policy, self.dtype, tokens)
-            self.kept: SavedActivationArena | None = None
+                self.crossing = StagingBuffers.in_arena(arenas["crossing"], self.profile, policy, self.dtype, tokens)
+            self.kept: SavedActivations | None = None
             if "mixture" in arenas:
-                sizes = {"tokens": tokens, "hidden": hidden, "top_k": self.profile.router.top_k}
-                self.kept = SavedActivationArena(arenas["mixture"], **sizes, dtype=dtype)
+                top_k = self.profile.router.top_k
+                self.kept = SavedActivations.in_arena(
+                    arenas["mixture"], tokens=tokens, hidden=hidden, top_k=top_k, dtype=dtype
+                )
             self.weights = load_dense(source.weight_map, self.profile, arenas["dense"], dtype)
             self.pages = self._load_pages(arenas, experts)
             self.pager: RingPager | None = None
@@ -137,11 +139,11 @@ class LoadedModel:
         spec, layers = self.profile.attention, self.profile.num_layers
         blocks, size = self.pool.blocks, policy.kv_block_size
         if policy.attention_device == "cpu":
-            paged = KVCache(arenas["kv"], spec, num_layers=layers, blocks=blocks, block_size=size, dtype=dtype)
+            paged = paged_cache(arenas["kv"], spec, num_layers=layers, blocks=blocks, block_size=size, dtype=dtype)
             return HostAttention(spec, paged).table
 
-        def cache(name: str, blocks: int) -> TokenCache:
-            return TokenCache(arenas[name], spec, num_layers=layers, slots=blocks * size, dtype=dtype)
+        def cache(name: str, blocks: int) -> Tensor:
+            return token_cache(arenas[name], spec, num_layers=layers, slots=blocks * size, dtype=dtype)
 
         host, there = self.pool.host_blocks, blocks - self.pool.host_blocks
         shape = (KV_BUFFERS, int(kv_buffer_tokens(policy)), 2, spec.num_kv_heads, spec.head_dim)

@@ -20,7 +20,7 @@ from moelight.engine.loaded_model import LoadedModel
 from moelight.hrm.placement import moved
 from moelight.optimizer.adapter import Allocation
 from moelight.paging.ring import RingPager
-from moelight.runtime.context import Chunk, Targets, find_added, find_context
+from moelight.runtime.context import Chunk, find_added, find_context
 from moelight.runtime.executor import PassInFlight
 from moelight.runtime.machine import Machine
 from moelight.runtime.microbatch import MicroBatch, pack, require
@@ -174,7 +174,7 @@ class PassRunner:
         if not self._streaming:
             return {}, None
         store, layout = self.model.pages, self._schedules.layout
-        each, ring = len(layout.parts), len(store.ring_pages)
+        each, ring = len(layout.parts), len(store.ring)
         pages, ahead = layout.streamed[::each], prefetched // each
         used = range(max(0, len(pages) + ahead - ring) if self._position else len(pages), len(pages))
         at = self._position - len(layout.streamed)
@@ -233,10 +233,6 @@ class PassRunner:
 
 def _chunk(chunk: SequenceChunk) -> Chunk:
     sequence, scored = chunk.sequence, chunk.scored
-    targets = None
-    if scored:
-        token_ids = sequence.request.token_ids[scored.start : scored.stop]
-        targets = Targets(row=scored.start - 1 - chunk.start, token_ids=token_ids)
     return Chunk(
         token_ids=chunk.token_ids,
         start=chunk.start,
@@ -244,5 +240,6 @@ def _chunk(chunk: SequenceChunk) -> Chunk:
         place=sequence.place,
         samples=chunk.completes and sequence.max_tokens > 0,
         decodes=chunk.decodes,
-        targets=targets,
+        targets=sequence.request.token_ids[scored.start : scored.stop] if scored else (),
+        first_scored=scored.start - 1 - chunk.start if scored else 0,
     )

@@ -22,6 +22,16 @@ _FOREVER = 1 << 62
 Shape = Sequence[int | None]
 
 
+def lend(**tensors: Tensor) -> list[object]:
+    """DLPack capsules of the tensors' memory, in order."""
+    return [as_dlpack(name, tensor) for name, tensor in tensors.items()]
+
+
+def lend_given(**tensors: Tensor | None) -> list[object]:
+    """`lend`, and None for None."""
+    return [None if tensor is None else as_dlpack(name, tensor) for name, tensor in tensors.items()]
+
+
 def as_dlpack(name: str, tensor: Tensor) -> object:
     """DLPack capsule of the tensor's memory."""
     try:
@@ -30,9 +40,9 @@ def as_dlpack(name: str, tensor: Tensor) -> object:
         raise ValueError(f"{name}: not a tensor in CPU memory: {error}") from error
 
 
-def maybe_dlpack(name: str, tensor: Tensor | None) -> object:
-    """`as_dlpack`, and None for None."""
-    return None if tensor is None else as_dlpack(name, tensor)
+def stored(result: Tensor, out: Tensor | None) -> Tensor:
+    """``result``, in ``out`` if given."""
+    return result if out is None else out.copy_(result)
 
 
 def check_threads(threads: object) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moelight.core.policy import KV_BLOCK_SIZES
 from moelight.kernels import arguments, native, reference
-from moelight.kernels.arguments import FLOATS, Shape, as_dlpack, check_tensor, maybe_dlpack
+from moelight.kernels.arguments import FLOATS, Shape, check_tensor, lend, lend_given, stored
 from moelight.kernels.reference import Cache
 
 __all__ = ["cpu_gqa_decode", "cpu_kv_append", "cpu_mla_append", "cpu_mla_decode", "cpu_prefill_attention"]
@@ -64,18 +64,12 @@ def cpu_gqa_decode(
         _check_decode(q, k_cache, v_cache, block_tables, seq_lens, window, sinks, k_scale, v_scale, k_new, v_new, out)
         rest: dict[str, Any] = {"window": window, "sinks": sinks, "softcap": softcap, "k_new": k_new, "v_new": v_new}
         paged = (q, k_cache, v_cache, block_tables, seq_lens)
-        return _stored(reference.gqa_decode(*paged, scale, k_scale=k_scale, v_scale=v_scale, **rest), out)
-    queries, keys, values = as_dlpack("q", q), as_dlpack("k_cache", k_cache), as_dlpack("v_cache", v_cache)
-    tables, lengths = as_dlpack("block_tables", block_tables), as_dlpack("seq_lens", seq_lens)
-    scales = (maybe_dlpack("k_scale", k_scale), maybe_dlpack("v_scale", v_scale))
-    new = (maybe_dlpack("k_new", k_new), maybe_dlpack("v_new", v_new))
-    sink = maybe_dlpack("sinks", sinks)
+        return stored(reference.gqa_decode(*paged, scale, k_scale=k_scale, v_scale=v_scale, **rest), out)
+    lent = lend(q=q, k_cache=k_cache, v_cache=v_cache, block_tables=block_tables, seq_lens=seq_lens)
+    sink, *rows = lend_given(sinks=sinks, k_scale=k_scale, v_scale=v_scale, k_new=k_new, v_new=v_new)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    into = as_dlpack("out", out)
-    extension.gqa_decode(
-        queries, keys, values, tables, lengths, scale, window or 0, sink, softcap or 0.0, *scales, *new, into, threads
-    )
+    extension.gqa_decode(*lent, scale, window or 0, sink, softcap or 0.0, *rows, *lend(out=out), threads)
     return out
 
 
@@ -103,19 +97,15 @@ def cpu_kv_append(
     threads = arguments.check_threads(threads)
     extension = native.extension()
     if extension is None:
-        _check_append(k_cache, v_cache, k_new, v_new, slots, k_scale, v_scale)
+        (blocks, kv_heads, block_size, head_dim), dtypes = _check_caches(k_cache, v_cache, k_scale, v_scale)
+        check_tensor("slots", slots, torch.int64, (None,))
+        check_tensor("k_new", k_new, dtypes, (len(slots), kv_heads, head_dim))
+        check_tensor("v_new", v_new, k_new.dtype, k_new.shape)
+        arguments.check_indices("slots", slots, blocks * block_size)
         reference.kv_append(k_cache, v_cache, k_new, v_new, slots, k_scale=k_scale, v_scale=v_scale)
         return
-    extension.kv_append(
-        as_dlpack("k_cache", k_cache),
-        as_dlpack("v_cache", v_cache),
-        as_dlpack("k_new", k_new),
-        as_dlpack("v_new", v_new),
-        as_dlpack("slots", slots),
-        maybe_dlpack("k_scale", k_scale),
-        maybe_dlpack("v_scale", v_scale),
-        threads,
-    )
+    lent = lend(k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new, slots=slots)
+    extension.kv_append(*lent, *lend_given(k_scale=k_scale, v_scale=v_scale), threads)
 
 
 def cpu_mla_decode(
@@ -143,21 +133,19 @@ def cpu_mla_decode(
     scale, threads = arguments.check_number("scale", scale), arguments.check_threads(threads)
     extension = native.extension()
     if extension is None:
-        _check_latent(q_nope_absorbed, q_rope, cache, block_tables, seq_lens, out)
-        return _stored(reference.mla_decode(q_nope_absorbed, q_rope, cache, block_tables, seq_lens, scale), out)
-    queries = as_dlpack("q_nope_absorbed", q_nope_absorbed)
+        blocks, block_size, row = _check_filled("cache", cache, FLOATS, (None,) * 3)
+        batch, heads, latent = _check_filled("q_nope_absorbed", q_nope_absorbed, cache.dtype, (None,) * 3)
+        _, _, rotary = _check_filled("q_rope", q_rope, cache.dtype, (batch, heads, None))
+        if latent + rotary != row:
+            raise ValueError(f"cache: its rows have {row} elements, the queries {latent} + {rotary}")
+        _check_optional(("out", out, cache.dtype, q_nope_absorbed.shape))
+        _check_blocks("seq_lens", seq_lens, block_tables, batch, blocks, block_size)
+        return stored(reference.mla_decode(q_nope_absorbed, q_rope, cache, block_tables, seq_lens, scale), out)
+    queries = lend(q_nope_absorbed=q_nope_absorbed, q_rope=q_rope)
+    paged = lend(cache=cache, block_tables=block_tables, seq_lens=seq_lens)
     if out is None:
         out = torch.empty_like(q_nope_absorbed, memory_format=torch.contiguous_format)
-    extension.mla_decode(
-        queries,
-        as_dlpack("q_rope", q_rope),
-        as_dlpack("cache", cache),
-        as_dlpack("block_tables", block_tables),
-        as_dlpack("seq_lens", seq_lens),
-        scale,
-        as_dlpack("out", out),
-        threads,
-    )
+    extension.mla_decode(*queries, *paged, scale, *lend(out=out), threads)
     return out
 
 
@@ -179,7 +167,7 @@ def cpu_mla_append(cache: Tensor, new: Tensor, slots: Tensor, *, threads: int | 
         arguments.check_indices("slots", slots, blocks * block_size)
         reference.mla_append(cache, new, slots)
         return
-    extension.mla_append(as_dlpack("cache", cache), as_dlpack("new", new), as_dlpack("slots", slots), threads)
+    extension.mla_append(*lend(cache=cache, new=new, slots=slots), threads)
 
 
 def cpu_prefill_attention(
@@ -224,24 +212,20 @@ def cpu_prefill_attention(
     if extension is None:
         _check_prefill(q, k, v, cu_seqlens, window, sinks, cache, k_scale, v_scale, out)
         rest: dict[str, Any] = {"window": window, "sinks": sinks, "softcap": softcap, "cache": cache}
-        return _stored(
-            reference.prefill_attention(q, k, v, cu_seqlens, scale, **rest, k_scale=k_scale, v_scale=v_scale), out
-        )
-    prompts = [as_dlpack(name, each) for name, each in (("q", q), ("k", k), ("v", v), ("cu_seqlens", cu_seqlens))]
-    names = ("k_cache", "v_cache", "block_tables", "context_lens")
-    context = [None] * 4 if cache is None else [as_dlpack(name, each) for name, each in zip(names, cache, strict=True)]
-    scales = (maybe_dlpack("k_scale", k_scale), maybe_dlpack("v_scale", v_scale))
-    sink = maybe_dlpack("sinks", sinks)
+        result = reference.prefill_attention(q, k, v, cu_seqlens, scale, **rest, k_scale=k_scale, v_scale=v_scale)
+        return stored(result, out)
+    prompts = lend(q=q, k=k, v=v, cu_seqlens=cu_seqlens)
+    paged: list[object] = [None] * 4
+    if cache is not None:
+        k_cache, v_cache, block_tables, context_lens = cache
+        paged = lend(k_cache=k_cache, v_cache=v_cache, block_tables=block_tables, context_lens=context_lens)
+    sink, *scales = lend_given(sinks=sinks, k_scale=k_scale, v_scale=v_scale)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     extension.prefill_attention(
-        *prompts, scale, window or 0, sink, softcap or 0.0, *context, *scales, as_dlpack("out", out), threads
+        *prompts, scale, window or 0, sink, softcap or 0.0, *paged, *scales, *lend(out=out), threads
     )
     return out
-
-
-def _stored(result: Tensor, out: Tensor | None) -> Tensor:
-    return result if out is None else out.copy_(result)
 
 
 def _check_filled(name: str, tensor: Tensor, dtypes: torch.dtype | tuple[torch.dtype, ...], shape: Shape) -> torch.Size:
@@ -312,34 +296,6 @@ def _check_decode(
         ("v_new", v_new, q.dtype, (batch, kv_heads, head_dim)),
     )
     _check_blocks("seq_lens", seq_lens, block_tables, batch, blocks, block_size, window)
-
-
-def _check_append(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> None:
-    (blocks, kv_heads, block_size, head_dim), dtypes = _check_caches(k_cache, v_cache, k_scale, v_scale)
-    check_tensor("slots", slots, torch.int64, (None,))
-    check_tensor("k_new", k_new, dtypes, (len(slots), kv_heads, head_dim))
-    check_tensor("v_new", v_new, k_new.dtype, k_new.shape)
-    arguments.check_indices("slots", slots, blocks * block_size)
-
-
-def _check_latent(
-    q_nope_absorbed: Tensor, q_rope: Tensor, cache: Tensor, block_tables: Tensor, seq_lens: Tensor, out: Tensor | None
-) -> None:
-    blocks, block_size, row = _check_filled("cache", cache, FLOATS, (None,) * 3)
-    batch, heads, latent = _check_filled("q_nope_absorbed", q_nope_absorbed, cache.dtype, (None,) * 3)
-    _, _, rotary = _check_filled("q_rope", q_rope, cache.dtype, (batch, heads, None))
-    if latent + rotary != row:
-        raise ValueError(f"cache: its rows have {row} elements, the queries {latent} + {rotary}")
-    _check_optional(("out", out, cache.dtype, q_nope_absorbed.shape))
-    _check_blocks("seq_lens", seq_lens, block_tables, batch, blocks, block_size)
 
 
 def _check_context(cache: object, k_scale: Tensor | None, v_scale: Tensor | None) -> None:

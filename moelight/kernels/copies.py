@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moelight.kernels import arguments, native
-from moelight.kernels.arguments import as_dlpack, check_tensor
+from moelight.kernels.arguments import check_tensor, lend
 
 
 def copy_pages(dst: Tensor, src: Tensor, *, threads: int | None = None) -> None:
@@ -18,7 +18,7 @@ def copy_pages(dst: Tensor, src: Tensor, *, threads: int | None = None) -> None:
     threads = arguments.check_threads(threads)
     extension = native.extension()
     if extension is not None:
-        extension.copy_pages(as_dlpack("dst", dst), as_dlpack("src", src), threads)
+        extension.copy_pages(*lend(dst=dst, src=src), threads)
         return
     check_tensor("src", src, torch.uint8, check_tensor("dst", dst, torch.uint8, (None,)))
     if dst.numel() and abs(dst.data_ptr() - src.data_ptr()) < dst.numel():

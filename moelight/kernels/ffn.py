@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from moelight.kernels import arguments, native, reference
-from moelight.kernels.arguments import FLOATS, INTEGERS, as_dlpack, check_tensor, maybe_dlpack
+from moelight.kernels.arguments import FLOATS, INTEGERS, as_dlpack, check_tensor, lend, lend_given, stored
 
 Tensors = Sequence[Tensor | None]
 _GROUP_STEP = 32
@@ -59,19 +59,11 @@ def cpu_linear(
         _check_weight(names, (weight, bias, scale), (outputs, inputs), group_size, weight.dtype, bias_dtypes)
         if out is not None:
             check_tensor("out", out, x.dtype, (tokens, outputs))
-        result = reference.linear(x, weight, bias, scale=scale, group_size=group_size)
-        return result if out is None else out.copy_(result)
+        return stored(reference.linear(x, weight, bias, scale=scale, group_size=group_size), out)
     if out is None:
         out = torch.empty((_rows("x", x), _rows("weight", weight)), dtype=x.dtype)
-    extension.linear(
-        as_dlpack("x", x),
-        as_dlpack("weight", weight),
-        maybe_dlpack("bias", bias),
-        maybe_dlpack("scale", scale),
-        group_size or 0,
-        as_dlpack("out", out),
-        threads,
-    )
+    lent, rest = lend(x=x, weight=weight), lend_given(bias=bias, scale=scale)
+    extension.linear(*lent, *rest, group_size or 0, *lend(out=out), threads)
     return out
 
 
@@ -117,14 +109,14 @@ def cpu_expert_ffn(
     if extension is None:
         cuts = _check_experts(x, gate_up, down, offsets, optional, group_size, out)
         result = reference.expert_ffn(x, gate_up, down, cuts, activation=activation, group_size=group_size, **optional)
-        return result if out is None else out.copy_(result)
+        return stored(result, out)
     rows = as_dlpack("x", x)
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     lists = (_export("gate_up", gate_up), _export("down", down))
     rest = [None if tensors is None else _export(name, tensors) for name, tensors in optional.items()]
-    into = as_dlpack("out", out)
-    extension.expert_ffn(rows, *lists, as_dlpack("offsets", offsets), activation, *rest, group_size or 0, into, threads)
+    bounds, into = lend(offsets=offsets, out=out)
+    extension.expert_ffn(rows, *lists, bounds, activation, *rest, group_size or 0, into, threads)
     return out
 
 

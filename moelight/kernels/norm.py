@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moelight.kernels import arguments, native, reference
-from moelight.kernels.arguments import FLOATS, as_dlpack, check_tensor
+from moelight.kernels.arguments import FLOATS, as_dlpack, check_tensor, lend, stored
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, add: Tensor | None = None) -> Tensor:
@@ -58,8 +58,7 @@ def cpu_rms_norm(
                 check_tensor(name, tensor, x.dtype, shape)
         if add is not None:
             x += add
-        result = reference.rms_norm(x, weight, eps)
-        return result if out is None else out.copy_(result)
+        return stored(reference.rms_norm(x, weight, eps), out)
     rows, added = _headed("x", x), None if add is None else _headed("add", add)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype)
@@ -88,12 +87,11 @@ def cpu_rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None
             ("out", x if out is None else out, (tokens, heads, size)),
         ):
             check_tensor(name, tensor, x.dtype, shape)
-        result = reference.rotate(x, cos, sin)
-        return result if out is None else out.copy_(result)
+        return stored(reference.rotate(x, cos, sin), out)
     rows = as_dlpack("x", x)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype)
-    extension.rotate(rows, as_dlpack("cos", cos), as_dlpack("sin", sin), as_dlpack("out", out), threads)
+    extension.rotate(rows, *lend(cos=cos, sin=sin, out=out), threads)
     return out
 
 

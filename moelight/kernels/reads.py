@@ -9,15 +9,13 @@ import atexit
 import errno
 import os
 import stat
-import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -30,80 +28,51 @@ from moelight.kernels import native
 from moelight.kernels.arguments import as_dlpack, check_integer, check_tensor
 
 Fault = tuple[int, str, str]
-Done = Callable[["Fault | None"], None]
 
 
 class PreadRequest:
-    """One call of `PreadReader.submit`."""
+    """One call of `PreadReader.submit`, whose chunks are read in order."""
 
-    def __init__(self, chunks: int, done: Done | None) -> None:
-        self.left = chunks
-        self.done = done
-        self.first: Fault | None = None
-        self.first_number = 0
-        self._finished = threading.Event()
+    def __init__(self) -> None:
+        self.chunks: list[Future[Fault | None]] = []
+        self.failed = False
         self._process = os.getpid()
 
     @property
     def finished(self) -> bool:
-        return self._finished.is_set()
+        return all(chunk.done() for chunk in self.chunks)
 
     def wait(self, seconds: float) -> bool:
         if not self.finished:
             _check_home(self._process)
-            _refuse_to_wait()
-        return self._finished.wait(seconds)
+        return not wait(self.chunks, seconds).not_done
 
     def fault(self) -> Fault | None:
-        return self.first
-
-    def finish(self) -> None:
-        """Call the callback, then release the threads in `wait`."""
-        if self.done is not None:
-            try:
-                self.done(self.first)
-            except BaseException as error:  # noqa: BLE001 - no caller could receive it
-                told = (type(error), error, error.__traceback__, "a callback of a file reader", None)
-                sys.unraisablehook(SimpleNamespace(**dict(zip(_UNRAISABLE, told, strict=True))))
-            self.done = None
-        self._finished.set()
+        return next((fault for chunk in self.chunks if (fault := chunk.result())), None)
 
 
 class PreadReader:
     """The methods of the extension's `FileReader`; every file is read through the page cache."""
 
     def __init__(self, files: list[bytes], depth: int, chunk_bytes: int, direct: bool) -> None:  # noqa: ARG002
-        self._descriptors: list[int] = []
         self._paths = [os.fsdecode(file) for file in files]
         self._chunk_bytes, self._process = chunk_bytes, os.getpid()
-        self._waiting: deque[tuple[PreadRequest, int, tuple[int, int, Any]]] = deque()
-        self._changed = threading.Condition()
-        self._closing = False
+        self._turn = threading.Lock()
         self._bytes = self._reads = self._in_flight = 0
         self._busy_s = self._busy_since = 0.0
-        try:
-            for path in self._paths:
-                self._descriptors.append(_open(path))
-        except OSError:
-            self._close_files()
-            raise
-        self._threads = [
-            threading.Thread(target=self._serve, name="moelight-reader", daemon=True) for _ in range(depth)
-        ]
-        for thread in self._threads:
-            thread.start()
+        with ExitStack() as opened:
+            self._descriptors = [_open(path, opened) for path in self._paths]
+            self._files = opened.pop_all()
+        self._threads = ThreadPoolExecutor(depth, "moelight-reader")
 
-    def submit(self, files: list[int], offsets: list[int], dests: list[Any], done: Done | None) -> PreadRequest:
+    def submit(self, files: list[int], offsets: list[int], dests: list[Any], done: None) -> PreadRequest:  # noqa: ARG002
         _check_home(self._process)
-        chunks = [
-            (file, offset + begin, dest[begin : begin + self._chunk_bytes])
+        request = PreadRequest()
+        request.chunks = [
+            self._threads.submit(self._serve, request, file, offset + begin, dest[begin : begin + self._chunk_bytes])
             for file, offset, dest in zip(files, offsets, dests, strict=True)
             for begin in range(0, len(dest) or 1, self._chunk_bytes)
         ]
-        request = PreadRequest(len(chunks), done)
-        with self._changed:
-            self._waiting.extend((request, number, chunk) for number, chunk in enumerate(chunks))
-            self._changed.notify_all()
         return request
 
     def direct(self, _: int) -> bool:
@@ -111,51 +80,32 @@ class PreadReader:
 
     def counts(self) -> dict[str, float]:
         _check_home(self._process)
-        with self._changed:
+        with self._turn:
             running_s = time.perf_counter() - self._busy_since if self._in_flight else 0.0
             busy_s = self._busy_s + running_s
             return {"bytes": self._bytes, "copied_bytes": 0, "reads": self._reads, "busy_s": busy_s}
 
     def close(self) -> None:
-        if self._process != os.getpid():
-            return
-        _refuse_to_wait()
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
-        self._close_files()
+        if self._process == os.getpid():
+            self._threads.shutdown()
+            self._files.close()
 
-    def _close_files(self) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.pop())
-
-    def _serve(self) -> None:
-        _LOCAL.reading = True
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._waiting)
-                if not self._waiting:
-                    return
-                request, number, (file, offset, dest) = self._waiting.popleft()
-                wanted = request.first is None and len(dest) > 0
-                if wanted and self._in_flight == 0:
-                    self._busy_since = time.perf_counter()
-                self._in_flight += wanted
-            fault = self._read(file, offset, dest) if wanted else None
-            with self._changed:
-                self._reads += wanted
-                self._in_flight -= wanted
-                if wanted and self._in_flight == 0:
-                    self._busy_s += time.perf_counter() - self._busy_since
-                self._bytes += len(dest) if wanted and fault is None else 0
-                if fault is not None and (request.first is None or number < request.first_number):
-                    request.first, request.first_number = fault, number
-                request.left -= 1
-                last = request.left == 0
-            if last:
-                request.finish()
+    def _serve(self, request: PreadRequest, file: int, offset: int, dest: Any) -> Fault | None:
+        if request.failed or not len(dest):
+            return None
+        with self._turn:
+            if self._in_flight == 0:
+                self._busy_since = time.perf_counter()
+            self._in_flight += 1
+        fault = self._read(file, offset, dest)
+        with self._turn:
+            self._reads += 1
+            self._in_flight -= 1
+            if self._in_flight == 0:
+                self._busy_s += time.perf_counter() - self._busy_since
+            self._bytes += len(dest) if fault is None else 0
+        request.failed |= fault is not None
+        return fault
 
     def _read(self, file: int, offset: int, dest: Any) -> Fault | None:
         left, at = memoryview(dest), offset
@@ -172,26 +122,19 @@ class PreadReader:
         return None
 
 
-_LOCAL = threading.local()
-_UNRAISABLE = ("exc_type", "exc_value", "exc_traceback", "err_msg", "object")
-
-
-def _refuse_to_wait() -> None:
-    if getattr(_LOCAL, "reading", False):
-        raise RuntimeError("a callback of a reader must not wait for reads: it keeps one of them waiting")
-
-
 def _check_home(process: int) -> None:
     if process != os.getpid():
         raise RuntimeError("a reader serves the process that opened it, not its forks")
 
 
-def _open(path: str) -> int:
+def _open(path: str, opened: ExitStack) -> int:
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
         code = errno.EISDIR if stat.S_ISDIR(mode) else errno.ESPIPE
         raise OSError(code, os.strerror(code), path)
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    opened.callback(os.close, descriptor)
+    return descriptor
 
 
 MAX_DEPTH = 64
@@ -222,28 +165,23 @@ class ReadCounts:
 class ReadTicket:
     """Submitted parts. Keeps their memory alive until they are read."""
 
-    def __init__(self, parts: Sequence[ReadPart], *, told: bool) -> None:
-        self._parts = tuple(parts)
-        self._told = told
-        self._request: Any = None
+    def __init__(self, parts: Sequence[ReadPart], request: Any) -> None:
+        self._parts, self._request = parts, request
+        self._told = False
 
     def done(self) -> bool:
         """True if no read is in flight any more: `wait` returns at once, or raises."""
         return bool(self._request.finished)
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self) -> None:
         """Return when every part is in place; other threads run meanwhile.
 
         Raises:
             OSError: a part cannot be read, or its file ends early; names file and byte. The other parts are undefined.
-            TimeoutError: not within ``timeout`` seconds; the reads continue.
-            RuntimeError: called by a callback of the reader, or in a fork, where it would block forever.
+            RuntimeError: called in a fork, where it would block forever.
         """
-        left = float("inf") if timeout is None else timeout
-        while not self._request.wait(min(left, _POLL_S)):
-            left -= _POLL_S
-            if left <= 0:
-                raise TimeoutError(f"not read within {timeout} s")
+        while not self._request.wait(_POLL_S):
+            pass
         self._told = True
         self._raise()
 
@@ -294,25 +232,16 @@ class FileReader(AbstractContextManager["FileReader"]):
         self._closed = False
         _OPEN.add(self)
 
-    def submit(self, parts: Sequence[ReadPart], done: Callable[[OSError | None], None] | None = None) -> ReadTicket:
-        """Submit ``parts`` to be read; raises ValueError for a file that was not opened, a wrong offset or memory.
-
-        ``done`` is called once, in a thread of the reader, with None or the error. It must not wait for reads; an
-        exception it raises goes to `sys.unraisablehook`.
-        """
+    def submit(self, parts: Sequence[ReadPart]) -> ReadTicket:
+        """Submit ``parts`` to be read; raises ValueError for a file that was not opened, a wrong offset or memory."""
         if self._closed:
             raise ValueError("reader: is closed")
-        found = [self._check(part) for part in parts]
+        found = tuple(self._check(part) for part in parts)
         if not found:
             raise ValueError("parts: must be at least one")
-        ticket = ReadTicket(found, told=done is not None)
-        tell = None if done is None else lambda fault: done(None if fault is None else OSError(*fault))
-        ticket._request = self._reader.submit(
-            [self._index[part.file] for part in found],
-            [part.offset for part in found],
-            [self._export("dest", part.dest) for part in found],
-            tell,
-        )
+        files, offsets = [self._index[part.file] for part in found], [part.offset for part in found]
+        dests = [self._export("dest", part.dest) for part in found]
+        ticket = ReadTicket(found, self._reader.submit(files, offsets, dests, None))
         with self._turn:
             self._running = [other for other in self._running if not other._over()]
             self._running.append(ticket)
@@ -344,10 +273,7 @@ class FileReader(AbstractContextManager["FileReader"]):
         self.close()
 
     def __del__(self) -> None:
-        try:
-            self.close()
-        except RuntimeError:  # released by its own callback, in a thread that cannot wait for itself
-            threading.Thread(target=self.close, name="moelight-reader-closing").start()
+        self.close()
 
     def _check(self, part: object) -> ReadPart:
         if not isinstance(part, tuple) or len(part) != 3:
@@ -379,6 +305,6 @@ _OPEN: WeakSet[FileReader] = WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Close all readers before the interpreter ends, while callbacks can still run."""
+    """Close all readers before the interpreter ends."""
     for reader in list(_OPEN):
         reader.close()

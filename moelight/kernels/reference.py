@@ -284,7 +284,7 @@ def expert_ffn(
 
 def route(logits: Tensor, top_k: int, *, normalize: bool, round_weights: bool) -> tuple[Tensor, Tensor]:
     """`cpu_route`: logits [T, E] -> weights float32 [T, k] and ids int32 [T, k], ids ascending."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    wide = _wide(logits)
     shares = wide.softmax(-1)
     wide = wide.masked_fill(shares.isnan().any(-1, keepdim=True), 0.0)
     ids = wide.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
@@ -308,11 +308,6 @@ def sort_by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, T
     offsets[1:] = torch.bincount(flat, minlength=experts).cumsum(0)
     token = order // max(1, top_k)
     return order.int(), token.int(), position.view(tokens, top_k).int(), offsets.int()
-
-
-def gather_rows(x: Tensor, token_of_row: Tensor) -> Tensor:
-    """x [T, H], token_of_row int32 [R] -> [R, H]."""
-    return x.index_select(0, token_of_row.long())
 
 
 def scatter_sum(rows: Tensor, position: Tensor, weights: Tensor, out: Tensor, *, residual: bool) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moelight.kernels import arguments, native, reference
-from moelight.kernels.arguments import FLOATS, as_dlpack, check_integer, check_tensor
+from moelight.kernels.arguments import FLOATS, as_dlpack, check_integer, check_tensor, lend
 
 MOST_EXPERTS = 1 << 16
 _MOST_ROWS = (1 << 31) - 1
@@ -59,9 +59,8 @@ def cpu_route(
         return reference.route(logits, top_k, normalize=normalize, round_weights=round_weights)
     weights = torch.empty(tokens, top_k, dtype=torch.float32)
     ids = torch.empty(tokens, top_k, dtype=torch.int32)
-    extension.route(
-        lent, top_k, bool(normalize), bool(round_weights), as_dlpack("weights", weights), as_dlpack("ids", ids), threads
-    )
+    into = lend(weights=weights, ids=ids)
+    extension.route(lent, top_k, bool(normalize), bool(round_weights), *into, threads)
     return weights, ids
 
 
@@ -85,8 +84,7 @@ def cpu_sort_by_expert(ids: Tensor, experts: int) -> SortedRows:
         position=torch.empty(tokens, top_k, dtype=torch.int32),
         offsets=torch.empty(experts + 1, dtype=torch.int32),
     )
-    lent = (as_dlpack(name, tensor) for name, tensor in zip(found._fields, found, strict=True))
-    extension.sort_by_expert(lent_ids, experts, *lent)
+    extension.sort_by_expert(lent_ids, experts, *lend(**found._asdict()))
     return found
 
 
@@ -104,7 +102,7 @@ def cpu_gather_rows(
         check_tensor("token_of_row", token_of_row, torch.int32, (None,))
         out = _output(out, x, token_of_row.shape[0])
         arguments.check_indices("token_of_row", token_of_row, x.shape[0])
-        return out.copy_(reference.gather_rows(x, token_of_row))
+        return out.copy_(x.index_select(0, token_of_row.long()))
     rows, tokens = _export("x", x), as_dlpack("token_of_row", token_of_row)
     if out is None:
         out = torch.empty(token_of_row.numel(), x.shape[1], dtype=x.dtype)

@@ -38,7 +38,12 @@ def allocate(footprint: Footprint, device: torch.device, *, pinned_pages: bool =
         where = device if arena.tier == "device" else torch.device("cpu")
         pinned = arena.tier == "host" and arena.purpose in crossing and device.type != "cpu"
         try:
-            arenas[arena.purpose] = _region(arena.bytes, where, device, pinned=pinned)
+            if pinned:
+                arenas[arena.purpose] = page_locked(arena.bytes, device)
+            elif where.type == "cpu":
+                arenas[arena.purpose] = on_huge_pages(arena.bytes)
+            else:
+                arenas[arena.purpose] = _aligned_empty(arena.bytes, device=where)
         except (RuntimeError, MemoryError, OSError):
             raise BudgetError(
                 f"the machine has no {format_bytes(arena.bytes)} left on tier {arena.tier} for {arena.purpose}; "
@@ -63,19 +68,10 @@ def typed(arena: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return arena[:size].view(dtype).view(shape)
 
 
-def _region(size: int, where: torch.device, device: torch.device, *, pinned: bool) -> Tensor:
-    if pinned:
-        return page_locked(size, device)
-    if where.type == "cpu":
-        return on_huge_pages(size)
-    return _aligned_empty(size, device=where)
-
-
 def on_huge_pages(size: int) -> Tensor:
     """``size`` bytes of host memory, on huge pages where the system has them, so that sequential reads avoid TLB misses
     (docs/log.md). Pages are committed on first write."""
-    raw = torch.frombuffer(_mapped(size), dtype=torch.uint8)
-    return raw[_start(raw) :][:size]
+    return _mapped(size)[1]
 
 
 def page_locked(size: int, device: torch.device) -> Tensor:
@@ -105,9 +101,7 @@ def _aligned_empty(size: int, **kind: Any) -> Tensor:
 
 
 def _locked(size: int) -> Tensor:
-    cells = _mapped(size)
-    raw = torch.frombuffer(cells, dtype=torch.uint8)
-    region = raw[_start(raw) :][:size]
+    cells, region = _mapped(size)
     runtime, address = _runtime(), region.data_ptr()
     if size:
         code = int(runtime.cudaHostRegister(address, -(-size // _PAGE) * _PAGE, _PORTABLE))
@@ -117,16 +111,15 @@ def _locked(size: int) -> Tensor:
     return region
 
 
-def _mapped(size: int) -> Any:
+def _mapped(size: int) -> tuple[Any, Tensor]:
+    """Cells of a new mapping, and ``size`` bytes of them from a huge page's start on."""
     memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel built without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return (ctypes.c_char * len(memory)).from_buffer(memory)
-
-
-def _start(raw: Tensor) -> int:
-    return -raw.data_ptr() % HUGE_PAGE
+    cells = (ctypes.c_char * len(memory)).from_buffer(memory)
+    raw = torch.frombuffer(cells, dtype=torch.uint8)
+    return cells, raw[-raw.data_ptr() % HUGE_PAGE :][:size]
 
 
 def _runtime() -> Any:

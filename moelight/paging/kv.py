@@ -1,5 +1,5 @@
 """The paged KV cache: blocks of tokens, assigned to sequences through block tables, with the same index in every layer.
-Two layouts: CPU attention reads `KVCache` in place; contexts of `TokenCache` are copied for device attention."""
+Two layouts: CPU attention reads a `paged_cache` in place; contexts of a `token_cache` are copied to the device."""
 
 from __future__ import annotations
 
@@ -14,31 +14,18 @@ from moelight.paging.arena import typed
 from moelight.profiles.model import AttentionSpec
 
 
-class KVCache:
-    """Keys and values for CPU attention."""
-
-    def __init__(
-        self, arena: Tensor, spec: AttentionSpec, *, num_layers: int, blocks: int, block_size: int, dtype: torch.dtype
-    ) -> None:
-        shape = (num_layers, 2, blocks, spec.num_kv_heads, block_size, spec.head_dim)
-        pool = typed(arena, dtype, shape)
-        self.block_size = block_size
-        self._layers = [(pool[layer, 0], pool[layer, 1]) for layer in range(num_layers)]
-
-    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of ``layer``, each ``[blocks, Hkv, block_size, D]``."""
-        return self._layers[layer]
+def paged_cache(
+    arena: Tensor, spec: AttentionSpec, *, num_layers: int, blocks: int, block_size: int, dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of every layer for CPU attention, each ``[blocks, Hkv, block_size, D]``."""
+    pool = typed(arena, dtype, (num_layers, 2, blocks, spec.num_kv_heads, block_size, spec.head_dim))
+    return [(layer[0], layer[1]) for layer in pool]
 
 
-class TokenCache:
-    """Keys and values for device attention: slot block * block_size + offset holds a token's key and value."""
-
-    def __init__(self, arena: Tensor, spec: AttentionSpec, *, num_layers: int, slots: int, dtype: torch.dtype) -> None:
-        self._pool = typed(arena, dtype, (num_layers, slots, 2, spec.num_kv_heads, spec.head_dim))
-
-    def layer(self, layer: int) -> Tensor:
-        """``[slots, 2, Hkv, D]`` of ``layer``."""
-        return self._pool[layer]
+def token_cache(arena: Tensor, spec: AttentionSpec, *, num_layers: int, slots: int, dtype: torch.dtype) -> Tensor:
+    """Keys and values for device attention ``[layers, slots, 2, Hkv, D]``: slot block * block_size + offset holds those
+    of a token."""
+    return typed(arena, dtype, (num_layers, slots, 2, spec.num_kv_heads, spec.head_dim))
 
 
 def put(into: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -61,8 +48,9 @@ class BlockPool:
 
     def __init__(self, blocks: int, device_blocks: int = 0) -> None:
         self.blocks, self.host_blocks = blocks, blocks - device_blocks
-        self._on_host = _Free(range(self.host_blocks))
-        self._on_device = _Free(range(self.host_blocks, blocks))
+        # The free blocks of each tier in the order of their reallocation.
+        self._on_host = OrderedDict.fromkeys(range(self.host_blocks))
+        self._on_device = OrderedDict.fromkeys(range(self.host_blocks, blocks))
         self._holders = [0] * blocks
         self._keys: dict[int, bytes] = {}
         self._found: dict[bytes, int] = {}
@@ -81,7 +69,7 @@ class BlockPool:
         there, twice = self._device_part(count), 2 * max(count, 1)
         before = [(2 * i * there + count) // twice for i in range(count + 1)]
         sides = [before[i + 1] > before[i] for i in range(count)]
-        taken = [(self._on_device if on_device else self._on_host).pop() for on_device in sides]
+        taken = [(self._on_device if on_device else self._on_host).popitem(last=False)[0] for on_device in sides]
         for block in taken:
             self._holders[block] = 1
             self._unname(block)
@@ -91,7 +79,7 @@ class BlockPool:
         """Add a reference to each of ``blocks``, which `find` returned."""
         for block in blocks:
             if not self._holders[block]:
-                self._side(block).remove(block)
+                del self._side(block)[block]
             self._holders[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -99,7 +87,9 @@ class BlockPool:
         for block in reversed(blocks):
             self._holders[block] -= 1
             if not self._holders[block]:
-                self._side(block).add(block, named=block in self._keys)
+                side = self._side(block)
+                side[block] = None
+                side.move_to_end(block, last=block in self._keys)
 
     def find(self, key: bytes) -> int | None:
         """The block indexed under ``key``."""
@@ -114,8 +104,7 @@ class BlockPool:
 
     def forget(self, block: int) -> None:
         if self._unname(block) and not self._holders[block]:
-            self._side(block).remove(block)
-            self._side(block).add(block, named=False)
+            self._side(block).move_to_end(block, last=False)
 
     def forget_all(self) -> None:
         for block in list(self._keys):
@@ -127,7 +116,7 @@ class BlockPool:
             del self._found[key]
         return key is not None
 
-    def _side(self, block: int) -> _Free:
+    def _side(self, block: int) -> OrderedDict[int, None]:
         return self._on_host if block < self.host_blocks else self._on_device
 
     def _device_part(self, count: int) -> int:
@@ -141,26 +130,3 @@ class BlockPool:
         most = -(-count * device_blocks // self.blocks)
         part = min(max(wanted, least), most)
         return min(max(part, count - len(self._on_host)), len(self._on_device))
-
-
-class _Free:
-    """Free blocks of one tier; those with a key are reallocated last."""
-
-    def __init__(self, blocks: range) -> None:
-        self._plain = list(reversed(blocks))
-        self._named: OrderedDict[int, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._plain) + len(self._named)
-
-    def add(self, block: int, *, named: bool) -> None:
-        if named:
-            self._named[block] = None
-        else:
-            self._plain.append(block)
-
-    def remove(self, block: int) -> None:
-        del self._named[block]
-
-    def pop(self) -> int:
-        return self._plain.pop() if self._plain else self._named.popitem(last=False)[0]

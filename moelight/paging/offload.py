@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from moelight.core.errors import CheckpointError, ConfigError
 from moelight.core.schedule import Page
 from moelight.core.units import format_bytes
-from moelight.kernels.reads import FileReader, ReadPart, ReadTicket
+from moelight.kernels.reads import FileReader, ReadPart
 from moelight.paging.arena import on_huge_pages, page_locked
 from moelight.paging.slots import PendingPage
 
@@ -26,29 +26,9 @@ Into = Sequence[tuple[int, Tensor]]  # (first byte in the page, destination: uin
 Tensors = Iterable[tuple[int, int, Tensor]]  # (expert, first byte in its page, tensor)
 
 
-class OffloadStore(Protocol):
-    """Holds every page of a model; ``where`` describes the location."""
-
-    where: str
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds with a transfer in flight, as far as the host knows."""
-        ...
-
-    def keep(self, layer: int, name: str, tensors: Tensors) -> None: ...
-
-    def kept(self) -> None:
-        """Called once all layers are stored."""
-        ...
-
-    def start(self, page: Page, into: Into) -> PendingPage:
-        """Start to copy a page, or parts of it, in the order of calls."""
-        ...
-
-    def close(self) -> None:
-        """Finish all copies and free the pages."""
-        ...
+# Holds every page of a model, ``where`` it says: `keep` for each layer, then `kept`, `start` for pages in the order of
+# calls, and `close`, which finishes all copies and frees the pages.
+OffloadStore: TypeAlias = "DiskStore | HostStore"
 
 
 class DiskStore:
@@ -76,6 +56,7 @@ class DiskStore:
 
     @property
     def busy_s(self) -> float:
+        """Seconds with a read in flight."""
         return self._reader.counts().busy_s if self._reader is not None else 0.0
 
     def keep(self, layer: int, name: str, tensors: Tensors) -> None:
@@ -96,9 +77,21 @@ class DiskStore:
         self._unlink()
 
     def start(self, page: Page, into: Into) -> PendingPage:
+        """Start to copy a page, or parts of it."""
         assert self._reader is not None  # `kept` was called before
         at = self._at(page.layer, page.expert)
-        return _DiskRead(self._reader.submit([ReadPart(self._file, at + begin, dest) for begin, dest in into]), page)
+        ticket = self._reader.submit([ReadPart(self._file, at + begin, dest) for begin, dest in into])
+
+        def wait() -> None:
+            try:
+                ticket.wait()
+            except OSError as error:
+                raise CheckpointError(
+                    f"{error.filename}: expert {page.expert} of layer {page.layer} cannot be read ({error.strerror}); "
+                    "check the disk, or attach with another directory="
+                ) from None
+
+        return _InFlight(wait, ticket.done)
 
     def close(self) -> None:
         if self._reader is not None:
@@ -116,20 +109,6 @@ class DiskStore:
         return (layer * self._num_experts + expert) * self._slot_bytes
 
 
-class _DiskRead:
-    def __init__(self, ticket: ReadTicket, page: Page) -> None:
-        self.done, self._ticket, self._page = ticket.done, ticket, page
-
-    def wait(self) -> None:
-        try:
-            self._ticket.wait()
-        except OSError as error:
-            raise CheckpointError(
-                f"{error.filename}: expert {self._page.expert} of layer {self._page.layer} cannot be read "
-                f"({error.strerror}); check the disk, or attach with another directory="
-            ) from None
-
-
 class HostStore:
     """Pages in host memory, page-locked if ``device`` fetches them across a link."""
 
@@ -142,6 +121,7 @@ class HostStore:
 
     @property
     def busy_s(self) -> float:
+        """Seconds with a copy in flight, as far as the host knows."""
         return self._copies.busy_s
 
     def keep(self, layer: int, name: str, tensors: Tensors) -> None:  # noqa: ARG002
@@ -170,7 +150,7 @@ class HostStore:
         return on_huge_pages(size)
 
 
-class _CopyInFlight:
+class _InFlight:
     def __init__(self, wait: Callable[[], None], done: Callable[[], bool]) -> None:
         self.wait, self.done = wait, done
 
@@ -185,7 +165,7 @@ class CopyThread:
     def start(self, copies: Sequence[tuple[Tensor, Tensor]]) -> PendingPage:
         """``copies``: (destination, source) each."""
         future = self._thread.submit(self._copy, copies)
-        return _CopyInFlight(future.result, future.done)
+        return _InFlight(future.result, future.done)
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -216,7 +196,7 @@ class CopyStream:
             for dest, source in copies:
                 dest.copy_(source, non_blocking=True)
             after.record(self._stream)
-        return _CopyInFlight(lambda: self._compute().wait_event(after), lambda: True)
+        return _InFlight(lambda: self._compute().wait_event(after), lambda: True)
 
     def close(self) -> None:
         self._stream.synchronize()

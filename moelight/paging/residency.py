@@ -108,12 +108,11 @@ class ResidencyManager:
         self, layer: int, ids: NDArray[Any], weights: NDArray[Any], *, leave: frozenset[int] = frozenset()
     ) -> Access:
         """Access the cache for ``ids`` int [T, k] with ``weights`` [T, k]; missing experts in ``leave`` get no slot."""
-        row, missing_before = self._row[layer], self._away(layer)
+        row = self._row[layer]
         self._confidence.flush(row, ids)
         self._decision.flush(row, ids)
-        found = self.residency.access(row, ids, weights, admit=self.learns, keep_out=leave)
+        found = self._access(layer, ids, weights, admit=self.learns, keep_out=leave)
         self._follow()
-        self._count_missing(len(ids), len(found.misses), missing_before)
         return found
 
     def use(
@@ -139,20 +138,19 @@ class ResidencyManager:
 
     def note(self, layer: int, ids: NDArray[Any], weights: NDArray[Any]) -> None:
         """Count the routing ``ids`` [T, k] of a whole pass; no expert is admitted or evicted."""
-        found = self.residency.access(self._row[layer], ids, weights, admit=False, rules=False)
-        self._count_missing(len(ids), len(found.misses), self._away(layer))
+        self._access(layer, ids, weights, admit=False, rules=False)
 
     def missing_share(self, tokens: int) -> float | None:
         """Share of the offloaded experts that passes of about ``tokens`` tokens recently routed to; None if unknown."""
         return self._missing.get(tokens.bit_length())
 
-    def _away(self, layer: int) -> int:
-        return int(np.count_nonzero(self.table[layer] < 0))
-
-    def _count_missing(self, tokens: int, misses: int, missing: int) -> None:
-        if missing:
-            size, now = tokens.bit_length(), misses / missing
+    def _access(self, layer: int, ids: NDArray[Any], weights: NDArray[Any], **how: Any) -> Access:
+        offloaded = int(np.count_nonzero(self.table[layer] < 0))
+        found = self.residency.access(self._row[layer], ids, weights, **how)
+        if offloaded:
+            size, now = len(ids).bit_length(), len(found.misses) / offloaded
             self._missing[size] = now + MISSING_DECAY * (self._missing.get(size, now) - now)
+        return found
 
     def prediction(self, layer: int) -> IntArray:
         """Offloaded experts of ``layer`` worth a prefetch once the layer before has routed, the likeliest first."""

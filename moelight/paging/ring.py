@@ -68,7 +68,7 @@ class RingPager:
         self.store, self.residency, self.stats = store, residency, TransferStats()
         self._start_page, self._leave, self._remembers = start_page, leave, remembers
         self._num_experts = store.table.shape[1]
-        self.ring = SlotTable(len(store.ring_pages), ())
+        self.ring = SlotTable(len(store.ring), ())
         self.prefetched: dict[Page, int] = {}  # by a whole pass
         self._passing: list[int] = []  # ring slots that the last layer reads
         self._resident: dict[int, Page] = {}
@@ -81,7 +81,7 @@ class RingPager:
         if left is None:
             return
         there = {slot: page for page, slot in left.items()}
-        self.ring, self.prefetched = SlotTable(len(self.store.ring_pages), ()), dict(prefetched)
+        self.ring, self.prefetched = SlotTable(len(self.store.ring), ()), dict(prefetched)
         for slot in sorted(set(range(len(self.ring.pages))) - set(prefetched.values()), key=there.__contains__):
             self.ring.give(slot, there.get(slot))
 
@@ -102,13 +102,13 @@ class RingPager:
             stats=self.stats,
             late=frozenset(found.misses.tolist()),
             on_cpu=tuple(
-                self.store.offloaded_view(Page(layer=layer, expert=expert)) if expert in on_cpu else None
+                self.store.offloaded[Page(layer=layer, expert=expert)].weights if expert in on_cpu else None
                 for expert in range(self._num_experts if on_cpu else 0)
             ),
             experts=[None] * self._num_experts,
         )
         for expert, slot in zip(found.hits.tolist(), found.hit_slots.tolist(), strict=True):
-            demand.experts[expert] = self.store.resident_views[slot]
+            demand.experts[expert] = self.store.resident[slot].weights
         for expert, slot in zip(found.misses.tolist(), found.slots.tolist(), strict=True):
             demand.experts[expert] = self._bring(Page(layer=layer, expert=expert), slot, demand)
         self._begin_reads(demand)
@@ -127,7 +127,7 @@ class RingPager:
             if page in self.prefetched or page in ring or (store.fast_tier == "device" and far is None):
                 continue
             slot = ring.take()
-            transfer = Transfer(page, slot, store.ring_pages[slot], far)
+            transfer = Transfer(page, slot, store.ring[slot].page, far)
             if far is not None:
                 transfer.into.copy_(far, non_blocking=True)
             else:
@@ -158,15 +158,15 @@ class RingPager:
         store, ring = self.store, self._in_ring(page, demand)
         if ring is None:
             ring = self.ring.take()
-            demand.transfers.append(Transfer(page, ring, store.ring_pages[ring], store.offloaded_page(page)))
+            demand.transfers.append(Transfer(page, ring, store.ring[ring].page, store.offloaded_page(page)))
         if slot < 0:
             self.ring.pages[ring] = page
             self._passing.append(ring)
-            return store.ring_views[ring]
+            return store.ring[ring].weights
         store.swap(slot, ring)
         self.ring.give(ring, self._resident.get(slot))
         self._resident[slot] = page
-        return store.resident_views[slot]
+        return store.resident[slot].weights
 
     def _in_ring(self, page: Page, demand: LayerDemand) -> int | None:
         """Ring slot that holds or will hold ``page``; the caller owns the slot."""
@@ -188,7 +188,7 @@ class RingPager:
             return frozenset()
         chosen, tokens = np.unique(ids, return_counts=True)
         pages = [Page(layer=layer, expert=expert) for expert in chosen.tolist()]
-        there = np.array([self.store.offloaded_page(page) is not None for page in pages], dtype=bool)
+        there = np.array([page in self.store.offloaded for page in pages], dtype=bool)
         asked = there & (self.store.table[layer, chosen] < 0)
         return frozenset(self._leave(layer, chosen[asked], tokens[asked]).tolist())
 
@@ -199,7 +199,7 @@ class RingPager:
             if transfer.source is not None:
                 continue
             if store.fast_tier == "device":
-                transfer.source = store.pinned_pages[demand.read_pages]
+                transfer.source = store.pinned[demand.read_pages].page
             into = transfer.into if transfer.source is None else transfer.source
             transfer.pending = self._start_page(transfer.page, into, 0)
             demand.coming.append(transfer)

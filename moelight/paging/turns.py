@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,7 +120,7 @@ class Turn:
         self._pager.lock.acquire()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             self._waiting.clear()
             self._drop(len(self._staged))

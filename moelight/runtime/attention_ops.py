@@ -3,7 +3,7 @@ Legend: T tokens, Hq query heads, Hkv key/value heads, D head size."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from moelight.core.schedule import Task, TaskKind
 from moelight.hrm.footprint import GATHER_BYTES
 from moelight.kernels.attention import cpu_gqa_decode, cpu_kv_append, cpu_prefill_attention
 from moelight.kernels.prefill import prefill_attention
-from moelight.paging.kv import KVCache, TokenCache, put
+from moelight.paging.kv import put
 from moelight.profiles.model import AttentionSpec
 from moelight.runtime.microbatch import MicroBatch, require
 
@@ -21,9 +21,9 @@ Act = Callable[[Task, MicroBatch], None]
 
 
 class HostAttention:
-    """Attention on the CPU over a cache in host memory. With a link to a device, fresh prompts attend on the device."""
+    """Attention on the CPU over a `paged_cache`. With a link to a device, fresh prompts attend on the device."""
 
-    def __init__(self, spec: AttentionSpec, cache: KVCache) -> None:
+    def __init__(self, spec: AttentionSpec, cache: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._cache, self._scale, self._window = cache, spec.head_dim**-0.5, spec.window
         self.table: Mapping[TaskKind, Act] = {
             TaskKind.ATTENTION: self._attention,
@@ -42,14 +42,14 @@ class HostAttention:
 
     def _store_kv(self, task: Task, mb: MicroBatch) -> None:
         _, k, v = require(mb.qkv_host)
-        cpu_kv_append(*self._cache.layer(task.layer), k, v, mb.cache_slots)
+        cpu_kv_append(*self._cache[task.layer], k, v, mb.cache_slots)
 
     def _cpu_attention(self, task: Task, mb: MicroBatch) -> None:
         """Append this layer's keys and values to the cache before attention: decode rows paged, prompts packed."""
         q, k, v = require(mb.qkv) if mb.crossing is None else require(mb.qkv_host)
         if mb.crossing is None:
             mb.qkv = None  # on a device, streams may still read them
-        k_cache, v_cache = self._cache.layer(task.layer)
+        k_cache, v_cache = self._cache[task.layer]
         cpu_kv_append(k_cache, v_cache, k, v, mb.cache_slots)
         out = torch.empty_like(q) if mb.crossing is None else mb.crossing.attention_output(q.shape)
         if n := mb.decoding:
@@ -72,9 +72,9 @@ class DeviceAttention:
     of two ``buffers``; one buffer is enough if the whole cache is on the device."""
 
     def __init__(
-        self, spec: AttentionSpec, buffers: Tensor, *, on_host: TokenCache | None, on_device: TokenCache | None
+        self, spec: AttentionSpec, buffers: Tensor, *, on_host: Tensor | None, on_device: Tensor | None
     ) -> None:
-        """``buffers`` [2, tokens, 2, Hkv, D]; at least one of the caches is given."""
+        """``buffers`` [2, tokens, 2, Hkv, D]; at least one `token_cache` is given."""
         self._host, self._device, self._buffers = on_host, on_device, buffers
         self._gathered = max(1, GATHER_BYTES // (buffers[0, :1].numel() * buffers.element_size()))
         self._scale, self._window = spec.head_dim**-0.5, spec.window
@@ -88,7 +88,7 @@ class DeviceAttention:
 
     def _load_kv(self, task: Task, mb: MicroBatch) -> None:
         (into,) = task.writes
-        buffer, cache = self._buffers[into.index], require(self._host).layer(task.layer)
+        buffer, cache = self._buffers[into.index], require(self._host)[task.layer]
         for place, slot, count in require(mb.context).runs:
             buffer[place : place + count].copy_(cache[slot : slot + count], non_blocking=True)
 
@@ -98,20 +98,20 @@ class DeviceAttention:
 
     def _store_kv(self, task: Task, mb: MicroBatch) -> None:
         _, k, v = require(mb.qkv_host)
-        put(require(self._host).layer(task.layer), k, v, require(mb.added).host_slots)
+        put(require(self._host)[task.layer], k, v, require(mb.added).host_slots)
 
     def _attention(self, task: Task, mb: MicroBatch) -> None:
         added = require(mb.added)
         if added.device_slots is not None:
             _, k, v = require(mb.qkv)
-            cache, rows = require(self._device).layer(task.layer), added.device_rows
+            cache, rows = require(self._device)[task.layer], added.device_rows
             put(cache, _picked(k, rows), _picked(v, rows), added.device_slots)
         if mb.context is None or not mb.context.tokens:
             mb.attn = attend_prefill(mb, self._scale, self._window)
         elif self._host is None:
             slots = require(mb.context.slots)
             buffer = self._buffers[0, : slots.numel()]
-            torch.index_select(require(self._device).layer(task.layer), 0, slots, out=buffer)
+            torch.index_select(require(self._device)[task.layer], 0, slots, out=buffer)
             mb.attn = self._attend(mb, buffer)
         else:
             (index,) = (each.index for each in task.reads if each.space == "context")
@@ -124,7 +124,7 @@ class DeviceAttention:
         put(buffer, k, v, context.own)
         if context.slots is None:
             return
-        cache = require(self._device).layer(task.layer)
+        cache = require(self._device)[task.layer]
         for places, slots in zip(
             require(context.places).split(self._gathered), context.slots.split(self._gathered), strict=True
         ):

@@ -16,20 +16,13 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Targets:
-    """Scored tokens of a prompt: row ``row`` of a chunk scores the first, the following rows the others."""
-
-    row: int
-    token_ids: Sequence[int]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
     """Tokens ``start`` to ``start + count`` of one sequence, which owns ``blocks`` of the cache.
 
     ``decodes``: one generated token, at ``place`` of the token pool (``token_ids`` is empty), where the next token is
     written too. A prompt token never decodes, not even in a chunk of one: the result would depend on how the prompt is
-    cut. ``samples``: the last row samples a token.
+    cut. ``samples``: the last row samples a token. ``targets``: scored tokens; row ``first_scored`` of the chunk scores
+    the first, the following rows the others.
     """
 
     token_ids: Sequence[int]
@@ -38,7 +31,8 @@ class Chunk:
     place: int
     samples: bool
     decodes: bool
-    targets: Targets | None = None
+    targets: Sequence[int] = ()
+    first_scored: int = 0
 
     @property
     def count(self) -> int:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -48,47 +48,28 @@ Outcome = Pending | MovedBytes | Skipped | None
 Work = Callable[[], Outcome]
 
 
-class Ticket(Protocol):
-    """One submitted piece of work; ``skipped`` and ``found_bytes`` (None if known before) hold once it is done."""
-
-    @property
-    def skipped(self) -> bool: ...
-
-    @property
-    def found_bytes(self) -> int | None: ...
-
-    def wait(self) -> None: ...
-
-    def span(self) -> tuple[float, float]:
-        """Start and end in seconds of ``time.perf_counter``; valid after ``wait``."""
-        ...
-
-
-class LaneRunner(Protocol):
-    """One lane."""
-
-    def submit(self, work: Work, after: Sequence[Ticket]) -> Ticket:
-        """Run ``work`` after everything submitted before it and after all of ``after``."""
-        ...
-
-    def close(self) -> None: ...
+# Submitted work. `skipped` and `found_bytes` (None if known before) hold once it is done, and `span`: its start and end
+# in seconds of `time.perf_counter`.
+Ticket: TypeAlias = "HostTicket | StreamTicket"
+# A lane: `submit` runs work after everything submitted before it and after all of the tickets given.
+LaneRunner: TypeAlias = "InlineLane | ThreadLane | StreamLane"
 
 
 class HostTicket:
-    """Ticket of work done or begun by a thread of this process."""
+    """Ticket of work done or begun by a thread of this process, which sets ``done`` (None: done before it returns)."""
 
-    __slots__ = ("_done", "end_s", "error", "found_bytes", "skipped", "start_s")
+    __slots__ = ("done", "end_s", "error", "found_bytes", "skipped", "start_s")
 
-    def __init__(self, *, done: threading.Event | None = None) -> None:
-        self._done = done
+    def __init__(self, done: threading.Event | None = None) -> None:
+        self.done = done
         self.skipped = False
         self.found_bytes: int | None = None
         self.start_s = self.end_s = 0.0
         self.error: BaseException | None = None
 
     def wait(self) -> None:
-        if self._done is not None:
-            self._done.wait()
+        if self.done is not None:
+            self.done.wait()
         if self.error is not None:
             raise self.error
 
@@ -233,25 +214,20 @@ class PendingLane(ThreadLane):
 
 
 class StreamTicket:
-    """Ticket of work between two events on a device stream."""
+    """Ticket of work between two events on a device stream; other streams wait for ``done``."""
 
-    __slots__ = ("_clock", "_done", "_start", "found_bytes", "skipped")
+    __slots__ = ("_clock", "_start", "done", "found_bytes", "skipped")
 
-    def __init__(self, start: Any, done: Any, clock: Callable[[Any], float], outcome: Outcome = None) -> None:
-        self._start, self._done, self._clock = start, done, clock
+    def __init__(self, start: Any, done: Any, clock: Callable[[Any], float], outcome: Outcome) -> None:
+        self._start, self.done, self._clock = start, done, clock
         self.skipped = isinstance(outcome, Skipped)
         self.found_bytes = outcome.bytes if isinstance(outcome, MovedBytes) else None
 
-    @property
-    def done(self) -> Any:
-        """Event that other streams wait for."""
-        return self._done
-
     def wait(self) -> None:
-        self._done.synchronize()
+        self.done.synchronize()
 
     def span(self) -> tuple[float, float]:
-        return self._clock(self._start), self._clock(self._done)
+        return self._clock(self._start), self._clock(self.done)
 
 
 class StreamLane:

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from moelight.paging.arena import allocate
 from moelight.runtime.lanes import InlineLane, LaneRunner, PendingLane, StreamLane, ThreadLane
 from moelight.runtime.topology import (
     CoreShares,
-    Share,
     demands_of,
     pci_slot_of,
     place_memory,
@@ -54,14 +53,11 @@ class EmulatedEvent:
         return ((later._at_s or 0.0) - (self._at_s or 0.0)) * 1e3
 
 
-class EmulatedStream:
+class EmulatedStream(AbstractContextManager["EmulatedStream"]):
     """A stream whose work is done at launch."""
 
-    def __enter__(self) -> EmulatedStream:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        return None
+    def __exit__(self, *_: object) -> None:
+        """Nothing ends here."""
 
     def wait_event(self, event: EmulatedEvent) -> None:
         """Return at once; raises RuntimeError if the event was never recorded, where a real stream would race."""
@@ -73,8 +69,6 @@ class EmulatedStream:
 
 DEVICES = ("auto", "cpu", "cuda", "xpu", "twin")
 LANE_KINDS = ("auto", "inline", "threads")
-_HOST_LANES = (Lane.DISK, Lane.STAGE, Lane.CPU)
-_DEVICE_LANES = (Lane.H2D, Lane.D2H, Lane.DEVICE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,30 +116,26 @@ def open_lanes(machine: Machine, kind: str = "auto", shares: CoreShares | None =
     if kind not in LANE_KINDS:
         raise ConfigError(f"lanes {kind!r} is not one of {', '.join(LANE_KINDS)}")
     teams = {} if shares is None else teams_of(shares)
+    streams = (Lane.H2D, Lane.D2H, Lane.DEVICE) if machine.discrete else ()
     lanes: dict[Lane, LaneRunner] = {}
-    for lane in _HOST_LANES if machine.discrete else (Lane.DISK, Lane.CPU):
-        if kind == "inline" or (kind == "auto" and lane is Lane.CPU and not machine.discrete):
-            lanes[lane] = InlineLane(teams.get(lane))
-        elif lane is Lane.DISK:
-            lanes[lane] = PendingLane(str(lane))
+    for lane in ((Lane.DISK, Lane.STAGE, Lane.CPU) if machine.discrete else (Lane.DISK, Lane.CPU)) + streams:
+        team, calling = teams.get(lane), lane is Lane.CPU and not machine.discrete
+        if lane in streams and not machine.twin:
+            lanes[lane] = StreamLane.on(machine.device)
+        elif lane in streams and kind == "auto":
+            lanes[lane] = StreamLane(EmulatedStream(), EmulatedEvent, team)
+        elif kind == "inline" or (kind == "auto" and calling):
+            lanes[lane] = InlineLane(team)
         else:
-            lanes[lane] = ThreadLane(str(lane), teams.get(lane))
-    for lane in _DEVICE_LANES if machine.discrete else ():
-        lanes[lane] = _device_lane(machine, lane, kind, teams.get(lane))
+            lanes[lane] = PendingLane(str(lane)) if lane is Lane.DISK else ThreadLane(str(lane), team)
     return lanes
 
 
 def teams_of(shares: CoreShares) -> dict[Lane, ThreadTeam]:
     """Thread team of each computing lane; lanes with the same share take turns with one team."""
-    made: dict[Share, ThreadTeam] = {}
-    found = {}
-    for lane in Lane:
-        share = shares.of(lane)
-        if share is not None:
-            if share not in made:
-                made[share] = ThreadTeam(share.threads, share.places)
-            found[lane] = made[share]
-    return found
+    found = {lane: share for lane in Lane if (share := shares.of(lane)) is not None}
+    made = {share: ThreadTeam(share.threads, share.places) for share in dict.fromkeys(found.values())}
+    return {lane: made[share] for lane, share in found.items()}
 
 
 def cores_for(machine: Machine, policy: Policy) -> CoreShares:
@@ -171,14 +161,6 @@ def allocate_for(machine: Machine, footprint: Footprint, *, pinned_pages: bool =
         if arena.device.type == "cpu":
             settle(place, arena.data_ptr(), arena.numel())
     return arenas
-
-
-def _device_lane(machine: Machine, lane: Lane, kind: str, team: ThreadTeam | None) -> LaneRunner:
-    if not machine.twin:
-        return StreamLane.on(machine.device)
-    if kind == "auto":
-        return StreamLane(EmulatedStream(), EmulatedEvent, team)
-    return InlineLane(team) if kind == "inline" else ThreadLane(str(lane), team)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -61,14 +61,18 @@ def machine_profile(device: str = AUTO, *, disk_dir: Path | None = None, say: Sa
     directory = disk_dir or Path.cwd()
     path = kept_path(device)
     kept = _kept(path, say)
-    if kept is not None and _missing(kept, gpu=bool(accelerators(device))):
-        kept = _joined(kept, _measured_apart(device, directory, say))
-        _keep(kept, path, say)
-    elif kept is None or _worth_another_try(kept, path):
+    missing = kept is not None and _missing(kept, device)
+    if kept is None or missing or _worth_another_try(kept, path):
         measured = _measured_apart(device, directory, say)
-        kept = measured if kept is None or _disturbance(measured) < _disturbance(kept) else kept
-        _keep(kept, path, say)
-    if (busy := kept.figure(BUSY)) is not None:
+        if kept is not None and missing:
+            kept = _joined(kept, measured)
+        elif kept is None or _disturbance(measured) < _disturbance(kept):
+            kept = measured
+        try:
+            write_hardware_profile(kept, path, comments=COMMENTS)
+        except ConfigError as error:
+            say(f"warning: {error}; the next run measures again")
+    if busy := _disturbance(kept):
         say(
             f"warning: other programs kept {busy:.1f} processors busy while this machine was measured, so estimates "
             "may be too low; when it is quiet, run moelight profile"
@@ -79,7 +83,7 @@ def machine_profile(device: str = AUTO, *, disk_dir: Path | None = None, say: Sa
 def kept_profile(device: str = AUTO, *, say: Say = to_stderr) -> HardwareProfile | None:
     """The cached profile of this machine, if there is one; measures nothing."""
     kept = _kept(kept_path(device), say)
-    return None if kept is None or _missing(kept, gpu=bool(accelerators(device))) else kept
+    return None if kept is None or _missing(kept, device) else kept
 
 
 def kept_path(device: str = AUTO) -> Path:
@@ -96,28 +100,25 @@ def _kept(path: Path, say: Say) -> HardwareProfile | None:
         return None
 
 
-def _keep(profile: HardwareProfile, path: Path, say: Say) -> None:
-    try:
-        write_hardware_profile(profile, path, comments=COMMENTS)
-    except ConfigError as error:
-        say(f"warning: {error}; the next run measures again")
-
-
-def _missing(profile: HardwareProfile, *, gpu: bool) -> bool:
+def _missing(profile: HardwareProfile, device: str) -> bool:
     """True if figures of such a machine are missing, for example in a file of an older release."""
-    units = ("cpu", "gpu") if gpu else ("cpu",)
-    surfaces = [f"{unit}_{work}" for unit in units for work in WORK]
+    gpu = bool(accelerators(device))
+    surfaces = [f"{unit}_{work}" for unit in ("cpu", "gpu")[: 1 + gpu] for work in WORK]
     figures = (*_CPU_FIGURES, *_GPU_FIGURES) if gpu else _CPU_FIGURES
-    complete = all(profile.surface(name) for name in surfaces) and all(profile.figure(name) for name in figures)
+    complete = all(map(profile.surface, surfaces)) and all(map(profile.figure, figures))
     return not complete or (profile.tier("device") is not None) != gpu
 
 
 def _worth_another_try(kept: HardwareProfile, path: Path) -> bool:
     """True if ``kept`` was measured beside other work, more than `TRY_AGAIN_S` ago."""
     try:
-        return kept.figure(BUSY) is not None and time.time() - path.stat().st_mtime > TRY_AGAIN_S
+        return _disturbance(kept) > 0 and time.time() - path.stat().st_mtime > TRY_AGAIN_S
     except OSError:
         return True
+
+
+def _disturbance(profile: HardwareProfile) -> float:
+    return profile.figure(BUSY) or 0.0
 
 
 def _joined(kept: HardwareProfile, measured: HardwareProfile) -> HardwareProfile:
@@ -137,10 +138,6 @@ def _joined(kept: HardwareProfile, measured: HardwareProfile) -> HardwareProfile
 def _merged(mine: tuple[T, ...], others: tuple[T, ...], name: str) -> tuple[T, ...]:
     have = {getattr(item, name) for item in mine}
     return (*mine, *(item for item in others if getattr(item, name) not in have))
-
-
-def _disturbance(profile: HardwareProfile) -> float:
-    return profile.figure(BUSY) or 0.0
 
 
 def _now(profile: HardwareProfile, device: str, directory: Path) -> HardwareProfile:
@@ -165,16 +162,12 @@ def _measured_apart(device: str, directory: Path, say: Say) -> HardwareProfile:
             done = subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=MEASURING_S, check=False
             )
+            if not done.returncode:
+                return read_hardware_profile(file)
+            why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise _cannot_measure(str(error)) from None
-        if done.returncode:
-            lines = done.stderr.strip().splitlines()
-            raise _cannot_measure(lines[-1] if lines else f"exit code {done.returncode}")
-        return read_hardware_profile(file)
-
-
-def _cannot_measure(why: str) -> ConfigError:
-    return ConfigError(f"this machine could not be measured ({why}); name a machine with --hw, for example --hw t4")
+            why = str(error)
+    raise ConfigError(f"this machine could not be measured ({why}); name a machine with --hw, for example --hw t4")
 
 
 def may_have_accelerator() -> bool:

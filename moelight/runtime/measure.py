@@ -37,12 +37,9 @@ def available_bytes(*, proc: Path = PROC) -> int:
 
 def peak_rss_bytes(*, proc: Path = PROC) -> int:
     """Largest resident set so far, with file-backed pages: VmHWM, because ``ru_maxrss`` includes the parent."""
-    try:
-        for line in (proc / "self/status").read_text(encoding="utf-8").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
+    peak = _number(entry(proc / "self/status", "VmHWM").removesuffix(" kB"))
+    if peak is not None:
+        return peak * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -54,11 +51,7 @@ def current_rss_bytes() -> int:
 
 def processor_name(*, proc: Path = PROC) -> str:
     """Model name of the processor."""
-    for line in _lines(proc / "cpuinfo"):
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
-    return platform.processor() or platform.machine()
+    return entry(proc / "cpuinfo", "model name") or platform.processor() or platform.machine()
 
 
 def processor_quota(*, proc: Path = PROC) -> float | None:
@@ -66,22 +59,40 @@ def processor_quota(*, proc: Path = PROC) -> float | None:
     granted = []
     for directory, version in _groups(proc, "cpu"):
         if version == 2:
-            quota, _, period = "".join(_lines(directory / "cpu.max")).strip().partition(" ")
+            words = [*text_of(directory / "cpu.max").split(), "", ""][:2]
         else:
-            quota, period = ("".join(_lines(directory / f"cpu.cfs_{name}_us")).strip() for name in ("quota", "period"))
-        if quota.isdecimal() and period.isdecimal() and int(period):
-            granted.append(int(quota) / int(period))
+            words = [text_of(directory / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+        quota, period = map(_number, words)
+        if quota is not None and period:
+            granted.append(quota / period)
     return min(granted, default=None)
+
+
+def text_of(path: Path) -> str:
+    """Contents of a file of the system; empty if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def entry(path: Path, name: str, separator: str = ":") -> str:
+    """Value of the first line ``name: value`` of a file of the system; empty if there is none."""
+    for line in text_of(path).splitlines():
+        key, _, value = line.partition(separator)
+        if key.strip() == name:
+            return value.strip()
+    return ""
 
 
 def _group_limits(proc: Path) -> Iterator[tuple[int, int]]:
     """``(limit, used)`` in bytes of every group with a limit, from this process's upwards, without page cache."""
     for directory, version in _groups(proc, "memory"):
         limit_file, usage_file, inactive = _GROUP_FILES[version]
-        limit = _number(directory / limit_file)
+        limit = _number(text_of(directory / limit_file))
         if limit is not None:
-            used = (_number(directory / usage_file) or 0) - _inactive_bytes(directory, inactive)
-            yield limit, max(0, used)
+            used, cached = text_of(directory / usage_file), entry(directory / "memory.stat", inactive, " ")
+            yield limit, max(0, (_number(used) or 0) - (_number(cached) or 0))
 
 
 def _groups(proc: Path, controller: str) -> Iterator[tuple[Path, int]]:
@@ -97,16 +108,12 @@ def _groups(proc: Path, controller: str) -> Iterator[tuple[Path, int]]:
         # Inside a container the mount may show a subtree whose path the process's own file does not repeat.
         below = own[len(root) :] if root != "/" and own.startswith(root) else own
         directory = mount / below.strip("/")
-        while True:
-            yield directory, version
-            if directory == mount:
-                break
-            directory = directory.parent
+        yield from ((each, version) for each in (directory, *directory.parents) if each.is_relative_to(mount))
 
 
 def _paths_of_process(proc: Path) -> dict[str, str]:
     paths = {}
-    for line in _lines(proc / "self/cgroup"):
+    for line in text_of(proc / "self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, found, path = rest.partition(":")
         if found and ".." not in path.split("/"):
@@ -116,28 +123,12 @@ def _paths_of_process(proc: Path) -> dict[str, str]:
 
 def _mounts(proc: Path) -> Iterator[tuple[str, list[str], str, Path]]:
     """``(fstype, super options, root, mount point)`` of every mounted control-group hierarchy."""
-    for line in _lines(proc / "self/mountinfo"):
+    for line in text_of(proc / "self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
         fields, types = left.split(), right.split()
         if len(fields) >= 5 and len(types) >= 3 and types[0] in ("cgroup", "cgroup2"):
             yield types[0], types[2].split(","), fields[3], Path(fields[4].replace("\\040", " "))
 
 
-def _inactive_bytes(directory: Path, entry: str) -> int:
-    for line in _lines(directory / "memory.stat"):
-        name, _, value = line.partition(" ")
-        if name == entry and value.strip().isdecimal():
-            return int(value)
-    return 0
-
-
-def _number(path: Path) -> int | None:
-    text = "".join(_lines(path)).strip()
+def _number(text: str) -> int | None:
     return int(text) if text.isdecimal() else None
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []

@@ -4,7 +4,7 @@ Legend: T tokens, D decoding sequences (one token each, the first rows), B block
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagingBuffers:
-    """Pinned staging buffers, uint8, through which one micro-batch's activations cross between device and CPU: ``down``
-    and ``up`` of attention, ``routing``, ``routed`` (inputs) and ``experts`` (output) of the CPU's experts."""
+    """Pinned staging buffers through which activations cross between device and CPU, each uint8 [T, bytes per token]:
+    ``down`` and ``up`` of attention, ``routing``, ``routed`` (inputs) and ``experts`` (output) of the CPU's experts."""
 
     dtype: torch.dtype
     down: Tensor
@@ -36,15 +36,34 @@ class StagingBuffers:
     routed: Tensor
     experts: Tensor
 
+    @classmethod
+    def in_arena(cls, arena: Tensor, model: ModelProfile, policy: Policy, dtype: DType, tokens: int) -> StagingBuffers:
+        """Buffers of a whole pass; ``arena`` uint8, of `staging_token_bytes` for each of ``tokens``."""
+        on_host, beside = policy.attention_device == "cpu", policy.ffn_device != "gpu"
+        residual = costs.residual_bytes(model, dtype, 1) if beside else 0
+        each = {  # bytes per token; the region of the widest elements first
+            "routing": costs.routing_bytes(model) if beside else 0,
+            "down": costs.qkv_bytes(model, dtype, 1) if on_host else costs.kv_bytes(model, dtype, 1),
+            "up": costs.hidden_bytes(model, dtype, 1) if on_host else 0,
+            "routed": residual,
+            "experts": residual,
+        }
+        return cls(dtype=to_torch(dtype), **_regions(arena, tokens, each))
+
+    def share(self, row: int, tokens: int) -> StagingBuffers:
+        """The buffers of one micro-batch."""
+        names = ("down", "up", "routing", "routed", "experts")
+        return replace(self, **{name: getattr(self, name)[row : row + tokens] for name in names})
+
     def take(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Copy to host memory; the copies are complete when the lane's event is."""
-        sizes = [part.numel() * part.element_size() for part in (q, k, v)]
-        places = self.down[: sum(sizes)].split(sizes)
+        sizes = [q.nbytes, k.nbytes, v.nbytes]
+        places = self.down.view(-1)[: sum(sizes)].split(sizes)
         return _land(places[0], q), _land(places[1], k), _land(places[2], v)
 
     def take_routed(self, routed: Routed) -> Routed:
         """Copy ``routed`` (ids int32) to host memory; the copy is complete when the lane's event is."""
-        weights, ids = self.routing.chunk(2)
+        weights, ids = self.routing.view(-1).chunk(2)
         return Routed(
             x=_land(self.routed, routed.x), weights=_land(weights, routed.weights), ids=_land(ids, routed.ids)
         )
@@ -58,55 +77,33 @@ class StagingBuffers:
         return self.experts.view(self.dtype).view(shape)
 
 
-class StagingArena:
-    """The ``crossing`` arena: each of the five regions, sized for a whole pass."""
-
-    def __init__(self, arena: Tensor, model: ModelProfile, policy: Policy, dtype: DType, tokens: int) -> None:
-        """``arena`` uint8, of `staging_token_bytes` for each of ``tokens``."""
-        on_host, beside = policy.attention_device == "cpu", policy.ffn_device != "gpu"
-        residual = costs.residual_bytes(model, dtype, 1) if beside else 0
-        each = {  # bytes per token; the region of the widest elements first
-            "routing": costs.routing_bytes(model) if beside else 0,
-            "down": costs.qkv_bytes(model, dtype, 1) if on_host else costs.kv_bytes(model, dtype, 1),
-            "up": costs.hidden_bytes(model, dtype, 1) if on_host else 0,
-            "routed": residual,
-            "experts": residual,
-        }
-        self._dtype, self._regions = to_torch(dtype), _regions(arena, tokens, each)
-
-    def share(self, row: int, tokens: int) -> StagingBuffers:
-        cut = {name: region[row : row + tokens].reshape(-1) for name, region in self._regions.items()}
-        return StagingBuffers(dtype=self._dtype, **cut)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedActivations:
-    """Inputs ``routed`` and output ``sums`` float32 [T, H] of one micro-batch, for experts that run once per pass."""
+    """Inputs ``routed`` and output ``sums`` float32 [T, H], for experts that run once per pass."""
 
     routed: Routed
     sums: Tensor
+
+    @classmethod
+    def in_arena(cls, arena: Tensor, *, tokens: int, hidden: int, top_k: int, dtype: torch.dtype) -> SavedActivations:
+        """Activations of a whole pass; ``arena`` uint8, of `moe_workspace_bytes` for ``tokens``."""
+        each = {"sums": hidden * 4, "weights": top_k * 4, "ids": top_k * 4, "x": hidden * dtype.itemsize}
+        found = _regions(arena, tokens, each)
+        weights, ids = found["weights"].view(torch.float32), found["ids"].view(torch.int32)
+        routed = Routed(x=found["x"].view(dtype), weights=weights, ids=ids)
+        return cls(routed=routed, sums=found["sums"].view(torch.float32))
+
+    def rows(self, first: int, count: int) -> SavedActivations:
+        """The activations of one micro-batch, or of several."""
+        rows, all_rows = slice(first, first + count), self.routed
+        routed = Routed(x=all_rows.x[rows], weights=all_rows.weights[rows], ids=all_rows.ids[rows])
+        return SavedActivations(routed=routed, sums=self.sums[rows])
 
     def keep(self, routed: Routed) -> None:
         self.routed.x.copy_(routed.x)
         self.routed.weights.copy_(routed.weights)
         self.routed.ids.copy_(routed.ids)
         self.sums.zero_()
-
-
-class SavedActivationArena:
-    """The ``mixture`` arena: saved activations of a whole pass."""
-
-    def __init__(self, arena: Tensor, *, tokens: int, hidden: int, top_k: int, dtype: torch.dtype) -> None:
-        """``arena`` uint8, the ``mixture`` of `hrm.footprint` for ``tokens``."""
-        each = {"sums": hidden * 4, "weights": top_k * 4, "ids": top_k * 4, "x": hidden * dtype.itemsize}
-        found = _regions(arena, tokens, each)
-        self._sums, self._weights = found["sums"].view(torch.float32), found["weights"].view(torch.float32)
-        self._ids, self._x = found["ids"].view(torch.int32), found["x"].view(dtype)
-
-    def rows(self, first: int, count: int) -> SavedActivations:
-        rows = slice(first, first + count)
-        routed = Routed(x=self._x[rows], weights=self._weights[rows], ids=self._ids[rows])
-        return SavedActivations(routed=routed, sums=self._sums[rows])
 
 
 def _regions(arena: Tensor, tokens: int, each: Mapping[str, int]) -> dict[str, Tensor]:
@@ -212,10 +209,9 @@ def pack(
         slots.append(slots_of(chunk, chunk.start, chunk.start + chunk.count, block_size))
         table = torch.from_numpy(np.asarray(chunk.blocks, dtype=np.int32))
         prompts.append((row, end, chunk.start, table))
-        if chunk.targets is not None:
-            first_row = row + chunk.targets.row
-            scored.append(np.arange(first_row, first_row + len(chunk.targets.token_ids), dtype=np.int64))
-            targets += chunk.targets.token_ids
+        first_scored = row + chunk.first_scored
+        scored.append(np.arange(first_scored, first_scored + len(chunk.targets), dtype=np.int64))
+        targets += chunk.targets
         ends.append(end)
     last = [*range(first), *(end - 1 for end in ends[1:])]
     sampling = [(row, chunk.place) for row, chunk in zip(last, chunks, strict=True) if chunk.samples]

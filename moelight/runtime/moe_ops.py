@@ -10,7 +10,7 @@ from moelight.models.decoder import Decoder
 from moelight.models.moe import MoEWeights, SplitMoE, add_experts, moe_forward
 from moelight.paging.store import PageStore
 from moelight.runtime.lanes import SKIPPED, Outcome
-from moelight.runtime.microbatch import SavedActivationArena, require
+from moelight.runtime.microbatch import SavedActivations, require
 from moelight.runtime.on_demand import PassPages
 
 CPU_ROWS = 256  # torch caches a CPU kernel per row count, and more rows at once are no faster
@@ -28,7 +28,7 @@ class MoEOps:
         pages: PageStore,
         *,
         host_space: Workspace | None,
-        kept: SavedActivationArena | None,
+        kept: SavedActivations | None,
         most_rows: int,
     ) -> None:
         self._decoder, self._pages, self._kept, self._most_rows = decoder, pages, kept, most_rows
@@ -119,7 +119,7 @@ class MoEOps:
         elif pass_pages.small is not None:
             experts = MoEWeights(pass_pages.small.demand(task.layer).on_cpu)
         else:
-            experts = MoEWeights(self._pages.computed_experts(task.layer, self._decoder.model.experts.num_experts))
+            experts = MoEWeights(self._pages.computed_experts(task.layer, self._num_experts))
         mb.experts_host = require(mb.crossing).experts_output(routed.x.shape)
         mb.experts_host.copy_(moe_forward(routed, experts, require(self._host_space)))
         return None
@@ -144,7 +144,7 @@ class MoEOps:
         if self._pages.fast_tier == "host":
             return True
         if pass_pages.small is None:
-            return self._pages.computes(layer)
+            return layer in self._pages.layers_computed
         return bool(pass_pages.small.demand(layer).on_cpu)
 
     def _layer_experts(self, layer: int, pass_pages: PassPages) -> MoEWeights:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from moelight.core.policy import Policy
 from moelight.core.schedule import Lane
 from moelight.core.units import format_bytes
-from moelight.runtime.measure import PROC, processor_quota
+from moelight.runtime.measure import PROC, entry, processor_quota, text_of
 
 if TYPE_CHECKING:
     import torch
@@ -80,26 +80,29 @@ class Topology:
 
 def read_topology(*, sys: Path = SYS, proc: Path = PROC, allowed: Iterable[int] | None = None) -> Topology:
     """``allowed``: processor numbers; None: those that this process may use."""
-    processors = sorted(_own_processors() if allowed is None else allowed)
-    numbers = _node_numbers(sys)
-    node_of = {each: number for number in numbers for each in _listed(_node(sys, number) / "cpulist")}
+    if allowed is None:
+        allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    online = _numbers(text_of(sys / "devices/system/node/online"))
+    directories = {number: sys / f"devices/system/node/node{number}" for number in online}
+    node_of = {each: number for number, path in directories.items() for each in _numbers(text_of(path / "cpulist"))}
     cores: dict[tuple[int, ...], list[int]] = {}
-    for processor in processors:
-        siblings = _listed(sys / f"devices/system/cpu/cpu{processor}/topology/thread_siblings_list")
-        cores.setdefault(tuple(siblings) or (processor,), []).append(processor)
-    memory = set(_numbers(_status(proc, "Mems_allowed_list"))) or set(numbers)
+    for processor in sorted(allowed):
+        siblings = sys / f"devices/system/cpu/cpu{processor}/topology/thread_siblings_list"
+        cores.setdefault(tuple(_numbers(text_of(siblings))) or (processor,), []).append(processor)
+    memory = _numbers(entry(proc / "self/status", "Mems_allowed_list")) or directories
+    nodes = [_read_node(number, directories[number] / "meminfo") for number in directories if number in memory]
     return Topology(
         cores=tuple(Core(processors=tuple(own), node=node_of.get(own[0], 0)) for own in cores.values()),
         quota=processor_quota(proc=proc),
-        nodes=tuple(node for number in numbers if number in memory if (node := _read_node(sys, number)).total_bytes),
+        nodes=tuple(node for node in nodes if node.total_bytes),
     )
 
 
 def read_plug(address: str, *, sys: Path = SYS) -> PciSlot:
     """``address`` is written as in ``0000:3b:00.0``."""
     directory = sys / "bus/pci/devices" / address
-    node, width = _text(directory / "numa_node"), _text(directory / "max_link_width")
-    speed = re.match(r"[0-9.]+", _text(directory / "max_link_speed"))
+    node, width = text_of(directory / "numa_node"), text_of(directory / "max_link_width")
+    speed = re.match(r"[0-9.]+", text_of(directory / "max_link_speed"))
     rate = None
     if speed is not None and width.isdecimal() and 0 < int(width) <= 32:
         transfers = float(speed[0]) * 1e9
@@ -122,41 +125,16 @@ def pci_slot_of(device: torch.device, *, sys: Path = SYS) -> PciSlot | None:
     return read_plug(f"{place[0]:04x}:{place[1]:02x}:{place[2]:02x}.0", sys=sys)
 
 
-def _own_processors() -> Iterable[int]:
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+def _read_node(number: int, file: Path) -> NumaNode:
+    def size(name: str) -> int:
+        kib = entry(file, f"Node {number} {name}").removesuffix(" kB")
+        return int(kib) * 1024 if kib.isdecimal() else 0
 
-
-def _node(sys: Path, number: int) -> Path:
-    return sys / f"devices/system/node/node{number}"
-
-
-def _node_numbers(sys: Path) -> list[int]:
-    return _listed(sys / "devices/system/node/online")
-
-
-def _read_node(sys: Path, number: int) -> NumaNode:
-    sizes = {}
-    for line in _text(_node(sys, number) / "meminfo").splitlines():
-        found = re.match(r"Node \d+ (\S+):\s+(\d+) kB", line)
-        if found is not None:
-            sizes[found[1]] = int(found[2]) * 1024
     return NumaNode(
         number=number,
-        total_bytes=sizes.get("MemTotal", 0),
-        available_bytes=sum(sizes.get(name, 0) for name in ("MemFree", "Active(file)", "Inactive(file)")),
+        total_bytes=size("MemTotal"),
+        available_bytes=sum(map(size, ("MemFree", "Active(file)", "Inactive(file)"))),
     )
-
-
-def _status(proc: Path, name: str) -> str:
-    for line in _text(proc / "self/status").splitlines():
-        key, _, value = line.partition(":")
-        if key == name:
-            return value.strip()
-    return ""
-
-
-def _listed(path: Path) -> list[int]:
-    return _numbers(_text(path))
 
 
 def _numbers(text: str) -> list[int]:
@@ -168,13 +146,6 @@ def _numbers(text: str) -> list[int]:
             return []
         found.extend(range(int(bounds[1]), int(bounds[2] or bounds[1]) + 1))
     return found
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,12 +193,11 @@ class CoreShares:
 
 def demands_of(policy: Policy, plug: PciSlot | None, *, device: bool) -> Demands:
     """Processor demands of a run of ``policy``, with a discrete ``device`` or without one."""
-    rate = None if plug is None else plug.bytes_per_s
     return Demands(
         device=device,
         computes=not device or policy.attention_device == "cpu" or policy.ffn_device != "gpu",
         stages=device and policy.weights.host > policy.cpu_experts,
-        link_bytes_per_s=rate or LINK_BYTES_PER_S,
+        link_bytes_per_s=(None if plug is None else plug.bytes_per_s) or LINK_BYTES_PER_S,
         node=None if plug is None else plug.node,
     )
 
@@ -238,18 +208,11 @@ def share_cores(topology: Topology, demands: Demands, *, at_most: int) -> CoreSh
     cores = tuple(sorted(topology.cores, key=lambda core: demands.node is not None and core.node != demands.node))
     granted = len(cores) if topology.quota is None else math.ceil(topology.quota)
     threads = max(1, min(len(cores), granted, at_most))
-    bound = 1 < threads == len(cores)
-    if not demands.device:
-        return CoreShares(
-            compute=_share(cores, threads, bound=bound),
-            staging=None,
-            free=(),
-            reason=f"{_count(topology, threads, bound=bound)}; reads run between them",
-            shared=True,
-        )
-    launching = 1 if threads >= _CORES_TO_LAUNCH else 0
-    staging, computing = _split(threads - launching, demands)
-    bound = bound and 0 < staging + computing <= threads - launching
+    launching, staging, computing = 0, 0, threads
+    if demands.device:
+        launching = 1 if threads >= _CORES_TO_LAUNCH else 0
+        staging, computing = _split(threads - launching, demands)
+    bound = 1 < threads == len(cores) and 0 < staging + computing <= threads - launching
     stagers, others = cores[launching : launching + staging], cores[launching + staging :]
     free = [*cores[:launching], *others[computing:]] if bound else []
     parts = [
@@ -257,13 +220,13 @@ def share_cores(topology: Topology, demands: Demands, *, at_most: int) -> CoreSh
         f"{computing} to compute" if computing else "",
         "1 core left to launch work" if launching else "work is launched between them",
     ]
-    split = ", ".join(part for part in parts if part)
+    use = f": {', '.join(part for part in parts if part)}" if demands.device else "; reads run between them"
     return CoreShares(
-        compute=_share(others, computing, bound=bound) if computing else None,
-        staging=_share(stagers, staging, bound=bound) if staging else None,
+        compute=_share(others, computing, bound=bound),
+        staging=_share(stagers, staging, bound=bound),
         free=tuple(each for core in free for each in core.processors),
-        reason=f"{_count(topology, threads, bound=bound)}: {split}",
-        shared=False,
+        reason=_count(topology, threads, bound=bound) + use,
+        shared=not demands.device,
     )
 
 
@@ -277,8 +240,10 @@ def _split(threads: int, demands: Demands) -> tuple[int, int]:
     return staging, max(1, threads - staging)
 
 
-def _share(cores: tuple[Core, ...], threads: int, *, bound: bool) -> Share:
-    return Share(threads=threads, places=tuple(core.processors for core in cores[:threads]) if bound else ())
+def _share(cores: tuple[Core, ...], threads: int, *, bound: bool) -> Share | None:
+    """None for no threads."""
+    places = tuple(core.processors for core in cores[:threads]) if bound else ()
+    return Share(threads=threads, places=places) if threads else None
 
 
 def _count(topology: Topology, threads: int, *, bound: bool) -> str:
@@ -309,20 +274,18 @@ def place_memory(
         return MemoryPlace(kind="anywhere", reason="one NUMA node")
     if refusal is not None:
         return MemoryPlace(kind="anywhere", reason=f"{len(nodes)} NUMA nodes, but {refusal}")
-    whose, home = "the device's", device_node
-    if home is None:
-        whose, of_cores = "that of all its cores", {core.node for core in topology.cores}
-        home = of_cores.pop() if len(of_cores) == 1 else None
-    everywhere = tuple(nodes)
-    if home not in nodes:
-        return MemoryPlace(kind="interleaved", nodes=everywhere, reason="no node is nearer than the others")
-    near, size = nodes[home], format_bytes(wanted_bytes)
-    if wanted_bytes + ROOM * near.total_bytes <= near.available_bytes:
-        return MemoryPlace(kind="bound", nodes=(home,), reason=f"node {home}, {whose}, has room for {size}")
-    room = format_bytes(near.available_bytes)
-    return MemoryPlace(
-        kind="interleaved", nodes=everywhere, reason=f"node {home}, {whose}, has {room} for {size}, which is not enough"
-    )
+    whose, of_cores = "the device's", {core.node for core in topology.cores}
+    if device_node is None and len(of_cores) == 1:
+        whose, device_node = "that of all its cores", of_cores.pop()
+    reason = "no node is nearer than the others"
+    if device_node is not None and device_node in nodes:
+        near, size = nodes[device_node], format_bytes(wanted_bytes)
+        if wanted_bytes + ROOM * near.total_bytes <= near.available_bytes:
+            reason = f"node {near.number}, {whose}, has room for {size}"
+            return MemoryPlace(kind="bound", nodes=(near.number,), reason=reason)
+        room = format_bytes(near.available_bytes)
+        reason = f"node {near.number}, {whose}, has {room} for {size}, which is not enough"
+    return MemoryPlace(kind="interleaved", nodes=tuple(nodes), reason=reason)
 
 
 def why_not_placed() -> str | None:

@@ -76,8 +76,8 @@ def test_a_disk_that_fails_while_running(model: Path, device: str, monkeypatch: 
 
     wait = ReadTicket.wait
 
-    def broken(self: ReadTicket, timeout: float | None = None) -> None:
-        wait(self, timeout)
+    def broken(self: ReadTicket) -> None:
+        wait(self)
         raise OSError(errno.EIO, "Input/output error, at byte 4096", str(model / "model.safetensors"))
 
     monkeypatch.setattr(ReadTicket, "wait", broken)

@@ -117,10 +117,10 @@ def test_an_arena_is_a_list_of_pages_elsewhere(device):
         if place >= 0:
             arena[place * slot : place * slot + 2 * hidden * width] = layer.pages.parts["gate_up"][e].flatten()
             arena[place * slot + 2 * hidden * width : (place + 1) * slot - 8] = layer.pages.parts["down"][e].flatten()
-    starts = [place * slot if place >= 0 else -1 for place in places]
-    downs = [start + 2 * hidden * width if start >= 0 else -1 for start in starts]
-    pages = PageTable.in_arena(arena, torch.tensor(starts), downs, hidden=hidden, width=width)
-    assert torch.equal(expert_ffn(x, pages, offsets), whole)
+    slots = [arena[place * slot : (place + 1) * slot - 8] if place >= 0 else None for place in places]
+    gate_up = [each if each is None else each[: 2 * hidden * width].view(2 * width, hidden) for each in slots]
+    down = [each if each is None else each[2 * hidden * width :].view(hidden, width) for each in slots]
+    assert torch.equal(expert_ffn(x, PageTable.of(gate_up, down), offsets), whole)
 
 
 def test_rows_of_an_expert_that_is_elsewhere_are_zeros(device):

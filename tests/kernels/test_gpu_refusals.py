@@ -81,15 +81,6 @@ def test_pages_name_the_wrong_argument():
             PageTable.of(**matrices(**change))
 
 
-def test_an_arena_names_what_does_not_lie_in_it():
-    sizes = {"hidden": 8, "width": 4}
-    for offsets in ([0, 37], [0, -2], ["0", 0], torch.tensor([0.5, 0.0])):
-        with pytest.raises(ValueError, match=r"^gate_up_offsets: "):
-            PageTable.in_arena(torch.zeros(100), offsets, [64, 64], **sizes)
-    with pytest.raises(ValueError, match=r"^arena: "):
-        PageTable.in_arena(torch.zeros(10, 10), [0], [64], **sizes)
-
-
 ROUTED = {
     "logits": [
         None,

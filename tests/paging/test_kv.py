@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moelight.core.dtypes import DTYPES
 from moelight.core.errors import MoelightError
 from moelight.hrm.footprint import kv_block_bytes
-from moelight.paging.kv import BlockPool, KVCache, TokenCache, put
+from moelight.paging.kv import BlockPool, paged_cache, put, token_cache
 from tests.shapes import examples, small_model, small_policy
 
 
@@ -176,8 +176,8 @@ def test_no_two_places_of_the_cache_share_a_byte(dtype: torch.dtype) -> None:
     spec, blocks, size = model.attention, 5, policy.kv_block_size
     name = str(dtype).removeprefix("torch.")
     arena = torch.zeros(blocks * kv_block_bytes(model, policy, DTYPES[name]), dtype=torch.uint8)
-    cache = KVCache(arena, spec, num_layers=3, blocks=blocks, block_size=size, dtype=dtype)
-    parts = [part for layer in range(3) for part in cache.layer(layer)]
+    cache = paged_cache(arena, spec, num_layers=3, blocks=blocks, block_size=size, dtype=dtype)
+    parts = [part for layer in range(3) for part in cache[layer]]
     for number, part in enumerate(parts):
         assert part.shape == (blocks, spec.num_kv_heads, size, spec.head_dim)
         assert part.is_contiguous()
@@ -185,7 +185,6 @@ def test_no_two_places_of_the_cache_share_a_byte(dtype: torch.dtype) -> None:
         part.fill_(number + 1)
     assert all(part.eq(number + 1).all() for number, part in enumerate(parts))
     assert arena.view(dtype).ne(0).all(), "every byte of the arena belongs to the cache"
-    assert cache.block_size == size
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -196,15 +195,15 @@ def test_a_tokens_key_and_value_lie_side_by_side(dtype: torch.dtype) -> None:
     spec, slots = model.attention, 5 * policy.kv_block_size
     name = str(dtype).removeprefix("torch.")
     arena = torch.zeros(5 * kv_block_bytes(model, policy, DTYPES[name]), dtype=torch.uint8)
-    cache = TokenCache(arena, spec, num_layers=3, slots=slots, dtype=dtype)
+    cache = token_cache(arena, spec, num_layers=3, slots=slots, dtype=dtype)
     for layer in range(3):
-        assert cache.layer(layer).shape == (slots, 2, spec.num_kv_heads, spec.head_dim)
-        assert cache.layer(layer).is_contiguous()
-        cache.layer(layer).fill_(layer + 1)
-    assert [float(cache.layer(layer).float().mean()) for layer in range(3)] == [1, 2, 3]
+        assert cache[layer].shape == (slots, 2, spec.num_kv_heads, spec.head_dim)
+        assert cache[layer].is_contiguous()
+        cache[layer].fill_(layer + 1)
+    assert [float(cache[layer].float().mean()) for layer in range(3)] == [1, 2, 3]
     assert arena.view(dtype).ne(0).all(), "every byte of the arena belongs to the cache"
     k, v = (torch.full((2, spec.num_kv_heads, spec.head_dim), fill, dtype=dtype) for fill in (7, 9))
-    put(cache.layer(1), k, v, torch.tensor([40, 3]))
-    assert cache.layer(1)[[3, 40], 0].eq(7).all()
-    assert cache.layer(1)[[3, 40], 1].eq(9).all()
-    assert cache.layer(1).ne(2).sum() == 4 * spec.num_kv_heads * spec.head_dim
+    put(cache[1], k, v, torch.tensor([40, 3]))
+    assert cache[1][[3, 40], 0].eq(7).all()
+    assert cache[1][[3, 40], 1].eq(9).all()
+    assert cache[1].ne(2).sum() == 4 * spec.num_kv_heads * spec.head_dim

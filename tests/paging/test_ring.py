@@ -214,7 +214,7 @@ def test_pages_of_a_pass_of_whole_layers_are_used_where_they_lie() -> None:
     world = World()
     ahead, used = Page(layer=0, expert=far(world, 0)[0]), Page(layer=2, expert=far(world, 2)[-1])
     for place, page in ((1, ahead), (3, used)):
-        world.store.ring_pages[place].fill_(mark(page))
+        world.store.ring[place].page.fill_(mark(page))
     small = world.begin({ahead: 1}, {used: 3})
     world.ahead(small, 0, ahead.expert)
     assert world.choose(small, 0, ahead.expert) is SKIPPED
@@ -257,7 +257,7 @@ def _no_place_is_lost(world: World) -> None:
         *pager.ring.in_flight,
     ]
     assert sorted((*used, *pager.prefetched.values())) == list(range(world.ring))
-    memory = [page.data_ptr() for page in (*world.store.resident_pages, *world.store.ring_pages)]
+    memory = [memory.page.data_ptr() for memory in (*world.store.resident, *world.store.ring)]
     assert len(set(memory)) == len(memory) == world.fast_tier + world.ring
 
 
@@ -285,7 +285,7 @@ def test_whatever_is_chosen_every_expert_finds_its_page(
             first = [page for page in offloaded_pages if page.layer == 0]
             places = dict(zip([*first, *(page for page in offloaded_pages if page.layer)], range(ring), strict=False))
             for page, place in places.items():
-                world.store.ring_pages[place].fill_(mark(page))
+                world.store.ring[place].page.fill_(mark(page))
             prefetched = {page: places[page] for page in first if page in places and number % 2}
             left = {page: place for page, place in places.items() if page not in prefetched}
             after_whole, world.reading = True, []

@@ -187,6 +187,15 @@ def learned_store(model: ModelProfile, policy: Policy) -> tuple[PageStore, Place
     return store, place(model, replace(policy, residents="learned"))
 
 
+def test_a_resident_page_with_a_copy_in_host_memory_is_loaded_into_both() -> None:
+    model = small_model()
+    store, placement = learned_store(model, small_policy(model, discrete=True, resident=5, host=3))
+    assert placement.host_copies and placement.resident
+    for page in placement.resident:
+        assert store.offloaded_tier(page).view(torch.float32).eq(mark(page)).all()
+        assert store.resident[store.table[page.layer, page.expert]].page.view(torch.float32).eq(mark(page)).all()
+
+
 @examples(60)
 @given(case=placed(), data=st.data())
 def test_experts_are_found_once_others_are_near(case: tuple[ModelProfile, Policy], data: st.DataObject) -> None:
@@ -202,13 +211,13 @@ def test_experts_are_found_once_others_are_near(case: tuple[ModelProfile, Policy
         )
         if gone is None:
             break
-        slot, ring = int(store.table[gone.layer, gone.expert]), data.draw(st.integers(0, len(store.ring_pages) - 1))
-        fill(come, store.ring_pages[ring])
+        slot, ring = int(store.table[gone.layer, gone.expert]), data.draw(st.integers(0, len(store.ring) - 1))
+        fill(come, store.ring[ring].page)
         store.swap(slot, ring)
         store.table[come.layer, come.expert], store.table[gone.layer, gone.expert] = slot, -1
         resident = resident - {gone} | {come}
-        assert store.ring_pages[ring].view(torch.float32).eq(mark(gone)).all()
-        assert store.ring_views[ring][0][0, 0] == mark(gone)
+        assert store.ring[ring].page.view(torch.float32).eq(mark(gone)).all()
+        assert store.ring[ring].weights[0][0, 0] == mark(gone)
     after = moved(before, resident)
     store.follow(after.streamed, after.computed)
     position = data.draw(st.integers(0, 9)) * len(after.streamed)
@@ -222,7 +231,7 @@ def test_experts_are_found_once_others_are_near(case: tuple[ModelProfile, Policy
             assert weights is None or all(part.eq(mark(here)).all() for part in weights)
     for layer in range(model.num_layers):
         computed = store.computed_experts(layer, experts)
-        assert store.computes(layer) == any(computed)
+        assert (layer in store.layers_computed) == any(computed)
         for expert, weights in enumerate(computed):
             assert weights is None or weights[0].eq(mark(Page(layer=layer, expert=expert))).all()
 
@@ -230,8 +239,9 @@ def test_experts_are_found_once_others_are_near(case: tuple[ModelProfile, Policy
 def test_exchanged_pages_take_their_parts_along() -> None:
     model = small_model((True, True), experts=3, width=PARTS_OF_4_KIB)
     store, _, _ = open_store(model, small_policy(model, discrete=True, resident=2, host=4), part_bytes=4096)
-    resident, ring = store.resident_pages[1], store.ring_pages[2]
+    resident, ring = store.resident[1], store.ring[2]
+    begin = resident.page.data_ptr()
     store.swap(1, 2)
-    assert (store.resident_pages[1], store.ring_pages[2]) == (ring, resident)
-    starts = [store.slot(Buffer(space="ring", index=6 + part), 0).data_ptr() - resident.data_ptr() for part in range(3)]
+    assert (store.resident[1], store.ring[2]) == (ring, resident)
+    starts = [store.slot(Buffer(space="ring", index=6 + part), 0).data_ptr() - begin for part in range(3)]
     assert starts == [0, 4096, 8192]

@@ -64,6 +64,12 @@ def pool() -> Pool:
     return Pool(8 * MiB, device=CPU, dtype=torch.bfloat16)
 
 
+def points_of(work: str, pool: Pool, **sizes: object) -> dict[surfaces.Point, timing.Measure]:
+    """The points of one surface of the CPU, over other sizes than `TINY`."""
+    found = surfaces.points("cpu", pool, replace(TINY, **sizes))
+    return {point: measure for point, measure in found.items() if point[0] == f"cpu_{work}"}
+
+
 def test_a_reading_is_the_median_and_the_width_of_the_middle_half() -> None:
     reading = reading_of([1.0, 2.0, 4.0, 3.0, 100.0], amount=6.0)
     assert reading == Measurement(rate=2.0, spread=pytest.approx(2 / 3))
@@ -127,15 +133,15 @@ def test_the_pool_is_written_and_walked_round(pool: Pool) -> None:
 
 
 def test_memory_is_read_copied_and_touched(pool: Pool) -> None:
-    read, copied = surfaces.reads(pool)(0.01), surfaces.copies(pool)(0.01)
+    read, copied = (pool.measure(work)(0.01) for work in (surfaces.read_work, surfaces.copy_work))
     assert 1e8 < read.rate < 1e13 and 1e8 < copied.rate < 1e13
-    assert 1e6 < surfaces.norms(pool, rows=4, hidden=32)(0.005).rate < 1e12
+    assert 1e6 < pool.measure(surfaces.norm_work, 4, 32)(0.005).rate < 1e12
 
 
 def test_speeds_of_products_are_flop_per_second_by_rows_and_bytes_of_weights(pool: Pool) -> None:
-    points = surfaces.linear_points("cpu_linear", pool, [(64, 32), (4096, 4096)], (1, 5))
+    points = points_of("linear", pool, linear=((64, 32), (4096, 4096)), rows=(1, 5))
     assert list(points) == [("cpu_linear", 2 * 64 * 32, 1), ("cpu_linear", 2 * 64 * 32, 5)]  # the others do not fit
-    experts = surfaces.expert_points("cpu_experts", pool, [(32, 24)], (1, 5, 64))
+    experts = points_of("experts", pool, experts=((32, 24),), rows=(1, 5, 64))
     assert {size for _, size, _ in experts} == {2 * 3 * 32 * 24}
     _, flops = surfaces.moe_work(pool, (32, 24), 8, 20)
     assert flops == 20 * surfaces.TOP_K * 6 * 32 * 24
@@ -148,7 +154,7 @@ def test_speeds_of_products_are_flop_per_second_by_rows_and_bytes_of_weights(poo
 
 
 def test_speed_of_decoding_is_bytes_of_keys_and_values(pool: Pool) -> None:
-    points = surfaces.decode_points("cpu_attention", pool, (32, 96, 1 << 20))
+    points = points_of("attention", pool, contexts=(32, 96, 1 << 20))
     assert [context for _, _, context in points] == [32, 96]  # a cache of the last length does not fit
     work, amount = surfaces.decode_work(pool, 96)
     batch = amount / (96 * 2 * surfaces.KV_HEADS * surfaces.HEAD_DIM * 2)
@@ -158,21 +164,21 @@ def test_speed_of_decoding_is_bytes_of_keys_and_values(pool: Pool) -> None:
 
 
 def test_decoding_on_a_device_reads_as_much(pool: Pool) -> None:
-    work, amount = surfaces._decode_on_device(pool, 64)
+    work, amount = surfaces.device_decode_work(pool, 64)
     assert amount == min(64, 8 * MiB // (64 * 4 * KiB)) * 64 * 4 * KiB
     out = work()
     assert isinstance(out, torch.Tensor) and out.shape[1:] == (8, 4, 128)
 
 
 def test_speed_of_prompts_counts_attended_pairs(pool: Pool) -> None:
-    _, flops = surfaces._prefill(pool, 8)
+    _, flops = surfaces.prefill_work(pool, 8)
     assert flops == 4 * 128 * 32 * (8 * 9 / 2)
-    assert surfaces.prefill_points("cpu_prefill", pool, (8,))["cpu_prefill", 0, 8](0.002).rate > 1e5
+    assert points_of("prefill", pool, prompts=(8,))["cpu_prefill", 0, 8](0.002).rate > 1e5
 
 
 def test_an_act_takes_microseconds_beside_its_arithmetic(pool: Pool) -> None:
     with torch.inference_mode():
-        reading = surfaces.layer_phases(pool)(0.05)
+        reading = surfaces.layer_phases(pool, 0.05)
     assert 2e-6 < 1 / reading.rate < 0.05
 
 
@@ -185,7 +191,7 @@ def test_the_arithmetic_of_acts_is_taken_off(clock: SimpleNamespace) -> None:
 
 def test_norms_and_sums_are_read_by_the_bytes_an_act_touches(pool: Pool) -> None:
     with torch.inference_mode():
-        points = surfaces.elementwise_points("cpu_elementwise", pool, (2, 8))
+        points = points_of("elementwise", pool, touching=(2, 8))
         assert list(points) == [("cpu_elementwise", 0, 2 * 2048 * 40), ("cpu_elementwise", 0, 8 * 2048 * 40)]
         assert all(1e5 < gauge(0.01).rate < 1e12 for gauge in points.values())
 
@@ -217,7 +223,7 @@ def test_the_scratch_file_has_no_name(tmp_path: Path) -> None:
             first = bytes(block)
             scratch.read(1, block)
             assert len({first, bytes(block)}) == 2
-        descriptors = list(scratch._descriptors)
+        descriptors = [each for each in (scratch.buffered, scratch.direct) if each is not None]
     for descriptor in descriptors:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(descriptor)
@@ -257,16 +263,16 @@ def test_a_disk_without_a_direct_way_is_read_through_the_page_cache(
     monkeypatch.setattr(os, "pwritev", refuse_direct)
     with disk.Scratch(tmp_path, 2 * disk.BLOCK_BYTES, seconds=5.0) as scratch:
         assert scratch.direct is None and scratch.blocks == 2
-        assert disk.lane_reads(scratch)(0.001).rate > 1e6
+        assert disk.lane_reads(scratch, 0.001).rate > 1e6
 
 
 def test_the_disk_is_read_three_ways_and_beside_work(tmp_path: Path) -> None:
     with disk.Scratch(tmp_path, 2 * disk.BLOCK_BYTES, seconds=5.0) as scratch:
-        assert disk.cached_reads(scratch)(0.001).rate > 1e7
-        assert disk.lane_reads(scratch)(0.001).rate > 1e6
+        assert disk.cached_reads(scratch, 0.001).rate > 1e7
+        assert disk.lane_reads(scratch, 0.001).rate > 1e6
         if scratch.direct is not None:
-            assert disk.direct_reads(scratch)(0.001).rate > 1e6
-        assert disk.beside_reads(lambda: time.sleep(1e-3), scratch)(0.02).rate > 10
+            assert disk.direct_reads(scratch, 0.001).rate > 1e6
+        assert disk.beside_reads(lambda: time.sleep(1e-3), scratch, 0.02).rate > 10
     assert not [thread for thread in threading.enumerate() if "scratch" in thread.name]
 
 
@@ -299,7 +305,7 @@ def test_reads_beside_work_are_timed_from_arrival_to_arrival(tmp_path: Path, mon
     monkeypatch.setattr(disk._DiskLane, "__init__", late)
     with disk.Scratch(tmp_path, 2 * disk.BLOCK_BYTES, seconds=5.0) as scratch:
         began = time.perf_counter()
-        reading = disk.reads_beside(lambda: time.sleep(1e-3), scratch)(0.0)
+        reading = disk.reads_beside(lambda: time.sleep(1e-3), scratch, 0.0)
         took_s = time.perf_counter() - began
     assert reading.rate >= disk.BLOCK_BYTES / (took_s - late_s)
 
@@ -454,6 +460,8 @@ def test_efforts_end_in_time_and_meet_every_form_of_product(effort: Effort, most
 @pytest.mark.skipif(not native.available(), reason="the twin of the kernel is slow")
 def test_decoding_reads_no_faster_than_memory_would_allow_by_much(pool: Pool) -> None:
     """A count of bytes that is wrong by a factor would show: the pool is in the cache, but not ten times over."""
-    decode_once = surfaces.decode_points("cpu_attention", pool, (96,))["cpu_attention", 0, 96]
-    read, decode = (max(measure(0.05).rate for _ in range(5)) for measure in (surfaces.reads(pool), decode_once))
+    decode_once = points_of("attention", pool, contexts=(96,))["cpu_attention", 0, 96]
+    read, decode = (
+        max(measure(0.05).rate for _ in range(5)) for measure in (pool.measure(surfaces.read_work), decode_once)
+    )
     assert decode < 10 * read

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelight.paging.kv import TokenCache, put
+from moelight.paging.kv import put, token_cache
 from moelight.profiles.model import AttentionSpec
 from moelight.runtime.context import Chunk, find_added, find_context, seen_before
 from moelight.runtime.microbatch import pack
@@ -26,14 +26,14 @@ def test_a_buffer_filled_by_its_places_holds_what_each_sequence_sees(
     """A cache in which every token of every sequence is marked, its first blocks in host memory: copied by runs, and
     gathered by slots."""
     arena = torch.zeros(60 * BLOCK * 64, dtype=torch.uint8)
-    cache = TokenCache(arena, SPEC, num_layers=1, slots=60 * BLOCK, dtype=torch.float32)
+    cache = token_cache(arena, SPEC, num_layers=1, slots=60 * BLOCK, dtype=torch.float32)
     for number, chunk in enumerate(chunks):
         for position in range(chunk.start + chunk.count):
             slot = chunk.blocks[position // BLOCK] * BLOCK + position % BLOCK
-            cache.layer(0)[slot] = number * 1000 + position
+            cache[0][slot] = number * 1000 + position
     host_slots = host_blocks * BLOCK
     found = find_context(chunks, block_size=BLOCK, window=window, device=CPU, host_slots=host_slots)
-    on_device = cache.layer(0)[host_slots:]
+    on_device = cache[0][host_slots:]
     tokens = sum(chunk.count for chunk in chunks)
     buffer = torch.full((found.tokens + tokens, 2, 1, 8), -1.0)
     if not host_blocks:
@@ -44,7 +44,7 @@ def test_a_buffer_filled_by_its_places_holds_what_each_sequence_sees(
         for place, slot, count in found.runs:
             assert buffer[place : place + count].eq(-1).all(), "no place is filled twice"
             assert slot + count <= host_slots
-            buffer[place : place + count] = cache.layer(0)[slot : slot + count]
+            buffer[place : place + count] = cache[0][slot : slot + count]
         assert sum(count for _, _, count in found.runs) == found.tokens - found.there
         if found.there:
             assert found.slots is not None and found.places is not None
@@ -54,7 +54,7 @@ def test_a_buffer_filled_by_its_places_holds_what_each_sequence_sees(
         else:
             assert found.slots is None and found.places is None
         assert buffer[found.own].eq(-1).all(), "new tokens have places of their own"
-        put(buffer, *cache.layer(0)[pack_slots(chunks)].unbind(1), found.own)
+        put(buffer, *cache[0][pack_slots(chunks)].unbind(1), found.own)
     row = 0
     for number, (chunk, (first, last, place, cached)) in enumerate(zip(chunks, found.spans, strict=True)):
         count = chunk.count

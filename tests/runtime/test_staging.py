@@ -14,7 +14,7 @@ from moelight.core.policy import Policy
 from moelight.hrm import costs
 from moelight.hrm.footprint import staging_token_bytes
 from moelight.models.moe import Routed
-from moelight.runtime.microbatch import StagingArena, StagingBuffers
+from moelight.runtime.microbatch import StagingBuffers
 from moelight.weights.torch_dtypes import to_torch
 from tests.shapes import small_model, small_policy
 
@@ -30,7 +30,7 @@ POLICIES = [
 def shares(policy: Policy, dtype: DType) -> tuple[Tensor, list[StagingBuffers]]:
     """The arena of a pass of eleven tokens, and the shares of its micro-batches of 1, 7 and 3."""
     arena = torch.zeros(TOKENS * staging_token_bytes(MODEL, policy, dtype), dtype=torch.uint8)
-    space = StagingArena(arena, MODEL, policy, dtype, TOKENS)
+    space = StagingBuffers.in_arena(arena, MODEL, policy, dtype, TOKENS)
     return arena, [space.share(row, tokens) for row, tokens in ((0, 1), (1, 7), (8, 3))]
 
 

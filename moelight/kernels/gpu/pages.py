@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moelight.kernels.arguments import FLOATS, INTEGERS, check_integer, check_tensor
+from moelight.kernels.arguments import FLOATS, INTEGERS, check_tensor
 
 MATRICES = FLOATS + INTEGERS
 PARTS = ("gate_up", "down", "gate_up_scale", "down_scale", "gate_up_bias", "down_bias")
@@ -24,7 +24,7 @@ Parts = Sequence[Tensor | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PageTable:
-    """Matrices of E experts. Created by `of` or `in_arena`, which check; reusable while the bytes are unchanged.
+    """Matrices of E experts. Created by `of`, which checks; reusable while the bytes are unchanged.
 
     ``table`` int64 [6, E]: addresses in the order of PARTS, 0 for absent ones. ``group``: inputs with one scale, 0 if a
     row has one or none. ``parts`` has for each part a tuple of E tensors or None, or an empty tuple.
@@ -111,54 +111,6 @@ class PageTable:
             parts=parts,
             table=torch.tensor(addresses, dtype=torch.int64).to(first.device),
         )
-
-    @staticmethod
-    def in_arena(
-        arena: Tensor,
-        gate_up_offsets: Sequence[int] | Tensor,
-        down_offsets: Sequence[int] | Tensor,
-        *,
-        hidden: int,
-        width: int,
-        gate_up_scale: Parts | None = None,
-        down_scale: Parts | None = None,
-        gate_up_bias: Parts | None = None,
-        down_bias: Parts | None = None,
-        group_size: int | None = None,
-    ) -> PageTable:
-        """Table of matrices in ``arena`` [elements], a view of an arena in their dtype.
-
-        Matrix e begins at element ``*_offsets[e]``, int64 [E] in host memory; -1 for an expert computed elsewhere. The
-        other arguments are those of `of`.
-        """
-        check_tensor("arena", arena, MATRICES, (None,), device=None)
-        for name, size in (("hidden", hidden), ("width", width)):
-            check_integer(name, size, 1)
-        packing = 2 if arena.dtype == torch.uint8 else 1
-        if hidden % packing or width % packing:
-            raise ValueError(f"hidden: two values a byte need even sizes, they are {hidden} and {width}")
-        gate_up = _cut("gate_up_offsets", arena, gate_up_offsets, 2 * width, hidden // packing)
-        down = _cut("down_offsets", arena, down_offsets, hidden, width // packing)
-        return PageTable.of(
-            gate_up,
-            down,
-            gate_up_scale=gate_up_scale,
-            down_scale=down_scale,
-            gate_up_bias=gate_up_bias,
-            down_bias=down_bias,
-            group_size=group_size,
-        )
-
-
-def _cut(name: str, arena: Tensor, offsets: Sequence[int] | Tensor, rows: int, row: int) -> list[Tensor | None]:
-    found: list[Tensor | None] = []
-    for e, offset in enumerate(offsets.tolist() if isinstance(offsets, Tensor) else offsets):
-        if not isinstance(offset, int) or not -1 <= offset <= arena.numel() - rows * row:
-            raise ValueError(
-                f"{name}: entry {e} is {offset!r}; {rows * row} elements do not lie there in {arena.numel()}"
-            )
-        found.append(None if offset == -1 else arena[offset : offset + rows * row].view(rows, row))
-    return found
 
 
 def _tuple(name: str, tensors: object) -> tuple[Tensor | None, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import mmap
 import os
@@ -13,8 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -22,7 +20,7 @@ import torch
 from moelight.core.errors import ConfigError
 from moelight.core.units import MiB
 from moelight.kernels.reads import FileReader, ReadPart, ReadTicket
-from moelight.runtime.calibration.timing import Measure, Measurement, Work, beside, reading_of, repeated
+from moelight.runtime.calibration.timing import Measurement, Work, beside, reading_of, repeated
 
 BLOCK_BYTES = 8 * MiB
 LEAST_BLOCKS = 2
@@ -37,20 +35,20 @@ _LEAST_ARRIVALS = 2
 _CACHED_ABOVE = 0.6  # reads faster than this share of the page cache's speed were not served by the disk
 
 
-class Scratch(AbstractContextManager["Scratch"]):
+class Scratch(ExitStack):
     """A file of whole blocks, unlinked at once and freed on exit; raises ConfigError if ``directory`` cannot be written
-    or its disk is almost full."""
+    or its disk is almost full. ``direct``: its descriptor for direct I/O; None where the file system has none."""
 
     def __init__(self, directory: Path, size: int, *, seconds: float) -> None:
         """Write at most ``size`` bytes, at most a quarter of the free space, for about ``seconds``."""
-        self._descriptors: list[int] = []
+        super().__init__()
         self.direct: int | None = None
         try:
-            free = shutil.disk_usage(directory).free
-            if free // SHARE_OF_FREE < LEAST_BLOCKS * BLOCK_BYTES:
+            most = shutil.disk_usage(directory).free // SHARE_OF_FREE
+            if most < LEAST_BLOCKS * BLOCK_BYTES:
                 raise ConfigError(f"{directory}: too little disk is free to measure it; name another with --disk-dir")
             self._open(directory)
-            self.size = self._write(min(size, free // SHARE_OF_FREE) // BLOCK_BYTES, seconds)
+            self.blocks = self._write(min(size, most) // BLOCK_BYTES, seconds)
         except OSError as error:
             self.close()
             raise ConfigError(f"{directory}: the disk cannot be measured there ({error.strerror or error})") from None
@@ -58,16 +56,9 @@ class Scratch(AbstractContextManager["Scratch"]):
             self.close()
             raise
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.pop())
-
     @property
-    def blocks(self) -> int:
-        return self.size // BLOCK_BYTES
+    def size(self) -> int:
+        return self.blocks * BLOCK_BYTES
 
     def read(self, block: int, into: mmap.mmap, *, direct: bool = False) -> None:
         descriptor = self.direct if direct and self.direct is not None else self.buffered
@@ -81,36 +72,37 @@ class Scratch(AbstractContextManager["Scratch"]):
 
     def _open(self, directory: Path) -> None:
         self.buffered, name = tempfile.mkstemp(prefix=".moelight-", dir=directory)
-        self._descriptors.append(self.buffered)
+        self.callback(os.close, self.buffered)
         try:
             if _DIRECT:
-                with contextlib.suppress(OSError):  # some file systems have no direct I/O
+                with suppress(OSError):  # some file systems have no direct I/O
                     self.direct = os.open(name, os.O_RDWR | os.O_CLOEXEC | _DIRECT)
-                    self._descriptors.append(self.direct)
+                    self.callback(os.close, self.direct)
         finally:
             Path(name).unlink()
 
     def _write(self, blocks: int, seconds: float) -> int:
+        """Return the number of blocks written."""
         began, done = time.perf_counter(), 0
         with block_buffer() as block:
             block[:] = os.urandom(BLOCK_BYTES)
-            while done < max(LEAST_BLOCKS, blocks) and (done < LEAST_BLOCKS or time.perf_counter() - began < seconds):
+            while done < LEAST_BLOCKS or (done < blocks and time.perf_counter() - began < seconds):
                 block[:_PAGE] = os.urandom(_PAGE)
                 self._write_block(block, done)
                 done += 1
         os.fsync(self.buffered)
-        return done * BLOCK_BYTES
+        return done
 
     def _write_block(self, block: mmap.mmap, number: int) -> None:
         if self.direct is not None:
             try:
                 os.pwritev(self.direct, [block], number * BLOCK_BYTES)
+                return
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
                 self.direct = None  # O_DIRECT is accepted at open but not for writes
-        if self.direct is None:
-            os.pwritev(self.buffered, [block], number * BLOCK_BYTES)
+        os.pwritev(self.buffered, [block], number * BLOCK_BYTES)
 
 
 def block_buffer() -> mmap.mmap:
@@ -118,62 +110,53 @@ def block_buffer() -> mmap.mmap:
     return mmap.mmap(-1, BLOCK_BYTES)
 
 
-def cached_reads(scratch: Scratch) -> Measure:
+def cached_reads(scratch: Scratch, seconds: float) -> Measurement:
     """bytes/s of one reader of a file in the page cache."""
 
-    def read(seconds: float) -> Measurement:
-        with block_buffer() as block:
-            _pass(scratch, block)
-            return _passes(seconds, scratch.size, lambda: _pass(scratch, block))
+    def read() -> None:
+        for number in lane_order(scratch.blocks):
+            scratch.read(number, block)
 
-    return read
+    with block_buffer() as block:
+        read()
+        return reading_of(repeated(read, seconds), scratch.size)
 
 
-def lane_reads(scratch: Scratch) -> Measure:
+def lane_reads(scratch: Scratch, seconds: float) -> Measurement:
     """bytes/s of the disk lane: past the page cache where possible, pages in the order of a pass, several in flight."""
-
-    def read(seconds: float) -> Measurement:
-        with _DiskLane(scratch) as lane:
-            return _passes(seconds, scratch.size, lambda: list(lane.blocks()), before=scratch.forget)
-
-    return read
+    with _DiskLane(scratch) as lane:
+        return reading_of(repeated(lambda: list(lane.blocks()), seconds, before=scratch.forget), scratch.size)
 
 
-def direct_reads(scratch: Scratch) -> Measure:
+def direct_reads(scratch: Scratch, seconds: float) -> Measurement:
     """bytes/s of several readers past the page cache, each with its own blocks; requires ``scratch.direct``."""
 
-    def read(seconds: float) -> Measurement:
-        with ThreadPoolExecutor(DIRECT_READERS) as readers:
-            share = partial(_direct_share, scratch)
-            return _passes(seconds, scratch.size, lambda: list(readers.map(share, range(DIRECT_READERS))))
+    def share(reader: int) -> None:
+        with block_buffer() as block:
+            for number in range(reader, scratch.blocks, DIRECT_READERS):
+                scratch.read(number, block, direct=True)
 
-    return read
+    with ThreadPoolExecutor(DIRECT_READERS) as readers:
+        samples = repeated(lambda: list(readers.map(share, range(DIRECT_READERS))), seconds)
+    return reading_of(samples, scratch.size)
 
 
-def beside_reads(work: Work, scratch: Scratch) -> Measure:
+def beside_reads(work: Work, scratch: Scratch, seconds: float) -> Measurement:
     """Calls of ``work`` per second beside a disk lane that reads without a pause; the mean, so disturbances count."""
-
-    def read(seconds: float) -> Measurement:
-        with _reading(scratch):
-            work()
-            samples = repeated(work, BESIDE_LONGER * seconds)
-        return Measurement(rate=len(samples) / sum(samples), spread=reading_of(samples).spread)
-
-    return read
+    with _reading(scratch):
+        work()
+        samples = repeated(work, BESIDE_LONGER * seconds)
+    return Measurement(rate=len(samples) / sum(samples), spread=reading_of(samples).spread)
 
 
-def reads_beside(work: Work, scratch: Scratch) -> Measure:
+def reads_beside(work: Work, scratch: Scratch, seconds: float) -> Measurement:
     """bytes/s of the disk lane beside ``work`` without a pause, from the first arrival of a block to the last."""
-
-    def read(seconds: float) -> Measurement:
-        with _reading(scratch) as arrived:
-            began = time.perf_counter()
-            while time.perf_counter() - began < BESIDE_LONGER * seconds or len(arrived) < _LEAST_ARRIVALS:
-                work()
-            first_s, last_s, blocks = arrived[0], arrived[-1], len(arrived) - 1
-        return Measurement(rate=blocks * BLOCK_BYTES / max(last_s - first_s, 1e-9), spread=0.0)
-
-    return read
+    with _reading(scratch) as arrived:
+        began = time.perf_counter()
+        while time.perf_counter() - began < BESIDE_LONGER * seconds or len(arrived) < _LEAST_ARRIVALS:
+            work()
+        first_s, last_s, blocks = arrived[0], arrived[-1], len(arrived) - 1
+    return Measurement(rate=blocks * BLOCK_BYTES / max(last_s - first_s, 1e-9), spread=0.0)
 
 
 def past_cache(scratch: Scratch) -> bool:
@@ -188,32 +171,16 @@ def from_cache(lane: Measurement, cached: Measurement) -> bool:
     return lane.rate > _CACHED_ABOVE * cached.rate
 
 
-def _pass(scratch: Scratch, block: mmap.mmap) -> None:
-    for number in lane_order(scratch.blocks):
-        scratch.read(number, block)
-
-
 def lane_order(blocks: int) -> list[int]:
     """All blocks, none after its neighbour: a pass skips resident pages, so read-ahead seldom helps."""
     return [number for first in range(_APART) for number in range(first, blocks, _APART)]
-
-
-def _direct_share(scratch: Scratch, reader: int) -> None:
-    with block_buffer() as block:
-        for number in range(reader, scratch.blocks, DIRECT_READERS):
-            scratch.read(number, block, direct=True)
-
-
-def _passes(seconds: float, size: int, one: Work, *, before: Work = lambda: None) -> Measurement:
-    """One sample per pass over the file; ``before`` is not timed."""
-    return reading_of(repeated(one, seconds, before=before), size)
 
 
 class _DiskLane(AbstractContextManager["_DiskLane"]):
     """Reads the scratch file as the disk lane reads pages, into slots whose alignment differs from the file's."""
 
     def __init__(self, scratch: Scratch) -> None:
-        self._scratch = scratch
+        self._order = lane_order(scratch.blocks)
         self._file = Path(f"/dev/fd/{scratch.buffered}")
         self._reader = FileReader([self._file])
         slots = (torch.empty(BLOCK_BYTES + _APART, dtype=torch.uint8) for _ in range(_ON_THEIR_WAY))
@@ -228,23 +195,19 @@ class _DiskLane(AbstractContextManager["_DiskLane"]):
 
     def blocks(self) -> Iterator[int]:
         """Yield the numbers of all blocks as they arrive."""
-        coming: deque[tuple[int, ReadTicket]] = deque()
-
-        def arrived() -> int:
-            number, ticket = coming.popleft()
+        coming: deque[ReadTicket] = deque()
+        for place, number in enumerate(self._order):
+            if place >= _ON_THEIR_WAY:
+                coming.popleft().wait()
+                yield self._order[place - _ON_THEIR_WAY]
+            into = self._slots[place % _ON_THEIR_WAY]
+            coming.append(self._reader.submit([ReadPart(self._file, number * BLOCK_BYTES, into)]))
+        for number, ticket in zip(self._order[-len(coming) :], coming, strict=True):
             ticket.wait()
-            return number
-
-        for place, number in enumerate(lane_order(self._scratch.blocks)):
-            into = self._slots[place % len(self._slots)]
-            if len(coming) == len(self._slots):
-                yield arrived()
-            coming.append((number, self._reader.submit([ReadPart(self._file, number * BLOCK_BYTES, into)])))
-        while coming:
-            yield arrived()
+            yield number
 
 
-@contextlib.contextmanager
+@contextmanager
 def _reading(scratch: Scratch) -> Iterator[list[float]]:
     """Read the file over and over on a thread, as the disk lane does; yield the growing list of arrival times."""
     arrived = list[float]()

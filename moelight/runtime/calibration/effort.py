@@ -9,9 +9,16 @@ from moelight.core.units import GiB, MiB
 Shape = tuple[int, int]
 
 
+# Between 8 and 12 rows, and between 60 and 64, products take another form on a CPU (`kernels.products`).
+_ROWS = (1, 2, 4, 8, 12, 16, 32, 48, 60, 64, 128, 256, 512)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effort:
-    """Limits of a measurement in seconds and bytes.
+    """Limits of a measurement in seconds and bytes; by default those of a fine one, of about a minute.
+
+    Weights have 0.5, 4.5, 22 and 224 MiB in 16 bits, and experts 2.25, 21 and 216 MiB: from those of many small experts
+    to those of Mixtral 8x7B.
 
     Attributes:
         quiet_rounds: undisturbed rounds after which measuring ends, within ``host_s`` (host and disk) or ``device_s``.
@@ -21,57 +28,32 @@ class Effort:
         large: weights and rows of a compute-bound product, as ``gpu_large``.
     """
 
-    pool_bytes: int
-    link_bytes: int
-    disk_bytes: int
-    quiet_rounds: int
-    host_s: float
-    device_s: float
-    figure_s: float
-    point_s: float
-    gpu_point_s: float
-    disk_write_s: float
-    rows: tuple[int, ...]
-    gpu_rows: tuple[int, ...]
-    linear: tuple[Shape, ...]
-    experts: tuple[Shape, ...]
-    contexts: tuple[int, ...]
-    prompts: tuple[int, ...]
-    touching: tuple[int, ...]
-    large: tuple[Shape, int]
-    gpu_large: tuple[Shape, int]
+    pool_bytes: int = 2 * GiB
+    link_bytes: int = 256 * MiB
+    disk_bytes: int = 1 * GiB
+    quiet_rounds: int = 3
+    host_s: float = 75.0
+    device_s: float = 25.0
+    figure_s: float = 0.3
+    point_s: float = 0.1
+    gpu_point_s: float = 0.04
+    disk_write_s: float = 5.0
+    rows: tuple[int, ...] = _ROWS
+    gpu_rows: tuple[int, ...] = (*_ROWS, 1024, 2048, 4096)
+    linear: tuple[Shape, ...] = ((512, 512), (1536, 1536), (4096, 2816), (14336, 8192))
+    experts: tuple[Shape, ...] = ((1024, 384), (1024, 3584), (4096, 9216))
+    contexts: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048, 4096)
+    prompts: tuple[int, ...] = (16, 64, 128, 256, 512, 1024, 2048)
+    touching: tuple[int, ...] = (256, 1024, 8192)
+    large: tuple[Shape, int] = ((4096, 4096), 1024)
+    gpu_large: tuple[Shape, int] = ((8192, 8192), 8192)
 
 
-# Between 8 and 12 rows, and between 60 and 64, products take another form on a CPU (`kernels.products`).
-_ROWS = (1, 2, 4, 8, 12, 16, 32, 48, 60, 64, 128, 256, 512)
-# Weights of 0.5, 4.5, 22 and 224 MiB in 16 bits, and experts of 2.25, 21 and 216 MiB: from those of many small experts
-# to those of Mixtral 8x7B.
-FULL = Effort(
-    pool_bytes=2 * GiB,
-    link_bytes=256 * MiB,
-    disk_bytes=1 * GiB,
-    quiet_rounds=3,
-    host_s=75.0,
-    device_s=25.0,
-    figure_s=0.3,
-    point_s=0.1,
-    gpu_point_s=0.04,
-    disk_write_s=5.0,
-    rows=_ROWS,
-    gpu_rows=(*_ROWS, 1024, 2048, 4096),
-    linear=((512, 512), (1536, 1536), (4096, 2816), (14336, 8192)),
-    experts=((1024, 384), (1024, 3584), (4096, 9216)),
-    contexts=(64, 128, 256, 512, 1024, 2048, 4096),
-    prompts=(16, 64, 128, 256, 512, 1024, 2048),
-    touching=(256, 1024, 8192),
-    large=((4096, 4096), 1024),
-    gpu_large=((8192, 8192), 8192),
-)
+FULL = Effort()
 QUICK = Effort(
     pool_bytes=1 * GiB,
     link_bytes=128 * MiB,
     disk_bytes=256 * MiB,
-    quiet_rounds=3,
     host_s=9.0,
     device_s=5.0,
     figure_s=0.1,
@@ -86,5 +68,4 @@ QUICK = Effort(
     prompts=(32, 256, 1024),
     touching=(256, 4096),
     large=((4096, 4096), 512),
-    gpu_large=((8192, 8192), 8192),
 )

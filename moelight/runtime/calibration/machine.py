@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,12 +18,12 @@ import torch
 from moelight.core.dtypes import BFLOAT16
 from moelight.core.errors import ConfigError, UserError
 from moelight.core.units import KiB, MiB, format_bytes
-from moelight.profiles.efficiency import Curve, Surface
+from moelight.profiles.efficiency import Surface
 from moelight.profiles.hardware import EFFICIENCY, TO, HardwareProfile, Link, Processor, Tier
 from moelight.profiles.hardware_text import write_hardware_profile
 from moelight.runtime.calibration import disk, surfaces
 from moelight.runtime.calibration.effort import QUICK, Effort, Shape
-from moelight.runtime.calibration.surfaces import SHARE_OF_FREE, Pool
+from moelight.runtime.calibration.surfaces import SHARE_OF_FREE, Point, Pool, significant
 from moelight.runtime.calibration.timing import (
     DISTURBED_CORES,
     Measure,
@@ -40,10 +40,19 @@ from moelight.runtime.measure import available_bytes, memory_limit_bytes
 from moelight.weights.torch_dtypes import to_torch
 
 SMALL_BYTES = 4 * KiB
+Say = Callable[[str], None]
+LEAST_POOL_BYTES = 16 * MiB
+_BUSY_CONTEXT = 1024
+_BUSY_ROWS = 64
+# Measured in units per second, stated in seconds per unit.
+_IN_SECONDS = frozenset({"measured.cpu_task", "measured.gpu_launch", "measured.transfer"})
+# Intermediate readings: work alone, work beside reads, reads beside work.
+_ALONE, _BESIDE, _READS_BESIDE = "alone", "beside", "reads beside"
+_LANE, _CACHED, _DIRECT = "tiers.disk.bandwidth", "measured.disk_cached", "measured.disk_direct"
 
 
 def measure_links(device: torch.device, size: int, attend: Work) -> dict[str, Measure]:
-    """Measurements by kind: transfers of ``size`` bytes in bytes/s, and small ``transfers`` per second. ``attend``
+    """Measurements by dotted key: transfers of ``size`` bytes in bytes/s, and small transfers per second. ``attend``
     keeps the CPU busy during ``host_to_device_under_attention``."""
     finish, crosses = finisher(device), device.type != "cpu"
     pinned = torch.zeros(size, dtype=torch.uint8, pin_memory=crosses)
@@ -54,17 +63,22 @@ def measure_links(device: torch.device, size: int, attend: Work) -> dict[str, Me
         work = partial(into.copy_, source, non_blocking=True)
         return sample(work, seconds=seconds, amount=amount, finish=finish)
 
+    def toil(enough: threading.Event) -> None:
+        with torch.inference_mode():
+            while not enough.is_set():
+                attend()
+
     def copy_beside(seconds: float) -> Measurement:
-        with kept_busy(attend):
+        with beside(toil, "moelight-attention-beside"):
             return copy(there, pinned, size, seconds)
 
     return {
-        "host_to_device": partial(copy, there, pinned, size),
-        "device_to_host": partial(copy, pinned, there, size),
-        "host_to_device_pageable": partial(copy, there, plain, size),
-        "device_to_host_pageable": partial(copy, plain, there, size),
-        "host_to_device_under_attention": copy_beside,
-        "transfers": partial(copy, there[:SMALL_BYTES], pinned[:SMALL_BYTES], 1.0),
+        f"links.host{TO}device.bandwidth": partial(copy, there, pinned, size),
+        f"links.device{TO}host.bandwidth": partial(copy, pinned, there, size),
+        "measured.host_to_device_pageable": partial(copy, there, plain, size),
+        "measured.device_to_host_pageable": partial(copy, plain, there, size),
+        "measured.host_to_device_under_attention": copy_beside,
+        "measured.transfer": partial(copy, there[:SMALL_BYTES], pinned[:SMALL_BYTES], 1.0),
     }
 
 
@@ -74,50 +88,40 @@ def launches(device: torch.device) -> Measure:
     return lambda seconds: sample(lambda: number.add_(1), seconds=seconds, finish=finish)
 
 
-def kept_busy(work: Work) -> AbstractContextManager[None]:
-    """Run ``work`` over and over on a thread within the context."""
-
-    def toil(enough: threading.Event) -> None:
-        with torch.inference_mode():
-            while not enough.is_set():
-                work()
-
-    return beside(toil, "moelight-attention-beside")
-
-
-Say = Callable[[str], None]
-Measures = dict[str | surfaces.Point, tuple[Measure, float]]
-Readings = dict[str | surfaces.Point, Measurement]
-LEAST_POOL_BYTES = 16 * MiB
-_DIGITS = 4
-_BUSY_CONTEXT = 1024
-_BUSY_ROWS = 64
-# Intermediate readings that are not figures of the profile.
-_ACTS, _LARGE, _ALONE, _BESIDE, _DIRECT = "acts", "large", "alone", "beside", "direct"
-_READS_BESIDE = "reads beside"
-
-
 @dataclass(kw_only=True, slots=True)
 class _Findings:
-    """Results so far: ``figures`` are (value, spread) by dotted key in the profile."""
+    """Results so far: ``figures`` by dotted key in the profile; ``surfaces`` with their spreads."""
 
-    figures: dict[str, tuple[float, float]] = field(default_factory=dict)
+    figures: dict[str, Measurement] = field(default_factory=dict)
     surfaces: list[tuple[Surface, float]] = field(default_factory=list)
     capacities: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     busy_elsewhere: float = 0.0
 
-    def read(self, measurements: Measures, effort: Effort, seconds: float) -> Readings:
-        readings, busy = best_of_rounds(measurements, quiet_rounds=effort.quiet_rounds, seconds=seconds)
+    def read(self, unit: str, figures: dict[str, Measure], pool: Pool, effort: Effort) -> dict[str, Measurement]:
+        """Measure the figures, with the points of the surfaces of ``unit``; return the readings of all ``figures``. The
+        peak of the unit is its fastest product."""
+        on_cpu = unit == "cpu"
+        point_s, seconds = (effort.point_s, effort.host_s) if on_cpu else (effort.gpu_point_s, effort.device_s)
+        measurements: dict[str | Point, tuple[Measure, float]] = {}
+        measurements |= {key: (measure_one, effort.figure_s) for key, measure_one in figures.items()}
+        measurements |= {
+            point: (measure_one, point_s) for point, measure_one in surfaces.points(unit, pool, effort).items()
+        }
+        if not on_cpu:
+            for measure_one, _ in measurements.values():
+                measure_one(0.0)  # kernels are loaded at their first use
+        found, busy = best_of_rounds(measurements, quiet_rounds=effort.quiet_rounds, seconds=seconds)
         self.busy_elsewhere = max(self.busy_elsewhere, busy)
+        readings = {key: reading for key, reading in found.items() if isinstance(key, str)}
+        curves = {point: reading for point, reading in found.items() if isinstance(point, tuple)}
+        self.figures |= {key: reading for key, reading in readings.items() if "." in key}
+        names = {name for name, _, _ in curves}
+        self.surfaces += [surfaces.surface_of(name, curves) for name in EFFICIENCY if name in names]
+        products = (f"{unit}_linear", f"{unit}_experts", surfaces.LARGE)
+        fastest = max((each for (name, *_), each in curves.items() if name in products), key=lambda each: each.rate)
+        self.figures[f"processors.{unit}.peak"] = fastest
         return readings
-
-    def rate(self, key: str, reading: Measurement) -> None:
-        self.figures[key] = (reading.rate, reading.spread)
-
-    def seconds(self, key: str, reading: Measurement) -> None:
-        """``reading`` is in units per second, the figure in seconds per unit."""
-        self.figures[key] = (1 / reading.rate, reading.spread)
 
 
 def measure_machine(
@@ -139,12 +143,17 @@ def measure_machine(
     """
     if machine.twin:
         raise ConfigError("--device twin: a twin has no speed of its own; measure cpu, cuda or xpu")
-    began, found = time.perf_counter(), _Findings()
+    began, found, scratch = time.perf_counter(), _Findings(), None
     with torch.inference_mode(), ExitStack() as stack:
-        scratch = None
         if disk_dir is not None:
             say(f"writing a scratch file in {disk_dir}")
-            scratch = _scratch(found, disk_dir, effort, stack, needed=disk_needed)
+            try:
+                scratch = stack.enter_context(disk.Scratch(disk_dir, effort.disk_bytes, seconds=effort.disk_write_s))
+                found.capacities["disk"] = shutil.disk_usage(disk_dir).total
+            except ConfigError as error:
+                if disk_needed:
+                    raise
+                found.notes.append(str(error))
         pool = _host_pool(effort)
         say("measuring memory, processor and disk" if scratch else "measuring memory and processor")
         _measure_host(found, pool, scratch, effort)
@@ -152,22 +161,8 @@ def measure_machine(
             say("measuring the GPU and its link")
             _measure_device(found, machine, pool, effort)
     if found.busy_elsewhere > DISTURBED_CORES:
-        found.figures["measured.busy_elsewhere"] = (found.busy_elsewhere, 0.0)
+        found.figures["measured.busy_elsewhere"] = Measurement(rate=found.busy_elsewhere, spread=0.0)
     return _profile(name, machine, found, time.perf_counter() - began)
-
-
-def _scratch(
-    found: _Findings, directory: Path, effort: Effort, stack: ExitStack, *, needed: bool
-) -> disk.Scratch | None:
-    try:
-        scratch = stack.enter_context(disk.Scratch(directory, effort.disk_bytes, seconds=effort.disk_write_s))
-    except ConfigError as error:
-        if needed:
-            raise
-        found.notes.append(str(error))
-        return None
-    found.capacities["disk"] = shutil.disk_usage(directory).total
-    return scratch
 
 
 def _host_pool(effort: Effort) -> Pool:
@@ -185,107 +180,56 @@ def _measure_host(found: _Findings, pool: Pool, scratch: disk.Scratch | None, ef
     """Indispensable figures are measured first, because a slow machine omits the last ones."""
     found.capacities["host"] = memory_limit_bytes()
     figures: dict[str, Measure] = {
-        "tiers.host.bandwidth": surfaces.reads(pool),
-        "measured.host_copy": surfaces.copies(pool),
-        _ACTS: surfaces.layer_phases(pool),
+        "tiers.host.bandwidth": pool.measure(surfaces.read_work),
+        "measured.host_copy": pool.measure(surfaces.copy_work),
+        "measured.cpu_task": partial(surfaces.layer_phases, pool),
     }
     if scratch is not None:
-        figures |= _measure_disk(scratch, pool, effort)
-    points = _points("cpu", pool, effort, effort.rows, effort.large)
-    measurements: Measures = {key: (measure_one, effort.figure_s) for key, measure_one in figures.items()}
-    measurements |= {key: (measure_one, effort.point_s) for key, measure_one in points.items()}
-    readings = found.read(measurements, effort, effort.host_s)
-    for key in ("tiers.host.bandwidth", "measured.host_copy"):
-        found.rate(key, readings[key])
-    found.seconds("measured.cpu_task", readings[_ACTS])
+        work, _ = surfaces.layer_work(pool, _large_expert(pool, effort), _BUSY_ROWS)
+        figures |= {
+            _CACHED: partial(disk.cached_reads, scratch),
+            _LANE: partial(disk.lane_reads, scratch),
+            _ALONE: lambda seconds: sample(work, seconds=seconds),
+            _BESIDE: partial(disk.beside_reads, work, scratch),
+            _READS_BESIDE: partial(disk.reads_beside, work, scratch),
+        }
+        if scratch.direct is not None:
+            figures[_DIRECT] = partial(disk.direct_reads, scratch)
+    readings = found.read("cpu", figures, pool, effort)
     if scratch is not None:
         _judge_disk(found, readings, past_cache=disk.past_cache(scratch))
-    _add_surfaces(found, "cpu", readings)
 
 
-def _measure_disk(scratch: disk.Scratch, pool: Pool, effort: Effort) -> dict[str, Measure]:
-    work, _ = surfaces.layer_work(pool, _large_expert(pool, effort), _BUSY_ROWS)
-    found: dict[str, Measure] = {
-        "measured.disk_cached": disk.cached_reads(scratch),
-        "tiers.disk.bandwidth": disk.lane_reads(scratch),
-        _ALONE: lambda seconds: sample(work, seconds=seconds),
-        _BESIDE: disk.beside_reads(work, scratch),
-        _READS_BESIDE: disk.reads_beside(work, scratch),
-    }
-    return found | ({_DIRECT: disk.direct_reads(scratch)} if scratch.direct is not None else {})
-
-
-def _judge_disk(found: _Findings, readings: Readings, *, past_cache: bool) -> None:
+def _judge_disk(found: _Findings, readings: dict[str, Measurement], *, past_cache: bool) -> None:
     """Store the speed of the disk lane, or of direct reads if the lane's reads were served by the page cache."""
-    lane, cached, direct = readings["tiers.disk.bandwidth"], readings["measured.disk_cached"], readings.get(_DIRECT)
-    if not past_cache and disk.from_cache(lane, cached):
+    lane, direct = readings[_LANE], readings.get(_DIRECT)
+    if not past_cache and disk.from_cache(lane, readings[_CACHED]):
         if direct is None:
-            del found.capacities["disk"]
+            del found.capacities["disk"], found.figures[_LANE], found.figures[_CACHED]
             found.notes.append("the disk could not be told from the page cache")
             return
         found.notes.append("the page cache could not be emptied, so the disk was read past it")
-        lane = direct
-    found.rate("tiers.disk.bandwidth", lane)
-    found.rate("measured.disk_cached", cached)
-    if direct is not None:
-        found.rate("measured.disk_direct", direct)
+        found.figures[_LANE] = lane = direct
     alone, beside, reads = readings[_ALONE], readings[_BESIDE], readings[_READS_BESIDE]
-    found.figures["measured.cpu_under_disk"] = (min(1.0, beside.rate / alone.rate), beside.spread)
-    found.figures["measured.disk_under_cpu"] = (min(1.0, reads.rate / lane.rate), lane.spread)
+    for key, rate, spread in (
+        ("measured.cpu_under_disk", beside.rate / alone.rate, beside.spread),
+        ("measured.disk_under_cpu", reads.rate / lane.rate, lane.spread),
+    ):
+        found.figures[key] = Measurement(rate=min(1.0, rate), spread=spread)
 
 
 def _measure_device(found: _Findings, machine: Machine, host: Pool, effort: Effort) -> None:
-    device, backend = machine.device, torch.get_device_module(machine.device)
-    free, found.capacities["device"] = (int(size) for size in backend.mem_get_info(device))
+    device = machine.device
+    free, found.capacities["device"] = map(int, torch.get_device_module(device).mem_get_info(device))
     dtype = to_torch(machine.native_dtype(BFLOAT16))
     pool = Pool(min(effort.pool_bytes, free // SHARE_OF_FREE), device=device, dtype=dtype)
     attend, _ = surfaces.decode_work(host, _BUSY_CONTEXT if host.holds((_BUSY_CONTEXT, surfaces.KV_NUMBERS)) else 64)
     figures: dict[str, Measure] = {
-        "tiers.device.bandwidth": surfaces.reads(pool),
-        "launches": launches(device),
+        "tiers.device.bandwidth": pool.measure(surfaces.read_work),
+        "measured.gpu_launch": launches(device),
         **measure_links(device, min(effort.link_bytes, host.nbytes), attend),
     }
-    points = _points("gpu", pool, effort, effort.gpu_rows, effort.gpu_large)
-    measurements: Measures = {key: (measure_one, effort.figure_s) for key, measure_one in figures.items()}
-    measurements |= {key: (measure_one, effort.gpu_point_s) for key, measure_one in points.items()}
-    for measure_one, _ in measurements.values():
-        measure_one(0.0)  # kernels are loaded at their first use
-    readings = found.read(measurements, effort, effort.device_s)
-    found.rate("tiers.device.bandwidth", readings["tiers.device.bandwidth"])
-    for key in (f"host{TO}device", f"device{TO}host"):
-        found.rate(f"links.{key}.bandwidth", readings[key])
-    for key in ("host_to_device_pageable", "device_to_host_pageable", "host_to_device_under_attention"):
-        found.rate(f"measured.{key}", readings[key])
-    found.seconds("measured.gpu_launch", readings["launches"])
-    found.seconds("measured.transfer", readings["transfers"])
-    _add_surfaces(found, "gpu", readings)
-
-
-def _points(
-    unit: str, pool: Pool, effort: Effort, rows: tuple[int, ...], large: tuple[Shape, int]
-) -> dict[surfaces.Point, Measure]:
-    """All points of the surfaces of ``unit`` and one compute-bound product, smallest work first."""
-    found = {
-        **surfaces.decode_points(f"{unit}_attention", pool, effort.contexts),
-        **surfaces.prefill_points(f"{unit}_prefill", pool, effort.prompts),
-        **surfaces.linear_points(f"{unit}_linear", pool, effort.linear, rows),
-        **surfaces.expert_points(f"{unit}_experts", pool, effort.experts, rows),
-        **surfaces.elementwise_points(f"{unit}_elementwise", pool, effort.touching),
-        **surfaces.linear_points(_LARGE, pool, (large[0],), (large[1],)),
-    }
-    return dict(sorted(found.items(), key=lambda item: item[0][2]))
-
-
-def _add_surfaces(found: _Findings, unit: str, readings: Readings) -> None:
-    """The peak of ``unit`` is its fastest product."""
-    points = {key: reading for key, reading in readings.items() if isinstance(key, tuple)}
-    measured = {key[0] for key in points}
-    for name in EFFICIENCY:
-        if name in measured:
-            found.surfaces.append(surfaces.surface_of(name, points))
-    products = (f"{unit}_linear", f"{unit}_experts", _LARGE)
-    best = max((reading for key, reading in points.items() if key[0] in products), key=lambda reading: reading.rate)
-    found.rate(f"processors.{unit}.peak", best)
+    found.read("gpu", figures, pool, effort)
 
 
 def _large_expert(pool: Pool, effort: Effort) -> Shape:
@@ -295,50 +239,43 @@ def _large_expert(pool: Pool, effort: Effort) -> Shape:
 
 
 def _profile(name: str, machine: Machine, found: _Findings, took_s: float) -> HardwareProfile:
-    values = {key: _rounded(value) for key, (value, _) in found.figures.items()}
-    tiers = [tier for tier in ("device", "host", "disk") if tier in found.capacities]
-    units = ("gpu", "cpu") if machine.discrete else ("cpu",)
-    ways = (("host", "device"), ("device", "host")) if machine.discrete else ()
-    count = torch.get_device_module(machine.device).device_count() if machine.discrete else 1
-    about = [f"{describe(machine)}, in {took_s:.0f} s", *found.notes]
+    figures = found.figures.items()
+    values = {key: significant(1 / each.rate if key in _IN_SECONDS else each.rate) for key, each in figures}
+    counts = {"cpu": 1}
+    ways: tuple[tuple[str, str], ...] = ()
+    if machine.discrete:
+        counts = {"gpu": torch.get_device_module(machine.device).device_count(), "cpu": 1}
+        ways = (("host", "device"), ("device", "host"))
     return HardwareProfile(
         name=name,
         date=time.strftime("%Y-%m-%d"),
         source="measured on the machine itself by moelight profile",
-        notes="; ".join(about),
+        notes="; ".join([f"{describe(machine)}, in {took_s:.0f} s", *found.notes]),
         tiers=tuple(
             Tier(
                 name=tier,
                 capacity_bytes=found.capacities[tier],
                 bandwidth_bytes_per_s=values[f"tiers.{tier}.bandwidth"],
             )
-            for tier in tiers
+            for tier in ("device", "host", "disk")
+            if tier in found.capacities
         ),
         links=tuple(
             Link(src=src, dst=dst, bandwidth_bytes_per_s=values[f"links.{src}{TO}{dst}.bandwidth"]) for src, dst in ways
         ),
         processors=tuple(
-            Processor(name=unit, count=count if unit == "gpu" else 1, peak_flops=values[f"processors.{unit}.peak"])
-            for unit in units
+            Processor(name=unit, count=count, peak_flops=values[f"processors.{unit}.peak"])
+            for unit, count in counts.items()
         ),
         measured=tuple(
             (key.removeprefix("measured."), value) for key, value in values.items() if key.startswith("measured.")
         ),
-        efficiency=tuple(_rounded_surface(surface) for surface, _ in found.surfaces),
+        efficiency=tuple(surface for surface, _ in found.surfaces),
         spread=(
-            *((key, _rounded(spread, 2)) for key, (_, spread) in found.figures.items()),
-            *((f"efficiency.{surface.name}", _rounded(spread, 2)) for surface, spread in found.surfaces),
+            *((key, significant(each.spread, 2)) for key, each in figures),
+            *((f"efficiency.{surface.name}", significant(spread, 2)) for surface, spread in found.surfaces),
         ),
     )
-
-
-def _rounded_surface(surface: Surface) -> Surface:
-    curves = tuple(Curve(x=curve.x, y=tuple(_rounded(y) for y in curve.y)) for curve in surface.curves)
-    return Surface(name=surface.name, sizes=surface.sizes, curves=curves)
-
-
-def _rounded(value: float, digits: int = _DIGITS) -> float:
-    return float(f"{value:.{digits}g}")
 
 
 def run_calibration(device: str, directory: str, file: str) -> int:

@@ -7,10 +7,11 @@ key/value heads, D head size.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
-from itertools import cycle
 from math import prod
 from statistics import median
 
@@ -21,19 +22,18 @@ from torch.nn import functional
 from moelight.core.dtypes import BFLOAT16
 from moelight.core.units import MiB, align_up
 from moelight.hrm.cost_model import TOUCHED_AFTER, TOUCHED_BEFORE
-from moelight.hrm.costs import ROW_PADDING, TENSOR_ALIGNMENT, ExpertWorkspace, expert_workspace
+from moelight.hrm.costs import expert_workspace
 from moelight.kernels.attention import cpu_gqa_decode, cpu_kv_append
 from moelight.kernels.norm import rms_norm
 from moelight.kernels.prefill import prefill_attention
-from moelight.kernels.products import Workspace, linear, padded_rows
+from moelight.kernels.products import Workspace, linear
 from moelight.models.decoder import Decoder, rotation
 from moelight.models.moe import Routed, moe_forward
 from moelight.profiles.efficiency import Curve, Surface
 from moelight.profiles.model import AttentionSpec, ExpertSpec, ModelProfile, RouterSpec
 from moelight.profiles.names import MIXTRAL_STYLE
-from moelight.runtime.calibration.effort import Shape
+from moelight.runtime.calibration.effort import Effort, Shape
 from moelight.runtime.calibration.timing import Measure, Measurement, Work, finisher, reading_of, repeated, sample
-from moelight.runtime.microbatch import require
 from moelight.weights.load import LayerWeights, ModelWeights
 
 SHARE_OF_FREE = 4  # the pool takes at most this fraction of free memory: 1 / SHARE_OF_FREE
@@ -54,243 +54,7 @@ TOP_K = 2
 MOST_EXPERTS = 8
 ROUTINGS = 8  # drawn in advance, used in turn
 
-# A surface's name, the bytes of its weights (0 where it has none), and rows, context, prompt tokens or bytes.
-Point = tuple[str, int, float]
-Points = Mapping[Point, Measure]
-
-
-class Pool:
-    """Initialized ``numbers`` [N] from which operands are cut."""
-
-    def __init__(self, size: int, *, device: torch.device, dtype: torch.dtype) -> None:
-        """Allocate about ``size`` bytes; raises RuntimeError if the device has too little free memory."""
-        count = max(_ALIGNMENT, size // dtype.itemsize // _ALIGNMENT * _ALIGNMENT)
-        self.numbers = torch.empty(count, dtype=dtype, device=device)
-        self._reached = 0
-        written = min(count, _SEED_NUMBERS)
-        self.numbers[:written].normal_(std=0.02)
-        while written < count:
-            some = min(written, count - written)
-            self.numbers[written : written + some] = self.numbers[:some]
-            written += some
-
-    @property
-    def device(self) -> torch.device:
-        return self.numbers.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.numbers.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.numbers.nbytes
-
-    def holds(self, *shapes: tuple[int, ...]) -> bool:
-        """True if the pool holds at least `LEAST_TURNS` groups of tensors of ``shapes``."""
-        return LEAST_TURNS * sum(map(prod, shapes)) <= self.numbers.numel()
-
-    def groups(self, *shapes: tuple[int, ...]) -> Iterator[tuple[Tensor, ...]]:
-        """Groups of neighbouring tensors of ``shapes`` without end; each begins where the pool's last group ended."""
-        sizes = [prod(shape) for shape in shapes]
-        while True:
-            if self._reached + sum(sizes) > self.numbers.numel():
-                self._reached = 0
-            cuts = []
-            for size, shape in zip(sizes, shapes, strict=True):
-                cuts.append(self.numbers[self._reached : self._reached + size].view(shape))
-                self._reached += size
-            self._reached = align_up(self._reached, _ALIGNMENT)
-            yield tuple(cuts)
-
-
-def reads(pool: Pool) -> Measure:
-    """bytes/s of reading the whole pool, once per call, with all threads."""
-    words, finish = pool.numbers.view(torch.float32), finisher(pool.device)
-    return lambda seconds: sample(words.sum, seconds=seconds, amount=pool.nbytes, finish=finish)
-
-
-def copies(pool: Pool) -> Measure:
-    """bytes/s of copying one half of the pool to the other; each byte counts once."""
-    size, finish = pool.numbers.numel() // 2, finisher(pool.device)
-    here, there = pool.numbers[:size], pool.numbers[size : 2 * size]
-    return lambda seconds: sample(lambda: there.copy_(here), seconds=seconds, amount=here.nbytes, finish=finish)
-
-
-def norms(pool: Pool, rows: int, hidden: int) -> Measure:
-    """bytes/s of a norm and a residual sum over ``rows`` hidden states, as in a layer."""
-    x = torch.randn(rows, hidden, device=pool.device).to(pool.dtype)
-    weight, total = torch.ones(hidden, device=pool.device, dtype=pool.dtype), torch.zeros_like(x)
-    amount, finish = NORM_BYTES * x.numel(), finisher(pool.device)
-    return lambda seconds: sample(
-        lambda: rms_norm(x, weight, 1e-5, add=total), seconds=seconds, amount=amount, finish=finish
-    )
-
-
-def linear_points(name: str, pool: Pool, shapes: Sequence[Shape], rows: Sequence[int]) -> Points:
-    """flop/s of ``x [R, in]`` times weights ``[out, in]`` for each of ``shapes`` and ``rows``, operands from memory."""
-    return {
-        (name, _nbytes(pool, shape), count): _gauge(pool, partial(_linear, pool, shape, count))
-        for count in rows
-        for shape in shapes
-        if pool.holds(shape)
-    }
-
-
-def expert_points(name: str, pool: Pool, shapes: Sequence[Shape], rows: Sequence[int]) -> Points:
-    """flop/s of a layer's experts ``(H, I)``, with R rows per expert on average; 3 x H x I numbers each. Includes
-    sorting, gathering, ragged rows and the weighted sum."""
-    found = {}
-    for count in rows:
-        for shape in shapes:
-            experts, tokens = _layer(pool, shape, count)
-            if experts >= TOP_K:
-                point = (name, _nbytes(pool, *_page(shape)), _mean_rows(experts, tokens))
-                found[point] = _gauge(pool, partial(moe_work, pool, shape, experts, tokens))
-    return found
-
-
-def decode_points(name: str, pool: Pool, contexts: Sequence[int]) -> Points:
-    """bytes/s of keys and values read by decoding, for each context (in whole blocks of `BLOCK` tokens) in the pool."""
-    make = decode_work if pool.device.type == "cpu" else _decode_on_device
-    fitting = [context for context in contexts if context * KV_NUMBERS <= pool.numbers.numel()]
-    return {(name, 0, context): _gauge(pool, partial(make, pool, context)) for context in fitting}
-
-
-def prefill_points(name: str, pool: Pool, prompts: Sequence[int]) -> Points:
-    """flop/s of one prompt's attention over itself, for each length; 4 x D flop per head and attended pair."""
-    return {(name, 0, tokens): _gauge(pool, partial(_prefill, pool, tokens)) for tokens in prompts}
-
-
-def surface_of(name: str, readings: Mapping[Point, Measurement]) -> tuple[Surface, float]:
-    """The surface ``name`` from its points among ``readings``, and the median of their spreads."""
-    mine = {point: reading for point, reading in readings.items() if point[0] == name}
-    sizes = sorted({size for _, size, _ in mine})
-    curves = []
-    for size in sizes:
-        points = sorted((x, reading.rate) for (_, of, x), reading in mine.items() if of == size)
-        curves.append(Curve(x=tuple(float(x) for x, _ in points), y=tuple(rate for _, rate in points)))
-    surface = Surface(name=name, sizes=tuple(float(size) for size in sizes), curves=tuple(curves))
-    return surface, median(reading.spread for reading in mine.values())
-
-
-def layer_work(pool: Pool, shape: Shape, rows: int) -> tuple[Work, float]:
-    """One layer of as many experts as the pool holds, each with about ``rows`` rows; and its flop."""
-    experts, tokens = _layer(pool, shape, rows)
-    return moe_work(pool, shape, experts, tokens)
-
-
-def moe_work(pool: Pool, shape: Shape, experts: int, tokens: int) -> tuple[Work, float]:
-    """One layer of ``experts`` experts over ``tokens`` tokens, routed at random; and its flop."""
-    hidden, width = shape
-    pages, routings = pool.groups(*(_page(shape) * experts)), cycle(_routings(pool, hidden, experts, tokens))
-    space = _workspace(shape, tokens, pool, TOP_K)
-
-    def work() -> Tensor:
-        views = next(pages)
-        return moe_forward(next(routings), list(zip(views[::2], views[1::2], strict=True)), space)
-
-    return work, 6.0 * tokens * TOP_K * hidden * width
-
-
-def _routings(pool: Pool, hidden: int, experts: int, tokens: int) -> list[Routed]:
-    x = torch.randn(tokens, hidden, device=pool.device).to(pool.dtype)
-    weights = torch.full((tokens, TOP_K), 1 / TOP_K, dtype=torch.float32, device=pool.device)
-    drawn = torch.rand(ROUTINGS, tokens, experts, generator=torch.Generator().manual_seed(0))
-    ids = drawn.topk(TOP_K).indices.sort().values.to(torch.int32).to(pool.device)
-    return [Routed(x=x, weights=weights, ids=each) for each in ids]
-
-
-def _layer(pool: Pool, shape: Shape, rows: int) -> tuple[int, int]:
-    """Number of experts, of which the pool holds several sets, and of tokens that give each about ``rows`` rows."""
-    experts = next((count for count in range(MOST_EXPERTS, 0, -1) if pool.holds(*(_page(shape) * count))), 0)
-    return experts, 1 if rows == 1 else max(1, rows * experts // TOP_K)
-
-
-def _mean_rows(experts: int, tokens: int) -> float:
-    """The mean is over the experts with at least one of ``tokens``."""
-    return float(tokens * TOP_K / (experts * (1 - (1 - TOP_K / experts) ** tokens)))
-
-
-def decode_work(pool: Pool, context: int) -> tuple[Work, float]:
-    """Decoding of one batch of sequences on the CPU, their blocks in order through the pool; and its bytes."""
-    blocks_each = -(-context // BLOCK)
-    unit = KV_HEADS * BLOCK * HEAD_DIM
-    size = pool.numbers.numel() // 2 // unit * unit
-    keys, values = (part.view(-1, KV_HEADS, BLOCK, HEAD_DIM) for part in pool.numbers[: 2 * size].view(2, size))
-    batch = max(1, min(SEQUENCES, len(keys) // blocks_each))
-    turns = max(1, len(keys) // (batch * blocks_each))
-    tables = torch.arange(turns * batch * blocks_each, dtype=torch.int32).view(turns, batch, blocks_each)
-    lengths = torch.full((batch,), context, dtype=torch.int32)
-    queries = torch.randn(batch, Q_HEADS, HEAD_DIM).to(pool.dtype)
-    out, turn = torch.empty_like(queries), cycle(range(turns))
-
-    def work() -> None:
-        cpu_gqa_decode(queries, keys, values, tables[next(turn)], lengths, _SCALE, out=out)
-
-    return work, float(batch * context * KV_NUMBERS * pool.dtype.itemsize)
-
-
-def _decode_on_device(pool: Pool, context: int) -> tuple[Work, float]:
-    """Batches of contiguous sequences in torch's fused kernel; queries that share a head are rows of one product."""
-    batch = max(1, min(SEQUENCES, pool.numbers.numel() // (context * KV_NUMBERS)))
-    shape = (batch, KV_HEADS, context, HEAD_DIM)
-    caches = pool.groups(shape, shape)
-    queries = torch.randn(batch, KV_HEADS, Q_HEADS // KV_HEADS, HEAD_DIM, device=pool.device).to(pool.dtype)
-
-    def work() -> Tensor:
-        keys, values = next(caches)
-        return functional.scaled_dot_product_attention(queries, keys, values, scale=_SCALE)
-
-    return work, float(batch * context * KV_NUMBERS * pool.dtype.itemsize)
-
-
-def _linear(pool: Pool, shape: Shape, rows: int) -> tuple[Work, float]:
-    weights = pool.groups(shape)
-    x = torch.randn(rows, shape[1], device=pool.device).to(pool.dtype)
-    return lambda: linear(x, next(weights)[0]), 2.0 * rows * shape[0] * shape[1]
-
-
-def _prefill(pool: Pool, tokens: int) -> tuple[Work, float]:
-    q = torch.randn(tokens, Q_HEADS, HEAD_DIM, device=pool.device).to(pool.dtype)
-    k, v = torch.randn(2, tokens, KV_HEADS, HEAD_DIM, device=pool.device).to(pool.dtype)
-    return lambda: prefill_attention(q, k, v, _SCALE), 4.0 * HEAD_DIM * Q_HEADS * tokens * (tokens + 1) / 2
-
-
-def _gauge(pool: Pool, make: Callable[[], tuple[Work, float]]) -> Measure:
-    """``make`` creates the operands when the measurement runs; they are freed after it."""
-    finish = finisher(pool.device)
-
-    def read(seconds: float) -> Measurement:
-        work, amount = make()
-        return sample(work, seconds=seconds, amount=amount, finish=finish)
-
-    return read
-
-
-def _page(shape: Shape) -> tuple[Shape, Shape]:
-    hidden, width = shape
-    return (2 * width, hidden), (hidden, width)
-
-
-def _nbytes(pool: Pool, *shapes: Shape) -> int:
-    return sum(a * b for a, b in shapes) * pool.dtype.itemsize
-
-
-def _workspace(shape: Shape, rows: int, pool: Pool, top_k: int = 1) -> Workspace:
-    hidden, width = shape
-    item, padded = pool.dtype.itemsize, padded_rows(rows)
-    sizes = ExpertWorkspace(
-        rows_bytes=align_up((rows * (top_k - 1) + padded + ROW_PADDING) * hidden * item, TENSOR_ALIGNMENT),
-        wide_bytes=align_up(padded * 2 * width * item, TENSOR_ALIGNMENT),
-        narrow_bytes=align_up(padded * max(hidden, width) * item, TENSOR_ALIGNMENT),
-    )
-    arena = torch.empty(sizes.bytes, dtype=torch.uint8, device=pool.device)
-    space = Workspace(arena, sizes, hidden, pool.dtype)
-    space.rows.normal_(std=0.02)
-    return space
-
-
+# A layer whose experts are almost nothing, for the work around them.
 HIDDEN = 2048
 ACTS = 3  # layer phases: before attention, attention, after attention
 _FEW_TOKENS = 16
@@ -307,41 +71,233 @@ _MODEL = ModelProfile(
     tie_embeddings=True,
     dtype=BFLOAT16.name,
     attention=AttentionSpec(num_heads=16, num_kv_heads=4, head_dim=128),
-    router=RouterSpec(top_k=2, normalize=True, weights_in_model_dtype=False),
+    router=RouterSpec(top_k=TOP_K, normalize=True, weights_in_model_dtype=False),
     experts=ExpertSpec(num_experts=8, intermediate_size=64),
     moe_layers=(True,),
     names=MIXTRAL_STYLE,
 )
 
+LARGE = "large"
+# A surface's name, the bytes of its weights (0 where it has none), and rows, context, prompt tokens or bytes.
+Point = tuple[str, int, float]
+Points = Mapping[Point, Measure]
 
-def elementwise_points(name: str, pool: Pool, tokens: Sequence[int]) -> Points:
-    """bytes/s for each number of ``tokens`` of `HIDDEN` numbers, by the bytes that one layer phase touches."""
-    make = _acts if pool.device.type == "cpu" else _norms
-    return {(name, 0, _touched(count) / 2): partial(make, pool, count) for count in tokens}
+
+class Pool:
+    """Initialized ``numbers`` [N] of 16 bits, from which operands are cut."""
+
+    def __init__(self, size: int, *, device: torch.device, dtype: torch.dtype) -> None:
+        """Allocate about ``size`` bytes; raises RuntimeError if the device has too little free memory."""
+        count = max(_ALIGNMENT, size // dtype.itemsize // _ALIGNMENT * _ALIGNMENT)
+        self.numbers = torch.empty(count, dtype=dtype, device=device)
+        self.device, self.dtype, self.nbytes = device, dtype, self.numbers.nbytes
+        self._reached = 0
+        seed, *others = self.numbers.split(_SEED_NUMBERS)
+        seed.normal_(std=0.02)
+        for part in others:
+            part.copy_(seed[: len(part)])
+
+    def holds(self, *shapes: tuple[int, ...]) -> bool:
+        """True if the pool holds at least `LEAST_TURNS` groups of tensors of ``shapes``."""
+        return LEAST_TURNS * sum(map(prod, shapes)) <= self.numbers.numel()
+
+    def groups(self, *shapes: tuple[int, ...]) -> Iterator[tuple[Tensor, ...]]:
+        """Groups of neighbouring tensors of ``shapes`` without end; each begins where the pool's last group ended."""
+        sizes = [prod(shape) for shape in shapes]
+        while True:
+            if self._reached + sum(sizes) > self.numbers.numel():
+                self._reached = 0
+            cuts = self.numbers[self._reached : self._reached + sum(sizes)].split(sizes)
+            self._reached = align_up(self._reached + sum(sizes), _ALIGNMENT)
+            yield tuple(cut.view(shape) for cut, shape in zip(cuts, shapes, strict=True))
+
+    def normal(self, *shape: int) -> Tensor:
+        """A new tensor like ``numbers``, of normal deviates."""
+        return torch.randn(shape, device=self.device).to(self.dtype)
+
+    def measure(self, make: Callable[..., tuple[Work, float]], *arguments: object) -> Measure:
+        """Measures the work and its amount that ``make`` creates with its operands, which are freed after it."""
+
+        def measure(seconds: float) -> Measurement:
+            work, amount = make(self, *arguments)
+            return sample(work, seconds=seconds, amount=amount, finish=finisher(self.device))
+
+        return measure
+
+
+def read_work(pool: Pool) -> tuple[Work, float]:
+    """Reading of the whole pool with all threads, and its bytes."""
+    return pool.numbers.view(torch.float32).sum, pool.nbytes
+
+
+def copy_work(pool: Pool) -> tuple[Work, float]:
+    """Copy of one half of the pool to the other; each byte counts once."""
+    here, there = pool.numbers.view(2, -1)
+    return partial(there.copy_, here), here.nbytes
+
+
+def norm_work(pool: Pool, rows: int, hidden: int) -> tuple[Work, float]:
+    """A norm and a residual sum over ``rows`` hidden states, as in a layer, and the bytes that they touch."""
+    x, weight = pool.normal(rows, hidden), torch.ones(hidden, device=pool.device, dtype=pool.dtype)
+    return partial(rms_norm, x, weight, 1e-5, add=torch.zeros_like(x)), NORM_BYTES * x.numel()
+
+
+def points(unit: str, pool: Pool, effort: Effort) -> Points:
+    """All points of the surfaces of ``unit``, and `LARGE`, one compute-bound product, smallest work first: those whose
+    operands the pool holds, in several groups where they are weights.
+
+    ``linear``, ``experts`` (with sorting, gathering, ragged rows and the weighted sum) and ``prefill`` in flop/s;
+    ``attention`` in bytes/s of keys and values; ``elementwise`` in bytes/s that one layer phase touches.
+    """
+    on_cpu, found = unit == "cpu", dict[Point, Measure]()
+    rows, (shape, tall) = (effort.rows, effort.large) if on_cpu else (effort.gpu_rows, effort.gpu_large)
+    for context in effort.contexts:
+        if context * KV_NUMBERS <= pool.numbers.numel():
+            work = decode_work if on_cpu else device_decode_work
+            found[f"{unit}_attention", 0, context] = pool.measure(work, context)
+    for tokens in effort.prompts:
+        found[f"{unit}_prefill", 0, tokens] = pool.measure(prefill_work, tokens)
+    products = [(f"{unit}_linear", *each) for each in itertools.product(effort.linear, rows)]
+    for name, weight, count in [*products, (LARGE, shape, tall)]:
+        if pool.holds(weight):
+            found[name, _nbytes(pool, weight), count] = pool.measure(linear_work, weight, count)
+    for page, count in itertools.product(effort.experts, rows):
+        experts, tokens = _layer(pool, page, count)
+        if experts >= TOP_K:
+            # rows of an expert that some token meets
+            mean_rows = tokens * TOP_K / (experts * (1 - (1 - TOP_K / experts) ** tokens))
+            point = f"{unit}_experts", _nbytes(pool, *_page(page)), mean_rows
+            found[point] = pool.measure(moe_work, page, experts, tokens)
+    for tokens in effort.touching:
+        touch = partial(touches, pool, tokens) if on_cpu else pool.measure(norm_work, tokens, HIDDEN)
+        found[f"{unit}_elementwise", 0, _touched(tokens) / 2] = touch
+    return dict(sorted(found.items(), key=lambda item: item[0][2]))
+
+
+def surface_of(name: str, readings: Mapping[Point, Measurement]) -> tuple[Surface, float]:
+    """The surface ``name`` from its points among ``readings``, and the median of their spreads."""
+    mine = {(size, x): reading for (of, size, x), reading in readings.items() if of == name}
+    by_size: dict[float, dict[float, float]] = {}
+    for size, x in sorted(mine):
+        by_size.setdefault(float(size), {})[float(x)] = significant(mine[size, x].rate)
+    curves = tuple(Curve(x=tuple(curve), y=tuple(curve.values())) for curve in by_size.values())
+    spread = median(reading.spread for reading in mine.values())
+    return Surface(name=name, sizes=tuple(by_size), curves=curves), spread
+
+
+def significant(value: float, digits: int = 4) -> float:
+    """``value`` to so many significant digits."""
+    return float(f"{value:.{digits}g}")
+
+
+def layer_work(pool: Pool, shape: Shape, rows: int) -> tuple[Work, float]:
+    """One layer of as many experts as the pool holds, each with about ``rows`` rows; and its flop."""
+    return moe_work(pool, shape, *_layer(pool, shape, rows))
+
+
+def moe_work(pool: Pool, shape: Shape, experts: int, tokens: int) -> tuple[Work, float]:
+    """One layer of ``experts`` experts over ``tokens`` tokens, routed at random; and its flop."""
+    hidden, width = shape
+    pages, routings = pool.groups(*(_page(shape) * experts)), itertools.cycle(_routings(pool, hidden, experts, tokens))
+    spec = ExpertSpec(num_experts=experts, intermediate_size=width)
+    space = _workspace(replace(_MODEL, hidden_size=hidden, experts=spec), tokens, pool)
+
+    def work() -> Tensor:
+        views = next(pages)
+        return moe_forward(next(routings), list(zip(views[::2], views[1::2], strict=True)), space)
+
+    return work, 6.0 * tokens * TOP_K * hidden * width
+
+
+def _routings(pool: Pool, hidden: int, experts: int, tokens: int) -> list[Routed]:
+    x = pool.normal(tokens, hidden)
+    weights = torch.full((tokens, TOP_K), 1 / TOP_K, dtype=torch.float32, device=pool.device)
+    drawn = torch.rand(ROUTINGS, tokens, experts, generator=torch.Generator().manual_seed(0))
+    ids = drawn.topk(TOP_K).indices.sort().values.to(torch.int32).to(pool.device)
+    return [Routed(x=x, weights=weights, ids=each) for each in ids]
+
+
+def _layer(pool: Pool, shape: Shape, rows: int) -> tuple[int, int]:
+    """Number of experts, of which the pool holds several sets, and of tokens that give each about ``rows`` rows."""
+    experts = next((count for count in range(MOST_EXPERTS, 0, -1) if pool.holds(*(_page(shape) * count))), 0)
+    return experts, 1 if rows == 1 else max(1, rows * experts // TOP_K)
+
+
+def decode_work(pool: Pool, context: int) -> tuple[Work, float]:
+    """Decoding of one batch of sequences on the CPU, their blocks in order through the pool; and its bytes."""
+    blocks_each = -(-context // BLOCK)
+    unit = KV_HEADS * BLOCK * HEAD_DIM
+    size = pool.numbers.numel() // 2 // unit * unit
+    keys, values = pool.numbers[: 2 * size].view(2, -1, KV_HEADS, BLOCK, HEAD_DIM)
+    batch = max(1, min(SEQUENCES, len(keys) // blocks_each))
+    turns = max(1, len(keys) // (batch * blocks_each))
+    tables = torch.arange(turns * batch * blocks_each, dtype=torch.int32).view(turns, batch, blocks_each)
+    lengths = torch.full((batch,), context, dtype=torch.int32)
+    queries = pool.normal(batch, Q_HEADS, HEAD_DIM)
+    out, turn = torch.empty_like(queries), itertools.cycle(tables)
+
+    def work() -> None:
+        cpu_gqa_decode(queries, keys, values, next(turn), lengths, _SCALE, out=out)
+
+    return work, float(batch * context * KV_NUMBERS * pool.dtype.itemsize)
+
+
+def device_decode_work(pool: Pool, context: int) -> tuple[Work, float]:
+    """Batches of contiguous sequences in torch's fused kernel; queries that share a head are rows of one product."""
+    batch = max(1, min(SEQUENCES, pool.numbers.numel() // (context * KV_NUMBERS)))
+    shape = (batch, KV_HEADS, context, HEAD_DIM)
+    caches = pool.groups(shape, shape)
+    queries = pool.normal(batch, KV_HEADS, Q_HEADS // KV_HEADS, HEAD_DIM)
+
+    def work() -> Tensor:
+        keys, values = next(caches)
+        return functional.scaled_dot_product_attention(queries, keys, values, scale=_SCALE)
+
+    return work, float(batch * context * KV_NUMBERS * pool.dtype.itemsize)
+
+
+def linear_work(pool: Pool, shape: Shape, rows: int) -> tuple[Work, float]:
+    """One product with the next weights of the pool; and its flop."""
+    weights, x = pool.groups(shape), pool.normal(rows, shape[1])
+    return lambda: linear(x, next(weights)[0]), 2.0 * rows * shape[0] * shape[1]
+
+
+def prefill_work(pool: Pool, tokens: int) -> tuple[Work, float]:
+    """Attention of one prompt over itself; and its flop."""
+    q, (k, v) = pool.normal(tokens, Q_HEADS, HEAD_DIM), pool.normal(2, tokens, KV_HEADS, HEAD_DIM)
+    return partial(prefill_attention, q, k, v, _SCALE), 4.0 * HEAD_DIM * Q_HEADS * tokens * (tokens + 1) / 2
+
+
+def _page(shape: Shape) -> tuple[Shape, Shape]:
+    hidden, width = shape
+    return (2 * width, hidden), (hidden, width)
+
+
+def _nbytes(pool: Pool, *shapes: Shape) -> int:
+    return sum(map(prod, shapes)) * pool.dtype.itemsize
+
+
+def _workspace(model: ModelProfile, tokens: int, pool: Pool) -> Workspace:
+    sizes = expert_workspace(model, tokens, BFLOAT16, grouped=pool.device.type != "cpu")
+    arena = torch.zeros(sizes.bytes, dtype=torch.uint8, device=pool.device)
+    return Workspace(arena, sizes, model.hidden_size, pool.dtype)
+
+
+def layer_phases(pool: Pool, seconds: float) -> Measurement:
+    """Layer phases per second of almost empty work: calls, small tensors, thread wake-ups."""
+    layer = _Layer(pool, _FEW_TOKENS)
+    return reading_of(_in_turn(layer.decode, layer.products, seconds), ACTS)
+
+
+def touches(pool: Pool, tokens: int, seconds: float) -> Measurement:
+    """bytes/s of both phases of a layer around attention, without their products."""
+    layer = _Layer(pool, tokens)
+    return reading_of(_in_turn(layer.around_attention, layer.products, seconds), _touched(tokens))
 
 
 def _touched(tokens: int) -> float:
     """Bytes that both phases of a layer touch, experts aside."""
     return float(tokens * HIDDEN * (TOUCHED_BEFORE + TOUCHED_AFTER))
-
-
-def _norms(pool: Pool, tokens: int, seconds: float) -> Measurement:
-    return norms(pool, tokens, HIDDEN)(seconds)
-
-
-def layer_phases(pool: Pool) -> Measure:
-    """Layer phases per second of almost empty work: calls, small tensors, thread wake-ups."""
-
-    def read(seconds: float) -> Measurement:
-        layer = _Layer(pool, _FEW_TOKENS)
-        return reading_of(_in_turn(layer.decode, layer.products, seconds), ACTS)
-
-    return read
-
-
-def _acts(pool: Pool, tokens: int, seconds: float) -> Measurement:
-    layer = _Layer(pool, tokens)
-    return reading_of(_in_turn(layer.around_attention, layer.products, seconds), _touched(tokens))
 
 
 def _in_turn(whole: Work, part: Work, seconds: float) -> list[float]:
@@ -356,21 +312,24 @@ def _in_turn(whole: Work, part: Work, seconds: float) -> list[float]:
 
 
 class _Layer:
+    """The layer of `_MODEL` over ``tokens`` tokens."""
+
     def __init__(self, pool: Pool, tokens: int) -> None:
-        spec, size = _MODEL.attention, expert_workspace(_MODEL, 1, BFLOAT16, grouped=False)
-        self._weights = _weights(pool.dtype)
-        embed = torch.empty(_MODEL.vocab_size, HIDDEN, dtype=pool.dtype)
-        norm = self._weights.input_norm
-        self._decoder = Decoder(
-            _MODEL,
-            ModelWeights(embed=embed, head=embed, final_norm=norm, layers=(self._weights,)),
-            Workspace(torch.empty(size.bytes, dtype=torch.uint8), size, HIDDEN, pool.dtype),
+        spec, ones = _MODEL.attention, torch.ones(HIDDEN, dtype=pool.dtype)
+        qkv, o, router = (
+            pool.normal(rows, HIDDEN).mul_(0.02)
+            for rows in (spec.q_dim + 2 * spec.kv_dim, HIDDEN, _MODEL.experts.num_experts)
         )
-        self._hidden = torch.randn(tokens, HIDDEN).to(pool.dtype)
+        self._products = (qkv, o, router)
+        layer = LayerWeights(input_norm=ones, qkv=qkv, o=o, post_norm=ones, router=router)
+        embed = torch.empty(_MODEL.vocab_size, HIDDEN, dtype=pool.dtype)
+        weights = ModelWeights(embed=embed, head=embed, final_norm=ones, layers=(layer,))
+        self._decoder = Decoder(_MODEL, weights, _workspace(_MODEL, 1, pool))
+        self._hidden = pool.normal(tokens, HIDDEN)
         self._attention = torch.zeros(tokens, spec.num_heads, spec.head_dim, dtype=pool.dtype)
         self._rope = rotation(spec, torch.arange(tokens), pool.dtype)
-        self._caches = torch.zeros(2, min(tokens, _FEW_TOKENS), spec.num_kv_heads, _BLOCK, spec.head_dim)
-        self._caches = self._caches.to(pool.dtype)
+        cache = (2, min(tokens, _FEW_TOKENS), spec.num_kv_heads, _BLOCK, spec.head_dim)
+        self._caches = torch.zeros(cache, dtype=pool.dtype)
         self._slots = torch.arange(tokens) * _BLOCK
         self._tables = torch.arange(tokens, dtype=torch.int32).unsqueeze(1)
         self._lengths = torch.ones(tokens, dtype=torch.int32)
@@ -389,18 +348,9 @@ class _Layer:
 
     def products(self) -> None:
         """The products of all phases alone."""
-        for weight in (self._weights.qkv, self._weights.o, require(self._weights.router)):
+        for weight in self._products:
             linear(self._hidden, weight)
 
     def _after(self) -> None:
         """Output projection and routing of a zero attention output, so the hidden state never changes."""
         self._decoder.route(0, self._hidden, self._attention)
-
-
-def _weights(dtype: torch.dtype) -> LayerWeights:
-    spec, experts = _MODEL.attention, _MODEL.experts.num_experts
-    qkv, o, router = (
-        torch.randn(rows, HIDDEN).mul_(0.02).to(dtype) for rows in (spec.q_dim + 2 * spec.kv_dim, HIDDEN, experts)
-    )
-    ones = torch.ones(HIDDEN, dtype=dtype)
-    return LayerWeights(input_norm=ones, qkv=qkv, o=o, post_norm=ones, router=router)

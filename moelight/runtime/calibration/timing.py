@@ -3,16 +3,18 @@ work down, and mostly for a while, so the rounds are apart in time."""
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import psutil
 import torch
 
 PROC = Path("/proc")
@@ -29,7 +31,7 @@ class Others:
 
     def cores(self) -> float:
         """Mean number of processors that other programs kept busy; 0 if unknown."""
-        wall, busy, own = (now - then for now, then in zip(self._now(), self._began, strict=True))
+        wall, busy, own = map(operator.sub, self._now(), self._began)
         return max(0.0, (busy - own) / wall) if wall > 0 and busy > 0 else 0.0
 
     def _now(self) -> tuple[float, float, float]:
@@ -45,21 +47,14 @@ class Others:
         return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _processors() -> frozenset[int]:
-    """Each thread may be bound to a processor of its own, so all threads count."""
-    if not hasattr(os, "sched_getaffinity"):
-        return frozenset()
-    found = set(os.sched_getaffinity(0))
-    try:
-        threads = os.listdir("/proc/self/task")
-    except OSError:
-        return frozenset(found)
-    for thread in threads:
-        try:
-            found |= os.sched_getaffinity(int(thread))
-        except ProcessLookupError:  # the thread has ended
-            continue
-    return frozenset(found)
+def _processors() -> set[int]:
+    """Of all threads, because each may be bound to a processor of its own."""
+    found = set[int]()
+    if hasattr(os, "sched_getaffinity"):
+        for thread in psutil.Process().threads():
+            with suppress(ProcessLookupError):  # the thread has ended
+                found |= os.sched_getaffinity(thread.id)
+    return found
 
 
 Work = Callable[[], object]
