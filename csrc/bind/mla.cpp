@@ -10,21 +10,21 @@ namespace {
 
 using namespace nb::literals;
 
-struct Cache {
+struct LatentCache {
   int64_t blocks, block_size, row_elements;
   DType dtype;
 };
 
 template <class Array>
-Cache check_cache(const Array& cache) {
+LatentCache check_cache(const Array& cache) {
   check_layout("cache", cache, 3);
-  const Cache found = {static_cast<int64_t>(cache.shape(0)), static_cast<int64_t>(cache.shape(1)),
-                       static_cast<int64_t>(cache.shape(2)), float_type("cache", cache)};
+  const LatentCache found = {static_cast<int64_t>(cache.shape(0)), static_cast<int64_t>(cache.shape(1)),
+                             static_cast<int64_t>(cache.shape(2)), float_type("cache", cache)};
   if (found.block_size < 1 || found.row_elements < 1) refuse("cache", "is empty: shape " + shape_of(cache));
   return found;
 }
 
-void check_queries(const In& latent, const In& rotary, const Out& out, const Cache& cache) {
+void check_queries(const In& latent, const In& rotary, const Out& out, const LatentCache& cache) {
   check_layout("q_nope_absorbed", latent, 3);
   check_float_type("q_nope_absorbed", latent, cache.dtype);
   check_layout("q_rope", rotary, 3);
@@ -43,7 +43,7 @@ void check_queries(const In& latent, const In& rotary, const Out& out, const Cac
 
 void mla_decode(const In& latent, const In& rotary, const In& cache_rows, const In& block_tables, const In& seq_lens,
                 double scale, const Out& out, int64_t threads) {
-  const Cache cache = check_cache(cache_rows);
+  const LatentCache cache = check_cache(cache_rows);
   check_queries(latent, rotary, out, cache);
   const auto batch = static_cast<int64_t>(latent.shape(0));
   const Tables tables = check_sequences(block_tables, seq_lens, batch);
@@ -72,7 +72,7 @@ void mla_decode(const In& latent, const In& rotary, const In& cache_rows, const 
 }
 
 void mla_append(const Out& cache_rows, const In& fresh, const In& slots, int64_t threads) {
-  const Cache cache = check_cache(cache_rows);
+  const LatentCache cache = check_cache(cache_rows);
   const int64_t tokens = check_slot_layout(slots);
   check_layout("new", fresh, 2);
   check_float_type("new", fresh, cache.dtype);

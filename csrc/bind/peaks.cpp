@@ -25,7 +25,7 @@ double product_peak(const std::string& dtype, int64_t rounds, int64_t threads) {
   if (rounds < 1) refuse("rounds", "must be at least 1, is " + std::to_string(rounds));
   const int workers = checked_threads(threads);
   nb::gil_scoped_release release;
-  return moelight::product_peak(dtype == "float32" ? Product::kFloat32 : Product::kBfloat16, rounds, workers);
+  return moelight::product_peak(dtype == "float32" ? ProductType::kFloat32 : ProductType::kBfloat16, rounds, workers);
 }
 
 }  // namespace

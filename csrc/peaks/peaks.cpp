@@ -67,9 +67,9 @@ uint64_t read_rest(const char* p, int64_t count) {
   return all;
 }
 
-ProductUnit unit_for([[maybe_unused]] Product product) {
+ProductUnit unit_for([[maybe_unused]] ProductType product) {
 #if defined(__x86_64__)
-  if (product == Product::kBfloat16) {
+  if (product == ProductType::kBfloat16) {
     if (bf16_products() == Bf16Products::kTiles) return product_amx();
     if (bf16_products() == Bf16Products::kPairs) return product_avx512_bf16();
   }
@@ -92,7 +92,7 @@ uint64_t read_peak(const char* bytes, int64_t count, int threads) {
   return all.load();
 }
 
-double product_peak(Product product, int64_t rounds, int threads) {
+double product_peak(ProductType product, int64_t rounds, int threads) {
   const ProductUnit unit = unit_for(product);
   // Shares small enough that a thread which comes late is no loss.
   const int64_t shares = 64 * static_cast<int64_t>(threads), each = std::max<int64_t>(1, rounds / 64);

@@ -24,7 +24,7 @@ class Attend {
  public:
   static int64_t scratch_floats(int64_t head_dim, int64_t rows) {
     const int64_t depth = M::depth(head_dim), lanes = M::lanes(head_dim), whole = padded(rows);
-    return whole * (depth + kScoreRow + lanes + S::kWidth + 2) + kKeyBlock * (depth + lanes + 2 * head_dim) +
+    return whole * (depth + kPromptScoreRow + lanes + S::kWidth + 2) + kKeyBlock * (depth + lanes + 2 * head_dim) +
            S::kWidth * depth + 10 * kAligned;
   }
 
@@ -43,7 +43,7 @@ class Attend {
       return taken;
     };
     queries_ = take(whole_ * depth_);
-    scores_ = take(whole_ * kScoreRow);
+    scores_ = take(whole_ * kPromptScoreRow);
     sums_ = take(whole_ * lanes_);
     total_ = take(whole_ * S::kWidth);
     maximum_ = take(whole_);
@@ -152,15 +152,16 @@ class Attend {
     find(block, from, count, places);
     for (int64_t i = 0; i < places; i += S::kWidth) M::pack_keys(k_rows_ + i, args_.head_dim, staging_, keys_ + i);
     M::pack_values(v_rows_, count, args_.head_dim, values_);
-    M::multiply({queries_, depth_, whole_, depth_, keys_, kKeyBlock, places, scores_, kScoreRow, nullptr});
+    M::multiply({queries_, depth_, whole_, depth_, keys_, kKeyBlock, places, scores_, kPromptScoreRow, nullptr});
     const Logits<S> logits(args_.scale, args_.softcap);
     for (int64_t r = 0; r < whole_; ++r) {
       const Span span = r < rows_ ? seen(r, block, places) : Span{0, 0};
-      soften<M>(logits, scores_ + r * kScoreRow, span, places, {maximum_ + r, total_ + r * S::kWidth, factor_ + r});
+      soften<M>(logits, scores_ + r * kPromptScoreRow, span, places,
+                {maximum_ + r, total_ + r * S::kWidth, factor_ + r});
     }
     const int64_t words = (count + M::kKeysPerWord - 1) / M::kKeysPerWord;
     const int64_t steps = (words + M::kStepTile - 1) / M::kStepTile * M::kStepTile;
-    M::multiply({scores_, kScoreRow, whole_, steps, values_, lanes_, lanes_, sums_, lanes_, factor_});
+    M::multiply({scores_, kPromptScoreRow, whole_, steps, values_, lanes_, lanes_, sums_, lanes_, factor_});
   }
 
   void finish() const {

@@ -50,7 +50,7 @@ void prefill(const PrefillArgs& args);
 constexpr int64_t kKeyBlock = 64;
 
 // Floats from one query row's scores to the next; the slack keeps rows out of each other's cache sets.
-constexpr int64_t kScoreRow = kKeyBlock + 16;
+constexpr int64_t kPromptScoreRow = kKeyBlock + 16;
 
 // Query rows (one token's query heads of a group follow each other) that share a pass over the keys.
 constexpr int64_t kTileRows = 96;

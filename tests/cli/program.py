@@ -5,25 +5,37 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import multiprocessing
 import os
 import subprocess
-import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from moelight.cli.main import main
+from tests.cli import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "moelight" / "demo"
 
 
-def moelight(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    """``moelight`` with ``arguments``; stdout and stderr are pipes unless ``options`` say otherwise.
+# A process that has imported torch, which takes longer than most commands, and forks for each command.
+_FORKING = multiprocessing.get_context("forkserver")
+_FORKING.set_forkserver_preload(["torch"])
 
-    ``env_extra`` adds to the environment.
+
+def moelight(
+    *arguments: str | Path,
+    cwd: Path | None = None,
+    env_extra: Mapping[str, str] | None = None,
+    stdin: IO[str] | None = None,
+    terminal: int | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """``moelight`` with ``arguments`` in a process of its own; ``env_extra`` adds to the environment.
+
+    stdout and stderr are pipes, whose text is returned, or the descriptor of a ``terminal``.
     """
-    extra = options.pop("env_extra", {})
-    settings: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
     # One thread: on a busy machine torch's threads spend their time waiting for each other.
     environment = {
         **os.environ,
@@ -31,17 +43,30 @@ def moelight(*arguments: str | Path, **options: Any) -> subprocess.CompletedProc
         "COLUMNS": "100",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
-        **extra,
+        **(env_extra or {}),
     }
-    return subprocess.run(
-        [sys.executable, "-m", "moelight.cli.main", *map(str, arguments)],
-        text=True,
-        encoding="utf-8",
-        timeout=300,
-        env=environment,
-        check=False,
-        **{**settings, **options},
-    )
+    with contextlib.ExitStack() as opened:
+        given = opened.enter_context(open(os.devnull)) if stdin is None else stdin
+        pipes = [os.pipe(), os.pipe()] if terminal is None else []
+        written = [end for _, end in pipes] or [terminal, terminal]
+        command = ([str(each) for each in arguments], str(cwd or Path.cwd()), environment)
+        process = _FORKING.Process(target=forked.run, args=(*command, forked.Streams(given.fileno(), *written)))
+        process.start()
+        for _, end in pipes:
+            os.close(end)
+        with ThreadPoolExecutor(2) as readers:
+            texts = list(readers.map(_read, [end for end, _ in pipes]))
+        process.join(300)
+        if process.exitcode is None:
+            process.kill()
+            raise subprocess.TimeoutExpired(command[0], 300)
+    said, complained = texts or ("", "")
+    return subprocess.CompletedProcess(args=arguments, returncode=process.exitcode, stdout=said, stderr=complained)
+
+
+def _read(end: int) -> str:
+    with open(end, encoding="utf-8") as stream:
+        return stream.read()
 
 
 def moelight_inside(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

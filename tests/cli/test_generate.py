@@ -233,7 +233,7 @@ def on_a_terminal(*arguments: str | Path) -> str:
     reader = threading.Thread(target=drain)
     reader.start()
     try:
-        done = moelight(*arguments, stdout=theirs, stderr=theirs)
+        done = moelight(*arguments, terminal=theirs)
     finally:
         os.close(theirs)
         reader.join()
