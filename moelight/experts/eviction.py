@@ -534,19 +534,25 @@ class FrequencyThreshold(Ranked):
 
     def _advance(self, key: int) -> None:
         """Record one access."""
+        last = self._last
         self.number += 1
-        self._last.append(key)
+        last.append(key)
         self._counts[key] += 1
-        self._limit()
+        if len(last) > self.rules.window:
+            self._forget()
+        else:
+            self._find_need()
 
-    def _limit(self) -> None:
-        """Remove accesses beyond the window, and update the fewest accesses that reach the threshold."""
-        while len(self._last) > self.rules.window:
-            old = self._last.popleft()
-            self._counts[old] -= 1
-            if old in self.rank:
-                self.push((self._counts[old], self.rank[old][1], old))
-        while self._last and self._need / len(self._last) < self.rules.threshold:
+    def _forget(self) -> None:
+        """Remove the oldest access from the window."""
+        old = self._last.popleft()
+        left = self._counts[old] = self._counts[old] - 1
+        if old in self.rank:
+            self.push((left, self.rank[old][1], old))
+
+    def _find_need(self) -> None:
+        """Update the fewest accesses that reach the threshold, which depend on the number of those in the window."""
+        while self._need / len(self._last) < self.rules.threshold:
             self._need += 1
 
     def touch(self, key: int, score: float) -> None:
@@ -581,8 +587,11 @@ class FrequencyThreshold(Ranked):
 
     def retune(self, rules: EvictionRules) -> None:
         super().retune(rules)
+        while len(self._last) > rules.window:
+            self._forget()
         self._need = 0
-        self._limit()
+        if self._last:
+            self._find_need()
 
 
 class Slru(Ranked):
