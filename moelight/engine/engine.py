@@ -145,17 +145,12 @@ class Engine:
         self._experts = choices_for(options, self.policy, self.profile, dtype, speeds)
         self.tokenizer = Tokenizer.from_dir(source.directory)
         self._constraints = Constraints(self.tokenizer, self.profile.vocab_size)
-        watch_device_memory(self._device)
         self._device_limit = self.plan.use_of("device").capacity_bytes if self.plan and machine.discrete else 0
-        if self._device_limit:
-            limit_device_memory(self._device, self._device_limit)
+        self._guard_device_memory()
         self._passes: PassRunner | None = PassRunner(source, self.policy, machine, lanes, self._experts)
+        window, pool = self.profile.attention.window, self._passes.pool
         self._batcher = Batcher(
-            self.policy,
-            self._passes.pool,
-            discrete=machine.discrete,
-            window=self.profile.attention.window,
-            prefix_caching=prefix_caching,
+            self.policy, pool, discrete=machine.discrete, window=window, prefix_caching=prefix_caching
         )
         self._adapting: PassAdaptation | None = None
         # Under static admission, one pass does not predict the next.
@@ -389,6 +384,11 @@ class Engine:
         if self._adapting is not None:
             self._adapting.after(landed.plans, self._collected_s - before_s, self._totals.busy_s)
         return finished, len(self._batcher.running) != running
+
+    def _guard_device_memory(self) -> None:
+        watch_device_memory(self._device)
+        if self._device_limit:
+            limit_device_memory(self._device, self._device_limit)
 
     def _pack_next(self) -> PackedPass | None:
         return self._loaded.pack(self._batcher.next_pass()) if self._batcher.busy else None

@@ -123,7 +123,7 @@ def pass_cost(
         decode = _cut(kind.decode_tokens, np.maximum(1.0, batches * kind.decode_tokens / running))
         fresh = np.maximum(batches * kind.prompts / running, kind.prompt_tokens / prompt_tokens)
         prompts = _cut(kind.prompt_tokens, np.maximum(1.0, fresh))
-        cost = _beside_a_gpu(cost_model, kind, placed, decode, prompts, whole, share)
+        cost = _beside_a_gpu(cost_model, kind, placed, (decode, prompts), whole, share)
     else:
         rows = kind.decode_tokens + kind.prompts
         together = _cut(tokens, np.maximum(np.maximum(1.0, batches * rows / running), tokens / prompt_tokens))
@@ -174,12 +174,12 @@ def _beside_a_gpu(
     cost_model: CostModel,
     kind: Passes,
     placed: PlacementCounts,
-    decode: _MicroBatches,
-    prompts: _MicroBatches,
+    batches: tuple[_MicroBatches, _MicroBatches],
     whole: bool,
     share: Any,
 ) -> PassCost:
     """The cost of a pass beside a GPU: decoding sequences and prompts have separate micro-batches."""
+    decode, prompts = batches
     layers, speeds, unit = cost_model.model.num_layers, cost_model.speeds, cost_model.expert_unit
     on_cpu, attention_on_cpu = _computed_share(cost_model, placed), float(cost_model.attention_device == "cpu")
     per_batch = 0.0 if whole else 1.0 - on_cpu
@@ -199,9 +199,8 @@ def _beside_a_gpu(
     up = cost_model.up_s(up_bytes, layers * decode.count)
     down = cost_model.down_s(down_bytes, layers * (decode.count + prompts.count))
     each_up, each_down = up / np.maximum(decode.count, 1.0), cost_model.down_s(down_bytes_each, layers)
-    (one_s, one_cross_s, one_met), (prompt_s, prompt_cross_s, prompt_met) = (
-        _cpu_experts(cost_model, part, on_cpu) for part in (decode, prompts)
-    )
+    one_s, one_cross_s, one_met = _cpu_experts(cost_model, decode, on_cpu)
+    prompt_s, prompt_cross_s, prompt_met = _cpu_experts(cost_model, prompts, on_cpu)
     experts_s = decode.count * one_s + prompts.count * prompt_s
     cross_s = decode.count * one_cross_s + prompts.count * prompt_cross_s
     pages_s, staged_bytes = _transfers(cost_model, placed)
