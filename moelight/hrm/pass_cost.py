@@ -178,15 +178,15 @@ def _beside_a_gpu(
     whole: bool,
     share: Any,
 ) -> PassCost:
-    """The cost of a pass beside a GPU: decoding sequences and prompts have separate micro-batches."""
+    """The cost of a pass beside a GPU, whose ``batches`` are those of decoding sequences and those of prompts."""
     decode, prompts = batches
     layers, speeds, unit = cost_model.model.num_layers, cost_model.speeds, cost_model.expert_unit
     on_cpu, attention_on_cpu = _computed_share(cost_model, placed), float(cost_model.attention_device == "cpu")
     per_batch = 0.0 if whole else 1.0 - on_cpu
     act = phases_s(cost_model, decode.tokens) + _experts_s(cost_model, unit, decode.tokens, per_batch)
     prompt_act = phases_s(cost_model, prompts.tokens) + _experts_s(cost_model, unit, prompts.tokens, per_batch)
-    prefill = layers * cost_model.prefill_attention_s(unit, prompts.tokens, kind.prompt_len)
-    prompt_act = prompt_act + _where(prompts, prefill)
+    prompt_attend = layers * cost_model.prefill_attention_s(unit, prompts.tokens, kind.prompt_len)
+    prompt_act = prompt_act + _where(prompts, prompt_attend)
     tokens = kind.decode_tokens + kind.prompt_tokens
     experts = _experts_s(cost_model, unit, tokens, 1.0 - on_cpu) if whole else np.zeros_like(act)
     where = speeds.cpu if attention_on_cpu else unit
@@ -194,7 +194,6 @@ def _beside_a_gpu(
     count = np.maximum(decode.count + prompts.count, 1.0)
     head = count * cost_model.head_s((kind.decode_tokens + kind.prompts) / count)
     device = decode.count * act + prompts.count * prompt_act + experts + head
-
     up_bytes, down_bytes, down_bytes_each, stored_bytes = _attention_bytes(cost_model, kind, placed, decode)
     up = cost_model.up_s(up_bytes, layers * decode.count)
     down = cost_model.down_s(down_bytes, layers * (decode.count + prompts.count))
