@@ -12,6 +12,7 @@ import os
 import tempfile
 import time
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -33,7 +34,7 @@ _READ_BACK_BYTES = 1 << 30  # takes about a second; of older bytes only the leng
 _BLOCK_BYTES = 1 << 20
 
 
-class Ledger:
+class Ledger(ABC):
     """The destination of the rows of a job; a context that closes it.
 
     ``state`` is ``new``, ``resumed`` or ``complete``; ``changed`` lists the differences that ``allow_changed``
@@ -93,9 +94,11 @@ class Ledger:
             self._write(data, failed=failed)
             self._next += 1
 
+    @abstractmethod
     def tick(self) -> None:
         """Begin a commit if it is due; does not wait for the disk."""
 
+    @abstractmethod
     def commit(self) -> None:
         """Make every row that was put durable; returns when all are on the disk."""
 
@@ -108,12 +111,15 @@ class Ledger:
         self._complete(total)
         self.state = "complete"
 
+    @abstractmethod
     def close(self) -> None:
-        raise NotImplementedError
+        """Release files and threads; rows that were put and not committed may be lost."""
 
+    @abstractmethod
     def _write(self, data: bytes, *, failed: bool) -> None:
-        raise NotImplementedError
+        """Append ``data`` to the file of answers, or of failed rows."""
 
+    @abstractmethod
     def _complete(self, total: int) -> None:
         """Complete the files, to which all rows were written."""
 
@@ -465,12 +471,21 @@ class StreamRows(Ledger):
             with clear(Path(tempfile.gettempdir()), "temporary rows in"):
                 self._waiting.spill(self._next)
 
+    def tick(self) -> None:
+        """A stream has nothing to commit."""
+
+    def commit(self) -> None:
+        """A stream has nothing to commit."""
+
     def close(self) -> None:
         self._files.close()
         self._waiting.close()
 
     def _write(self, data: bytes, *, failed: bool) -> None:
         (self._errors if failed else self._output)(data)
+
+    def _complete(self, total: int) -> None:
+        """Rows were written as they came."""
 
 
 def open_outputs(

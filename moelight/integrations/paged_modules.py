@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -51,15 +52,16 @@ def _not_trainable(found: Any, inputs: Tensor | None) -> Any:
     return NotTrainable.apply(found, inputs)
 
 
-class PagedExperts:
+class PagedExperts(ABC):
     """One layer's experts under a pager, from `install` until ``undo`` is closed; ``coming`` is the next layer."""
 
     def __init__(self, layer: MoeLayer, number: int, coming: tuple[int, MoeLayer], pager: SlotPager) -> None:
         self.layer, self.number, self.coming, self.pager = layer, number, coming, pager
         self.undo = ExitStack()
 
+    @abstractmethod
     def install(self) -> None:
-        raise NotImplementedError
+        """Replace the forward of the layer's modules."""
 
     def _check(self) -> None:
         held = self.layer.parameters[0]
