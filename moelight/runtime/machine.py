@@ -66,6 +66,10 @@ class EmulatedStream(AbstractContextManager["EmulatedStream"]):
     def synchronize(self) -> None:
         """Return at once: no work is outstanding."""
 
+    def query(self) -> bool:
+        """True: no work is outstanding."""
+        return True
+
 
 DEVICES = ("auto", "cpu", "cuda", "xpu", "twin")
 LANE_KINDS = ("auto", "inline", "threads")
@@ -112,7 +116,8 @@ def find_machine(name: str) -> Machine:
 
 
 def open_lanes(machine: Machine, kind: str = "auto", shares: CoreShares | None = None) -> dict[Lane, LaneRunner]:
-    """A runner for every lane, with the threads of ``shares``; ``auto``: compute on the calling thread or a stream."""
+    """A runner for every lane, with the threads of ``shares``; ``auto``: streams, or without a device the calling thread
+    computes."""
     if kind not in LANE_KINDS:
         raise ConfigError(f"lanes {kind!r} is not one of {', '.join(LANE_KINDS)}")
     teams = {} if shares is None else teams_of(shares)
@@ -121,9 +126,9 @@ def open_lanes(machine: Machine, kind: str = "auto", shares: CoreShares | None =
     for lane in ((Lane.DISK, Lane.STAGE, Lane.CPU) if machine.discrete else (Lane.DISK, Lane.CPU)) + streams:
         team, calling = teams.get(lane), lane is Lane.CPU and not machine.discrete
         if lane in streams and not machine.twin:
-            lanes[lane] = StreamLane.on(machine.device)
+            lanes[lane] = StreamLane.on(machine.device, str(lane))
         elif lane in streams and kind == "auto":
-            lanes[lane] = StreamLane(EmulatedStream(), EmulatedEvent, team)
+            lanes[lane] = StreamLane(str(lane), EmulatedStream(), EmulatedEvent, team)
         elif kind == "inline" or (kind == "auto" and calling):
             lanes[lane] = InlineLane(team)
         else:
