@@ -116,7 +116,7 @@ def find_machine(name: str) -> Machine:
 
 
 def open_lanes(machine: Machine, kind: str = "auto", shares: CoreShares | None = None) -> dict[Lane, LaneRunner]:
-    """A runner for every lane, with the threads of ``shares``; ``auto``: streams, or without a device the calling thread
+    """A runner for every lane, with the threads of ``shares``. ``auto``: streams; without a device the calling thread
     computes."""
     if kind not in LANE_KINDS:
         raise ConfigError(f"lanes {kind!r} is not one of {', '.join(LANE_KINDS)}")
