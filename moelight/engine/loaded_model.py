@@ -94,6 +94,7 @@ class LoadedModel:
                     self.pages, experts.residency, self._reader.start, leave=leave, remembers=remembers
                 )
             self.operations = self._operations(policy, machine, arenas)
+            machine.synchronize()  # lanes do not wait for the stream on which weights and pools were filled
             self._opened = opened.pop_all()
 
     def close(self) -> None:

@@ -21,6 +21,8 @@ from moelight.kernels.threads import ThreadTeam
 
 IDLE_ORIGIN_S = 1.0
 OLDEST_ORIGIN_S = 60.0
+SPIN_S = 50e-6
+SLEEP_S = 50e-6  # the kernel's timer slack adds as much
 
 
 class Pending(Protocol):
@@ -249,10 +251,19 @@ class StreamTicket:
 
     def wait(self) -> None:
         self.wait_launched()
-        self.done.synchronize()
+        wait_asleep(self.done)
 
     def span(self) -> tuple[float, float]:
         return self._origin.seconds(self._start), self._origin.seconds(self.done)
+
+
+def wait_asleep(event: Any) -> None:
+    """Wait for ``event`` without a busy core: CUDA's own synchronisation spins, and every spinning thread takes a core
+    from the CPU's attention and experts. A wait that is over within `SPIN_S` does not sleep."""
+    spins_until = time.perf_counter() + SPIN_S
+    while not event.query():
+        if time.perf_counter() > spins_until:
+            time.sleep(SLEEP_S)
 
 
 class ClockOrigin:

@@ -46,6 +46,11 @@ class EmulatedEvent:
         if self._at_s is None:
             raise RuntimeError("waited for an event that was never recorded")
 
+    def query(self) -> bool:
+        """True; raises RuntimeError if the event was never recorded."""
+        self.synchronize()
+        return True
+
     def elapsed_time(self, later: EmulatedEvent) -> float:
         """Milliseconds between the two recordings."""
         self.synchronize()
@@ -88,6 +93,11 @@ class Machine:
     def native_dtype(self, dtype: DType) -> DType:
         """``dtype``, or float16 where the device has no bfloat16."""
         return FLOAT16 if dtype == BFLOAT16 and not self.bf16 else dtype
+
+    def synchronize(self) -> None:
+        """Wait for everything launched on the device, on whichever stream."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
 
     def device_memory_bytes(self) -> int:
         """Free device memory; raises ConfigError for the emulated device, which has none."""

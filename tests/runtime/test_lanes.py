@@ -361,6 +361,20 @@ def test_a_stream_that_waits_for_the_host_delays_no_other(thread: ThreadLane) ->
     assert ("late",) in log
 
 
+def test_a_host_that_waits_for_a_stream_sleeps() -> None:
+    """The thread takes next to no processor time while the device works."""
+    ready_at = time.perf_counter() + 0.3
+
+    class Slow(EmulatedEvent):
+        def query(self) -> bool:
+            return time.perf_counter() > ready_at
+
+    began = time.thread_time()
+    lanes_module.wait_asleep(Slow())
+    assert time.perf_counter() >= ready_at
+    assert time.thread_time() - began < 0.15
+
+
 class DriftingEvent(EmulatedEvent):
     """An event of a device whose clock runs a tenth faster than the host's."""
 
