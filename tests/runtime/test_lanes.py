@@ -376,10 +376,10 @@ def test_a_host_that_waits_for_a_stream_sleeps() -> None:
 
 
 class DriftingEvent(EmulatedEvent):
-    """An event of a device whose clock runs a tenth faster than the host's."""
+    """An event of a device whose clock runs a thousand times as fast as the host's."""
 
     def elapsed_time(self, later: EmulatedEvent) -> float:
-        return super().elapsed_time(later) * 1.1
+        return super().elapsed_time(later) * 1000
 
 
 def test_times_do_not_drift_from_the_hosts_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,8 +391,7 @@ def test_times_do_not_drift_from_the_hosts_clock(monkeypatch: pytest.MonkeyPatch
         before = time.perf_counter()
         ticket = lane.submit(lambda: None, ())
         ticket.wait()
-        assert before - 1e-4 <= ticket.span()[0]
-        assert ticket.span()[0] - before <= 1.1 * (time.perf_counter() - before)
+        assert abs(ticket.span()[0] - before) < 5  # 10 and more if the origin stayed
     lane.close()
 
 
@@ -410,10 +409,10 @@ def test_a_stream_that_is_never_idle_renews_its_origin_too(monkeypatch: pytest.M
     lane = StreamLane("test", Busy(), event)
     monkeypatch.setattr(lanes_module, "IDLE_ORIGIN_S", 0.0)
     lane.submit(lambda: None, ()).wait()
-    assert len(made) == 3  # the origin; start and end
+    assert len(made) == 3 + 2  # of the origin; start and end
     monkeypatch.setattr(lanes_module, "OLDEST_ORIGIN_S", 0.0)
     lane.submit(lambda: None, ()).wait()
-    assert len(made) == 6
+    assert len(made) == 3 + 2 + 3 + 2
     lane.close()
 
 
