@@ -76,7 +76,8 @@ class EmulatedStream(AbstractContextManager["EmulatedStream"]):
         return True
 
 
-DEVICES = ("auto", "cpu", "cuda", "xpu", "twin")
+_CARDS = ("cuda", "xpu")
+DEVICES = ("auto", "cpu", *_CARDS, "twin")
 LANE_KINDS = ("auto", "inline", "threads")
 
 
@@ -108,20 +109,24 @@ class Machine:
 
 
 def find_machine(name: str) -> Machine:
-    """The machine called ``name``, or that ``auto`` selects; raises ConfigError if the device is absent."""
-    if name not in DEVICES:
-        raise ConfigError(f"--device {name!r} is not one of {', '.join(DEVICES)}")
-    if name == "twin":
+    """The machine called ``name``: one of `DEVICES`, or a card as in ``cuda:1``; ``auto`` is the accelerator if there is
+    one. Raises ConfigError if the device is absent."""
+    kind, _, index = name.partition(":")
+    if kind not in DEVICES or (index and (kind not in _CARDS or not index.isdecimal())):
+        raise ConfigError(f"--device {name!r} is not one of {', '.join(DEVICES)}, or a card as in cuda:1")
+    if kind == "twin":
         return Machine(device=torch.device("cpu"), discrete=True, twin=True)
-    if name == "auto":
+    if kind == "auto":
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        name = found.type if found is not None and found.type in DEVICES else "cpu"
-    if name == "cpu":
+        kind = found.type if found is not None and found.type in _CARDS else "cpu"
+    if kind == "cpu":
         return Machine(device=torch.device("cpu"), discrete=False)
-    if not torch.get_device_module(name).is_available():
-        raise ConfigError(f"--device {name}: torch {torch.__version__} sees no such device on this machine")
-    device = torch.device(name, 0)
-    bf16 = name != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+    count = torch.get_device_module(kind).device_count() if torch.get_device_module(kind).is_available() else 0
+    if int(index or 0) >= count:
+        there = f"{count:,} {kind} device{'s' * (count > 1)}" if count else "no such device"
+        raise ConfigError(f"--device {name}: torch {torch.__version__} sees {there} on this machine")
+    device = torch.device(kind, int(index or 0))
+    bf16 = kind != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
     return Machine(device=device, discrete=True, bf16=bf16)
 
 
