@@ -109,8 +109,8 @@ class Machine:
 
 
 def find_machine(name: str) -> Machine:
-    """The machine called ``name``: one of `DEVICES`, or a card as in ``cuda:1``; ``auto`` is the accelerator if there is
-    one. Raises ConfigError if the device is absent."""
+    """The machine called ``name``: one of `DEVICES`, or a card as in ``cuda:1``. Raises ConfigError if the device is
+    absent."""
     kind, _, index = name.partition(":")
     if kind not in DEVICES or (index and (kind not in _CARDS or not index.isdecimal())):
         raise ConfigError(f"--device {name!r} is not one of {', '.join(DEVICES)}, or a card as in cuda:1")
