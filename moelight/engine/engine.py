@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
+import torch
+
 from moelight.core.errors import ConfigError, InputError, MoelightError, did_you_mean
 from moelight.core.policy import Adaptation, Policy
 from moelight.core.request import Completion, Request, SamplingParams
@@ -29,7 +31,13 @@ from moelight.observe.stats import Binding, LaneTotals, RunStats
 from moelight.optimizer.plan import Plan
 from moelight.profiles.workload import Workload
 from moelight.runtime.executor import Idle
-from moelight.runtime.machine import device_peak, find_machine, limit_device_memory, watch_device_memory
+from moelight.runtime.machine import (
+    device_peak,
+    find_machine,
+    limit_device_memory,
+    out_of_device_memory,
+    watch_device_memory,
+)
 from moelight.runtime.measure import peak_rss_bytes
 from moelight.weights.tensor_map import OpenCheckpoint, open_checkpoint
 
@@ -322,6 +330,9 @@ class Engine:
             self._python_s = idle_before + idle.until(began_s + self._wall_s - wall_before)
         except GeneratorExit:  # every launched pass has completed
             raise
+        except torch.OutOfMemoryError:
+            self._batcher.clear(failed=True)
+            raise out_of_device_memory(self._device, self._device_limit) from None
         except BaseException:
             self._batcher.clear(failed=True)
             raise

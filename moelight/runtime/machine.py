@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from moelight.core.dtypes import BFLOAT16, FLOAT16, DType
-from moelight.core.errors import ConfigError
+from moelight.core.errors import BudgetError, ConfigError
 from moelight.core.policy import Policy
 from moelight.core.schedule import Lane
+from moelight.core.units import format_bytes
 from moelight.hrm.footprint import Footprint
 from moelight.kernels.threads import ThreadTeam
 from moelight.paging.arena import allocate
@@ -222,6 +223,19 @@ def device_peak(device: torch.device) -> DevicePeak:
         return DevicePeak()
     return DevicePeak(
         allocated=int(module.max_memory_allocated(device)), reserved=int(module.max_memory_reserved(device))
+    )
+
+
+def out_of_device_memory(device: torch.device, limit_bytes: int) -> BudgetError:
+    """The error of a pass to which the allocator refused memory; ``limit_bytes``: what it may take, 0 if all."""
+    peak = device_peak(device)
+    allowed = f"of {format_bytes(limit_bytes)} " if limit_bytes else ""
+    return BudgetError(
+        f"{device}: a pass needs more device memory than is left: tensors took {format_bytes(peak.allocated)} and the "
+        f"allocator {format_bytes(peak.reserved)} {allowed}at most; lower --device-memory, so that the plan leaves "
+        "more free, or batch_size or micro_batch_size of the policy. Finished rows are kept",
+        tier="device",
+        needed_bytes=peak.reserved,
     )
 
 
