@@ -86,14 +86,16 @@ def test_experts_in_integers(device, form, dtype, rows, hidden, width):
     assert distance(expert_ffn(x, layer.pages, offsets), layer.truth(x, counts)) <= DTYPES[dtype]
 
 
-@EVERY_DTYPE
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations_and_biases(device, dtype, tolerance, activation):
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    [*((each, torch.float32) for each in ACTIVATIONS), ("silu", torch.float16), ("swiglu_oai", torch.bfloat16)],
+)
+def test_activations_and_biases(device, activation, dtype):
     counts = COUNTS["empty experts"]
     layer = floats(len(counts), 48, 40, dtype, device, bias=True)
     x, offsets = rows_of(counts, 48, dtype, device)
     found = expert_ffn(x, layer.pages, offsets, activation=activation, clamp=0.7)
-    assert distance(found, layer.truth(x, counts, activation, 0.7)) <= tolerance
+    assert distance(found, layer.truth(x, counts, activation, 0.7)) <= DTYPES[dtype]
 
 
 @pytest.mark.parametrize("scales", DTYPES, ids=str)
