@@ -20,7 +20,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def report(kept: Path) -> dict[str, Any]:
     options = ["--device", "twin", "--tiny", "--results", kept, "--accelerate-python", kept / "no-such-python"]
-    return ran("gpu_small_card", *options)  # type: ignore[no-any-return]
+    return ran("gpu_small_card", *options)
 
 
 def test_every_contestant_has_its_figures(report: dict[str, Any]) -> None:

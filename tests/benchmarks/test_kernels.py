@@ -25,7 +25,7 @@ def report() -> dict[str, Any]:
     """Of four cases; the environment given for vLLM has no vLLM, and none is given for IPEX."""
     bare = Path(sys.base_prefix, "bin", "python3")
     options = ["--quick", "--gib", 0.01, "--vllm-python", bare, "--only", *ONLY]
-    return ran("kernels", *options, changes=SMALLER)  # type: ignore[no-any-return]
+    return ran("kernels", *options, changes=SMALLER)
 
 
 def test_every_contender_is_named(report: dict[str, Any]) -> None:

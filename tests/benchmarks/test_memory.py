@@ -20,7 +20,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ran("make_checkpoint", model, "--model", "mixtral-8x7b", *SHAPE.split())
     options = ["--prompts", "12", "--longest", "60", "--max-tokens", "4"]
     changes = {"memory.subprocess.run": _run}
-    return ran("memory", "--model", model, "--budgets", "160MiB", "least", *options, changes=changes)  # type: ignore[no-any-return]
+    return ran("memory", "--model", model, "--budgets", "160MiB", "least", *options, changes=changes)
 
 
 def _run(command: list[str], **options: Any) -> CompletedProcess[str]:

@@ -73,14 +73,13 @@ def test_experts(device, dtype, tolerance, rows):
 
 
 @pytest.mark.parametrize(
-    ("form", "dtype", "rows", "hidden", "width"),
+    ("form", "dtype", "counts", "hidden", "width"),
     [
-        (form, dtype, *((("empty experts", 128, 64), ("ragged", 80, 34))[number % 2]))
+        (form, dtype, *((((0, 2, 0, 1), 128, 64), ((20, 0, 17), 80, 34))[number % 2]))
         for number, (form, dtype) in enumerate(product(INTEGERS, DTYPES))
     ],
 )
-def test_experts_in_integers(device, form, dtype, rows, hidden, width):
-    counts = COUNTS[rows]
+def test_experts_in_integers(device, form, dtype, counts, hidden, width):
     layer = integers(len(counts), hidden, width, *INTEGERS[form], device, torch.float32)
     x, offsets = rows_of(counts, hidden, dtype, device)
     assert distance(expert_ffn(x, layer.pages, offsets), layer.truth(x, counts)) <= DTYPES[dtype]
@@ -156,7 +155,8 @@ def test_in_place_strided_and_empty(device):
 
 @EVERY_DTYPE
 def test_a_layer_from_logits_to_sums(device, dtype, tolerance):
-    for tokens, experts, top_k in [(1, 4, 2), (13, 6, 2), (33, 2, 2)]:
+    tall = [(33, 2, 2)] if dtype.itemsize == 2 else []  # tiles of float32 have the same height for all
+    for tokens, experts, top_k in [(1, 4, 2), (13, 6, 2), *tall]:
         layer = floats(experts, 48, 40, dtype, device)
         x, logits = torch.randn(tokens, 48).to(dtype).to(device), torch.randn(tokens, experts).to(dtype).to(device)
         weights, ids = route(logits, top_k, normalize=True)
