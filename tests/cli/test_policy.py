@@ -9,7 +9,7 @@ from pathlib import Path
 
 from moelight.experts.policy import EVICTIONS
 from tests.cli.program import ROOT, moelight, moelight_inside
-from tests.cli.test_startup import without_torch
+from tests.cli.test_startup import check_without_torch
 
 CORPUS = ROOT / "tests" / "lang" / "corpus"
 EXAMPLES = sorted((ROOT / "examples" / "policies").glob("*.moe"))
@@ -154,12 +154,8 @@ def test_explain_counts_memory(tmp_path: Path) -> None:
 
 def test_policy_commands_need_no_torch(tmp_path: Path) -> None:
     path = str(written(tmp_path / "p.moe", SOUND))
-    for arguments in (
-        ["policy", "check", path],
-        ["policy", "format", path],
-        ["policy", "explain", path, "--model", "demo", "--hw", "t4"],
-    ):
-        assert without_torch(*arguments)
+    explain = ["policy", "explain", path, "--model", "demo", "--hw", "t4"]
+    check_without_torch(["policy", "check", path], ["policy", "format", path], explain)
     assert "check" in moelight_inside("policy").stdout
 
 
