@@ -15,7 +15,7 @@ from moelight.batch import columns
 from moelight.batch.columns import MOST_LINES, CsvRecords, Record
 from moelight.batch.input import open_input
 from moelight.batch.source import LONGEST_LINE, open_input_source
-from tests.cli.program import moelight, moelight_inside, planned
+from tests.cli.program import PLANNED, moelight, moelight_inside
 
 
 def records(path: Path, content: str | bytes) -> list[Record]:
@@ -41,7 +41,7 @@ def test_an_unclosed_quote_costs_its_own_row(name: str, tmp_path: Path) -> None:
 def test_rows_behind_an_unclosed_quote_keep_their_numbers_over_a_death(tmp_path: Path) -> None:
     path, out = tmp_path / "a.csv", tmp_path / "out.jsonl"
     path.write_bytes(UNCLOSED)
-    command = ("generate", path, "-o", out, "--max-tokens", "2", "--sync-interval", "0", *planned(tmp_path))
+    command = ("generate", path, "-o", out, "--max-tokens", "2", "--sync-interval", "0", *PLANNED)
     assert moelight(*command, env_extra={"MOELIGHT_FAULT": "after_journal_fsync:2:kill"}).returncode == -9
     assert moelight_inside(*command).returncode == 1
     rows = [json.loads(each) for each in out.read_text().splitlines()]

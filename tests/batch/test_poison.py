@@ -18,7 +18,7 @@ from moelight.core.errors import InputError
 from moelight.engine.tokenizer import Tokenizer
 from moelight.serve import jobs
 from moelight.serve.store import Batch, DataDirectory
-from tests.cli.program import DEMO, forked_job, moelight, moelight_inside, planned, read_rows, write_prompts
+from tests.cli.program import DEMO, PLANNED, forked_job, moelight, moelight_inside, read_rows, write_prompts
 from tests.serve.test_survival import batch_of, file_of, work
 
 GOOD = {"prompt": "add 1 and 2 =", "max_tokens": 3}
@@ -39,7 +39,7 @@ def generate(directory: Path, *rows: Any, model: Path = DEMO, code: int = 1) -> 
     """Rows that were answered, and those that were not, of a job that ends with ``code``."""
     prompts = write_prompts(directory / "in.jsonl", *rows)
     files = ("-o", directory / "out", "--error-file", directory / "err")
-    done = moelight_inside("generate", prompts, *files, "--model", model, *planned(directory))
+    done = moelight_inside("generate", prompts, *files, "--model", model, *PLANNED)
     assert done.returncode == code, done.stderr
     return read_rows((directory / "out").read_text()), read_rows((directory / "err").read_text())
 
@@ -82,8 +82,7 @@ def batch(directory: Path, model: Path, prompts: list[str]) -> tuple[Batch, Any]
     write_prompts(data.files / "file-1", *asked)
     data.store.add_file(file_of("file-1"))
     data.store.add_batch(batch_of("batch_1"))
-    options = [str(each) for each in planned(directory)]
-    work(data, command=jobs.generate_command(str(model), options, line_format="openai"))
+    work(data, command=jobs.generate_command(str(model), PLANNED, line_format="openai"))
     found = data.store.batch("batch_1")
     assert found is not None and found.status == "completed", found
     (refused,) = read_rows((data.batches / "batch_1" / "errors.jsonl").read_text())
@@ -124,7 +123,7 @@ def test_n_has_a_bound_in_every_format(tmp_path: Path) -> None:
     assert refused[1]["error"]["message"].startswith("129 prompts and n 128 ask for more than 16,384 answers")
     table = tmp_path / "in.csv"
     table.write_text("prompt,n,max_tokens\nadd 1 and 2 =,1,1\nadd 1 and 2 =,18446744073709551616,1\n")
-    done = moelight_inside("generate", table, *planned(tmp_path))
+    done = moelight_inside("generate", table, *PLANNED)
     assert done.returncode == 1 and "n must be at most 16,384" in read_rows(done.stdout)[1]["error"]["message"]
 
 
@@ -139,7 +138,7 @@ def test_rows_whose_grammars_would_end_the_process_are_error_rows(tmp_path: Path
     rules = "\n".join(["start: r0", *(f"r{n}: r{n + 1}" for n in range(20_000)), 'r20000: "a"'])
     outputs = [{"regex": "[0-9]"}, {"json": chain(20_000)}, {"grammar": rules}, {"choice": ["yes", "no"]}]
     prompts = write_prompts(tmp_path / "in.jsonl", *({**GOOD, "structured_outputs": each} for each in outputs))
-    done = moelight("generate", prompts, "-o", tmp_path / "out", *planned(tmp_path))
+    done = moelight("generate", prompts, "-o", tmp_path / "out", *PLANNED)
     assert done.returncode == 1, done.stderr
     digit, deep, long, choice = read_rows((tmp_path / "out").read_text())
     assert digit["text"].isdigit() and choice["text"] in ("yes", "no")
@@ -157,7 +156,7 @@ def test_a_row_at_which_the_process_died_twice_is_an_error_row(tmp_path: Path) -
     dies at the next: a server, which gives up where nothing is done, goes on."""
     output = tmp_path / "out"
     prompts = write_prompts(tmp_path / "in.jsonl", *({**GOOD, "custom_id": f"r{n}"} for n in range(5)))
-    command = ("generate", prompts, "-o", output, *planned(tmp_path))
+    command = ("generate", prompts, "-o", output, *PLANNED)
 
     def dies(fault: str) -> bool:
         done = moelight(*command, env_extra={"MOELIGHT_FAULT": f"{fault}:kill"})
@@ -165,7 +164,7 @@ def test_a_row_at_which_the_process_died_twice_is_an_error_row(tmp_path: Path) -
 
     # A row is prepared twice: when it is counted, and when it is served.
     assert dies("row_0:1") and dies("row_1:2") and dies("row_1:1")
-    assert names(tmp_path) == ["in.jsonl", "out", "out.deaths", "out.journal", "planned.yaml"]
+    assert names(tmp_path) == ["in.jsonl", "out", "out.deaths", "out.journal"]
     assert dies("row_3:1")
     past = read_record(journal_of(output))
     assert past is not None and (past.completed, past.failed) == (0, 1)
@@ -176,7 +175,7 @@ def test_a_row_at_which_the_process_died_twice_is_an_error_row(tmp_path: Path) -
     assert [row["custom_id"] for row in rows] == [f"r{n}" for n in range(5)]
     refused = [(row["line"], row["error"]["code"]) for row in rows if "error" in row]
     assert refused == [(2, "row_crashed"), (4, "row_crashed")]
-    assert names(tmp_path) == ["in.jsonl", "out", "out.journal", "planned.yaml"]
+    assert names(tmp_path) == ["in.jsonl", "out", "out.journal"]
 
 
 @pytest.mark.usefixtures("forked")

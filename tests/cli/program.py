@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from moelight.cli.main import main
-from moelight.core.policy import Policy
-from moelight.profiles.policy_files import policy_text
 from tests.cli import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "moelight" / "demo"
+PLANNED = ("--policy", str(Path(__file__).with_name("planned.yaml")))
 
 
 # A process that has imported what programs import, which takes longer than most of them, and forks for each.
@@ -112,14 +111,6 @@ def moelight_inside(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
         code = main([str(argument) for argument in arguments])
     said, complained = (stream.buffer.getvalue().decode() for stream in (out, err))  # type: ignore[attr-defined]
     return subprocess.CompletedProcess(args=arguments, returncode=code, stdout=said, stderr=complained)
-
-
-def planned(directory: Path, batch_size: int = 8) -> tuple[str, Path]:
-    """Options for the bundled model by which nothing is searched: a file of a policy."""
-    path = directory / "planned.yaml"
-    size = {"batch_size": batch_size, "micro_batch_size": min(4, batch_size), "micro_batch_tokens": 64}
-    path.write_text(policy_text(Policy(model="demo", **size)), encoding="utf-8")
-    return "--policy", path
 
 
 def forked_job(command: Sequence[str], *, stdin: int, stdout: IO[bytes], stderr: IO[bytes], **_: object) -> Program:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.cli.program import ROOT, Program, moelight, planned, read_rows, write_prompts
+from tests.cli.program import PLANNED, ROOT, Program, moelight, read_rows, write_prompts
 
 
 def run(streams: str, *arguments: str | Path) -> int:
@@ -30,7 +30,7 @@ def run_by_a_shell(streams: str, *arguments: str | Path) -> int:
 def test_a_job_needs_no_standard_streams(tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "p.jsonl", {"prompt": "add 1 and 2 ="}, "{", {"prompt": "add 3 and 4 ="})
     out = tmp_path / "out.jsonl"
-    arguments = ["generate", prompts, "-o", out, "--max-tokens", "1", *planned(tmp_path)]
+    arguments = ["generate", prompts, "-o", out, "--max-tokens", "1", *PLANNED]
     assert run_by_a_shell("<&- >&- 2>&-", *arguments) == 1
     rows = read_rows(out.read_text())
     assert ["error" in row for row in rows] == [False, True, False]
@@ -47,7 +47,7 @@ def test_a_refusal_keeps_its_exit_code(tmp_path: Path) -> None:
 def test_rows_are_not_lost_in_a_closed_output(tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "p.jsonl", "{")
     assert run("null closed null", "generate", prompts) == 2
-    assert run("null full null", "generate", prompts, *planned(tmp_path)) == 74
+    assert run("null full null", "generate", prompts, *PLANNED) == 74
     assert run("closed null null", "generate", "-") == 2
 
 

@@ -25,7 +25,7 @@ from moelight.serve.jobs import (
 )
 from moelight.serve.store import MOVES, Batch, DataDirectory, RowCounts, Store, StoredFile
 from moelight.serve.worker import Worker, check_lines
-from tests.cli.program import forked_job, planned
+from tests.cli.program import forked_job
 from tests.serve.standing import PACE, line, lines, stand_in, standing, until
 
 
@@ -223,7 +223,9 @@ def test_rows_of_a_real_job_survive_a_full_disk(tmp_path: Path, monkeypatch: pyt
     (data.files / "file-1").write_text("".join(json.dumps(each) + "\n" for each in prompts))
     data.store.add_file(file_of("file-1"))
     data.store.add_batch(batch_of("batch_1", endpoint="/v1/chat/completions"))
-    real = generate_command("demo", ("--sync-interval", "0", *map(str, planned(tmp_path, batch_size=1))), line_format="openai")
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("model: demo\nbatch_size: 1\nmicro_batch_size: 1\n")
+    real = generate_command("demo", ("--sync-interval", "0", "--policy", str(policy)), line_format="openai")
     monkeypatch.setattr(jobs.subprocess, "Popen", forked_job)
     said = work(data, command=real)
     done = data.store.batch("batch_1")
