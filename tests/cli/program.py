@@ -78,8 +78,9 @@ def moelight(
     env_extra: Mapping[str, str] | None = None,
     stdin: IO[str] | None = None,
     terminal: int | None = None,
+    module: str = "moelight.cli.main",
 ) -> subprocess.CompletedProcess[str]:
-    """``moelight`` with ``arguments`` in a process of its own.
+    """``moelight`` with ``arguments``, or another ``module``, in a process of its own.
 
     stdout and stderr are pipes, whose text is returned, or the descriptor of a ``terminal``.
     """
@@ -87,9 +88,7 @@ def moelight(
         given = opened.enter_context(open(os.devnull)) if stdin is None else stdin
         pipes = [os.pipe(), os.pipe()] if terminal is None else []
         written = [end for _, end in pipes] or [terminal, terminal]
-        program = Program(
-            "moelight.cli.main", *arguments, cwd=cwd, env_extra=env_extra, streams=(given.fileno(), *written)
-        )
+        program = Program(module, *arguments, cwd=cwd, env_extra=env_extra, streams=(given.fileno(), *written))
         for _, end in pipes:
             os.close(end)
         with ThreadPoolExecutor(2) as readers:

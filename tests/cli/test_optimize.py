@@ -25,6 +25,7 @@ from tests.cli.program import moelight_inside as run
 
 SMALL = ("--hw", "cpu-avx2", "--model", "demo", "--num-requests", "20", "--prompt-len", "12", "--gen-len", "8")
 BESIDE_A_GPU = ("--hw", "t4", *SMALL[2:], "--device-memory", "1GiB", "--host-memory", "2GiB")
+SIZES = ("--fix", "batch_size=8", "--fix", "micro_batch_size=4")  # with which there is less to search
 
 
 def plan(*arguments: str | Path) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def test_the_keys_of_the_json_are_an_interface() -> None:
 
 
 def test_the_workload_is_mtbench_unless_said_otherwise() -> None:
-    base = ("--hw", "cpu-avx2", "--model", "demo", "--num-requests", "16", "--gen-len", "4")
+    base = ("--hw", "cpu-avx2", "--model", "demo", "--num-requests", "16", "--gen-len", "4", *SIZES)
     named = plan(*base, "--workload", "mtbench")["workload"]
     assert plan(*base)["workload"] == named == {**named, "prompt_len": 77, "max_prompt_len": 418, "num_requests": 16}
     other = plan(*base, "--workload", "synthetic-reasoning", "--prompt-len", "300")["workload"]
@@ -86,9 +87,10 @@ def test_fixed_parts_are_kept() -> None:
 
 
 def test_a_dtype_may_be_asked_for() -> None:
-    assert plan(*SMALL)["policy"]["weight_dtype"] == "auto"
-    assert plan(*SMALL, "--weight-dtype", "int4")["policy"]["weight_dtype"] == "int4"
-    assert plan(*SMALL, "--kv-dtype", "choose")["policy"]["kv_dtype"] in ("auto", "int8", "int4", "bfloat16", "float16")
+    question = (*SMALL, *SIZES)
+    assert plan(*question)["policy"]["weight_dtype"] == "auto"
+    assert plan(*question, "--weight-dtype", "int4")["policy"]["weight_dtype"] == "int4"
+    assert plan(*question, "--kv-dtype", "choose")["policy"]["kv_dtype"] in ("auto", "int8", "int4", "bfloat16", "float16")
 
 
 def test_the_same_question_is_answered_from_the_cache(own_cache: Path) -> None:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from moelight.experts.policy import EVICTIONS
 from tests.cli.program import ROOT, moelight, moelight_inside
 from tests.cli.test_startup import check_without_torch
@@ -78,9 +80,10 @@ def test_json_has_a_row_for_each_file_in_order(tmp_path: Path) -> None:
     assert list(warning) == ["code", "line", "column", "message"] and warning["code"] == "unread"
 
 
-def test_json_names_files_as_given(tmp_path: Path) -> None:
+def test_json_names_files_as_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path / "p.moe", SOUND)
-    done = moelight("policy", "check", "./p.moe", ".//p.moe", "--json", cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    done = moelight_inside("policy", "check", "./p.moe", ".//p.moe", "--json")
     assert [row["file"] for row in json.loads(done.stdout)] == ["./p.moe", ".//p.moe"]
 
 
