@@ -49,7 +49,8 @@ def run(
     )
     os.environ.clear()
     os.environ.update(environment)
-    for name in [name for name in sys.modules if name == module or "MOELIGHT_FAULT" in environment and name.startswith(_READERS)]:
+    anew = (module, *_READERS) if "MOELIGHT_FAULT" in environment else (module,)
+    for name in [name for name in sys.modules if name.startswith(anew)]:
         del sys.modules[name]
     os.chdir(directory)
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
@@ -58,7 +59,7 @@ def run(
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit:
         try:
-            print(end="", file=sys.stderr, flush=True)
-        except OSError:  # which is nothing to an interpreter at its end either
+            sys.stderr.flush()
+        except (AttributeError, OSError):  # which is nothing to an interpreter at its end either
             sys.stderr = None
         raise

@@ -26,9 +26,7 @@ def usual(prompts: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES])
-def test_every_order_runs_or_says_that_it_needs_a_gpu(
-    schedule: str, prompts: Path, usual: list[Any]
-) -> None:
+def test_every_order_runs_or_says_that_it_needs_a_gpu(schedule: str, prompts: Path, usual: list[Any]) -> None:
     done = moelight_inside("generate", prompts, "--device", "cpu", "--schedule", schedule, "--max-tokens", "4")
     if schedule == "flexgen-c":
         assert done.returncode == 2 and "schedule 'flexgen-c' needs a GPU" in done.stderr

@@ -12,7 +12,7 @@ import typer.main
 from moelight.cli.main import COMMANDS, app
 from tests.cli.program import ROOT
 
-PLANNED = ["--hw", "t4", "--model", "demo", "--num-requests", "4", "--gen-len", "2"]
+QUESTION = ["--hw", "t4", "--model", "demo", "--num-requests", "4", "--gen-len", "2", "--fix", "schedule=serial"]
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -81,10 +81,10 @@ def check_without_torch(*commands: list[str], code: int = 0) -> None:
 def test_planning_and_reporting_need_no_torch(tmp_path: Path) -> None:
     trace, plot, roof = (str(tmp_path / name) for name in ("t.json", "p.png", "r.png"))
     check_without_torch(
-        ["optimize", *PLANNED],
-        ["optimize", *PLANNED, "--json"],
-        ["simulate", *PLANNED, "--schedule", "all", "--trace", trace, "--plot", plot],
-        ["roofline", *PLANNED, "--plot", roof],
+        ["optimize", *QUESTION],
+        ["optimize", *QUESTION, "--json"],
+        ["simulate", *QUESTION, "--schedule", "all", "--trace", trace, "--plot", plot],
+        ["roofline", *QUESTION, "--plot", roof],
         ["inspect", "demo", "--hw", "cpu-avx2", "--num-requests", "4"],
         ["report", trace],
     )

@@ -48,12 +48,12 @@ class Standing:
         ours, theirs = os.pipe()
         self.process = Program("tests.serve.standing", data, str(slow_s), cwd=ROOT, streams=(0, 1, theirs))
         os.close(theirs)
-        self.said = open(ours, encoding="utf-8")
+        self.said = os.fdopen(ours, encoding="utf-8")
         self.greeting = self.said.readline()
         self.url = self.greeting.split("base URL ")[1].split(",")[0]
         self.token = (data / "token").read_text().strip()
-        self.client = openai.OpenAI(base_url=self.url, api_key=self.token, max_retries=0, timeout=20)
-        self.http = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.token}"}, timeout=20)
+        self.client = openai.OpenAI(base_url=self.url, api_key=self.token, max_retries=0, timeout=200)
+        self.http = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.token}"}, timeout=200)
 
     def upload(self, data: bytes, name: str = "in.jsonl") -> Any:
         return self.client.files.create(file=(name, io.BytesIO(data)), purpose="batch")

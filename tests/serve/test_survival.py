@@ -134,9 +134,7 @@ def test_a_batch_moves_along_its_states_only(tmp_path: Path) -> None:
     again.close()
 
 
-def work(
-    data: DataDirectory, *, command: Command = stand_in, expire: bool = False
-) -> list[str]:
+def work(data: DataDirectory, *, command: Command = stand_in, expire: bool = False) -> list[str]:
     """What a worker says until there is nothing left to do."""
     said: list[str] = []
     runner = JobRunner(command, say=said.append, pace=PACE)
