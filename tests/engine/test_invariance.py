@@ -153,14 +153,14 @@ def test_every_schedule_on_every_kind_of_lane_gives_the_same_tokens(
 
 @pytest.mark.parametrize(("schedule", "devices", "name"), in_turn(served(), MODELS))
 def test_every_schedule_serves_every_model_with_cut_prompts(tiny: Tiny, schedule: str, devices: str, name: str) -> None:
-    """Micro-batches of twelve tokens: prompts are cut, and their ends ride with decoding sequences."""
+    """Micro-batches of twenty tokens: prompts are cut, and their ends ride with decoding sequences."""
     model = tiny(name, **MODELS[name])
     policy = Policy(
         model=str(model),
         schedule=schedule,
         batch_size=9,
         micro_batch_size=4,
-        micro_batch_tokens=12,
+        micro_batch_tokens=20,
         kv_tokens=9 * 160,
         **DEVICES[devices],
     )
