@@ -36,11 +36,12 @@ def model(tiny: Tiny) -> Path:
     return tiny("mixtral", num_hidden_layers=4)
 
 
-def requests(how: SamplingParams = HOW) -> list[Request]:
-    return [Request(index=index, token_ids=tuple(ids), sampling=how) for index, ids in enumerate(PROMPTS)]
+def requests() -> list[Request]:
+    return [Request(index=index, token_ids=tuple(ids), sampling=HOW) for index, ids in enumerate(PROMPTS)]
 
 
-def traced(engine: Engine, how: SamplingParams = HOW) -> list[Timeline]:
+def traced(engine: Engine, count: int = len(PROMPTS)) -> list[Timeline]:
+    """The timelines of the passes that serve the first so many requests."""
     trace: list[Timeline] = []
 
     def on_pass() -> None:
@@ -48,7 +49,7 @@ def traced(engine: Engine, how: SamplingParams = HOW) -> list[Timeline]:
         assert 0 < engine.binding.share <= 1
         trace.append(engine.timeline)
 
-    assert len(list(engine.run(requests(how), on_pass=on_pass))) == len(PROMPTS)
+    assert len(list(engine.run(requests()[:count], on_pass=on_pass))) == count
     return trace
 
 
@@ -230,11 +231,11 @@ def test_in_the_least_memory_every_pass_moves_what_the_plan_says(
     """Where nothing is spared for small passes."""
     monkeypatch.setattr(schedule_time, "ROUTED_ONLY_SHARE", 1.1)
     monkeypatch.setattr(schedule_time, "MEASURED_SHARE", 1.1)
-    work = Workload(num_requests=11, prompt_len=20, max_prompt_len=40, gen_len=5)
+    work = Workload(num_requests=4, prompt_len=12, max_prompt_len=22, gen_len=5)
     how = {"schedule": "fastdecode"} if device == "twin" else {}  # all experts on the GPU, so that pages are streamed
     least = least_memory(model, device, work, **how)
     with Engine.from_pretrained(model, device=device, workload=work, **how, **least) as engine:  # type: ignore[arg-type]
-        trace = traced(engine)
+        trace = traced(engine, 4)
         placement = place(engine.profile, engine.policy)
         page = page_bytes(engine.profile, FLOAT32)
         assert engine.plan is not None
@@ -256,8 +257,8 @@ def test_a_token_alone_brings_its_own_experts(
     sizes: dict[str, Any] = {"batch_size": 1, "micro_batch_size": 1, "weights": Shares(disk=1.0), **beside}
     with Engine(Policy(model=str(model), schedule=schedule, **sizes), device=devices) as engine:
         layers, size = engine.profile.num_layers, page_bytes(engine.profile, FLOAT32)
-        trace = traced(engine)
-    for timeline in trace[:4]:  # of the first prompt, which has one token
+        trace = traced(engine, 1)
+    for timeline in trace:  # of the first prompt, which has one token
         chosen = {kind: found_traffic(timeline, kind) for kind in (TaskKind.READ_EXPERTS, TaskKind.SEND_EXPERTS)}
         assert chosen[TaskKind.SEND_EXPERTS if devices == "twin" else TaskKind.READ_EXPERTS] == 3 * layers * size
         if devices == "twin":  # what is at home in host memory crosses from there
