@@ -28,6 +28,7 @@ from published import (
     rank_correlation,
     rows,
     step,
+    step_s,
 )
 
 from moelight.core.schedule import Lane, TaskKind
@@ -106,7 +107,7 @@ def main() -> None:
 
 def order_figures() -> dict[str, tuple[float, float]]:
     """Tokens per second of the whole run and seconds per step of each order, fastest link and kernels for all."""
-    return {name: (whole_run(run), step(run).seconds) for name, run in ORDERS.items()}
+    return {name: (whole_run(run), step_s(run)) for name, run in ORDERS.items()}
 
 
 def ratio_figures() -> dict[str, float]:
@@ -118,7 +119,7 @@ def ratio_figures() -> dict[str, float]:
 def whole_run(run: Run, gen_len: int = 128) -> float:
     """Tokens per second of a padded batch on the T4, prompts included."""
     prompts_s = prompts_of("S1", run.batch_size, ragged=False)
-    return run.batch_size * gen_len / (prompts_s + (gen_len - 1) * step(run).seconds)
+    return run.batch_size * gen_len / (prompts_s + (gen_len - 1) * step_s(run))
 
 
 def idle_figures() -> list[Idle]:
