@@ -85,8 +85,8 @@ def main() -> None:
     args = parser.parse_args()
     orders, ratios, idle = order_figures(), ratio_figures(), idle_figures()
     print("Orders at one policy (T4, 36 x 14, padded, 128 new tokens), one link rate: tokens/s, s/step")
-    for name, (rate, step_s) in orders.items():
-        print(f"  {name}   {rate:6.2f} {step_s:7.2f}")
+    for name, (rate, seconds) in orders.items():
+        print(f"  {name}   {rate:6.2f} {seconds:7.2f}")
     print(f"S1 over S4, measured {MEASURED['S1'] / MEASURED['S4']:.2f}: what each step from the ideal form adds")
     for name, ratio in ratios.items():
         print(f"  {ratio:5.2f}  {name}")

@@ -6,13 +6,14 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelight.experts.cache import ExpertCache
 from moelight.experts.eviction import EVICTIONS, EvictionRules, split
 from tests.experts import slow
 from tests.experts.test_cache import counted
+from tests.shapes import examples
 
 RULES = EvictionRules(decay=0.5, threshold=0.15, window=12, alpha=0.3)
 LAYERS, EXPERTS = 3, 8
@@ -65,7 +66,7 @@ batches = st.lists(
 
 
 @pytest.mark.parametrize("name", NAMES + LAYERED)
-@settings(max_examples=12, deadline=None)
+@examples(20)
 @given(drawn=batches, capacity=st.sampled_from([1, 2, 3, 5, 8, 13, 23, 24]), scored=st.booleans())
 def test_batches_are_served_as_by_the_slow_model(name: str, drawn: list, capacity: int, scored: bool) -> None:
     cache = ExpertCache(capacity=capacity, num_layers=LAYERS, num_experts=EXPERTS, eviction=name, rules=RULES)
@@ -105,7 +106,7 @@ def test_an_access_of_one_id_spares_nobody_who_lacks_accesses() -> None:
 
 
 @pytest.mark.parametrize("name", [*EVICTIONS.names(), *LAYERED])
-@settings(max_examples=10, deadline=None)
+@examples(20)
 @given(keys=st.lists(st.integers(0, 5), min_size=5, max_size=25), capacity=st.integers(1, 4))
 def test_nobody_finds_more_than_belady(name: str, keys: list[int], capacity: int) -> None:
     future = [(0, [key]) for key in keys]
