@@ -60,8 +60,8 @@ batches = st.lists(
         st.integers(0, LAYERS - 1),
         st.lists(st.tuples(st.integers(0, EXPERTS - 1), st.integers(0, 8)), min_size=1, max_size=9),
     ),
-    min_size=30,
-    max_size=60,
+    min_size=20,
+    max_size=40,
 )
 
 
@@ -84,7 +84,7 @@ def test_one_id_at_a_time_over_a_long_trace(name: str) -> None:
     rules = EvictionRules(decay=0.95, threshold=0.04, window=40, alpha=0.3)
     cache = ExpertCache(capacity=9, num_layers=LAYERS, num_experts=EXPERTS, eviction=name, rules=rules)
     model = slow_of(name, 9, rules)
-    for _ in range(1500):
+    for _ in range(800):
         ids = np.array([[min(EXPERTS - 1, int(rng.zipf(1.3)) - 1)]])
         compare(cache, model, int(rng.integers(LAYERS)), ids, rng.random((1, 1)))
 
@@ -120,8 +120,8 @@ def test_nobody_finds_more_than_belady(name: str, keys: list[int], capacity: int
 def test_accesses_of_one_id_in_one_call(name: str) -> None:
     """`access_each` leaves what as many calls of `access` leave, slots included."""
     rng = np.random.default_rng(5)
-    layers, experts = rng.integers(LAYERS, size=700), np.minimum(rng.zipf(1.3, 700) - 1, EXPERTS - 1)
-    scores = rng.random(700)
+    layers, experts = rng.integers(LAYERS, size=400), np.minimum(rng.zipf(1.3, 400) - 1, EXPERTS - 1)
+    scores = rng.random(400)
     left: list[list[tuple[int, ...]]] = [[], []]
     one, other = (
         ExpertCache(

@@ -31,7 +31,7 @@ def with_tokens(problem: Problem, seed: int) -> Problem:
     return replace(problem, fixed={**problem.fixed, "micro_batch_tokens": tokens})
 
 
-@examples(50)
+@examples(40)
 @given(seed=st.integers(0, 1 << 30))
 def test_the_optimizer_equals_enumeration(seed: int) -> None:
     problem = with_tokens(drawn_problem(seed), seed)
@@ -99,7 +99,7 @@ def test_where_no_memory_alone_would_do_both_are_named() -> None:
         assert (search(replace(problem, capacity_bytes=sizes)) is not None) == fits
 
 
-@examples(8)
+@examples(5)
 @given(seed=st.integers(0, 1 << 30), more=st.floats(1, 3))
 def test_more_memory_is_never_slower(seed: int, more: float) -> None:
     problem = with_tokens(drawn_problem(seed, most_requests=2), seed)

@@ -195,7 +195,7 @@ def fits(x: PaperSetting, limits: Limits, g: int, counts: np.ndarray) -> Any:
     return paper_grid.solve_cells(x, limits, np.full_like(counts, g), counts).feasible
 
 
-@examples(120)
+@examples(80)
 @given(
     layers=st.integers(1, 5),
     device_mb=st.floats(0.006, 0.08),

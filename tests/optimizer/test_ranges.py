@@ -37,7 +37,7 @@ def machine(bandwidths: tuple[float, ...], peaks: tuple[float, ...], *, count: i
 @pytest.fixture(autouse=True)
 def _few_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
     """How near the bound comes is not asked here."""
-    monkeypatch.setattr(bound, "MOST_BOXES", {True: 2000, False: 2000})
+    monkeypatch.setattr(bound, "MOST_BOXES", {True: 1000, False: 1000})
 
 
 @pytest.mark.parametrize(("which", "gpu"), [*product(range(3), PEAKS)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
 
@@ -262,11 +261,12 @@ def test_twenty_thousand_tasks_take_well_under_a_second() -> None:
     shape = PassShape(micro_batches=(MicroBatchShape(tokens=4),) * 128, prefetched=4, wraps=True)
     schedule = SCHEDULES.get("cgopipe")(layout, shape)
     assert len(schedule.tasks) > 20_000
-    seconds: Sequence[float] = []
-    for _ in range(3):
+
+    def took_s() -> float:
         began = time.process_time()
         simulate_pass(
             schedule, lambda task: TaskCost(seconds=0.1, dram_bytes=5.0), dram_bytes_per_s=100.0, launcher=True
         )
-        seconds = [*seconds, time.process_time() - began]
-    assert min(seconds) < 0.6
+        return time.process_time() - began
+
+    assert any(took_s() < 0.6 for _ in range(3))
