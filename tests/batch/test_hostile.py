@@ -92,7 +92,8 @@ def test_each_bad_row_is_an_error_row_and_the_good_ones_are_right(
     assert done.returncode == 1
     said = done.stderr.splitlines()
     assert len(said) == 3 and all(line.startswith("moelight: ") for line in said), done.stderr
-    assert f"{len(bad):,} of {len(LINES) + 1:,} lines were not served; the first is line {2 * bad[0][0] + 1}: " in said[-1]
+    first = 2 * bad[0][0] + 1
+    assert f"{len(bad):,} of {len(LINES) + 1:,} lines were not served; the first is line {first}: " in said[-1]
 
     errors = read_rows((directory / "all.errors").read_text())
     assert len(errors) == len(bad) > 250
