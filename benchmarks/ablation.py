@@ -28,6 +28,7 @@ from published import (
     rank_correlation,
     rows,
     step,
+    step_s,
 )
 
 from moelight.core.schedule import Lane, TaskKind
@@ -84,8 +85,8 @@ def main() -> None:
     args = parser.parse_args()
     orders, ratios, idle = order_figures(), ratio_figures(), idle_figures()
     print("Orders at one policy (T4, 36 x 14, padded, 128 new tokens), one link rate: tokens/s, s/step")
-    for name, (rate, step_s) in orders.items():
-        print(f"  {name}   {rate:6.2f} {step_s:7.2f}")
+    for name, (rate, seconds) in orders.items():
+        print(f"  {name}   {rate:6.2f} {seconds:7.2f}")
     print(f"S1 over S4, measured {MEASURED['S1'] / MEASURED['S4']:.2f}: what each step from the ideal form adds")
     for name, ratio in ratios.items():
         print(f"  {ratio:5.2f}  {name}")
@@ -106,7 +107,7 @@ def main() -> None:
 
 def order_figures() -> dict[str, tuple[float, float]]:
     """Tokens per second of the whole run and seconds per step of each order, fastest link and kernels for all."""
-    return {name: (whole_run(run), step(run).seconds) for name, run in ORDERS.items()}
+    return {name: (whole_run(run), step_s(run)) for name, run in ORDERS.items()}
 
 
 def ratio_figures() -> dict[str, float]:
@@ -118,7 +119,7 @@ def ratio_figures() -> dict[str, float]:
 def whole_run(run: Run, gen_len: int = 128) -> float:
     """Tokens per second of a padded batch on the T4, prompts included."""
     prompts_s = prompts_of("S1", run.batch_size, ragged=False)
-    return run.batch_size * gen_len / (prompts_s + (gen_len - 1) * step(run).seconds)
+    return run.batch_size * gen_len / (prompts_s + (gen_len - 1) * step_s(run))
 
 
 def idle_figures() -> list[Idle]:

@@ -20,7 +20,7 @@ if not Path("/dev/nvidiactl").exists():
 
 @pytest.fixture(autouse=True)
 def _same_numbers_every_time() -> None:
-    """A test that draws numbers draws the same ones in every run. Tests below the waterline have no torch to seed."""
+    """A test that draws numbers draws the same ones in every run. Tests of packages without torch have none to seed."""
     random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
@@ -40,8 +40,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported and collected by now outlives every test: the garbage collector need not walk it, nor come at
-    every 700 objects. A quarter of the time of tests that make many."""
+    """What is imported and collected by now is kept for the whole session: the garbage collector need not walk it, nor
+    come at every 700 objects. A quarter of the time of tests that make many."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)

@@ -65,6 +65,7 @@ SINGLE_IMPORTER = {
     "serve.child_process": "the program of a process of its own",
     "weights.safetensors": "one file format",
 }
+Trees = dict[Path, ast.Module]
 _TARGET = re.compile(r"(moelight(?:\.\w+)+):\w+")
 
 
@@ -72,13 +73,13 @@ def modules() -> list[Path]:
     return sorted(path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).as_posix() not in NO_PACKAGE)
 
 
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+@pytest.fixture(scope="module")
+def trees() -> Trees:
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in modules()}
 
 
-def imports(path: Path, source: str | None = None) -> Iterator[tuple[int, str]]:
+def imports(path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
     """``(line, dotted name)`` of everything a module imports, inside functions and by registry targets too."""
-    tree = ast.parse(path.read_text(encoding="utf-8") if source is None else source)
     package = ("moelight", *path.relative_to(PACKAGE).parts[:-1])
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -93,9 +94,8 @@ def imports(path: Path, source: str | None = None) -> Iterator[tuple[int, str]]:
             yield node.lineno, found.group(1)
 
 
-def typing_only(path: Path, source: str | None = None) -> set[int]:
+def typing_only(tree: ast.Module) -> set[int]:
     """Lines under ``if TYPE_CHECKING:``: they bind nothing at run time."""
-    tree = ast.parse(path.read_text(encoding="utf-8") if source is None else source)
     guarded = [
         node
         for node in ast.walk(tree)
@@ -106,13 +106,13 @@ def typing_only(path: Path, source: str | None = None) -> set[int]:
     }
 
 
-def offences(path: Path, source: str | None = None) -> Iterator[str]:
+def offences(path: Path, tree: ast.Module) -> Iterator[str]:
     package = path.relative_to(PACKAGE).parts[0]
     if package not in LAYER_OF:
         yield f"{path}: {package} is no package of the table"
         return
-    layer, free = LAYER_OF[package], typing_only(path, source)
-    for line, name in imports(path, source):
+    layer, free = LAYER_OF[package], typing_only(tree)
+    for line, name in imports(path, tree):
         where = f"{path.relative_to(PACKAGE.parent)}:{line}: {package} (layer {layer}) imports {name}"
         top, _, rest = name.partition(".")
         if top == "moelight":
@@ -129,17 +129,17 @@ def offences(path: Path, source: str | None = None) -> Iterator[str]:
             yield f"{where}: layer 0 depends on the standard library alone"
 
 
-def test_imports_go_down_only() -> None:
-    found = [offence for path in modules() for offence in offences(path)]
+def test_imports_go_down_only(trees: Trees) -> None:
+    found = [offence for path, tree in trees.items() for offence in offences(path, tree)]
     assert not found, "\n" + "\n".join(found)
 
 
-def test_no_modules_import_each_other() -> None:
-    names = {"moelight." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in modules()}
+def test_no_modules_import_each_other(trees: Trees) -> None:
+    names = {"moelight." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in trees}
     graph = {}
     for name, path in names.items():
-        free = typing_only(path)
-        wanted = {imported for line, imported in imports(path) if line not in free}
+        free = typing_only(trees[path])
+        wanted = {imported for line, imported in imports(path, trees[path]) if line not in free}
         modules_of = wanted | {each.rpartition(".")[0] for each in wanted}
         graph[name] = modules_of & names.keys() - {name}
     try:
@@ -148,13 +148,13 @@ def test_no_modules_import_each_other() -> None:
         pytest.fail(f"modules import each other: {' -> '.join(error.args[1])}")
 
 
-def importers() -> dict[str, set[str]]:
+def importers(trees: Trees) -> dict[str, set[str]]:
     """For each module, below the package's root, the modules that import it, types included."""
-    names = {".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__") for path in modules()}
+    names = {".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__") for path in trees}
     found: dict[str, set[str]] = {name: set() for name in names}
-    for path in modules():
+    for path, tree in trees.items():
         own = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
-        for _, imported in imports(path):
+        for _, imported in imports(path, tree):
             name = imported.removeprefix("moelight.")
             name = name if name in names else name.rpartition(".")[0]
             if imported.startswith("moelight.") and name in names and name != own:
@@ -162,50 +162,50 @@ def importers() -> dict[str, set[str]]:
     return found
 
 
-def test_a_module_for_a_single_importer_has_a_reason() -> None:
+def test_a_module_for_a_single_importer_has_a_reason(trees: Trees) -> None:
     """Modules that only one module of their own package imports are these; another one joins its importer."""
     single = {
         name
-        for name, others in importers().items()
+        for name, others in importers(trees).items()
         if len(others) == 1 and name.count(".") and name.split(".")[0] == next(iter(others)).split(".")[0]
     }
     assert single == SINGLE_IMPORTER.keys()
     assert len(SINGLE_IMPORTER) <= 25
 
 
-def test_every_package_and_module_has_a_docstring() -> None:
+def test_every_package_and_module_has_a_docstring(trees: Trees) -> None:
     packages = [path for path in sorted(PACKAGE.iterdir()) if path.is_dir() and any(path.glob("*.py"))]
     for package in packages:
         assert (package / "__init__.py").is_file(), f"{package.name} has no __init__.py"
-    for path in modules():
-        assert ast.get_docstring(parsed(path)), f"{path}: no docstring"
+    for path, tree in trees.items():
+        assert ast.get_docstring(tree), f"{path}: no docstring"
 
 
-def test_a_class_name_means_one_thing() -> None:
+def test_a_class_name_means_one_thing(trees: Trees) -> None:
     defined = defaultdict(list)
-    for path in modules():
-        for node in parsed(path).body:
+    for path, tree in trees.items():
+        for node in tree.body:
             if isinstance(node, ast.ClassDef):
                 defined[node.name.lstrip("_")].append(path.relative_to(PACKAGE).as_posix())
     assert not {name: places for name, places in defined.items() if len(places) > 1}
 
 
-def test_a_public_function_name_means_one_thing() -> None:
+def test_a_public_function_name_means_one_thing(trees: Trees) -> None:
     """Only a kernel and its implementations on other devices share a name."""
     defined = defaultdict(list)
-    for path in modules():
-        for node in parsed(path).body:
+    for path, tree in trees.items():
+        for node in tree.body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
                 defined[node.name].append(path.relative_to(PACKAGE).as_posix())
     shared = {name: places for name, places in defined.items() if len(places) > 1}
     assert not {name: places for name, places in shared.items() if any(not p.startswith("kernels/") for p in places)}
 
 
-def test_no_function_body_is_longer_than_a_page() -> None:
+def test_no_function_body_is_longer_than_a_page(trees: Trees) -> None:
     """Signature and docstring apart: an option or an argument is a line of its own."""
     found = {}
-    for path in modules():
-        for node in ast.walk(parsed(path)):
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or 0) - node.lineno + 1
                 if lines > MOST_LINES:
@@ -245,4 +245,4 @@ def test_no_function_body_is_longer_than_a_page() -> None:
     ],
 )
 def test_the_test_sees(module: str, source: str, offends: bool) -> None:
-    assert bool(list(offences(PACKAGE / module, source))) == offends
+    assert bool(list(offences(PACKAGE / module, ast.parse(source)))) == offends

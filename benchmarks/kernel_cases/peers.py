@@ -63,8 +63,7 @@ class Peer:
         except BrokenPipeError:
             answer = ""
         if not answer:
-            code, self._child = child.wait(), None
-            raise UnfitError(f"its process ended with {code}")
+            raise UnfitError(f"its process ended with {self._ended(child)}")
         return dict(json.loads(answer))
 
     def _start(self, python: Path) -> None:
@@ -86,7 +85,14 @@ class Peer:
         assert self._child.stdout is not None
         hello = self._child.stdout.readline()
         if not hello:
-            code, self._child = self._child.wait(), None
+            code = self._ended(self._child)
             self.title = f"{self.name}: {script.name} does not start in {python} (ended with {code})"
             raise UnfitError(f"absent: its process ended with {code}")
         self.title = json.loads(hello)["name"]
+
+    def _ended(self, child: subprocess.Popen[str]) -> int:
+        """The exit code of the child, which is gone."""
+        self._child = None
+        with contextlib.suppress(BrokenPipeError), child:
+            pass
+        return child.returncode

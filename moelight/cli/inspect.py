@@ -65,7 +65,7 @@ def least_bytes(question: ask.Question) -> dict[str, int]:
     for tier in _NEEDED:
         if question.hardware.tier(tier) is None:
             continue
-        limits, constraints = {**question.limits, tier: 1}, {**question.constraints, "cache": False}
+        limits, constraints = {**question.limits, tier: 1}, {**question.constraints, "cache": False, "proof": False}
         try:
             replace(question, limits=limits, constraints=constraints).plan()
             found[tier] = 0

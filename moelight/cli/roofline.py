@@ -32,13 +32,15 @@ def roofline(
     """
     from moelight.hrm.roofline import roofline_of
 
+    if plot is not None:
+        from moelight.batch.output import check_writable
+        from moelight.observe.plots import check_suffix, write_roofline
+
+        check_suffix(plot)
+        check_writable(plot, what="plot")
     question, chosen = ask.read_question_or_policy(policy, model, asked)
     found = roofline_of(question.hardware, question.model, chosen or question.plan().policy, question.workload)
     if plot is not None:
-        from moelight.batch.output import check_writable
-        from moelight.observe.plots import write_roofline
-
-        check_writable(plot, what="plot")
         write_roofline(plot, found)
     if as_json:
         print_json(roofline_as_dict(found))

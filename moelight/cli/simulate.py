@@ -56,6 +56,10 @@ def simulate_command(
     for what, path in {"trace": trace, "plot": plot}.items():
         if path is not None:
             check_writable(path, what=what)
+    if plot is not None:
+        from moelight.observe.plots import check_suffix
+
+        check_suffix(plot)
     question, chosen = ask.read_question_or_policy(policy, model, asked)
     stage = SimulationSetup(chosen or question.plan().policy, question.model, question.hardware, question.workload)
     names = stage.schedules() if schedule == ALL else (schedule or stage.policy.schedule,)

@@ -249,9 +249,17 @@ class _Wave:
 
 def _stacked(workload: Workload, rows: Iterable[tuple[Any, Any, Any]]) -> Passes:
     """`Passes` from ``(count, decode tokens, prompt tokens)`` of each kind."""
-    columns = (np.asarray(np.stack(np.broadcast_arrays(*column)), dtype=float) for column in zip(*rows, strict=True))
+    columns = (_filled(column) for column in zip(*rows, strict=True))
     return Passes(
         **dict(zip(TOKEN_COUNTS, columns, strict=True)),
         context=workload.prompt_len + workload.gen_len / 2,
         prompt_len=float(workload.prompt_len),
     )
+
+
+def _filled(values: tuple[Any, ...]) -> Any:
+    """One array of ``values``, which are numbers or arrays of one shape, along its first dimension."""
+    stacked = np.empty((len(values), *np.broadcast(*values).shape))
+    for index, value in enumerate(values):
+        stacked[index] = value
+    return stacked

@@ -50,7 +50,8 @@ _OFFSETS = (
 )
 
 
-def _check_suffix(path: Path) -> None:
+def check_suffix(path: Path) -> None:
+    """Raise ConfigError unless the suffix of ``path`` is one of `SUFFIXES`."""
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"{path}: the name of a picture ends in one of {', '.join(SUFFIXES)}")
 
@@ -92,7 +93,7 @@ def plot_timelines(path: Path, rows: Sequence[tuple[str, Timeline]], *, title: s
     The suffix of ``path``, one of `SUFFIXES`, is the format. The busiest lane of each timeline is the binding lane; its
     idle time is shaded and labelled.
     """
-    _check_suffix(path)
+    check_suffix(path)
     if not any(timeline.spans for _, timeline in rows):
         raise ConfigError(f"{path}: no timeline to draw")
     panels = [_Panel(name, timeline) for name, timeline in rows if timeline.spans]
@@ -231,7 +232,7 @@ def _short(task: Task) -> str:
 
 def write_roofline(path: Path, roofline: Roofline) -> None:
     """Draw ``roofline`` to ``path``, whose suffix, one of `SUFFIXES`, is the format."""
-    _check_suffix(path)
+    check_suffix(path)
     figure_of(roofline).savefig(path, dpi=DPI)
 
 

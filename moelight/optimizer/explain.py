@@ -13,10 +13,10 @@ from moelight.core.policy import Policy
 from moelight.core.units import format_bytes
 from moelight.hrm.machine_model import Unit, slowed_unit
 from moelight.optimizer.candidates import around, first_sample, scattered
-from moelight.optimizer.placement import Found, fill, free_memory
+from moelight.optimizer.placement import Found, FreeMemory, fill, free_memory
 from moelight.optimizer.plan import Plan, WhatIf
 from moelight.optimizer.problem import Candidates, Problem, variants
-from moelight.optimizer.search import keep_best, search
+from moelight.optimizer.search import feasible, keep_best
 from moelight.profiles.model import ModelProfile
 
 WORTH_SAYING = 0.01
@@ -148,18 +148,20 @@ def _least(problem: Problem, looks: list[Candidates], tier: str) -> int | None:
     if tier not in problem.capacity_bytes:
         return None
 
-    def fitting(size: int) -> list[Candidates]:
-        some = _with(problem, tier, size)
-        found = [candidates.at(np.flatnonzero(fill(some, candidates)[1])) for candidates in looks]
-        return [candidates for candidates in found if candidates.batch_size.size]
+    bare = _with(problem, tier, 0)
+    some = [(candidates, free_memory(bare, candidates)) for candidates in looks if candidates.batch_size.size]
 
-    low, high, looks = problem.capacity_bytes[tier], _PLENTY, fitting(_PLENTY)
-    if not looks:
+    def fitting(size: int) -> list[tuple[Candidates, FreeMemory]]:
+        sized = ((each, free, replace(free, **{tier: getattr(free, tier) + size})) for each, free in some)
+        return [(each, free) for each, free, whole in sized if np.any(fill(problem, each, free=whole)[1])]
+
+    low, high, some = problem.capacity_bytes[tier], _PLENTY, fitting(_PLENTY)
+    if not some:
         return None
-    while high - low > 1:  # nothing fits in `low`, and `looks` are what fits in `high`
-        middle = (low + high) // 2
+    while high - low > 1:  # nothing fits in `low`, and of each of `some` a candidate fits in `high`
+        middle = min((low + high) // 2, 2 * low + 1)
         found = fitting(middle)
-        low, high, looks = (low, middle, found) if found else (middle, high, looks)
+        low, high, some = (low, middle, found) if found else (middle, high, some)
     return high
 
 
@@ -167,7 +169,7 @@ def _without_a_fix(problem: Problem) -> str:
     """A hint at the one fixed value without which the problem is feasible; empty if there is none."""
     for key in problem.fixed:
         rest = {name: value for name, value in problem.fixed.items() if name != key}
-        if search(replace(problem, fixed=rest)) is not None:
+        if feasible(replace(problem, fixed=rest)):
             return f"; without --fix {key}={problem.fixed[key]} it fits"
     return ""
 

@@ -45,9 +45,10 @@ def make_plan(
     weight_dtypes: tuple[str, ...] = ("auto",),
     kv_dtypes: tuple[str, ...] = ("auto",),
     cache: bool = True,
+    proof: bool = True,
 ) -> Plan:
-    """The best plan for ``model``, called ``name``; arguments as in `moelight.optimizer.api.optimize`. Raises
-    BudgetError if nothing fits, with the tier, the missing bytes and a sufficient size."""
+    """The best plan for ``model``, called ``name``; arguments as in `moelight.optimizer.api.optimize`, ``proof`` as in
+    `best_plan`. Raises BudgetError if nothing fits, with the tier, the missing bytes and a sufficient size."""
     if estimator not in ESTIMATORS:
         raise ConfigError(
             f"unknown estimator {estimator!r}{did_you_mean(estimator, ESTIMATORS)}; known: {', '.join(ESTIMATORS)}"
@@ -79,9 +80,9 @@ def make_plan(
                 kv_dtypes=kv_dtypes,
                 fixed=fix,
             )
-            found = best_plan(problem, hardware, limits)
+            found = best_plan(problem, hardware, limits, proof=proof)
         found = replace(found, solve_s=time.perf_counter() - began_s)
-        if cache:
+        if cache and proof:
             store_plan(key, found)
     gpu = hardware.processor("gpu")
     policy = replace(found.policy, gpus=gpu.count if gpu is not None and found.policy.discrete else 1)

@@ -18,6 +18,7 @@ import numpy as np
 
 from moelight.core.policy import MOST_COUNTS
 from moelight.hrm.estimate import job_s
+from moelight.hrm.pass_cost import PlacementCounts
 from moelight.optimizer.bound import undecided
 from moelight.optimizer.candidates import WHOLE_UP_TO, around, as_of, cache_is_open, first_sample, scattered
 from moelight.optimizer.milp import solve
@@ -112,15 +113,21 @@ def _pooled(problem: Problem, beam: list[Beam], every: list[Candidates], draw: n
     return kept
 
 
-def closed_form_s(problem: Problem, candidates: Candidates) -> Any:
-    """Seconds of the job for every candidate with its placement in closed form; infinite if it does not fit."""
-    placed, feasible = fill(problem, candidates)
-    seconds = np.full(np.shape(feasible), np.inf)
-    fits = np.flatnonzero(feasible)
+def feasible(problem: Problem) -> bool:
+    """True if some policy fits, so that `search` finds one."""
+    fewest, most = problem.sequences
+    return fewest <= most and any(np.any(fill(problem, first_sample(problem, each))[1]) for each in variants(problem))
+
+
+def closed_form_s(problem: Problem, candidates: Candidates) -> tuple[Any, PlacementCounts]:
+    """Seconds of the job for every candidate, infinite if it does not fit, with its placement in closed form."""
+    placed, fitting = fill(problem, candidates)
+    seconds = np.full(np.shape(fitting), np.inf)
+    fits = np.flatnonzero(fitting)
     if fits.size:
         some, counts = candidates.at(fits), placed.map(itemgetter(fits))
         seconds[fits] = job_s(candidates.cost_model, problem.workload, some, counts)
-    return seconds
+    return seconds, placed
 
 
 def keep_best(problem: Problem, beam: Beam | None, look: Candidates, *, by_waves: bool = False) -> Any:
@@ -130,12 +137,12 @@ def keep_best(problem: Problem, beam: Beam | None, look: Candidates, *, by_waves
     A region holds sizes of about the same logarithm, or, with ``by_waves``, of the same number of waves for all
     requests, full waves apart. Candidates with every page resident are regions apart: no small step leads to them.
     """
-    seconds = closed_form_s(problem, look)
+    seconds, placed = closed_form_s(problem, look)
     fits = np.flatnonzero(np.isfinite(seconds))
     if beam is None and not fits.size:
         return None
     kept = fits[np.argsort(seconds[fits], kind="stable")[:400]]
-    some, seconds = _as_filled(problem, look.at(kept)), seconds[kept]
+    some, seconds = _as_filled(problem, look.at(kept), placed.map(itemgetter(kept))), seconds[kept]
     if beam is not None:
         some, seconds = joined(beam.candidates, some), np.concatenate([beam.seconds, seconds])
     order = np.lexsort((-some.micro_batch_size, -some.batch_size, np.round(np.log(seconds) / EQUAL)))
@@ -157,11 +164,10 @@ def _region(problem: Problem, candidates: Candidates, *, by_waves: bool) -> Any:
     return (((size * 100 + tokens) * 100 + prefill) * 1000 + numbers) * 2 + all_stay
 
 
-def _as_filled(problem: Problem, candidates: Candidates) -> Candidates:
+def _as_filled(problem: Problem, candidates: Candidates, placed: PlacementCounts) -> Candidates:
     """The same candidates, requested as resolved: a small step of the request is then one of the result."""
-    if candidates.ffn_device == "cpu" or not candidates.batch_size.size:
+    if candidates.ffn_device == "cpu":
         return candidates
-    placed, _ = fill(problem, candidates)
     candidates = replace(candidates, spilled=placed.from_disk)
     if cache_is_open(problem, candidates):
         resident = problem.pages - placed.offloaded
@@ -247,7 +253,7 @@ def _with_fewer_tokens(problem: Problem, best: Found) -> Found:
     shares = {"computed": placed.computed, "device_kv": placed.device_kv, "resident": np.inf}
     one = replace(candidate, **shares, spilled=placed.from_disk).at(None)  # an array of one candidate
     many = replace(one.at(np.zeros_like(t)), micro_batch_tokens=t, prompt_micro_batches=p)
-    good = np.flatnonzero(closed_form_s(problem, many) <= best.seconds * (1 + AS_GOOD))
+    good = np.flatnonzero(closed_form_s(problem, many)[0] <= best.seconds * (1 + AS_GOOD))
     if not good.size:
         return best
     return _filled(problem, many.at(good[np.argmin((t * p + t)[good])])) or best

@@ -76,9 +76,10 @@ def steady_pass(
 ) -> SteadyPass:
     """The third of three equal passes, or the first if nothing is prefetched. ``schedule`` must start with the pages
     that it prefetches for the next."""
-    passes = [(schedule, cost)] * (3 if schedule.prefetched_next else 1)
-    timelines = simulate_passes(passes, dram_bytes_per_s=dram_bytes_per_s, inline=inline)
-    return SteadyPass(began_s=timelines[-2].end_s if len(timelines) > 1 else 0.0, timeline=timelines[-1])
+    clock, began_s = VirtualClock(dram_bytes_per_s=dram_bytes_per_s, inline=inline), 0.0
+    for _ in range(2 if schedule.prefetched_next else 0):
+        began_s = max((each.ends_s for each in clock.finish(schedule, cost)), default=0.0)
+    return SteadyPass(began_s=began_s, timeline=clock.run(schedule, cost))
 
 
 class _RunningTask:
@@ -124,6 +125,10 @@ class VirtualClock:
 
     def run(self, schedule: Schedule, cost: Price) -> Timeline:
         """Run one pass, without the pages prefetched for the next; raises ScheduleError for a deadlock."""
+        return Timeline(spans=tuple(each.span for each in self.finish(schedule, cost)))
+
+    def finish(self, schedule: Schedule, cost: Price) -> list[_RunningTask]:
+        """The tasks of `run`, done."""
         running_tasks = [self._run_task(task, cost) for task in schedule.tasks]
         ahead = set(schedule.prefetched_next)
         awaited = [each for position, each in enumerate(running_tasks) if position not in ahead]
@@ -136,7 +141,7 @@ class VirtualClock:
                     inline = next(launching, None)
         prefetched = [running_tasks[position] for position in schedule.prefetched_next]
         self._prefetched = {each.task.page: each for each in prefetched if each.task.page is not None}
-        return Timeline(spans=tuple(each.span for each in awaited))
+        return awaited
 
     def _run_task(self, task: Task, cost: Price) -> _RunningTask:
         if task.kind is not TaskKind.PREFETCHED_PAGE:

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from moelight.batch import columns
+from moelight.batch import columns, source
 from moelight.batch.columns import MOST_LINES, CsvRecords, Record
 from moelight.batch.input import open_input
-from moelight.batch.source import LONGEST_LINE, open_input_source
-from tests.cli.program import moelight
+from moelight.batch.source import open_input_source
+from tests.cli.program import PLANNED, moelight, moelight_inside
+
+LONGEST_LINE = 4 << 20  # here; otherwise more, which takes longer
 
 
 def records(path: Path, content: str | bytes) -> list[Record]:
@@ -28,7 +30,6 @@ UNCLOSED = b'id,prompt\n1,add 1 and 2 =\n2,"add 3 and 4 =\n3,add 5 and 6 =\n4,ad
 
 @pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
 def test_an_unclosed_quote_costs_its_own_row(name: str, tmp_path: Path) -> None:
-    """To the end, and the same rows and numbers when the job goes on after its death."""
     path = tmp_path / name
     path.write_bytes(gzip.compress(UNCLOSED) if name.endswith(".gz") else UNCLOSED)
     with open_input(path) as read:
@@ -37,10 +38,14 @@ def test_an_unclosed_quote_costs_its_own_row(name: str, tmp_path: Path) -> None:
         assert [getattr(row, "code", None) for row in found] == [None, "invalid_csv", None, None]
         assert "by the end of the file" in getattr(found[1], "message", "")
         assert list(read.rows(skip={0, 2}.__contains__)) == [found[1], found[3]]
-    out = tmp_path / "out.jsonl"
-    command = ("generate", path, "-o", out, "--max-tokens", "2", "--sync-interval", "0")
+
+
+def test_rows_behind_an_unclosed_quote_keep_their_numbers_over_a_death(tmp_path: Path) -> None:
+    path, out = tmp_path / "a.csv", tmp_path / "out.jsonl"
+    path.write_bytes(UNCLOSED)
+    command = ("generate", path, "-o", out, "--max-tokens", "2", "--sync-interval", "0", *PLANNED)
     assert moelight(*command, env_extra={"MOELIGHT_FAULT": "after_journal_fsync:2:kill"}).returncode == -9
-    assert moelight(*command).returncode == 1
+    assert moelight_inside(*command).returncode == 1
     rows = [json.loads(each) for each in out.read_text().splitlines()]
     assert [(row["custom_id"], "error" in row) for row in rows] == [
         ("1", False),
@@ -65,10 +70,12 @@ def test_a_record_may_have_many_lines_but_not_any_number(tmp_path: Path) -> None
     assert rest == [Record(MOST_LINES + 2, ['z"', "b"]), Record(MOST_LINES + 3, ["c"])]
 
 
-def test_a_record_is_not_held_beyond_its_bytes(tmp_path: Path) -> None:
+def test_a_record_is_not_held_beyond_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (source, columns):
+        monkeypatch.setattr(module, "LONGEST_LINE", LONGEST_LINE)
     line = b"x" * (1 << 20) + b"\n"
     found = records(tmp_path / "a.csv", b'a,"' + line * (LONGEST_LINE // len(line) + 2) + b"b\n")
-    assert "not closed within 64 MiB" in found[0].error and found[0].values == ["a"]
+    assert "not closed within 4 MiB" in found[0].error and found[0].values == ["a"]
     assert [each.error for each in found[1:]] == [""] * (len(found) - 1) and found[-1].values == ["b"]
     long = b"y" * (LONGEST_LINE + 1)
     found = records(tmp_path / "b.csv", b'a\n"b\n' + long + b'\nc"\n')

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from tests.benchmarks.scripts import BENCHMARKS, ran
 
 
 @pytest.fixture(scope="module")
@@ -21,11 +19,8 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(kept: Path) -> dict[str, Any]:
-    command = [sys.executable, str(BENCHMARKS / "gpu_small_card.py"), "--device", "twin", "--tiny"]
-    options = ["--results", str(kept), "--accelerate-python", str(kept / "no-such-python")]
-    done = subprocess.run([*command, *options], check=True, stdout=subprocess.PIPE, text=True, timeout=300)
-    last: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return last
+    options = ["--device", "twin", "--tiny", "--results", kept, "--accelerate-python", kept / "no-such-python"]
+    return ran("gpu_small_card", *options)
 
 
 def test_every_contestant_has_its_figures(report: dict[str, Any]) -> None:

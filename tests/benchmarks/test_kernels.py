@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 
 from moelight.kernels import native
+from tests.benchmarks.scripts import BENCHMARKS, ran
 
-BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "kernels.py"
-ONLY = ["latent 16h 16", "E64 r4", "linear 1 ", "copy 4"]
+ONLY = ["latent 16h 16", "E4 r4", "linear 1 ", "copy 4"]
+SMALLER = {"kernel_cases.experts.SHAPES": {"H256 I128 E4": (256, 128, 4)}, "kernel_cases.linear.SIDE": 512}
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="nothing to measure without the extension")
 
@@ -21,10 +23,9 @@ pytestmark = pytest.mark.skipif(not native.available(), reason="nothing to measu
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     """Of four cases; the environment given for vLLM has no vLLM, and none is given for IPEX."""
-    command = [sys.executable, str(BENCHMARK), "--quick", "--vllm-python", sys.executable, "--only", *ONLY]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    last: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return last
+    bare = Path(sys.base_prefix, "bin", "python3")
+    options = ["--quick", "--gib", 0.01, "--vllm-python", bare, "--only", *ONLY]
+    return ran("kernels", *options, changes=SMALLER)
 
 
 def test_every_contender_is_named(report: dict[str, Any]) -> None:
@@ -54,7 +55,17 @@ def test_roofs(report: dict[str, Any]) -> None:
 
 
 def test_a_case_that_is_not_there() -> None:
-    command = [sys.executable, str(BENCHMARK), "--quick", "--only", "nonesuch"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "no case is named so: nonesuch" in done.stderr
+    with pytest.raises(SystemExit, match="no case is named so: nonesuch"):
+        ran("kernels", "--quick", "--only", "nonesuch", changes={"kernels.Roofs": lambda *_: None})
+
+
+def test_it_starts_again_with_short_spins() -> None:
+    """Once, and with the same arguments."""
+    program = (
+        "import os, json, sys; from kernel_cases.threads import restart_with_short_spins\n"
+        "restart_with_short_spins(); print(json.dumps([os.environ['GOMP_SPINCOUNT'], sys.argv[1:]]))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    command = [sys.executable, "-c", program, "--only", "copy 4"]
+    said = subprocess.check_output(command, cwd=BENCHMARKS, env=environment, timeout=300)
+    assert json.loads(said) == ["10000", ["--only", "copy 4"]]

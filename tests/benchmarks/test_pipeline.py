@@ -4,8 +4,6 @@ test."""
 from __future__ import annotations
 
 import importlib
-import json
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -17,8 +15,9 @@ from hypothesis import strategies as st
 
 from moelight.core.schedule import Lane, Task, TaskKind
 from moelight.core.timeline import Span
+from tests.benchmarks.scripts import BENCHMARKS, ran
+from tests.shapes import examples
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SHAPE = "--layers 2 --hidden 64 --intermediate 64 --experts 4 --heads 4 --kv-heads 2 --head-dim 16 --vocab 512"
 OURS = "moelight"
 
@@ -95,6 +94,7 @@ def test_no_steady_passes_have_no_figures(module: Any) -> None:
     assert found.seconds(found.steady(4)) == 0.0
 
 
+@examples(100)
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 10)), max_size=12))
 def test_the_union_of_intervals_counts_every_second_once(pieces: list[tuple[int, int]]) -> None:
     sys.path.insert(0, str(BENCHMARKS))
@@ -154,17 +154,17 @@ def test_a_peer_that_decoded_fewer_tokens_is_stretched(module: Any) -> None:
     assert rates["tokens_per_s"] == pytest.approx(16 * 11 / 30)
 
 
-def ran(order: str, batch: int, rate: float, ids: list[list[int]], **more: float) -> dict[str, Any]:
+def row_of(order: str, batch: int, rate: float, ids: list[list[int]], **more: float) -> dict[str, Any]:
     disk = {"disk_busy_share": 0.9, "roof_share": 0.8, "decode_tokens_per_s": 2 * rate, **more}
     return {"order": order, "batch": batch, "tokens_per_s": rate, "ids": ids, **disk}
 
 
 def test_orders_are_compared_at_one_batch_size_and_peers_at_their_best(module: Any) -> None:
     rows = [
-        ran("cgopipe", 64, 50.0, [[1]]),
-        ran("cgopipe", 256, 120.0, [[2]], roof_share=0.95),
+        row_of("cgopipe", 64, 50.0, [[1]]),
+        row_of("cgopipe", 256, 120.0, [[2]], roof_share=0.95),
         {"order": "flexgen", "batch": 256, "absent": "refused"},
-        ran("serial", 256, 100.0, [[2]]),
+        row_of("serial", 256, 100.0, [[2]]),
     ]
     peers = [
         {"peer": "llamacpp", "batch": 64, "tokens_per_s": 4.0, "decode_tokens_per_s": 8.0},
@@ -220,13 +220,17 @@ def test_growth_is_from_the_settled_state_to_the_end(module: Any) -> None:
 def test_a_small_run_end_to_end(tmp_path: Path) -> None:
     """Without peers: refill, overhead and long on a tiny model; figures are there, and those that must be equal are."""
     model = tmp_path / "model"
-    make = [sys.executable, str(BENCHMARKS / "make_checkpoint.py"), str(model), "--model", "mixtral-8x7b"]
-    subprocess.run([*make, *SHAPE.split()], check=True, stdout=subprocess.DEVNULL)
-    command = [sys.executable, str(BENCHMARKS / "pipeline.py"), "--models", str(model), "--sections", "refill", "long"]
-    sizes = {"--rounds": 1, "--refill-requests": 6, "--refill-batch": 3, "--long-requests": 220, "--long-share": 400}
-    command += [str(each) for pair in sizes.items() for each in pair]
-    done = subprocess.run([*command, "--scratch", str(tmp_path)], check=True, stdout=subprocess.PIPE, text=True)
-    found = json.loads(done.stdout.splitlines()[-1])
+    ran("make_checkpoint", model, "--model", "mixtral-8x7b", *SHAPE.split())
+    options = ["--models", model, "--scratch", tmp_path, "--sections", "refill", "long", "--rounds", 1]
+    options += ["--refill-requests", 6, "--refill-batch", 3, "--long-requests", 24, "--long-share", 400]
+    sizes: dict[str, Any] = {
+        "refill.ROOF_GIB": 0.01,
+        "refill.PROMPTS": (8, 64),
+        "refill.NEW": (2, 16),
+        "long.SETTLED": 20,
+    }
+    sizes["long.measure_base"] = lambda: 0  # `test_memory.py` measures it
+    found = ran("pipeline", *options, changes={f"pipeline_sections.{name}": size for name, size in sizes.items()})
     (row,) = found["refill"]["rows"]
     assert row["identical_tokens"]
     assert row["policy"]["static"]["admission"] == "static"
@@ -234,5 +238,5 @@ def test_a_small_run_end_to_end(tmp_path: Path) -> None:
         key: value for key, value in row["policy"]["refill"].items() if key != "admission"
     }
     completions = [count for count, _ in found["long"]["resident_bytes"]]
-    assert completions == [200, -1]
+    assert completions == [20, -1]
     assert found["long"]["peak_rss_bytes"] >= found["long"]["settled_bytes"] > 0

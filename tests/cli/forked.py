@@ -1,7 +1,4 @@
-"""What a process of ``program.moelight`` runs: the program, with arguments, environment and streams of its own.
-
-Nothing of moelight is imported before the environment is set, as in a process that a shell starts.
-"""
+"""What a process of ``program.Program`` runs: a module, with arguments, environment and streams of its own."""
 
 from __future__ import annotations
 
@@ -12,35 +9,57 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.reduction import DupFd
 from typing import Any
 
+# Modules of these read the environment when they are imported: a fault to inject.
+_READERS = ("moelight.batch", "moelight.cli", "moelight.serve")
+
 
 class Streams:
-    """File descriptors of this process that become stdin, stdout and stderr of another."""
+    """File descriptors of this process that become stdin, stdout and stderr of another; None becomes a closed one."""
 
-    def __init__(self, *numbers: int) -> None:
+    def __init__(self, *numbers: int | None) -> None:
         self.numbers = numbers
 
     def __reduce__(self) -> tuple[Any, ...]:  # while a process starts, which takes them along
-        return Received, tuple(DupFd(number) for number in self.numbers)
+        return Received, tuple(None if number is None else DupFd(number) for number in self.numbers)
 
 
 class Received:
     """The same at their destination."""
 
     def __init__(self, *handles: Any) -> None:
-        self.numbers = [handle.detach() for handle in handles]
+        self.numbers = [None if handle is None else handle.detach() for handle in handles]
 
 
-def run(arguments: Sequence[str], directory: str, environment: Mapping[str, str], streams: Received) -> None:
-    """Run ``moelight`` and exit with its code."""
+def run(
+    module: str, arguments: Sequence[str], directory: str, environment: Mapping[str, str], streams: Received
+) -> None:
+    """``python -m module`` with ``arguments``; exit with its code."""
+    os.setsid()
     for number, received in enumerate(streams.numbers):
-        os.dup2(received, number)
-        os.close(received)
-    sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
-    sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
-    sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)
+        if received is None:
+            os.close(number)
+        else:
+            os.dup2(received, number)
+            os.close(received)
+    told = {"encoding": "utf-8", "closefd": False}
+    ways: list[dict[str, Any]] = [{}, {"mode": "w"}, {"mode": "w", "errors": "backslashreplace", "buffering": 1}]
+    sys.stdin, sys.stdout, sys.stderr = (
+        None if received is None else os.fdopen(number, **told, **ways[number])
+        for number, received in enumerate(streams.numbers)
+    )
     os.environ.clear()
     os.environ.update(environment)
+    anew = (module, *_READERS) if "MOELIGHT_FAULT" in environment else (module,)
+    for name in [name for name in sys.modules if name.startswith(anew)]:
+        del sys.modules[name]
     os.chdir(directory)
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
-    sys.argv = ["moelight", *arguments]
-    runpy.run_module("moelight.cli.main", run_name="__main__", alter_sys=True)
+    sys.argv = [module, *arguments]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit:
+        try:
+            sys.stderr.flush()
+        except (AttributeError, OSError):  # which is nothing to an interpreter at its end either
+            sys.stderr = None
+        raise

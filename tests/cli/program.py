@@ -8,7 +8,7 @@ import json
 import multiprocessing
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
@@ -18,11 +18,58 @@ from tests.cli import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "moelight" / "demo"
+PLANNED = ("--policy", str(Path(__file__).with_name("planned.yaml")))
 
 
-# A process that has imported torch, which takes longer than most commands, and forks for each command.
+# A process that has imported what programs import, which takes longer than most of them, and forks for each.
 _FORKING = multiprocessing.get_context("forkserver")
-_FORKING.set_forkserver_preload(["torch"])
+_FORKING.set_forkserver_preload(
+    ["torch", "highspy", "pydantic.type_adapter", "tokenizers", "httpx"]
+    + [f"moelight.{name}" for name in ("cli.job_display", "engine.engine", "lang.files", "serve.server")]
+)
+
+
+class Program:
+    """``python -m module`` with ``arguments`` in a process of its own, a session's first; ``env_extra`` adds to the
+    environment. ``streams``: descriptors for stdin, stdout and stderr, None for one that is closed."""
+
+    def __init__(
+        self,
+        module: str,
+        *arguments: str | Path,
+        cwd: Path | None = None,
+        env_extra: Mapping[str, str] | None = None,
+        streams: Sequence[int | None] = (0, 1, 2),
+    ) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "COLUMNS": "100",
+            "HF_HUB_OFFLINE": "1",
+            **(env_extra or {}),
+        }
+        command = (module, [str(each) for each in arguments], str(cwd or Path.cwd()), environment)
+        self._process = _FORKING.Process(target=forked.run, args=(*command, forked.Streams(*streams)), daemon=True)
+        self._process.start()
+        self.pid: int = self._process.pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        self.returncode = self._process.exitcode
+        return self.returncode
+
+    def wait(self, timeout: float = 300) -> int:
+        """The same once it has ended; raises TimeoutExpired where that takes longer."""
+        self._process.join(timeout)
+        if self.poll() is None:
+            self._process.kill()
+            raise subprocess.TimeoutExpired("a program", timeout)
+        return int(self._process.exitcode)
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and nobody has asked yet
+            os.kill(self.pid, number)
 
 
 def moelight(
@@ -31,37 +78,24 @@ def moelight(
     env_extra: Mapping[str, str] | None = None,
     stdin: IO[str] | None = None,
     terminal: int | None = None,
+    module: str = "moelight.cli.main",
 ) -> subprocess.CompletedProcess[str]:
-    """``moelight`` with ``arguments`` in a process of its own; ``env_extra`` adds to the environment.
+    """``moelight`` with ``arguments``, or another ``module``, in a process of its own.
 
     stdout and stderr are pipes, whose text is returned, or the descriptor of a ``terminal``.
     """
-    # One thread: on a busy machine torch's threads spend their time waiting for each other.
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "COLUMNS": "100",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        **(env_extra or {}),
-    }
     with contextlib.ExitStack() as opened:
         given = opened.enter_context(open(os.devnull)) if stdin is None else stdin
         pipes = [os.pipe(), os.pipe()] if terminal is None else []
         written = [end for _, end in pipes] or [terminal, terminal]
-        command = ([str(each) for each in arguments], str(cwd or Path.cwd()), environment)
-        process = _FORKING.Process(target=forked.run, args=(*command, forked.Streams(given.fileno(), *written)))
-        process.start()
+        program = Program(module, *arguments, cwd=cwd, env_extra=env_extra, streams=(given.fileno(), *written))
         for _, end in pipes:
             os.close(end)
         with ThreadPoolExecutor(2) as readers:
             texts = list(readers.map(_read, [end for end, _ in pipes]))
-        process.join(300)
-        if process.exitcode is None:
-            process.kill()
-            raise subprocess.TimeoutExpired(command[0], 300)
+        code = program.wait()
     said, complained = texts or ("", "")
-    return subprocess.CompletedProcess(args=arguments, returncode=process.exitcode, stdout=said, stderr=complained)
+    return subprocess.CompletedProcess(args=arguments, returncode=code, stdout=said, stderr=complained)
 
 
 def _read(end: int) -> str:
@@ -76,6 +110,13 @@ def moelight_inside(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
         code = main([str(argument) for argument in arguments])
     said, complained = (stream.buffer.getvalue().decode() for stream in (out, err))  # type: ignore[attr-defined]
     return subprocess.CompletedProcess(args=arguments, returncode=code, stdout=said, stderr=complained)
+
+
+def forked_job(command: Sequence[str], *, stdin: int, stdout: IO[bytes], stderr: IO[bytes], **_: object) -> Program:
+    """What `moelight.serve.jobs` may call instead of Popen: the same job without the process that guards it."""
+    at = command.index("-m") + 1
+    with open(os.devnull) as nothing:
+        return Program(*command[at:], streams=(nothing.fileno(), stdout.fileno(), stderr.fileno()))
 
 
 def write_prompts(path: Path, *lines: Any) -> Path:

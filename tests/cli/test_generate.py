@@ -16,7 +16,7 @@ import torch
 
 from moelight import __version__
 from moelight.core.schedule import Lane
-from tests.cli.program import ROOT, moelight, read_rows, write_prompts
+from tests.cli.program import PLANNED, ROOT, moelight, read_rows, write_prompts
 from tests.cli.program import moelight_inside as run
 
 EXAMPLES = ROOT / "examples" / "prompts.jsonl"
@@ -137,9 +137,9 @@ def test_sampling_follows_the_seed_alone(tmp_path: Path) -> None:
     free = {"prompt": "sort window =", "temperature": 5.0, "max_tokens": 12, "ignore_eos": True}
     path = write_prompts(tmp_path / "p.jsonl", {**free, "seed": 7}, free, ADD, {**free, "seed": 7})
     alone = write_prompts(tmp_path / "alone.jsonl", {**free, "seed": 7})
-    first, default, _, last = read_rows(run("generate", path).stdout)
+    first, default, _, last = read_rows(run("generate", path, *PLANNED).stdout)
     assert first == last != default
-    assert read_rows(run("generate", alone).stdout) == [first]
+    assert read_rows(run("generate", alone, *PLANNED).stdout) == [first]
     again, other, *_ = read_rows(run("generate", path, "--seed", "1", "--batch-size", "2").stdout)
     assert again == first and other != default
 
@@ -153,14 +153,14 @@ def test_stop_strings_and_limits(tmp_path: Path) -> None:
         {"prompt": "upper lemon =", "max_tokens": 2},
         {"prompt": "upper lemon =", "ignore_eos": True, "max_tokens": 20},
     )
-    whole, cut, late, short, on = read_rows(run("generate", path, "--stop", "Q").stdout)
+    whole, cut, late, short, on = read_rows(run("generate", path, *PLANNED, "--stop", "Q").stdout)
     assert whole["text"].strip() == "LEMON"
     assert (cut["text"].strip(), cut["finish_reason"]) == ("LE", "stop")
     assert (late["text"].strip(), late["finish_reason"]) == ("LEMO", "stop")
     assert (short["usage"]["completion_tokens"], short["finish_reason"]) == (2, "length")
     assert whole["text"].startswith(short["text"])
     assert (on["usage"]["completion_tokens"], on["finish_reason"]) == (20, "length")
-    for_all = read_rows(run("generate", path, "--stop", "MO", "--stop", "L").stdout)
+    for_all = read_rows(run("generate", path, *PLANNED, "--stop", "MO", "--stop", "L").stdout)
     assert [row["text"].strip() for row in for_all[:2]] == ["", "LE"]
 
 
@@ -173,7 +173,7 @@ def test_bad_lines_are_rows_and_the_exit_code_is_1(tmp_path: Path) -> None:
         {"custom_id": "limit", "prompt": "add 17 and 25 =", "max_tokens": 10_000},
         {"custom_id": "strange", "prompt": "Ω 世 🦊"},
     )
-    done = run("generate", path)
+    done = run("generate", path, *PLANNED)
     assert done.returncode == 1
     good, torn, long, limit, strange = read_rows(done.stdout)
     assert good["text"] == limit["text"] and "text" in strange
@@ -184,7 +184,7 @@ def test_bad_lines_are_rows_and_the_exit_code_is_1(tmp_path: Path) -> None:
 
 def test_prompts_from_standard_input(tmp_path: Path) -> None:
     with write_prompts(tmp_path / "p.jsonl", ADD).open() as stdin:
-        done = moelight("generate", "-", stdin=stdin)
+        done = moelight("generate", "-", *PLANNED, stdin=stdin)
     assert read_rows(done.stdout)[0]["text"].strip() == "42"
 
 
@@ -192,7 +192,7 @@ def test_a_table_when_asked_for(tmp_path: Path) -> None:
     talk = {"messages": [{"role": "user", "content": "upper lemon ="}]}
     path = write_prompts(tmp_path / "p.jsonl", ADD, talk, {"prompt": ""})
     out = tmp_path / "out.jsonl"
-    done = run("generate", path, "--show", "-o", out)
+    done = run("generate", path, "--show", "-o", out, *PLANNED)
     assert done.returncode == 1
     for shown in ("prompt", "completion", "add 17 and 25 =", "42", "upper lemon =", "LEMON", "error: "):
         assert shown in done.stdout
@@ -201,7 +201,7 @@ def test_a_table_when_asked_for(tmp_path: Path) -> None:
 
 def test_rows_on_stdout_stay_rows_beside_a_table(tmp_path: Path) -> None:
     path = write_prompts(tmp_path / "p.jsonl", ADD)
-    done = run("generate", path, "--show", "-o", "-")
+    done = run("generate", path, "--show", "-o", "-", *PLANNED)
     assert read_rows(done.stdout)[0]["text"].strip() == "42"
     assert "completion" in done.stderr
 
@@ -215,7 +215,7 @@ def test_on_a_terminal_a_bar_a_reason_and_a_table(tmp_path: Path) -> None:
 
 
 def test_no_show_on_a_terminal_is_rows_without_a_bar(tmp_path: Path) -> None:
-    shown = on_a_terminal("generate", write_prompts(tmp_path / "p.jsonl", ADD), "--no-show")
+    shown = on_a_terminal("generate", write_prompts(tmp_path / "p.jsonl", ADD), "--no-show", *PLANNED)
     assert read_rows(shown)[0]["text"].strip() == "42"
 
 

@@ -20,11 +20,12 @@ from moelight.profiles.hardware import HardwareProfile, load_hardware_profile
 from moelight.profiles.policy_files import load_policy
 from moelight.profiles.workload import Workload
 from moelight.runtime import machine_profile
-from tests.cli.program import ROOT, moelight, read_rows
+from tests.cli.program import PLANNED, ROOT, moelight, read_rows
 from tests.cli.program import moelight_inside as run
 
 SMALL = ("--hw", "cpu-avx2", "--model", "demo", "--num-requests", "20", "--prompt-len", "12", "--gen-len", "8")
 BESIDE_A_GPU = ("--hw", "t4", *SMALL[2:], "--device-memory", "1GiB", "--host-memory", "2GiB")
+ONE_ORDER = ("--fix", "schedule=serial")  # of which there is less to search
 
 
 def plan(*arguments: str | Path) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def test_the_keys_of_the_json_are_an_interface() -> None:
 
 
 def test_the_workload_is_mtbench_unless_said_otherwise() -> None:
-    base = ("--hw", "cpu-avx2", "--model", "demo", "--num-requests", "16", "--gen-len", "4")
+    base = ("--hw", "cpu-avx2", "--model", "demo", "--num-requests", "16", "--gen-len", "4", *ONE_ORDER)
     named = plan(*base, "--workload", "mtbench")["workload"]
     assert plan(*base)["workload"] == named == {**named, "prompt_len": 77, "max_prompt_len": 418, "num_requests": 16}
     other = plan(*base, "--workload", "synthetic-reasoning", "--prompt-len", "300")["workload"]
@@ -86,13 +87,20 @@ def test_fixed_parts_are_kept() -> None:
 
 
 def test_a_dtype_may_be_asked_for() -> None:
-    assert plan(*SMALL)["policy"]["weight_dtype"] == "auto"
-    assert plan(*SMALL, "--weight-dtype", "int4")["policy"]["weight_dtype"] == "int4"
-    assert plan(*SMALL, "--kv-dtype", "choose")["policy"]["kv_dtype"] in ("auto", "int8", "int4", "bfloat16", "float16")
+    question = (*SMALL, *ONE_ORDER)
+    assert plan(*question)["policy"]["weight_dtype"] == "auto"
+    assert plan(*question, "--weight-dtype", "int4")["policy"]["weight_dtype"] == "int4"
+    assert plan(*question, "--kv-dtype", "choose")["policy"]["kv_dtype"] in (
+        "auto",
+        "int8",
+        "int4",
+        "bfloat16",
+        "float16",
+    )
 
 
 def test_the_same_question_is_answered_from_the_cache(own_cache: Path) -> None:
-    question = (*SMALL, "--fix", "batch_size=7")
+    question = (*SMALL, *ONE_ORDER, "--fix", "batch_size=7")
     before = {path.name for path in (own_cache / "plans").glob("*")}
     unkept = plan(*question, "--no-cache")
     assert {path.name for path in (own_cache / "plans").glob("*")} == before
@@ -113,7 +121,7 @@ def test_the_policy_file_holds_the_plan_and_can_be_run(tmp_path: Path) -> None:
     text = path.read_text()
     for said in ("# demo on cpu-avx2: 20 prompts", "# Why: ", "tokens/s end to end", "# Memory: host "):
         assert said in text
-    plain = run("generate", prompts, "--max-tokens", "4")
+    plain = run("generate", prompts, "--max-tokens", "4", *PLANNED)
     assert plain.returncode == 0, plain.stderr
     done = run("generate", prompts, "--max-tokens", "4", "--policy", path)
     assert done.returncode == 0
@@ -138,8 +146,9 @@ def test_the_machine_at_hand_is_measured_with_the_models_disk(monkeypatch: pytes
 
     monkeypatch.setattr(machine_profile, "machine_profile", measured)
     demo = ROOT / "moelight" / "demo"
-    assert plan("--model", "demo", *SMALL[4:])["hardware"] == "auto"
-    assert plan("--hw", "auto", "--model", demo, *SMALL[4:])["policy"]["model"] == str(demo)
+    work = (*SMALL[4:], *ONE_ORDER)
+    assert plan("--model", "demo", *work)["hardware"] == "auto"
+    assert plan("--hw", "auto", "--model", demo, *work)["policy"]["model"] == str(demo)
     assert asked == [None, demo]
 
 

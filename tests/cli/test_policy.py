@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from moelight.experts.policy import EVICTIONS
 from tests.cli.program import ROOT, moelight, moelight_inside
-from tests.cli.test_startup import without_torch
+from tests.cli.test_startup import check_without_torch
 
 CORPUS = ROOT / "tests" / "lang" / "corpus"
 EXAMPLES = sorted((ROOT / "examples" / "policies").glob("*.moe"))
@@ -78,9 +80,10 @@ def test_json_has_a_row_for_each_file_in_order(tmp_path: Path) -> None:
     assert list(warning) == ["code", "line", "column", "message"] and warning["code"] == "unread"
 
 
-def test_json_names_files_as_given(tmp_path: Path) -> None:
+def test_json_names_files_as_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path / "p.moe", SOUND)
-    done = moelight("policy", "check", "./p.moe", ".//p.moe", "--json", cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    done = moelight_inside("policy", "check", "./p.moe", ".//p.moe", "--json")
     assert [row["file"] for row in json.loads(done.stdout)] == ["./p.moe", ".//p.moe"]
 
 
@@ -154,12 +157,8 @@ def test_explain_counts_memory(tmp_path: Path) -> None:
 
 def test_policy_commands_need_no_torch(tmp_path: Path) -> None:
     path = str(written(tmp_path / "p.moe", SOUND))
-    for arguments in (
-        ["policy", "check", path],
-        ["policy", "format", path],
-        ["policy", "explain", path, "--model", "demo", "--hw", "t4"],
-    ):
-        assert without_torch(*arguments)
+    explain = ["policy", "explain", path, "--model", "demo", "--hw", "t4"]
+    check_without_torch(["policy", "check", path], ["policy", "format", path], explain)
     assert "check" in moelight_inside("policy").stdout
 
 

@@ -10,7 +10,7 @@ import pytest
 from moelight.experts.policy import Capacity
 from moelight.lang.files import load_expert_policy
 from tests.cli.program import ROOT, moelight_inside
-from tests.cli.test_startup import without_torch
+from tests.cli.test_startup import check_without_torch
 from tests.experts.traces import skewed, write_trace
 
 EXAMPLES = ROOT / "examples" / "policies"
@@ -125,5 +125,5 @@ def test_auto_says_why(tmp_path: Path) -> None:
 
 
 def test_no_torch(trace: Path) -> None:
-    assert without_torch("policy", "replay", str(trace), "--policy", str(EXAMPLES / "default.moe"), *ON)
-    assert without_torch("policy", "auto", "--model", "demo", "--hw", "t4")
+    replay = ["policy", "replay", str(trace), "--policy", str(EXAMPLES / "default.moe"), *ON]
+    check_without_torch(replay, ["policy", "auto", "--model", "demo", "--hw", "t4"])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +13,7 @@ import pytest
 from moelight.cli import main as program
 from moelight.core.errors import InputError
 from moelight.experts.profile import ActivationProfile, facts_of_model, save_profile
-from tests.cli.program import DEMO, ROOT, moelight, moelight_inside, write_prompts
+from tests.cli.program import DEMO, Program, moelight, moelight_inside, write_prompts
 
 
 @pytest.fixture(scope="module")
@@ -216,19 +214,15 @@ def test_interrupted(failing, capsys: pytest.CaptureFixture[str]) -> None:  # ty
 
 
 def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
-    path = write_prompts(tmp_path / "p.jsonl", *({"prompt": "add 1 and 2 ="} for _ in range(30)))
-    child = subprocess.Popen(
-        [sys.executable, "-m", "moelight.cli.main", "generate", str(path), "--max-tokens", "2"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert child.stdout is not None and child.stderr is not None
-    child.stdout.close()
-    said = child.stderr.read().decode()
-    child.stderr.close()
-    assert child.wait(timeout=120) == 141
+    path = write_prompts(tmp_path / "p.jsonl", *({"prompt": "add 1 and 2 ="} for _ in range(12)))
+    (gone, written), (heard, complained) = os.pipe(), os.pipe()
+    os.close(gone)
+    child = Program("moelight.cli.main", "generate", path, "--max-tokens", "2", streams=(0, written, complained))
+    os.close(written)
+    os.close(complained)
+    with open(heard, encoding="utf-8") as stream:
+        said = stream.read()
+    assert child.wait() == 141
     assert "error" not in said and "Traceback" not in said
 
 

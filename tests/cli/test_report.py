@@ -11,7 +11,7 @@ from moelight.core.schedule import Lane, Task, TaskKind
 from moelight.core.timeline import Span, Timeline
 from moelight.observe.report import report_of
 from moelight.observe.trace import LaneForecast, TraceHeader, read_trace
-from tests.cli.program import moelight, read_rows, write_prompts
+from tests.cli.program import PLANNED, read_rows, write_prompts
 from tests.cli.program import moelight_inside as run
 from tests.observe.traces import write_passes, write_timelines
 
@@ -66,9 +66,9 @@ def test_a_lane_that_never_stood_still(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("width", ["80", "100", "120"])
-def test_the_table_fits_the_terminal(width: str, tmp_path: Path) -> None:
-    trace = write_passes(tmp_path / "run.json", 3)
-    done = moelight("report", trace, env_extra={"COLUMNS": width})
+def test_the_table_fits_the_terminal(width: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    done = run("report", write_passes(tmp_path / "run.json", 3))
     assert max(map(len, done.stdout.splitlines())) <= int(width)
     assert "…" not in done.stdout.replace(str(tmp_path), "")
 
@@ -116,7 +116,7 @@ def test_refused_in_one_clear_line(kind: str, tmp_path: Path) -> None:
 
 def test_a_run_of_the_engine_can_be_reported(tmp_path: Path) -> None:
     prompts, trace = write_prompts(tmp_path / "p.jsonl", {"prompt": "add 17 and 25 ="}), tmp_path / "run.json"
-    done = run("generate", prompts, "--trace", trace, "--max-tokens", "6")
+    done = run("generate", prompts, "--trace", trace, "--max-tokens", "6", *PLANNED)
     assert done.returncode == 0 and len(read_rows(done.stdout)) == 1
     done = run("report", trace)
     assert (done.returncode, done.stderr) == (0, "")

@@ -12,7 +12,6 @@ import pytest
 from moelight.core.policy import Policy, Shares
 from moelight.core.units import GiB
 from moelight.profiles.policy_files import policy_text
-from tests.cli.program import moelight
 from tests.cli.program import moelight_inside as run
 
 WORK = ("--num-requests", "24", "--prompt-len", "12", "--gen-len", "8")
@@ -63,9 +62,10 @@ def test_roofs_of_the_planners_own_policy(tmp_path: Path) -> None:
     assert struct.unpack(">I", (tmp_path / "roof.png").read_bytes()[16:20])[0] == 1200
 
 
-def test_the_tables_fit_the_terminal(policy: Path) -> None:
+def test_the_tables_fit_the_terminal(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     for arguments in (("roofline", "--hw", "t4", "--policy", policy), ("inspect", "deepseek-v2-lite")):
-        text = moelight(*arguments, env_extra={"COLUMNS": "80"}).stdout
+        text = run(*arguments).stdout
         assert text and max(map(len, text.splitlines())) <= 80 and "…" not in text
 
 

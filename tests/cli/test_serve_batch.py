@@ -7,8 +7,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,28 +18,24 @@ from openai.types.chat import ChatCompletion
 
 from moelight.core.units import parse_bytes
 from moelight.serve.jobs import Job, generate_command
-from tests.cli.program import DEMO, ROOT, moelight_inside
+from tests.cli.program import DEMO, PLANNED, Program, moelight_inside
 
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[openai.OpenAI]:
     """OpenAI's, of a server of the bundled model that ends in peace."""
     data = tmp_path / "data"
-    words = ["serve-batch", "--model", str(DEMO), "--port", "0", "--data", str(data), "--host-memory", "2GiB"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "moelight.cli.main", *words],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "HF_HUB_OFFLINE": "1"},
-    )
-    assert process.stderr is not None
-    with process, process.stderr:
-        url = process.stderr.readline().split("base URL ")[1].split(",")[0]
+    words = ["serve-batch", "--model", DEMO, "--port", "0", "--data", data, *PLANNED]
+    ours, theirs = os.pipe()
+    process = Program("moelight.cli.main", *words, streams=(0, 1, theirs))
+    os.close(theirs)
+    with open(ours, encoding="utf-8") as said:
+        url = said.readline().split("base URL ")[1].split(",")[0]
         token = (data / "token").read_text().strip()
         with openai.OpenAI(base_url=url, api_key=token, max_retries=0) as found:
             yield found
         process.send_signal(signal.SIGINT)
-        assert process.stderr.read().splitlines()[-1] == "moelight serve-batch: stopped"
+        assert said.read().splitlines()[-1] == "moelight serve-batch: stopped"
         assert process.wait() == 130
 
 

@@ -13,7 +13,6 @@ from moelight.core.policy import Policy, Shares
 from moelight.observe.trace import read_trace
 from moelight.profiles.policy_files import policy_text
 from moelight.scheduler import SCHEDULES
-from tests.cli.program import moelight
 from tests.cli.program import moelight_inside as run
 
 WORK = ("--num-requests", "24", "--prompt-len", "12", "--gen-len", "8")
@@ -101,20 +100,25 @@ def test_a_trace_that_can_be_reported(policy: Path, tmp_path: Path) -> None:
     assert reported.returncode == 0 and "6 passes simulated" in reported.stdout
 
 
-@pytest.mark.parametrize("name", ["picture.png", "picture.svg", "picture.pdf"])
-def test_a_picture(policy: Path, tmp_path: Path, name: str) -> None:
+def test_a_picture(policy: Path, tmp_path: Path) -> None:
+    """Of one schedule as SVG and PDF: the file's name says what is written."""
     pytest.importorskip("matplotlib")
-    done = run("simulate", "--hw", "t4", *WORK, "--policy", policy, "--schedule", "all", "--plot", tmp_path / name)
-    assert (done.returncode, done.stderr) == (0, "")
-    data = (tmp_path / name).read_bytes()
-    assert data.startswith({"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[name[-3:]])
-    if name.endswith("png"):
-        assert struct.unpack(">I", data[16:20])[0] == 1200
+    for name, begin, which in (
+        ("p.png", b"\x89PNG", "all"),
+        ("p.svg", b"<?xml", "cgopipe"),
+        ("p.pdf", b"%PDF", "cgopipe"),
+    ):
+        path = tmp_path / name
+        done = run("simulate", "--hw", "t4", *WORK, "--policy", policy, "--schedule", which, "--plot", path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert path.read_bytes().startswith(begin)
+    assert struct.unpack(">I", (tmp_path / "p.png").read_bytes()[16:20])[0] == 1200
 
 
-def test_the_tables_fit_the_terminal(policy: Path) -> None:
+def test_the_tables_fit_the_terminal(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     arguments = ("simulate", "--hw", "t4", *WORK, "--policy", policy, "--schedule", "all")
-    text = moelight(*arguments, env_extra={"COLUMNS": "80"}).stdout
+    text = run(*arguments).stdout
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
     for said in ("demo on t4", "N = 12 in micro-batches of 4", "best first", "flexgen-loop", "binding lane idle"):
         assert said in text
@@ -123,7 +127,10 @@ def test_the_tables_fit_the_terminal(policy: Path) -> None:
 REFUSED = {
     "nothing named": ("--hw t4", ["--model", "--policy"]),
     "unknown schedule": ("--hw t4 --model demo --schedule cgopip", ["cgopip", "'cgopipe'", "flexgen"]),
-    "not on these devices": ("--hw cpu-avx2 --model demo --schedule flexgen-c", ["flexgen-c", "GPU"]),
+    "not on these devices": (
+        "--hw cpu-avx2 --model demo --fix batch_size=8 --schedule flexgen-c",
+        ["flexgen-c", "GPU"],
+    ),
     "attention elsewhere": ("--hw t4 --policy @/policy.yaml --schedule flexgen", ["flexgen", "attention_device"]),
     "no GPU for the policy": ("--hw cpu-avx2 --policy @/policy.yaml", ["@/policy.yaml", "GPU", "cpu-avx2"]),
     "a policy and a fix": ("--hw t4 --policy @/policy.yaml --fix ffn=gpu", ["--policy", "--fix"]),

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import typer.main
 
 from moelight.cli.main import COMMANDS, app
-from tests.cli.program import ROOT, moelight
-from tests.observe.traces import write_passes
+from tests.cli.program import ROOT
 
-PLANNED = ["--hw", "t4", "--model", "demo", "--num-requests", "4", "--gen-len", "2"]
+QUESTION = ["--hw", "t4", "--model", "demo", "--num-requests", "4", "--gen-len", "2", "--fix", "schedule=serial"]
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -32,32 +31,19 @@ def test_help_imports_nothing_heavy() -> None:
     assert all(name in done.stdout for name in COMMANDS)
 
 
-def imported(*arguments: str) -> set[str]:
-    """The modules of ours that a command line loads."""
-    code = (
-        "import sys; from moelight.cli.main import main; code = main(sys.argv[1:]); "
-        "print(code, *[name for name in sys.modules if name.startswith('moelight.')], file=sys.stderr)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    code, *names = done.stderr.split()
-    assert code == "0"
-    return {name.removeprefix("moelight.") for name in names}
-
-
-PROGRAM = {"cli", "cli.main", "core", "core.errors"}
-
-
-def test_help_imports_no_command() -> None:
-    """What help costs is the interpreter and typer: of the package it loads one file and the errors."""
-    assert imported("--help") == PROGRAM
-
-
 def test_a_command_imports_its_own_files() -> None:
-    found = imported("roofline", "--help")
+    """What help costs is the interpreter and typer: of the package it loads one file and the errors."""
+    code = (
+        "import sys; from moelight.cli.main import main\n"
+        "for words in (['--help'], ['roofline', '--help']):\n"
+        "    print(main(words), *(name for name in sys.modules if name.startswith('moelight.')), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    (ended, *first), (ended_too, *second) = (line.replace("moelight.", "").split() for line in done.stderr.splitlines())
+    assert ended == ended_too == "0"
+    assert set(first) == {"cli", "cli.main", "core", "core.errors"}
     drawing = {"cli.options", "cli.tables", "observe", "observe.number_format"}
-    assert found - PROGRAM == {"cli.roofline", "cli.planning_options", "core.units", *drawing}
+    assert set(second) - set(first) == {"cli.roofline", "cli.planning_options", "core.units", *drawing}
 
 
 def test_help_says_what_the_commands_say() -> None:
@@ -72,51 +58,37 @@ def test_help_says_what_the_commands_say() -> None:
 def test_version() -> None:
     from moelight import __version__
 
-    assert moelight("--version").stdout == f"moelight {__version__}\n"
     package = [sys.executable, "-m", "moelight", "--version"]
     done = subprocess.run(package, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == f"moelight {__version__}\n"
 
 
-def without_torch(*arguments: str) -> str:
-    """What the command prints; it must leave torch alone and end well."""
-    code = (
-        "import sys; from moelight.cli.main import main; code = main(sys.argv[1:]); "
-        "print(code, 'torch' in sys.modules, file=sys.stderr)"
+def check_without_torch(*commands: list[str], code: int = 0) -> None:
+    """One process runs the commands: each ends with ``code``, leaves torch alone, and says something."""
+    program = (
+        "import contextlib, io, json, sys; from moelight.cli.main import main\n"
+        "for words in json.loads(sys.argv[1]):\n"
+        "    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):\n"
+        "        code = main(words)\n"
+        "    print(code, 'torch' in sys.modules, len(out.getvalue()) > 1)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+    given = [sys.executable, "-c", program, json.dumps(commands)]
+    done = subprocess.run(given, cwd=ROOT, capture_output=True, text=True, check=True)
+    for line, command in zip(done.stdout.splitlines(), commands, strict=True):
+        assert line == f"{code} False True", command
+
+
+def test_planning_and_reporting_need_no_torch(tmp_path: Path) -> None:
+    trace, plot, roof = (str(tmp_path / name) for name in ("t.json", "p.png", "r.png"))
+    check_without_torch(
+        ["optimize", *QUESTION],
+        ["optimize", *QUESTION, "--json"],
+        ["simulate", *QUESTION, "--schedule", "all", "--trace", trace, "--plot", plot],
+        ["roofline", *QUESTION, "--plot", roof],
+        ["inspect", "demo", "--hw", "cpu-avx2", "--num-requests", "4"],
+        ["report", trace],
     )
-    assert done.stderr == "0 False\n"
-    return done.stdout
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["optimize", *PLANNED],
-        ["optimize", *PLANNED, "--json"],
-        ["simulate", *PLANNED, "--schedule", "all", "--trace", "@/t.json", "--plot", "@/p.png"],
-        ["roofline", *PLANNED, "--plot", "@/r.png"],
-        ["inspect", "demo", "--hw", "t4", "--num-requests", "4"],
-    ],
-    ids=lambda arguments: " ".join(arguments[:1]),
-)
-def test_planning_needs_no_torch(arguments: list[str], tmp_path: Path) -> None:
-    assert without_torch(*(argument.replace("@", str(tmp_path)) for argument in arguments))
-
-
-def test_reporting_needs_no_torch(tmp_path: Path) -> None:
-    assert without_torch("report", str(write_passes(tmp_path / "t.json", 2)))
-
-
-def test_a_refused_job_does_not_wait_for_torch(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    code = (
-        "import sys; from moelight.cli.main import main; code = main(sys.argv[1:]); "
-        "print(code, 'torch' in sys.modules, file=sys.stderr)"
-    )
-    arguments = ["generate", str(tmp_path / "none.jsonl")]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stderr.splitlines()[-1] == "2 False"
+def test_a_refused_job_does_not_wait_for_torch(tmp_path: Path) -> None:
+    check_without_torch(["generate", str(tmp_path / "none.jsonl")], code=2)

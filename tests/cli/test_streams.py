@@ -2,43 +2,53 @@
 
 from __future__ import annotations
 
-import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from tests.cli.program import ROOT, moelight, write_prompts
-
-CLOSED = {"stdout": ">&-", "all": "<&- >&- 2>&-", "full": "2>/dev/full"}
+from tests.cli.program import PLANNED, ROOT, Program, moelight, read_rows, write_prompts
 
 
 def run(streams: str, *arguments: str | Path) -> int:
+    """The exit code, with one word a stream: `null`, `full`, or `closed`."""
+    opened = {"null": os.open(os.devnull, os.O_RDWR), "full": os.open("/dev/full", os.O_RDWR)}
+    try:
+        return Program("moelight.cli.main", *arguments, streams=[opened.get(each) for each in streams.split()]).wait()
+    finally:
+        for number in opened.values():
+            os.close(number)
+
+
+def run_by_a_shell(streams: str, *arguments: str | Path) -> int:
+    """The same with an interpreter and its libraries started and ended anew: redirections of a shell."""
     command = [sys.executable, "-m", "moelight.cli.main", *map(str, arguments)]
     shell = ["/bin/sh", "-c", f'exec "$@" {streams}', "sh", *command]
     return subprocess.run(shell, cwd=ROOT, capture_output=True, check=False).returncode
 
 
-@pytest.mark.parametrize("streams", ["all", "full"])
-def test_a_job_needs_no_standard_streams(streams: str, tmp_path: Path) -> None:
+def test_a_job_needs_no_standard_streams(tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "p.jsonl", {"prompt": "add 1 and 2 ="}, "{", {"prompt": "add 3 and 4 ="})
     out = tmp_path / "out.jsonl"
-    assert run(CLOSED[streams], "generate", prompts, "-o", out, "--max-tokens", "1") == 1
-    rows = [json.loads(each) for each in out.read_text().splitlines()]
+    arguments = ["generate", prompts, "-o", out, "--max-tokens", "1", *PLANNED]
+    assert run_by_a_shell("<&- >&- 2>&-", *arguments) == 1
+    rows = read_rows(out.read_text())
     assert ["error" in row for row in rows] == [False, True, False]
+    assert run("null null full", *arguments, "--restart") == 1
+    assert read_rows(out.read_text()) == rows
 
 
-@pytest.mark.parametrize("streams", ["stdout", "all", "full"])
-def test_a_refusal_keeps_its_exit_code(streams: str, tmp_path: Path) -> None:
-    assert run(CLOSED[streams], "generate", tmp_path / "none", "-o", tmp_path / "out") == 2
+def test_a_refusal_keeps_its_exit_code(tmp_path: Path) -> None:
+    refused = ("generate", tmp_path / "none", "-o", tmp_path / "out")
+    assert run("null closed null", *refused) == run("closed closed closed", *refused) == 2
+    assert run_by_a_shell("2>/dev/full", *refused) == 2
 
 
 def test_rows_are_not_lost_in_a_closed_output(tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "p.jsonl", "{")
-    assert run(">&-", "generate", prompts) == 2
-    assert run(">/dev/full", "generate", prompts) == 74
-    assert run("<&-", "generate", "-") == 2
+    assert run("null closed null", "generate", prompts) == 2
+    assert run("null full null", "generate", prompts, *PLANNED) == 74
+    assert run("closed null null", "generate", "-") == 2
 
 
 def test_a_fault_shows_its_stack_where_asked() -> None:

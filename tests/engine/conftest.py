@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moelight.engine import planning
 from tests.engines import Tiny
 from tests.tiny import save_tiny
 
@@ -23,3 +26,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
         return made[key]
 
     return find
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _machines_are_read_once() -> Iterator[None]:
+    """Their profiles: half of the time that a tiny engine takes to open."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "hardware_for", functools.cache(planning.hardware_for))
+        yield

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ from moelight.kernels import native
 from moelight.optimizer.adapter import Allocation, values_of, with_values
 from moelight.profiles.workload import Workload
 from tests.engine.test_invariance import DEVICES, MODELS, PROMPTS, SAMPLING, answers, truth
-from tests.engines import Tiny
+from tests.engines import Tiny, in_turn
 
 
 def restless(engine: Engine, seed: int) -> set[tuple[int, ...]]:
@@ -41,37 +40,35 @@ def restless(engine: Engine, seed: int) -> set[tuple[int, ...]]:
     return drawn
 
 
-@pytest.fixture(scope="session", params=MODELS)
-def model(request: pytest.FixtureRequest, tiny: Tiny) -> Path:
-    return tiny(request.param, **MODELS[request.param])
-
-
-@pytest.mark.parametrize("devices", ["cpu", "gpu", "gpu-attention", "split"])
-def test_any_changes_between_passes_give_the_same_tokens(model: Path, devices: str) -> None:
+@pytest.mark.parametrize(
+    ("devices", "name"), in_turn([(each,) for each in ("cpu", "gpu", "gpu-attention", "split")], MODELS)
+)
+def test_any_changes_between_passes_give_the_same_tokens(tiny: Tiny, devices: str, name: str) -> None:
+    model = tiny(name, **MODELS[name])
     policy = Policy(
         model=str(model),
-        batch_size=9,
-        micro_batch_size=4,
-        micro_batch_tokens=24,
+        batch_size=3,
+        micro_batch_size=2,
+        micro_batch_tokens=8,
         kv_tokens=20 * 160,
         **DEVICES[devices],
     )
     with Engine(policy, device="twin" if policy.discrete else "cpu") as engine:
         drawn = restless(engine, seed=len(devices))
         assert answers(engine.generate(PROMPTS, SAMPLING)) == truth(model)
-    assert len(drawn) > 10
-    assert len({values[0] for values in drawn}) > 3
+    assert len(drawn) > 8
+    assert len({values[0] for values in drawn}) > 2
 
 
 @pytest.mark.skipif(not native.available(), reason="torch's products depend on the number of rows")
 def test_in_bfloat16_too(tiny: Tiny) -> None:
     model = tiny("mixtral", dtype="bfloat16", num_hidden_layers=3, hidden_size=96, intermediate_size=200)
-    policy = Policy(model=str(model), batch_size=12, micro_batch_size=6, micro_batch_tokens=64, kv_tokens=20 * 160)
+    policy = Policy(model=str(model), batch_size=3, micro_batch_size=2, micro_batch_tokens=8, kv_tokens=20 * 160)
     with Engine(policy, device="cpu") as engine:
         wanted = answers(engine.generate(PROMPTS, SAMPLING))
         drawn = restless(engine, seed=2)
         assert answers(engine.generate(PROMPTS, SAMPLING)) == wanted
-    assert len(drawn) > 10
+    assert len(drawn) > 8
 
 
 def test_a_policy_beyond_the_allocation_is_refused(tiny: Tiny) -> None:
@@ -106,8 +103,8 @@ def test_a_change_is_said_in_the_figures_the_log_and_to_whoever_watches(
         weights=Shares(disk=1),
     )
     how = SamplingParams(max_tokens=8, ignore_eos=True)
-    prompts = [[65 + n % 26] * 6 for n in range(120)]
-    with Engine(policy, device="cpu") as engine:
+    prompts = [[65 + n % 26] * 6 for n in range(60)]
+    with Engine(replace(policy, batch_size=32), device="cpu") as engine:
         wanted = [each.token_ids for each in engine.generate(prompts, how)]
         assert engine.adaptations == ()
         assert engine.stats.as_dict()["adaptations"] == []

@@ -114,8 +114,7 @@ def test_choosing_apart_and_scoring_read_nothing_back(model: Path) -> None:
     assert [int(chosen[row]) for row in range(6, 40, 7)] == logits.argmax(1)[6::7].tolist()
 
 
-@pytest.mark.parametrize("lanes", ["auto", "threads", "inline"])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(("lanes", "temperature"), [("auto", 0.0), ("threads", 0.9), ("inline", 0.9)])
 def test_who_ends_early_rides_once_more_for_nothing(model: Path, lanes: str, temperature: float) -> None:
     """By the end-of-sequence token or by a stop text: the same answers as where tokens are seen at once."""
     how = SamplingParams(max_tokens=12, ignore_eos=True, temperature=temperature, seed=3)
@@ -166,13 +165,12 @@ def test_leaving_in_the_middle_leaves_an_engine_that_works(model: Path, device: 
         kv=Shares(host=1.0),
         weights=Shares(disk=1.0),
     )
-    how = SamplingParams(max_tokens=7, ignore_eos=True)
+    how = SamplingParams(max_tokens=4, ignore_eos=True)
     requests = [Request(index=index, token_ids=tuple(ids), sampling=how) for index, ids in enumerate(PROMPTS)]
     with Engine(here, device=device, lanes=lanes) as engine:
         wanted = tokens(list(engine.run(requests)))
         for stop_after in (0, 1, 3):
             running = engine.run(requests)
-            for _ in range(stop_after):
-                next(running)
+            assert set(tokens([next(running) for _ in range(stop_after)])) <= set(wanted)
             running.close()
-            assert tokens(list(engine.run(requests))) == wanted
+        assert tokens(list(engine.run(requests))) == wanted

@@ -19,27 +19,27 @@ from moelight.kernels import native
 from moelight.profiles.families import profile_from_dir
 from moelight.profiles.tensor_list import pages
 from moelight.profiles.workload import Workload
-from tests.engines import Tiny, least_memory
+from tests.engines import Tiny, all_pairs, least_memory
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="torch's products depend on the number of rows")
 
-WORK = Workload(num_requests=64, prompt_len=24, max_prompt_len=150, gen_len=12)
+WORK = Workload(num_requests=24, prompt_len=20, max_prompt_len=129, gen_len=5)
 SHAPES: dict[str, dict[str, Any]] = {
-    "mixtral": {"num_hidden_layers": 3, "hidden_size": 96, "intermediate_size": 200, "sliding_window": 40},
+    "mixtral": {"hidden_size": 96, "intermediate_size": 200, "sliding_window": 40},
     "qwen3_moe": {"num_hidden_layers": 3, "hidden_size": 128, "moe_intermediate_size": 200},
     "olmoe": {},
 }
 Ids = list[tuple[int, ...]]
 
 
-def sixty_four() -> list[list[int]]:
+def ragged() -> list[list[int]]:
     random = Random(11)
-    lengths = [1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 128, 150] + [random.randint(1, 60) for _ in range(52)]
+    lengths = [1, 2, 15, 16, 17, 32, 33, 65, 129] + [random.randint(1, 20) for _ in range(15)]
     return [[random.randrange(256) for _ in range(length)] for length in lengths]
 
 
-PROMPTS = sixty_four()
-HOW = [SamplingParams(max_tokens=4 + at % 9, ignore_eos=True) for at in range(len(PROMPTS))]
+PROMPTS = ragged()
+HOW = [SamplingParams(max_tokens=2 + at % 4, ignore_eos=True) for at in range(len(PROMPTS))]
 
 
 @pytest.fixture(scope="module", params=SHAPES)
@@ -61,7 +61,7 @@ def threads() -> Iterator[None]:
 
 
 def policy(model: Path, **options: Any) -> Policy:
-    return Policy(model=str(model), kv_tokens=64 * 192, **options)
+    return Policy(model=str(model), kv_tokens=24 * 160, **options)
 
 
 def ids(engine: Engine, prompts: list[list[int]], how: list[SamplingParams]) -> Ids:
@@ -69,7 +69,7 @@ def ids(engine: Engine, prompts: list[list[int]], how: list[SamplingParams]) -> 
 
 
 def test_the_answers_differ_from_each_other(one_by_one: Ids) -> None:
-    assert len(set(one_by_one)) > 48
+    assert len(set(one_by_one)) > 18
 
 
 @pytest.mark.parametrize("threads_used", [1, 2])
@@ -80,17 +80,16 @@ def test_together(model: Path, one_by_one: Ids, threads_used: int) -> None:
 
 
 def test_shuffled(model: Path, one_by_one: Ids) -> None:
-    order = list(range(64))
+    order = list(range(len(PROMPTS)))
     Random(5).shuffle(order)
-    with Engine(policy(model, batch_size=40, micro_batch_size=13), device="cpu") as engine:
+    with Engine(policy(model, batch_size=13, micro_batch_size=5), device="cpu") as engine:
         found = ids(engine, [PROMPTS[at] for at in order], [HOW[at] for at in order])
     assert found == [one_by_one[at] for at in order]
 
 
-@pytest.mark.parametrize("block_size", [16, 128])
-@pytest.mark.parametrize("tokens", [7, 50])
+@pytest.mark.parametrize(("tokens", "block_size", "model"), all_pairs([7, 50], [16, 128], SHAPES), indirect=["model"])
 def test_prompts_cut_anywhere(model: Path, one_by_one: Ids, tokens: int, block_size: int) -> None:
-    cut = policy(model, batch_size=20, micro_batch_size=6, micro_batch_tokens=tokens, kv_block_size=block_size)
+    cut = policy(model, batch_size=9, micro_batch_size=4, micro_batch_tokens=tokens, kv_block_size=block_size)
     with Engine(cut, device="cpu") as engine:
         assert ids(engine, PROMPTS, HOW) == one_by_one
 
@@ -102,16 +101,18 @@ def test_under_three_budgets(model: Path, one_by_one: Ids) -> None:
         budgets = {tier: size + extra for tier, size in least.items()}
         with Engine.from_pretrained(model, device="cpu", workload=WORK, **budgets) as engine:  # type: ignore[arg-type]
             policies.add(engine.policy)
-            assert ids(engine, PROMPTS, HOW) == one_by_one
+            assert ids(engine, PROMPTS[::2], HOW[::2]) == one_by_one[::2]
     assert len(policies) > 1
 
 
-@pytest.mark.parametrize("schedule", ["cgopipe", "serial", "module"])
+@pytest.mark.parametrize(
+    ("schedule", "model"), list(zip(("cgopipe", "serial", "module"), SHAPES, strict=True)), indirect=["model"]
+)
 def test_after_a_stop_in_the_middle(model: Path, one_by_one: Ids, schedule: str) -> None:
     """What a second process, with another policy, makes of the requests that the first one left."""
-    first = policy(model, batch_size=9, micro_batch_size=4, weights=Shares(host=0.3, disk=0.7))
+    first = policy(model, batch_size=5, micro_batch_size=2, weights=Shares(host=0.3, disk=0.7))
     with Engine(first, device="cpu") as engine:
-        done = ids(engine, PROMPTS[:23], HOW[:23])
-    second = policy(model, batch_size=30, micro_batch_size=30, schedule=schedule)
+        done = ids(engine, PROMPTS[:9], HOW[:9])
+    second = policy(model, batch_size=13, micro_batch_size=13, schedule=schedule)
     with Engine(second, device="cpu") as engine:
-        assert done + ids(engine, PROMPTS[23:], HOW[23:]) == one_by_one
+        assert done + ids(engine, PROMPTS[9:], HOW[9:]) == one_by_one

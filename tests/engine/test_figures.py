@@ -27,7 +27,7 @@ from moelight.weights.tensor_map import open_checkpoint
 from tests.engines import Tiny, least_memory
 
 PROMPTS = [[65 + n] * (1 + 7 * n % 40) for n in range(11)]
-HOW = SamplingParams(max_tokens=5, ignore_eos=True)
+HOW = SamplingParams(max_tokens=3, ignore_eos=True)
 LANES = {"cpu": {Lane.DISK, Lane.CPU}, "twin": set(Lane)}
 
 
@@ -36,11 +36,12 @@ def model(tiny: Tiny) -> Path:
     return tiny("mixtral", num_hidden_layers=4)
 
 
-def requests(how: SamplingParams = HOW) -> list[Request]:
-    return [Request(index=index, token_ids=tuple(ids), sampling=how) for index, ids in enumerate(PROMPTS)]
+def requests() -> list[Request]:
+    return [Request(index=index, token_ids=tuple(ids), sampling=HOW) for index, ids in enumerate(PROMPTS)]
 
 
-def traced(engine: Engine, how: SamplingParams = HOW) -> list[Timeline]:
+def traced(engine: Engine, count: int = len(PROMPTS)) -> list[Timeline]:
+    """The timelines of the passes that serve the first so many requests."""
     trace: list[Timeline] = []
 
     def on_pass() -> None:
@@ -48,7 +49,7 @@ def traced(engine: Engine, how: SamplingParams = HOW) -> list[Timeline]:
         assert 0 < engine.binding.share <= 1
         trace.append(engine.timeline)
 
-    assert len(list(engine.run(requests(how), on_pass=on_pass))) == len(PROMPTS)
+    assert len(list(engine.run(requests()[:count], on_pass=on_pass))) == count
     return trace
 
 
@@ -66,7 +67,7 @@ def test_the_figures_add_up(model: Path) -> None:
         found = engine.generate(PROMPTS, HOW)
         found += list(engine.run(requests(), on_pass=lambda: calls.append(engine.progress_tokens)))
         stats = engine.stats
-    assert stats.completion_tokens == sum(completion.completion_tokens for completion in found) == 2 * 5 * len(PROMPTS)
+    assert stats.completion_tokens == sum(completion.completion_tokens for completion in found) == 2 * 3 * len(PROMPTS)
     assert stats.prompt_tokens == sum(completion.prompt_tokens for completion in found)
     assert calls == sorted(calls)
     assert calls[-1] == stats.completion_tokens
@@ -187,7 +188,7 @@ def test_queries_keys_and_values_of_every_token_cross_once_a_layer(model: Path) 
     with Engine(policy, device="twin") as engine:
         traced(engine)
         profile, lanes = engine.profile, engine.stats.lanes
-    prompt, decode = sum(map(len, PROMPTS)), 4 * len(PROMPTS)
+    prompt, decode = sum(map(len, PROMPTS)), 2 * len(PROMPTS)
     q, kv, layers = profile.attention.q_dim * 4, 2 * profile.attention.kv_dim * 4, profile.num_layers
     assert lanes[Lane.D2H].bytes == layers * (decode * (q + kv) + prompt * kv)
     assert lanes[Lane.D2H].bytes == layers * (qkv_bytes(profile, FLOAT32, decode) + prompt * kv)
@@ -208,8 +209,8 @@ def test_keys_and_values_of_every_token_go_down_once_and_contexts_come_up(model:
     with Engine(policy, device="twin") as engine:
         traced(engine)
         profile, lanes = engine.profile, engine.stats.lanes
-    tokens = sum(map(len, PROMPTS)) + 4 * len(PROMPTS)
-    context = sum(len(prompt) + step for prompt in PROMPTS for step in range(4))
+    tokens = sum(map(len, PROMPTS)) + 2 * len(PROMPTS)
+    context = sum(len(prompt) + step for prompt in PROMPTS for step in range(2))
     kv, layers = 2 * profile.attention.kv_dim * 4, profile.num_layers
     assert lanes[Lane.D2H].bytes == layers * tokens * kv
     assert lanes[Lane.H2D].bytes == layers * context * kv
@@ -230,11 +231,11 @@ def test_in_the_least_memory_every_pass_moves_what_the_plan_says(
     """Where nothing is spared for small passes."""
     monkeypatch.setattr(schedule_time, "ROUTED_ONLY_SHARE", 1.1)
     monkeypatch.setattr(schedule_time, "MEASURED_SHARE", 1.1)
-    work = Workload(num_requests=11, prompt_len=20, max_prompt_len=40, gen_len=5)
+    work = Workload(num_requests=4, prompt_len=12, max_prompt_len=22, gen_len=3)
     how = {"schedule": "fastdecode"} if device == "twin" else {}  # all experts on the GPU, so that pages are streamed
     least = least_memory(model, device, work, **how)
     with Engine.from_pretrained(model, device=device, workload=work, **how, **least) as engine:  # type: ignore[arg-type]
-        trace = traced(engine)
+        trace = traced(engine, 4)
         placement = place(engine.profile, engine.policy)
         page = page_bytes(engine.profile, FLOAT32)
         assert engine.plan is not None
@@ -256,8 +257,8 @@ def test_a_token_alone_brings_its_own_experts(
     sizes: dict[str, Any] = {"batch_size": 1, "micro_batch_size": 1, "weights": Shares(disk=1.0), **beside}
     with Engine(Policy(model=str(model), schedule=schedule, **sizes), device=devices) as engine:
         layers, size = engine.profile.num_layers, page_bytes(engine.profile, FLOAT32)
-        trace = traced(engine)
-    for timeline in trace[:4]:  # of the first prompt, which has one token
+        trace = traced(engine, 1)
+    for timeline in trace:  # of the first prompt, which has one token
         chosen = {kind: found_traffic(timeline, kind) for kind in (TaskKind.READ_EXPERTS, TaskKind.SEND_EXPERTS)}
         assert chosen[TaskKind.SEND_EXPERTS if devices == "twin" else TaskKind.READ_EXPERTS] == 3 * layers * size
         if devices == "twin":  # what is at home in host memory crosses from there

@@ -29,10 +29,10 @@ from moelight.scheduler.requirements import misfit
 from tests.engines import Tiny, all_pairs, in_turn, least_memory
 from tests.shapes import examples
 
-WORK = Workload(num_requests=28, prompt_len=24, max_prompt_len=150, gen_len=6)
+WORK = Workload(num_requests=14, prompt_len=20, max_prompt_len=130, gen_len=4)
 MODELS: dict[str, dict[str, Any]] = {
-    "mixtral": {"num_hidden_layers": 4, "sliding_window": 20},
-    "qwen3_moe": {"num_hidden_layers": 5, "decoder_sparse_step": 1, "mlp_only_layers": [0], "tie": True},
+    "mixtral": {"sliding_window": 20},
+    "qwen3_moe": {"num_hidden_layers": 4, "decoder_sparse_step": 1, "mlp_only_layers": [0], "tie": True},
     "olmoe": {},
 }
 Answers = list[tuple[int, tuple[int, ...], str]]
@@ -71,13 +71,13 @@ ON_DEMAND = [each for each in served() if each[0] in ON_DEMAND_SCHEDULES]
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    """28 prompts of 1 to 150 tokens; answers of 1 to 6; two of three greedy, the others sampled with seeds."""
+    """14 prompts of 1 to 130 tokens; answers of 1 to 4; two of three greedy, the others sampled with seeds."""
     random = Random(7)
-    lengths = [1, 2, 3, 15, 16, 17, 32, 33, 64, 150] + [random.randint(1, 30) for _ in range(18)]
+    lengths = [1, 2, 16, 17, 32, 33, 130] + [random.randint(1, 8) for _ in range(7)]
     prompts = [[random.randrange(256) for _ in range(length)] for length in lengths]
     sampling = [
         SamplingParams(
-            max_tokens=random.randint(1, 6),
+            max_tokens=random.randint(1, 4),
             ignore_eos=random.random() < 0.5,
             temperature=0.8 if index % 3 == 0 else 0.0,
             top_p=0.9,
@@ -120,13 +120,15 @@ def run(policy: Policy, *, lanes: str = "auto") -> Answers:
 
 def test_answers_are_worth_comparing(model: Path) -> None:
     found = truth(model)
-    assert len({tokens for _, tokens, _ in found}) > 24
+    assert len({tokens for _, tokens, _ in found}) > 11
     assert all(len(tokens) <= how.max_tokens for (_, tokens, _), how in zip(found, SAMPLING, strict=True))
 
 
-@pytest.mark.parametrize("device", ["cpu", "twin"])
-def test_every_budget_gives_the_same_tokens(model: Path, device: str) -> None:
-    """From the least that is accepted to all resident, planned as a user would have it planned."""
+@pytest.mark.parametrize(("device", "name"), [("cpu", "mixtral"), *(("twin", each) for each in MODELS)])
+def test_every_budget_gives_the_same_tokens(tiny: Tiny, device: str, name: str) -> None:
+    """From the least that is accepted to all resident, planned as a user would have it planned. All models on the CPU:
+    ``test_bfloat16.py``."""
+    model = tiny(name, **MODELS[name])
     how = {"schedule": "fastdecode"} if device == "twin" else {}  # all experts on the GPU, so that pages are streamed
     least = least_memory(model, device, WORK, **how)
     profile, shares = profile_from_dir(model), set()
@@ -145,38 +147,38 @@ def test_every_schedule_on_every_kind_of_lane_gives_the_same_tokens(
     tiny: Tiny, schedule: str, devices: str, lanes: str
 ) -> None:
     model = tiny("mixtral", **MODELS["mixtral"])
-    policy = Policy(model=str(model), schedule=schedule, micro_batch_size=5, **DEVICES[devices])
+    policy = Policy(model=str(model), schedule=schedule, micro_batch_size=4, **DEVICES[devices])
     assert run(policy, lanes=lanes) == truth(model)
 
 
 @pytest.mark.parametrize(("schedule", "devices", "name"), in_turn(served(), MODELS))
 def test_every_schedule_serves_every_model_with_cut_prompts(tiny: Tiny, schedule: str, devices: str, name: str) -> None:
-    """Micro-batches of twelve tokens: prompts are cut, and their ends ride with decoding sequences."""
+    """Micro-batches of twenty tokens: prompts are cut, and their ends ride with decoding sequences."""
     model = tiny(name, **MODELS[name])
     policy = Policy(
         model=str(model),
         schedule=schedule,
         batch_size=9,
         micro_batch_size=4,
-        micro_batch_tokens=12,
+        micro_batch_tokens=20,
         kv_tokens=9 * 160,
         **DEVICES[devices],
     )
     assert run(policy) == truth(model)
 
 
-@pytest.mark.parametrize(("schedule", "devices"), CROSSING[::2])
+@pytest.mark.parametrize(("schedule", "devices"), CROSSING[::3])
 def test_pages_that_cross_in_parts_give_the_same_tokens(
     tiny: Tiny, schedule: str, devices: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four to twenty-nine parts a page."""
     model = tiny("qwen3_moe", **MODELS["qwen3_moe"])
     monkeypatch.setattr(costs, "PART_BYTES", costs.PAGE_ALIGNMENT)
-    policy = Policy(model=str(model), schedule=schedule, micro_batch_size=5, **DEVICES[devices])
+    policy = Policy(model=str(model), schedule=schedule, micro_batch_size=4, **DEVICES[devices])
     assert run(policy) == truth(model)
 
 
-@pytest.mark.parametrize(("schedule", "devices"), ON_DEMAND[::2])
+@pytest.mark.parametrize(("schedule", "devices"), ON_DEMAND[::3])
 def test_passes_of_routed_pages_give_the_same_tokens(
     tiny: Tiny, schedule: str, devices: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,9 +193,9 @@ def test_passes_of_routed_pages_give_the_same_tokens(
 
 @pytest.mark.parametrize(("n", "processor"), [(1, "gpu"), (2, "cpu"), (7, "gpu"), (64, "cpu"), (64, "gpu")])
 def test_any_number_of_sequences_gives_the_same_tokens(tiny: Tiny, n: int, processor: str) -> None:
-    """Every request three times over, so that 64 of them can be alive at once."""
+    """Every request five times over, so that 64 of them can be alive at once."""
     model = tiny("mixtral", **MODELS["mixtral"])
-    times = 3 if n == 64 else 1
+    times = 5 if n == 64 else 1
     policy = Policy(model=str(model), batch_size=n, micro_batch_size=9, ffn_device=processor, weights=Shares(disk=1.0))
     with Engine(policy, device="twin" if processor == "gpu" else "cpu") as engine:
         found = engine.generate(PROMPTS * times, SAMPLING * times)
@@ -202,9 +204,11 @@ def test_any_number_of_sequences_gives_the_same_tokens(tiny: Tiny, n: int, proce
         assert answers([replace(c, index=c.index - start) for c in found[start : start + len(wanted)]]) == wanted
 
 
-@pytest.mark.parametrize(("devices", "name"), in_turn([(each,) for each in DEVICES], MODELS))
+@pytest.mark.parametrize(
+    ("devices", "name"), list(zip(("cpu", "gpu-attention", "gpu-cache-both"), MODELS, strict=True))
+)
 def test_prompts_cut_over_micro_batches_and_passes_give_the_same_tokens(tiny: Tiny, devices: str, name: str) -> None:
-    """Four tokens a micro-batch: a prompt of 150 is cut in 38 chunks, and takes several passes."""
+    """Four tokens a micro-batch: a prompt of 130 is cut in 33 chunks, and takes several passes."""
     model = tiny(name, **MODELS[name])
     policy = Policy(model=str(model), batch_size=3, micro_batch_size=2, micro_batch_tokens=4, **DEVICES[devices])
     passes = 0

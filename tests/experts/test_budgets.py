@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelight.core.errors import ConfigError
 from moelight.experts import ExpertCache
 from moelight.experts.cache import Selections, share_out
 from moelight.experts.policy import PerLayerRules
+from tests.shapes import examples
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(
     layers=st.lists(st.tuples(st.floats(0, 8), st.integers(0, 6), st.integers(0, 60)), min_size=1, max_size=12),
     at=st.floats(0, 1),

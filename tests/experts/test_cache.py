@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelight.core.errors import ConfigError
@@ -16,6 +16,7 @@ from moelight.experts.cache import MemoryPressure
 from moelight.experts.eviction import EvictionRules, FloatArray, IntArray
 from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy, PerLayerRules, PrefetchRules
 from moelight.experts.predict import NoPredictor, Prefetcher
+from tests.shapes import examples
 
 LAYERS, EXPERTS = 3, 6
 EVICTIONS = (
@@ -125,7 +126,7 @@ operations = st.lists(
 
 
 @pytest.mark.parametrize("layered", [False, True], ids=["shared", "per_layer"])
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     drawn=operations, eviction=st.sampled_from(EVICTIONS), capacity=st.integers(1, 12),
     ttl=st.sampled_from([None, None, 3, 9]), pressed=st.booleans(),

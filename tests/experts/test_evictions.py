@@ -6,13 +6,14 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelight.experts.cache import ExpertCache
 from moelight.experts.eviction import EVICTIONS, EvictionRules, split
 from tests.experts import slow
 from tests.experts.test_cache import counted
+from tests.shapes import examples
 
 RULES = EvictionRules(decay=0.5, threshold=0.15, window=12, alpha=0.3)
 LAYERS, EXPERTS = 3, 8
@@ -59,13 +60,13 @@ batches = st.lists(
         st.integers(0, LAYERS - 1),
         st.lists(st.tuples(st.integers(0, EXPERTS - 1), st.integers(0, 8)), min_size=1, max_size=9),
     ),
-    min_size=30,
-    max_size=60,
+    min_size=20,
+    max_size=40,
 )
 
 
 @pytest.mark.parametrize("name", NAMES + LAYERED)
-@settings(max_examples=12, deadline=None)
+@examples(20)
 @given(drawn=batches, capacity=st.sampled_from([1, 2, 3, 5, 8, 13, 23, 24]), scored=st.booleans())
 def test_batches_are_served_as_by_the_slow_model(name: str, drawn: list, capacity: int, scored: bool) -> None:
     cache = ExpertCache(capacity=capacity, num_layers=LAYERS, num_experts=EXPERTS, eviction=name, rules=RULES)
@@ -83,7 +84,7 @@ def test_one_id_at_a_time_over_a_long_trace(name: str) -> None:
     rules = EvictionRules(decay=0.95, threshold=0.04, window=40, alpha=0.3)
     cache = ExpertCache(capacity=9, num_layers=LAYERS, num_experts=EXPERTS, eviction=name, rules=rules)
     model = slow_of(name, 9, rules)
-    for _ in range(1500):
+    for _ in range(800):
         ids = np.array([[min(EXPERTS - 1, int(rng.zipf(1.3)) - 1)]])
         compare(cache, model, int(rng.integers(LAYERS)), ids, rng.random((1, 1)))
 
@@ -105,7 +106,7 @@ def test_an_access_of_one_id_spares_nobody_who_lacks_accesses() -> None:
 
 
 @pytest.mark.parametrize("name", [*EVICTIONS.names(), *LAYERED])
-@settings(max_examples=10, deadline=None)
+@examples(20)
 @given(keys=st.lists(st.integers(0, 5), min_size=5, max_size=25), capacity=st.integers(1, 4))
 def test_nobody_finds_more_than_belady(name: str, keys: list[int], capacity: int) -> None:
     future = [(0, [key]) for key in keys]
@@ -119,8 +120,8 @@ def test_nobody_finds_more_than_belady(name: str, keys: list[int], capacity: int
 def test_accesses_of_one_id_in_one_call(name: str) -> None:
     """`access_each` leaves what as many calls of `access` leave, slots included."""
     rng = np.random.default_rng(5)
-    layers, experts = rng.integers(LAYERS, size=700), np.minimum(rng.zipf(1.3, 700) - 1, EXPERTS - 1)
-    scores = rng.random(700)
+    layers, experts = rng.integers(LAYERS, size=400), np.minimum(rng.zipf(1.3, 400) - 1, EXPERTS - 1)
+    scores = rng.random(400)
     left: list[list[tuple[int, ...]]] = [[], []]
     one, other = (
         ExpertCache(

@@ -7,17 +7,18 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelight.core.errors import ConfigError
 from moelight.experts.policy import ScheduleRules
 from moelight.experts.residency import place_misses
+from tests.shapes import examples
 
 HYBRID = ScheduleRules(mode="hybrid", offload_threshold_ms=0.0)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     tokens=st.lists(st.integers(1, 40), max_size=7),
     fetch_s=st.sampled_from([0.0, 0.5, 1.0, 3.0]),

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelight.core.errors import ConfigError
@@ -29,6 +29,7 @@ from moelight.profiles.model_files import load_model_profile
 from tests.experts import slow
 from tests.experts.test_evictions import slow_of
 from tests.experts.traces import rows_of, skewed, write_trace
+from tests.shapes import examples
 
 LAYERS, EXPERTS = 3, 6
 SHAPE = Shape(layers=(0, 1, 2), num_experts=EXPERTS, page_bytes=100, top_k=1)
@@ -51,7 +52,7 @@ def one(rows: Any, chosen: ExpertPolicy, shape: Shape = SHAPE, machine: MachineC
 single = st.lists(st.tuples(st.integers(0, LAYERS - 1), st.integers(0, EXPERTS - 1)), min_size=1, max_size=60)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(single, st.integers(1, 9), st.sampled_from(["lru", "lfu", "slru", "score", "lfu|lru", "lru|lfu"]))
 def test_one_id_at_a_time_hits_as_the_slow_model(accesses: list[tuple[int, int]], slots: int, name: str) -> None:
     found = one(
@@ -68,7 +69,7 @@ def test_one_id_at_a_time_hits_as_the_slow_model(accesses: list[tuple[int, int]]
     assert (found.stall_s, found.tokens_per_s) == (None, None)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.lists(st.tuples(st.integers(0, 1), st.sets(st.integers(0, 3), min_size=1)), min_size=1, max_size=9),
     st.integers(1, 5),

@@ -6,11 +6,12 @@ from math import exp, log, sqrt
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelight.experts import ExpertCache
 from moelight.experts.policy import PerLayerRules
+from tests.shapes import examples
 
 UNIFORM = PerLayerRules(allocation="uniform", min_capacity=1)
 
@@ -69,7 +70,7 @@ class SlowReuse:
         return sum(feature * weight for feature, weight in zip(features, weights, strict=True))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_it_serves_as_the_slow_model_does(data: st.DataObject) -> None:
     layers, experts = data.draw(st.integers(1, 3)), data.draw(st.integers(2, 6))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelight.experts import ExpertCache
 from moelight.experts.eviction import Layered, Slru
+from tests.shapes import examples
 
 EXPERTS = 40
 
@@ -43,7 +44,7 @@ def test_a_quarter_is_probation(capacity: int, few: int, many: int) -> None:
     assert (pool(make(capacity)).probation_cap, pool(make(capacity)).protected_cap) == (few, many)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     capacity=st.integers(1, 12),
     drawn=st.lists(st.tuples(st.sampled_from("aaaaapu"), st.integers(0, 15)), min_size=20, max_size=80),

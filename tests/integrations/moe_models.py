@@ -100,7 +100,7 @@ def build_listed(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return model.to(dtype).eval()
 
 
-def ragged_prompts(count: int = 32) -> tuple[Tensor, Tensor]:
+def ragged_prompts(count: int = 12) -> tuple[Tensor, Tensor]:
     """``(ids, mask)`` [count, 11], padded on the left."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(1, 12, (count,), generator=generator).tolist()
@@ -111,7 +111,7 @@ def ragged_prompts(count: int = 32) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def tokens(model: PreTrainedModel, *, new: int = 6, count: int = 32, seed: int | None = None, **options: Any) -> Tensor:
+def tokens(model: PreTrainedModel, *, new: int = 4, count: int = 12, seed: int | None = None, **options: Any) -> Tensor:
     """What ``model`` generates after so many `ragged_prompts`: greedily, or sampled with ``seed``."""
     ids, mask = ragged_prompts(count)
     if seed is not None:

@@ -38,11 +38,14 @@ Pair = tuple[MoELightLM, HFLM]
 
 @pytest.fixture(scope="module", autouse=True)
 def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Nothing is fetched, what the harness keeps it keeps here, and its own tasks, which take seconds, are not read."""
+    """Nothing is fetched, what the harness keeps it keeps here, and what takes it seconds is left out: to read its own
+    tasks, and to describe the machine."""
     with pytest.MonkeyPatch.context() as patch:
         import datasets.config
+        import lm_eval.evaluator
         import lm_eval.tasks
 
+        patch.setattr(lm_eval.evaluator, "add_env_info", lambda _: None)
         patch.setattr(lm_eval.tasks, "TaskManager", partial(TaskManager, include_defaults=False))
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
         patch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)

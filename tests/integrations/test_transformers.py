@@ -41,10 +41,11 @@ from moelight.paging.offload import CopyStream, DiskStore
 from moelight.profiles.families import profile_from_config
 from moelight.profiles.hf_config import HFConfig
 from moelight.runtime.machine import EmulatedEvent, EmulatedStream
+from tests.engines import in_turn
 from tests.integrations.moe_models import FAMILIES, build, build_listed, logits, ragged_prompts, tokens
 
 POLICIES = sorted((Path(__file__).parents[2] / "examples" / "policies").glob("*.moe"))
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.bfloat16, torch.float32)
 
 
 def policy(
@@ -95,8 +96,7 @@ def qwen() -> PreTrainedModel:
     return untouched("qwen3_moe")[0]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", [*FAMILIES, "listed"])
+@pytest.mark.parametrize(("family", "dtype"), in_turn([(each,) for each in (*FAMILIES, "listed")], DTYPES))
 def test_a_small_budget_gives_the_same_tokens_and_logits(family: str, dtype: torch.dtype) -> None:
     model, greedy, sampled, last = untouched(family, dtype)
     with moelight.attach(model, policy(4)) as attachment:
@@ -118,8 +118,9 @@ def test_the_model_s_own_way_of_computing_experts_is_kept(family: str, way: str)
         assert torch.equal(logits(model), last)
 
 
-@pytest.mark.parametrize("eviction", [*((name,) for name in EVICTIONS), ("lfu", "lru")], ids="|".join)
-@pytest.mark.parametrize("capacity", [3, 20])
+@pytest.mark.parametrize(
+    ("eviction", "capacity"), in_turn([(each,) for each in [*((name,) for name in EVICTIONS), ("lfu", "lru")]], [3, 20])
+)
 def test_no_eviction_changes_a_token(qwen: PreTrainedModel, eviction: tuple[str, ...], capacity: int) -> None:
     with moelight.attach(qwen, policy(capacity, eviction=eviction), home="memory"):
         assert torch.equal(tokens(qwen), untouched("qwen3_moe")[1])

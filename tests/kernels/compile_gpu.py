@@ -5,18 +5,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
 
 from moelight.kernels.gpu import grouped, grouped_triton, routing_triton, tiles
@@ -43,8 +41,11 @@ def experts(form: str, dtype: torch.dtype) -> PageTable:
     )
 
 
-def compiled(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], card: int, **options: int) -> Any:
-    """What the launch of ``kernel`` with these would compile; sizes and addresses are multiples of 16."""
+def facts(
+    what: str, card: int, kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], **options: int
+) -> dict[str, Any]:
+    """What the launch of ``kernel`` with these would compile to: its shared memory, registers, bytes of registers that
+    spill, and which instructions are there. Sizes and addresses are multiples of 16."""
     signature, divisible = {}, {}
     for position, (name, value) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
         if isinstance(value, torch.Tensor):
@@ -55,60 +56,55 @@ def compiled(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any],
             divisible[(position,)] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
-    return triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
-
-
-def facts(what: str, card: int, found: Any) -> dict[str, Any]:
-    """Shared memory, registers, bytes of registers that spill, and which instructions are there."""
-    code = found.asm["ptx"]
-    words = ("mma.sync", "wgmma", "cp.async", "ld.global.v4", "fma.rn.f32")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "kernel.ptx")
-        path.write_text(code)
-        log = subprocess.run(
-            [
-                get_ptxas(card).path,
-                *("-v", "-lineinfo", "--fmad=true", "--regAllocOptLevel=2"),
-                *(f"--gpu-name={sm_arch_from_capability(card)}", path, "-o", f"{path}.cubin"),
-            ],
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stderr
+    with contextlib.redirect_stdout(io.StringIO()) as log:  # of ptxas
+        found = triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
     numbers = {
-        name: int(re.search(pattern, log).group(1))
+        name: int(re.search(pattern, log.getvalue()).group(1))
         for name, pattern in (("registers", r"Used (\d+) registers"), ("spilled", r"(\d+) bytes spill stores"))
     }
+    words = ("mma.sync", "wgmma", "cp.async", "ld.global.v4", "fma.rn.f32")
+    code = found.asm["ptx"]
     row = {"what": what, "card": card, "shared": found.metadata.shared, **numbers}
     return row | {word: code.count(word) for word in words}
 
 
 def products(card: int) -> list[dict[str, Any]]:
-    """Both products in every format, for few rows and many."""
+    """Both products in every format: for many rows in either 16-bit dtype, for few in float16, and in float32, which
+    has the same tile for both. Each product meets each dtype, and where it has many rows, which need most registers and
+    shared memory, each format too."""
     rows = []
-    many = (4, 512) if card >= 80 else (4,)
-    for dtype, heights in {torch.float16: many, torch.bfloat16: many[1:], torch.float32: (4,)}.items():
-        for form in ("float", "int8", "int8 groups", "int4"):
-            pages = experts(form, dtype)
-            for mean_rows in heights:
-                for part, inputs, outputs in (("gate_up", HIDDEN, WIDTH), ("down", WIDTH, HIDDEN)):
-                    x, out = torch.empty(ROWS, inputs, dtype=dtype), torch.empty(ROWS, outputs, dtype=dtype)
-                    tile = tiles.choose(
-                        divmod(card, 10),
-                        itemsize=dtype.itemsize,
-                        mean_rows=mean_rows,
-                        group=pages.group,
-                        matrices=2 if part == "gate_up" else 1,
-                    )
-                    slots = torch.empty((16, 3), dtype=torch.int32)
-                    tokens = torch.empty(ROWS, dtype=torch.int64) if part == "gate_up" else None
-                    arguments, constants = grouped.arguments_of(pages, part, x, out, slots, tokens, tile, "silu", 7.0)
-                    constants |= {"PRODUCT": grouped.triton_dtype(dtype), "BY_HAND": False}
-                    found = compiled(
-                        grouped_triton.grouped, arguments, constants, card, num_warps=tile.warps, num_stages=tile.stages
-                    )
-                    rows.append(facts(f"{NAMES[dtype]} {form} {part} {mean_rows}", card, found))
+    for number, form in enumerate(("float", "int8", "int8 groups", "int4")):
+        turned = number % 2 == 1
+        parts = ("down", "gate_up") if turned else ("gate_up", "down")
+        cases = [(torch.float16, 4, parts[0])]
+        if card >= 80:
+            cases += [(torch.float16, 512, parts[0]), (torch.bfloat16, 512, parts[1])]
+        if form in ("float", "int4"):
+            cases.append((torch.float32, 4, parts[0]))
+        for dtype, mean_rows, part in cases:
+            rows.append(product(card, dtype, form, part, mean_rows))
     return rows
+
+
+def product(card: int, dtype: torch.dtype, form: str, part: str, mean_rows: int) -> dict[str, Any]:
+    """One product of ``mean_rows`` rows an expert."""
+    pages = experts(form, dtype)
+    inputs, outputs = (HIDDEN, WIDTH) if part == "gate_up" else (WIDTH, HIDDEN)
+    x, out = torch.empty(ROWS, inputs, dtype=dtype), torch.empty(ROWS, outputs, dtype=dtype)
+    tile = tiles.choose(
+        divmod(card, 10),
+        itemsize=dtype.itemsize,
+        mean_rows=mean_rows,
+        group=pages.group,
+        matrices=2 if part == "gate_up" else 1,
+    )
+    slots = torch.empty((16, 3), dtype=torch.int32)
+    tokens = torch.empty(ROWS, dtype=torch.int64) if part == "gate_up" else None
+    arguments, constants = grouped.arguments_of(pages, part, x, out, slots, tokens, tile, "silu", 7.0)
+    constants |= {"PRODUCT": grouped.triton_dtype(dtype), "BY_HAND": False}
+    what = f"{NAMES[dtype]} {form} {part} {mean_rows}"
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    return facts(what, card, grouped_triton.grouped, arguments, constants, **options)
 
 
 def others(card: int) -> list[dict[str, Any]]:
@@ -120,7 +116,7 @@ def others(card: int) -> list[dict[str, Any]]:
         "route": (
             routing_triton.route,
             (half, single, i32, 40, 60, 60),
-            {"TOP_K": 4, "NORMALIZE": True, "NARROW": True, "BY_HAND": False, "BT": 32, "PADDED": 64},
+            {"TOP_K": 2, "NORMALIZE": True, "NARROW": True, "BY_HAND": False, "BT": 32, "PADDED": 64},
         ),
         "combine": (
             routing_triton.combine,
@@ -128,8 +124,9 @@ def others(card: int) -> list[dict[str, Any]]:
             {"TOP_K": 4, "ADD": True, "BY_HAND": False, "BW": 1024},
         ),
     }
-    return [facts(name, card, compiled(*rest, card)) for name, rest in found.items()]
+    return [facts(name, card, *rest) for name, rest in found.items()]
 
 
 if __name__ == "__main__":
+    triton.knobs.nvidia.dump_ptxas_log = True
     print(json.dumps([row for card in map(int, sys.argv[1:]) for row in others(card) + products(card)]))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelight.kernels.copies import copy_pages
+from tests.fuzz import fuzz
 
 MIB = 1 << 20
-FUZZ = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = fuzz(60)
 SOURCE = torch.randint(0, 256, (9 * MIB,), dtype=torch.uint8)
 
 

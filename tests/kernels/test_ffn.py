@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from moelight.kernels import reference
 from moelight.kernels.ffn import cpu_expert_ffn
+from tests.fuzz import fuzz
 from tests.kernels.paged import TOLERANCE, relative_error
 from tests.kernels.stored import KINDS, LANES, Stored, generator, refused, serving, stored
 
@@ -284,7 +285,7 @@ def test_offsets_for_another_number_of_experts(checker):
     refused(cpu_expert_ffn, arguments() | {"offsets": torch.tensor([0, 2, 5], dtype=torch.int32)}, {"gate_up"})
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@fuzz(60)
 @given(data=st.data())
 def test_experts_are_refused_or_right(server, data):
     """Sizes that may not fit each other, and entries that may be missing."""

@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from moelight.kernels.gpu.grouped import expert_ffn, expert_ffn_in_torch
 from moelight.kernels.gpu.pages import PageTable
 from moelight.kernels.gpu.routing import by_expert, combine, route
+from tests.fuzz import fuzz
 from tests.kernels.gpu_layers import floats, rows_of
 
-FUZZ = settings(deadline=None, max_examples=100)
+FUZZ = fuzz(100)
 
 
 def arguments(device: torch.device) -> dict[str, Any]:

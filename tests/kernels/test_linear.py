@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelight.kernels import native, reference
 from moelight.kernels.ffn import cpu_linear
+from tests.fuzz import fuzz
 from tests.kernels.paged import TOLERANCE, relative_error
 from tests.kernels.stored import KINDS, LANES, generator, refused, serving, stored
 
@@ -223,7 +224,7 @@ def test_linear_refuses_what_only_looks_right(checker):
     refused(cpu_linear, {"x": x, "weight": torch.zeros(4, 63), "out": torch.zeros(3, 4).half()}, {"out"})
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@fuzz(60)
 @given(data=st.data())
 def test_linear_refuses_or_is_right(server, data):
     size = st.sampled_from((3, 10, 32, 64, 0, 1))

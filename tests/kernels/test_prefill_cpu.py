@@ -164,10 +164,9 @@ def kind(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
 OPTIONS = [{}, {"window": 50}, {"sinks": torch.randn(6), "softcap": 3.0}]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "window", "sinks and cap"])
-def test_a_prompt_is_the_same_in_any_company(kind, options):
-    for head_dim in [40, 128]:
-        lengths = [1, 300, 64, 0, 129, 16, 200]
+def test_a_prompt_is_the_same_in_any_company(kind):
+    for head_dim, options in ((40, OPTIONS[0]), (128, OPTIONS[0]), (40, OPTIONS[1]), (128, OPTIONS[2])):
+        lengths = [1, 150, 64, 0, 129, 16, 70]
         call = prompts(lengths, q_heads=6, head_dim=head_dim, dtype=kind, **options)
         together = call.run(threads=2).split(lengths)
         parts = [each.split(lengths) for each in (call.q, call.k, call.v)]
@@ -179,8 +178,8 @@ def test_a_prompt_is_the_same_in_any_company(kind, options):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "window", "sinks and cap"])
 def test_a_prompt_in_chunks_is_the_prompt_bit_for_bit(kind, options):
-    for cuts in [[0, 1, 2, 300], [0, 64, 128, 300], [0, 130, 131, 195, 300], [0, 299, 300]]:
-        tokens, block_size = 300, 16
+    for cuts in [[0, 1, 2, 200], [0, 64, 128, 200], [0, 130, 131, 195, 200], [0, 199, 200]]:
+        tokens, block_size = 200, 16
         call = prompts([tokens], q_heads=6, head_dim=40, dtype=kind, **options)
         whole = call.run(threads=2)
         blocks = -(-tokens // block_size)
@@ -196,19 +195,18 @@ def test_a_prompt_in_chunks_is_the_prompt_bit_for_bit(kind, options):
                 options=options | {"cache": (k_cache, v_cache, table, torch.tensor([first], dtype=torch.int32))},
             )
             assert torch.equal(chunk.run(threads=1), whole[first:last])
-            for position in range(first, last):
-                block, offset = table[0, position // block_size], position % block_size
-                k_cache[block, :, offset], v_cache[block, :, offset] = call.k[position], call.v[position]
+            positions = torch.arange(first, last)
+            blocks_at, offsets = table[0, positions // block_size], positions % block_size
+            k_cache[blocks_at, :, offsets], v_cache[blocks_at, :, offsets] = call.k[positions], call.v[positions]
 
 
 def test_every_way_to_multiply(kind):
-    for group in [1, 5, 50]:
-        for head_dim in [8, 40, 128, 256]:
-            for call in (
-                prompts([1, 33, 170], q_heads=2 * group, head_dim=head_dim, dtype=kind),
-                prompts([7, 65], [99, 64], q_heads=2 * group, head_dim=head_dim, dtype=kind, window=70, softcap=9.0),
-            ):
-                assert call.error() <= TOLERANCE[kind]
+    for group, head_dim in [(1, 8), (1, 256), (5, 40), (5, 128), (50, 8), (50, 40)]:
+        for call in (
+            prompts([1, 33, 170], q_heads=2 * group, head_dim=head_dim, dtype=kind),
+            prompts([7, 65], [99, 64], q_heads=2 * group, head_dim=head_dim, dtype=kind, window=70, softcap=9.0),
+        ):
+            assert call.error() <= TOLERANCE[kind]
 
 
 def test_instruction_sets_agree(isa):

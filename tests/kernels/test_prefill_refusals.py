@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from moelight.kernels import native
 from moelight.kernels.attention import cpu_prefill_attention
+from tests.fuzz import fuzz
 from tests.kernels.packed import prompts
 from tests.kernels.paged import relative_error
 
-FUZZ = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = fuzz(60)
 
 
 def entry(index: Any, value: int) -> Any:

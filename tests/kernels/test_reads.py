@@ -15,16 +15,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelight.kernels import native
 from moelight.kernels.reads import FileReader, ReadPart
+from tests.fuzz import fuzz
 
 MIB = 1 << 20
 SIZE = 3 * MIB + 1234
 CONTENT = torch.randint(0, 256, (SIZE,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
-FUZZ = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = fuzz(60)
 NATIVE = pytest.param("native", marks=pytest.mark.skipif(not native.available(), reason="the extension is not built"))
 SHM = Path("/dev/shm")
 
@@ -250,7 +251,8 @@ def test_busy_time_and_bytes_are_counted(reads, file):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-def test_a_fork_is_refused_and_ends(reads, file):
+def test_a_fork_is_refused_and_ends(file):
+    """Whoever reads, and while reads are on their way at the end of the program."""
     code = f"""
 import os, sys, warnings
 from pathlib import Path
@@ -258,33 +260,34 @@ warnings.simplefilter("ignore")
 import torch
 from moelight.kernels import native
 from moelight.kernels.reads import FileReader, ReadPart
-if {reads!r} == "python":
-    native.extension = lambda: None
 file = Path({str(file)!r})
-reader = FileReader([file])
 dest = torch.empty({MIB}, dtype=torch.uint8)
-reader.submit([ReadPart(file, 0, dest)]).wait()
-ticket = reader.submit([ReadPart(file, 0, dest)])
-child = os.fork()
-if not child:
-    for call in (lambda: reader.submit([ReadPart(file, 0, dest)]), reader.counts):
-        try:
-            call()
-        except RuntimeError:
-            pass
-        else:
-            os._exit(3)
-    reader.close()
-    del reader, ticket
-    own = FileReader([file])
-    own.submit([ReadPart(file, 0, dest)]).wait()
-    sys.exit(7)
-ticket.wait()
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-left_open = FileReader([file])
-left_open.submit([ReadPart(file, 0, dest)] * 20)
+part, left_open = ReadPart(file, 0, dest), []
+for extension in (native.extension, lambda: None):
+    native.extension = extension
+    reader = FileReader([file])
+    reader.submit([part]).wait()
+    ticket = reader.submit([part])
+    child = os.fork()
+    if not child:
+        for call in (lambda: reader.submit([part]), reader.counts):
+            try:
+                call()
+            except RuntimeError:
+                pass
+            else:
+                os._exit(3)
+        reader.close()
+        del reader, ticket
+        own = FileReader([file])
+        own.submit([part]).wait()
+        sys.exit(7)
+    ticket.wait()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    left_open += [reader, FileReader([file])]
+    left_open[-1].submit([part] * 20)
 """
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, timeout=100, text=True)
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, timeout=300, text=True)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
 
 

@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from moelight.kernels import reference
 from moelight.kernels.attention import cpu_gqa_decode, cpu_kv_append, cpu_mla_append, cpu_mla_decode
+from tests.fuzz import fuzz
 from tests.kernels.paged import paged
 
 Arguments = dict[str, Any]
 
-FUZZ = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = fuzz(60)
 
 
 def decode_arguments() -> Arguments:

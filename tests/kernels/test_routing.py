@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelight.kernels import native, reference
 from moelight.kernels.routing import cpu_gather_rows, cpu_route, cpu_scatter_sum, cpu_sort_by_expert
 from moelight.models.moe import route_tokens
 from moelight.profiles.model import RouterSpec
+from tests.fuzz import fuzz
 from tests.kernels.paged import TOLERANCE
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FUZZ = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = fuzz(60)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -10,6 +10,7 @@ from random import Random
 from moelight.core.dtypes import BFLOAT16
 from moelight.core.policy import Adaptation, Policy
 from moelight.core.request import Request, SamplingParams
+from moelight.core.schedule import Schedule
 from moelight.engine.adaptation import passed
 from moelight.engine.batcher import Batcher, RunningSequence
 from moelight.engine.batcher import MicroBatchPlan as Carried
@@ -45,6 +46,11 @@ class Played:
     def layout(self):  # type: ignore[no-untyped-def]
         return layout_of(self.model, self.policy, BFLOAT16)
 
+    @cached_property
+    def built(self) -> dict[PassShape, Schedule]:
+        """Schedules of the passes so far, most of which are alike."""
+        return {}
+
     def play(self, *, passes: int = 1 << 30) -> Played:
         random, clock = Random(1), VirtualClock(dram_bytes_per_s=self.speeds.dram)
         pool = BlockPool(int(kv_blocks(self.policy)))
@@ -67,7 +73,9 @@ class Played:
                 wraps=True,
                 look_ahead=batcher.policy.look_ahead,
             )
-            schedule = SCHEDULES.get(self.policy.schedule)(self.layout, shape)
+            schedule = self.built.get(shape)
+            if schedule is None:
+                schedule = self.built[shape] = SCHEDULES.get(self.policy.schedule)(self.layout, shape)
             prefetched = len(schedule.prefetched_next)
             before_s = clock.now_s
             timeline = clock.run(schedule, PassCosts(cost_model, placement, parts))

@@ -55,7 +55,7 @@ FULL = Policy(
     ffn_device="gpu",
     weights=Shares(device=0.5, host=0.5),
 )
-EQUAL = [(128, 32)] * 1400
+EQUAL = [(128, 32)] * 800
 
 
 def uneven(count: int) -> list[tuple[int, int]]:
@@ -83,7 +83,7 @@ def test_larger_micro_batches_where_the_device_binds_as_brute_force_would_have_i
     """Each reads the experts again from the memory of the device."""
     plain = Played(MIXTRAL, FULL, slowed(GPU, truth), EQUAL)
     rates = {}
-    for mu in (16, 32, 64, 128, 256):
+    for mu in (32, 128, 256):
         other = replace(FULL, micro_batch_size=mu)
         rates[mu] = replace(plain, policy=other, ends_s=[], tokens=[]).play().rate()
     found = adapted(plain, GPU)
@@ -99,7 +99,7 @@ def test_nothing_changes_where_the_machine_is_as_planned(policy: Policy, speeds:
     tight = replace(policy, kv_tokens=policy.batch_size * 160)
     if policy is FULL:
         tight = _best_sized(tight, speeds)
-    played = Played(MIXTRAL, tight, speeds, [(128, 32)] * (5 * policy.batch_size), noise=noise)
+    played = Played(MIXTRAL, tight, speeds, [(128, 32)] * (3 * policy.batch_size), noise=noise)
     assert adapted(played, speeds).changes == []
 
 
@@ -138,7 +138,7 @@ def test_changes_are_few_whatever_the_passes_say() -> None:
     adapter = Adapter(MIXTRAL, FULL, GPU, BFLOAT16)
     rest = Rest(waiting=True, prompt_len=128, gen_len=32, most_running=400)
     changes = []
-    for number in range(4000):
+    for number in range(1600):
         busy = {lane: random.choice([0.05, 0.5, 5.0]) for lane in ("stage", "h2d", "d2h", "device", "cpu")}
         prompts = random.choice([0, 0, 8])
         adapter.observe(

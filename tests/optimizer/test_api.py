@@ -15,6 +15,7 @@ from moelight.profiles.hardware import load_hardware_profile
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.workload import Workload
 
+pytestmark = pytest.mark.usefixtures("unproved")
 WORK = Workload(num_requests=24, prompt_len=12, max_prompt_len=16, gen_len=8)
 DEMO = str(Path(moelight.__file__).parent / "demo")
 POLICY = Policy(

@@ -20,7 +20,7 @@ from tests.optimizer.drawn import drawn_problem
 from tests.optimizer.exhaustive import Policies, every, fits, seconds
 from tests.shapes import examples
 
-MOST_POLICIES = 60_000
+MOST_POLICIES = 20_000
 
 
 def those_that_fit(problem: Problem, variant: Candidates) -> Policies:

@@ -98,7 +98,7 @@ def random_setting(rng: np.random.Generator) -> PaperSetting:
 @pytest.mark.parametrize("gpu_attention", [False, True])
 def test_the_closed_form_is_the_solvers_answer(gpu_attention: bool) -> None:
     rng, solved, refused, mixed = np.random.default_rng(5), 0, 0, 0
-    while solved < 36 or refused < 6:
+    while solved < 18 or refused < 3:
         x = random_setting(rng)
         g, nb = (int(10 ** rng.uniform(0, 2.2)) for _ in range(2))
         low = rng.uniform(0, 0.5) if rng.random() < 0.3 else 0.0
@@ -125,7 +125,7 @@ def test_the_closed_form_is_the_solvers_answer(gpu_attention: bool) -> None:
         assert paper.decode_link_s(x, choice) == pytest.approx(expected, rel=1e-5, abs=1e-6 * unit)
         solved += 1
         mixed += 0 < found.weights_host[0] < 1
-    assert mixed >= 8
+    assert mixed >= 4
 
 
 def test_any_three_rows_are_solved_as_by_highs() -> None:
@@ -133,7 +133,7 @@ def test_any_three_rows_are_solved_as_by_highs() -> None:
     from scipy.optimize import linprog
 
     rng, between = np.random.default_rng(7), 0
-    for _ in range(300):
+    for _ in range(150):
         values = (rng.normal(size=(3, 3)) + np.array([0.8, -0.8, -0.8])) * 10 ** rng.uniform(-2, 2, size=(3, 1))
         rows = [paper_grid.CapacityRow(base=np.array([b]), weights=w, kv=c, cap=0.5) for b, w, c in values]
         price_w, price_c = rng.uniform(0.1, 3, size=2)
@@ -145,7 +145,7 @@ def test_any_three_rows_are_solved_as_by_highs() -> None:
             w_c, c_c = found.weights_host[0], found.kv_host[0]
             assert price_w * w_c + price_c * c_c == pytest.approx(exact.fun, abs=1e-7)
             between += 1e-6 < w_c < 1 - 1e-6 and 1e-6 < c_c < 1 - 1e-6
-    assert between > 10
+    assert between > 4
 
 
 def test_the_closed_form_is_the_solvers_answer_on_the_published_machine() -> None:
@@ -195,7 +195,7 @@ def fits(x: PaperSetting, limits: Limits, g: int, counts: np.ndarray) -> Any:
     return paper_grid.solve_cells(x, limits, np.full_like(counts, g), counts).feasible
 
 
-@examples(200)
+@examples(80)
 @given(
     layers=st.integers(1, 5),
     device_mb=st.floats(0.006, 0.08),

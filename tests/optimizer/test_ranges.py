@@ -7,12 +7,13 @@ from itertools import product
 import pytest
 
 from moelight.core.errors import UserError
+from moelight.optimizer import bound
 from moelight.optimizer.optimize import make_plan
 from moelight.profiles.hardware import HardwareProfile, Link, Processor, Tier
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.workload import MOST_REQUESTS, Workload, load_workload
 
-BANDWIDTHS, PEAKS = (1e3, 1e18), (1e3, 1e21)
+BANDWIDTHS, PEAKS = [(1e3, 1e3, 1e3), (1e18, 1e3, 1e18), (1e18, 1e18, 1e3)], (1e3, 1e21)
 
 
 def machine(bandwidths: tuple[float, ...], peaks: tuple[float, ...], *, count: int = 1) -> HardwareProfile:
@@ -33,13 +34,18 @@ def machine(bandwidths: tuple[float, ...], peaks: tuple[float, ...], *, count: i
     )
 
 
-@pytest.mark.parametrize("peaks", [*product(PEAKS, repeat=2)])
-@pytest.mark.parametrize("bandwidths", [(1e3, 1e3, 1e3), (1e18, 1e3, 1e18), (1e18, 1e18, 1e3)])
-def test_the_slowest_and_fastest_machines_are_planned_for(
-    bandwidths: tuple[float, ...], peaks: tuple[float, ...]
-) -> None:
+@pytest.fixture(autouse=True)
+def _few_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How near the bound comes is not asked here."""
+    monkeypatch.setattr(bound, "MOST_BOXES", {True: 1000, False: 1000})
+
+
+@pytest.mark.parametrize(("which", "gpu"), [*product(range(3), PEAKS)])
+def test_the_slowest_and_fastest_machines_are_planned_for(which: int, gpu: float) -> None:
+    """Every two of the bandwidths, the peak of the GPU and that of the CPU, together."""
+    bandwidths, cpu = BANDWIDTHS[which], PEAKS[(which + PEAKS.index(gpu)) % 2]
     work = Workload(num_requests=100, prompt_len=77, max_prompt_len=418, gen_len=16)
-    plan = make_plan(machine(bandwidths, peaks), load_model_profile("mixtral"), work, name="m", cache=False)
+    plan = make_plan(machine(bandwidths, (gpu, cpu)), load_model_profile("mixtral"), work, name="m", cache=False)
     assert 0 < plan.estimate.tokens_per_s < 1e12
 
 

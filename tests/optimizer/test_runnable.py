@@ -28,6 +28,7 @@ from moelight.weights.tensor_map import open_checkpoint
 from tests.cli.program import moelight_inside, write_prompts
 from tests.shapes import small_model
 
+pytestmark = pytest.mark.usefixtures("unproved")
 WORK = Workload(num_requests=24, prompt_len=12, max_prompt_len=16, gen_len=8)
 ASKED = ("--num-requests", "24", "--prompt-len", "12", "--gen-len", "8")
 ON_GPU = Policy(model="m", ffn_device="gpu")

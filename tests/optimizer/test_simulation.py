@@ -67,7 +67,7 @@ def test_a_micro_batch_more_costs_its_own_tasks_only() -> None:
             sys.setprofile(None)
         return calls, sum(len(timeline.spans) for timeline in found.timelines)
 
-    (few, tasks), (many, more) = work(8), work(40)
+    (few, tasks), (many, more) = work(4), work(16)
     assert (many - few) / (more - tasks) < 180
 
 

@@ -48,6 +48,7 @@ TINY = replace(
     experts=((32, 24), (64, 48)),
     contexts=(32, 96),
     prompts=(8, 24),
+    touching=(2, 8),
     large=((64, 64), 32),
     gpu_large=((64, 64), 32),
 )

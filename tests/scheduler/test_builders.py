@@ -56,46 +56,30 @@ def chains(draw: st.DrawFn, builder: str, layout: Layout | None = None) -> Chain
 
 @pytest.mark.parametrize("builder", BUILDERS)
 @examples(50)
-@given(data=st.data())
-def test_every_schedule_validates(builder: str, data: st.DataObject) -> None:
-    layout, shapes, schedules = data.draw(chains(builder))
-    for shape, schedule in zip(shapes, schedules, strict=True):
-        validate(schedule, layout, shape)
-        assert schedule.builder == builder
-
-
-@pytest.mark.parametrize("builder", BUILDERS)
-@examples(50)
 @given(data=st.data(), random=st.randoms(use_true_random=False))
-def test_passes_chain_whatever_the_lanes_do(builder: str, data: st.DataObject, random: Random) -> None:
-    """In any order of events, over several passes, experts find their pages and every value arrives in time."""
+def test_schedules_are_valid_and_move_what_they_must(builder: str, data: st.DataObject, random: Random) -> None:
+    """And passes chain whatever the lanes do: in any order of events, over several passes, experts find their pages and
+    every value arrives in time."""
     layout, shapes, schedules = data.draw(chains(builder))
     machine = VirtualMachine(layout, random)
     for shape, schedule in zip(shapes, schedules, strict=True):
-        assert machine.prefetched == shape.prefetched
-        machine.run(schedule, shape)
-
-
-@pytest.mark.parametrize("builder", BUILDERS)
-@examples(35)
-@given(data=st.data())
-def test_bytes_are_the_ledgers(builder: str, data: st.DataObject) -> None:
-    layout, shapes, schedules = data.draw(chains(builder))
-    for shape, schedule in zip(shapes, schedules, strict=True):
+        validate(schedule, layout, shape)
+        assert schedule.builder == builder
         assert {lane: size for lane, size in schedule.lane_bytes().items() if size} == expected_bytes(
             schedule, layout, shape
         )
+        check_crossings(layout, shape, schedule)
+        check_what_is_carried(layout, shape, schedule)
+        assert machine.prefetched == shape.prefetched
+        machine.run(schedule, shape)
+    check_weights_cross_once_a_pass(layout, shapes, schedules)
 
 
-@pytest.mark.parametrize("builder", BUILDERS)
-@examples(35)
-@given(data=st.data())
-def test_weights_cross_once_a_pass_whatever_rides_in_it(builder: str, data: st.DataObject) -> None:
+def check_weights_cross_once_a_pass(layout: Layout, shapes: list[PassShape], schedules: list[Schedule]) -> None:
     """A chain that ends without another pass moves the streamed pages once per pass: no more for more micro-batches,
     no fewer for pages carried over. One of routed pages names none, and finds those that were carried in."""
-    layout, shapes, schedules = data.draw(chains(builder))
     last = replace(shapes[-1], wraps=False)
-    schedules[-1] = SCHEDULES.get(builder)(layout, last)
+    schedules = [*schedules[:-1], SCHEDULES.get(schedules[-1].builder)(layout, last)]
     times = {page: dict.fromkeys(TaskKind, 0) for page in layout.streamed}
     for schedule in schedules:
         for task in schedule.tasks:
@@ -136,38 +120,28 @@ def crossings(layout: Layout, micro_batch: MicroBatchShape, layer: int) -> list[
     return moved
 
 
-@pytest.mark.parametrize("builder", BUILDERS)
-@examples(35)
-@given(data=st.data())
-def test_what_crosses_per_layer_and_micro_batch(builder: str, data: st.DataObject) -> None:
+def check_crossings(layout: Layout, shape: PassShape, schedule: Schedule) -> None:
     """Attention's inputs down and output up, or the context up and new keys and values down; a fresh prompt's keys and
     values down; hidden states both ways, and what chose their experts down, where the CPU computes some. Nothing else,
     and nothing without a link."""
-    layout, shapes, schedules = data.draw(chains(builder))
-    for shape, schedule in zip(shapes, schedules, strict=True):
-        found: dict[tuple[int, int], list[tuple[Lane, int]]] = {}
-        for task in schedule.tasks:
-            if not task.kind.moves_page and task.bytes:
-                found.setdefault((task.layer, task.micro_batch), []).append((task.lane, task.bytes))
-        if not layout.discrete:
-            assert not found
-            continue
-        for j, micro_batch in enumerate(shape.micro_batches):
-            for layer in range(layout.model.num_layers):
-                assert found.get((layer, j), []) == crossings(layout, micro_batch, layer)
+    found: dict[tuple[int, int], list[tuple[Lane, int]]] = {}
+    for task in schedule.tasks:
+        if not task.kind.moves_page and task.bytes:
+            found.setdefault((task.layer, task.micro_batch), []).append((task.lane, task.bytes))
+    if not layout.discrete:
+        assert not found
+        return
+    for j, micro_batch in enumerate(shape.micro_batches):
+        for layer in range(layout.model.num_layers):
+            assert found.get((layer, j), []) == crossings(layout, micro_batch, layer)
 
 
-@pytest.mark.parametrize("builder", BUILDERS)
-@examples(35)
-@given(data=st.data())
-def test_only_a_pass_that_wraps_fetches_for_the_next(builder: str, data: st.DataObject) -> None:
-    """What is carried is the whole first layer or nothing, and nothing where no pass follows for sure."""
-    layout, shapes, schedules = data.draw(chains(builder))
-    for shape, schedule in zip(shapes, schedules, strict=True):
-        prefetched = [schedule.tasks[position].page for position in schedule.prefetched_next]
-        wraps = shape.wraps and not shape.routed_only and builder not in ("serial", "flexgen-loop")
-        assert prefetched == ([layout.streamed[k] for k in layout.layer_pages[0]] if wraps else [])
-        assert schedule.stream_advance == len(layout.streamed)
+def check_what_is_carried(layout: Layout, shape: PassShape, schedule: Schedule) -> None:
+    """The whole first layer or nothing, and nothing where no pass follows for sure."""
+    prefetched = [schedule.tasks[position].page for position in schedule.prefetched_next]
+    wraps = shape.wraps and not shape.routed_only and schedule.builder not in ("serial", "flexgen-loop")
+    assert prefetched == ([layout.streamed[k] for k in layout.layer_pages[0]] if wraps else [])
+    assert schedule.stream_advance == len(layout.streamed)
 
 
 @st.composite

@@ -5,8 +5,10 @@ What is assumed is written down in ``benchmarks/published.py``; no constant ther
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +18,14 @@ import pytest
 from moelight.core.schedule import Lane
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_the_collector() -> Iterator[None]:
+    """Tasks and spans by the ten thousand and no cycles: it would read them again and again and free nothing."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
 
@@ -105,7 +104,7 @@ def ends(timeline: Timeline) -> list[float]:
     return [span.end_s for span in timeline.spans]
 
 
-@examples(300)
+@examples(200)
 @given(job=jobs(dram=False), start=st.integers(0, 9))
 def test_it_is_the_list_schedule(job: Job, start: int) -> None:
     timeline = simulate_pass(job[0], price(job), start_s=start)
@@ -113,14 +112,14 @@ def test_it_is_the_list_schedule(job: Job, start: int) -> None:
     assert [span.task for span in timeline.spans] == list(job[0].tasks)
 
 
-@examples(300)
+@examples(200)
 @given(job=jobs(), dram=st.integers(1, 60))
 def test_lanes_share_host_memory_as_fluid_does(job: Job, dram: int) -> None:
     found = ends(simulate_pass(job[0], price(job), dram_bytes_per_s=dram))
     assert found == pytest.approx([float(end) for end in fluid(job, dram)], abs=1e-4)
 
 
-@examples(300)
+@examples(200)
 @given(job=jobs(), dram=st.integers(1, 60), inline=st.booleans())
 def test_the_bounds_that_hold_for_any_order(job: Job, dram: int, inline: bool) -> None:
     """No less than any lane's work, any chain, or all bytes at full rate; and with work at hand something is done."""
@@ -148,7 +147,7 @@ def test_contention_and_computing_inline_only_delay(job: Job, dram: int) -> None
         assert ends(simulate_pass(job[0], price(job), dram_bytes_per_s=plenty)) == pytest.approx(alone, abs=1e-9)
 
 
-@examples(300)
+@examples(200)
 @given(job=jobs(), dram=st.integers(1, 60), more=st.integers(1, 60))
 def test_more_bandwidth_is_never_later(job: Job, dram: int, more: int) -> None:
     less = simulate_pass(job[0], price(job), dram_bytes_per_s=dram).end_s
@@ -248,9 +247,10 @@ def test_twenty_thousand_tasks_take_well_under_a_second() -> None:
     shape = PassShape(micro_batches=(MicroBatchShape(tokens=4),) * 128, prefetched=4, wraps=True)
     schedule = SCHEDULES.get("cgopipe")(layout, shape)
     assert len(schedule.tasks) > 20_000
-    seconds: Sequence[float] = []
-    for _ in range(3):
+
+    def took_s() -> float:
         began = time.process_time()
         simulate_pass(schedule, lambda task: TaskCost(seconds=0.1, dram_bytes=5.0), dram_bytes_per_s=100.0, inline=True)
-        seconds = [*seconds, time.process_time() - began]
-    assert min(seconds) < 0.6
+        return time.process_time() - began
+
+    assert any(took_s() < 0.6 for _ in range(3))

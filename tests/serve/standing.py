@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 
 from moelight.serve.jobs import Command, Job, JobRunner, Pace
+from tests.cli.program import ROOT, Program
 
-ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = Path(__file__).with_name("stand_in.py")
 PACE = Pace(poll_s=0.02, grace_s=0.5, retry_s=0.05)
 MAX_FILE_BYTES = 200_000
@@ -45,18 +45,15 @@ class Standing:
         import openai
 
         self.data = data
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.serve.standing", str(data), str(slow_s)],
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stderr is not None
-        self.greeting = self.process.stderr.readline()
+        ours, theirs = os.pipe()
+        self.process = Program("tests.serve.standing", data, str(slow_s), cwd=ROOT, streams=(0, 1, theirs))
+        os.close(theirs)
+        self.said = os.fdopen(ours, encoding="utf-8")
+        self.greeting = self.said.readline()
         self.url = self.greeting.split("base URL ")[1].split(",")[0]
         self.token = (data / "token").read_text().strip()
-        self.client = openai.OpenAI(base_url=self.url, api_key=self.token, max_retries=0, timeout=20)
-        self.http = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.token}"}, timeout=20)
+        self.client = openai.OpenAI(base_url=self.url, api_key=self.token, max_retries=0, timeout=200)
+        self.http = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.token}"}, timeout=200)
 
     def upload(self, data: bytes, name: str = "in.jsonl") -> Any:
         return self.client.files.create(file=(name, io.BytesIO(data)), purpose="batch")
@@ -77,14 +74,13 @@ class Standing:
     def end(self, number: int = signal.SIGINT) -> int:
         """Send the signal, and return the exit code."""
         self.process.send_signal(number)
-        code = self.process.wait(timeout=20)
-        for each in (self.process.stderr, self.client, self.http):
-            assert each is not None
+        code = self.process.wait()
+        for each in (self.said, self.client, self.http):
             each.close()
         return code
 
 
-def until(ask: Callable[[], Any], holds: Callable[[Any], bool], within_s: float = 20.0) -> Any:
+def until(ask: Callable[[], Any], holds: Callable[[Any], bool], within_s: float = 300.0) -> Any:
     deadline = time.monotonic() + within_s
     while not holds(found := ask()):
         assert time.monotonic() < deadline, found

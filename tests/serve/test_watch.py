@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -18,7 +17,8 @@ import pytest
 from moelight.core.errors import ConfigError
 from moelight.serve.jobs import JobRunner
 from moelight.serve.watch import Watcher, watch
-from tests.serve.standing import PACE, ROOT, lines, stand_in, until
+from tests.cli.program import ROOT, Program
+from tests.serve.standing import PACE, lines, stand_in, until
 
 SETTLE_S = 0.1
 
@@ -92,7 +92,7 @@ def test_a_killed_watcher_goes_on(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines(6, "slow"))
     output = tmp_path / ".moelight" / "a.jsonl" / "output.jsonl"
     for number in (signal.SIGKILL, signal.SIGINT):
-        process = subprocess.Popen([sys.executable, "-m", "tests.serve.test_watch", str(tmp_path)], cwd=ROOT)
+        process = Program("tests.serve.test_watch", tmp_path, cwd=ROOT)
         before = output.read_bytes() if output.exists() else b""
         until(lambda: output.exists() and len(output.read_bytes()) > len(before), bool)  # noqa: B023
         process.send_signal(number)

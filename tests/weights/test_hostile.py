@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelight.core.dtypes import FLOAT32
@@ -18,6 +18,7 @@ from moelight.weights.load import load_dense
 from moelight.weights.safetensors import read_header
 from moelight.weights.source import Checkpoint
 from moelight.weights.tensor_map import locate
+from tests.fuzz import fuzz
 from tests.hostile.checkpoints import HOSTILE, SINGLE, Hostile, read_raw
 from tests.tiny import save_tiny
 
@@ -55,8 +56,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return (directory / SINGLE).read_bytes()
 
 
-# No deadline: on a busy machine a write to the disk takes as long as it takes.
-FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = fuzz(150)
 
 
 @FUZZ

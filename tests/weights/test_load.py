@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelight.core.dtypes import BFLOAT16, FLOAT32
@@ -29,6 +29,7 @@ from moelight.weights.load import LayerWeights, ModelWeights, PageReader, load_d
 from moelight.weights.source import Checkpoint
 from moelight.weights.tensor_map import WeightMap, locate
 from moelight.weights.torch_dtypes import from_torch
+from tests.fuzz import fuzz
 from tests.hostile.checkpoints import rename, stored
 from tests.tiny import FAMILIES, hf_model, save_tiny
 
@@ -185,8 +186,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("small"), "mixtral", num_hidden_layers=1)
 
 
+@fuzz(40)
 @given(data=st.data())
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("way", ["past the cache", "through the cache", "converted"])
 def test_any_part_of_a_page_is_that_part(small: Path, way: str, data: st.DataObject) -> None:
     weight_map, model = opened(small)
@@ -284,10 +285,16 @@ def resident_bytes(which: str) -> int:
     raise AssertionError(which)
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 60 MB in bfloat16, almost all of it in two matrices."""
+    sizes = {"vocab_size": 40_000, "hidden_size": 384, "head_dim": 64, "num_hidden_layers": 1}
+    return save_tiny(tmp_path_factory.mktemp("wide"), "mixtral", dtype="bfloat16", **sizes)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_loading_never_holds_two_copies(dtype: torch.dtype, tmp_path: Path) -> None:
-    directory = save_tiny(tmp_path, "mixtral", dtype="bfloat16", vocab_size=60_000, hidden_size=384, head_dim=64)
-    weight_map, model = opened(directory)
+def test_loading_never_holds_two_copies(dtype: torch.dtype, wide: Path) -> None:
+    weight_map, model = opened(wide)
     arena = torch.zeros(dense_bytes(model, from_torch(dtype)), dtype=torch.uint8)
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
@@ -295,5 +302,5 @@ def test_loading_never_holds_two_copies(dtype: torch.dtype, tmp_path: Path) -> N
         pytest.skip("this kernel does not let the peak be reset")
     before = resident_bytes("VmRSS")
     load_dense(weight_map, model, arena, dtype)
-    assert arena.numel() > 90 * MiB
+    assert arena.numel() > 55 * MiB
     assert resident_bytes("VmHWM") - before < 12 * MiB

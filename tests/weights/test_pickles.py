@@ -99,7 +99,7 @@ def test_the_package_knows_no_unsafe_reader() -> None:
                 names = [(node.module or "").split(".")[0]]
             assert not _UNSAFE & set(names), path
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                called = ast.unparse(node.func)
+                called = ast.unparse(node.func) if node.func.attr == "load" else ""
                 assert called not in ("torch.load", "np.load", "numpy.load", "torch.hub.load"), path
                 for keyword in node.keywords:
                     trusting = keyword.arg == "trust_remote_code" and ast.unparse(keyword.value) != "False"
