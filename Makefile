@@ -9,6 +9,9 @@ CSRC := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inl')
 INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt $(CSRC)
 
 .DEFAULT_GOAL := help
+# Byte code is written once, not compiled anew in each of the hundreds of processes that tests start.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test test-crash coverage sanitize shown docs check format size clean
 
 help:  ## show this list

@@ -355,7 +355,7 @@ def _arguments() -> argparse.Namespace:
     args.caps = args.caps or (["2MiB"] if args.tiny else ["16GiB", "24GiB"])
     args.new = args.new or ([3, 5] if args.tiny else [32, 64, 128, 256])
     if args.tiny:
-        args.host_memory, args.requests, args.job_seconds = args.host_memory or "512MiB", 12, 600.0
+        args.host_memory, args.requests, args.job_seconds = args.host_memory or "512MiB", 12, 120.0
         args.batch_size, args.micro_batch_size = args.batch_size or 6, args.micro_batch_size or 2
     return args
 

@@ -142,7 +142,7 @@ def step(run: Run) -> SteadyPass:
 
 @lru_cache(maxsize=256)
 def step_s(run: Run) -> float:
-    """Its seconds, kept without its ten thousand spans, which the collector of garbage would read again and again."""
+    """Seconds of `step`; its ten thousand spans are not kept."""
     return step(run).seconds
 
 

@@ -113,7 +113,7 @@ class Ledger(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release files and threads; rows that were put and not committed may be lost."""
+        """Release files and threads."""
 
     @abstractmethod
     def _write(self, data: bytes, *, failed: bool) -> None:

@@ -60,6 +60,6 @@ def run(
     except SystemExit:
         try:
             sys.stderr.flush()
-        except (AttributeError, OSError):  # which is nothing to an interpreter at its end either
+        except (AttributeError, OSError):  # a closed stream: the interpreter ignores it at exit too
             sys.stderr = None
         raise

@@ -252,10 +252,9 @@ def test_choices_are_what_a_grammar_of_them_would_be() -> None:
     constraints.close()
 
 
-@pytest.mark.parametrize("count", [2000, 10_000])
-def test_of_very_many_choices_one_is_answered(count: int) -> None:
+def test_of_very_many_choices_one_is_answered() -> None:
     """The same one where the others are far behind."""
-    many = [f"option {n:05d}" for n in range(count)]
+    many = [f"option {n:05d}" for n in range(10_000)]
     how = {"temperature": 0.0}
     found = answer(how, choice=many)
     assert (found.finish_reason, found.text in many) == ("stop", True)

@@ -135,7 +135,10 @@ def test_every_eviction(tiny: Tiny, eviction: tuple[str, ...]) -> None:
     assert found["cache"]["evictions"] > 0
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("family", "strategy"),
+    [*(("mixtral", each) for each in STRATEGIES), ("qwen3_moe", "next_router"), ("qwen3_moe", "lookahead")],
+)
 def test_every_predictor(family: str, tiny: Tiny, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All guesses are acted on."""
     monkeypatch.setattr(predict, "SURE", 0.0)

@@ -29,7 +29,7 @@ from moelight.scheduler.requirements import misfit
 from tests.engines import Tiny, all_pairs, in_turn, least_memory
 from tests.shapes import examples
 
-WORK = Workload(num_requests=14, prompt_len=20, max_prompt_len=130, gen_len=4)
+WORK = Workload(num_requests=12, prompt_len=20, max_prompt_len=130, gen_len=4)
 MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"sliding_window": 20},
     "qwen3_moe": {"num_hidden_layers": 4, "decoder_sparse_step": 1, "mlp_only_layers": [0], "tie": True},
@@ -71,9 +71,9 @@ ON_DEMAND = [each for each in served() if each[0] in ON_DEMAND_SCHEDULES]
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    """14 prompts of 1 to 130 tokens; answers of 1 to 4; two of three greedy, the others sampled with seeds."""
+    """12 prompts of 1 to 130 tokens; answers of 1 to 4; two of three greedy, the others sampled with seeds."""
     random = Random(7)
-    lengths = [1, 2, 16, 17, 32, 33, 130] + [random.randint(1, 8) for _ in range(7)]
+    lengths = [1, 2, 32, 33, 130] + [random.randint(1, 8) for _ in range(7)]
     prompts = [[random.randrange(256) for _ in range(length)] for length in lengths]
     sampling = [
         SamplingParams(
@@ -120,11 +120,11 @@ def run(policy: Policy, *, lanes: str = "auto") -> Answers:
 
 def test_answers_are_worth_comparing(model: Path) -> None:
     found = truth(model)
-    assert len({tokens for _, tokens, _ in found}) > 11
+    assert len({tokens for _, tokens, _ in found}) > 9
     assert all(len(tokens) <= how.max_tokens for (_, tokens, _), how in zip(found, SAMPLING, strict=True))
 
 
-@pytest.mark.parametrize(("device", "name"), [("cpu", "mixtral"), *(("twin", each) for each in MODELS)])
+@pytest.mark.parametrize(("device", "name"), [("cpu", "mixtral"), ("twin", "qwen3_moe"), ("twin", "olmoe")])
 def test_every_budget_gives_the_same_tokens(tiny: Tiny, device: str, name: str) -> None:
     """From the least that is accepted to all resident, planned as a user would have it planned. All models on the CPU:
     ``test_bfloat16.py``."""
@@ -193,9 +193,9 @@ def test_passes_of_routed_pages_give_the_same_tokens(
 
 @pytest.mark.parametrize(("n", "processor"), [(1, "gpu"), (2, "cpu"), (7, "gpu"), (64, "cpu"), (64, "gpu")])
 def test_any_number_of_sequences_gives_the_same_tokens(tiny: Tiny, n: int, processor: str) -> None:
-    """Every request five times over, so that 64 of them can be alive at once."""
+    """Every request six times over, so that 64 of them can be alive at once."""
     model = tiny("mixtral", **MODELS["mixtral"])
-    times = 5 if n == 64 else 1
+    times = 6 if n == 64 else 1
     policy = Policy(model=str(model), batch_size=n, micro_batch_size=9, ffn_device=processor, weights=Shares(disk=1.0))
     with Engine(policy, device="twin" if processor == "gpu" else "cpu") as engine:
         found = engine.generate(PROMPTS * times, SAMPLING * times)
@@ -279,10 +279,12 @@ def policies(draw: st.DrawFn, model: Path) -> Policy:
     )
 
 
-@examples(14)
+@examples(25)
 @given(data=st.data())
-def test_any_policy_gives_the_same_tokens(model: Path, data: st.DataObject) -> None:
+def test_any_policy_gives_the_same_tokens(tiny: Tiny, data: st.DataObject) -> None:
     """Whether pages cross whole or in parts, and whichever passes bring routed pages only."""
+    name = data.draw(st.sampled_from(sorted(MODELS)))
+    model = tiny(name, **MODELS[name])
     policy, lanes = data.draw(policies(model)), data.draw(st.sampled_from(LANE_KINDS))
     wanted = truth(model)
     with pytest.MonkeyPatch.context() as patch:

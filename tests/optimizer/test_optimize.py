@@ -124,8 +124,8 @@ def test_an_equal_question_is_answered_from_disk(monkeypatch: pytest.MonkeyPatch
     asked, made = ("laptop-nvme", "olmoe-1b-7b"), free_plan("laptop-nvme", "olmoe-1b-7b")
     searches: list[object] = []
 
-    def searched(*question: object) -> Plan:
-        searches.append(question)
+    def searched(*question: object, proof: bool) -> Plan:
+        searches.append((question, proof))
         return made
 
     monkeypatch.setattr(optimize, "best_plan", searched)
