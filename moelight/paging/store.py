@@ -88,7 +88,7 @@ class PageStore:
             (Page(layer=layer, expert=expert), self.resident[self.table[layer, expert]])
             for layer, expert in np.argwhere(self.table >= 0).tolist()
         ]  # of which some may be offloaded too
-        for page, (home, _, _) in sorted([*resident, *self.offloaded.items()], key=lambda each: each[0]):
+        for page, (home, *_) in sorted([*resident, *self.offloaded.items()], key=lambda each: each[0]):
             into = home
             if home.device.type != "cpu":
                 into = bounce = home.new_empty(home.numel(), device="cpu") if bounce is None else bounce

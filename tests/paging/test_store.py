@@ -65,7 +65,6 @@ def test_experts_are_found_wherever_they_are(
     store.load(fill)
     parts = len(costs.page_parts(costs.page_bytes(model, FLOAT32), part_bytes))
     position = data.draw(st.integers(0, 50)) * len(placement.streamed) * parts
-    experts = model.experts.num_experts
     for _ in range(3):
         k = 0
         for layer in range(model.num_layers):

@@ -104,10 +104,10 @@ def combine(
     else:
         total = tl.zeros((BW,), dtype=tl.float32)
     for rank in tl.static_range(TOP_K):
-        place = tl.load(places + token * TOP_K + rank) - first
-        there = (place >= 0) & (place < rows)
-        result = tl.load(results + place * width + column, mask=inside & there, other=0.0).to(tl.float32)
-        total += result * tl.load(weights + token * TOP_K + rank, mask=there, other=0.0)
+        place = tl.load(places + token * TOP_K + rank) - first + tl.zeros((BW,), dtype=tl.int64)
+        there = inside & (place >= 0) & (place < rows)
+        result = tl.load(results + place * width + column, mask=there, other=0.0).to(tl.float32)
+        total += result * tl.load(weights + token * TOP_K + rank)
     if ADD:
         before = tl.load(out + token * width + column, mask=inside, other=0.0).to(tl.float32)
         total = before + rounded(total, out.dtype.element_ty, BY_HAND).to(tl.float32)
