@@ -2,7 +2,8 @@
 because the thread that launches would stop until the device has caught up.
 
 The twin's tensors are in host memory, where reading costs nothing, so what a card would wait for is found by the calls
-and operators that read: inside of tasks, in all orders, with the grouped kernels interpreted.
+and operators that read: inside of tasks, in all orders. The grouped kernels are interpreted where tokens are compared;
+elsewhere they are launched and not run, so experts add nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import SamplingParams
 from moelight.core.schedule import Lane, Task, TaskKind
+from moelight.engine import sampling
 from moelight.engine.engine import Engine
 from moelight.engine.experts import ExpertOptions
 from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy, PrefetchRules
@@ -28,8 +30,10 @@ from moelight.experts.trace import read_rows
 from moelight.hrm import schedule_time
 from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES
 from moelight.kernels import arguments
+from moelight.kernels.copies import pinned
 from moelight.kernels.gpu import routing, serving
 from moelight.kernels.gpu.pages import PageTable
+from moelight.kernels.products import Workspace
 from moelight.runtime import moe_ops
 from moelight.runtime.host_copy import HostCopy
 from moelight.runtime.lanes import Outcome
@@ -42,10 +46,11 @@ READS = ("tolist", "numpy", "cpu", "__array__")
 OPERATORS = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "unique", "_unique2", "lift_fresh")
 STREAMS = (Lane.DEVICE, Lane.H2D, Lane.D2H)
 PROMPTS = [[65, 3, 9], [70], [12, 44]]
-HOW = SamplingParams(max_tokens=3, ignore_eos=True)
+HOW = SamplingParams(max_tokens=2, ignore_eos=True)
 HOMES = {"resident": Shares(device=1.0), "streaming": Shares(device=0.2, host=0.4, disk=0.4)}
 CASES = [(schedule, homes) for schedule in SCHEDULES.names() for homes in HOMES]
 CASES += [(schedule, "on demand") for schedule in ON_DEMAND_SCHEDULES]
+RUN = [("cgopipe", "on demand"), ("flexgen", "streaming"), ("module", "streaming"), ("module", "on demand")]
 
 
 class Waits(TorchDispatchMode):
@@ -55,7 +60,7 @@ class Waits(TorchDispatchMode):
         super().__init__()
         self.found: list[str] = []
         self.kinds: set[TaskKind] = set()
-        self.launches = 0
+        self.launches, self.runs = 0, True  # kernels are launched; and run
         self._here = threading.local()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -119,18 +124,25 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
             task = waits.task()
             if but is not None and task is not None and task.lane is but:
                 waits.note(call.__qualname__)
-            waits.launches += call is launch
             with waits.inside(None):
                 return call(*args, **kwargs)
 
         return quiet
 
-    launch = interpreter.GridExecutor.__call__
+    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        waits.launches += 1
+        if waits.runs:
+            with waits.inside(None):
+                run_grid(self, *args, **kwargs)
+
+    run_grid = interpreter.GridExecutor.__call__
     for name in READS:
         monkeypatch.setattr(Tensor, name, noted(name))
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", unwatched(launch))
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
     monkeypatch.setattr(Operations, "bind", watched)
     monkeypatch.setattr(HostCopy, "wait", unwatched(HostCopy.wait, but=Lane.DEVICE))  # threads that fetch may wait
+    for module in (moe_ops, sampling):
+        monkeypatch.setattr(module, "pinned", unwatched(pinned))
     monkeypatch.setattr(moe_ops, "grouped_pages", lambda weights: PageTable.of(*zip(*weights, strict=True)))
     # Arguments in host memory are checked; on a device nothing reads them.
     monkeypatch.setattr(arguments, "check_offsets", lambda *_: None)
@@ -192,8 +204,11 @@ def policy_of(model: Path, schedule: str, homes: str, **changes: Any) -> Policy:
 def test_no_task_of_a_device_waits_for_it(
     model: Path, truth: list[tuple[int, ...]], waits: Waits, schedule: str, homes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In ``module`` the rows of a pass take several parts."""
     monkeypatch.setattr(schedule_time, "ROUTED_ONLY_SHARE", 0.0 if homes == "on demand" else 1.0)
-    assert tokens_of(policy_of(model, schedule, homes)) == truth
+    monkeypatch.setattr(Workspace, "room_for", lambda *_: 8)
+    waits.runs = (schedule, homes) in RUN
+    assert (tokens_of(policy_of(model, schedule, homes)) == truth) == waits.runs
     assert not waits.found, "\n".join(sorted(set(waits.found)))
     assert waits.launches > 0
     assert (TaskKind.SEND_EXPERTS in waits.kinds) == (homes == "on demand")
@@ -201,10 +216,9 @@ def test_no_task_of_a_device_waits_for_it(
 
 
 @pytest.mark.parametrize("schedule", ["cgopipe", "module"])
-def test_nor_does_what_is_predicted_and_recorded(
-    model: Path, truth: list[tuple[int, ...]], waits: Waits, schedule: str, tmp_path: Path
-) -> None:
+def test_nor_does_what_is_predicted_and_recorded(model: Path, waits: Waits, schedule: str, tmp_path: Path) -> None:
     """Routers of coming layers run ahead, residents change, and all routing is written to a trace."""
+    waits.runs = False
     asked = ExpertPolicy(
         name="mine",
         cache=CacheRules(capacity=Capacity(value=4)),
@@ -212,7 +226,7 @@ def test_nor_does_what_is_predicted_and_recorded(
     )
     trace = tmp_path / "trace.jsonl"
     options = ExpertOptions(policy=asked, trace=trace, record=True)
-    assert tokens_of(policy_of(model, schedule, "streaming", residents="learned"), options) == truth
+    tokens_of(policy_of(model, schedule, "streaming", residents="learned"), options)
     assert not waits.found, "\n".join(sorted(set(waits.found)))
     assert {TaskKind.PREDICT_EXPERTS, TaskKind.SEND_AHEAD} <= waits.kinds
     computed = sum(map(len, PROMPTS)) + len(PROMPTS) * (HOW.max_tokens - 1)

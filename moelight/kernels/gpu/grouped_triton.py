@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["rows", "slot_count"])
+@triton.jit(do_not_specialize=["pages", "rows", "slot_count"])
 def map_slots(
     offsets,
     index,
