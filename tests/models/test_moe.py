@@ -85,13 +85,13 @@ def pages_of(weights: Sequence[ExpertWeights], order: Sequence[int], here: Seque
     return table.chosen_by(torch.tensor(index, dtype=torch.int32))
 
 
-@examples(12)
+@examples(10)
 @given(
-    tokens=st.integers(1, 16),
+    tokens=st.integers(1, 5),
     order=st.permutations(range(5)),
     here=st.lists(st.booleans(), min_size=5, max_size=5),
     dtype=st.sampled_from([FLOAT32, BFLOAT16]),
-    most=st.integers(1, 8),
+    most=st.integers(4, 12),
 )
 def test_the_way_of_a_gpu_gives_the_same_sums(
     tokens: int, order: list[int], here: list[bool], dtype: DType, most: int
@@ -104,7 +104,8 @@ def test_the_way_of_a_gpu_gives_the_same_sums(
     found = grouped_forward(what, pages, space(tokens, dtype))
     error = 1e-4 if dtype is FLOAT32 else 0.05
     torch.testing.assert_close(found.double(), expected, rtol=error, atol=error)
-    parts, sums = space(most, dtype), torch.full((tokens, HIDDEN), torch.nan)
+    parts, sums = space(tokens, dtype), torch.full((tokens, HIDDEN), torch.nan)
+    parts.rows = parts.rows[:most]
     assert torch.equal(grouped_forward(what, pages, parts), found)
     total = torch.ones_like(what.x)
     assert grouped_forward(what, pages, parts, total, sums) is total

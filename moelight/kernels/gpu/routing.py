@@ -103,7 +103,8 @@ def combine(
     first: int | None = None,
     begun: Tensor | None = None,
 ) -> Tensor:
-    """The weighted sum of a token's experts, in float32 and in the order of k -> ``out``, or a new [T, H].
+    """The weighted sum of a token's experts, in float32 and in the order of k -> ``out``, or a new [T, H]. The sum over
+    the parts of a list, each continuing the one before, is bit for bit that of the whole list.
 
     results  [R, H] float32, bfloat16 or float16, contiguous
     weights  float32 [T, k], k at least 1
@@ -112,8 +113,6 @@ def combine(
     add      the sum, rounded to the dtype of ``out``, is added to its contents, as `cpu_scatter_sum` adds it
     first    ``results`` are the rows from this one on of a longer list, which ``places`` refer to: others add nothing
     begun    float32 [T, H], contiguous: sums of rows of lower ranks, which this sum continues; may be ``out``
-
-    The sum over the parts of a list, each continuing the one before, is bit for bit that of the whole list.
     """
     rows, width = check_tensor("results", results, FLOATS, (None, None), device=None, gap=False)
     tokens, top_k = check_tensor("weights", weights, torch.float32, (None, None), device=results.device, gap=False)
@@ -134,12 +133,7 @@ def combine(
     if not out.numel():
         return out
     if not serving.serves(results.device, results.dtype)[0]:
-        total = torch.zeros(out.shape, dtype=torch.float32, device=out.device) if begun is None else begun.clone()
-        for rank in range(top_k):
-            place = places[:, rank] - first
-            there = ((place >= 0) & (place < rows)).unsqueeze(1)
-            product = results[place.clamp(0, rows - 1)].float().mul_(weights[:, rank : rank + 1])
-            total += product.masked_fill_(~there, 0.0)
+        total = _sums_in_torch(results, weights, places - first, begun)
         return out.add_(total.to(out.dtype)) if add else out.copy_(total)
     from moelight.kernels.gpu import routing_triton
 
@@ -161,6 +155,16 @@ def combine(
             BW=step,
         )
     return out
+
+
+def _sums_in_torch(results: Tensor, weights: Tensor, places: Tensor, begun: Tensor | None) -> Tensor:
+    shape = places.shape[0], results.shape[1]
+    total = torch.zeros(shape, dtype=torch.float32, device=results.device) if begun is None else begun.clone()
+    for place, weight in zip(places.unbind(1), weights.split(1, dim=1), strict=True):
+        there = ((place >= 0) & (place < len(results))).unsqueeze(1)
+        product = results[place.clamp(0, len(results) - 1)].float().mul_(weight)
+        total += product.masked_fill_(~there, 0.0)
+    return total
 
 
 def _by_hand(tensor: Tensor) -> bool:

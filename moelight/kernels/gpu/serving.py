@@ -9,6 +9,8 @@ import importlib
 from functools import cache
 from typing import TYPE_CHECKING
 
+from moelight.kernels.gpu.tiles import UNITS_SINCE
+
 if TYPE_CHECKING:
     import torch
 
@@ -100,7 +102,7 @@ def card_serves(card: tuple[int, int], dtype: str) -> tuple[bool, str]:
         return False, f"{name}: triton needs 7.5"
     if dtype == "bfloat16" and card < BFLOAT16_SINCE:
         return False, f"{name} has no bfloat16"
-    return True, f"{triton_reason()}, {name}"
+    return True, f"{triton_reason()}, {name}" + ("" if card >= UNITS_SINCE else ", without its tensor units")
 
 
 def expert_kernel(device: torch.device, dtype: torch.dtype, mean_rows: float) -> tuple[str, str]:  # noqa: ARG001
