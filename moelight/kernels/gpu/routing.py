@@ -138,22 +138,10 @@ def combine(
     from moelight.kernels.gpu import routing_triton
 
     step = min(_COMBINE_COLUMNS, 1 << (width - 1).bit_length())
+    given = results, weights, places, out if begun is None else begun, out, rows, first, width
+    flags = {"BEGUN": begun is not None, "ADD": bool(add), "BY_HAND": _by_hand(out)}
     with on_device(results.device):
-        routing_triton.combine[(tokens, -(-width // step))](
-            results,
-            weights,
-            places,
-            out if begun is None else begun,
-            out,
-            rows,
-            first,
-            width,
-            TOP_K=top_k,
-            BEGUN=begun is not None,
-            ADD=bool(add),
-            BY_HAND=_by_hand(out),
-            BW=step,
-        )
+        routing_triton.combine[(tokens, -(-width // step))](*given, TOP_K=top_k, BW=step, **flags)
     return out
 
 
