@@ -129,7 +129,9 @@ class LoadedModel:
             decoder,
             self.pages,
             attention=self._attention(policy, arenas, dtype),
-            moe_ops=MoEOps(decoder, self.pages, host_space=host_space, kept=self.kept, most_rows=most_rows),
+            moe_ops=MoEOps(
+                decoder, self.pages, host_space=host_space, kept=self.kept, hidden=self.hidden, most_rows=most_rows
+            ),
             start_page=self._reader.start,
             pool=torch.zeros(places(policy, self.pool.blocks), dtype=torch.int64, device=machine.device),
             score_rows=policy.micro_batch_size,

@@ -15,7 +15,7 @@ from moelight.core.policy import Policy
 from moelight.core.schedule import Page, Schedule
 from moelight.core.timeline import Timeline
 from moelight.engine.batcher import MicroBatchPlan, SequenceChunk, places
-from moelight.engine.experts import ExpertRuntime
+from moelight.engine.experts import ExpertRuntime, RoutingWatch
 from moelight.engine.loaded_model import LoadedModel
 from moelight.hrm.placement import moved
 from moelight.optimizer.adapter import Allocation
@@ -42,6 +42,7 @@ class PackedPass:
     micro_batches: Sequence[MicroBatch]
     shapes: tuple[MicroBatchShape, ...]
     in_flight: PassInFlight | None = None
+    watch: RoutingWatch | None = None
 
 
 class ScheduleCache:
@@ -148,11 +149,12 @@ class PassRunner:
         schedule = self._schedules.find(shape)
         if pager is not None:
             pager.begin(*self._in_ring(shape.prefetched))
+        packed.watch = None if self._experts is None else self._experts.watch(small=pager is not None)
         pass_pages = PassPages(
             micro_batches=packed.micro_batches,
             position=self._position,
             small=None if pager is None else OnDemandPass(pager, packed.micro_batches),
-            watch=None if self._experts is None else self._experts.watch(small=pager is not None),
+            watch=packed.watch,
             residents=self._residents,
         )
         self._position += schedule.stream_advance
@@ -195,13 +197,19 @@ class PassRunner:
 
     def land(self, launched: PackedPass) -> tuple[Timeline, list[list[int]]]:
         """Wait for a pass; return its timeline and, per micro-batch, the tokens of its completing chunks in order."""
-        timeline = self.model.executor.finish(require(launched.in_flight))
+        timeline = self._finish(launched)
         return timeline, [mb.sampled.tolist() for mb in launched.micro_batches]
 
     def drain(self, launched: PackedPass) -> None:
         """Wait for a pass whose tokens are discarded; returns at once if a failure has ended all passes."""
         if not self.model.executor.broken:
-            self.model.executor.finish(require(launched.in_flight))
+            self._finish(launched)
+
+    def _finish(self, launched: PackedPass) -> Timeline:
+        timeline = self.model.executor.finish(require(launched.in_flight))
+        if launched.watch is not None:
+            launched.watch.finish()
+        return timeline
 
     @property
     def stalls(self) -> dict[str, float]:

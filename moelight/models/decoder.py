@@ -6,7 +6,7 @@ Legend: T tokens, H hidden, Hq query heads, Hkv key/value heads, D head size, V 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from moelight.core.errors import MoelightError
 from moelight.hrm.footprint import HEAD_CHUNK_BYTES
 from moelight.kernels.norm import cpu_rotate, rms_norm, rotate
 from moelight.kernels.products import Workspace, feed_forward, linear, padded_rows, parts
-from moelight.models.moe import ExpertWeights, Routed, moe_forward, route_tokens
+from moelight.models.moe import Experts, Routed, moe_forward, route_tokens
 from moelight.profiles.model import AttentionSpec, ModelProfile
 from moelight.weights.load import LayerWeights, ModelWeights
 
@@ -78,7 +78,7 @@ class Decoder:
         layer: int,
         hidden: Tensor,
         attention: Tensor,
-        experts: Sequence[ExpertWeights | None],
+        experts: Experts,
         watch: Watch | None = None,
     ) -> None:
         """hidden [T, H] += o(attention [T, Hq, D]), then += experts(norm(hidden)); in place."""

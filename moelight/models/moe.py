@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,15 +25,8 @@ from moelight.kernels.routing import cpu_gather_rows, cpu_route, cpu_scatter_sum
 from moelight.profiles.model import RouterSpec
 
 ExpertWeights = tuple[Tensor, Tensor]
-
-
-class MoEWeights(tuple[ExpertWeights | None, ...]):
-    """gate_up and down of a layer's experts, None for one computed elsewhere. Reuse saves another page-table upload."""
-
-    @cached_property
-    def pages(self) -> PageTable:
-        """The addresses of the weights; requires at least one expert that is not None."""
-        return PageTable.of([each and each[0] for each in self], [each and each[1] for each in self])
+# gate_up and down of a layer's experts, None for one computed elsewhere; or, for grouped kernels, their pages.
+Experts: TypeAlias = Sequence[ExpertWeights | None] | PageTable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,21 +53,25 @@ def route_tokens(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
     return weights.gather(-1, rank), ids.to(torch.int32)
 
 
-def moe_forward(
-    routed: Routed, experts: Sequence[ExpertWeights | None], space: Workspace, *, into: Tensor | None = None
-) -> Tensor:
+def grouped_pages(weights: Sequence[ExpertWeights]) -> PageTable | None:
+    """The pages of ``weights``, if the grouped kernels compute with them where they are; else None. Waits for the
+    device: called at loading."""
+    if not weights or not weights[0][0].is_cuda or not serving.serves(weights[0][0].device, weights[0][0].dtype)[0]:
+        return None
+    return PageTable.of([gate_up for gate_up, _ in weights], [down for _, down in weights])
+
+
+def moe_forward(routed: Routed, experts: Experts, space: Workspace, *, into: Tensor | None = None) -> Tensor:
     """The experts of ``routed`` -> [T, H] in x's dtype, added to ``into`` if given; T at most the capacity of
     ``space``. An expert that is None is computed elsewhere and adds nothing.
 
     The experts of a token are summed in float32 in the order of their ids, so a token's result does not depend on the
     other tokens of the batch beyond the rounding of each product.
     """
+    if isinstance(experts, PageTable):
+        return grouped_forward(routed, experts, space, into)
     if routed.x.device.type == "cpu" and native.available():
         return SplitMoE(routed, experts, frozenset(), space).end(into)
-    rows = routed.ids.numel()
-    on_card = routed.x.is_cuda and any(experts)
-    if on_card and serving.serves(routed.x.device, routed.x.dtype, rows / max(1, min(rows, len(experts))))[0]:
-        return grouped_forward(routed, experts if isinstance(experts, MoEWeights) else MoEWeights(experts), space, into)
     sums = torch.zeros(routed.x.shape, dtype=torch.float32, device=routed.x.device)
     add_experts(sums, routed, experts, space, most_rows=routed.x.shape[0])
     found = sums.to(routed.x.dtype)
@@ -143,24 +140,34 @@ def _expert_ffn_in_place(rows: Tensor, experts: Sequence[ExpertWeights | None], 
     cpu_expert_ffn(rows, [gate_up for gate_up, _ in busy], [down for _, down in busy], offsets, out=rows)
 
 
-def grouped_forward(routed: Routed, experts: MoEWeights, space: Workspace, into: Tensor | None = None) -> Tensor:
-    """`moe_forward` by grouped GPU kernels, a few launches for all experts, in token chunks that fit ``space``."""
-    pages, top_k = experts.pages, routed.ids.shape[1]
+def grouped_forward(
+    routed: Routed, pages: PageTable, space: Workspace, into: Tensor | None = None, sums: Tensor | None = None
+) -> Tensor:
+    """`moe_forward` by grouped GPU kernels, a few launches for all experts; the host reads no number of rows.
+
+    The rows of all experts are computed in parts that fit ``space``, so T may exceed its capacity and each expert's
+    weights are read about once. ``sums`` float32 [T, H] is overwritten by the sums between parts; None: allocated where
+    there are several. The result does not depend on the parts.
+    """
+    tokens, places, offsets = gpu_routing.by_expert(routed.ids, pages.experts)
     out = torch.empty_like(routed.x) if into is None else into
-    most = max(1, space.room_for(pages.width) // top_k)
-    for first in range(0, len(out), most):
-        some = slice(first, first + most)
-        tokens, places, offsets = gpu_routing.by_expert(routed.ids[some], len(experts))
-        count = tokens.numel()
+    count, most, begun = tokens.numel(), space.room_for(pages.width), None
+    for first in range(0, count, most):
+        last = min(first + most, count)
         rows = expert_ffn(
-            routed.x[some],
+            routed.x,
             pages,
-            offsets,
-            tokens=tokens,
-            out=space.rows[:count],
-            scratch=space.wide(count, pages.width, routed.x.dtype),
+            offsets if count <= most else offsets.clamp(first, last).sub_(first),
+            tokens=tokens[first:last],
+            out=space.rows[: last - first],
+            scratch=space.wide(last - first, pages.width, routed.x.dtype),
+            mean_rows=count / min(count, pages.experts),
         )
-        gpu_routing.combine(rows, routed.weights[some], places, out=out[some], add=into is not None)
+        if last < count and sums is None:
+            sums = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        to, add = (out, into is not None) if last == count else (sums, False)
+        gpu_routing.combine(rows, routed.weights, places, out=to, add=add, first=first, begun=begun)
+        begun = sums
     return out
 
 
@@ -168,7 +175,8 @@ def add_experts(
     sums: Tensor, routed: Routed, experts: Sequence[ExpertWeights | None], space: Workspace, *, most_rows: int
 ) -> None:
     """sums float32 [T, H] += the experts of ``routed``, expert by expert; T may exceed the capacity of ``space``. From
-    zero sums, the result equals that of `moe_forward` exactly.
+    zero sums, the result equals that of `moe_forward` exactly. For the CPU, and for devices without grouped kernels,
+    where it reads the rows of each expert on the host.
 
     ``most_rows``: rows computed at a time; with native CPU kernels, rows weighted and added at a time.
     """

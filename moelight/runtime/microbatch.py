@@ -19,6 +19,7 @@ from moelight.models.decoder import Rotation
 from moelight.models.moe import Routed, SplitMoE
 from moelight.profiles.model import ModelProfile
 from moelight.runtime.context import Added, Chunk, Context, slots_of
+from moelight.runtime.host_copy import HostCopy
 from moelight.weights.torch_dtypes import to_torch
 
 T = TypeVar("T")
@@ -79,7 +80,7 @@ class StagingBuffers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedActivations:
-    """Inputs ``routed`` and output ``sums`` float32 [T, H], for experts that run once per pass."""
+    """Inputs ``routed`` and sums of experts ``sums`` float32 [T, H], for experts that run once per pass."""
 
     routed: Routed
     sums: Tensor
@@ -103,7 +104,6 @@ class SavedActivations:
         self.routed.x.copy_(routed.x)
         self.routed.weights.copy_(routed.weights)
         self.routed.ids.copy_(routed.ids)
-        self.sums.zero_()
 
 
 def _regions(arena: Tensor, tokens: int, each: Mapping[str, int]) -> dict[str, Tensor]:
@@ -133,6 +133,7 @@ class MicroBatch:
         crossing: only if a link separates device and host.
         kept: only where experts run once per pass.
         context: only for attention on the device, as ``added``.
+        chosen: ids and weights [T, k] of the last router, in an on-demand pass.
     """
 
     token_ids: Tensor
@@ -159,6 +160,7 @@ class MicroBatch:
     context: Context | None = None
     added: Added | None = None
     routed: Routed | None = None
+    chosen: HostCopy | None = None
     routed_host: Routed | None = None
     experts_host: Tensor | None = None
     experts: Tensor | None = None

@@ -62,15 +62,15 @@ def facts(
         name: int(re.search(pattern, log.getvalue()).group(1))
         for name, pattern in (("registers", r"Used (\d+) registers"), ("spilled", r"(\d+) bytes spill stores"))
     }
-    words = ("mma.sync", "wgmma", "cp.async", "ld.global.v4", "fma.rn.f32")
+    words = ("mma.sync", "wgmma", "tcgen05.mma", "cp.async", "ld.global.v4", "fma.rn.f32")
     code = found.asm["ptx"]
     row = {"what": what, "card": card, "shared": found.metadata.shared, **numbers}
     return row | {word: code.count(word) for word in words}
 
 
 def products(card: int) -> list[dict[str, Any]]:
-    """Both products in every format: for many rows in either 16-bit dtype, for few in float16, and in float32, which
-    has the same tile for both. Each product meets each dtype, and where it has many rows, which need most registers and
+    """Both products in every format: for many rows in either 16-bit dtype, for few in float16, and in float32. Each
+    product meets each dtype, and where it has many rows, which need most registers and
     shared memory, each format too."""
     rows = []
     for number, form in enumerate(("float", "int8", "int8 groups", "int4")):
@@ -80,7 +80,7 @@ def products(card: int) -> list[dict[str, Any]]:
         if card >= 80:
             cases += [(torch.float16, 512, parts[0]), (torch.bfloat16, 512, parts[1])]
         if form in ("float", "int4"):
-            cases.append((torch.float32, 4, parts[0]))
+            cases += [(torch.float32, mean_rows, parts[0]) for mean_rows in ((4, 512) if card >= 80 else (4,))]
         for dtype, mean_rows, part in cases:
             rows.append(product(card, dtype, form, part, mean_rows))
     return rows
@@ -108,11 +108,12 @@ def product(card: int, dtype: torch.dtype, form: str, part: str, mean_rows: int)
 
 
 def others(card: int) -> list[dict[str, Any]]:
-    """The map of slots, the router and the weighted sum."""
+    """The sorting of rows, the map of slots, the router and the weighted sum."""
     i32, i64 = torch.empty(16, dtype=torch.int32), torch.empty(16, dtype=torch.int64)
     half, single = torch.empty(16, dtype=torch.float16), torch.empty(16)
     found = {
-        "map": (grouped_triton.map_slots, (i32, i32, 5, 40, 11), {"BM": 16, "PADDED": 128, "SLOTS": 32}),
+        "map": (grouped_triton.map_slots, (i32, i32, i32, 5, 9, 40, 11), {"BM": 16, "PADDED": 128, "SLOTS": 32}),
+        "sort": (routing_triton.sort_rows, (i32, i64, i64, i32, 40), {"TOP_K": 8, "BR": 1024}),
         "route": (
             routing_triton.route,
             (half, single, i32, 40, 60, 60),
@@ -120,8 +121,8 @@ def others(card: int) -> list[dict[str, Any]]:
         ),
         "combine": (
             routing_triton.combine,
-            (half, single, i64, half, 40, 1500),
-            {"TOP_K": 4, "ADD": True, "BY_HAND": False, "BW": 1024},
+            (half, single, i64, single, half, 40, 1, 1500),
+            {"TOP_K": 4, "BEGUN": True, "ADD": True, "BY_HAND": False, "BW": 1024},
         ),
     }
     return [facts(name, card, *rest) for name, rest in found.items()]

@@ -52,29 +52,63 @@ def route(
 
 
 @triton.jit(do_not_specialize=["rows"])
+def sort_rows(ids, tokens, places, offsets, rows, TOP_K: tl.constexpr, BR: tl.constexpr):
+    """A stable counting sort: program e lists the rows of expert e behind those of all lower ids.
+
+    ids [rows], tokens and places int64 [rows], offsets int32 [programs]; row r is of token r // TOP_K. No row has the
+    expert of the last program, which stores the end. An id beyond the programs is in no list.
+    """
+    expert = tl.program_id(0)
+    begin = 0
+    for first in range(0, rows, BR):
+        row = first + tl.arange(0, BR)
+        inside = row < rows
+        chosen = tl.load(ids + row, mask=inside, other=0).to(tl.int32)
+        begin += tl.sum((inside & (chosen < expert)).to(tl.int32), 0)
+    tl.store(offsets + expert, begin)
+    for first in range(0, rows, BR):
+        row = first + tl.arange(0, BR)
+        inside = row < rows
+        chosen = tl.load(ids + row, mask=inside, other=0).to(tl.int32)
+        mine = inside & (chosen == expert)
+        place = begin + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(tokens + place, (row // TOP_K).to(tl.int64), mask=mine)
+        tl.store(places + row, place.to(tl.int64), mask=mine)
+        begin += tl.sum(mine.to(tl.int32), 0)
+
+
+@triton.jit(do_not_specialize=["rows", "first"])
 def combine(
     results,
     weights,
     places,
+    begun,
     out,
     rows,
+    first,
     width,
     TOP_K: tl.constexpr,
+    BEGUN: tl.constexpr,
     ADD: tl.constexpr,
     BY_HAND: tl.constexpr,
     BW: tl.constexpr,
 ):
-    """out [T, width] = (ADD: out +) the sum of weights[t, k] * results[places[t, k]], in float32, in the order of k."""
+    """out [T, width] = (ADD: out +) the sum of weights[t, k] * results[places[t, k] - first], after that in ``begun``
+    where BEGUN, in float32 and in the order of k, rounded before it is added. Places outside of the rows add nothing.
+    """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BW + tl.arange(0, BW)
     inside = column < width
-    if ADD:
-        total = tl.load(out + token * width + column, mask=inside, other=0.0).to(tl.float32)
+    if BEGUN:
+        total = tl.load(begun + token * width + column, mask=inside, other=0.0)
     else:
         total = tl.zeros((BW,), dtype=tl.float32)
     for rank in tl.static_range(TOP_K):
-        place = tl.load(places + token * TOP_K + rank)
-        place = tl.minimum(tl.maximum(place, 0), rows - 1).to(tl.int64)
-        result = tl.load(results + place * width + column, mask=inside, other=0.0).to(tl.float32)
+        place = tl.load(places + token * TOP_K + rank) - first + tl.zeros((BW,), dtype=tl.int64)
+        there = inside & (place >= 0) & (place < rows)
+        result = tl.load(results + place * width + column, mask=there, other=0.0).to(tl.float32)
         total += result * tl.load(weights + token * TOP_K + rank)
+    if ADD:
+        before = tl.load(out + token * width + column, mask=inside, other=0.0).to(tl.float32)
+        total = before + rounded(total, out.dtype.element_ty, BY_HAND).to(tl.float32)
     tl.store(out + token * width + column, rounded(total, out.dtype.element_ty, BY_HAND), mask=inside)

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 OLDEST = (7, 5)
 BFLOAT16_SINCE = (8, 0)
-# On a T4 (320 GB/s, 8 Tflop/s without tensor cores) the bytes of 16-bit weights bind up to 25 rows per expert.
-MOST_ROWS_WITHOUT_UNITS = 24
 
 
 @cache
@@ -73,18 +71,16 @@ def failure(index: int | None) -> str | None:
             ones = torch.ones(1, 1, device=device)
             out = torch.zeros(1, 16, device=device)
             places = torch.zeros(1, 1, dtype=torch.int64, device=device)
-            routing_triton.combine[(1, 1)](out + 1, ones, places, out, 1, 16, TOP_K=1, ADD=False, BY_HAND=False, BW=16)
+            flags = {"TOP_K": 1, "BEGUN": False, "ADD": False, "BY_HAND": False, "BW": 16}
+            routing_triton.combine[(1, 1)](out + 1, ones, places, out, out, 1, 0, 16, **flags)
             right = bool((out == 1).all())
     except Exception as error:  # noqa: BLE001 - torch computes after any error of a compiler, driver or launcher
         return "triton's kernels do not run here: " + (str(error).strip() or repr(error)).splitlines()[0]
     return None if right else "triton's kernels give wrong numbers here"
 
 
-def serves(device: torch.device, dtype: torch.dtype, rows_per_expert: float = 0.0) -> tuple[bool, str]:
-    """True if Triton computes with tensors of ``dtype`` on ``device``, and the reason in one clause.
-
-    ``rows_per_expert``: of a product; where Triton uses no tensor cores, torch is faster with many rows.
-    """
+def serves(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
+    """True if Triton computes with tensors of ``dtype`` on ``device``, and the reason in one clause."""
     if not triton_available():
         return False, triton_reason()
     if device.type == "cpu":
@@ -96,19 +92,21 @@ def serves(device: torch.device, dtype: torch.dtype, rows_per_expert: float = 0.
         return False, f"no kernel was written for devices of type {device.type}"
     if why := failure(device.index):
         return False, why
-    return card_serves(capability(device.index), str(dtype).removeprefix("torch."), rows_per_expert)
+    return card_serves(capability(device.index), str(dtype).removeprefix("torch."))
 
 
-def card_serves(card: tuple[int, int], dtype: str, rows_per_expert: float) -> tuple[bool, str]:
+def card_serves(card: tuple[int, int], dtype: str) -> tuple[bool, str]:
     """`serves` for a CUDA card of compute capability ``card``; ``dtype`` by its torch name."""
     name = f"compute capability {card[0]}.{card[1]}"
     if card < OLDEST:
         return False, f"{name}: triton needs 7.5"
     if dtype == "bfloat16" and card < BFLOAT16_SINCE:
         return False, f"{name} has no bfloat16"
-    if rows_per_expert > MOST_ROWS_WITHOUT_UNITS:
-        if card < UNITS_SINCE:
-            return False, f"{name}: many rows, and triton does not use its tensor units, as torch does"
-        if dtype == "float32":
-            return False, "many rows in float32, for which triton uses no tensor units"
-    return True, f"{triton_reason()}, {name}"
+    return True, f"{triton_reason()}, {name}" + ("" if card >= UNITS_SINCE else ", without its tensor units")
+
+
+def expert_kernel(device: torch.device, dtype: torch.dtype, mean_rows: float) -> tuple[str, str]:  # noqa: ARG001
+    """The implementation of the product of experts with ``mean_rows`` rows each, ``triton`` or ``torch``, and the
+    reason in one clause. Only ``torch`` reads the rows of each expert on the host; kernels serve any number of rows."""
+    served, reason = serves(device, dtype)
+    return ("triton" if served else "torch"), reason

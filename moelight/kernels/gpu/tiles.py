@@ -9,7 +9,7 @@ KIB = 1024
 _SHARED = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 _SHARED_ELSEWHERE = 64
 _SPARE = 4
-_DEEPEST = 64
+_DEEPEST_BYTES = 128
 _MOST_STAGES = 4
 _BAND_ROWS = 1024
 # Triton dropped Turing's tensor cores in 3.3 (triton-lang/triton#5066): below this its products do not use any.
@@ -22,7 +22,7 @@ _WIDE_FROM_SHARED_SINCE = (9, 0)
 class Tile:
     """``rows`` of x times ``columns`` of the output, ``depth`` inputs at a time, ``stages`` loads in flight.
 
-    All slots of a ``band`` are computed before the next band.
+    All slots of a ``band`` are computed before the next band. ``precision`` of products of float32, by Triton's names.
     """
 
     rows: int
@@ -31,6 +31,7 @@ class Tile:
     warps: int
     stages: int
     band: int
+    precision: str = "ieee"
 
 
 def shared_bytes(card: tuple[int, int]) -> int:
@@ -38,12 +39,12 @@ def shared_bytes(card: tuple[int, int]) -> int:
     return (_SHARED.get(card, _SHARED_ELSEWHERE) - _SPARE) * KIB
 
 
-def depth_of(group: int, *, units: bool) -> int:
+def depth_of(group: int, *, itemsize: int, units: bool) -> int:
     """Inputs at a time: a power of two that divides the group, so that a step has one scale a row.
 
     Independent of the row count, and so are the steps of a token's sums; the order inside a step is the card's.
     """
-    deepest = _DEEPEST if units else _DEEPEST // 2
+    deepest = _DEEPEST_BYTES // itemsize if units else 32
     return min(group & -group, deepest) if group else deepest
 
 
@@ -53,10 +54,12 @@ def choose(card: tuple[int, int], *, itemsize: int, mean_rows: float, group: int
     ``group``: inputs with one scale, 0 for none; ``matrices``: 2 if gate and up are computed at once. The sums of a
     tile fit the registers (`tests/kernels/test_gpu_compiles.py`); groups need a second sum.
     """
-    units = card >= UNITS_SINCE and itemsize == 2
-    depth = depth_of(group, units=units)
+    units = card >= UNITS_SINCE
+    depth = depth_of(group, itemsize=itemsize, units=units)
     if not units:
         return Tile(rows=16, columns=32, depth=depth, warps=4, stages=1, band=_BAND_ROWS // 16)
+    if itemsize == 4:
+        return _single(card, depth, mean_rows, matrices)
     most = 64 if group else 128
     rows = next((size for size in (16, 32, 64) if mean_rows <= size <= most), most)
     columns = 64
@@ -68,3 +71,12 @@ def choose(card: tuple[int, int], *, itemsize: int, mean_rows: float, group: int
     stages = max(1, min(_MOST_STAGES, shared_bytes(card) // stage))
     warps = 8 if rows * columns * matrices >= most * 128 else 4
     return Tile(rows=rows, columns=columns, depth=depth, warps=warps, stages=stages, band=_BAND_ROWS // rows)
+
+
+def _single(card: tuple[int, int], depth: int, mean_rows: float, matrices: int) -> Tile:
+    """A tile of float32 on tensor units: the parts of both operands are in registers, so it is smaller."""
+    rows, columns = next((size for size in (16, 32) if mean_rows <= size), 64), 32 if matrices == 2 else 64
+    stages = max(1, min(_MOST_STAGES, shared_bytes(card) // ((rows + matrices * columns) * depth * 4)))
+    return Tile(
+        rows=rows, columns=columns, depth=depth, warps=4, stages=stages, band=_BAND_ROWS // rows, precision="tf32x3"
+    )

@@ -28,7 +28,7 @@ from moelight.kernels.norm import rms_norm
 from moelight.kernels.prefill import prefill_attention
 from moelight.kernels.products import Workspace, linear
 from moelight.models.decoder import Decoder, rotation
-from moelight.models.moe import Routed, moe_forward
+from moelight.models.moe import Experts, Routed, grouped_pages, moe_forward
 from moelight.profiles.efficiency import Curve, Surface
 from moelight.profiles.model import AttentionSpec, ExpertSpec, ModelProfile, RouterSpec
 from moelight.profiles.names import MIXTRAL_STYLE
@@ -201,10 +201,14 @@ def moe_work(pool: Pool, shape: Shape, experts: int, tokens: int) -> tuple[Work,
     pages, routings = pool.groups(*(_page(shape) * experts)), itertools.cycle(_routings(pool, hidden, experts, tokens))
     spec = ExpertSpec(num_experts=experts, intermediate_size=width)
     space = _workspace(replace(_MODEL, hidden_size=hidden, experts=spec), tokens, pool)
+    layers: dict[int, Experts] = {}  # by address: as at loading, a layer is prepared once
 
     def work() -> Tensor:
         views = next(pages)
-        return moe_forward(next(routings), list(zip(views[::2], views[1::2], strict=True)), space)
+        if (address := views[0].data_ptr()) not in layers:
+            weights = list(zip(views[::2], views[1::2], strict=True))
+            layers[address] = grouped_pages(weights) or weights
+        return moe_forward(next(routings), layers[address], space)
 
     return work, 6.0 * tokens * TOP_K * hidden * width
 
