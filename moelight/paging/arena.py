@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moelight.core.errors import BudgetError
 from moelight.core.units import format_bytes
-from moelight.hrm.footprint import Footprint
+from moelight.hrm.footprint import ArenaSize, Footprint
 
 _log = logging.getLogger(__name__)
 HUGE_PAGE = 2 << 20
@@ -35,8 +35,8 @@ class PinningError(BudgetError):
     def __init__(self, purpose: str, size: int, *, locked: int, code: int) -> None:
         super().__init__(
             f"the system refuses to page-lock {format_bytes(size)} of host memory for {purpose} (cudaHostRegister: "
-            f"error {code} after {format_bytes(locked)}); raise its limit of locked memory (ulimit -l, the container's, "
-            "WSL's), or lower --host-memory",
+            f"error {code} after {format_bytes(locked)}); raise its limit of locked memory (ulimit -l, that of a "
+            "container or of WSL), or lower --host-memory",
             tier="host",
             needed_bytes=size,
         )
@@ -67,13 +67,18 @@ def allocate(
             else:
                 arenas[arena.purpose] = _aligned_empty(arena.bytes, device=where)
         except (RuntimeError, MemoryError, OSError):  # PinningError is none of them
-            raise BudgetError(
-                f"the machine has no {format_bytes(arena.bytes)} left on tier {arena.tier} for {arena.purpose}; "
-                f"lower --{arena.tier}-memory below {format_bytes(footprint.total(arena.tier))}",
-                tier=arena.tier,
-                needed_bytes=arena.bytes,
-            ) from None
+            raise nothing_left(footprint, arena) from None
     return arenas
+
+
+def nothing_left(footprint: Footprint, arena: ArenaSize) -> BudgetError:
+    """The error of a machine without memory for ``arena``."""
+    return BudgetError(
+        f"the machine has no {format_bytes(arena.bytes)} left on tier {arena.tier} for {arena.purpose}; "
+        f"lower --{arena.tier}-memory below {format_bytes(footprint.total(arena.tier))}",
+        tier=arena.tier,
+        needed_bytes=arena.bytes,
+    )
 
 
 def slots(arena: Tensor, slot_bytes: int) -> Iterator[Tensor]:

@@ -16,7 +16,7 @@ from moelight.core.schedule import Lane
 from moelight.core.units import format_bytes
 from moelight.hrm.footprint import Footprint
 from moelight.kernels.threads import ThreadTeam
-from moelight.paging.arena import allocate
+from moelight.paging.arena import allocate, nothing_left
 from moelight.runtime.lanes import InlineLane, LaneRunner, PendingLane, StreamLane, ThreadLane
 from moelight.runtime.topology import (
     CoreShares,
@@ -45,7 +45,7 @@ class Machine:
     discrete: bool
     twin: bool = False
     bf16: bool = True
-    habits: TwinHabits = field(default_factory=TwinHabits)
+    habits: TwinHabits = field(default_factory=TwinHabits, compare=False)
     memory: EmulatedMemory | None = field(default=None, compare=False)
 
     @property
@@ -150,8 +150,11 @@ def allocate_for(
         if arena.device.type == "cpu":
             settle(place, arena.data_ptr(), arena.numel())
     if machine.memory is not None:
-        for purpose in (each.purpose for each in footprint.arenas if each.tier == "device" and each.purpose in arenas):
-            machine.memory.hold(arenas[purpose], arenas[purpose].numel())
+        for region in (each for each in footprint.arenas if each.tier == "device" and each.purpose in arenas):
+            try:
+                machine.memory.hold(arenas[region.purpose], region.bytes)
+            except torch.OutOfMemoryError:
+                raise nothing_left(footprint, region) from None
     return arenas
 
 

@@ -24,7 +24,7 @@ from moelight.core.units import format_bytes, parse_bytes
 from moelight.runtime.lanes import MovedBytes, Outcome, Work
 
 _KNOWN = ("fp16", "link", "launch", "memory")
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_PER_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
 _SPIN_S = 2e-4  # the system's sleep may take tens of microseconds longer
 
 
@@ -216,4 +216,4 @@ def _seconds(text: str) -> float:
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(us|ms|s)\s*", text)
     if found is None or not float(found.group(1)):
         raise ConfigError(f"--device twin: launch: {text!r} is not a time, as in 5us")
-    return float(found.group(1)) * _SECONDS[found.group(2)]
+    return float(found.group(1)) / _PER_SECOND[found.group(2)]

@@ -1,11 +1,11 @@
-"""First launches, which compile or load kernels, before the first pass: the device's tasks of a layer over micro-batches
-of zeros. Does not know which kernels they launch: a kernel may choose its program by the number of rows, but not more
+"""First launches, which compile or load kernels, before the first pass: the device's tasks of a layer over rows of
+zeros. Does not know which kernels they launch: a kernel may choose its program by the number of rows, but not more
 often than that doubles."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ def warm_up(
 
     Where a kernel of Triton fails, torch serves on this device from then on. Raises torch.OutOfMemoryError.
     """
-    layers = sorted({model.moe_layers.index(kind) for kind in set(model.moe_layers)})
+    layers = {model.moe_layers.index(moe): moe for moe in set(model.moe_layers)}
 
     def play() -> None:
         for rows in doublings(most_rows if kept is None else len(hidden)):
@@ -85,8 +85,8 @@ def _micro_batches(
     return found
 
 
-def _play(operations: Operations, layers: list[int], micro_batches: list[MicroBatch]) -> None:
-    whole = micro_batches[0].kept is not None
+def _play(operations: Operations, layers: Mapping[int, bool], micro_batches: list[MicroBatch]) -> None:
+    """``layers``: whether each has routed experts."""
     perform = operations.bind(
         PassPages(micro_batches=micro_batches, position=0), lambda *given: given[-1].argmax(-1), lambda *_: None
     )
@@ -96,7 +96,8 @@ def _play(operations: Operations, layers: list[int], micro_batches: list[MicroBa
 
     for j in range(len(micro_batches)):
         run(TaskKind.EMBED, -1, j)
-    for layer in layers:
+    for layer, moe in layers.items():
+        whole = moe and micro_batches[0].kept is not None
         for j in range(len(micro_batches)):
             run(TaskKind.PRE_ATTENTION, layer, j)
             run(TaskKind.ATTENTION, layer, j)
