@@ -143,7 +143,7 @@ def _locked(size: int, step: int) -> tuple[Tensor, int, int]:
     """``size`` bytes of host memory, locked in pieces of ``step``; how many were; the error of the one that was not, or
     0: the others are unlocked then."""
     cells, region = _mapped(size)
-    runtime, address, pieces = _runtime(), region.data_ptr(), []
+    runtime, address, pieces = _runtime(), region.data_ptr(), list[Any]()
     for first in range(0, size, max(1, step)):
         count = -(-min(step, size - first) // _PAGE) * _PAGE
         if code := int(runtime.cudaHostRegister(address + first, count, _PORTABLE)):
