@@ -133,6 +133,7 @@ class LoadedModel:
             kept=self.kept,
             most_rows=policy.micro_batch_tokens,
             block_size=policy.kv_block_size,
+            has_experts=self.placement.fast_tier == "device",
         )
         return lane.submit(work, ())
 

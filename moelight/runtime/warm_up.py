@@ -29,14 +29,16 @@ def warm_up(
     kept: SavedActivations | None,
     most_rows: int,
     block_size: int,
+    has_experts: bool,
 ) -> None:
     """Carry out the device's tasks of a first layer of each kind and of the head, on the calling thread, on
-    micro-batches of 1, 2, 4, … up to ``most_rows`` rows; with ``kept``, experts also on all rows of ``hidden``. Weights
-    and pages may be unread: results are dropped, and the contents of ``hidden`` and ``kept`` are lost.
+    micro-batches of 1, 2, 4, … up to ``most_rows`` rows; with ``kept``, experts also on all rows of ``hidden``; without
+    ``has_experts``, on the device, up to the router. Weights and pages may be unread: results are dropped, and the
+    contents of ``hidden`` and ``kept`` are lost.
 
     Where a kernel of Triton fails, torch serves on this device from then on. Raises torch.OutOfMemoryError.
     """
-    layers = {model.moe_layers.index(moe): moe for moe in set(model.moe_layers)}
+    layers = {model.moe_layers.index(moe): _after_attention(moe, kept, has_experts) for moe in set(model.moe_layers)}
 
     def play() -> None:
         for rows in doublings(most_rows if kept is None else len(hidden)):
@@ -49,8 +51,14 @@ def warm_up(
     except Exception as error:
         if not serving.refuse(hidden.device, error):
             raise
-        _log.warning("%s: torch computes instead of triton: %s", hidden.device, error)
+        _log.warning("%s: torch computes: %s", hidden.device, serving.serves(hidden.device, hidden.dtype)[1])
         play()
+
+
+def _after_attention(moe: bool, kept: SavedActivations | None, has_experts: bool) -> tuple[TaskKind, ...]:
+    if not moe or (has_experts and kept is None):
+        return (TaskKind.POST_ATTENTION,)
+    return (TaskKind.ROUTE, TaskKind.EXPERTS) if has_experts else (TaskKind.ROUTE,)
 
 
 def doublings(most: int) -> Iterator[int]:
@@ -85,8 +93,8 @@ def _micro_batches(
     return found
 
 
-def _play(operations: Operations, layers: Mapping[int, bool], micro_batches: list[MicroBatch]) -> None:
-    """``layers``: whether each has routed experts."""
+def _play(operations: Operations, layers: Mapping[int, tuple[TaskKind, ...]], micro_batches: list[MicroBatch]) -> None:
+    """``layers``: the tasks of each after attention; the second is one of the whole pass."""
     perform = operations.bind(
         PassPages(micro_batches=micro_batches, position=0), lambda *given: given[-1].argmax(-1), lambda *_: None
     )
@@ -96,13 +104,12 @@ def _play(operations: Operations, layers: Mapping[int, bool], micro_batches: lis
 
     for j in range(len(micro_batches)):
         run(TaskKind.EMBED, -1, j)
-    for layer, moe in layers.items():
-        whole = moe and micro_batches[0].kept is not None
+    for layer, (each, *whole) in layers.items():
         for j in range(len(micro_batches)):
             run(TaskKind.PRE_ATTENTION, layer, j)
             run(TaskKind.ATTENTION, layer, j)
-            run(TaskKind.ROUTE if whole else TaskKind.POST_ATTENTION, layer, j)
-        if whole:
-            run(TaskKind.EXPERTS, layer, -1)
+            run(each, layer, j)
+        for kind in whole:
+            run(kind, layer, -1)
     for j in range(len(micro_batches)):
         run(TaskKind.SAMPLE, -1, j)

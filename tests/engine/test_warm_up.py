@@ -136,7 +136,7 @@ def test_where_a_kernel_fails_torch_computes_and_says_so(
         assert engine.generate([[65] * MOST_ROWS], HOW)[0].completion_tokens == 3
     assert not card["passes"]
     assert [record.getMessage() for record in caplog.records] == [
-        "cpu: torch computes instead of triton: out of resource: shared memory\nmore of it"
+        "cpu: torch computes: a triton kernel failed: out of resource: shared memory"
     ]
     served, why = serving.serves(torch.device("cpu"), torch.float16)
     assert (served, why) == (False, "a triton kernel failed: out of resource: shared memory")
@@ -204,3 +204,19 @@ def test_no_tile_is_chosen_between_doublings_only(
     counts = list(warm_up.doublings(most))
     assert counts[0] == 1 and counts[-1] == most and len(counts) <= most.bit_length() + 1
     assert {chosen(tokens) for tokens in range(1, most + 1)} == {chosen(tokens) for tokens in counts}
+
+
+@pytest.mark.gpu
+def test_no_pass_compiles_on_a_real_device(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    compiled: list[str] = []
+
+    def note(*, repr: str, **_: Any) -> None:  # noqa: A002 - triton's name
+        compiled.append(repr)
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
+    with Engine(policy_for(model), device="auto") as engine:
+        compiled.clear()
+        engine.generate([[65] * MOST_ROWS, [66] * 30, [67, 68], [69] * 11], HOW)
+    assert compiled == []
