@@ -68,7 +68,9 @@ class Machine:
             return self.memory.limit - self.memory.used
         if self.device.type == "cpu":
             raise ConfigError("--device-memory is needed for a twin: it has no memory of its own")
-        free, _ = torch.get_device_module(self.device).mem_get_info(self.device)
+        module = torch.get_device_module(self.device)
+        module.empty_cache()  # what an earlier engine of this process left
+        free, _ = module.mem_get_info(self.device)
         return int(free)
 
 
@@ -209,8 +211,8 @@ def out_of_device_memory(machine: Machine, limit_bytes: int) -> BudgetError:
     return BudgetError(
         f"{'twin' if machine.twin else machine.device}: a pass needs more device memory than is left: tensors took "
         f"{format_bytes(peak.allocated)} and the allocator {format_bytes(peak.reserved)} {allowed}at most; lower "
-        "--device-memory, so that the plan leaves "
-        "more free, or batch_size or micro_batch_size of the policy. Finished rows are kept",
+        "--device-memory, so that the plan leaves more free, or batch_size or micro_batch_size of the policy. Finished "
+        "rows are kept",
         tier="device",
         needed_bytes=peak.reserved,
     )

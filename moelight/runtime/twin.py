@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.schedule import Lane, Task
 from moelight.core.units import format_bytes, parse_bytes
-from moelight.runtime.lanes import MovedBytes, Outcome, Work
+from moelight.runtime.lanes import MovedBytes, Outcome, Skipped, Work
 
 _KNOWN = ("fp16", "link", "launch", "memory")
 _PER_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
@@ -84,6 +84,8 @@ class TwinHabits:
     def _moved(self, work: Work, size: int) -> Outcome:
         began_s = time.perf_counter()
         outcome = work()
+        if isinstance(outcome, Skipped):
+            return outcome
         size = outcome.bytes if isinstance(outcome, MovedBytes) else size
         took_s = size / self.link_bytes_per_s if self.link_bytes_per_s else 0.0
         _wait_until(began_s + self.launch_s + took_s)
