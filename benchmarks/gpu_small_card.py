@@ -352,7 +352,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, metavar="DIR", help="keep results and traces here")
     parser.add_argument("--tiny", action="store_true", help="a small model and short jobs: shows that everything runs")
     args = parser.parse_args()
-    args.caps = args.caps or (["2MiB"] if args.tiny else ["16GiB", "24GiB"])
+    args.caps = args.caps or (["123MiB"] if args.tiny else ["16GiB", "24GiB"])
     args.new = args.new or ([3, 5] if args.tiny else [32, 64, 128, 256])
     if args.tiny:
         args.host_memory, args.requests, args.job_seconds = args.host_memory or "512MiB", 12, 120.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -11,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from moelight.core.dtypes import DType
 from moelight.core.errors import ConfigError, InputError, MoelightError, did_you_mean
 from moelight.core.policy import Adaptation, Policy
 from moelight.core.request import Completion, Request, SamplingParams
@@ -23,12 +25,13 @@ from moelight.engine.experts import choices_for
 from moelight.engine.loaded_model import weight_dtype
 from moelight.engine.output_processor import OutputProcessor, check_tokens, most_tokens
 from moelight.engine.pass_runner import PackedPass, PassRunner
-from moelight.engine.planning import choose_residents, plan_for, resolve, resolve_host_pages, speeds_for
+from moelight.engine.planning import choose_residents, plan_for, resolve, resolve_host_pages, speeds_for, stage_pages
 from moelight.engine.tokenizer import Tokenizer
 from moelight.experts.options import ExpertOptions
 from moelight.experts.profile import save_profile
 from moelight.observe.stats import Binding, LaneTotals, RunStats
 from moelight.optimizer.plan import Plan
+from moelight.paging.arena import PinningError
 from moelight.profiles.workload import Workload
 from moelight.runtime.executor import Idle
 from moelight.runtime.machine import (
@@ -41,6 +44,7 @@ from moelight.runtime.machine import (
 from moelight.runtime.measure import peak_rss_bytes
 from moelight.weights.tensor_map import OpenCheckpoint, open_checkpoint
 
+_log = logging.getLogger(__name__)
 Prompt: TypeAlias = str | Mapping[str, Any] | Sequence[int]
 _FORMS = ("prompt", "messages", "prompt_token_ids")
 
@@ -144,7 +148,7 @@ class Engine:
         given = policy.policy if isinstance(policy, Plan) else policy
         machine = find_machine("cpu" if device == "auto" and not given.discrete else device)
         source = source or open_checkpoint(given.model)
-        self.profile, self._device, self._overlaps = source.profile, machine.device, machine.discrete
+        self.profile, self._machine, self._overlaps = source.profile, machine, machine.discrete
         resolved = resolve(given, self.profile, discrete=machine.discrete)
         options, dtype = experts or ExpertOptions(), weight_dtype(resolved, source, machine)
         resolved, self.residents_reason = choose_residents(resolved, self.plan, options, self.profile, dtype)
@@ -155,7 +159,7 @@ class Engine:
         self._constraints = Constraints(self.tokenizer, self.profile.vocab_size)
         self._device_limit = self.plan.use_of("device").capacity_bytes if self.plan and machine.discrete else 0
         self._guard_device_memory()
-        self._passes: PassRunner | None = PassRunner(source, self.policy, machine, lanes, self._experts)
+        self._passes: PassRunner | None = self._load(source, lanes, dtype)
         window, pool = self.profile.attention.window, self._passes.pool
         self._batcher = Batcher(
             self.policy, pool, discrete=machine.discrete, window=window, prefix_caching=prefix_caching
@@ -168,9 +172,21 @@ class Engine:
         self._totals = LaneTotals(self._passes.model.lanes)
         self._load_s = time.perf_counter() - began
         self._wall_s = self._python_s = self._collected_s = 0.0
-        self._num_passes = self.progress_tokens = 0
+        self._num_passes = self._device_waits = self.progress_tokens = 0
         self._serving = False
         self.timeline: Timeline | None = None
+
+    def _load(self, source: OpenCheckpoint, lanes: str, dtype: DType) -> PassRunner:
+        """The loaded model; expert pages are staged if the system refuses to lock their memory."""
+        try:
+            return PassRunner(source, self.policy, self._machine, lanes, self._experts)
+        except PinningError as error:
+            refused = error.with_traceback(None)  # whose frames hold the regions that were not refused
+        except torch.OutOfMemoryError:
+            raise out_of_device_memory(self._machine, self._device_limit) from None
+        self.policy, self.host_pages_reason = stage_pages(self.policy, self.plan, self.profile, dtype, refused)
+        _log.warning("%s", self.host_pages_reason)
+        return self._load(source, lanes, dtype)
 
     @classmethod
     def from_pretrained(
@@ -332,7 +348,7 @@ class Engine:
             raise
         except torch.OutOfMemoryError:
             self._batcher.clear(failed=True)
-            raise out_of_device_memory(self._device, self._device_limit) from None
+            raise out_of_device_memory(self._machine, self._device_limit) from None
         except BaseException:
             self._batcher.clear(failed=True)
             raise
@@ -382,6 +398,7 @@ class Engine:
         """Wait for a pass; return the new tokens of each micro-batch."""
         self.timeline, tokens = self._loaded.land(launched)
         self._num_passes += 1
+        self._device_waits = self._loaded.model.executor.device_waits
         self._totals.add(self.timeline)
         return tokens
 
@@ -397,9 +414,9 @@ class Engine:
         return finished, len(self._batcher.running) != running
 
     def _guard_device_memory(self) -> None:
-        watch_device_memory(self._device)
+        watch_device_memory(self._machine.device)
         if self._device_limit:
-            limit_device_memory(self._device, self._device_limit)
+            limit_device_memory(self._machine.device, self._device_limit)
 
     def _pack_next(self) -> PackedPass | None:
         return self._loaded.pack(self._batcher.next_pass()) if self._batcher.busy else None
@@ -423,9 +440,13 @@ class Engine:
             peak_rss_bytes=peak_rss_bytes(),
             lanes=self._totals.stats(),
             python_s=self._python_s,
-            counts={"prefix_cache_queries": admitted.prompt_tokens, "prefix_cache_hits": admitted.cached_tokens},
+            counts={
+                "prefix_cache_queries": admitted.prompt_tokens,
+                "prefix_cache_hits": admitted.cached_tokens,
+                "device_waits": self._device_waits,
+            },
             adaptations=self.adaptations,
-            device_peak_bytes=device_peak(self._device).reserved,
+            device_peak_bytes=device_peak(self._machine).reserved,
         )
 
     @property
@@ -482,7 +503,7 @@ class Engine:
             self._passes.close()
             self._passes = None
             if self._device_limit:
-                limit_device_memory(self._device, None)
+                limit_device_memory(self._machine.device, None)
         self.end_routing_trace()
 
     def __enter__(self) -> Engine:

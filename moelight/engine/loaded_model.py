@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,10 +35,12 @@ from moelight.paging.ring import RingPager
 from moelight.paging.store import PageStore
 from moelight.runtime.attention_ops import Act, DeviceAttention, HostAttention
 from moelight.runtime.executor import Executor
+from moelight.runtime.lanes import LaneRunner, Ticket
 from moelight.runtime.machine import Machine, allocate_for, cores_for, open_lanes
 from moelight.runtime.microbatch import SavedActivations, StagingBuffers
 from moelight.runtime.moe_ops import MoEOps
 from moelight.runtime.ops import Operations
+from moelight.runtime.warm_up import warm_up
 from moelight.scheduler.layout import layout_of
 from moelight.weights.load import PageReader, load_dense, page_files, page_views
 from moelight.weights.tensor_map import OpenCheckpoint
@@ -69,10 +72,11 @@ class LoadedModel:
             self._reader = opened.enter_context(_page_reader(source, dtype, opened))
             runners = open_lanes(machine, lanes, cores_for(machine, policy))
             self.lanes: tuple[Lane, ...] = tuple(runners)
-            self.executor = Executor(runners)
+            self.executor = Executor(runners, machine.habits.timed if machine.habits.takes_time else None)
             opened.callback(self.executor.close)
             announced = footprint(self.profile, policy, dtype=self.dtype, kv_dtype=self.dtype)
-            arenas = allocate_for(machine, announced, pinned_pages=self.layout.pinned_pages)
+            slot_bytes = costs.page_slot_bytes(self.profile, self.dtype)
+            arenas = allocate_for(machine, announced, pinned_pages=self.layout.pinned_pages, slot_bytes=slot_bytes)
             tokens, hidden = pass_tokens(policy), self.profile.hidden_size
             self.hidden = typed(arenas["hidden"], dtype, (tokens, hidden))
             self.crossing: StagingBuffers | None = None
@@ -85,7 +89,7 @@ class LoadedModel:
                     arenas["mixture"], tokens=tokens, hidden=hidden, top_k=top_k, dtype=dtype
                 )
             self.weights = load_dense(source.weight_map, self.profile, arenas["dense"], dtype)
-            self.pages = self._load_pages(arenas, experts)
+            self.pages = self._page_store(arenas, experts)
             self.pager: RingPager | None = None
             if experts is not None and self.layout.streamed:
                 leave = experts.leave if policy.ffn_device == "split" else None
@@ -94,6 +98,10 @@ class LoadedModel:
                     self.pages, experts.residency, self._reader.start, leave=leave, remembers=remembers
                 )
             self.operations = self._operations(policy, machine, arenas)
+            warming = self._warm_up(policy, runners[Lane.DEVICE]) if machine.compiles else None
+            self.pages.load(self._reader.start)
+            if warming is not None:
+                warming.wait()
             machine.synchronize()  # lanes do not wait for the stream on which weights and pools were filled
             self._opened = opened.pop_all()
 
@@ -102,9 +110,9 @@ class LoadedModel:
             self.pager.land()
         self._opened.close()
 
-    def _load_pages(self, arenas: Mapping[str, Tensor], experts: ExpertRuntime | None) -> PageStore:
+    def _page_store(self, arenas: Mapping[str, Tensor], experts: ExpertRuntime | None) -> PageStore:
         profile, fast_tier, dtype = self.profile, self.placement.fast_tier, to_torch(self.dtype)
-        pages = PageStore(
+        return PageStore(
             arenas,
             slot_table(self.placement, profile) if experts is None else experts.residency.table,
             fast_tier=fast_tier,
@@ -113,8 +121,21 @@ class LoadedModel:
             slot_bytes=costs.page_slot_bytes(profile, self.dtype),
             view=lambda slot: page_views(slot, profile, dtype),
         )
-        pages.load(self._reader.start)
-        return pages
+
+    def _warm_up(self, policy: Policy, lane: LaneRunner) -> Ticket:
+        """On the thread and stream of the device's ``lane``, beside the reading of pages."""
+        self.pages.follow(self.layout.streamed, self.layout.computed)
+        work = partial(
+            warm_up,
+            self.operations,
+            self.profile,
+            self.hidden,
+            kept=self.kept,
+            most_rows=policy.micro_batch_tokens,
+            block_size=policy.kv_block_size,
+            has_experts=self.placement.fast_tier == "device",
+        )
+        return lane.submit(work, ())
 
     def _operations(self, policy: Policy, machine: Machine, arenas: Mapping[str, Tensor]) -> Operations:
         profile, dtype = self.profile, to_torch(self.dtype)

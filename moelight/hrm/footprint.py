@@ -1,9 +1,9 @@
 """Bytes that a policy takes on each tier, by purpose, before anything is loaded; ``paging`` and ``runtime`` allocate
 these.
 
-Three purposes only bound what others allocate: ``transient`` and ``host_transient`` (temporaries of kernels during one
-task) and ``runtime`` (torch's product kernels, tokenizer, threads: docs/log.md). Parameters called ``sizes`` are
-policies whose counts may be arrays, of many candidates.
+Four purposes only bound what others allocate: ``transient`` and ``host_transient`` (temporaries of kernels during one
+task), ``runtime`` (torch's product kernels, tokenizer, threads: docs/log.md) and ``device_runtime`` (torch's allocator
+and cuBLAS). Parameters called ``sizes`` are policies whose counts may be arrays, of many candidates.
 """
 
 from __future__ import annotations
@@ -26,6 +26,19 @@ LOGITS_BYTES = 64 * MiB
 SLAB_BYTES = 8 * MiB
 CHUNK_ROWS = 256
 RUNTIME_BYTES = 64 * MiB
+# Torch's allocator grows one segment of small and one of large requests for every stream that allocates, in steps of 2
+# and 20 MiB (c10/cuda/CUDACachingAllocator.cpp, "Expandable Segments"): so much of each may be unused. Four streams
+# allocate: the default one, which has the arenas, and those of the lanes device, h2d and d2h.
+ALLOCATING_STREAMS = 4
+SEGMENT_STEPS_BYTES = (2 + 20) * MiB
+# cuBLAS gets one workspace for each thread and stream that multiplies, here the device lane's: 8.1 MiB before Hopper,
+# 32 MiB from it on; cuBLASLt 1 MiB (aten/src/ATen/cuda/CublasHandlePool.cpp; CUBLAS_WORKSPACE_CONFIG=:4096:8, which
+# makes sums repeatable, is 32 MiB on every card). One figure for all of them, since profiles do not name the class of a
+# card: 24 MiB too much before Hopper, 0.2 % of a T4.
+PRODUCT_WORKSPACE_BYTES = (32 + 1) * MiB
+# Outside of the allocator lie the driver's context, loaded kernels (Triton's, cuBLAS's) and their local memory: they
+# are no part of a device's free memory, of which `auto` takes 90 %, and come on top of a limit that the user gives.
+DEVICE_RUNTIME_BYTES = ALLOCATING_STREAMS * SEGMENT_STEPS_BYTES + PRODUCT_WORKSPACE_BYTES
 # Page reads in flight at a time, and the most bytes of one: 97 % of a disk's bandwidth, and 90 % with half as many
 # (docs/log.md). Each may need a buffer.
 READ_DEPTH = 8
@@ -87,6 +100,7 @@ _ORDER = (
     "transient",
     "device_kv",
     "kv_buffer",
+    "device_runtime",
     "kv",
     "runtime",
     "host_experts",
@@ -111,6 +125,7 @@ def fixed_bytes(model: ModelProfile, sizes: Policy, *, dtype: DType, kv_dtype: D
         # Experts that run once over a pass: normed hidden states, float32 sums, expert ids and weights.
         found["mixture", fast_tier] = tokens * (hidden * (dtype.itemsize + 4) + costs.routing_bytes(model))
     if sizes.discrete:
+        found["device_runtime", "device"] = DEVICE_RUNTIME_BYTES
         found["crossing", "host"] = tokens * staging_token_bytes(model, sizes, dtype)
     if sizes.attention_device == "gpu":
         found["kv_buffer", "device"] = KV_BUFFERS * kv_buffer_tokens(sizes) * costs.kv_layer_bytes(model, kv_dtype)

@@ -100,9 +100,13 @@ class HostTicket:
 
 
 class InlineLane:
-    """A lane on the calling thread: work is done when ``submit`` returns; kernels run on the threads of ``team``."""
+    """A lane on the calling thread: work is done when ``submit`` returns; kernels run on the threads of ``team``.
+
+    ``device_waits``, of every lane: how often its thread waited for work on a device.
+    """
 
     def __init__(self, team: ThreadTeam | None = None) -> None:
+        self.device_waits = 0
         self._broken: BaseException | None = None
         self._team = team
 
@@ -111,8 +115,7 @@ class InlineLane:
             raise self._broken
         mine = HostTicket()
         try:
-            for ticket in after:
-                ticket.wait()
+            self.device_waits += _wait_for(after)
             with _working(self._team):
                 mine.carry_out(work)
         except BaseException as error:  # later work may depend on this, so any error counts
@@ -129,6 +132,7 @@ class ThreadLane:
     and the threads that torch starts for it are bound to the team's cores."""
 
     def __init__(self, name: str, team: ThreadTeam | None = None) -> None:
+        self.device_waits = 0
         self._team = team
         self._queue: queue.SimpleQueue[tuple[Work, Sequence[Ticket], Any, threading.Event] | None] = queue.SimpleQueue()
         self._broken: BaseException | None = None
@@ -169,8 +173,7 @@ class ThreadLane:
                     done.set()
 
     def _carry_out(self, work: Work, after: Sequence[Ticket], ticket: Any) -> None:
-        for earlier in after:
-            earlier.wait()
+        self.device_waits += _wait_for(after)
         ticket.carry_out(work)
 
 
@@ -198,8 +201,7 @@ class PendingLane(ThreadLane):
             try:
                 if self._broken is not None:
                     raise self._broken
-                for earlier in after:
-                    earlier.wait()
+                self.device_waits += _wait_for(after)
                 ticket.start_s = time.perf_counter()
                 outcome = work()
             except BaseException as error:  # noqa: BLE001 - every waiter must receive any error
@@ -333,6 +335,13 @@ class StreamLane(ThreadLane):
         age = time.perf_counter() - self._origin.at_s
         if age > OLDEST_ORIGIN_S or (age > IDLE_ORIGIN_S and self._stream.query()):
             self._origin = ClockOrigin.now(self._stream, self._new_event)
+
+
+def _wait_for(tickets: Sequence[Ticket]) -> int:
+    """Block the calling thread until all work of ``tickets`` is done; returns how much of it was a device's."""
+    for ticket in tickets:
+        ticket.wait()
+    return sum(isinstance(ticket, StreamTicket) for ticket in tickets)
 
 
 def _working(team: ThreadTeam | None) -> AbstractContextManager[None]:

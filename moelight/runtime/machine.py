@@ -1,11 +1,9 @@
 """The machine that passes run on: the compute device with its lanes, arenas and allocator. The emulated device
-(``twin``) replaces a GPU in host memory: the same tiers, transfers and lanes, no accelerator."""
+(``twin``, `runtime.twin`) replaces a GPU in host memory: the same tiers, transfers and lanes, no accelerator."""
 
 from __future__ import annotations
 
-import time
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from moelight.core.schedule import Lane
 from moelight.core.units import format_bytes
 from moelight.hrm.footprint import Footprint
 from moelight.kernels.threads import ThreadTeam
-from moelight.paging.arena import allocate
+from moelight.paging.arena import allocate, nothing_left
 from moelight.runtime.lanes import InlineLane, LaneRunner, PendingLane, StreamLane, ThreadLane
 from moelight.runtime.topology import (
     CoreShares,
@@ -31,51 +29,7 @@ from moelight.runtime.topology import (
     share_cores,
     why_not_placed,
 )
-
-
-class EmulatedEvent:
-    """An event that holds the time of its recording."""
-
-    def __init__(self) -> None:
-        self._at_s: float | None = None
-
-    def record(self, stream: EmulatedStream) -> None:
-        self._at_s = time.perf_counter()
-
-    def synchronize(self) -> None:
-        """Return at once; raises RuntimeError if the event was never recorded, where a real device would hang."""
-        if self._at_s is None:
-            raise RuntimeError("waited for an event that was never recorded")
-
-    def query(self) -> bool:
-        """True; raises RuntimeError if the event was never recorded."""
-        self.synchronize()
-        return True
-
-    def elapsed_time(self, later: EmulatedEvent) -> float:
-        """Milliseconds between the two recordings."""
-        self.synchronize()
-        later.synchronize()
-        return ((later._at_s or 0.0) - (self._at_s or 0.0)) * 1e3
-
-
-class EmulatedStream(AbstractContextManager["EmulatedStream"]):
-    """A stream whose work is done at launch."""
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing ends here."""
-
-    def wait_event(self, event: EmulatedEvent) -> None:
-        """Return at once; raises RuntimeError if the event was never recorded, where a real stream would race."""
-        event.synchronize()
-
-    def synchronize(self) -> None:
-        """Return at once: no work is outstanding."""
-
-    def query(self) -> bool:
-        """True: no work is outstanding."""
-        return True
-
+from moelight.runtime.twin import EmulatedEvent, EmulatedMemory, EmulatedStream, TwinHabits
 
 _CARDS = ("cuda", "xpu")
 DEVICES = ("auto", "cpu", *_CARDS, "twin")
@@ -85,12 +39,19 @@ LANE_KINDS = ("auto", "inline", "threads")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
     """``device`` holds the dense weights and the ring; ``discrete`` if a link separates it from host memory; ``bf16``
-    if it computes in bfloat16 (NVIDIA from compute capability 8.0 on)."""
+    if it computes in bfloat16 (NVIDIA from compute capability 8.0 on); ``habits`` and ``memory`` of a twin."""
 
     device: torch.device
     discrete: bool
     twin: bool = False
     bf16: bool = True
+    habits: TwinHabits = field(default_factory=TwinHabits, compare=False)
+    memory: EmulatedMemory | None = field(default=None, compare=False)
+
+    @property
+    def compiles(self) -> bool:
+        """True if kernels are compiled or loaded at their first launch."""
+        return self.device.type != "cpu"
 
     def native_dtype(self, dtype: DType) -> DType:
         """``dtype``, or float16 where the device has no bfloat16."""
@@ -102,21 +63,28 @@ class Machine:
             torch.accelerator.synchronize(self.device)
 
     def device_memory_bytes(self) -> int:
-        """Free device memory; raises ConfigError for the emulated device, which has none."""
+        """Free device memory, the driver's context apart; raises ConfigError for a twin without ``memory``."""
+        if self.memory is not None:
+            return self.memory.limit - self.memory.used
         if self.device.type == "cpu":
             raise ConfigError("--device-memory is needed for a twin: it has no memory of its own")
-        free, _ = torch.get_device_module(self.device).mem_get_info(self.device)
+        module = torch.get_device_module(self.device)
+        module.empty_cache()  # what an earlier engine of this process left
+        free, _ = module.mem_get_info(self.device)
         return int(free)
 
 
 def find_machine(name: str) -> Machine:
-    """The machine called ``name``: one of `DEVICES`, or a card as in ``cuda:1``. Raises ConfigError if the device is
-    absent."""
+    """The machine called ``name``: one of `DEVICES`, a card as in ``cuda:1``, or a twin with `TwinHabits` as in
+    ``twin:fp16,link=12GB/s``. Raises ConfigError if the device is absent."""
     kind, _, index = name.partition(":")
+    if kind == "twin":
+        habits = TwinHabits.parse(index) if index else TwinHabits()
+        memory = EmulatedMemory(habits.memory_bytes) if habits.memory_bytes else None
+        bf16 = not habits.fp16
+        return Machine(device=torch.device("cpu"), discrete=True, twin=True, bf16=bf16, habits=habits, memory=memory)
     if kind not in DEVICES or (index and (kind not in _CARDS or not index.isdecimal())):
         raise ConfigError(f"--device {name!r} is not one of {', '.join(DEVICES)}, or a card as in cuda:1")
-    if kind == "twin":
-        return Machine(device=torch.device("cpu"), discrete=True, twin=True)
     if kind == "auto":
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         kind = found.type if found is not None and found.type in _CARDS else "cpu"
@@ -144,7 +112,7 @@ def open_lanes(machine: Machine, kind: str = "auto", shares: CoreShares | None =
         if lane in streams and not machine.twin:
             lanes[lane] = StreamLane.on(machine.device, str(lane))
         elif lane in streams and kind == "auto":
-            lanes[lane] = StreamLane(str(lane), EmulatedStream(), EmulatedEvent, team)
+            lanes[lane] = StreamLane(str(lane), EmulatedStream(machine.memory), EmulatedEvent, team)
         elif kind == "inline" or (kind == "auto" and calling):
             lanes[lane] = InlineLane(team)
         else:
@@ -166,7 +134,9 @@ def cores_for(machine: Machine, policy: Policy) -> CoreShares:
     return share_cores(read_topology(), demands_of(policy, plug, device=device), at_most=torch.get_num_threads())
 
 
-def allocate_for(machine: Machine, footprint: Footprint, *, pinned_pages: bool = False) -> dict[str, Tensor]:
+def allocate_for(
+    machine: Machine, footprint: Footprint, *, pinned_pages: bool = False, slot_bytes: int = 0
+) -> dict[str, Tensor]:
     """Allocate the arenas of ``footprint`` (`paging.arena.allocate`), those in host memory on suitable NUMA nodes."""
     plug = pci_slot_of(machine.device)
     tiers = ("host",) if machine.device.type != "cpu" else ("host", "device")
@@ -177,10 +147,16 @@ def allocate_for(machine: Machine, footprint: Footprint, *, pinned_pages: bool =
         refusal=why_not_placed(),
     )
     with placing(place):  # pinned memory is touched at allocation, the rest later by any thread
-        arenas = allocate(footprint, machine.device, pinned_pages=pinned_pages)
+        arenas = allocate(footprint, machine.device, pinned_pages=pinned_pages, slot_bytes=slot_bytes)
     for arena in arenas.values():
         if arena.device.type == "cpu":
             settle(place, arena.data_ptr(), arena.numel())
+    if machine.memory is not None:
+        for region in (each for each in footprint.arenas if each.tier == "device" and each.purpose in arenas):
+            try:
+                machine.memory.hold(arenas[region.purpose], region.bytes)
+            except torch.OutOfMemoryError:
+                raise nothing_left(footprint, region) from None
     return arenas
 
 
@@ -216,9 +192,11 @@ def watch_device_memory(device: torch.device) -> None:
         module.reset_peak_memory_stats(device)
 
 
-def device_peak(device: torch.device) -> DevicePeak:
+def device_peak(machine: Machine) -> DevicePeak:
     """Peaks since `watch_device_memory`; zeros where the device has no memory of its own."""
-    module = _module(device)
+    if machine.memory is not None:
+        return DevicePeak(allocated=machine.memory.peak, reserved=machine.memory.peak)
+    device, module = machine.device, _module(machine.device)
     if module is None:
         return DevicePeak()
     return DevicePeak(
@@ -226,14 +204,15 @@ def device_peak(device: torch.device) -> DevicePeak:
     )
 
 
-def out_of_device_memory(device: torch.device, limit_bytes: int) -> BudgetError:
+def out_of_device_memory(machine: Machine, limit_bytes: int) -> BudgetError:
     """The error of a pass to which the allocator refused memory; ``limit_bytes``: what it may take, 0 if all."""
-    peak = device_peak(device)
-    allowed = f"of {format_bytes(limit_bytes)} " if limit_bytes else ""
+    peak, limit = device_peak(machine), limit_bytes or machine.habits.memory_bytes
+    allowed = f"of {format_bytes(limit)} " if limit else ""
     return BudgetError(
-        f"{device}: a pass needs more device memory than is left: tensors took {format_bytes(peak.allocated)} and the "
-        f"allocator {format_bytes(peak.reserved)} {allowed}at most; lower --device-memory, so that the plan leaves "
-        "more free, or batch_size or micro_batch_size of the policy. Finished rows are kept",
+        f"{'twin' if machine.twin else machine.device}: a pass needs more device memory than is left: tensors took "
+        f"{format_bytes(peak.allocated)} and the allocator {format_bytes(peak.reserved)} {allowed}at most; lower "
+        "--device-memory, so that the plan leaves more free, or batch_size or micro_batch_size of the policy. Finished "
+        "rows are kept",
         tier="device",
         needed_bytes=peak.reserved,
     )

@@ -28,8 +28,9 @@ from moelight.runtime.lanes import (
     StreamTicket,
     ThreadLane,
 )
-from moelight.runtime.machine import EmulatedEvent, EmulatedStream, Machine, find_machine, open_lanes
+from moelight.runtime.machine import Machine, find_machine, open_lanes
 from moelight.runtime.topology import Demands, share_cores
+from moelight.runtime.twin import EmulatedEvent, EmulatedStream
 from tests.runtime.machines import topology
 
 PATIENCE_S = 10.0

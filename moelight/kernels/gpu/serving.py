@@ -58,6 +58,18 @@ def capability(index: int | None) -> tuple[int, int]:
     return major, minor
 
 
+_refused: dict[torch.device, str] = {}
+
+
+def refuse(device: torch.device, error: Exception) -> bool:
+    """Let torch serve on ``device`` from now on, because a kernel of Triton failed there with ``error``; False if
+    Triton did not serve."""
+    if not triton_available() or device in _refused or (device.type == "cpu" and not interpreting()):
+        return False
+    _refused[device] = "a triton kernel failed: " + (str(error).strip() or repr(error)).splitlines()[0]
+    return True
+
+
 @cache
 def failure(index: int | None) -> str | None:
     """Why Triton, or the C compiler that it needs, fails on a card, found by running a kernel; None if it runs."""
@@ -83,6 +95,8 @@ def serves(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
     """True if Triton computes with tensors of ``dtype`` on ``device``, and the reason in one clause."""
     if not triton_available():
         return False, triton_reason()
+    if _refused and device in _refused:
+        return False, _refused[device]
     if device.type == "cpu":
         found = interpreting()
         return found, f"{triton_reason()}, interpreted" if found else "the tensors are in CPU memory"
