@@ -56,10 +56,15 @@ class StagingBuffers:
         return replace(self, **{name: getattr(self, name)[row : row + tokens] for name in names})
 
     def take(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Copy to host memory; the copies are complete when the lane's event is."""
-        sizes = [q.nbytes, k.nbytes, v.nbytes]
-        places = self.down.view(-1)[: sum(sizes)].split(sizes)
-        return _land(places[0], q), _land(places[1], k), _land(places[2], v)
+        """Copy [T, heads, D] each to host memory, those that lie side by side in the rows of one product at once; the
+        copies are complete when the lane's event is."""
+        place, found = self.down.view(-1), list[Tensor]()
+        for run in _side_by_side((q, k, v)):
+            heads = [part.shape[1] for part in run]
+            whole = run[0].as_strided((len(run[0]), sum(heads), run[0].shape[2]), run[0].stride())
+            found += _land(place[: whole.nbytes], whole).split(heads, dim=1)
+            place = place[whole.nbytes :]
+        return found[0], found[1], found[2]
 
     def take_routed(self, routed: Routed) -> Routed:
         """Copy ``routed`` (ids int32) to host memory; the copy is complete when the lane's event is."""
@@ -110,6 +115,20 @@ def _regions(arena: Tensor, tokens: int, each: Mapping[str, int]) -> dict[str, T
     """Consecutive regions ``[tokens, bytes per token]`` by name."""
     parts = arena[: tokens * sum(each.values())].split([tokens * size for size in each.values()])
     return {name: part.view(tokens, size) for (name, size), part in zip(each.items(), parts, strict=True)}
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> list[list[Tensor]]:
+    """``parts`` [T, heads, D] in runs of consecutive columns of the same rows."""
+    runs: list[list[Tensor]] = []
+    for part in parts:
+        last = runs[-1][-1] if runs else part
+        follows = part.storage_offset() == last.storage_offset() + last.shape[1] * last.stride(1)
+        same = part.untyped_storage().data_ptr() == last.untyped_storage().data_ptr() and len(part) == len(last)
+        if follows and same and last.stride() == part.stride():
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return runs
 
 
 def _land(place: Tensor, source: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moelight.kernels.gpu import grouped, grouped_triton, routing_triton, tiles
+from moelight.kernels import norm
+from moelight.kernels.gpu import grouped, grouped_triton, norm_triton, routing_triton, tiles
 from moelight.kernels.gpu.pages import PageTable
 
 HIDDEN, WIDTH, EXPERTS, ROWS = 256, 512, 4, 64
@@ -108,23 +109,37 @@ def product(card: int, dtype: torch.dtype, form: str, part: str, mean_rows: int)
 
 
 def others(card: int) -> list[dict[str, Any]]:
-    """The map of slots, the router and the weighted sum."""
+    """The map of slots, the router, the sort, the weighted sum, norms and heads."""
     i32, i64 = torch.empty(16, dtype=torch.int32), torch.empty(16, dtype=torch.int64)
     half, single = torch.empty(16, dtype=torch.float16), torch.empty(16)
-    found = {
+    found: dict[str, tuple[Any, ...]] = {
         "map": (grouped_triton.map_slots, (i32, i32, 5, 40, 11), {"BM": 16, "PADDED": 128, "SLOTS": 32}),
         "route": (
             routing_triton.route,
             (half, single, i32, 40, 60, 60),
             {"TOP_K": 2, "NORMALIZE": True, "NARROW": True, "BY_HAND": False, "BT": 32, "PADDED": 64},
         ),
+        "sort": (routing_triton.sort_by_expert, (i32, i64, i64, i32, 40, 60), {"TOP_K": 8, "BLOCK": 2048}),
         "combine": (
             routing_triton.combine,
             (half, single, i64, half, 40, 1500),
             {"TOP_K": 4, "ADD": True, "BY_HAND": False, "BW": 1024},
         ),
     }
-    return [facts(name, card, *rest) for name, rest in found.items()]
+    rows = [facts(name, card, *rest) for name, rest in found.items()]
+    for dtype in (torch.float16, torch.float32, *((torch.bfloat16,) if card >= 80 else ())):
+        x, name = torch.empty(16, dtype=dtype), NAMES[dtype]
+        for width in (128, 2880, 16384):
+            padded = 1 << (width - 1).bit_length()
+            given = (x, x, x, x, width, width, width, width, 1e-5)
+            constants = {"ADD": width != 128, "BY_HAND": False, "PADDED": padded}
+            how = norm.launch_options(padded)
+            rows.append(facts(f"norm {name} {width}", card, norm_triton.rms_norm, given, constants, **how))
+        given = (x, x, x, x, x, 48, 32, 40, 128, 6144, 128, 8.0, 1e-5)
+        constants = {"CLIP": True, "NORM": True, "BY_HAND": False, "BH": 16, "PADDED": 64}
+        how = norm.launch_options(2048)
+        rows.append(facts(f"heads {name}", card, norm_triton.finish_heads, given, constants, **how))
+    return rows
 
 
 if __name__ == "__main__":

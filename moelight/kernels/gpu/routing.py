@@ -18,6 +18,7 @@ from moelight.kernels.reference import route_topk
 
 _ROUTE_NUMBERS = 2048
 _COMBINE_COLUMNS = 1024
+_SORT_ROWS = (256, 2048)  # routed rows that a program reads at a time
 
 
 def route(
@@ -56,7 +57,7 @@ def route(
             TOP_K=top_k,
             NORMALIZE=bool(normalize),
             NARROW=bool(weights_in_model_dtype) and logits.dtype != torch.float32,
-            BY_HAND=_by_hand(logits),
+            BY_HAND=by_hand(logits),
             BT=height,
             PADDED=padded,
         )
@@ -71,12 +72,28 @@ def by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     _, top_k = check_tensor("ids", ids, (torch.int32, torch.int64), (None, None), device=None)
     check_integer("experts", experts, 1)
     check_indices("ids", ids, experts)
+    if ids.numel() and serving.serves(ids.device, torch.float32)[0]:
+        return _sorted(ids.contiguous(), experts)
     ordered, order = ids.flatten().sort(stable=True)
     bounds = torch.arange(experts + 1, dtype=ids.dtype, device=ids.device)
     offsets = torch.searchsorted(ordered, bounds, out_int32=True)
     places = torch.empty_like(order)
     places[order] = torch.arange(order.numel(), device=order.device)
     return order // max(1, top_k), places.view(ids.shape), offsets
+
+
+def _sorted(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`by_expert` in one launch."""
+    from moelight.kernels.gpu import routing_triton
+
+    rows, top_k = ids.numel(), ids.shape[1]
+    tokens = torch.empty(rows, dtype=torch.int64, device=ids.device)
+    places = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
+    offsets = torch.empty(experts + 1, dtype=torch.int32, device=ids.device)
+    block = next((size for size in _SORT_ROWS if rows <= size), _SORT_ROWS[-1])
+    with on_device(ids.device):
+        routing_triton.sort_by_expert[(experts,)](ids, tokens, places, offsets, rows, experts, TOP_K=top_k, BLOCK=block)
+    return tokens, places, offsets
 
 
 def combine(
@@ -122,11 +139,12 @@ def combine(
             width,
             TOP_K=top_k,
             ADD=bool(add),
-            BY_HAND=_by_hand(out),
+            BY_HAND=by_hand(out),
             BW=step,
         )
     return out
 
 
-def _by_hand(tensor: Tensor) -> bool:
+def by_hand(tensor: Tensor) -> bool:
+    """True if an interpreted kernel rounds to the dtype of ``tensor`` itself (BY_HAND)."""
     return tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16

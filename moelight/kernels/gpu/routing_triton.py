@@ -52,6 +52,32 @@ def route(
 
 
 @triton.jit(do_not_specialize=["rows"])
+def sort_by_expert(ids, tokens, places, offsets, rows, experts, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """The routed rows of one expert a program, in their order: a stable sort by counting.
+
+    Rows of lower experts come first: every program counts them. A row with an id outside of 0 to experts - 1 has no
+    place; ``offsets`` stay within 0 to ``rows``.
+    """
+    expert = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    before = 0
+    for first in range(0, rows, BLOCK):
+        row = first + column
+        chosen = tl.load(ids + row, mask=row < rows, other=experts)
+        before += tl.sum((chosen < expert).to(tl.int32), 0)
+    tl.store(offsets + expert, before)
+    for first in range(0, rows, BLOCK):
+        row = first + column
+        mine = (row < rows) & (tl.load(ids + row, mask=row < rows, other=experts) == expert)
+        place = before + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(tokens + place, row // TOP_K, mask=mine)
+        tl.store(places + row, place, mask=mine)
+        before += tl.sum(mine.to(tl.int32), 0)
+    if expert == experts - 1:
+        tl.store(offsets + experts, before)
+
+
+@triton.jit(do_not_specialize=["rows"])
 def combine(
     results,
     weights,
