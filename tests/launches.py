@@ -8,7 +8,7 @@ counts as one all the same.
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -42,31 +42,21 @@ class Launches(TorchDispatchMode):
         view = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
         if wait := _WAITS.get(name):
             self.waits[wait] += 1
-        elif not view and not name.startswith(_ALLOCATIONS):
+        result = function(*args, **(kwargs or {}))
+        empty = isinstance(result, torch.Tensor) and not result.numel()
+        if not (wait or view or empty or name.startswith(_ALLOCATIONS)):
             self.kernels[name.removeprefix("aten::")] += 1
-        return function(*args, **(kwargs or {}))
+        return result
 
 
 Key = tuple[TaskKind, int, int]  # kind, layer, micro-batch
 
 
 class Counted:
-    """Launches of every task of the last pass that ran it: ``tasks`` by `Key`; passes are told apart by ``forget``."""
+    """``passes``: the launches of every task of each pass."""
 
     def __init__(self) -> None:
-        self.tasks: dict[Key, Launches] = {}
         self.passes: list[dict[Key, Launches]] = []
-
-    def begin(self) -> None:
-        self.tasks = {}
-        self.passes.append(self.tasks)
-
-    def by_micro_batch(self, tasks: dict[Key, Launches]) -> dict[tuple[int, int], Counter[str]]:
-        """Launches of each task kind of a layer and micro-batch."""
-        found: dict[tuple[int, int], Counter[str]] = defaultdict(Counter)
-        for (kind, layer, micro_batch), launches in tasks.items():
-            found[layer, micro_batch][str(kind)] += launches.kernels.total()
-        return found
 
 
 def count_launches(monkeypatch: pytest.MonkeyPatch) -> Counted:
@@ -81,8 +71,8 @@ def count_launches(monkeypatch: pytest.MonkeyPatch) -> Counted:
 
     def bound(self: Operations, *given: Any) -> Callable[[Task], Callable[[], Outcome]]:
         perform = bind(self, *given)
-        counted.begin()
-        tasks = counted.tasks
+        tasks: dict[Key, Launches] = {}
+        counted.passes.append(tasks)
 
         def wrap(task: Task) -> Callable[[], Outcome]:
             work = perform(task)

@@ -121,6 +121,7 @@ class Engine:
         adapt: bool | None = None,
         experts: ExpertOptions | None = None,
         prefix_caching: bool = True,
+        cuda_graphs: bool = True,
     ) -> None:
         """Load the model of ``policy`` under that policy.
 
@@ -133,6 +134,7 @@ class Engine:
                 fixed; None: True for a plan, False for a policy. Values that the user fixed in the plan are kept.
             experts: residency of experts in on-demand passes, and what is recorded of it; None: the default policy.
             prefix_caching: compute common prefixes of prompts once, in whole blocks.
+            cuda_graphs: launch small passes that repeat, on CUDA, from recorded graphs (`runtime.graphs`).
 
         Raises:
             ConfigError: the policy is invalid or does not suit the machine.
@@ -155,7 +157,9 @@ class Engine:
         self._constraints = Constraints(self.tokenizer, self.profile.vocab_size)
         self._device_limit = self.plan.use_of("device").capacity_bytes if self.plan and machine.discrete else 0
         self._guard_device_memory()
-        self._passes: PassRunner | None = PassRunner(source, self.policy, machine, lanes, self._experts)
+        self._passes: PassRunner | None = PassRunner(
+            source, self.policy, machine, lanes, self._experts, cuda_graphs=cuda_graphs
+        )
         window, pool = self.profile.attention.window, self._passes.pool
         self._batcher = Batcher(
             self.policy, pool, discrete=machine.discrete, window=window, prefix_caching=prefix_caching
@@ -189,9 +193,10 @@ class Engine:
         adapt: bool | None = None,
         experts: ExpertOptions | None = None,
         prefix_caching: bool = True,
+        cuda_graphs: bool = True,
     ) -> Engine:
         """Plan the fastest policy for ``workload`` within the memory limits, then load the model under it; the plan is
-        in ``plan``. ``lanes``, ``adapt`` and ``prefix_caching`` are as for `Engine`.
+        in ``plan``. ``lanes``, ``adapt``, ``prefix_caching`` and ``cuda_graphs`` are as for `Engine`.
 
         Args:
             model: a directory, ``demo``, or a model id on the hub.
@@ -226,7 +231,14 @@ class Engine:
             experts=None if experts is None else experts.policy,
         )
         return cls(
-            plan, device=device, lanes=lanes, source=source, adapt=adapt, experts=experts, prefix_caching=prefix_caching
+            plan,
+            device=device,
+            lanes=lanes,
+            source=source,
+            adapt=adapt,
+            experts=experts,
+            prefix_caching=prefix_caching,
+            cuda_graphs=cuda_graphs,
         )
 
     def generate(

@@ -52,9 +52,8 @@ class Decoder:
         """token_ids int64 [T] -> out [T, H]."""
         torch.index_select(self.weights.embed, 0, token_ids, out=out)
 
-    def pre_attention(self, layer: int, hidden: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden [T, H] -> q [T, Hq, D], k and v [T, Hkv, D], after norms, clipping and rotary embedding: views of one
-        product [T, Hq + 2 Hkv, D]."""
+    def pre_attention(self, layer: int, hidden: Tensor, rope: Rotation) -> Tensor:
+        """hidden [T, H] -> queries, keys and values [T, Hq + 2 Hkv, D], after norms, clipping and rotary embedding."""
         spec, mine, eps = self.model.attention, self.weights.layers[layer], self.model.norm_eps
         qkv = linear(rms_norm(hidden, mine.input_norm, eps), mine.qkv, mine.qkv_bias)
         norms = None if mine.q_norm is None or mine.k_norm is None else (mine.q_norm, mine.k_norm)
@@ -64,7 +63,12 @@ class Decoder:
             norms = None
         heads, queries, keys = qkv.unflatten(-1, (-1, spec.head_dim)), spec.num_heads, spec.num_kv_heads
         finish_heads(heads, *rope, queries=queries, keys=keys, clip=spec.clip_qkv, norms=norms, eps=eps)
-        q, k, v = heads.split((queries, keys, keys), dim=1)
+        return heads
+
+    def split_heads(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The result of `pre_attention` as views: q [T, Hq, D], k and v [T, Hkv, D]."""
+        spec = self.model.attention
+        q, k, v = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
         return q, k, v
 
     def post_attention(

@@ -19,6 +19,7 @@ from moelight.models.decoder import Rotation
 from moelight.models.moe import Routed, SplitMoE
 from moelight.profiles.model import ModelProfile
 from moelight.runtime.context import Added, Chunk, Context, slots_of
+from moelight.runtime.graphs import Graphs
 from moelight.weights.torch_dtypes import to_torch
 
 T = TypeVar("T")
@@ -151,6 +152,8 @@ class MicroBatch:
         scored_rows: int64 [R], rows that score ``targets`` int64 [R].
         crossing: only if a link separates device and host.
         kept: only where experts run once per pass.
+        row: of the first token among those of the pass.
+        graphs: only in a pass that they serve.
         context: only for attention on the device, as ``added``.
     """
 
@@ -169,6 +172,8 @@ class MicroBatch:
     targets: Tensor
     prefill_only: bool
     hidden: Tensor
+    row: int = 0
+    graphs: Graphs | None = None
     rope: Rotation | None = None
     qkv: tuple[Tensor, Tensor, Tensor] | None = None
     qkv_host: tuple[Tensor, Tensor, Tensor] | None = None
@@ -210,6 +215,7 @@ def pack(
     crossing: StagingBuffers | None,
     prefill_only: bool,
     kept: SavedActivations | None = None,
+    row: int = 0,
 ) -> MicroBatch:
     """Pack ``chunks``, decoding ones first, with their shares of the arenas (``sampled`` in host memory)."""
     decoding = [chunk for chunk in chunks if chunk.decodes]
@@ -251,6 +257,7 @@ def pack(
         targets=torch.tensor(targets, dtype=torch.int64),
         prefill_only=prefill_only,
         hidden=hidden,
+        row=row,
         crossing=crossing,
         kept=kept,
     )

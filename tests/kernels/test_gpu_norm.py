@@ -48,7 +48,7 @@ def test_norm(device: torch.device, dtype: torch.dtype) -> None:
 def test_what_is_added_stays_rounded_in_x(device: torch.device, dtype: torch.dtype) -> None:
     """Rows apart from each other, and what lies between them is left alone."""
     wide, add, weight = (torch.randn(shape).to(dtype) for shape in ((5, 200), (5, 90), (90,)))
-    there = wide.to(device)
+    there = wide.clone().to(device)
     x, total = there[:, 30:120], wide[:, 30:120] + add
     found = norm.rms_norm(x, weight.to(device), EPS, add=add.to(device))
     assert torch.equal(x.cpu(), total)
@@ -71,7 +71,7 @@ def test_heads(device: torch.device, dtype: torch.dtype, clip: float | None, nor
         angle = torch.randn(tokens, size // 2).mul(9).repeat(1, 2)
         cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
         norms = (torch.randn(size).to(dtype), torch.randn(size).to(dtype)) if normed else None
-        there = fused.to(device)
+        there = fused.clone().to(device)
         norm.finish_heads(
             there,
             cos.to(device),
