@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -157,13 +158,9 @@ class Engine:
         self._constraints = Constraints(self.tokenizer, self.profile.vocab_size)
         self._device_limit = self.plan.use_of("device").capacity_bytes if self.plan and machine.discrete else 0
         self._guard_device_memory()
-        self._passes: PassRunner | None = PassRunner(
-            source, self.policy, machine, lanes, self._experts, cuda_graphs=cuda_graphs
-        )
-        window, pool = self.profile.attention.window, self._passes.pool
-        self._batcher = Batcher(
-            self.policy, pool, discrete=machine.discrete, window=window, prefix_caching=prefix_caching
-        )
+        self._passes: PassRunner | None = PassRunner(source, self.policy, machine, lanes, self._experts, cuda_graphs)
+        window, pool, discrete = self.profile.attention.window, self._passes.pool, machine.discrete
+        self._batcher = Batcher(self.policy, pool, discrete=discrete, window=window, prefix_caching=prefix_caching)
         self._adapting: PassAdaptation | None = None
         # Under static admission, one pass does not predict the next.
         if (self.plan is not None if adapt is None else adapt) and self.policy.admission == "refill":
@@ -200,11 +197,10 @@ class Engine:
 
         Args:
             model: a directory, ``demo``, or a model id on the hub.
-            hw: a hardware profile's name or file; ``auto``: this machine as `moelight profile` measured it, or a
-                typical one of its kind.
+            hw: a hardware profile's name or file; ``auto``: this machine as measured, or a typical one of its kind.
             device: as for `Engine`, but ``auto`` is an accelerator if there is one, else ``cpu``.
-            host_memory: limit in bytes, or a size such as ``"16GiB"``; None: 90 % of the free host memory.
-            device_memory: limit in bytes, or a size such as ``"16GiB"``; None: 90 % of the free device memory.
+            host_memory: limit in bytes, or a size such as ``"16GiB"``; None: 90 % of what is free.
+            device_memory: likewise, of the device.
             batch_size: sequences in progress at a time (N); None: the planner's choice.
             micro_batch_size: sequences per micro-batch (μ); None: the planner's choice.
             schedule: name of a schedule; None: the planner's choice.
@@ -230,16 +226,8 @@ class Engine:
             workload=workload or Workload(),
             experts=None if experts is None else experts.policy,
         )
-        return cls(
-            plan,
-            device=device,
-            lanes=lanes,
-            source=source,
-            adapt=adapt,
-            experts=experts,
-            prefix_caching=prefix_caching,
-            cuda_graphs=cuda_graphs,
-        )
+        load = partial(cls, device=device, lanes=lanes, source=source, adapt=adapt, experts=experts)
+        return load(plan, prefix_caching=prefix_caching, cuda_graphs=cuda_graphs)
 
     def generate(
         self,

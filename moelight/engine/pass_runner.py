@@ -69,7 +69,6 @@ class PassRunner:
         machine: Machine,
         lanes: str,
         experts: ExpertRuntime | None = None,
-        *,
         cuda_graphs: bool = True,
     ) -> None:
         self.model = model = LoadedModel(source, policy, machine, lanes, experts, cuda_graphs=cuda_graphs)

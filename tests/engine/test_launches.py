@@ -9,9 +9,12 @@ import pytest
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import SamplingParams
 from moelight.core.schedule import TaskKind
+from moelight.engine import loaded_model
 from moelight.engine.engine import Engine
 from moelight.hrm.cost_model import KERNELS
 from moelight.kernels.gpu import serving
+from moelight.runtime.graphs import Graphs
+from tests.graphs import TwinRecorder
 from tests.launches import count_launches
 from tests.tiny import save_tiny
 
@@ -19,10 +22,10 @@ MOST = 20
 SIZES = {"batch_size": 2, "ffn_device": "gpu", "weights": Shares(device=1.0)}
 
 
-def decode(model: Path, **policy: object) -> list[list[int]]:
-    """The tokens of two prompts: a pass of prompts, and one that decodes."""
-    with Engine(Policy(model=str(model), **{**SIZES, **policy}), device="twin") as engine:
-        found = engine.generate([[65], [66]], SamplingParams(max_tokens=2, ignore_eos=True))
+def decode(model: Path, *, tokens: int = 2, cuda_graphs: bool = True, **policy: object) -> list[list[int]]:
+    """The tokens of two prompts: a pass of prompts, and passes that decode."""
+    with Engine(Policy(model=str(model), **SIZES, **policy), device="twin", cuda_graphs=cuda_graphs) as engine:
+        found = engine.generate([[65], [66]], SamplingParams(max_tokens=tokens, ignore_eos=True))
     return [list(each.token_ids) for each in found]
 
 
@@ -51,3 +54,16 @@ def test_launches_of_a_layer(model: Path, attention: str, monkeypatch: pytest.Mo
     assert totals[TaskKind.PRE_ATTENTION] == KERNELS["before"], kinds
     assert totals[TaskKind.POST_ATTENTION] == KERNELS["after"] + KERNELS["experts"], kinds
     assert sum(head[name] for name in ("index", "rms_norm", "mm")) + 1 == KERNELS["head"], head  # float32 needs no copy
+
+
+def test_tokens_from_graphs_are_the_same(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay repeats addresses: an input that lies elsewhere in the next pass, and is not declared, gives others."""
+    expected = decode(model, tokens=5)
+    counted, recorder = count_launches(monkeypatch), TwinRecorder()
+    monkeypatch.setattr(loaded_model, "graphs_of", lambda _, rows: Graphs(recorder, rows=rows))
+    assert decode(model, tokens=5) == expected
+    # Of the prompts' pass and four that decode, the second of these records and the others only launch.
+    assert (recorder.recorded, recorder.replays) == (2, 2 * 3)
+    assert len(counted.passes) == 5
+    assert decode(model, tokens=2, cuda_graphs=False) == [tokens[:2] for tokens in expected]
+    assert recorder.recorded == 2
