@@ -11,6 +11,7 @@ from moelight.core.request import SamplingParams
 from moelight.core.schedule import TaskKind
 from moelight.engine import loaded_model
 from moelight.engine.engine import Engine
+from moelight.hrm import schedule_time
 from moelight.hrm.cost_model import KERNELS
 from moelight.kernels.gpu import serving
 from moelight.runtime.graphs import Graphs
@@ -24,7 +25,7 @@ SIZES = {"batch_size": 2, "ffn_device": "gpu", "weights": Shares(device=1.0)}
 
 def decode(model: Path, *, tokens: int = 2, cuda_graphs: bool = True, **policy: object) -> list[list[int]]:
     """The tokens of two prompts: a pass of prompts, and passes that decode."""
-    with Engine(Policy(model=str(model), **SIZES, **policy), device="twin", cuda_graphs=cuda_graphs) as engine:
+    with Engine(Policy(model=str(model), **{**SIZES, **policy}), device="twin", cuda_graphs=cuda_graphs) as engine:
         found = engine.generate([[65], [66]], SamplingParams(max_tokens=tokens, ignore_eos=True))
     return [list(each.token_ids) for each in found]
 
@@ -56,14 +57,25 @@ def test_launches_of_a_layer(model: Path, attention: str, monkeypatch: pytest.Mo
     assert sum(head[name] for name in ("index", "rms_norm", "mm")) + 1 == KERNELS["head"], head  # float32 needs no copy
 
 
+@pytest.mark.parametrize("model", ["mixtral"], indirect=True)
 def test_tokens_from_graphs_are_the_same(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay repeats addresses: an input that lies elsewhere in the next pass, and is not declared, gives others."""
-    expected = decode(model, tokens=5)
-    counted, recorder = count_launches(monkeypatch), TwinRecorder()
+    """A replay repeats addresses: an input that lies elsewhere in the next pass, and is not declared, gives others.
+    Streamed pages change places between two halves of the ring, so that two tables, and two graphs, take turns."""
+    monkeypatch.setattr(schedule_time, "ROUTED_ONLY_SHARE", 1.0)  # no on-demand passes
+    streamed = {"weights": Shares(device=0.5, host=0.5)}
+    expected, recorder = decode(model, tokens=7, **streamed), TwinRecorder()
+    count_launches(monkeypatch)
     monkeypatch.setattr(loaded_model, "graphs_of", lambda _, rows: Graphs(recorder, rows=rows))
-    assert decode(model, tokens=5) == expected
-    # Of the prompts' pass and four that decode, the second of these records and the others only launch.
-    assert (recorder.recorded, recorder.replays) == (2, 2 * 3)
-    assert len(counted.passes) == 5
-    assert decode(model, tokens=2, cuda_graphs=False) == [tokens[:2] for tokens in expected]
-    assert recorder.recorded == 2
+    assert decode(model, tokens=7, **streamed) == expected
+    # Of six passes that decode, the second records what is before attention, the third and fourth what is after it.
+    assert (recorder.recorded, recorder.replays) == (1 + 2, 5 + 4)
+
+
+@pytest.mark.parametrize("model", ["mixtral"], indirect=True)
+def test_graphs_are_off_by_one_flag(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(loaded_model, "graphs_of", lambda _, rows: made.append(rows))
+    decode(model, cuda_graphs=False)
+    assert not made
+    decode(model)
+    assert len(made) == 1
