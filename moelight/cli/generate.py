@@ -85,6 +85,9 @@ class JobArguments:
         "Change N, micro-batches, look-ahead and riding prompts between passes where that turns out to be faster; "
         "default unless a policy is given."
     )
+    cuda_graphs: bool = option(
+        "Launch small passes that repeat from CUDA graphs.", "--cuda-graphs/--no-cuda-graphs", default=True
+    )
     show: bool | None = option("Prompts beside completions; default on a terminal.")
     status: Path | None = option("Keep the job's state here, as OpenAI's batch object.", metavar="FILE.json")
     metrics: Path | None = option("Keep Prometheus text here.", metavar="FILE.prom")

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -125,6 +126,7 @@ class Engine:
         adapt: bool | None = None,
         experts: ExpertOptions | None = None,
         prefix_caching: bool = True,
+        cuda_graphs: bool = True,
     ) -> None:
         """Load the model of ``policy`` under that policy.
 
@@ -137,6 +139,7 @@ class Engine:
                 fixed; None: True for a plan, False for a policy. Values that the user fixed in the plan are kept.
             experts: residency of experts in on-demand passes, and what is recorded of it; None: the default policy.
             prefix_caching: compute common prefixes of prompts once, in whole blocks.
+            cuda_graphs: launch small passes that repeat, on CUDA, from recorded graphs (`runtime.graphs`).
 
         Raises:
             ConfigError: the policy is invalid or does not suit the machine.
@@ -159,7 +162,7 @@ class Engine:
         self._constraints = Constraints(self.tokenizer, self.profile.vocab_size)
         self._device_limit = self.plan.use_of("device").capacity_bytes if self.plan and machine.discrete else 0
         self._guard_device_memory()
-        self._passes: PassRunner | None = self._load(source, lanes, dtype)
+        self._passes: PassRunner | None = self._load(source, lanes, dtype, cuda_graphs)
         window, pool = self.profile.attention.window, self._passes.pool
         self._batcher = Batcher(
             self.policy, pool, discrete=machine.discrete, window=window, prefix_caching=prefix_caching
@@ -176,17 +179,17 @@ class Engine:
         self._serving = False
         self.timeline: Timeline | None = None
 
-    def _load(self, source: OpenCheckpoint, lanes: str, dtype: DType) -> PassRunner:
+    def _load(self, source: OpenCheckpoint, lanes: str, dtype: DType, cuda_graphs: bool) -> PassRunner:
         """The loaded model; expert pages are staged if the system refuses to lock their memory."""
         try:
-            return PassRunner(source, self.policy, self._machine, lanes, self._experts)
+            return PassRunner(source, self.policy, self._machine, lanes, self._experts, cuda_graphs)
         except PinningError as error:
             refused = error.with_traceback(None)  # whose frames hold the regions that were not refused
         except torch.OutOfMemoryError:
             raise out_of_device_memory(self._machine, self._device_limit) from None
         self.policy, self.host_pages_reason = stage_pages(self.policy, self.plan, self.profile, dtype, refused)
         _log.warning("%s", self.host_pages_reason)
-        return self._load(source, lanes, dtype)
+        return self._load(source, lanes, dtype, cuda_graphs)
 
     @classmethod
     def from_pretrained(
@@ -205,17 +208,17 @@ class Engine:
         adapt: bool | None = None,
         experts: ExpertOptions | None = None,
         prefix_caching: bool = True,
+        cuda_graphs: bool = True,
     ) -> Engine:
         """Plan the fastest policy for ``workload`` within the memory limits, then load the model under it; the plan is
-        in ``plan``. ``lanes``, ``adapt`` and ``prefix_caching`` are as for `Engine`.
+        in ``plan``. ``lanes``, ``adapt``, ``prefix_caching`` and ``cuda_graphs`` are as for `Engine`.
 
         Args:
             model: a directory, ``demo``, or a model id on the hub.
-            hw: a hardware profile's name or file; ``auto``: this machine as `moelight profile` measured it, or a
-                typical one of its kind.
+            hw: a hardware profile's name or file; ``auto``: this machine as measured, or a typical one of its kind.
             device: as for `Engine`, but ``auto`` is an accelerator if there is one, else ``cpu``.
-            host_memory: limit in bytes, or a size such as ``"16GiB"``; None: 90 % of the free host memory.
-            device_memory: limit in bytes, or a size such as ``"16GiB"``; None: 90 % of the free device memory.
+            host_memory: limit in bytes, or a size such as ``"16GiB"``; None: 90 % of what is free.
+            device_memory: likewise, of the device.
             batch_size: sequences in progress at a time (N); None: the planner's choice.
             micro_batch_size: sequences per micro-batch (μ); None: the planner's choice.
             schedule: name of a schedule; None: the planner's choice.
@@ -241,9 +244,8 @@ class Engine:
             workload=workload or Workload(),
             experts=None if experts is None else experts.policy,
         )
-        return cls(
-            plan, device=device, lanes=lanes, source=source, adapt=adapt, experts=experts, prefix_caching=prefix_caching
-        )
+        load = partial(cls, device=device, lanes=lanes, source=source, adapt=adapt, experts=experts)
+        return load(plan, prefix_caching=prefix_caching, cuda_graphs=cuda_graphs)
 
     def generate(
         self,

@@ -35,6 +35,7 @@ from moelight.paging.ring import RingPager
 from moelight.paging.store import PageStore
 from moelight.runtime.attention_ops import Act, DeviceAttention, HostAttention
 from moelight.runtime.executor import Executor
+from moelight.runtime.graphs import graphs_of
 from moelight.runtime.lanes import LaneRunner, Ticket
 from moelight.runtime.machine import Machine, allocate_for, cores_for, open_lanes
 from moelight.runtime.microbatch import SavedActivations, StagingBuffers
@@ -56,12 +57,21 @@ class LoadedModel:
         pager: transfers ``pages`` in on-demand passes; None if no page is transferred.
         hidden: [T, H], the hidden states of a pass; ``crossing``: their staging buffers, if a link is crossed.
         kept: saved activations, where experts run once per pass.
+        graphs: of the device lane, on CUDA where they are wanted.
     """
 
     def __init__(
-        self, source: OpenCheckpoint, policy: Policy, machine: Machine, lanes: str, experts: ExpertRuntime | None
+        self,
+        source: OpenCheckpoint,
+        policy: Policy,
+        machine: Machine,
+        lanes: str,
+        experts: ExpertRuntime | None,
+        *,
+        cuda_graphs: bool,
     ) -> None:
-        """``experts``: decides which experts are resident; None: the policy's placement does."""
+        """``experts``: decides which experts are resident; None: the policy's placement does. ``cuda_graphs``: see
+        `graphs`."""
         self.profile = source.profile
         self.dtype = weight_dtype(policy, source, machine)
         self.placement = place(self.profile, policy)
@@ -98,6 +108,7 @@ class LoadedModel:
                     self.pages, experts.residency, self._reader.start, leave=leave, remembers=remembers
                 )
             self.operations = self._operations(policy, machine, arenas)
+            self.graphs = graphs_of(machine.device, int(tokens)) if cuda_graphs else None
             warming = self._warm_up(policy, runners[Lane.DEVICE]) if machine.compiles else None
             self.pages.load(self._reader.start)
             if warming is not None:

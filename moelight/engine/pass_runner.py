@@ -64,9 +64,15 @@ class PassRunner:
     """Packs, launches and lands passes over a loaded model."""
 
     def __init__(
-        self, source: OpenCheckpoint, policy: Policy, machine: Machine, lanes: str, experts: ExpertRuntime | None = None
+        self,
+        source: OpenCheckpoint,
+        policy: Policy,
+        machine: Machine,
+        lanes: str,
+        experts: ExpertRuntime | None = None,
+        cuda_graphs: bool = True,
     ) -> None:
-        self.model = model = LoadedModel(source, policy, machine, lanes, experts)
+        self.model = model = LoadedModel(source, policy, machine, lanes, experts, cuda_graphs=cuda_graphs)
         self.pool, self.dtype, self.close = model.pool, model.dtype, model.close
         self._policy, self._allocation = policy, Allocation(source.profile, policy, model.dtype)
         self._schedules = ScheduleCache(policy.schedule, model.layout)
@@ -103,6 +109,7 @@ class PassRunner:
                 crossing=model.crossing.share(row, load.tokens) if model.crossing is not None else None,
                 kept=model.kept.rows(row, load.tokens) if model.kept is not None else None,
                 prefill_only=load.prefill_only,
+                row=row,
             )
             row += load.tokens
             sampled = sampled[mb.sampled.numel() :]
@@ -150,6 +157,7 @@ class PassRunner:
         if pager is not None:
             pager.begin(*self._in_ring(shape.prefetched))
         packed.watch = None if self._experts is None else self._experts.watch(small=pager is not None)
+        self._use_graphs(packed.micro_batches, reads=pager is not None or packed.watch is not None)
         pass_pages = PassPages(
             micro_batches=packed.micro_batches,
             position=self._position,
@@ -161,6 +169,16 @@ class PassRunner:
         self._streaming = pager is None
         packed.in_flight = model.executor.launch(schedule, model.operations.bind(pass_pages, sample, note))
         return packed
+
+    def _use_graphs(self, micro_batches: Sequence[MicroBatch], *, reads: bool) -> None:
+        """Launch the pass from CUDA graphs, if they serve it; ``reads``: the host reads its routing."""
+        graphs, layers = self.model.graphs, self.model.profile.num_layers
+        if graphs is None or reads or any(mb.decoding < mb.tokens for mb in micro_batches):
+            return
+        rows = sum(mb.tokens for mb in micro_batches)
+        if graphs.serves(rows=rows, micro_batches=len(micro_batches), layers=layers):
+            for mb in micro_batches:
+                mb.graphs = graphs
 
     def _pager_for(self, tokens: int) -> RingPager | None:
         """None for a whole pass."""

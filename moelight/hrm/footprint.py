@@ -46,6 +46,7 @@ READ_CHUNK_BYTES = 2 * MiB
 READER_BYTES = READ_DEPTH * (READ_CHUNK_BYTES + 4096)
 KV_BUFFERS = 2
 GATHER_BYTES = 8 * MiB
+GRAPH_ROWS = 128  # the most rows of a pass that is launched from CUDA graphs (`runtime.graphs`)
 WHOLE_EXPERTS = ("module",)  # schedules in which experts run once over the whole pass
 
 
@@ -237,7 +238,16 @@ def transient_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> Any:
     projection = (costs.attention_width(model) + spec.cache_width) * hidden
     cost_model = np.maximum(np.maximum(attention, experts), head)
     largest = max(2 * width * hidden, projection) * item
-    return in_flight_bytes(model, sizes, dtype) + cost_model + _product_bytes(model, tokens, largest)
+    graphs = graph_bytes(model, sizes, dtype) if sizes.discrete else 0
+    return in_flight_bytes(model, sizes, dtype) + cost_model + _product_bytes(model, tokens, largest) + graphs
+
+
+def graph_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> Any:
+    """Bytes that CUDA graphs hold: places of rotations, queries, keys, values and attention outputs, and the
+    temporaries of one task: as much again, normed rows, projections, router logits, and rows by expert."""
+    rows, width = np.minimum(pass_tokens(sizes), GRAPH_ROWS), costs.attention_width(model) + model.attention.cache_width
+    each = 2 * (width + costs.attention_out_width(model)) + 2 * model.attention.head_dim + 4 * model.hidden_size
+    return rows * (each * dtype.itemsize + 4 * model.experts.num_experts + 40 * model.router.top_k)
 
 
 def host_transient_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> Any:

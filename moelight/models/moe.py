@@ -19,7 +19,7 @@ from moelight.kernels.gpu import routing as gpu_routing
 from moelight.kernels.gpu import serving
 from moelight.kernels.gpu.grouped import expert_ffn
 from moelight.kernels.gpu.pages import PageTable
-from moelight.kernels.products import Workspace, feed_forward, padded_rows
+from moelight.kernels.products import Workspace, feed_forward, rows_computed
 from moelight.kernels.reference import route_topk
 from moelight.kernels.routing import cpu_gather_rows, cpu_route, cpu_scatter_sum, cpu_sort_by_expert
 from moelight.profiles.model import RouterSpec
@@ -41,7 +41,7 @@ class Routed:
 def route_tokens(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
     """logits [T, E] -> weights float32 [T, k] and ids int32 [T, k] of the k most likely experts, in ascending order of
     ids; the lowest id wins a tie."""
-    if logits.device.type == "cpu":
+    if native.on_cpu(logits):
         return cpu_route(logits, spec.top_k, normalize=spec.normalize, round_weights=spec.weights_in_model_dtype)
     if serving.serves(logits.device, logits.dtype)[0]:
         rounds = spec.weights_in_model_dtype
@@ -70,7 +70,7 @@ def moe_forward(routed: Routed, experts: Experts, space: Workspace, *, into: Ten
     """
     if isinstance(experts, PageTable):
         return grouped_forward(routed, experts, space, into)
-    if routed.x.device.type == "cpu" and native.available():
+    if native.on_cpu(routed.x) and native.available():
         return SplitMoE(routed, experts, frozenset(), space).end(into)
     sums = torch.zeros(routed.x.shape, dtype=torch.float32, device=routed.x.device)
     add_experts(sums, routed, experts, space, most_rows=routed.x.shape[0])
@@ -180,7 +180,7 @@ def add_experts(
 
     ``most_rows``: rows computed at a time; with native CPU kernels, rows weighted and added at a time.
     """
-    if routed.x.device.type == "cpu" and native.available():
+    if native.on_cpu(routed.x) and native.available():
         _accumulate_natively(sums, routed, experts, space, min(most_rows, EXPERT_ROWS))
         return
     top_k, ids, weights = routed.ids.shape[1], routed.ids.flatten(), routed.weights.flatten()
@@ -190,7 +190,7 @@ def add_experts(
         if expert is None or not mine.numel():
             continue
         for part in mine.split(min(most_rows, EXPERT_ROWS)):
-            tokens, rows = part // top_k, space.rows[: padded_rows(part.numel())]
+            tokens, rows = part // top_k, space.rows[: rows_computed(routed.x, part.numel())]
             torch.index_select(routed.x, 0, tokens, out=rows[: part.numel()])
             out = feed_forward(rows, *expert, space)[: part.numel()]
             sums.index_copy_(0, tokens, sums[tokens] + out.float() * weights[part].unsqueeze(1))

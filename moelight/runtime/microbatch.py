@@ -19,6 +19,7 @@ from moelight.models.decoder import Rotation
 from moelight.models.moe import Routed, SplitMoE
 from moelight.profiles.model import ModelProfile
 from moelight.runtime.context import Added, Chunk, Context, slots_of
+from moelight.runtime.graphs import Graphs
 from moelight.runtime.host_copy import HostCopy
 from moelight.weights.torch_dtypes import to_torch
 
@@ -57,10 +58,15 @@ class StagingBuffers:
         return replace(self, **{name: getattr(self, name)[row : row + tokens] for name in names})
 
     def take(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Copy to host memory; the copies are complete when the lane's event is."""
-        sizes = [q.nbytes, k.nbytes, v.nbytes]
-        places = self.down.view(-1)[: sum(sizes)].split(sizes)
-        return _land(places[0], q), _land(places[1], k), _land(places[2], v)
+        """Copy [T, heads, D] each to host memory, those that lie side by side in the rows of one product at once; the
+        copies are complete when the lane's event is."""
+        place, found = self.down.view(-1), list[Tensor]()
+        for run in _side_by_side((q, k, v)):
+            heads = [part.shape[1] for part in run]
+            whole = run[0].as_strided((len(run[0]), sum(heads), run[0].shape[2]), run[0].stride())
+            found += _land(place[: whole.nbytes], whole).split(heads, dim=1)
+            place = place[whole.nbytes :]
+        return found[0], found[1], found[2]
 
     def take_routed(self, routed: Routed) -> Routed:
         """Copy ``routed`` (ids int32) to host memory; the copy is complete when the lane's event is."""
@@ -112,6 +118,20 @@ def _regions(arena: Tensor, tokens: int, each: Mapping[str, int]) -> dict[str, T
     return {name: part.view(tokens, size) for (name, size), part in zip(each.items(), parts, strict=True)}
 
 
+def _side_by_side(parts: Sequence[Tensor]) -> list[list[Tensor]]:
+    """``parts`` [T, heads, D] in runs of consecutive columns of the same rows."""
+    runs: list[list[Tensor]] = []
+    for part in parts:
+        last = runs[-1][-1] if runs else part
+        follows = part.storage_offset() == last.storage_offset() + last.shape[1] * last.stride(1)
+        same = part.untyped_storage().data_ptr() == last.untyped_storage().data_ptr() and len(part) == len(last)
+        if follows and same and last.stride() == part.stride():
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return runs
+
+
 def _land(place: Tensor, source: Tensor) -> Tensor:
     return place.view(source.dtype).view(source.shape).copy_(source, non_blocking=True)
 
@@ -132,6 +152,8 @@ class MicroBatch:
         scored_rows: int64 [R], rows that score ``targets`` int64 [R].
         crossing: only if a link separates device and host.
         kept: only where experts run once per pass.
+        row: of the first token among those of the pass.
+        graphs: only in a pass that they serve.
         context: only for attention on the device, as ``added``.
         chosen: ids and weights [T, k] of the last router, in an on-demand pass.
     """
@@ -151,6 +173,8 @@ class MicroBatch:
     targets: Tensor
     prefill_only: bool
     hidden: Tensor
+    row: int = 0
+    graphs: Graphs | None = None
     rope: Rotation | None = None
     qkv: tuple[Tensor, Tensor, Tensor] | None = None
     qkv_host: tuple[Tensor, Tensor, Tensor] | None = None
@@ -193,6 +217,7 @@ def pack(
     crossing: StagingBuffers | None,
     prefill_only: bool,
     kept: SavedActivations | None = None,
+    row: int = 0,
 ) -> MicroBatch:
     """Pack ``chunks``, decoding ones first, with their shares of the arenas (``sampled`` in host memory)."""
     decoding = [chunk for chunk in chunks if chunk.decodes]
@@ -234,6 +259,7 @@ def pack(
         targets=torch.tensor(targets, dtype=torch.int64),
         prefill_only=prefill_only,
         hidden=hidden,
+        row=row,
         crossing=crossing,
         kept=kept,
     )

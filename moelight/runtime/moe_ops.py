@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -106,8 +106,17 @@ class MoEOps:
 
     def _post_attention(self, task: Task, pass_pages: PassPages) -> None:
         mb = pass_pages.micro_batches[task.micro_batch]
-        experts = self._layer_experts(task.layer, pass_pages)
-        self._decoder.post_attention(task.layer, mb.hidden, require(mb.attn), experts, pass_pages.watch)
+        experts, attention = self._layer_experts(task.layer, pass_pages), require(mb.attn)
+
+        def compute(attention: Tensor) -> Sequence[Tensor]:
+            self._decoder.post_attention(task.layer, mb.hidden, attention, experts, pass_pages.watch)
+            return ()
+
+        if mb.graphs is None:
+            compute(attention)
+        else:  # the table of the experts' pages is kept, so its address names no other one
+            key = task.kind, task.layer, mb.row, mb.tokens, id(experts) if experts else None
+            mb.graphs.run(key, compute, (attention,), name="after", row=mb.row, keeps=experts)
         if mb.crossing is None:
             mb.attn = None
 

@@ -18,8 +18,8 @@ from moelight.core.policy import Policy, Shares
 from moelight.core.request import SamplingParams
 from moelight.engine.engine import Engine
 from moelight.kernels.gpu import routing, serving, tiles
-from moelight.models import decoder, moe
-from moelight.runtime import moe_ops, warm_up
+from moelight.models import decoder
+from moelight.runtime import warm_up
 from moelight.runtime.machine import Machine
 from tests.engines import Tiny
 from tests.shapes import examples
@@ -66,11 +66,6 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, set[Program]]]:
         play(*args)
         loading[0] = False
 
-    def forward(routed: moe.Routed, experts: Any, space: Any, *, into: Tensor | None = None) -> Tensor:
-        if not serving.serves(routed.x.device, routed.x.dtype)[0]:
-            return moe.moe_forward(routed, experts, space, into=into)
-        return moe.grouped_forward(routed, moe.MoEWeights(experts), space, into)
-
     def route(logits: Tensor, spec: Any) -> tuple[Tensor, Tensor]:
         return routing.route(
             logits, spec.top_k, normalize=spec.normalize, weights_in_model_dtype=spec.weights_in_model_dtype
@@ -79,8 +74,6 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, set[Program]]]:
     monkeypatch.setattr(InterpretedFunction, "run", noted)
     monkeypatch.setattr(warm_up, "_play", played)
     monkeypatch.setattr(Machine, "compiles", property(lambda _: True))
-    for module in (decoder, moe_ops):
-        monkeypatch.setattr(module, "moe_forward", forward)
     monkeypatch.setattr(decoder, "route_tokens", route)
     yield launched
     serving._refused.clear()

@@ -17,7 +17,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moelight.kernels.gpu import grouped, grouped_triton, routing_triton, tiles
+from moelight.kernels import norm
+from moelight.kernels.gpu import grouped, grouped_triton, norm_triton, routing_triton, tiles
 from moelight.kernels.gpu.pages import PageTable
 
 HIDDEN, WIDTH, EXPERTS, ROWS = 256, 512, 4, 64
@@ -108,10 +109,10 @@ def product(card: int, dtype: torch.dtype, form: str, part: str, mean_rows: int)
 
 
 def others(card: int) -> list[dict[str, Any]]:
-    """The sorting of rows, the map of slots, the router and the weighted sum."""
+    """The sorting of rows, the map of slots, the router, the weighted sum, norms and heads."""
     i32, i64 = torch.empty(16, dtype=torch.int32), torch.empty(16, dtype=torch.int64)
     half, single = torch.empty(16, dtype=torch.float16), torch.empty(16)
-    found = {
+    found: dict[str, tuple[Any, ...]] = {
         "map": (grouped_triton.map_slots, (i32, i32, i32, 5, 9, 40, 11), {"BM": 16, "PADDED": 128, "SLOTS": 32}),
         "sort": (routing_triton.sort_rows, (i32, i64, i64, i32, 40), {"TOP_K": 8, "BR": 1024}),
         "route": (
@@ -125,7 +126,20 @@ def others(card: int) -> list[dict[str, Any]]:
             {"TOP_K": 4, "BEGUN": True, "ADD": True, "BY_HAND": False, "BW": 1024},
         ),
     }
-    return [facts(name, card, *rest) for name, rest in found.items()]
+    rows = [facts(name, card, *rest) for name, rest in found.items()]
+    for dtype in (torch.float16, torch.float32, *((torch.bfloat16,) if card >= 80 else ())):
+        x, name = torch.empty(16, dtype=dtype), NAMES[dtype]
+        for width in (128, 16384) if dtype == torch.float16 else (16384,):
+            padded = 1 << (width - 1).bit_length()
+            given = (x, x, x, x, width, width, width, width, 1e-5)
+            constants = {"ADD": width != 128, "BY_HAND": False, "PADDED": padded}
+            how = norm.launch_options(padded)
+            rows.append(facts(f"norm {name} {width}", card, norm_triton.rms_norm, given, constants, **how))
+        given = (x, x, x, x, x, 48, 32, 40, 128, 6144, 128, 8.0, 1e-5)
+        constants = {"CLIP": True, "NORM": True, "BY_HAND": False, "BH": 16, "PADDED": 64}
+        how = norm.launch_options(2048)
+        rows.append(facts(f"heads {name}", card, norm_triton.finish_heads, given, constants, **how))
+    return rows
 
 
 if __name__ == "__main__":

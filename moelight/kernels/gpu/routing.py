@@ -58,7 +58,7 @@ def route(
             TOP_K=top_k,
             NORMALIZE=bool(normalize),
             NARROW=bool(weights_in_model_dtype) and logits.dtype != torch.float32,
-            BY_HAND=_by_hand(logits),
+            BY_HAND=by_hand(logits),
             BT=height,
             PADDED=padded,
         )
@@ -139,7 +139,7 @@ def combine(
 
     step = min(_COMBINE_COLUMNS, 1 << (width - 1).bit_length())
     given = results, weights, places, out if begun is None else begun, out, rows, first, width
-    flags = {"BEGUN": begun is not None, "ADD": bool(add), "BY_HAND": _by_hand(out)}
+    flags = {"BEGUN": begun is not None, "ADD": bool(add), "BY_HAND": by_hand(out)}
     with on_device(results.device):
         routing_triton.combine[(tokens, -(-width // step))](*given, TOP_K=top_k, BW=step, **flags)
     return out
@@ -155,5 +155,6 @@ def _sums_in_torch(results: Tensor, weights: Tensor, places: Tensor, begun: Tens
     return total
 
 
-def _by_hand(tensor: Tensor) -> bool:
+def by_hand(tensor: Tensor) -> bool:
+    """True if an interpreted kernel rounds to the dtype of ``tensor`` itself (BY_HAND)."""
     return tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16

@@ -343,7 +343,7 @@ class _Layer:
         self._after()
 
     def decode(self) -> None:
-        q, k, v = self._decoder.pre_attention(0, self._hidden, self._rope)
+        q, k, v = self._decoder.split_heads(self._decoder.pre_attention(0, self._hidden, self._rope))
         keys, values = self._caches
         cpu_kv_append(keys, values, k, v, self._slots)
         scale = _MODEL.attention.head_dim**-0.5
