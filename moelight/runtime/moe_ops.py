@@ -114,7 +114,7 @@ class MoEOps:
 
         if mb.graphs is None:
             compute(attention)
-        else:  # the table of the experts' pages is kept, so its address names no other one
+        else:  # the index of the pages is kept, so its address names no other one
             key = task.kind, task.layer, mb.row, mb.tokens, id(experts) if experts else None
             mb.graphs.run(key, compute, (attention,), name="after", row=mb.row, keeps=experts)
         if mb.crossing is None:

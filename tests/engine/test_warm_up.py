@@ -18,8 +18,9 @@ from moelight.core.policy import Policy, Shares
 from moelight.core.request import SamplingParams
 from moelight.engine.engine import Engine
 from moelight.kernels.gpu import routing, serving, tiles
+from moelight.kernels.gpu.pages import PageTable
 from moelight.models import decoder
-from moelight.runtime import warm_up
+from moelight.runtime import moe_ops, warm_up
 from moelight.runtime.machine import Machine
 from tests.engines import Tiny
 from tests.shapes import examples
@@ -58,7 +59,10 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, set[Program]]]:
 
     def noted(self: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
         launched["loading" if loading[0] else "passes"].add(program_of(self, args, constants))
-        if self.fn.__name__ == "route":  # the others take seconds to interpret; without them experts add nothing
+        if self.fn.__name__ in {
+            "route",
+            "sort_rows",
+        }:  # others take seconds; experts then add nothing
             run(self, *args, grid=grid, warmup=warmup, **constants)
 
     def played(*args: Any) -> None:
@@ -75,6 +79,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, set[Program]]]:
     monkeypatch.setattr(warm_up, "_play", played)
     monkeypatch.setattr(Machine, "compiles", property(lambda _: True))
     monkeypatch.setattr(decoder, "route_tokens", route)
+    monkeypatch.setattr(moe_ops, "grouped_pages", lambda weights: PageTable.of(*zip(*weights, strict=True)))
     yield launched
     serving._refused.clear()
 
