@@ -132,7 +132,8 @@ class MicroBatch:
         scored_rows: int64 [R], rows that score ``targets`` int64 [R].
         crossing: only if a link separates device and host.
         kept: only where experts run once per pass.
-        context: only for attention on the device, as ``added``.
+        context: only for attention on the device.
+        added: only where the cache is for attention on the device.
     """
 
     token_ids: Tensor
@@ -173,13 +174,22 @@ class MicroBatch:
         return self.seq_lens.numel()
 
     def land(self) -> None:
-        """Copy index tensors to the device without waiting; called on the compute lane."""
-        if (device := self.hidden.device).type != "cpu":
-            names = ("token_ids", "positions", "places", "sample_rows", "sample_places", "scored_rows", "targets")
-            parts = [getattr(self, name) for name in names]
-            moved = torch.cat(parts).pin_memory().to(device, non_blocking=True)
-            for name, part in zip(names, moved.split([part.numel() for part in parts]), strict=True):
-                setattr(self, name, part)
+        """Copy index tensors to the device in one transfer without waiting; called on the compute lane."""
+        if (device := self.hidden.device).type == "cpu":
+            return
+        names = ("token_ids", "positions", "places", "sample_rows", "sample_places", "scored_rows", "targets")
+        owners: list[tuple[MicroBatch | Added, str]] = [(self, name) for name in names]
+        if (added := self.added) is not None:
+            names = ("host_rows", "device_rows", "device_slots")
+            owners += [(added, name) for name in names if getattr(added, name) is not None]
+        parts = [getattr(owner, name) for owner, name in owners]
+        if self.context is not None:
+            parts.append(self.context.batch.table.view(torch.int64))
+        moved = torch.cat(parts).pin_memory().to(device, non_blocking=True).split([part.numel() for part in parts])
+        for (owner, name), part in zip(owners, moved, strict=False):
+            setattr(owner, name, part)
+        if self.context is not None:
+            self.context.batch.land(moved[-1].view(torch.int32))
 
 
 def pack(

@@ -17,11 +17,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moelight.kernels.gpu import grouped, grouped_triton, routing_triton, tiles
+from moelight.kernels.gpu import attention, attention_triton, grouped, grouped_triton, routing_triton, tiles
 from moelight.kernels.gpu.pages import PageTable
 
 HIDDEN, WIDTH, EXPERTS, ROWS = 256, 512, 4, 64
-NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
+NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "i8"}
+NAMES |= {torch.int32: "i32", torch.int64: "i64"}
 
 
 def experts(form: str, dtype: torch.dtype) -> PageTable:
@@ -42,17 +43,23 @@ def experts(form: str, dtype: torch.dtype) -> PageTable:
 
 
 def facts(
-    what: str, card: int, kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], **options: int
+    what: str,
+    card: int,
+    kernel: Any,
+    arguments: tuple[Any, ...],
+    constants: dict[str, Any],
+    unaligned: tuple[str, ...] = (),
+    **options: int,
 ) -> dict[str, Any]:
     """What the launch of ``kernel`` with these would compile to: its shared memory, registers, bytes of registers that
-    spill, and which instructions are there. Sizes and addresses are multiples of 16."""
+    spill, and which instructions are there. Sizes and addresses, but those of ``unaligned``, are multiples of 16."""
     signature, divisible = {}, {}
     for position, (name, value) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
         if isinstance(value, torch.Tensor):
             signature[name] = f"*{NAMES[value.dtype]}"
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
-        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+        if name not in unaligned and (isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)):
             divisible[(position,)] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
@@ -107,6 +114,48 @@ def product(card: int, dtype: torch.dtype, form: str, part: str, mean_rows: int)
     return facts(what, card, grouped_triton.grouped, arguments, constants, **options)
 
 
+def attentions(card: int) -> list[dict[str, Any]]:
+    """Both forms, for the head sizes and groups of common models, in every dtype; with all options once, and int8."""
+    rows = []
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for head_dim, group in ((128, 4), (64, 8), (256, 2)):
+            if dtype == torch.bfloat16 and (card < 80 or head_dim != 128):
+                continue
+            for decodes in (True, False):
+                for options in ("", "int8 ")[: 2 if head_dim == 128 else 1]:
+                    rows.append(attend(card, dtype, head_dim, group, decodes=decodes, options=options))
+    return rows
+
+
+def attend(card: int, dtype: torch.dtype, head_dim: int, group: int, *, decodes: bool, options: str) -> dict[str, Any]:
+    """One form over both tiers; with "int8" also with a window, sinks and a cap."""
+    every = bool(options)
+    q, new = torch.empty(4, 2 * group, head_dim, dtype=dtype), torch.empty(4, 2, head_dim, dtype=dtype)
+    pool = torch.empty(32, 2, 2, head_dim, dtype=torch.int8 if every else dtype)
+    scales = torch.empty(32, 2, 2) if every else None
+    padded = 1 << (head_dim - 1).bit_length()
+    tile = tiles.choose_attention(
+        divmod(card, 10), itemsize=dtype.itemsize, head_dim=padded, group=group, decodes=decodes
+    )
+    batch = attention.RaggedBatch([1, 3], [20, 0], [0, 0], [0, 16], decoding=1, block_size=16, tile_tokens=16)
+    rest = {"window": 16 if every else None, "sinks": torch.empty(2 * group) if every else None}
+    rest |= {"softcap": 30.0 if every else None, "cache": pool, "buffer": pool, "cache_scale": scales}
+    arguments, constants = attention.arguments_of(
+        q, new, new, batch, 0.1, tile, decodes=decodes, **rest, buffer_scale=scales, out=q
+    )
+    what = f"{NAMES[dtype]} attention {options}{'decode' if decodes else 'prompt'} {head_dim}"
+    return facts(
+        what,
+        card,
+        attention_triton.attend,
+        arguments,
+        constants,
+        unaligned=("sequences", "tiles", "entries"),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
 def others(card: int) -> list[dict[str, Any]]:
     """The map of slots, the router and the weighted sum."""
     i32, i64 = torch.empty(16, dtype=torch.int32), torch.empty(16, dtype=torch.int64)
@@ -129,4 +178,4 @@ def others(card: int) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     triton.knobs.nvidia.dump_ptxas_log = True
-    print(json.dumps([row for card in map(int, sys.argv[1:]) for row in others(card) + products(card)]))
+    print(json.dumps([row for card in map(int, sys.argv[1:]) for row in others(card) + attentions(card) + products(card)]))

@@ -5,6 +5,7 @@ Imports torch and Triton only on demand.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from functools import cache
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 OLDEST = (7, 5)
 BFLOAT16_SINCE = (8, 0)
+_DEVICE_POINTER = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER
 # On a T4 (320 GB/s, 8 Tflop/s without tensor cores) the bytes of 16-bit weights bind up to 25 rows per expert.
 MOST_ROWS_WITHOUT_UNITS = 24
 
@@ -112,3 +114,28 @@ def card_serves(card: tuple[int, int], dtype: str, rows_per_expert: float) -> tu
         if dtype == "float32":
             return False, "many rows in float32, for which triton uses no tensor units"
     return True, f"{triton_reason()}, {name}"
+
+
+def reads_host(host: torch.Tensor, device: torch.device) -> tuple[bool, str]:
+    """True if kernels on ``device`` read the host memory of ``host`` at its own address, and the reason in one clause.
+
+    Page-locked memory has an address on the device, which with unified addressing is its own; what has none must not
+    be tried, because the first wrong access ends the process's use of the device.
+    """
+    served, why = serves(device, host.dtype)
+    if not served or device.type == "cpu":
+        return served, why
+    import torch
+
+    if torch.version.hip is not None:
+        return False, "addresses of host memory are looked up with CUDA's driver only"
+    found = ctypes.c_uint64()
+    try:
+        with torch.cuda.device(device):
+            lookup = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute
+            code = lookup(ctypes.byref(found), _DEVICE_POINTER, ctypes.c_uint64(host.data_ptr()))
+    except (OSError, AttributeError) as error:
+        return False, f"CUDA's driver does not look up addresses: {error}"
+    if code or found.value != host.data_ptr():
+        return False, "the host memory is not page-locked, or not at the same address for the device"
+    return True, "kernels read page-locked memory"

@@ -1,4 +1,4 @@
-"""Tile sizes of the grouped product, for a card's shared memory and the rows of an expert; imports no torch."""
+"""Tile sizes of the grouped product and of attention, for a card's shared memory; imports no torch."""
 
 from __future__ import annotations
 
@@ -68,3 +68,31 @@ def choose(card: tuple[int, int], *, itemsize: int, mean_rows: float, group: int
     stages = max(1, min(_MOST_STAGES, shared_bytes(card) // stage))
     warps = 8 if rows * columns * matrices >= most * 128 else 4
     return Tile(rows=rows, columns=columns, depth=depth, warps=warps, stages=stages, band=_BAND_ROWS // rows)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionTile:
+    """``rows`` queries times ``keys`` keys; products with keys go over ``depth`` numbers of the head at a time."""
+
+    rows: int
+    keys: int
+    depth: int
+    warps: int
+    stages: int
+
+
+def choose_attention(
+    card: tuple[int, int], *, itemsize: int, head_dim: int, group: int, decodes: bool
+) -> AttentionTile:
+    """The tile of attention of heads of ``head_dim`` numbers of ``itemsize`` bytes, ``group`` of which share keys.
+
+    It depends on nothing of a batch, so neither does a row's result.
+    """
+    least = max(16, 1 << (group - 1).bit_length())  # the queries of one token
+    if card < UNITS_SINCE or itemsize == 4:
+        rows = least if decodes else max(least, 32)
+        return AttentionTile(rows=rows, keys=32, depth=32, warps=4, stages=1)
+    rows = least if decodes else max(least, 64)
+    keys = 64 if head_dim <= 128 else 32
+    stages = max(1, min(3, shared_bytes(card) // (2 * keys * head_dim * itemsize)))
+    return AttentionTile(rows=rows, keys=keys, depth=head_dim, warps=4, stages=stages)
