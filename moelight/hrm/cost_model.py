@@ -18,8 +18,9 @@ from moelight.profiles.model import ModelProfile
 TOUCHED_BEFORE = 40
 TOUCHED_AFTER = 40
 TOUCHED_PER_EXPERT = 16
-# Kernels that one phase launches on a GPU, in addition to those of each expert.
-KERNELS = {"before": 10, "attention": 3, "after": 12, "expert": 5, "head": 4}
+# Kernels that one phase launches on a GPU, in addition to those of each expert. Attention: new keys and values into
+# the cache, and one form for decoding rows or for prompts.
+KERNELS = {"before": 10, "attention": 2, "after": 12, "expert": 5, "head": 4}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -178,4 +178,6 @@ def others(card: int) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     triton.knobs.nvidia.dump_ptxas_log = True
-    print(json.dumps([row for card in map(int, sys.argv[1:]) for row in others(card) + attentions(card) + products(card)]))
+    print(
+        json.dumps([row for card in map(int, sys.argv[1:]) for row in others(card) + attentions(card) + products(card)])
+    )

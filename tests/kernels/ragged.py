@@ -12,6 +12,8 @@ from torch import Tensor
 from moelight.kernels import reference
 from moelight.kernels.gpu.attention import RaggedBatch, in_buffer, prompt_tile_tokens
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sequence:
@@ -58,7 +60,7 @@ def ragged(
     head_dim: int = 16,
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
-    device: torch.device = torch.device("cpu"),
+    device: torch.device = CPU,
     tiers: str = "both",
     int8: bool = False,
     window: int | None = None,
@@ -67,8 +69,8 @@ def ragged(
     tile_tokens: int | None = None,
     seed: int = 0,
 ) -> Ragged:
-    """Decoding sequences first. Cached tokens in the cache by whole blocks, in the buffer without gaps; what is unused is
-    NaN, or the largest code."""
+    """Decoding sequences first. Cached tokens in the cache by whole blocks, in the buffer without gaps; what is unused
+    is NaN, or the largest code."""
     random = torch.Generator().manual_seed(seed)
     spots = np.random.default_rng(seed)
     sequences = sorted(sequences, key=lambda each: not each.decodes)

@@ -426,10 +426,10 @@ def arguments_of(
 
 
 def _tile(device: torch.device, dtype: torch.dtype, group: int, head_dim: int, *, decodes: bool) -> tiles.AttentionTile:
-    card = serving.capability(device.index) if device.type == "cuda" else tiles.UNITS_SINCE
-    return tiles.choose_attention(
-        card, itemsize=dtype.itemsize, head_dim=_padded(head_dim), group=group, decodes=decodes
-    )
+    card, itemsize = tiles.UNITS_SINCE, 2  # of the interpreter, for which few large tiles are best
+    if device.type == "cuda":
+        card, itemsize = serving.capability(device.index), dtype.itemsize
+    return tiles.choose_attention(card, itemsize=itemsize, head_dim=_padded(head_dim), group=group, decodes=decodes)
 
 
 def _padded(size: int) -> int:
@@ -451,10 +451,7 @@ def _check(
         raise ValueError(f"q: head size must be a multiple of 8 from 8 to {MOST_HEAD_DIM}, is {head_dim}")
     _, kv_heads, _ = check_tensor("k", k, q.dtype, (tokens, None, head_dim), device=q.device)
     check_tensor("v", v, q.dtype, k.shape, device=q.device)
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("cache", pools[0]), ("buffer", pools[1])):
-        stride = 0 if tensor is None else tensor.stride(0) * tensor.element_size()
-        if tensor is not None and (tensor.data_ptr() % _ALIGNMENT_BYTES or stride % _ALIGNMENT_BYTES):
-            raise ValueError(f"{name}: its rows must begin at multiples of {_ALIGNMENT_BYTES} bytes")
+    _check_alignment(q=q, k=k, v=v, cache=pools[0], buffer=pools[1])
     if not kv_heads or not heads or heads % kv_heads:
         raise ValueError(f"q: its {heads} heads are no multiple of the {kv_heads} of keys and values")
     if not isinstance(batch, RaggedBatch) or batch.rows != tokens or batch.table.device != q.device:
@@ -475,6 +472,13 @@ def _check(
                 check_tensor(f"{name}_scale", scale, torch.float32, shape[:3], device=q.device, gap=False)
             if q.device.type == "cpu" and batch.extents[tier] > len(pool):
                 raise ValueError(f"{name}: has {len(pool)} slots, the batch names slot {batch.extents[tier] - 1}")
+
+
+def _check_alignment(**tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        stride = 0 if tensor is None else tensor.stride(0) * tensor.element_size()
+        if tensor is not None and (tensor.data_ptr() % _ALIGNMENT_BYTES or stride % _ALIGNMENT_BYTES):
+            raise ValueError(f"{name}: its rows must begin at multiples of {_ALIGNMENT_BYTES} bytes")
 
 
 def _check_append(

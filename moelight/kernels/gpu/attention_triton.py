@@ -41,6 +41,39 @@ def cached_at(table, position, old, kv_head, kv_heads, P: tl.constexpr):
 
 
 @triton.jit
+def sources(
+    k_new,
+    v_new,
+    cache,
+    buffer,
+    cache_scales,
+    buffer_scales,
+    table,
+    position,
+    old,
+    kv_head,
+    kv_heads,
+    INT8: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    """Rows of keys and values: to read at any position; or, where INT8, of new ones, of ``old`` codes, and factors."""
+    buffered, index = cached_at(table, position, old, kv_head, kv_heads, P)
+    k_old = tl.multiple_of(tl.where(buffered, buffer, cache) + index * D, [ALIGNMENT])
+    v_old = tl.multiple_of(k_old + kv_heads * D, [ALIGNMENT])
+    k_factor, v_factor = index, index
+    if INT8:
+        factors = tl.where(buffered, buffer_scales, cache_scales) + index
+        k_factor = tl.load(factors, mask=old, other=0.0)[None, :]
+        v_factor = tl.load(factors + kv_heads, mask=old, other=0.0)[:, None]
+    else:
+        k_new = tl.multiple_of(tl.where(old, k_old, k_new), [ALIGNMENT])
+        v_new = tl.multiple_of(tl.where(old, v_old, v_new), [ALIGNMENT])
+    return k_new, v_new, k_old, v_old, k_factor, v_factor
+
+
+@triton.jit
 def loaded(rows, column, there, D: tl.constexpr, BD: tl.constexpr):
     """Numbers ``column`` of the rows at the pointers ``rows``, zeros where not ``there``; all are expanded."""
     if D < BD:
@@ -121,7 +154,7 @@ def attend(
     PRODUCT: tl.constexpr,
     BY_HAND: tl.constexpr,
 ):
-    """out [T, Hq, D] = causal softmax(scale * q k^T) v of the sequences of a `RaggedBatch`; one program a tile and head.
+    """out [T, Hq, D] = causal softmax(scale * q k^T) v of the sequences of a `RaggedBatch`; a program a tile and head.
 
     cache and buffer are [N, 2, Hkv, D], where INT8 with scales [N, 2, Hkv]; their rows begin at multiples of ALIGNMENT
     bytes. DECODES: sequence i is row i and one tile; else ``tiles`` [_, 2] are (sequence, first token). The product
@@ -155,21 +188,15 @@ def attend(
         position = tile * BN + tl.arange(0, BN)
         there = (position >= lowest) & (position < end)
         old, fresh = there & (position < start), there
-        new = (row + position - start).to(tl.int64)
-        k_row, v_row = k + new * k_stride + kv_head * D, v + new * v_stride + kv_head * D
-        k_old, v_old, k_factor, v_factor = k_row, v_row, sums, sums
+        k_new = k + (row + position - start).to(tl.int64) * k_stride + kv_head * D
+        v_new = v + (row + position - start).to(tl.int64) * v_stride + kv_head * D
+        k_row, v_row, k_old, v_old, k_factor, v_factor = k_new, v_new, k_new, v_new, sums, sums
         if CACHED:
-            buffered, index = cached_at(entries + base, position, old, kv_head, kv_heads, P)
-            k_old = tl.multiple_of(tl.where(buffered, buffer, cache) + index * D, [ALIGNMENT])
-            v_old = tl.multiple_of(k_old + kv_heads * D, [ALIGNMENT])
-            if INT8:
-                factors = tl.where(buffered, buffer_scales, cache_scales) + index
-                k_factor = tl.load(factors, mask=old, other=0.0)[None, :]
-                v_factor = tl.load(factors + kv_heads, mask=old, other=0.0)[:, None]
-                fresh = there & (position >= start)
-            else:
-                k_row = tl.multiple_of(tl.where(old, k_old, k_row), [ALIGNMENT])
-                v_row = tl.multiple_of(tl.where(old, v_old, v_row), [ALIGNMENT])
+            k_row, v_row, k_old, v_old, k_factor, v_factor = sources(
+                k_new, v_new, cache, buffer, cache_scales, buffer_scales, entries + base, position, old,
+                kv_head, kv_heads, INT8, D, P, ALIGNMENT,
+            )  # fmt: skip
+            fresh = there & ((position >= start) | (not INT8))
         products = tl.zeros((BM, BN), dtype=tl.float32)
         for part in tl.static_range(BD // DEPTH):
             depth = part * DEPTH + tl.arange(0, DEPTH)
@@ -226,7 +253,7 @@ def append(
         if INT8:
             numbers = numbers.to(tl.float32)
             factor = tl.max(tl.abs(numbers), 1)[:, None] / 127.0
-            whole = tl.max(tl.where(numbers - numbers == 0.0, 0, 1), 1)[:, None] == 0
+            whole = tl.max(tl.where(tl.abs(numbers) < float("inf"), 0, 1), 1)[:, None] == 0
             codes = numbers / tl.where(whole & (factor > 0.0), factor, 1.0)
             codes = tl.where(whole, codes + 12582912.0 - 12582912.0, 0.0)  # to the nearest, ties to even
             tl.store(scales + place + head, tl.where(whole, factor, float("nan")), mask=head < kv_heads)

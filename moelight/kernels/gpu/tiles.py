@@ -89,10 +89,11 @@ def choose_attention(
     It depends on nothing of a batch, so neither does a row's result.
     """
     least = max(16, 1 << (group - 1).bit_length())  # the queries of one token
+    wide = 8 if head_dim > 128 else 4
     if card < UNITS_SINCE or itemsize == 4:
-        rows = least if decodes else max(least, 32)
-        return AttentionTile(rows=rows, keys=32, depth=32, warps=4, stages=1)
-    rows = least if decodes else max(least, 64)
+        return AttentionTile(rows=max(least, 16 if decodes else 32), keys=16, depth=32, warps=wide, stages=1)
     keys = 64 if head_dim <= 128 else 32
     stages = max(1, min(3, shared_bytes(card) // (2 * keys * head_dim * itemsize)))
-    return AttentionTile(rows=rows, keys=keys, depth=head_dim, warps=4, stages=stages)
+    if decodes:
+        return AttentionTile(rows=least, keys=keys, depth=head_dim, warps=wide if least <= 16 else 8, stages=stages)
+    return AttentionTile(rows=max(least, 64), keys=keys, depth=head_dim, warps=8, stages=stages)
