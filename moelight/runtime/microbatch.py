@@ -124,7 +124,6 @@ class MicroBatch:
         token_ids: int64 [T]; decode rows are read from the token pool at ``places`` when the pass runs.
         cache_slots: int64 [T], slots of the new keys and values.
         block_tables: int32 [D, B], with ``seq_lens`` int32 [D] the arguments of the decode kernel.
-        prompts: (first row, last row, start, block table) of each prompt.
         packed: (ends int32 [P + 1], block tables, earlier positions) of all P prompts.
         places: int64 [D], places of the decode rows in the token pool.
         sample_rows: rows that sample a token for ``sample_places`` of the token pool.
@@ -141,7 +140,6 @@ class MicroBatch:
     cache_slots: Tensor
     block_tables: Tensor
     seq_lens: Tensor
-    prompts: list[tuple[int, int, int, Tensor]]
     packed: tuple[Tensor, Tensor, Tensor] | None
     places: Tensor
     sample_rows: Tensor
@@ -210,15 +208,13 @@ def pack(
     tables = _tables(decoding)
     ids, positions = [np.zeros(first, dtype=np.int64)], [starts]
     slots = [tables[np.arange(first), starts // block_size] * np.int64(block_size) + starts % block_size]
-    prompts, ends = [], [first]
+    ends = [first]
     scored, targets = [np.zeros(0, dtype=np.int64)], list[int]()
     for chunk in rest:
         row, end = ends[-1], ends[-1] + chunk.count
         ids.append(np.asarray(chunk.token_ids, dtype=np.int64))
         positions.append(np.arange(chunk.start, chunk.start + chunk.count, dtype=np.int64))
         slots.append(slots_of(chunk, chunk.start, chunk.start + chunk.count, block_size))
-        table = torch.from_numpy(np.asarray(chunk.blocks, dtype=np.int32))
-        prompts.append((row, end, chunk.start, table))
         first_scored = row + chunk.first_scored
         scored.append(np.arange(first_scored, first_scored + len(chunk.targets), dtype=np.int64))
         targets += chunk.targets
@@ -232,7 +228,6 @@ def pack(
         cache_slots=torch.from_numpy(np.concatenate(slots)),
         block_tables=torch.from_numpy(tables),
         seq_lens=torch.from_numpy((starts + 1).astype(np.int32)),
-        prompts=prompts,
         packed=_packed(rest),
         places=torch.from_numpy(np.array([chunk.place for chunk in decoding], dtype=np.int64)),
         sample_rows=torch.from_numpy(rows[0]),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moelight.runtime.context import Chunk
-from moelight.runtime.microbatch import pack
+from moelight.runtime.microbatch import pack, require
 from tests.shapes import examples
 
 BLOCK = 16
@@ -41,7 +41,7 @@ def test_every_token_is_packed_where_its_sequence_says(given_chunks: list[Chunk]
     hidden = torch.zeros(total, 8)
     mb = pack(given_chunks, block_size=BLOCK, hidden=hidden, sampled=ROOM, crossing=None, prefill_only=False)
     assert mb.tokens == total
-    row, prompts, singles, sampled = 0, iter(mb.prompts), 0, []
+    row, prompts, singles, sampled = 0, 0, 0, []
     for chunk in given_chunks:
         for offset in range(chunk.count):
             position = chunk.start + offset
@@ -55,9 +55,11 @@ def test_every_token_is_packed_where_its_sequence_says(given_chunks: list[Chunk]
             assert row - 1 == singles, "generated tokens are the first rows"
             singles += 1
         else:
-            first, last, start, table = next(prompts)
-            assert (first, last, start) == (row - chunk.count, row, chunk.start)
-            assert table.tolist() == list(chunk.blocks)
+            ends, tables, starts = require(mb.packed)
+            assert singles + int(ends[prompts]) == row - chunk.count and singles + int(ends[prompts + 1]) == row
+            assert starts[prompts] == chunk.start
+            assert tables[prompts, : len(chunk.blocks)].tolist() == list(chunk.blocks)
+            prompts += 1
         if chunk.samples:
             sampled.append(row - 1)
     assert next(prompts, None) is None

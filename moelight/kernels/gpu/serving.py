@@ -11,6 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from moelight.kernels.gpu.tiles import UNITS_SINCE
+from moelight.kernels.native import Serving
 
 if TYPE_CHECKING:
     import torch
@@ -139,3 +140,24 @@ def reads_host(host: torch.Tensor, device: torch.device) -> tuple[bool, str]:
     if code or found.value != host.data_ptr():
         return False, "the host memory is not page-locked, or not at the same address for the device"
     return True, "kernels read page-locked memory"
+
+
+def serving_on(device: torch.device) -> list[Serving]:
+    """The operations of a GPU with their implementations in this process."""
+    import torch
+
+    half = torch.float16 if card_lacks_bfloat16(device) else torch.bfloat16
+    found = {name: ("triton", "torch", serves(device, half)) for name in ("attention", "experts and routing")}
+    host = torch.empty(1, dtype=half, pin_memory=device.type != "cpu")
+    found["contexts from host memory"] = "one kernel", "copies by run of blocks", reads_host(host, device)
+    return [
+        Serving(operation=f"{name} on {device}", implementation=best if served else other, reason=why)
+        for name, (best, other, (served, why)) in found.items()
+    ]
+
+
+def card_lacks_bfloat16(device: torch.device) -> bool:
+    """True for a CUDA card before `BFLOAT16_SINCE`."""
+    import torch
+
+    return device.type == "cuda" and torch.version.hip is None and capability(device.index) < BFLOAT16_SINCE

@@ -1,0 +1,54 @@
+"""The engine with Triton's attention, interpreted: the tokens of the CPU's, and few launches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+from typing import Any
+
+import pytest
+
+from moelight import Engine, Policy, SamplingParams
+from moelight.core.policy import Shares
+from moelight.kernels.gpu import attention, serving
+from moelight.runtime import attention_ops
+from tests.engines import Tiny
+from tests.kernels import gpu_layers  # noqa: F401  tells Triton to interpret
+
+
+@pytest.mark.parametrize("kv", [Shares(host=1.0), Shares(device=0.5, host=0.5)], ids=str)
+def test_the_same_tokens_by_few_launches(tiny: Tiny, kv: Shares, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not serving.interpreting():
+        pytest.skip("triton does not interpret here")
+    called = Counter[str]()
+
+    def counted(name: str) -> Any:
+        function = getattr(attention, name)
+
+        def call(*args: Any, **rest: Any) -> Any:
+            called[name] += 1
+            return function(*args, **rest)
+
+        monkeypatch.setattr(attention, name, call)
+        return call
+
+    kernels = attention_ops.AttentionKernels(
+        attend=counted("attend"), append=counted("append"), fetches=serving.reads_host
+    )
+    counted("fetch")
+    model, random = str(tiny("mixtral")), Random(3)
+    prompts = [[random.randrange(256) for _ in range(length)] for length in (40, 1, 17)]
+    sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+    sizes = {"model": model, "batch_size": 3, "micro_batch_size": 3}
+    with Engine(Policy(**sizes), device="cpu") as engine:
+        expected = [each.token_ids for each in engine.generate(prompts, sampling)]
+    monkeypatch.setattr(attention_ops, "kernels_of", lambda _: kernels)
+    monkeypatch.setattr(attention_ops, "MOST_COPIES", 0)
+    policy = Policy(**sizes, attention_device="gpu", ffn_device="gpu", schedule="flexgen", kv=kv)
+    with Engine(policy, device="twin") as engine:
+        assert [each.token_ids for each in engine.generate(prompts, sampling)] == expected
+        layers = engine.profile.num_layers
+    passes = 3  # of one micro-batch: the prompts, and two tokens
+    assert called["attend"] == passes * layers
+    assert called["fetch"] == (passes - 1) * layers
+    assert called["append"] == (passes * layers if kv.device else 0)
