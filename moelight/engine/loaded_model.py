@@ -25,7 +25,7 @@ from moelight.hrm.footprint import (
     pass_tokens,
 )
 from moelight.hrm.placement import place, slot_table
-from moelight.kernels.gpu.attention import prompt_tile_tokens
+from moelight.kernels.gpu.attention import prompt_form
 from moelight.kernels.products import Workspace
 from moelight.kernels.reads import FileReader, ReadPart
 from moelight.models.decoder import Decoder
@@ -52,7 +52,7 @@ class LoadedModel:
         dtype: of weights and activations.
         placement: of the expert pages as loaded; ``layout`` likewise.
         pager: transfers ``pages`` in on-demand passes; None if no page is transferred.
-        tile_tokens: tokens of a tile of prompts where they attend on the device.
+        prompt_form: of prompts that attend on the device.
         hidden: [T, H], the hidden states of a pass; ``crossing``: their staging buffers, if a link is crossed.
         kept: saved activations, where experts run once per pass.
     """
@@ -97,7 +97,7 @@ class LoadedModel:
                 )
             spec = self.profile.attention
             heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
-            self.tile_tokens = prompt_tile_tokens(machine.device, dtype, *heads)
+            self.prompt_form = prompt_form(machine.device, dtype, *heads)
             self.operations = self._operations(policy, machine, arenas)
             machine.synchronize()  # lanes do not wait for the stream on which weights and pools were filled
             self._opened = opened.pop_all()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelight.kernels.gpu.attention import RaggedBatch, in_buffer
+from moelight.kernels.gpu.attention import PromptForm, RaggedBatch, in_buffer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,10 +113,9 @@ def find_added(slots: Tensor, *, host_slots: int) -> Added:
 
 
 def find_context(
-    chunks: Sequence[Chunk], *, block_size: int, window: int | None, host_slots: int, tile_tokens: int
+    chunks: Sequence[Chunk], *, block_size: int, window: int | None, host_slots: int, form: PromptForm
 ) -> Context:
-    """Context of ``chunks``, whose rows are in the same order, decoding ones first. ``tile_tokens``: of a
-    `RaggedBatch`."""
+    """Context of ``chunks``, whose rows are in the same order, decoding ones first. ``form``: of prompts."""
     starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
     lowest = np.array([chunk.start - seen_before(chunk.start, window) for chunk in chunks], dtype=np.int64)
     first = lowest // block_size
@@ -147,7 +146,7 @@ def find_context(
             entries,
             decoding=sum(chunk.decodes for chunk in chunks),
             block_size=block_size,
-            tile_tokens=tile_tokens,
+            form=form,
         ),
     )
 

@@ -137,7 +137,8 @@ def attend(card: int, dtype: torch.dtype, head_dim: int, group: int, *, decodes:
     tile = tiles.choose_attention(
         divmod(card, 10), itemsize=dtype.itemsize, head_dim=padded, group=group, decodes=decodes
     )
-    batch = attention.RaggedBatch([1, 3], [20, 0], [0, 0], [0, 16], decoding=1, block_size=16, tile_tokens=16)
+    form = attention.PromptForm(tile_tokens=16, most_tokens=100)
+    batch = attention.RaggedBatch([1, 3], [20, 0], [0, 0], [0, 16], decoding=1, block_size=16, form=form)
     rest = {"window": 16 if every else None, "sinks": torch.empty(2 * group) if every else None}
     rest |= {"softcap": 30.0 if every else None, "cache": pool, "buffer": pool, "cache_scale": scales}
     arguments, constants = attention.arguments_of(
@@ -157,7 +158,7 @@ def attend(card: int, dtype: torch.dtype, head_dim: int, group: int, *, decodes:
 
 
 def others(card: int) -> list[dict[str, Any]]:
-    """The map of slots, the router and the weighted sum."""
+    """The map of slots, the router, the weighted sum, new keys and values into a cache, and transfers."""
     i32, i64 = torch.empty(16, dtype=torch.int32), torch.empty(16, dtype=torch.int64)
     half, single = torch.empty(16, dtype=torch.float16), torch.empty(16)
     found = {
@@ -173,7 +174,14 @@ def others(card: int) -> list[dict[str, Any]]:
             {"TOP_K": 4, "ADD": True, "BY_HAND": False, "BW": 1024},
         ),
     }
-    return [facts(name, card, *rest) for name, rest in found.items()]
+    codes = torch.empty(16, dtype=torch.int8)
+    heads = {"PICKED": True, "INT8": True, "D": 128, "BD": 128, "BH": 16}
+    found["append int8"] = (attention_triton.append, (half, half, codes, single, i64, i64, 1024, 1024, 16), heads)
+    heads = heads | {"INT8": False, "BH": 64}
+    found["append"] = (attention_triton.append, (half, half, half, half, i64, i64, 8192, 8192, 64), heads)
+    found["fetch"] = (attention_triton.fetch, (i32, i32, i32, 40, 1024), {"BW": 4096})
+    unaligned = ("rows", "slots", "pieces", "count")
+    return [facts(name, card, *rest, unaligned=unaligned) for name, rest in found.items()]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moelight.kernels import reference
-from moelight.kernels.gpu.attention import RaggedBatch, in_buffer, prompt_tile_tokens
+from moelight.kernels.gpu.attention import PromptForm, RaggedBatch, in_buffer, prompt_form
 
 CPU = torch.device("cpu")
 
@@ -66,7 +66,7 @@ def ragged(
     window: int | None = None,
     sinks: bool = False,
     softcap: float | None = None,
-    tile_tokens: int | None = None,
+    form: PromptForm | None = None,
     seed: int = 0,
 ) -> Ragged:
     """Decoding sequences first. Cached tokens in the cache by whole blocks, in the buffer without gaps; what is unused
@@ -104,8 +104,8 @@ def ragged(
     new = torch.cat([(torch.stack(kv, 1)[each.start :]) for each, kv in zip(sequences, whole, strict=True)])
     k, v = (each.to(dtype).to(device).contiguous() for each in new.unbind(1))
     q = torch.randn(len(new), heads, head_dim, generator=random).to(dtype).to(device)
-    if tile_tokens is None:
-        tile_tokens = prompt_tile_tokens(device, dtype, heads, kv_heads, head_dim)
+    if form is None:
+        form = prompt_form(device, dtype, heads, kv_heads, head_dim)
     batch = RaggedBatch(
         [each.count for each in sequences],
         [each.start for each in sequences],
@@ -113,7 +113,7 @@ def ragged(
         entries,
         decoding=sum(each.decodes for each in sequences),
         block_size=block_size,
-        tile_tokens=tile_tokens,
+        form=form,
     )
     batch.land(batch.table.to(device))
     rest: dict[str, Any] = {"window": window, "softcap": softcap}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,13 @@ from hypothesis import strategies as st
 from moelight.kernels import reference
 from moelight.kernels.attention import cpu_gqa_decode, cpu_kv_append, cpu_prefill_attention
 from moelight.kernels.gpu import attention, serving, tiles
-from moelight.kernels.gpu.attention import RaggedBatch, append, attend, attend_in_torch, fetch
+from moelight.kernels.gpu.attention import PromptForm, RaggedBatch, append, attend, attend_in_torch, fetch, prompt_form
 from tests.kernels.gpu_layers import distance
 from tests.kernels.ragged import Ragged, Sequence, ragged
 from tests.shapes import examples
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+FORM = PromptForm(tile_tokens=32, most_tokens=1000)
 MIXED = [
     Sequence(start=40, count=1, decodes=True),
     Sequence(start=0, count=1, decodes=True),
@@ -60,6 +62,19 @@ def test_heads_in_steps(device, monkeypatch):
     monkeypatch.setattr(tiles, "choose_attention", lambda *_, **__: tile)
     case = ragged(MIXED[1:], device=device, head_dim=40, int8=True)
     assert distance(case.call(attend), case.truth()) <= TOLERANCES[torch.float32]
+
+
+def test_long_prompts_are_torchs_where_no_tensor_units_multiply(device, monkeypatch):
+    """Fresh ones and those with a context; the others are Triton's."""
+    apart = list[int]()
+    inner = attention._attend_one
+    monkeypatch.setattr(attention, "_attend_one", lambda q, *rest: apart.append(len(q)) or inner(q, *rest))
+    form = replace(prompt_form(device, torch.float32, 4, 2, 16), most_tokens=11)
+    case = ragged([*MIXED, Sequence(start=30, count=12)], device=device, form=form)
+    assert distance(case.call(attend), case.truth()) <= TOLERANCES[torch.float32]
+    assert case.batch.apart == (2, 4)
+    assert [count for count in apart if count > 11] == [37, 12]
+    assert serving.serves(device, torch.float32)[0] is (len(apart) == 2)
 
 
 def test_int8_in_half_precision(device):
@@ -107,6 +122,7 @@ def test_a_row_depends_on_its_own_sequence_alone(device, request):
     if "torch" in request.node.name:
         pytest.skip("torch chooses its own order of sums")
     heads = {"heads": 2, "kv_heads": 1, "device": device}
+    form = prompt_form(device, torch.float32, 2, 1, 16)
     whole = ragged([Sequence(start=0, count=75)], **heads)
     rows = whole.call(attend)
     for cut in (1, 40):
@@ -116,9 +132,7 @@ def test_a_row_depends_on_its_own_sequence_alone(device, request):
         later.rest["cache"] = torch.stack((whole.k, whole.v), 1)
         later.rest["buffer"] = None
         entries = [*range(0, cut, 16), 0]
-        later.batch = RaggedBatch(
-            [75 - cut, 5], [cut, 3], [0, 0], entries, decoding=0, block_size=16, tile_tokens=later.batch.tile_tokens
-        )
+        later.batch = RaggedBatch([75 - cut, 5], [cut, 3], [0, 0], entries, decoding=0, block_size=16, form=form)
         later.batch.land(later.batch.table.to(device))
         assert torch.equal(later.call(attend)[: 75 - cut], rows[cut:])
 
@@ -137,7 +151,7 @@ def test_as_the_kernels_of_the_cpu(device):
         np.array([5, 2, 0, 3, 6, 1, 4]) * size,
         decoding=2,
         block_size=size,
-        tile_tokens=16,
+        form=prompt_form(device, torch.float32, 6, 2, 16),
     )
     batch.land(batch.table.to(device))
     found = attend(*(each.to(device) for each in (q, k, v)), batch, 0.25, window=45, cache=slots.to(device)).cpu()
@@ -243,7 +257,7 @@ def test_torch_gathers_a_long_context_by_heads(monkeypatch: pytest.MonkeyPatch) 
     assert gathered == [1] * 6
 
 
-BATCH: dict[str, Any] = {"decoding": 1, "block_size": 16, "tile_tokens": 16}
+BATCH: dict[str, Any] = {"decoding": 1, "block_size": 16, "form": FORM}
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moelight.kernels.gpu.attention import PromptForm
 from moelight.runtime.context import Chunk, Context, find_added, find_context, seen_before, slots_of
 from moelight.runtime.microbatch import pack
 from tests.runtime.test_microbatch import BLOCK, chunk_lists
 from tests.shapes import examples
 
 TILE = 8
+FORM = PromptForm(tile_tokens=TILE, most_tokens=1000)
 
 
 @st.composite
@@ -40,7 +42,7 @@ def resolved(found: Context, sequence: int, position: int, cache: torch.Tensor, 
 def test_the_table_leads_to_what_each_sequence_sees(chunks: list[Chunk], window: int | None, host_blocks: int) -> None:
     """A cache in which every slot holds its number, the first blocks in host memory, transferred by runs or pieces."""
     everything, host_slots = torch.arange(60 * BLOCK), host_blocks * BLOCK
-    found = find_context(chunks, block_size=BLOCK, window=window, host_slots=host_slots, tile_tokens=TILE)
+    found = find_context(chunks, block_size=BLOCK, window=window, host_slots=host_slots, form=FORM)
     buffer = torch.full((found.tokens,), -1)
     for slot, place, count in found.runs:
         assert buffer[place : place + count].eq(-1).all(), "no place is filled twice"
@@ -98,20 +100,20 @@ def decoding(blocks: list[int]) -> Chunk:
 
 def test_blocks_that_follow_each_other_move_in_one_piece() -> None:
     chunks = [decoding([4, 5, 6]), decoding([7, 9, 3])]
-    found = find_context(chunks, block_size=BLOCK, window=None, host_slots=60 * BLOCK, tile_tokens=TILE)
+    found = find_context(chunks, block_size=BLOCK, window=None, host_slots=60 * BLOCK, form=FORM)
     assert found.runs == ((48, 0, 8), (64, 8, 40), (112, 48, 16), (144, 64, 16))
     assert (found.tokens, found.stays) == (80, 0)
 
 
 def test_a_shared_block_moves_once() -> None:
     chunks = [decoding([4, 5, 6]), decoding([4, 5, 8])]
-    found = find_context(chunks, block_size=BLOCK, window=None, host_slots=60 * BLOCK, tile_tokens=TILE)
+    found = find_context(chunks, block_size=BLOCK, window=None, host_slots=60 * BLOCK, form=FORM)
     assert found.runs == ((64, 0, 40), (128, 40, 8))
     assert (found.tokens, found.stays) == (80, 32)
 
 
 def test_a_piece_ends_where_the_devices_blocks_begin() -> None:
-    found = find_context([decoding([4, 5, 6])], block_size=BLOCK, window=None, host_slots=5 * BLOCK, tile_tokens=TILE)
+    found = find_context([decoding([4, 5, 6])], block_size=BLOCK, window=None, host_slots=5 * BLOCK, form=FORM)
     assert found.runs == ((64, 0, 16),)
     assert (found.tokens, found.stays, found.batch.tiers) == (40, 24, (True, True))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -37,6 +38,15 @@ _FETCH_NUMBERS = 4096
 Ints = np.ndarray | Sequence[int]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptForm:
+    """``tile_tokens``: tokens of a tile; ``most_tokens``: prompts with more new tokens are torch's, each by its own
+    call, because it uses tensor cores that Triton does not use."""
+
+    tile_tokens: int
+    most_tokens: int
+
+
 class RaggedBatch:
     """Sequences of a batch: their rows, and a table of the blocks of their cached tokens.
 
@@ -44,7 +54,7 @@ class RaggedBatch:
         rows: T.
         decoding: the first sequences, of one row each, computed by the decode form; the others by the prompt form.
         block_size: P.
-        tile_tokens: tokens of a tile of the prompt form, from `prompt_tile_tokens`.
+        apart: sequences that the prompt form leaves to torch.
         spans: (first row, last row, first position, first position that is seen) of each sequence.
         tiers: whether some block of the table is in the cache, and in the buffer.
         table: int32, of even length: all that the kernel reads; `land` replaces it by its copy on the device.
@@ -59,7 +69,7 @@ class RaggedBatch:
         *,
         decoding: int,
         block_size: int,
-        tile_tokens: int,
+        form: PromptForm,
     ) -> None:
         """``counts`` new tokens of each sequence follow ``starts`` cached ones, of which those from ``seen_from`` on
         are in ``entries``: in order of the sequences, for each of their blocks with a seen token the slot of the
@@ -68,7 +78,7 @@ class RaggedBatch:
         count, start, lowest = (np.asarray(each, dtype=np.int64) for each in (counts, starts, seen_from))
         last = np.cumsum(count)
         self.rows, self.decoding = int(last[-1]) if len(last) else 0, decoding
-        self.block_size, self.tile_tokens = block_size, tile_tokens
+        self.block_size, self.tile_tokens = block_size, form.tile_tokens
         self._entries = np.asarray(entries, dtype=np.int64)
         self._blocks = np.where(lowest < start, -(-start // block_size) - lowest // block_size, 0)
         self._base = np.cumsum(self._blocks) - self._blocks - lowest // block_size
@@ -76,9 +86,11 @@ class RaggedBatch:
         self.tiers = bool((self._entries >= 0).any()), bool((self._entries < 0).any())
         self.spans = tuple(zip(*((last - count).tolist(), last.tolist(), start.tolist(), lowest.tolist()), strict=True))
         fields = np.stack((last - count, count, start, lowest, self._base), axis=1)
-        tile_counts = -(-count[decoding:] // tile_tokens)
+        self.apart = tuple(np.flatnonzero(count > form.most_tokens).tolist())
+        tile_counts = np.where(count > form.most_tokens, 0, -(-count // form.tile_tokens))[decoding:]
         sequence = np.repeat(np.arange(decoding, len(count)), tile_counts)
-        first = (np.arange(len(sequence)) - np.repeat(np.cumsum(tile_counts) - tile_counts, tile_counts)) * tile_tokens
+        number = np.arange(len(sequence)) - np.repeat(np.cumsum(tile_counts) - tile_counts, tile_counts)
+        first = number * form.tile_tokens
         longest = np.argsort(-(start[sequence] + first), kind="stable")  # the longest programs begin first
         pairs = np.stack((sequence, first), axis=1)[longest]
         parts = [fields.ravel(), pairs.ravel(), self._entries]
@@ -140,10 +152,14 @@ def in_buffer(place: Any) -> Any:
     return place + _BUFFER
 
 
-def prompt_tile_tokens(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> int:
-    """Tokens of a tile of the prompt form, for `RaggedBatch`."""
+def prompt_form(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> PromptForm:
+    """The form of prompts, for `RaggedBatch`; it depends on nothing of a batch, so neither does a row's result."""
     group = heads // kv_heads
-    return max(1, _tile(device, dtype, group, head_dim, decodes=False).rows // group)
+    tile = _tile(device, dtype, group, head_dim, decodes=False)
+    most, slow = _FOREVER, dtype != torch.float32 and device.type == "cuda"
+    if slow and serving.capability(device.index) < tiles.UNITS_SINCE:
+        most = serving.MOST_TOKENS_WITHOUT_UNITS
+    return PromptForm(tile_tokens=max(1, tile.rows // group), most_tokens=most)
 
 
 def attend(
@@ -193,9 +209,11 @@ def attend(
             if programs:
                 tile = _tile(q.device, q.dtype, q.shape[1] // k.shape[1], q.shape[2], decodes=decodes)
                 given, constants = arguments_of(q, k, v, batch, scale, tile, decodes=decodes, **rest, out=out)
+                if not decodes and batch.tile_tokens != tile.rows // (q.shape[1] // k.shape[1]):
+                    raise ValueError(f"batch: its tiles have {batch.tile_tokens} tokens, see `prompt_form`")
                 grid = (programs, k.shape[1])
                 attention_triton.attend[grid](*given, **constants, num_warps=tile.warps, num_stages=tile.stages)
-    return out
+    return attend_in_torch(q, k, v, batch, scale, **rest, out=out, only=batch.apart) if batch.apart else out
 
 
 def attend_in_torch(
@@ -213,12 +231,14 @@ def attend_in_torch(
     cache_scale: Tensor | None = None,
     buffer_scale: Tensor | None = None,
     out: Tensor | None = None,
+    only: Sequence[int] | None = None,
 ) -> Tensor:
-    """`attend` through torch's fused attention, one sequence after another; of a context it gathers at most
-    `GATHER_BYTES` at a time, or one head."""
+    """`attend` through torch's fused attention, one sequence after another, or ``only`` some; of a context it gathers
+    at most `GATHER_BYTES` at a time, or one head."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     group, pools = q.shape[1] // k.shape[1], ((cache, cache_scale), (buffer, buffer_scale))
-    for s, (first, last, start, lowest) in enumerate(batch.spans):
+    for s in range(len(batch.spans)) if only is None else only:
+        first, last, start, lowest = batch.spans[s]
         most = k.shape[1] if start == lowest else _heads_at_a_time(start - lowest + last - first, q, batch)
         for head in range(0, k.shape[1], most):
             heads = slice(head, min(head + most, k.shape[1]))

@@ -21,6 +21,9 @@ BFLOAT16_SINCE = (8, 0)
 _DEVICE_POINTER = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER
 # On a T4 (320 GB/s, 8 Tflop/s without tensor cores) the bytes of 16-bit weights bind up to 25 rows per expert.
 MOST_ROWS_WITHOUT_UNITS = 24
+# On a T4, attention of a prompt of 128 tokens over 32 heads takes as long without tensor cores (134 Mflop at 2 Tflop/s)
+# as torch's launches.
+MOST_TOKENS_WITHOUT_UNITS = 128
 
 
 @cache
@@ -118,10 +121,10 @@ def card_serves(card: tuple[int, int], dtype: str, rows_per_expert: float) -> tu
 
 
 def reads_host(host: torch.Tensor, device: torch.device) -> tuple[bool, str]:
-    """True if kernels on ``device`` read the host memory of ``host`` at its own address, and the reason in one clause.
+    """True if kernels on ``device`` read the host memory of ``host``, and the reason in one clause.
 
-    Page-locked memory has an address on the device, which with unified addressing is its own; what has none must not
-    be tried, because the first wrong access ends the process's use of the device.
+    Page-locked memory has an address on the device, which CUDA's driver names and Triton's launcher looks up. Reading
+    must not be tried: a wrong access ends the process's use of the device.
     """
     served, why = serves(device, host.dtype)
     if not served or device.type == "cpu":
@@ -137,9 +140,9 @@ def reads_host(host: torch.Tensor, device: torch.device) -> tuple[bool, str]:
             code = lookup(ctypes.byref(found), _DEVICE_POINTER, ctypes.c_uint64(host.data_ptr()))
     except (OSError, AttributeError) as error:
         return False, f"CUDA's driver does not look up addresses: {error}"
-    if code or found.value != host.data_ptr():
-        return False, "the host memory is not page-locked, or not at the same address for the device"
-    return True, "kernels read page-locked memory"
+    if code or not found.value:
+        return False, "the host memory is not page-locked"
+    return True, "kernels read page-locked host memory over the link"
 
 
 def serving_on(device: torch.device) -> list[Serving]:
@@ -148,6 +151,9 @@ def serving_on(device: torch.device) -> list[Serving]:
 
     half = torch.float16 if card_lacks_bfloat16(device) else torch.bfloat16
     found = {name: ("triton", "torch", serves(device, half)) for name in ("attention", "experts and routing")}
+    if device.type == "cuda" and found["attention"][2][0] and capability(device.index) < UNITS_SINCE:
+        why = f"torch for prompts from {MOST_TOKENS_WITHOUT_UNITS + 1} tokens on, for the tensor cores"
+        found["attention"] = "triton", "torch", (True, f"{found['attention'][2][1]}; {why}")
     host = torch.empty(1, dtype=half, pin_memory=device.type != "cpu")
     found["contexts from host memory"] = "one kernel", "copies by run of blocks", reads_host(host, device)
     return [

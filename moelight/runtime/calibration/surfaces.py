@@ -24,7 +24,7 @@ from moelight.core.units import MiB, align_up
 from moelight.hrm.cost_model import TOUCHED_AFTER, TOUCHED_BEFORE
 from moelight.hrm.costs import expert_workspace
 from moelight.kernels.attention import cpu_gqa_decode, cpu_kv_append, cpu_prefill_attention
-from moelight.kernels.gpu.attention import Ints, RaggedBatch, prompt_tile_tokens
+from moelight.kernels.gpu.attention import Ints, RaggedBatch, prompt_form
 from moelight.kernels.norm import rms_norm
 from moelight.kernels.products import Workspace, linear
 from moelight.models.decoder import Decoder, rotation
@@ -291,10 +291,9 @@ def _prompt_flops(tokens: int) -> float:
 def _ragged(
     pool: Pool, counts: list[int], starts: list[int], entries: Ints, decoding: int | None = None
 ) -> RaggedBatch:
-    tile_tokens = prompt_tile_tokens(pool.device, pool.dtype, Q_HEADS, KV_HEADS, HEAD_DIM)
+    form = prompt_form(pool.device, pool.dtype, Q_HEADS, KV_HEADS, HEAD_DIM)
     decoding = len(counts) if decoding is None else decoding
-    shape: dict[str, int] = {"decoding": decoding, "block_size": BLOCK, "tile_tokens": tile_tokens}
-    batch = RaggedBatch(counts, starts, [0] * len(counts), entries, **shape)
+    batch = RaggedBatch(counts, starts, [0] * len(counts), entries, decoding=decoding, block_size=BLOCK, form=form)
     batch.land(batch.table.to(pool.device))
     return batch
 
