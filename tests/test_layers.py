@@ -54,6 +54,7 @@ SINGLE_IMPORTER = {
     "engine.sandbox": "the security boundary of chat templates",
     "experts.adapt": "rules of the language, independent of caches",
     "integrations.paged_modules": "modules that transformers calls",
+    "kernels.gpu.attention_triton": "imported only where Triton is installed",
     "lang.rules": "rules over values, independent of texts",
     "optimizer.milp": "the only module that depends on HiGHS",
     "optimizer.published": "the published planner, imported only on request",

@@ -115,16 +115,15 @@ def product(card: int, dtype: torch.dtype, form: str, part: str, mean_rows: int)
 
 
 def attentions(card: int) -> list[dict[str, Any]]:
-    """Both forms, for the head sizes and groups of common models, in every dtype; with all options once, and int8."""
-    rows = []
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        for head_dim, group in ((128, 4), (64, 8), (256, 2)):
-            if dtype == torch.bfloat16 and (card < 80 or head_dim != 128):
-                continue
-            for decodes in (True, False):
-                for options in ("", "int8 ")[: 2 if head_dim == 128 else 1]:
-                    rows.append(attend(card, dtype, head_dim, group, decodes=decodes, options=options))
-    return rows
+    """Both forms: plain, of wide heads, with every option over int8, and in float32."""
+    half = torch.bfloat16 if card >= 80 else torch.float16
+    cases = [(torch.float16, 128, 4, ""), (torch.float16, 256, 2, ""), (half, 128, 4, "int8 ")]
+    cases.append((torch.float32, 128, 4, ""))
+    return [
+        attend(card, dtype, head_dim, group, decodes=decodes, options=options)
+        for dtype, head_dim, group, options in cases
+        for decodes in (True, False)
+    ]
 
 
 def attend(card: int, dtype: torch.dtype, head_dim: int, group: int, *, decodes: bool, options: str) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def test_every_token_is_packed_where_its_sequence_says(given_chunks: list[Chunk]
             prompts += 1
         if chunk.samples:
             sampled.append(row - 1)
-    assert next(prompts, None) is None
+    assert prompts == (0 if mb.packed is None else len(mb.packed[2]))
     assert mb.decoding == singles
     assert mb.sample_rows.tolist() == sampled
     assert mb.sample_places.tolist() == [chunk.place for chunk in given_chunks if chunk.samples]
