@@ -178,8 +178,8 @@ class MicroBatch:
         names = ("token_ids", "positions", "places", "sample_rows", "sample_places", "scored_rows", "targets")
         owners: list[tuple[MicroBatch | Added, str]] = [(self, name) for name in names]
         if (added := self.added) is not None:
-            names = ("host_rows", "device_rows", "device_slots")
-            owners += [(added, name) for name in names if getattr(added, name) is not None]
+            rows = ("host_rows", "device_rows", "device_slots")
+            owners += [(added, name) for name in rows if getattr(added, name) is not None]
         parts = [getattr(owner, name) for owner, name in owners]
         if self.context is not None:
             parts.append(self.context.batch.table.view(torch.int64))

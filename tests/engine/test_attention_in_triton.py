@@ -10,8 +10,11 @@ import pytest
 
 from moelight import Engine, Policy, SamplingParams
 from moelight.core.policy import Shares
+from moelight.core.request import Request
+from moelight.core.schedule import TaskKind
 from moelight.kernels.gpu import attention, serving
 from moelight.runtime import attention_ops
+from moelight.runtime.microbatch import require
 from tests.engines import Tiny
 from tests.kernels import gpu_layers  # noqa: F401  tells Triton to interpret
 
@@ -37,18 +40,20 @@ def test_the_same_tokens_by_few_launches(tiny: Tiny, kv: Shares, monkeypatch: py
     )
     counted("fetch")
     model, random = str(tiny("mixtral")), Random(3)
-    prompts = [[random.randrange(256) for _ in range(length)] for length in (40, 1, 17)]
     sampling = SamplingParams(max_tokens=3, ignore_eos=True)
-    sizes = {"model": model, "batch_size": 3, "micro_batch_size": 3}
+    requests = [
+        Request(index=index, token_ids=tuple(random.randrange(256) for _ in range(length)), sampling=sampling)
+        for index, length in enumerate((40, 1, 17))
+    ]
+    sizes: dict[str, Any] = {"model": model, "batch_size": 3, "micro_batch_size": 3}
     with Engine(Policy(**sizes), device="cpu") as engine:
-        expected = [each.token_ids for each in engine.generate(prompts, sampling)]
+        expected = {each.index: each.token_ids for each in engine.run(requests)}
     monkeypatch.setattr(attention_ops, "kernels_of", lambda _: kernels)
     monkeypatch.setattr(attention_ops, "MOST_COPIES", 0)
-    policy = Policy(**sizes, attention_device="gpu", ffn_device="gpu", schedule="flexgen", kv=kv)
-    with Engine(policy, device="twin") as engine:
-        assert [each.token_ids for each in engine.generate(prompts, sampling)] == expected
-        layers = engine.profile.num_layers
-    passes = 3  # of one micro-batch: the prompts, and two tokens
-    assert called["attend"] == passes * layers
-    assert called["fetch"] == (passes - 1) * layers
-    assert called["append"] == (passes * layers if kv.device else 0)
+    policy, ran = Policy(**sizes, attention_device="gpu", ffn_device="gpu", schedule="flexgen", kv=kv), Counter[Any]()
+    with Engine(policy, device="twin", lanes="inline") as engine:  # the interpreter knows one thread
+        found = engine.run(requests, on_pass=lambda: ran.update(s.task.kind for s in require(engine.timeline).spans))
+        assert {each.index: each.token_ids for each in found} == expected
+    assert called["attend"] == ran[TaskKind.ATTENTION] > 0
+    assert called["fetch"] == ran[TaskKind.LOAD_KV] > 0
+    assert called["append"] == (ran[TaskKind.ATTENTION] if kv.device else 0)

@@ -277,7 +277,7 @@ def _with_context(
             rows = rows.float() * scales[:, :, heads].index_select(0, place).unsqueeze(-1)
         parts.append(rows)
     both = k.new_empty((count + len(k), 2, *k.shape[1:]))
-    both[:count] = parts[0] if len(parts) == 1 else torch.where(in_cache[some].view(-1, 1, 1, 1), *parts)
+    both[:count] = parts[0] if len(parts) == 1 else torch.where(in_cache[some].view(-1, 1, 1, 1), parts[0], parts[1])
     both[count:, 0], both[count:, 1] = k, v
     return both[:, 0], both[:, 1]
 
@@ -460,7 +460,7 @@ def _check(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    batch: RaggedBatch,
+    batch: object,
     sinks: Tensor | None,
     pools: tuple[Tensor | None, Tensor | None],
     scales: tuple[Tensor | None, Tensor | None],
