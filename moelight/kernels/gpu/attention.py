@@ -267,18 +267,21 @@ def _with_context(
     """Keys and values of cached and new tokens, each [cached + new, heads, D]."""
     index, in_cache, cuts = batch.gathered
     some, count = slice(cuts[sequence], cuts[sequence + 1]), cuts[sequence + 1] - cuts[sequence]
+    both = k.new_empty((count + len(k), 2, *k.shape[1:]))
+    both[count:, 0], both[count:, 1] = k, v
+    tiers = [(pool, scales) for (pool, scales), there in zip(pools, batch.tiers, strict=True) if there]
     parts = []
-    for (pool, scales), some_there in zip(pools, batch.tiers, strict=True):
-        if pool is None or not some_there:
-            continue
+    for pool, scales in tiers:
+        assert pool is not None
+        if len(tiers) == 1 and scales is None:
+            torch.index_select(pool[:, :, heads], 0, index[some], out=both[:count])
+            return both[:, 0], both[:, 1]
         place = index[some].clamp(max=len(pool) - 1)  # of a token of the other tier: any row
         rows = pool[:, :, heads].index_select(0, place)
         if scales is not None:
             rows = rows.float() * scales[:, :, heads].index_select(0, place).unsqueeze(-1)
         parts.append(rows)
-    both = k.new_empty((count + len(k), 2, *k.shape[1:]))
     both[:count] = parts[0] if len(parts) == 1 else torch.where(in_cache[some].view(-1, 1, 1, 1), parts[0], parts[1])
-    both[count:, 0], both[count:, 1] = k, v
     return both[:, 0], both[:, 1]
 
 
