@@ -109,7 +109,7 @@ def test_torch_on_any_batch(case: Ragged) -> None:
     assert distance(case.call(attend_in_torch), case.truth()) <= 1e-5
 
 
-@examples(10)
+@examples(8)
 @given(case=cases())
 def test_triton_on_any_batch(case: Ragged) -> None:
     if not serving.interpreting():
@@ -231,14 +231,16 @@ def test_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
                 return self._kernel[grid]
 
         monkeypatch.setattr(attention_triton, name, Counted(kernel, name))
-    case = ragged([*MIXED, *MIXED])
+    decoding, prompt = Sequence(start=5, count=1, decodes=True), Sequence(start=0, count=3)
+    heads = {"heads": 2, "kv_heads": 1}
+    case = ragged([decoding, prompt, decoding, prompt, Sequence(start=20, count=2)], **heads)
     case.call(attend)
     append(case.k, case.v, case.rest["cache"], torch.arange(len(case.k)))
     fetch(case.rest["cache"], case.rest["buffer"], torch.tensor([[0, 0, 1], [3, 1, 2]], dtype=torch.int32))
     assert launched == ["attend", "attend", "append", "fetch"]
     launched.clear()
-    ragged(MIXED[:2]).call(attend)
-    ragged(MIXED[2:]).call(attend)
+    ragged([decoding, decoding], **heads).call(attend)
+    ragged([prompt, prompt], **heads).call(attend)
     assert launched == ["attend", "attend"]
 
 
