@@ -38,7 +38,8 @@ TENSOR_LIBRARIES = {"torch", "transformers", "accelerate", "triton", "torchvisio
 # Modules without code, and the package's interface, which imports nothing by itself.
 NO_PACKAGE = {"__init__.py", "__main__.py"}
 MOST_LINES = 60  # of a function with its signature and docstring
-ONE_PROGRAM = {"kernels/gpu/grouped_triton.py: grouped"}  # a Triton kernel, which calls no functions of this size
+# Triton kernels, which call no functions of this size
+ONE_PROGRAM = {"kernels/gpu/grouped_triton.py: grouped", "kernels/gpu/attention_triton.py: attend"}
 # Modules that only one module of their own package imports, and why they are files of their own.
 SINGLE_IMPORTER = {
     "batch.columns": "a row format of the registry",
@@ -54,6 +55,7 @@ SINGLE_IMPORTER = {
     "experts.adapt": "rules of the language, independent of caches",
     "integrations.paged_modules": "modules that transformers calls",
     "kernels.gpu.norm_triton": "Triton programs, imported only where it is installed",
+    "kernels.gpu.attention_triton": "imported only where Triton is installed",
     "lang.rules": "rules over values, independent of texts",
     "optimizer.milp": "the only module that depends on HiGHS",
     "optimizer.published": "the published planner, imported only on request",

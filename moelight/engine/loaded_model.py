@@ -26,6 +26,7 @@ from moelight.hrm.footprint import (
     pass_tokens,
 )
 from moelight.hrm.placement import place, slot_table
+from moelight.kernels.gpu.attention import prompt_form
 from moelight.kernels.products import Workspace
 from moelight.kernels.reads import FileReader, ReadPart
 from moelight.models.decoder import Decoder
@@ -55,6 +56,7 @@ class LoadedModel:
         dtype: of weights and activations.
         placement: of the expert pages as loaded; ``layout`` likewise.
         pager: transfers ``pages`` in on-demand passes; None if no page is transferred.
+        prompt_form: of prompts that attend on the device.
         hidden: [T, H], the hidden states of a pass; ``crossing``: their staging buffers, if a link is crossed.
         kept: saved activations, where experts run once per pass.
         graphs: of the device lane, on CUDA where they are wanted.
@@ -107,6 +109,9 @@ class LoadedModel:
                 self.pager = RingPager(
                     self.pages, experts.residency, self._reader.start, leave=leave, remembers=remembers
                 )
+            spec = self.profile.attention
+            heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
+            self.prompt_form = prompt_form(machine.device, dtype, *heads)
             self.operations = self._operations(policy, machine, arenas)
             self.graphs = graphs_of(machine.device, int(tokens)) if cuda_graphs else None
             warming = self._warm_up(policy, runners[Lane.DEVICE]) if machine.compiles else None
@@ -144,7 +149,9 @@ class LoadedModel:
             kept=self.kept,
             most_rows=policy.micro_batch_tokens,
             block_size=policy.kv_block_size,
+            form=self.prompt_form,
             has_experts=self.placement.fast_tier == "device",
+            pool=self.pool if policy.attention_device == "gpu" else None,
         )
         return lane.submit(work, ())
 

@@ -113,8 +113,7 @@ class PassRunner:
             )
             row += load.tokens
             sampled = sampled[mb.sampled.numel() :]
-            if self._policy.attention_device == "gpu":
-                self._find_context(mb, chunks)
+            self._find_context(mb, chunks)
             micro_batches.append(mb)
         shapes = tuple(self._shape(load, mb) for load, mb in zip(plans, micro_batches, strict=True))
         return PackedPass(plans=plans, micro_batches=micro_batches, shapes=shapes)
@@ -245,16 +244,17 @@ class PassRunner:
             context=0 if context is None else context.tokens,
             continues=context is not None and any(chunk.start > chunk.sequence.computed for chunk in load.chunks),
             device_tokens=0 if added is None else added.there,
-            device_context=0 if context is None else context.there,
+            device_context=0 if context is None else context.stays,
         )
 
     def _find_context(self, mb: MicroBatch, chunks: Sequence[Chunk]) -> None:
-        device, size = mb.hidden.device, self._policy.kv_block_size
+        on_device, size = self._policy.attention_device == "gpu", self._policy.kv_block_size
         host_slots = self.pool.host_blocks * size
-        mb.added = find_added(mb.cache_slots, host_slots=host_slots, device=device)
-        if not mb.prefill_only:
-            window = self.model.profile.attention.window
-            mb.context = find_context(chunks, block_size=size, window=window, device=device, host_slots=host_slots)
+        if on_device:
+            mb.added = find_added(mb.cache_slots, host_slots=host_slots)
+        if on_device or (mb.prefill_only and mb.crossing is not None):
+            window, form = self.model.profile.attention.window, self.model.prompt_form
+            mb.context = find_context(chunks, block_size=size, window=window, host_slots=host_slots, form=form)
 
 
 def _chunk(chunk: SequenceChunk) -> Chunk:

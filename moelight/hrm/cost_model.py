@@ -19,7 +19,8 @@ TOUCHED_BEFORE = 40
 TOUCHED_AFTER = 40
 TOUCHED_PER_EXPERT = 16
 # Kernels that a phase of one micro-batch launches on a GPU, counted by tests/engine/test_launches.py: norm, product,
-# rotation; append, attention; product, norm, router, choice; sort, map, two products, sum; rows, norm, product, floats.
+# rotation; append, attention in one form; product, norm, router, choice; sort, map, two products, sum; rows, norm,
+# product, floats.
 KERNELS = {"before": 3, "attention": 2, "after": 4, "experts": 5, "head": 4}
 
 

@@ -268,7 +268,7 @@ def _product_bytes(model: ModelProfile, tokens: Any, largest: int) -> Any:
 def in_flight_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> Any:
     """Bytes that micro-batches hold between phases: rotations, queries, keys, values, attention outputs (of all
     micro-batches if streams may still read them, else of three), and inputs and outputs of the CPU's experts. With the
-    cache on both tiers also the new keys and values of either tier and the gathered piece of a context."""
+    cache on both tiers also the new keys and values of either tier and the piece of a context that torch gathers."""
     in_flight = pass_tokens(sizes) if sizes.discrete else 3 * sizes.micro_batch_tokens
     each = costs.attention_width(model) + costs.attention_out_width(model) + model.attention.cache_width
     if sizes.discrete and sizes.ffn_device != "gpu":

@@ -144,7 +144,6 @@ class MicroBatch:
         token_ids: int64 [T]; decode rows are read from the token pool at ``places`` when the pass runs.
         cache_slots: int64 [T], slots of the new keys and values.
         block_tables: int32 [D, B], with ``seq_lens`` int32 [D] the arguments of the decode kernel.
-        prompts: (first row, last row, start, block table) of each prompt.
         packed: (ends int32 [P + 1], block tables, earlier positions) of all P prompts.
         places: int64 [D], places of the decode rows in the token pool.
         sample_rows: rows that sample a token for ``sample_places`` of the token pool.
@@ -154,7 +153,8 @@ class MicroBatch:
         kept: only where experts run once per pass.
         row: of the first token among those of the pass.
         graphs: only in a pass that they serve.
-        context: only for attention on the device, as ``added``.
+        context: only for attention on the device.
+        added: only where the cache is for attention on the device.
         chosen: ids and weights [T, k] of the last router, in an on-demand pass.
     """
 
@@ -163,7 +163,6 @@ class MicroBatch:
     cache_slots: Tensor
     block_tables: Tensor
     seq_lens: Tensor
-    prompts: list[tuple[int, int, int, Tensor]]
     packed: tuple[Tensor, Tensor, Tensor] | None
     places: Tensor
     sample_rows: Tensor
@@ -199,13 +198,22 @@ class MicroBatch:
         return self.seq_lens.numel()
 
     def land(self) -> None:
-        """Copy index tensors to the device without waiting; called on the compute lane."""
-        if (device := self.hidden.device).type != "cpu":
-            names = ("token_ids", "positions", "places", "sample_rows", "sample_places", "scored_rows", "targets")
-            parts = [getattr(self, name) for name in names]
-            moved = torch.cat(parts).pin_memory().to(device, non_blocking=True)
-            for name, part in zip(names, moved.split([part.numel() for part in parts]), strict=True):
-                setattr(self, name, part)
+        """Copy index tensors to the device in one transfer without waiting; called on the compute lane."""
+        if (device := self.hidden.device).type == "cpu":
+            return
+        names = ("token_ids", "positions", "places", "sample_rows", "sample_places", "scored_rows", "targets")
+        owners: list[tuple[MicroBatch | Added, str]] = [(self, name) for name in names]
+        if (added := self.added) is not None:
+            rows = ("host_rows", "device_rows", "device_slots")
+            owners += [(added, name) for name in rows if getattr(added, name) is not None]
+        parts = [getattr(owner, name) for owner, name in owners]
+        if self.context is not None:
+            parts.append(self.context.batch.table.view(torch.int64))
+        moved = torch.cat(parts).pin_memory().to(device, non_blocking=True).split([part.numel() for part in parts])
+        for (owner, name), part in zip(owners, moved, strict=False):
+            setattr(owner, name, part)
+        if self.context is not None:
+            self.context.batch.land(moved[-1].view(torch.int32))
 
 
 def pack(
@@ -227,15 +235,13 @@ def pack(
     tables = _tables(decoding)
     ids, positions = [np.zeros(first, dtype=np.int64)], [starts]
     slots = [tables[np.arange(first), starts // block_size] * np.int64(block_size) + starts % block_size]
-    prompts, ends = [], [first]
+    ends = [first]
     scored, targets = [np.zeros(0, dtype=np.int64)], list[int]()
     for chunk in rest:
         row, end = ends[-1], ends[-1] + chunk.count
         ids.append(np.asarray(chunk.token_ids, dtype=np.int64))
         positions.append(np.arange(chunk.start, chunk.start + chunk.count, dtype=np.int64))
         slots.append(slots_of(chunk, chunk.start, chunk.start + chunk.count, block_size))
-        table = torch.from_numpy(np.asarray(chunk.blocks, dtype=np.int32))
-        prompts.append((row, end, chunk.start, table))
         first_scored = row + chunk.first_scored
         scored.append(np.arange(first_scored, first_scored + len(chunk.targets), dtype=np.int64))
         targets += chunk.targets
@@ -249,7 +255,6 @@ def pack(
         cache_slots=torch.from_numpy(np.concatenate(slots)),
         block_tables=torch.from_numpy(tables),
         seq_lens=torch.from_numpy((starts + 1).astype(np.int32)),
-        prompts=prompts,
         packed=_packed(rest),
         places=torch.from_numpy(np.array([chunk.place for chunk in decoding], dtype=np.int64)),
         sample_rows=torch.from_numpy(rows[0]),

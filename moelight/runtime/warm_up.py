@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from moelight.core.schedule import Lane, Task, TaskKind
+from moelight.core.schedule import Buffer, Lane, Task, TaskKind
 from moelight.kernels.gpu import serving
+from moelight.kernels.gpu.attention import PromptForm
+from moelight.paging.kv import BlockPool
 from moelight.profiles.model import ModelProfile
-from moelight.runtime.context import Chunk, find_added
+from moelight.runtime.context import Chunk, find_added, find_context
 from moelight.runtime.microbatch import MicroBatch, SavedActivations, pack
 from moelight.runtime.on_demand import PassPages
 from moelight.runtime.ops import Operations
@@ -29,20 +31,29 @@ def warm_up(
     kept: SavedActivations | None,
     most_rows: int,
     block_size: int,
+    form: PromptForm,
     has_experts: bool,
+    pool: BlockPool | None,
 ) -> None:
     """Carry out the device's tasks of a first layer of each kind and of the head, on the calling thread, on
     micro-batches of 1, 2, 4, … up to ``most_rows`` rows; with ``kept``, experts also on all rows of ``hidden``; without
-    ``has_experts``, on the device, up to the router. Weights and pages may be unread: results are dropped, and the
-    contents of ``hidden`` and ``kept`` are lost.
+    ``has_experts``, on the device, up to the router. ``pool``: the blocks to whose contexts the
+    device attends, in prompts of ``form`` and in decoding; None if the CPU does. Weights and pages may be unread, and
+    blocks unwritten: results are dropped, and the contents of ``hidden``, ``kept`` and of a block are lost.
 
     Where a kernel of Triton fails, torch serves on this device from then on. Raises torch.OutOfMemoryError.
     """
     layers = {model.moe_layers.index(moe): _after_attention(moe, kept, has_experts) for moe in set(model.moe_layers)}
 
+    window = model.attention.window
+
     def play() -> None:
         for rows in doublings(most_rows if kept is None else len(hidden)):
-            _play(operations, layers, _micro_batches(hidden, kept, rows, most_rows, block_size))
+            _play(operations, layers, _prompts(hidden, kept, rows, most_rows, block_size, form))
+        for decodes in (True, False) if pool is not None else ():
+            block = pool.host_blocks if pool.host_blocks < pool.blocks else 0  # on the device, if any is
+            chunk, host_slots = _chunk(1, start=1, blocks=(block,), decodes=decodes), pool.host_blocks * block_size
+            _attend(operations, _micro_batch(hidden, None, chunk, block_size, window, form, host_slots=host_slots))
 
     try:
         play()
@@ -70,27 +81,57 @@ def doublings(most: int) -> Iterator[int]:
     yield most
 
 
-def _micro_batches(
-    hidden: Tensor, kept: SavedActivations | None, rows: int, most: int, block_size: int
+def _prompts(
+    hidden: Tensor, kept: SavedActivations | None, rows: int, most: int, block_size: int, form: PromptForm
 ) -> list[MicroBatch]:
     """Prompts of ``rows`` tokens in all and at most ``most`` each, whose keys and values have no place in the cache."""
     found = []
     for first in range(0, rows, most):
         count = min(most, rows - first)
         blocks = (0,) * -(-count // block_size)
-        chunk = Chunk(token_ids=(0,) * count, start=0, blocks=blocks, place=0, samples=True, decodes=False)
-        mb = pack(
-            [chunk],
-            block_size=block_size,
-            hidden=hidden[first : first + count],
-            sampled=torch.empty(1, dtype=torch.int64),
-            crossing=None,
-            kept=None if kept is None else kept.rows(first, count),
-            prefill_only=True,
-        )
-        mb.added = find_added(mb.cache_slots, host_slots=block_size, device=hidden.device)
-        found.append(mb)
+        chunk, activations = _chunk(count, blocks=blocks), None if kept is None else kept.rows(first, count)
+        into = hidden[first : first + count]
+        found.append(_micro_batch(into, activations, chunk, block_size, None, form, host_slots=block_size))
     return found
+
+
+def _chunk(count: int, *, start: int = 0, blocks: tuple[int, ...], decodes: bool = False) -> Chunk:
+    token_ids = () if decodes else (0,) * count
+    return Chunk(token_ids=token_ids, start=start, blocks=blocks, place=0, samples=True, decodes=decodes)
+
+
+def _micro_batch(
+    hidden: Tensor,
+    kept: SavedActivations | None,
+    chunk: Chunk,
+    block_size: int,
+    window: int | None,
+    form: PromptForm,
+    *,
+    host_slots: int,
+) -> MicroBatch:
+    """``chunk`` alone; the first ``host_slots`` slots of the cache are in host memory."""
+    sampled = torch.empty(1, dtype=torch.int64)
+    mb = pack(
+        [chunk],
+        block_size=block_size,
+        hidden=hidden[: chunk.count],
+        sampled=sampled,
+        crossing=None,
+        kept=kept,
+        prefill_only=True,
+    )
+    mb.added = find_added(mb.cache_slots, host_slots=host_slots)
+    mb.context = find_context([chunk], block_size=block_size, window=window, host_slots=host_slots, form=form)
+    return mb
+
+
+def _attend(operations: Operations, mb: MicroBatch) -> None:
+    """Attention over a context alone, in the first layer."""
+    perform = operations.bind(PassPages(micro_batches=[mb], position=0), lambda *given: given[-1], lambda *_: None)
+    for kind in (TaskKind.EMBED, TaskKind.PRE_ATTENTION, TaskKind.ATTENTION):
+        reads = (Buffer("context", 0),) if kind is TaskKind.ATTENTION else ()
+        perform(Task(kind=kind, lane=Lane.DEVICE, layer=0, micro_batch=0, reads=reads))()
 
 
 def _play(operations: Operations, layers: Mapping[int, tuple[TaskKind, ...]], micro_batches: list[MicroBatch]) -> None:

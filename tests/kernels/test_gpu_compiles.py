@@ -34,6 +34,7 @@ def test_compiles(card: int, tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr[-3000:]
     rows = json.loads(ran.stdout.splitlines()[-1])
     products = [row for row in rows if " gate_up " in row["what"] or " down " in row["what"]]
+    products += [row for row in rows if " attention " in row["what"] and not row["what"].startswith("fp32")]
     assert products
     for row in rows:
         assert row["shared"] <= tiles.shared_bytes(divmod(card, 10)), row

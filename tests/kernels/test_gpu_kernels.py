@@ -6,7 +6,6 @@ import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
@@ -39,26 +38,6 @@ COUNTS = {
 }
 # Hidden and width beside counts: whole steps of inputs, or what is left over, or no row on an even address.
 SIZES = {"one token": (17, 48), "empty experts": (64, 128), "one of many": (80, 33), "ragged": (80, 33)}
-
-
-@pytest.fixture(params=["interpreted", "torch", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """Where the tensors of a test lie; who serves them is certain."""
-    if request.param == "torch":
-        monkeypatch.setattr(serving, "triton_available", lambda: False)
-        yield torch.device("cpu")
-        return
-    if not serving.triton_available():
-        pytest.skip(serving.triton_reason())
-    if serving.interpreting() != (request.param == "interpreted"):
-        pytest.skip(
-            "triton was imported to interpret its kernels"
-            if serving.interpreting()
-            else "triton compiles here: interpreted in a process of its own"
-        )
-    found = torch.device("cpu") if request.param == "interpreted" else torch.device("cuda", torch.cuda.current_device())
-    assert serving.serves(found, torch.float16)[0]
-    yield found
 
 
 @EVERY_DTYPE

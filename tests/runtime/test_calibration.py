@@ -173,12 +173,16 @@ def test_decoding_on_a_device_reads_as_much(pool: Pool) -> None:
     work, amount = surfaces.device_decode_work(pool, 64)
     assert amount == min(64, 8 * MiB // (64 * 4 * KiB)) * 64 * 4 * KiB
     out = work()
-    assert isinstance(out, torch.Tensor) and out.shape[1:] == (8, 4, 128)
+    assert isinstance(out, torch.Tensor) and out.shape[1:] == (32, 128)
 
 
 def test_speed_of_prompts_counts_attended_pairs(pool: Pool) -> None:
     _, flops = surfaces.prefill_work(pool, 8)
     assert flops == 4 * 128 * 32 * (8 * 9 / 2)
+    work, all_flops = surfaces.device_prefill_work(pool, 128)
+    assert all_flops == surfaces.PROMPT_TOKENS / 128 * 4 * 128 * 32 * (128 * 129 / 2)
+    out = work()
+    assert isinstance(out, torch.Tensor) and out.shape == (surfaces.PROMPT_TOKENS, 32, 128)
     assert points_of("prefill", pool, prompts=(8,))["cpu_prefill", 0, 8](0.002).rate > 0
 
 

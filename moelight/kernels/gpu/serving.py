@@ -5,17 +5,23 @@ Imports torch and Triton only on demand.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from functools import cache
 from typing import TYPE_CHECKING
 
 from moelight.kernels.gpu.tiles import UNITS_SINCE
+from moelight.kernels.native import Serving
 
 if TYPE_CHECKING:
     import torch
 
 OLDEST = (7, 5)
 BFLOAT16_SINCE = (8, 0)
+_DEVICE_POINTER = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER
+# On a T4, attention of a prompt of 128 tokens over 32 heads takes as long without tensor cores (134 Mflop at 2 Tflop/s)
+# as torch's launches.
+MOST_TOKENS_WITHOUT_UNITS = 128
 
 
 @cache
@@ -124,3 +130,52 @@ def expert_kernel(device: torch.device, dtype: torch.dtype, mean_rows: float) ->
     reason in one clause. Only ``torch`` reads the rows of each expert on the host; kernels serve any number of rows."""
     served, reason = serves(device, dtype)
     return ("triton" if served else "torch"), reason
+
+
+def reads_host(host: torch.Tensor, device: torch.device) -> tuple[bool, str]:
+    """True if kernels on ``device`` read the host memory of ``host``, and the reason in one clause.
+
+    Page-locked memory has an address on the device, which CUDA's driver names and Triton's launcher looks up. Reading
+    must not be tried: a wrong access ends the process's use of the device.
+    """
+    served, why = serves(device, host.dtype)
+    if not served or device.type == "cpu":
+        return served, why
+    import torch
+
+    if torch.version.hip is not None:
+        return False, "addresses of host memory are looked up with CUDA's driver only"
+    found = ctypes.c_uint64()
+    try:
+        with torch.cuda.device(device):
+            lookup = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute
+            code = lookup(ctypes.byref(found), _DEVICE_POINTER, ctypes.c_uint64(host.data_ptr()))
+    except (OSError, AttributeError) as error:
+        return False, f"CUDA's driver does not look up addresses: {error}"
+    if code or not found.value:
+        return False, "the host memory is not page-locked"
+    return True, "kernels read page-locked host memory over the link"
+
+
+def serving_on(device: torch.device) -> list[Serving]:
+    """The operations of a GPU with their implementations in this process."""
+    import torch
+
+    half = torch.float16 if card_lacks_bfloat16(device) else torch.bfloat16
+    found = {name: ("triton", "torch", serves(device, half)) for name in ("attention", "experts and routing")}
+    if device.type == "cuda" and found["attention"][2][0] and capability(device.index) < UNITS_SINCE:
+        why = f"torch for prompts from {MOST_TOKENS_WITHOUT_UNITS + 1} tokens on, for the tensor cores"
+        found["attention"] = "triton", "torch", (True, f"{found['attention'][2][1]}; {why}")
+    host = torch.empty(1, dtype=half, pin_memory=device.type != "cpu")
+    found["contexts from host memory"] = "one kernel", "copies by run of blocks", reads_host(host, device)
+    return [
+        Serving(operation=f"{name} on {device}", implementation=best if served else other, reason=why)
+        for name, (best, other, (served, why)) in found.items()
+    ]
+
+
+def card_lacks_bfloat16(device: torch.device) -> bool:
+    """True for a CUDA card before `BFLOAT16_SINCE`."""
+    import torch
+
+    return device.type == "cuda" and torch.version.hip is None and capability(device.index) < BFLOAT16_SINCE

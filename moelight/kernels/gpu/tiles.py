@@ -1,4 +1,4 @@
-"""Tile sizes of the grouped product, for a card's shared memory and the rows of an expert; imports no torch."""
+"""Tile sizes of the grouped product and of attention, for a card's shared memory; imports no torch."""
 
 from __future__ import annotations
 
@@ -80,3 +80,32 @@ def _single(card: tuple[int, int], depth: int, mean_rows: float, matrices: int) 
     return Tile(
         rows=rows, columns=columns, depth=depth, warps=4, stages=stages, band=_BAND_ROWS // rows, precision="tf32x3"
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionTile:
+    """``rows`` queries times ``keys`` keys; products with keys go over ``depth`` numbers of the head at a time."""
+
+    rows: int
+    keys: int
+    depth: int
+    warps: int
+    stages: int
+
+
+def choose_attention(
+    card: tuple[int, int], *, itemsize: int, head_dim: int, group: int, decodes: bool
+) -> AttentionTile:
+    """The tile of attention of heads of ``head_dim`` numbers of ``itemsize`` bytes, ``group`` of which share keys.
+
+    It depends on nothing of a batch, so neither does a row's result.
+    """
+    least = max(16, 1 << (group - 1).bit_length())  # the queries of one token
+    wide = 8 if head_dim > 128 else 4
+    if card < UNITS_SINCE or itemsize == 4:
+        return AttentionTile(rows=max(least, 16 if decodes else 32), keys=16, depth=32, warps=wide, stages=1)
+    keys = 64 if head_dim <= 128 else 32
+    stages = max(1, min(3, shared_bytes(card) // (2 * keys * head_dim * itemsize)))
+    if decodes:
+        return AttentionTile(rows=least, keys=keys, depth=head_dim, warps=wide if least <= 16 else 8, stages=stages)
+    return AttentionTile(rows=max(least, 64), keys=keys, depth=head_dim, warps=8, stages=stages)
