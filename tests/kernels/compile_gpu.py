@@ -69,7 +69,7 @@ def facts(
         name: int(re.search(pattern, log.getvalue()).group(1))
         for name, pattern in (("registers", r"Used (\d+) registers"), ("spilled", r"(\d+) bytes spill stores"))
     }
-    words = ("mma.sync", "wgmma", "cp.async", "ld.global.v4", "fma.rn.f32")
+    words = ("mma.sync", "wgmma", "tcgen05.mma", "cp.async", "ld.global.v4", "fma.rn.f32")
     code = found.asm["ptx"]
     row = {"what": what, "card": card, "shared": found.metadata.shared, **numbers}
     return row | {word: code.count(word) for word in words}
