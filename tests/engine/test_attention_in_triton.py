@@ -40,10 +40,10 @@ def test_the_same_tokens_by_few_launches(tiny: Tiny, monkeypatch: pytest.MonkeyP
     )
     counted("fetch")
     model, random = str(tiny("mixtral")), Random(3)
-    sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=2, ignore_eos=True)
     requests = [
         Request(index=index, token_ids=tuple(random.randrange(256) for _ in range(length)), sampling=sampling)
-        for index, length in enumerate((40, 1, 17))
+        for index, length in enumerate((20, 1, 3))
     ]
     sizes: dict[str, Any] = {"model": model, "batch_size": 3, "micro_batch_size": 3}
     with Engine(Policy(**sizes), device="cpu") as engine:

@@ -152,6 +152,7 @@ def attend(card: int, dtype: torch.dtype, head_dim: int, group: int, *, decodes:
     arguments, constants = attention.arguments_of(
         q, new, new, batch, 0.1, tile, decodes=decodes, **rest, buffer_scale=scales, out=q
     )
+    constants |= {"PRODUCT": grouped.triton_dtype(dtype), "BY_HAND": False}
     what = f"{NAMES[dtype]} attention {options}{'decode' if decodes else 'prompt'} {head_dim}"
     return facts(
         what,
