@@ -21,6 +21,7 @@ from torch import Tensor
 from moelight.hrm.footprint import GRAPH_ROWS
 
 MOST_GRAPHS = 512
+_MOST_SEEN = 16 * MOST_GRAPHS
 GRAPHS_PER_LAYER = 2  # of a micro-batch: up to attention, and after it
 Compute = Callable[..., Sequence[Tensor]]
 
@@ -36,7 +37,7 @@ class Recorder(Protocol):
         ...
 
     def finish(self) -> None:
-        """Wait until nothing recorded is running."""
+        """Wait until nothing recorded is running; what is recorded later shares nothing with it."""
         ...
 
 
@@ -63,6 +64,7 @@ class CudaRecorder:
 
     def finish(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()
+        self._pool = None  # it ends with the last graph that uses it
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,8 @@ class Graphs:
         graph = self._found.get(key)
         if graph is None:
             if self._failed or key not in self._seen:
+                if len(self._seen) >= _MOST_SEEN:
+                    self._seen.clear()
                 self._seen.add(key)
                 return self._eager(compute, inputs, name, row)
             graph = self._record(key, compute, inputs, name, row, keeps)

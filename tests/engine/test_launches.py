@@ -20,13 +20,13 @@ from tests.launches import count_launches
 from tests.tiny import save_tiny
 
 MOST = 20
-SIZES = {"batch_size": 2, "ffn_device": "gpu", "weights": Shares(device=1.0)}
+SIZES = {"batch_size": 1, "ffn_device": "gpu", "weights": Shares(device=1.0)}
 
 
 def decode(model: Path, *, tokens: int = 2, cuda_graphs: bool = True, **policy: object) -> list[list[int]]:
-    """The tokens of two prompts: a pass of prompts, and passes that decode."""
+    """The tokens of a prompt: its pass, and passes that decode."""
     with Engine(Policy(model=str(model), **{**SIZES, **policy}), device="twin", cuda_graphs=cuda_graphs) as engine:
-        found = engine.generate([[65], [66]], SamplingParams(max_tokens=tokens, ignore_eos=True))
+        found = engine.generate([[65]], SamplingParams(max_tokens=tokens, ignore_eos=True))
     return [list(each.token_ids) for each in found]
 
 
@@ -34,8 +34,11 @@ def decode(model: Path, *, tokens: int = 2, cuda_graphs: bool = True, **policy: 
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not serving.interpreting():
         pytest.skip(f"triton does not interpret here: {serving.triton_reason()}")
+    width = "intermediate_size" if request.param == "mixtral" else "moe_intermediate_size"
+    experts = "num_local_experts" if request.param == "mixtral" else "num_experts"
     sparse = {} if request.param == "mixtral" else {"decoder_sparse_step": 1, "mlp_only_layers": []}
-    return save_tiny(tmp_path_factory.mktemp("launches"), request.param, num_hidden_layers=1, head_dim=16, **sparse)
+    small = {"hidden_size": 32, width: 32, experts: 3, "num_experts_per_tok": 2, "head_dim": 16}
+    return save_tiny(tmp_path_factory.mktemp("launches"), request.param, num_hidden_layers=1, **small, **sparse)
 
 
 @pytest.mark.parametrize("attention", ["cpu", "gpu"])

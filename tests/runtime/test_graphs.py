@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moelight.runtime.graphs import GRAPHS_PER_LAYER, Graphs
+from moelight.runtime.graphs import GRAPHS_PER_LAYER, CudaRecorder, Graphs
 from tests.graphs import TwinRecorder
 
 ROWS = 8
@@ -21,8 +21,8 @@ ROWS = 8
 class Layer:
     """Adds an input to a state of fixed place, and returns a product: what a task of a pass does."""
 
-    def __init__(self) -> None:
-        self.state, self.calls = torch.zeros(ROWS, 3), 0
+    def __init__(self, device: str = "cpu") -> None:
+        self.state, self.calls = torch.zeros(ROWS, 3, device=device), 0
 
     def run(self, graphs: Graphs, given: Tensor, row: int = 0, *, key: object = "k") -> Tensor:
         state = self.state[row : row + len(given)]
@@ -45,6 +45,23 @@ def test_a_task_is_recorded_at_the_second_sight_and_then_replayed() -> None:
         assert torch.equal(layer.run(graphs, given), expected * 2)
         assert torch.equal(layer.state[:2], expected)
         assert (layer.calls, recorder.replays) == (min(sight, 2), max(0, sight - 1))
+
+
+@pytest.mark.gpu
+def test_a_card_repeats_what_it_recorded() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    device, layer = torch.device("cuda", torch.cuda.current_device()), Layer("cuda")
+    graphs, expected = Graphs(CudaRecorder(device), rows=ROWS), torch.zeros(2, 3)
+    torch.cuda.synchronize()
+    with torch.Stream(device=device) as stream:
+        for sight in range(1, 6):
+            given = torch.randn(2, 3)
+            expected += given
+            found = layer.run(graphs, given.to(device))
+            stream.synchronize()
+            assert torch.equal(found.cpu(), expected * 2)
+            assert layer.calls == min(sight, 2)
 
 
 def test_other_rows_have_other_graphs_and_places() -> None:
