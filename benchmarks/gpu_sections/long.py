@@ -12,18 +12,21 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from gpu_sections.setting import FailedError, Setting
-from gpu_sections.shapes import MODELS, RESIDENT_SHARE, ROOM_BYTES, make_model
+from gpu_sections.shapes import MODELS, make_model, with_enough
+from moelight.core.errors import UserError
 from moelight.core.request import Request, SamplingParams
 from moelight.core.units import MiB
 from moelight.profiles.workload import Workload
 
 PROMPT, NEW = 64, 16
 REQUESTS, FEW = 2000, 12
+MOST_SEQUENCES = 128  # so that there are hundreds of passes
 _SETTLED = 0.2  # share of the requests after which memory must not grow
 _SPREAD = 10  # the first and the last of so many parts are compared
 
@@ -31,13 +34,15 @@ _SPREAD = 10  # the first and the last of so many parts are compared
 def run(setting: Setting) -> None:
     """The first model, most of whose experts stream."""
     model = make_model(setting, MODELS[0])
-    size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    memory = int(size * RESIDENT_SHARE) + (MiB if setting.small else ROOM_BYTES)
-    options = ["--device", setting.device, "--device-memory", memory]
+    options = ["--device", setting.device]
     options += ["--requests", FEW if setting.small else REQUESTS, "--seconds", f"{max(1.0, setting.left_s - 15):.0f}"]
-    ended = setting.python("gpu_sections.long", model, *options).check()
-    found = json.loads(ended.out.splitlines()[-1])
-    setting.keep(**found)
+    ended, memory = with_enough(
+        setting,
+        model,
+        lambda memory: setting.python("gpu_sections.long", model, *options, "--device-memory", memory),
+    )
+    found = json.loads(ended.check().out.splitlines()[-1])
+    setting.keep(device_memory_bytes=memory, **found)
     if found["completed"] < found["requests"]:
         raise FailedError(f"the time was over after {found['completed']:,} of {found['requests']:,} requests")
 
@@ -87,8 +92,8 @@ def figures_of(rows: list[tuple[int, int, int, float]], requests: int) -> dict[s
     }
 
 
-def main() -> None:
-    """The command line."""
+def main() -> int:
+    """The command line; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--device", default="auto")
@@ -97,28 +102,35 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="the run ends after this time")
     args = parser.parse_args()
 
+    try:
+        print(json.dumps(measure(args)))
+    except UserError as error:
+        print(f"long: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Serve the requests, or as many as there is time for."""
     from moelight.engine.engine import Engine
 
     draw = random.Random(0)
     work = Workload(num_requests=args.requests, prompt_len=PROMPT // 2, max_prompt_len=PROMPT, gen_len=NEW)
     options = {"device": args.device, "device_memory": args.device_memory, "workload": work}
-    with Engine.from_pretrained(args.model, **options) as engine:
+    with Engine.from_pretrained(args.model, batch_size=min(args.requests, MOST_SEQUENCES), **options) as engine:
         vocabulary, watch, until = engine.profile.vocab_size, Watch(engine), time.perf_counter() + args.seconds
 
         def one(index: int) -> Request:
             ids = tuple(draw.randrange(3, vocabulary) for _ in range(draw.randint(1, PROMPT)))
-            return Request(
-                index=index,
-                token_ids=ids,
-                sampling=SamplingParams(max_tokens=draw.randint(4, NEW), ignore_eos=True, seed=index),
-            )
+            how = SamplingParams(max_tokens=draw.randint(4, NEW), ignore_eos=True, seed=index)
+            return Request(index=index, token_ids=ids, sampling=how)
 
         requests = map(one, range(args.requests))
         for _ in engine.run(requests, on_pass=watch.on_pass, until=lambda: time.perf_counter() > until):
             watch.completed += 1
         stats = engine.stats
         policy = {name: getattr(engine.policy, name) for name in ("schedule", "batch_size", "micro_batch_size")}
-    found = {
+    return {
         "requests": args.requests,
         "completed": watch.completed,
         "wall_s": stats.wall_s,
@@ -128,8 +140,7 @@ def main() -> None:
         "policy": policy,
         **figures_of(watch.rows, args.requests),
     }
-    print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from moelight.core.units import MiB, parse_bytes
 MODELS = ("mixtral-0p9b", "qwen3moe-0p9b")
 ORDERS = ("cgopipe", "module", "flexgen")
 RESIDENT_SHARE = 0.4  # of the weights, beside ROOM for everything else
-ROOM_BYTES = 448 * MiB
-_SMALL = {"layers": 2, "hidden": 64, "intermediate": 64, "experts": 4, "heads": 4, "kv_heads": 2, "head_dim": 16}
+ROOM_BYTES, SMALL_ROOM_BYTES = 512 * MiB, 3 * MiB // 4
+_SMALL = {"layers": 3, "hidden": 64, "intermediate": 128, "experts": 8, "heads": 4, "kv_heads": 2, "head_dim": 16}
 _LEAST = re.compile(r"--device-memory .* at least (\S+) ")
 _LONGEST_TRACE = 24 << 20
 
@@ -56,6 +57,18 @@ def write_rows(setting: Setting, count: int, words: int) -> Path:
     return path
 
 
+def with_enough(setting: Setting, model: Path, start: Callable[[str], Ended]) -> tuple[Ended, int]:
+    """How ``start`` ended with device memory for a part of the experts, or a tenth more than what a refusal names, and
+    that memory in bytes."""
+    size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    memory = int(size * RESIDENT_SHARE) + (SMALL_ROOM_BYTES if setting.small else ROOM_BYTES)
+    ended = start(str(memory))
+    if (least := least_memory(ended)) is not None:
+        memory = int(1.1 * parse_bytes(least))
+        ended = start(str(memory))
+    return ended, memory
+
+
 def generate(setting: Setting, model: Path, order: str, memory: str, count: int, new: int, key: str) -> Ended:
     """``moelight generate`` without changes of the plan while it runs; stats and trace lie under ``key``."""
     place = setting.scratch / key
@@ -83,29 +96,25 @@ def least_memory(ended: Ended) -> str | None:
 
 def _row(setting: Setting, model: Path, order: str) -> dict[str, Any]:
     count, new = (4, 4) if setting.small else (256, 48)
-    size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    memory = f"{int(size * RESIDENT_SHARE) + (0 if setting.small else ROOM_BYTES)}"
     key = f"{model.name}-{order}"
     row: dict[str, Any] = {"model": model.name, "order": order, "batch_size": count}
     try:
-        ended = generate(setting, model, order, memory, count, new, key)
-        if (least := least_memory(ended)) is not None:
-            memory = str(int(1.1 * parse_bytes(least)))
-            ended = generate(setting, model, order, memory, count, new, key)
+        ended, row["device_memory_bytes"] = with_enough(
+            setting, model, lambda memory: generate(setting, model, order, memory, count, new, key)
+        )
         ended.check()
         trace = setting.scratch / f"{key}.trace.json"
         report = json.loads(setting.moelight("report", trace, "--json").check().out)
     except TimeOverError:
         raise
     except FailedError as error:
-        return row | {"device_memory_bytes": int(memory), "unable": str(error)}
+        return row | {"unable": str(error)}
     if order == ORDERS[0] and trace.stat().st_size < _LONGEST_TRACE:
         setting.keep_trace(trace, key)
     stats = json.loads((setting.scratch / f"{key}.stats.json").read_text())
     figures = ("load_s", "wall_s", "tokens_per_s", "device_peak_bytes", "peak_rss_bytes", "counts")
     policy = _header(trace)["policy"]
     return row | {
-        "device_memory_bytes": int(memory),
         "policy": policy,
         "report": report,
         **{name: stats[name] for name in figures},

@@ -21,6 +21,7 @@ _TOKENS = "tests/engine/test_invariance.py"
 _ON_A_CARD = "test_a_real_device_gives_the_same_tokens"
 _ON_A_TWIN = "test_every_schedule_on_every_kind_of_lane_gives_the_same_tokens and cgopipe and gpu-pinned"
 _OUR_OPTIONS = ("-q", "--no-header", "--tb=short", "--continue-on-collection-errors", "-W", "default")
+_ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # whatever plugins the machine's Python has
 _MOST_RESTARTS, _MOST_FAILURES, _MOST_SHARDS = 8, 12, 4
 _RUNS = (0, 1, 5)  # all passed, some failed, none selected: pytest came to its end
 
@@ -85,8 +86,8 @@ def run_tests(
             limit_s = setting.left_s - until_s
             if limit_s < 1:
                 break
-            arguments = [*_OUR_OPTIONS, "-p", "no:benchmark", "-p", "no:cacheprovider", *own, *options]
-            ended = setting.python("pytest", *arguments, limit_s=limit_s, environment=environment)
+            arguments = [*_OUR_OPTIONS, "-p", "no:cacheprovider", *own, *options]
+            ended = setting.python("pytest", *arguments, limit_s=limit_s, environment={**_ALONE, **(environment or {})})
             found = read_outcomes(path)
             _close(path, found, ended.why if ended.code is not None else "cut")
             if ended.code in _RUNS or ended.code is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import json
 import sys
 import time
@@ -42,7 +44,11 @@ def inside(name: str, arguments: list[str], seconds: float, environment: Mapping
     if name == "moelight.cli.main":
         done = moelight_inside(*arguments)
         return setting.Ended(code=done.returncode, out=done.stdout, err=done.stderr, seconds=0.0)
-    return setting.Ended(code=0, out=json.dumps(ran(name, *arguments)), err="", seconds=0.0)
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", [name, *arguments])
+        code = importlib.import_module(name).main()
+    return setting.Ended(code=code, out=out.getvalue(), err=err.getvalue(), seconds=0.0)
 
 
 def test_cheap_parts_run_on_a_twin(module: Any, tmp_path: Path) -> None:
