@@ -64,7 +64,7 @@ sanitize: $(STAMP)  ## tests/kernels under ASan and UBSan, and the threads of th
 # them, serve in $(VENV), and pip takes from the folder what they lack. The time of the installation counts.
 DEVICE ?= auto
 MINUTES ?= 9
-WHEELS ?= $(wildcard .wheels)
+WHEELS ?= $(if $(wildcard $(STAMP)),,$(wildcard .wheels))
 BEGAN := $(shell date +%s)
 BESIDE := $(VENV)/.beside
 OFFLINE = PIP_NO_INDEX=1 PIP_FIND_LINKS=$(abspath $(WHEELS)) $(BIN)/python -m pip install --no-compile
@@ -82,11 +82,11 @@ $(BESIDE): $(INPUTS)
 
 # What a Python with torch and Triton seldom has; FOR is the version of that Python.
 FOR := 3.12
+LIBRARY_VERSIONS := _2_34 _2_31 _2_28 _2_27 _2_24 _2_17 2014 # of the C library, each of which pip takes by its name alone
 SELDOM := highspy lark msgspec llguidance nanobind scikit-build-core pathspec
 wheels:  ## fetch into .wheels what `make gpu` needs on a machine without a network
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --constraint constraints.txt --dest .wheels \
-	  --python-version $(FOR) --implementation cp $(foreach n,2_28 2_27 2_17 2014 1,--platform manylinux$(if \
-	  $(findstring _,$(n)),_)$(n)_x86_64) $(SELDOM)
+	  --python-version $(FOR) --implementation cp $(LIBRARY_VERSIONS:%=--platform=manylinux%_x86_64) $(SELDOM)
 
 shown: $(STAMP)  ## run what README and docs show, and write what came out into them; ARGS: some of the files
 	$(BIN)/python -m tests.docs.shown --update $(ARGS)
