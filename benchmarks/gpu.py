@@ -52,8 +52,8 @@ PARTS = {
     "tokens": Part(tokens.run, tokens.lines, 90),
     "tests": Part(suites.run, suites.lines, 110),
     "profile": Part(machine.run, machine.lines, 120),
-    "shapes": Part(shapes.run, shapes.lines, 140),
-    "least": Part(least.run, least.lines, 60),
+    "shapes": Part(shapes.run, shapes.lines, 120),
+    "least": Part(least.run, least.lines, 50),
     "small-card": Part(small_card.run, small_card.lines, 300),
     "long": Part(long.run, long.lines, 90),
     "streams": Part(suites.stress, suites.lines, 120),
@@ -98,6 +98,7 @@ def measured(args: argparse.Namespace, directory: Path, name: str) -> dict[str, 
             setting = Setting(
                 device=args.device,
                 small=args.device.startswith("twin"),
+                host_memory=args.host_memory,
                 scratch=Path(scratch),
                 results=directory,
                 until=ends if last else min(ends, time.monotonic() + PARTS[part].seconds),
@@ -145,7 +146,7 @@ def joined(reports: list[dict[str, Any]]) -> dict[str, Any]:
 
 def write(report: dict[str, Any], place: Path) -> None:
     """``place``.json and ``place``.md, each whole at any moment."""
-    report["goals"] = goals(report["parts"])
+    report["goals"] = goals(report["parts"], fast=not report["device"].startswith("twin"))
     for suffix, text in ((".json", json.dumps(report, indent=1) + "\n"), (".md", summary(report))):
         part = place.with_name(f".{place.name}{suffix}")
         part.write_text(text, encoding="utf-8")
@@ -172,6 +173,8 @@ def _state(found: dict[str, Any]) -> str:
 
 def _lines(part: str, found: dict[str, Any]) -> list[str]:
     """A part that broke off may lack what its lines are made of."""
+    if found["state"] in ("not started", "left out"):
+        return []
     try:
         return PARTS[part].lines(found)
     except (KeyError, TypeError, IndexError, ValueError) as error:
@@ -196,6 +199,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--began", type=float, help="seconds since the epoch from which they count; now if not given")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out", type=Path, help="the directory of the report; build/gpu/CARD_DATE if not given")
+    parser.add_argument("--host-memory", help="of the small card's models; 90 %% of what is free if not given")
     parser.add_argument("--scratch", type=Path, help="a directory on a disk, for checkpoints of up to 15 GB")
     parser.add_argument("--join", type=Path, nargs="+", metavar="FILE.json", help="measure nothing: join these reports")
     return parser.parse_args()

@@ -24,9 +24,9 @@ Goal = dict[str, Any]
 Parts = dict[str, dict[str, Any]]
 
 
-def goals(parts: Parts) -> list[Goal]:
-    """Every goal for which something was measured: ``goal``, ``found`` (text), ``met``."""
-    return [*_right(parts), *_fast(parts), *_sturdy(parts), *_scaled(parts)]
+def goals(parts: Parts, *, fast: bool = True) -> list[Goal]:
+    """Every goal for which something was measured: ``goal``, ``found`` (text), ``met``; those of speed if ``fast``."""
+    return [*_right(parts), *_sturdy(parts), *([*_fast(parts), *_scaled(parts)] if fast else [])]
 
 
 def _goal(goal: str, found: str, met: bool) -> Goal:

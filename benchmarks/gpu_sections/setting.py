@@ -70,9 +70,9 @@ class Setting:
 
     Attributes:
         device: as ``moelight --device`` takes it; ``small``: sizes for a machine without a card.
+        host_memory: of models that fill it; None: 90 % of what is free.
         scratch: a directory that later parts see too; ``results``: the directory of the report.
         until: `time.monotonic` when the part's time is over.
-        whole: what earlier parts found, by their names.
         figures: what this one found so far; ``written`` is called whenever that grows.
     """
 
@@ -81,9 +81,9 @@ class Setting:
     scratch: Path
     results: Path
     until: float
-    whole: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     written: Callable[[], None] = lambda: None
     figures: dict[str, Any] = field(default_factory=dict)
+    host_memory: str | None = None
 
     @property
     def left_s(self) -> float:

@@ -20,7 +20,7 @@ RESIDENT_SHARE = 0.4  # of the weights, beside ROOM for everything else
 ROOM_BYTES, SMALL_ROOM_BYTES = 512 * MiB, 3 * MiB // 4
 _SMALL = {"layers": 3, "hidden": 64, "intermediate": 128, "experts": 8, "heads": 4, "kv_heads": 2, "head_dim": 16}
 _LEAST = re.compile(r"--device-memory .* at least (\S+) ")
-_LONGEST_TRACE = 24 << 20
+_LONGEST_TRACE = 48 << 20
 
 
 def run(setting: Setting) -> None:

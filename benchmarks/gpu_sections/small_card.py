@@ -17,12 +17,13 @@ Run = tuple[str, list[str]]
 
 def run(setting: Setting) -> None:
     """First each cap in cgopipe with accelerate, then the workload of MoE-Gen, real files, other orders."""
+    memory = ["--host-memory", setting.host_memory] if setting.host_memory else []
     for name, options in _runs(setting):
         if setting.left_s < (2 if setting.small else _LEAST_S):
             raise TimeOverError(f"no time was left for {name}")
         results = setting.scratch / f"small-card-{name}"
         minutes = f"{max(0.1, (setting.left_s - 10) / 60):.2f}"
-        common = ["--device", setting.device, "--minutes", minutes, "--results", str(results)]
+        common = ["--device", setting.device, "--minutes", minutes, "--results", str(results), *memory]
         ended = setting.python("gpu_small_card", *common, *options)
         path = results / "gpu_small_card.json"
         report: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import io
 import json
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -176,6 +177,13 @@ def test_sharing_and_repeating_tests(module: Any, tmp_path: Path) -> None:
     path.write_text("def test_one(): pass\ndef test_two(): pass\n")
     found = suites.run_tests(setting_of(module, tmp_path), "some", [str(path), "--turns", "3"], shards=2)
     assert len(found) == 6 and {line["outcome"] for line in found.values()} == {"passed"}
+    own = [list(map(int, re.findall(r"\[(\d)\]", " ".join(_begun(path))))) for path in tmp_path.rglob("some-*.jsonl")]
+    assert all(turns == sorted(turns) for turns in own) and sum(map(len, own)) == 6
+
+
+def _begun(path: Path) -> list[str]:
+    lines = map(json.loads, path.read_text().splitlines())
+    return [line["test"] for line in lines if line["outcome"] == "begun"]
 
 
 def test_every_marked_test_is_in_a_file_that_is_run(module: Any) -> None:
