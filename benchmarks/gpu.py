@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import json
-import os
 import re
 import sys
 import tempfile
@@ -78,7 +77,6 @@ def main() -> None:
 
 def measured(args: argparse.Namespace, directory: Path, name: str) -> dict[str, Any]:
     """Run the parts; the report is written whenever it grows."""
-    os.environ.setdefault("MOELIGHT_CACHE", str(ROOT / "build" / "gpu" / "cache"))
     ends = time.monotonic() + 60 * args.minutes - _RESERVE_S
     if args.began is not None:  # what came before counts: the installation
         ends -= max(0.0, time.time() - args.began)

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moelight.core.paths import CACHE_VARIABLE
+
 BENCHMARKS = Path(__file__).resolve().parents[1]
 ROOT = BENCHMARKS.parent
 _LONGEST_OUTPUT = 200_000  # characters of one program that the log keeps
@@ -117,11 +119,12 @@ class Setting:
         self, module: str, *arguments: object, limit_s: float = 1e9, environment: Mapping[str, str] | None = None
     ) -> Ended:
         """``python -m module`` with ``arguments``, which has the rest of the part's time or ``limit_s``; its output
-        goes to the log. Raises TimeOverError where no time is left."""
+        goes to the log, and profiles are kept under `build/gpu`. Raises TimeOverError where no time is left."""
         seconds = min(limit_s, self.left_s)
         if seconds < _LEAST_S:
             raise TimeOverError("no time was left to start it")
-        ended = run_module(module, [str(each) for each in arguments], seconds, dict(environment or {}))
+        kept = {CACHE_VARIABLE: os.environ.get(CACHE_VARIABLE, str(ROOT / "build" / "gpu" / "cache"))}
+        ended = run_module(module, [str(each) for each in arguments], seconds, {**kept, **(environment or {})})
         self.log(f"$ python -m {module} {' '.join(map(str, arguments))}", ended)
         return ended
 

@@ -15,7 +15,6 @@ from typing import Any
 from gpu_sections.outcomes import read_outcomes
 from gpu_sections.setting import ROOT, Setting, TimeOverError
 
-# Kernels first, then what stands on them.
 _FIRST = ("tests/kernels", "tests/paging", "tests/runtime")
 _TOKENS = "tests/engine/test_invariance.py"
 _ON_A_CARD = "test_a_real_device_gives_the_same_tokens"
@@ -27,14 +26,18 @@ _RUNS = (0, 1, 5)  # all passed, some failed, none selected: pytest came to its 
 
 
 def run(setting: Setting) -> None:
-    """Every test marked `gpu`, in a few processes; on a twin, a few of those that Triton's interpreter serves."""
+    """The tests of the GPU's kernels, compiled on the device, then all others marked `gpu`, each in a few processes; on
+    a twin, some that Triton interprets."""
     shards = max(1, min(_MOST_SHARDS, (os.cpu_count() or 1) // 4))
     if setting.twin:
-        options = ["tests/kernels/test_gpu_kernels.py", "-k", "interpreted and test_route"]
         setting.keep(note="needs a card: tests marked gpu; these are some that Triton interprets")
+        found = run_tests(setting, "kernels", [*kernel_files(), "-k", "interpreted and test_route"])
     else:
-        options = [*marked_files(), "-m", "gpu"]
-    setting.keep(**summary(run_tests(setting, "marked", options, shards=shards)))
+        found = run_tests(setting, "kernels", kernel_files(), shards=shards)
+        setting.keep(**summary(found))
+        others = [name for name in marked_files() if name not in kernel_files()]
+        found |= run_tests(setting, "others", [*others, "-m", "gpu"], shards=shards)
+    setting.keep(**summary(found))
 
 
 def stress(setting: Setting) -> None:
@@ -54,15 +57,20 @@ def stress(setting: Setting) -> None:
     setting.keep(**summary(run_tests(setting, "jittered", options)))
 
 
+def kernel_files() -> list[str]:
+    """The files of the GPU's kernels; not what compiles them for other cards."""
+    return [name for name in _test_files("tests/kernels/test_gpu_*.py") if not name.endswith("_compiles.py")]
+
+
 def marked_files() -> list[str]:
-    """The files with tests marked `gpu`. Others are not collected: they may need libraries that a card's machine has
-    not."""
-    found = [
-        str(path.relative_to(ROOT))
-        for path in sorted((ROOT / "tests").rglob("test_*.py"))
-        if "mark.gpu" in path.read_text(encoding="utf-8") or "marks=pytest.mark.gpu" in path.read_text(encoding="utf-8")
-    ]
+    """The files with tests marked `gpu`, kernels first, then what stands on them. Others are not collected: they may
+    need libraries that a card's machine has not."""
+    found = [name for name in _test_files("tests/**/test_*.py") if "mark.gpu" in (ROOT / name).read_text("utf-8")]
     return sorted(found, key=lambda name: not name.startswith(_FIRST))
+
+
+def _test_files(pattern: str) -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
 
 
 def run_tests(

@@ -187,9 +187,11 @@ def _begun(path: Path) -> list[str]:
 
 
 def test_every_marked_test_is_in_a_file_that_is_run(module: Any) -> None:
-    files = module("gpu_sections.suites").marked_files()
+    suites = module("gpu_sections.suites")
+    files, kernels = suites.marked_files(), suites.kernel_files()
     assert files[0].startswith("tests/kernels/") and "tests/engine/test_invariance.py" in files
     assert "tests/runtime/test_lanes.py" in files and "tests/benchmarks/test_planner.py" not in files
+    assert "tests/kernels/test_gpu_kernels.py" in kernels and "tests/kernels/test_gpu_compiles.py" not in kernels
 
 
 def test_calls_and_copies_a_pass(module: Any) -> None:
@@ -277,7 +279,7 @@ def test_goals_are_met_or_missed(module: Any) -> None:
 
 def test_reports_of_several_runs_are_joined(module: Any, tmp_path: Path) -> None:
     def report(name: str, **parts: str) -> Path:
-        about = {"benchmark": "gpu", "card": "NVIDIA H200", "date": "2026-11-23", "goals": []}
+        about = {"benchmark": "gpu", "card": "NVIDIA H200", "device": "auto", "date": "2026-11-23", "goals": []}
         path = tmp_path / f"{name}.json"
         found = {part: {"state": state, "seconds": 1.0, "note": name} for part, state in parts.items()}
         path.write_text(json.dumps({**about, "parts": found}))
