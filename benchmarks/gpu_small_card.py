@@ -186,6 +186,7 @@ class Card:
                 "host_pages": [engine.policy.host_pages, engine.host_pages_reason],
                 "load_s": engine.stats.load_s,
                 "predicted_pass_s": plan.estimate.pass_s,
+                "predicted_lanes": dict(plan.estimate.lanes),
                 "steady": asdict(steady),
                 "jobs": [asdict(job) for job in jobs],
                 **self.memory(engine, cap),

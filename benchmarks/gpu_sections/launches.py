@@ -1,6 +1,6 @@
 """Launches, copies and synchronisations of steady decode passes, as CUDA's own profiler counts them.
 
-    python -m gpu_sections.launches MODEL --device cuda --device-memory 1GiB --batch-size 256 --schedule cgopipe
+    python -m gpu_sections.launches POLICY.yaml --device cuda
 
 A process of its own: the profiler slows what it watches, so nothing here is timed but kernels. The last line is JSON.
 """
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from moelight.core.request import Request, SamplingParams
-from moelight.profiles.workload import Workload
 
 FIRST_PASS, PASSES = 10, 4  # prompts have gone by; watched
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cuGraphLaunch")
@@ -96,27 +95,21 @@ class Watch:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("policy", type=Path, help="a policy file, which names its checkpoint")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--device-memory", required=True)
-    parser.add_argument("--schedule")
-    parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--prompt", type=int, default=64)
     args = parser.parse_args()
 
     from gpu_small_card import pinned_rate
 
     from moelight.engine.engine import Engine
+    from moelight.profiles.policy_files import load_policy
     from moelight.runtime.machine import find_machine
 
-    count, new = args.batch_size, FIRST_PASS + PASSES + 6
-    work = Workload(num_requests=count, prompt_len=args.prompt, max_prompt_len=args.prompt, gen_len=new)
-    options = {"device": args.device, "device_memory": args.device_memory, "schedule": args.schedule}
-    with Engine.from_pretrained(
-        args.model, batch_size=count, workload=work, adapt=False, prefix_caching=False, **options
-    ) as engine:
-        vocabulary, policy, watch = engine.profile.vocab_size, engine.policy, Watch()
-        how = SamplingParams(max_tokens=new, ignore_eos=True)
+    policy = load_policy(args.policy)
+    count, how = policy.batch_size, SamplingParams(max_tokens=FIRST_PASS + PASSES + 6, ignore_eos=True)
+    with Engine(policy, device=args.device, adapt=False, prefix_caching=False) as engine:
+        vocabulary, watch = engine.profile.vocab_size, Watch()
         ids = [[3 + (31 * n + 7 * k) % (vocabulary - 3) for k in range(args.prompt)] for n in range(count)]
         requests = [Request(index=n, token_ids=tuple(each), sampling=how) for n, each in enumerate(ids)]
         for _ in engine.run(requests, on_pass=watch.on_pass):

@@ -55,7 +55,7 @@ def inside(name: str, arguments: list[str], seconds: float, environment: Mapping
 def test_cheap_parts_run_on_a_twin(module: Any, tmp_path: Path) -> None:
     changes = {
         "gpu_sections.setting.run_module": inside,
-        "gpu_sections.shapes.ORDERS": ("cgopipe",),
+        "gpu_sections.shapes.RUNS": {"cgopipe-streamed": ("schedule=cgopipe", "ffn=gpu")},
         "gpu_sections.shapes.MODELS": ("mixtral-0p9b",),
         "gpu_sections.least.ORDERS": ("cgopipe",),
     }
@@ -239,7 +239,7 @@ def shape_row(predicted: float, measured: float, busy: float, rate: float) -> di
     calls = {"launches_per_layer_and_micro_batch": 21.0, "waits": 3.0, "allocations": 0.0, "layers": 4}
     return {
         "model": "m",
-        "order": "cgopipe",
+        "run": "cgopipe",
         "report": report,
         "tokens_per_s": 5.0,
         "calls": {**calls, "launches": 84.0, "pinned_h2d_bytes_per_s": 50e9},
@@ -250,6 +250,7 @@ def small_card_row(name: str, tokens_per_s: float, theirs: float) -> dict[str, A
     steady = {"lanes": {"h2d": 0.95}, "h2d_share_of_roof": 0.85, "pass_s": 2.0, "sequences": 1000, "fill_s": 10.0}
     job = {"new_tokens": 32, "tokens_per_s": tokens_per_s, "whole_tokens_per_s": 1.0, "cut": False}
     ours = {"contestant": "cgopipe", "steady": {**steady, "prompt_tokens": 80_000}, "predicted_pass_s": 1.9}
+    ours["predicted_lanes"] = {"h2d": 1.9, "cpu": 1.0}
     rows = [{**ours, "jobs": [job]}, {"contestant": "accelerate", "tokens_per_s": theirs}]
     return {"run": name, "layers": 16, "rows": rows}
 
