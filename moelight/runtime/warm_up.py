@@ -50,9 +50,12 @@ def warm_up(
     def play() -> None:
         for rows in doublings(most_rows if kept is None else len(hidden)):
             _play(operations, layers, _prompts(hidden, kept, rows, most_rows, block_size, form))
-        for decodes in (True, False) if pool is not None else ():
-            block = pool.host_blocks if pool.host_blocks < pool.blocks else 0  # on the device, if any is
-            chunk, host_slots = _chunk(1, start=1, blocks=(block,), decodes=decodes), pool.host_blocks * block_size
+        if pool is None:
+            return
+        block = pool.host_blocks if pool.host_blocks < pool.blocks else 0  # on the device, if any is
+        host_slots = pool.host_blocks * block_size
+        for decodes in (True, False):
+            chunk = _chunk(1, start=1, blocks=(block,), decodes=decodes)
             _attend(operations, _micro_batch(hidden, None, chunk, block_size, window, form, host_slots=host_slots))
 
     try:
@@ -130,7 +133,7 @@ def _attend(operations: Operations, mb: MicroBatch) -> None:
     """Attention over a context alone, in the first layer."""
     perform = operations.bind(PassPages(micro_batches=[mb], position=0), lambda *given: given[-1], lambda *_: None)
     for kind in (TaskKind.EMBED, TaskKind.PRE_ATTENTION, TaskKind.ATTENTION):
-        reads = (Buffer("context", 0),) if kind is TaskKind.ATTENTION else ()
+        reads = (Buffer(space="context", index=0),) if kind is TaskKind.ATTENTION else ()
         perform(Task(kind=kind, lane=Lane.DEVICE, layer=0, micro_batch=0, reads=reads))()
 
 
