@@ -1,7 +1,7 @@
 """Experts on the GPU: rows sorted by expert, each expert's matrices at any address, two launches.
 
-Triton's kernels, or torch where `serving` selects it. With Triton nothing synchronizes the device: only the kernels
-read the number of rows of an expert. Every wrong argument is a ValueError that names it.
+Triton's kernels, a CUDA kernel, or torch, as `serving` selects. Without torch nothing synchronizes the device: only the
+kernels read the number of rows of an expert. Every wrong argument is a ValueError that names it.
 
 Legend: R routed rows, T rows of x, E experts, H hidden, I intermediate.
 """
@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from moelight.kernels import arguments
 from moelight.kernels.arguments import FLOATS, check_tensor
-from moelight.kernels.gpu import serving, tiles
+from moelight.kernels.gpu import grouped_cuda, serving, tiles
 from moelight.kernels.gpu.pages import PageTable
 from moelight.kernels.reference import ACTIVATIONS, dequantized
 
@@ -130,25 +130,41 @@ def _launch(
     active: Tensor,
     out: Tensor,
 ) -> None:
+    """Two launches over the slots of ``offsets``, by the kernel that `serving` selects."""
     from moelight.kernels.gpu import grouped_triton
 
-    rows, experts = out.shape[0], pages.experts
-    most = min(rows, experts)
+    rows, most = out.shape[0], min(out.shape[0], pages.experts)
     card = tiles.UNITS_SINCE if x.device.type == "cpu" else serving.capability(x.device.index)
+    products = (("gate_up", x, active, tokens), ("down", active, out, None))
+    if serving.wants_cuda(card, str(x.dtype).removeprefix("torch."), rows / most):
+        height = grouped_cuda.rows_of_slot(rows / most, pages.group)
+        slots = _slots(offsets, rows, pages.experts, height)
+        for part, source, into, index in products:
+            call = grouped_cuda.call_of(pages, part, source, into, slots, offsets, index, height, activation, clamp)
+            grouped_cuda.launch(*call, x.device)
+        return
     choose = partial(tiles.choose, card, itemsize=x.element_size(), mean_rows=rows / most, group=pages.group)
     wide, narrow = choose(matrices=2), choose(matrices=1)
-    slot_count = (rows + most * (narrow.rows - 1)) // narrow.rows
-    slots = torch.empty((slot_count, 3), dtype=torch.int32, device=x.device)
+    slots = _slots(offsets, rows, pages.experts, narrow.rows)
+    for (part, source, into, index), tile in zip(products, (wide, narrow), strict=True):
+        given, constants = arguments_of(pages, part, source, into, slots, index, tile, activation, clamp)
+        grid = (len(slots) * -(-into.shape[1] // tile.columns),)
+        grouped_triton.grouped[grid](*given, **constants, num_warps=tile.warps, num_stages=tile.stages)
+
+
+def _slots(offsets: Tensor, rows: int, experts: int, height: int) -> Tensor:
+    """int32 [n, 3] (expert, first row, row after the expert's last): blocks of at most ``height`` rows of one expert, in
+    their order, then unused ones with expert -1; n is the most that ``rows`` rows can need."""
+    from moelight.kernels.gpu import grouped_triton
+
+    count = (rows + min(rows, experts) * (height - 1)) // height
+    slots = torch.empty((count, 3), dtype=torch.int32, device=offsets.device)
     padded = 1 << (experts - 1).bit_length()
     step = max(1, min(64, _MAP_NUMBERS // padded))
-    grouped_triton.map_slots[(-(-slot_count // step),)](
-        offsets, slots, experts, rows, slot_count, BM=narrow.rows, PADDED=padded, SLOTS=step
+    grouped_triton.map_slots[(-(-count // step),)](
+        offsets, slots, experts, rows, count, BM=height, PADDED=padded, SLOTS=step
     )
-    for part, source, into, index, tile in (("gate_up", x, active, tokens, wide), ("down", active, out, None, narrow)):
-        given, constants = arguments_of(pages, part, source, into, slots, index, tile, activation, clamp)
-        blocks = -(-into.shape[1] // tile.columns)
-        grid = (slot_count * blocks,)
-        grouped_triton.grouped[grid](*given, **constants, num_warps=tile.warps, num_stages=tile.stages)
+    return slots
 
 
 def arguments_of(

@@ -1,4 +1,4 @@
-"""Selection of the implementation of a GPU operation, Triton or torch, with the reason.
+"""Selection of the implementation of a GPU operation, Triton, CUDA C++ or torch, with the reason.
 
 Imports torch and Triton only on demand.
 """
@@ -96,19 +96,38 @@ def serves(device: torch.device, dtype: torch.dtype, rows_per_expert: float = 0.
         return False, f"no kernel was written for devices of type {device.type}"
     if why := failure(device.index):
         return False, why
-    return card_serves(capability(device.index), str(dtype).removeprefix("torch."), rows_per_expert)
+    card, name = capability(device.index), str(dtype).removeprefix("torch.")
+    return card_serves(card, name, rows_per_expert, why_not_cuda(device.index, card, name, rows_per_expert))
 
 
-def card_serves(card: tuple[int, int], dtype: str, rows_per_expert: float) -> tuple[bool, str]:
-    """`serves` for a CUDA card of compute capability ``card``; ``dtype`` by its torch name."""
+def wants_cuda(card: tuple[int, int], dtype: str, rows_per_expert: float) -> bool:
+    """True for products that the tensor units of ``card`` compute and Triton's do not: `grouped_cuda` is theirs."""
+    return OLDEST <= card < UNITS_SINCE and dtype == "float16" and rows_per_expert > MOST_ROWS_WITHOUT_UNITS
+
+
+def why_not_cuda(index: int | None, card: tuple[int, int], dtype: str, rows_per_expert: float) -> str | None:
+    """The fault of `grouped_cuda` on a card, None if it computes such products or `wants_cuda` is False."""
+    from moelight.kernels.gpu import grouped_cuda
+
+    return grouped_cuda.failure(index) if wants_cuda(card, dtype, rows_per_expert) else None
+
+
+def card_serves(
+    card: tuple[int, int], dtype: str, rows_per_expert: float, fault: str | None = None
+) -> tuple[bool, str]:
+    """`serves` for a CUDA card of compute capability ``card``; ``dtype`` by its torch name, ``fault`` of
+    `why_not_cuda`."""
     name = f"compute capability {card[0]}.{card[1]}"
     if card < OLDEST:
         return False, f"{name}: triton needs 7.5"
     if dtype == "bfloat16" and card < BFLOAT16_SINCE:
         return False, f"{name} has no bfloat16"
+    if wants_cuda(card, dtype, rows_per_expert) and fault is None:
+        return True, f"CUDA C++ for its tensor units, {name}"
     if rows_per_expert > MOST_ROWS_WITHOUT_UNITS:
         if card < UNITS_SINCE:
-            return False, f"{name}: many rows, and triton does not use its tensor units, as torch does"
+            why = f"{name}: many rows, and triton does not use its tensor units, as torch does"
+            return False, why if fault is None else f"{why} ({fault})"
         if dtype == "float32":
             return False, "many rows in float32, for which triton uses no tensor units"
     return True, f"{triton_reason()}, {name}"

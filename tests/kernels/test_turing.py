@@ -1,0 +1,164 @@
+"""The CUDA kernel of compute capability 7.5, played in host memory, against float64; compiled by NVRTC where it is."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from moelight.kernels.gpu import grouped, grouped_cuda, serving
+from moelight.kernels.gpu.pages import PageTable
+from tests.kernels.gpu_layers import distance, floats, integers, rows_of
+from tests.kernels.turing import COMPILER, Player, build
+
+CPU = torch.device("cpu")
+TOLERANCE = 2e-3
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    if COMPILER is None:
+        pytest.skip("there is no C++ compiler")
+    if not serving.triton_available() or not serving.interpreting():
+        pytest.skip(f"the slots are triton's: {serving.triton_reason()}, not interpreted")
+    return build(tmp_path_factory.mktemp("turing"))
+
+
+@pytest.fixture
+def player(library, monkeypatch):
+    found = Player(library)
+    monkeypatch.setattr(serving, "wants_cuda", lambda *_: True)
+    monkeypatch.setattr(grouped_cuda, "call_of", found.call_of)
+    monkeypatch.setattr(grouped_cuda, "launch", found.launch)
+    return found
+
+
+def ffn(
+    x: Tensor,
+    pages: PageTable,
+    offsets: Tensor,
+    *,
+    activation: str = "silu",
+    clamp: float = 7.0,
+    tokens: Tensor | None = None,
+) -> Tensor:
+    """`expert_ffn` of float16 rows with matrices of any dtype."""
+    rows = x.shape[0] if tokens is None else len(tokens)
+    active, out = (torch.full((rows, size), torch.nan, dtype=x.dtype) for size in (pages.width, pages.hidden))
+    grouped._launch(x, pages, offsets, activation, clamp, tokens, active, out)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("counts", "hidden", "width", "rows"),
+    [
+        ((33, 0, 5, 38), 40, 72, 32),
+        ((70, 0, 61, 40), 136, 16, 64),
+        ((130, 71), 72, 40, 128),
+        ((1, 30), 17, 33, 32),  # no row begins at a multiple of 16 bytes
+        ((290, *[0] * 9), 16, 72, 32),  # more slots than a band
+    ],
+)
+def test_rows_of_any_number(player, counts, hidden, width, rows):
+    layer = floats(len(counts), hidden, width, torch.float16, CPU)
+    x, offsets = rows_of(counts, hidden, torch.float16, CPU)
+    assert distance(ffn(x, layer.pages, offsets), layer.truth(x, counts)) <= TOLERANCE
+    assert player.rows == [rows, rows]
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai"])
+def test_activations_and_biases_over_bfloat16(player, activation):
+    counts = (40, 26)
+    layer = floats(2, 48, 40, torch.bfloat16, CPU, bias=True)
+    x, offsets = rows_of(counts, 48, torch.float16, CPU)
+    found = ffn(x, layer.pages, offsets, activation=activation, clamp=0.7)
+    assert distance(found, layer.truth(x, counts, activation, 0.7)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "counts", "hidden", "width"),
+    [
+        (8, None, (100, 40), 80, 32),
+        (8, 48, (30, 0, 9), 106, 34),
+        (4, 32, (65, 0, 3, 90), 96, 64),
+        (4, 64, (50,), 96, 64),
+    ],
+)
+@pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_integers(player, bits, group, counts, hidden, width, scales):
+    layer = integers(len(counts), hidden, width, bits, group, CPU, scales)
+    x, offsets = rows_of(counts, hidden, torch.float16, CPU)
+    assert distance(ffn(x, layer.pages, offsets), layer.truth(x, counts)) <= TOLERANCE
+
+
+def test_every_stored_number_is_exact(player):
+    """One input of one is the matrix itself: all bytes, nibbles and finite bfloat16 within the range of float16."""
+    x, offsets = torch.eye(32, dtype=torch.float16), torch.tensor([0, 32], dtype=torch.int32)
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    bits = bits[bits.float().abs() <= 65504]
+    halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    for numbers in (bits, halves[halves.isfinite()]):
+        down = torch.cat((numbers, numbers.new_zeros(-len(numbers) % 32))).view(-1, 32)
+        pages = PageTable.of([down.new_zeros(64, len(down))], [down])
+        out = product(player, x, pages, offsets)
+        assert torch.equal(out, down.t().half())
+
+
+def product(player: Player, x: Tensor, pages: PageTable, offsets: Tensor) -> Tensor:
+    """x times the matrices ``down``."""
+    out = torch.full((len(x), pages.hidden), torch.nan, dtype=torch.float16)
+    slots = grouped._slots(offsets, len(x), pages.experts, 64)
+    call = player.call_of(pages, "down", x, out, slots, offsets, None, 64, "silu", 7.0)
+    player.launch(*call, CPU)
+    return out
+
+
+def test_a_row_depends_on_no_other(player):
+    """The same bits from tiles of any height, at any place in a slot, gathered or not, strided or not."""
+    layer = floats(2, 40, 72, torch.float16, CPU)
+    x = torch.randn(9, 40).half()
+    found = []
+    for before, between in ((0, 17), (3, 60), (70, 100)):
+        counts = (before + 9, between)
+        others = torch.randn(before + between, 40).half()
+        rows = torch.cat((others[:before], x, others[before:]))
+        offsets = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+        found.append(ffn(rows, layer.pages, offsets)[before : before + 9])
+    order = torch.arange(9).flip(0)
+    wide = torch.cat((x, x), dim=1)[:, 40:]
+    gathered = ffn(wide, layer.pages, torch.tensor([0, 9, 9], dtype=torch.int32), tokens=order)
+    assert all(torch.equal(each, found[0]) for each in (*found, gathered.flip(0)))
+    assert set(player.rows) == {32, 64, 128}
+
+
+def test_rows_of_an_expert_elsewhere_are_zeros(player):
+    layer = floats(3, 48, 32, torch.float16, CPU, bias=True)
+    parts = {name: list(tensors) for name, tensors in layer.pages.parts.items() if tensors}
+    for tensors in parts.values():
+        tensors[1] = None
+    x, offsets = rows_of((20, 33, 1), 48, torch.float16, CPU)
+    found = ffn(x, PageTable.of(**parts), offsets)
+    assert not found[20:53].any()
+    assert torch.equal(found[53:], ffn(x, layer.pages, offsets)[53:])
+
+
+def test_nothing_outside_is_touched(player):
+    """Whatever offsets and tokens are; and the player would notice."""
+    layer = floats(3, 17, 33, torch.float16, CPU)
+    x = torch.randn(40, 17).half()
+    tokens = torch.randint(-100, 100, (40,))
+    for offsets in ([0, 50, 3, 40], [-7, -3, 2**31 - 1, 0], [9, 20, 20, 36]):
+        ffn(x, layer.pages, torch.tensor(offsets, dtype=torch.int32), tokens=tokens)
+    offsets = torch.tensor([0, 40, 40, 40], dtype=torch.int32)
+    out, active = torch.empty(40, 17, dtype=torch.float16), torch.empty(40, 33, dtype=torch.float16)
+    slots = grouped._slots(offsets, 40, 3, 32)
+    call = player.call_of(layer.pages, "gate_up", x, active, slots, offsets, None, 32, "silu", 7.0)
+    player.spans[-1].bytes -= 2
+    with pytest.raises(RuntimeError, match="a write outside"):
+        player.launch(*call, CPU)
+    call = player.call_of(layer.pages, "down", active, out, slots, offsets, None, 32, "silu", 7.0)
+    player.spans[0].bytes -= 1
+    with pytest.raises(RuntimeError, match="a read outside"):
+        player.launch(*call, CPU)
