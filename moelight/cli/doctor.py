@@ -21,6 +21,7 @@ from moelight.cli.tables import open_console, print_json
 from moelight.core.errors import InputError
 from moelight.core.units import format_bytes
 from moelight.kernels import native
+from moelight.kernels.gpu.serving import expert_kernels
 from moelight.kernels.native import serving
 from moelight.runtime import measure
 from moelight.runtime.topology import (
@@ -68,7 +69,7 @@ def facts(model: Path | None = None) -> dict[str, Any]:
         **machine_facts(torch["threads"], plugs, model),
         "torch": torch,
         "extension": {"available": native.available(), "reason": native.reason()},
-        "kernels": [asdict(row) for row in serving()],
+        "kernels": [asdict(row) for row in [*serving(), *_device_kernels(torch["devices"])]],
     }
 
 
@@ -135,6 +136,14 @@ def _torch() -> dict[str, Any]:
         device = {"id": f"{kind}:{index}", "name": properties.name, "total_bytes": properties.total_memory}
         found["devices"].append({**device, "plug": None if plug is None else asdict(plug)})
     return found
+
+
+def _device_kernels(devices: list[dict[str, Any]]) -> Iterator[native.Serving]:
+    if devices:
+        import torch
+
+        for device in devices:
+            yield from expert_kernels(torch.device(device["id"]))
 
 
 _PROBE_BYTES = 1 << 20

@@ -137,7 +137,7 @@ def _launch(
     card = tiles.UNITS_SINCE if x.device.type == "cpu" else serving.capability(x.device.index)
     products = (("gate_up", x, active, tokens), ("down", active, out, None))
     if serving.wants_cuda(card, str(x.dtype).removeprefix("torch."), rows / most):
-        height = grouped_cuda.rows_of_slot(rows / most, pages.group)
+        height = grouped_cuda.rows_of_slot(pages.group)
         slots = _slots(offsets, rows, pages.experts, height)
         for part, source, into, index in products:
             call = grouped_cuda.call_of(pages, part, source, into, slots, offsets, index, height, activation, clamp)
@@ -153,8 +153,10 @@ def _launch(
 
 
 def _slots(offsets: Tensor, rows: int, experts: int, height: int) -> Tensor:
-    """int32 [n, 3] (expert, first row, row after the expert's last): blocks of at most ``height`` rows of one expert, in
-    their order, then unused ones with expert -1; n is the most that ``rows`` rows can need."""
+    """Blocks of at most ``height`` rows of one expert: int32 [n, 3] (expert, first row, row after the expert's last).
+
+    In order of rows, then unused ones with expert -1; n is the most that ``rows`` rows can need.
+    """
     from moelight.kernels.gpu import grouped_triton
 
     count = (rows + min(rows, experts) * (height - 1)) // height

@@ -1,7 +1,7 @@
 """The grouped product of experts in CUDA C++, for cards whose tensor cores Triton does not use: compute capability 7.5.
 
-NVRTC, which comes with the CUDA builds of torch, compiles `grouped_turing.cu` at first use, once for each `Variant`; the
-binaries are kept in the cache directory and loaded once a process and device. The arguments are checked by `grouped`.
+NVRTC, which comes with the CUDA builds of torch, compiles `grouped_turing.cu` at first use, once for each `Variant`.
+Binaries are kept in the cache directory and loaded once a process and device. `grouped` checks the arguments.
 """
 
 from __future__ import annotations
@@ -61,10 +61,9 @@ class Call(ctypes.Structure):
     )
 
 
-def rows_of_slot(mean_rows: float, group: int) -> int:
-    """Rows of x in a slot for ``mean_rows`` rows per expert; a ``group`` needs a second sum, 0 for none."""
-    most = 64 if group else 128
-    return next((size for size in (32, 64) if mean_rows <= size), most)
+def rows_of_slot(group: int) -> int:
+    """Rows of x in a slot; a ``group`` of inputs with one scale needs a second sum, 0 for none."""
+    return 64 if group else 128
 
 
 def call_of(

@@ -4,7 +4,7 @@
 // grouped_triton.py. `grouped_cuda.py` compiles this file with NVRTC, without any header, once for each VARIANT in use:
 //   STORED   kFloat16, kBfloat16, kInt8 or kInt4 (two a byte, low nibble first, value - 8)
 //   GATED    a matrix has 2 * columns rows, gate before up; out is act(gate) * up
-//   ROWS     rows of x in a block: 128, 64 or 32
+//   ROWS     rows of a slot: 128, 64 or 32; an expert's last rows take the smallest of these tiles that holds them
 //   GROUPED  integers have one scale a row and `group` inputs, not one a row
 //   ALIGNED  rows of x and of the matrices begin and end at multiples of 16 bytes
 // tests/kernels/block_on_host.h plays it in host memory.
@@ -173,11 +173,15 @@ DEVICE Words widened(const Words& stored, int chunk) {
 // rows with all their chunks.
 DEVICE int place_of(int row, int chunk) { return row * kChunks + (chunk ^ (row >> 1 & 3)); }
 
-// Number `index` of those of a scale's or bias's dtype at an address.
-DEVICE float load_number(long long address, int dtype, long long index) {
-  if (dtype == kFloat32) return load(reinterpret_cast<const float*>(address) + index);
-  const unsigned short bits = load(reinterpret_cast<const unsigned short*>(address) + index);
-  return dtype == kFloat16 ? from_half(bits) : as_float(static_cast<unsigned>(bits) << 16);
+// The bits of number `index` of those of `dtype` at an address, and what they stand for.
+DEVICE unsigned load_bits(long long address, int dtype, long long index) {
+  if (dtype == kFloat32) return load(reinterpret_cast<const unsigned*>(address) + index);
+  return load(reinterpret_cast<const unsigned short*>(address) + index);
+}
+
+DEVICE float number(unsigned bits, int dtype) {
+  const float half = from_half(static_cast<unsigned short>(bits));
+  return dtype == kFloat16 ? half : as_float(dtype == kFloat32 ? bits : bits << 16);
 }
 
 DEVICE float activated(float gate, float up, int activation, float clamp) {
@@ -246,8 +250,8 @@ struct Product {
   Words held_rows[kRowLoads], held_matrix[kLoads];
   float sums[kTall][kWide][4];
   float part[GROUPED ? kTall : 1][GROUPED ? kWide : 1][4];
-  float scale[GROUPED ? kWide : 1][2];
-  int left, group;  // inputs left of the group, and its number
+  unsigned scale[GROUPED ? kWide : 1][2];  // bits
+  int left, group;                         // inputs left of the group, and its number
 
   DEVICE Product(const Call& given, const Block& chosen, Words* buffers)
       : call(given),
@@ -348,20 +352,31 @@ struct Product {
     }
   }
 
+  // The scales of the group, used at its end.
   DEVICE void load_scales() {
+    const long long scales = load(call.scales + block.expert);
+    const int own = least(group, call.groups - 1);
+    if (call.scale_dtype == kFloat32) {
 #pragma unroll
-    for (int i = 0; i < kWide * 2; ++i)
-      scale[i / 2][i % 2] = load_number(
-          load(call.scales + block.expert), call.scale_dtype,
-          static_cast<long long>(matrix_row(sum_place(i / 2, i % 2))) * call.groups + least(group, call.groups - 1));
+      for (int i = 0; i < kWide * 2; ++i) scale[i / 2][i % 2] = load_bits(scales, kFloat32, scale_place(i) + own);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWide * 2; ++i) scale[i / 2][i % 2] = load_bits(scales, kFloat16, scale_place(i) + own);
+    }
+  }
+
+  DEVICE long long scale_place(int i) const {
+    return static_cast<long long>(matrix_row(sum_place(i / 2, i % 2))) * call.groups;
   }
 
   // Add the scaled sums of the group.
   DEVICE void end_group() {
 #pragma unroll
-    for (int i = 0; i < kTall * kWide * 4; ++i) {
-      const int tall = i / (kWide * 4), wide = i / 4 % kWide;
-      sums[tall][wide][i % 4] += part[tall][wide][i % 4] * scale[wide][i % 2];
+    for (int i = 0; i < kWide * 2; ++i) {
+      const float factor = number(scale[i / 2][i % 2], call.scale_dtype);
+#pragma unroll
+      for (int j = 0; j < kTall * 2; ++j)
+        sums[j / 2][i / 2][j % 2 * 2 + i % 2] += part[j / 2][i / 2][j % 2 * 2 + i % 2] * factor;
     }
     clear(part);
     left = call.group;
@@ -402,8 +417,10 @@ struct Product {
     for (int i = 0; i < kWide * 2; ++i) {
       const int row = matrix_row(sum_place(i / 2, i % 2));
       float factor = 1.0f, bias = 0.0f;
-      if (kScaled && !GROUPED) factor = load_number(load(call.scales + block.expert), call.scale_dtype, row);
-      if (call.biases) bias = load_number(load(call.biases + block.expert), call.bias_dtype, row);
+      if (kScaled && !GROUPED)
+        factor = number(load_bits(load(call.scales + block.expert), call.scale_dtype, row), call.scale_dtype);
+      if (call.biases)
+        bias = number(load_bits(load(call.biases + block.expert), call.bias_dtype, row), call.bias_dtype);
 #pragma unroll
       for (int j = 0; j < kTall * 2; ++j) {
         float& value = sums[j / 2][i / 2][j % 2 * 2 + i % 2];
@@ -442,10 +459,19 @@ struct Product {
   }
 };
 
-// Blocks whose registers and shared memory a multiprocessor holds.
+// The rows of a block, of which at most ROWS are there; fewer take the tile that holds them.
 template <int STORED, bool GATED, int ROWS, bool GROUPED, bool ALIGNED>
-DEVICE constexpr int blocks_at_once() {
-  return ROWS == 32 && !GROUPED ? 3 : 2;
+DEVICE void multiply(const Call& call, const Block& block, Words* buffers) {
+  if constexpr (ROWS > 32) {
+    if (block.end - block.row <= ROWS / 2) {
+      multiply<STORED, GATED, ROWS / 2, GROUPED, ALIGNED>(call, block, buffers);
+      return;
+    }
+  }
+  Product<STORED, GATED, ROWS, GROUPED, ALIGNED> product(call, block, buffers);
+  product.sum();
+  product.finish();
+  product.write();
 }
 
 template <int STORED, bool GATED, int ROWS, bool GROUPED, bool ALIGNED>
@@ -453,18 +479,14 @@ DEVICE void compute(const Call& call) {
   using Own = Product<STORED, GATED, ROWS, GROUPED, ALIGNED>;
   SHARED(buffers, 2 * Own::kBuffer);
   Block block;
-  if (!find_block<ROWS>(call, Own::kColumns, block)) return;
-  Own product(call, block, buffers);
-  product.sum();
-  product.finish();
-  product.write();
+  if (find_block<ROWS>(call, Own::kColumns, block))
+    multiply<STORED, GATED, ROWS, GROUPED, ALIGNED>(call, block, buffers);
 }
 
 }  // namespace turing
 
 #ifdef __CUDACC__
-extern "C" __global__ void __launch_bounds__(turing::kThreads, turing::blocks_at_once<VARIANT>())
-    grouped(const turing::Call call) {
+extern "C" __global__ void __launch_bounds__(turing::kThreads, 2) grouped(const turing::Call call) {
   turing::compute<VARIANT>(call);
 }
 #endif

@@ -10,6 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from moelight.kernels.gpu.tiles import UNITS_SINCE
+from moelight.kernels.native import Serving
 
 if TYPE_CHECKING:
     import torch
@@ -131,3 +132,18 @@ def card_serves(
         if dtype == "float32":
             return False, "many rows in float32, for which triton uses no tensor units"
     return True, f"{triton_reason()}, {name}"
+
+
+def expert_kernels(device: torch.device) -> list[Serving]:
+    """The implementation of the experts on ``device`` for few and for many rows, in its 16-bit dtype."""
+    import torch
+
+    card = capability(device.index) if device.type == "cuda" else UNITS_SINCE
+    dtype = torch.float16 if card < BFLOAT16_SINCE else torch.bfloat16
+    found = []
+    for rows, count in (("few", 1), ("many", 10 * MOST_ROWS_WITHOUT_UNITS)):
+        served, why = serves(device, dtype, count)
+        kernel = "cuda" if wants_cuda(card, str(dtype).removeprefix("torch."), count) else "triton"
+        operation = f"expert_ffn of {rows} rows on {device}"
+        found.append(Serving(operation=operation, implementation=kernel if served else "torch", reason=why))
+    return found
