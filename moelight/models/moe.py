@@ -73,7 +73,8 @@ def moe_forward(
         return SplitMoE(routed, experts, frozenset(), space).end(into)
     rows = routed.ids.numel()
     on_card = routed.x.is_cuda and any(experts)
-    if on_card and serving.serves(routed.x.device, routed.x.dtype, rows / max(1, min(rows, len(experts))))[0]:
+    mean_rows = rows / max(1, min(rows, len(experts)))
+    if on_card and serving.expert_kernel(routed.x.device, routed.x.dtype, mean_rows)[0] != "torch":
         return grouped_forward(routed, experts if isinstance(experts, MoEWeights) else MoEWeights(experts), space, into)
     sums = torch.zeros(routed.x.shape, dtype=torch.float32, device=routed.x.device)
     add_experts(sums, routed, experts, space, most_rows=routed.x.shape[0])

@@ -243,25 +243,24 @@ def test_tiles_fit_the_card():
 
 def test_which_card_is_served():
     assert serving.card_serves((7, 5), "float16", 4)[0]
-    assert serving.card_serves((7, 5), "float16", 100)[0]
-    for card, dtype, rows in (((7, 5), "bfloat16", 4), ((7, 5), "float32", 100), ((7, 0), "float16", 1)):
+    for card, dtype, rows in (((7, 5), "bfloat16", 4), ((7, 5), "float16", 100), ((7, 0), "float16", 1)):
         served, reason = serving.card_serves(card, dtype, rows)
         assert not served
         assert f"{card[0]}.{card[1]}" in reason
-    served, reason = serving.card_serves((7, 5), "float16", 100, "no NVRTC here")
-    assert not served and "no NVRTC here" in reason
     assert serving.card_serves((9, 0), "bfloat16", 10**4)[0]
     assert not serving.card_serves((9, 0), "float32", 10**4)[0]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel may run here")
 def test_torch_serves_a_card_where_the_cuda_kernel_fails(monkeypatch):
-    """Of many rows; the fault is real: this torch, or this machine, has no CUDA."""
+    """Many rows without Triton's tensor units; the fault is real: this torch, or this machine, has no CUDA."""
     for name, value in (("interpreting", False), ("triton_available", True), ("failure", None), ("capability", (7, 5))):
         monkeypatch.setattr(serving, name, lambda *_, value=value: value)
-    few, many = serving.expert_kernels(torch.device("cuda", 0))
+    few, many = serving.serving_on(torch.device("cuda", 0))
     assert (few.implementation, many.implementation) == ("triton", "torch")
     assert "the CUDA kernel does not run here" in many.reason
+    for card, dtype, rows in (((8, 0), "float16", 100), ((7, 5), "float32", 100), ((7, 0), "float16", 100)):
+        assert not serving.wants_cuda(card, dtype, rows)
 
 
 def test_imports_and_serves_without_triton(monkeypatch):

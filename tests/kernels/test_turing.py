@@ -27,7 +27,6 @@ def library(tmp_path_factory):
 @pytest.fixture
 def player(library, monkeypatch):
     found = Player(library)
-    monkeypatch.setattr(serving, "wants_cuda", lambda *_: True)
     monkeypatch.setattr(grouped_cuda, "rows_of_slot", lambda _: found.rows)
     monkeypatch.setattr(grouped_cuda, "call_of", found.call_of)
     monkeypatch.setattr(grouped_cuda, "launch", found.launch)
@@ -46,7 +45,7 @@ def ffn(
     """`expert_ffn` of float16 rows with matrices of any dtype."""
     rows = x.shape[0] if tokens is None else len(tokens)
     active, out = (torch.full((rows, size), torch.nan, dtype=x.dtype) for size in (pages.width, pages.hidden))
-    grouped._launch(x, pages, offsets, activation, clamp, tokens, active, out)
+    grouped._launch_cuda(x, pages, offsets, activation, clamp, tokens, active, out)
     return out
 
 
@@ -99,6 +98,21 @@ def test_integers(player, bits, group, counts, hidden, width, scales):
     assert distance(ffn(x, layer.pages, offsets), layer.truth(x, counts)) <= TOLERANCE
 
 
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 40), (torch.float16, 33)], ids=str)
+def test_factors_and_results_in_float32(player, dtype, size):
+    """The activation times a power of two in float16, which the sums of ``down`` undo in float32 before the bias."""
+    counts = (40, 26)
+    layer = floats(2, size, size, dtype, CPU, bias=True)
+    x, offsets = rows_of(counts, size, torch.float16, CPU)
+    slots = grouped._slots(offsets, layer.pages, 66, 32)
+    active, out = torch.empty(66, size, dtype=torch.float16), torch.empty(66, size)
+    for part, source, into, factor in (("gate_up", x, active, 2**-4), ("down", active, out, 2**4)):
+        call = player.call_of(layer.pages, part, source, into, slots, offsets, None, 32, "silu", 7.0, factor)
+        player.launch(*call)
+    assert distance(out, layer.truth(x, counts)) <= TOLERANCE
+    assert (out != out.half()).any()
+
+
 def test_every_stored_number_is_exact(player):
     """One input of one is the matrix itself: all bytes, nibbles and finite bfloat16 within the range of float16."""
     x, offsets = torch.eye(32, dtype=torch.float16), torch.tensor([0, 32], dtype=torch.int32)
@@ -115,9 +129,9 @@ def test_every_stored_number_is_exact(player):
 def product(player: Player, x: Tensor, pages: PageTable, offsets: Tensor) -> Tensor:
     """x times the matrices ``down``."""
     out = torch.full((len(x), pages.hidden), torch.nan, dtype=torch.float16)
-    slots = grouped._slots(offsets, len(x), pages.experts, player.rows)
+    slots = grouped._slots(offsets, pages, len(x), player.rows)
     call = player.call_of(pages, "down", x, out, slots, offsets, None, player.rows, "silu", 7.0)
-    player.launch(*call, CPU)
+    player.launch(*call)
     return out
 
 
@@ -157,12 +171,12 @@ def test_nothing_outside_is_touched(player):
         ffn(x, layer.pages, torch.tensor(offsets, dtype=torch.int32), tokens=tokens)
     offsets = torch.tensor([0, 40, 40, 40], dtype=torch.int32)
     out, active = torch.empty(40, 17, dtype=torch.float16), torch.empty(40, 33, dtype=torch.float16)
-    slots = grouped._slots(offsets, 40, 3, 32)
+    slots = grouped._slots(offsets, layer.pages, 40, 32)
     call = player.call_of(layer.pages, "gate_up", x, active, slots, offsets, None, 32, "silu", 7.0)
     player.spans[-1].bytes -= 2
     with pytest.raises(RuntimeError, match="a write outside"):
-        player.launch(*call, CPU)
+        player.launch(*call)
     call = player.call_of(layer.pages, "down", active, out, slots, offsets, None, 32, "silu", 7.0)
     player.spans[0].bytes -= 1
     with pytest.raises(RuntimeError, match="a read outside"):
-        player.launch(*call, CPU)
+        player.launch(*call)

@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from moelight.kernels.gpu import grouped_cuda
@@ -69,7 +68,7 @@ class Player:
         self.spans = [*_spans([x, slots, offsets, tokens, pages.table, *stored], 0), *_spans([out], 1)]
         return _CALL_OF(pages, part, x, out, slots, offsets, tokens, *rest)  # type: ignore[arg-type]
 
-    def launch(self, variant: Variant, call: Call, blocks: int, device: torch.device) -> None:
+    def launch(self, variant: Variant, call: Call, blocks: int) -> None:
         """`grouped_cuda.launch`. Raises RuntimeError with the first fault."""
         fault = ctypes.create_string_buffer(400)
         spans = (Span * len(self.spans))(*self.spans)

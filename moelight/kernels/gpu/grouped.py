@@ -61,11 +61,13 @@ def expert_ffn(
         out = torch.empty((rows, pages.hidden), dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
-    if not serving.serves(x.device, x.dtype, rows / min(rows, pages.experts))[0]:
+    kernel, _ = serving.expert_kernel(x.device, x.dtype, rows / min(rows, pages.experts))
+    if kernel == "torch":
         return expert_ffn_in_torch(x, pages, offsets, activation=activation, clamp=clamp, tokens=tokens, out=out)
     with on_device(x.device):
         active = torch.empty((rows, pages.width), dtype=x.dtype, device=x.device) if scratch is None else scratch
-        _launch(x, pages, offsets, activation, float(clamp), tokens, active, out)
+        launch = _launch_cuda if kernel == "cuda" else _launch
+        launch(x, pages, offsets, activation, float(clamp), tokens, active, out)
     return out
 
 
@@ -130,41 +132,50 @@ def _launch(
     active: Tensor,
     out: Tensor,
 ) -> None:
-    """Two launches over the slots of ``offsets``, by the kernel that `serving` selects."""
     from moelight.kernels.gpu import grouped_triton
 
     rows, most = out.shape[0], min(out.shape[0], pages.experts)
     card = tiles.UNITS_SINCE if x.device.type == "cpu" else serving.capability(x.device.index)
-    products = (("gate_up", x, active, tokens), ("down", active, out, None))
-    if serving.wants_cuda(card, str(x.dtype).removeprefix("torch."), rows / most):
-        height = grouped_cuda.rows_of_slot(pages.group)
-        slots = _slots(offsets, rows, pages.experts, height)
-        for part, source, into, index in products:
-            call = grouped_cuda.call_of(pages, part, source, into, slots, offsets, index, height, activation, clamp)
-            grouped_cuda.launch(*call, x.device)
-        return
     choose = partial(tiles.choose, card, itemsize=x.element_size(), mean_rows=rows / most, group=pages.group)
     wide, narrow = choose(matrices=2), choose(matrices=1)
-    slots = _slots(offsets, rows, pages.experts, narrow.rows)
-    for (part, source, into, index), tile in zip(products, (wide, narrow), strict=True):
+    slots = _slots(offsets, pages, rows, narrow.rows)
+    for part, source, into, index, tile in (("gate_up", x, active, tokens, wide), ("down", active, out, None, narrow)):
         given, constants = arguments_of(pages, part, source, into, slots, index, tile, activation, clamp)
-        grid = (len(slots) * -(-into.shape[1] // tile.columns),)
+        blocks = -(-into.shape[1] // tile.columns)
+        grid = (len(slots) * blocks,)
         grouped_triton.grouped[grid](*given, **constants, num_warps=tile.warps, num_stages=tile.stages)
 
 
-def _slots(offsets: Tensor, rows: int, experts: int, height: int) -> Tensor:
+def _launch_cuda(
+    x: Tensor,
+    pages: PageTable,
+    offsets: Tensor,
+    activation: str,
+    clamp: float,
+    tokens: Tensor | None,
+    active: Tensor,
+    out: Tensor,
+) -> None:
+    height = grouped_cuda.rows_of_slot(pages.group)
+    slots = _slots(offsets, pages, out.shape[0], height)
+    for part, source, into, index in (("gate_up", x, active, tokens), ("down", active, out, None)):
+        call = grouped_cuda.call_of(pages, part, source, into, slots, offsets, index, height, activation, clamp)
+        grouped_cuda.launch(*call)
+
+
+def _slots(offsets: Tensor, pages: PageTable, rows: int, height: int) -> Tensor:
     """Blocks of at most ``height`` rows of one expert: int32 [n, 3] (expert, first row, row after the expert's last).
 
     In order of rows, then unused ones with expert -1; n is the most that ``rows`` rows can need.
     """
     from moelight.kernels.gpu import grouped_triton
 
-    count = (rows + min(rows, experts) * (height - 1)) // height
+    count = (rows + min(rows, pages.experts) * (height - 1)) // height
     slots = torch.empty((count, 3), dtype=torch.int32, device=offsets.device)
-    padded = 1 << (experts - 1).bit_length()
+    padded = 1 << (pages.experts - 1).bit_length()
     step = max(1, min(64, _MAP_NUMBERS // padded))
     grouped_triton.map_slots[(-(-count // step),)](
-        offsets, slots, experts, rows, count, BM=height, PADDED=padded, SLOTS=step
+        offsets, slots, pages.experts, rows, count, BM=height, PADDED=padded, SLOTS=step
     )
     return slots
 

@@ -55,9 +55,9 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "tokens", "out", "slots", "offsets")),
         *((name, ctypes.c_void_p) for name in ("weights", "scales", "biases")),
         ("x_stride", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("x_rows", "depth", "columns", "group", "groups", "activation")),
-        *((name, ctypes.c_int) for name in ("scale_dtype", "bias_dtype")),
-        ("clamp", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("x_rows", "experts", "depth", "columns", "group", "groups")),
+        *((name, ctypes.c_int) for name in ("activation", "scale_dtype", "bias_dtype", "out_dtype")),
+        *((name, ctypes.c_float) for name in ("clamp", "factor")),
     )
 
 
@@ -77,11 +77,14 @@ def call_of(
     rows: int,
     activation: str,
     clamp: float,
+    factor: float = 1.0,
 ) -> tuple[Variant, Call, int]:
-    """Kernel, arguments and blocks of the product of float16 ``x`` with the matrices ``part`` -> ``out``.
+    """Kernel, arguments and blocks of the product of float16 ``x`` with the matrices ``part`` -> ``out``, in float16 or
+    float32.
 
-    ``slots`` int32 [n, 3]: (expert, first row, row after the expert's last) of at most ``rows`` rows, an expert's slots
-    side by side; ``offsets`` int32 [E + 1] from which they were made; ``tokens`` int64 or None.
+    ``slots`` int32 [n, 3]: (column of the tables, first row, row after the expert's last) of at most ``rows`` rows, an
+    expert's slots side by side; ``offsets`` int32 [E + 1] from which they were made; ``tokens`` int64 or None.
+    ``factor`` multiplies the activation, and the sums of ``down`` before scale and bias.
     """
     gated, (depth, columns) = part == "gate_up", (x.shape[1], out.shape[1])
     row_bytes = depth // 2 if pages.packed else depth * pages.stored.itemsize
@@ -102,6 +105,7 @@ def call_of(
         biases=column[f"{part}_bias"] if pages.biased else None,
         x_stride=x.stride(0),
         x_rows=x.shape[0],
+        experts=len(offsets) - 1,
         depth=depth,
         columns=columns,
         group=pages.group,
@@ -109,17 +113,19 @@ def call_of(
         activation=_ACTIVATIONS[activation],
         scale_dtype=_NUMBERS[pages.dtype_of(f"{part}_scale")],
         bias_dtype=_NUMBERS[pages.dtype_of(f"{part}_bias")],
+        out_dtype=_NUMBERS[out.dtype],
         clamp=clamp,
+        factor=factor,
     )
     return variant, call, slots.shape[0] * -(-columns // (_MATRIX_ROWS // 2 if gated else _MATRIX_ROWS))
 
 
-def launch(variant: Variant, call: Call, blocks: int, device: torch.device) -> None:
-    """Launch on the current stream of ``device``, which is the current device. Raises RuntimeError."""
-    index = torch.cuda.current_device() if device.index is None else device.index
+def launch(variant: Variant, call: Call, blocks: int) -> None:
+    """Launch on the current stream of the current device. Raises OSError and RuntimeError."""
+    index = torch.cuda.current_device()
     driver, function, context = _function(index, variant)
     arguments = (ctypes.c_void_p * 1)(ctypes.addressof(call))
-    stream = ctypes.c_void_p(torch.cuda.current_stream(index).cuda_stream)
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     given = (function, blocks, 1, 1, THREADS, 1, 1, 0, stream, arguments, None)
     code = driver.cuLaunchKernel(*given)
     if code == _INVALID_CONTEXT:  # of a thread that has not called CUDA yet
@@ -233,13 +239,5 @@ def _is_right(device: torch.device) -> bool:
     slots = torch.tensor([(1, 0, rows), (1, 32, rows), (-1, 0, 0)], dtype=torch.int32, device=device)
     offsets = torch.tensor([0, 0, rows], dtype=torch.int32, device=device)
     out = torch.full((rows, hidden), 9.0, dtype=torch.float16, device=device)
-    launch(*call_of(pages, "down", x, out, slots, offsets, None, 32, "silu", 7.0), device)
+    launch(*call_of(pages, "down", x, out, slots, offsets, None, 32, "silu", 7.0))
     return torch.equal(out.float(), x.float() @ down.float().t())
-
-
-def reason() -> str:
-    """The version of NVRTC, or the reason why there is none, in one clause."""
-    try:
-        return nvrtc()[1]
-    except OSError as error:
-        return str(error)

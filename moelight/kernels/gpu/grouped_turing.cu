@@ -1,6 +1,6 @@
 // The grouped product of experts for compute capability 7.5 on its tensor cores, which Triton does not use.
 //
-// out [R, columns] = rows of x times the matrix of their expert, through the activation where GATED: the contract of
+// out [R, columns] = rows of x times the page of their expert, through the activation where GATED: the contract of
 // grouped_triton.py. `grouped_cuda.py` compiles this file with NVRTC, without any header, once for each VARIANT in use:
 //   STORED   kFloat16, kBfloat16, kInt8 or kInt4 (two a byte, low nibble first, value - 8)
 //   GATED    a matrix has 2 * columns rows, gate before up; out is act(gate) * up
@@ -107,16 +107,16 @@ constexpr int kBand = 8;  // blocks of an expert's rows that read the same rows 
 struct Call {
   const unsigned short* x;   // float16 [x_rows, depth], x_stride apart
   const long long* tokens;   // [R] rows of x; bounded here
-  unsigned short* out;       // float16 [R, columns]
-  const int* slots;          // [n, 3] (expert, first row, row after the expert's last), expert -1: unused
-  const int* offsets;        // [experts + 1]: bounded as in `slots`
-  const long long* weights;  // [experts] addresses
+  void* out;                 // [R, columns]
+  const int* slots;          // [n, 3] (page, first row, row after the expert's last), page -1: unused
+  const int* offsets;        // [experts + 1]: first rows; bounded as in `slots`
+  const long long* weights;  // [pages] addresses
   const long long* scales;   // or null
   const long long* biases;   // or null
   long long x_stride;        // in numbers
-  int x_rows, depth, columns, group, groups, activation;
-  int scale_dtype, bias_dtype;
-  float clamp;
+  int x_rows, experts, depth, columns, group, groups, activation;
+  int scale_dtype, bias_dtype, out_dtype;  // of out: kFloat16 or kFloat32
+  float clamp, factor;                     // of the activation, or of the sums before scale and bias
 };
 
 DEVICE int least(int left, int right) { return left < right ? left : right; }
@@ -199,30 +199,40 @@ DEVICE float activated(float gate, float up, int activation, float clamp) {
 
 // What one block computes.
 struct Block {
-  int expert;
+  int page;      // the column of the tables of addresses
   int row, end;  // the first row, and the one after the expert's last
   int column;    // the first
 };
 
-// Blocks go over at most kBand blocks of rows of one expert for one block of columns, then the next columns: a band
-// reads the rows of the matrix once. False for a block without rows.
+// The first row of the expert with row `row`, which is below `end`: the last offset that is not above it.
+DEVICE int first_row(const Call& call, int row, int end) {
+  int low = 0, high = call.experts;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (load(call.offsets + middle) > row ? high : low) = middle;
+  }
+  const int found = load(call.offsets + low);
+  return found < 0 ? 0 : least(found, end);
+}
+
+// Blocks go over at most kBand slots of one expert for one block of columns, then the next columns: a band reads the
+// rows of the matrix once. False for a block without rows.
 template <int ROWS>
 DEVICE bool find_block(const Call& call, int columns, Block& block) {
   const int across = (call.columns + columns - 1) / columns;
   const int program = static_cast<int>(blockIdx.x), slot = program / across;
-  block.expert = load(call.slots + slot * 3);
-  if (block.expert < 0) return false;
+  block.page = load(call.slots + slot * 3);
+  if (block.page < 0) return false;
+  const int row = load(call.slots + slot * 3 + 1);
   block.end = load(call.slots + slot * 3 + 2);
-  const int given = load(call.offsets + block.expert);
-  const int first = given < 0 ? 0 : least(given, block.end);
-  const int down = (block.end - first + ROWS - 1) / ROWS;
-  int inside = program - (slot - (load(call.slots + slot * 3 + 1) - first) / ROWS) * across;
-  const int begin = inside / (kBand * across) * kBand;
-  const int band = least(down - begin, kBand);
+  const int first = first_row(call, row, block.end), down = (block.end - first + ROWS - 1) / ROWS;
+  int inside = program - (slot - (row - first) / ROWS) * across;
+  const int begin = inside / (kBand * across) * kBand, band = least(down - begin, kBand);
+  if (inside < 0 || band < 1) return false;  // of offsets that do not ascend
   inside -= begin * across;
   block.row = first + (begin + inside % band) * ROWS;
   block.column = inside / band * columns;
-  return true;
+  return block.row < block.end;
 }
 
 template <int STORED, bool GATED, int ROWS, bool GROUPED, bool ALIGNED>
@@ -257,7 +267,7 @@ struct Product {
       : call(given),
         block(chosen),
         shared(buffers),
-        address(load(given.weights + chosen.expert)),
+        address(load(given.weights + chosen.page)),
         thread(static_cast<int>(threadIdx.x)),
         lane(thread % kWarp),
         down(thread / kWarp / kAcross),
@@ -354,7 +364,7 @@ struct Product {
 
   // The scales of the group, used at its end.
   DEVICE void load_scales() {
-    const long long scales = load(call.scales + block.expert);
+    const long long scales = load(call.scales + block.page);
     const int own = least(group, call.groups - 1);
     if (call.scale_dtype == kFloat32) {
 #pragma unroll
@@ -416,11 +426,10 @@ struct Product {
 #pragma unroll
     for (int i = 0; i < kWide * 2; ++i) {
       const int row = matrix_row(sum_place(i / 2, i % 2));
-      float factor = 1.0f, bias = 0.0f;
+      float factor = GATED ? 1.0f : call.factor, bias = 0.0f;
       if (kScaled && !GROUPED)
-        factor = number(load_bits(load(call.scales + block.expert), call.scale_dtype, row), call.scale_dtype);
-      if (call.biases)
-        bias = number(load_bits(load(call.biases + block.expert), call.bias_dtype, row), call.bias_dtype);
+        factor *= number(load_bits(load(call.scales + block.page), call.scale_dtype, row), call.scale_dtype);
+      if (call.biases) bias = number(load_bits(load(call.biases + block.page), call.bias_dtype, row), call.bias_dtype);
 #pragma unroll
       for (int j = 0; j < kTall * 2; ++j) {
         float& value = sums[j / 2][i / 2][j % 2 * 2 + i % 2];
@@ -431,30 +440,40 @@ struct Product {
 
   DEVICE float result(int tall, int wide, int which) const {
     if constexpr (GATED)
-      return activated(sums[tall][wide][which], sums[tall][wide + kOutWide][which], call.activation, call.clamp);
+      return call.factor *
+             activated(sums[tall][wide][which], sums[tall][wide + kOutWide][which], call.activation, call.clamp);
     else
       return sums[tall][wide][which];
   }
 
   DEVICE void write() const {
-    const bool pairs = call.columns % 2 == 0;
 #pragma unroll
     for (int i = 0; i < kTall * 2; ++i) {
       const int row = block.row + down * kWarpRows + i * 8 + lane / 4;
 #pragma unroll
       for (int wide = 0; wide < kOutWide; ++wide) {
         const int column = block.column + across * kOutWide * 8 + wide * 8 + lane % 4 * 2;
-        const unsigned short first = to_half(result(i / 2, wide, i % 2 * 2));
-        const unsigned short second = to_half(result(i / 2, wide, i % 2 * 2 + 1));
-        if (row >= block.end || column >= call.columns) continue;
-        unsigned short* into = call.out + static_cast<long long>(row) * call.columns + column;
-        if (pairs) {
-          store(reinterpret_cast<unsigned*>(into), pack(first, second));
-        } else {
-          store(into, first);
-          if (column + 1 < call.columns) store(into + 1, second);
-        }
+        if (row < block.end && column < call.columns)
+          write(static_cast<long long>(row) * call.columns + column, column + 1 < call.columns,
+                result(i / 2, wide, i % 2 * 2), result(i / 2, wide, i % 2 * 2 + 1));
       }
+    }
+  }
+
+  // Number `index` of out and, if `both`, the next one.
+  DEVICE void write(long long index, bool both, float first, float second) const {
+    if (call.out_dtype == kFloat32) {
+      float* into = static_cast<float*>(call.out) + index;
+      store(into, first);
+      if (both) store(into + 1, second);
+      return;
+    }
+    unsigned short* into = static_cast<unsigned short*>(call.out) + index;
+    if (index % 2 == 0 && both) {
+      store(reinterpret_cast<unsigned*>(into), pack(to_half(first), to_half(second)));
+    } else {
+      store(into, to_half(first));
+      if (both) store(into + 1, to_half(second));
     }
   }
 };

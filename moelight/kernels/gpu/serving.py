@@ -97,53 +97,58 @@ def serves(device: torch.device, dtype: torch.dtype, rows_per_expert: float = 0.
         return False, f"no kernel was written for devices of type {device.type}"
     if why := failure(device.index):
         return False, why
-    card, name = capability(device.index), str(dtype).removeprefix("torch.")
-    return card_serves(card, name, rows_per_expert, why_not_cuda(device.index, card, name, rows_per_expert))
+    return card_serves(capability(device.index), str(dtype).removeprefix("torch."), rows_per_expert)
 
 
-def wants_cuda(card: tuple[int, int], dtype: str, rows_per_expert: float) -> bool:
-    """True for products that the tensor units of ``card`` compute and Triton's do not: `grouped_cuda` is theirs."""
-    return OLDEST <= card < UNITS_SINCE and dtype == "float16" and rows_per_expert > MOST_ROWS_WITHOUT_UNITS
-
-
-def why_not_cuda(index: int | None, card: tuple[int, int], dtype: str, rows_per_expert: float) -> str | None:
-    """The fault of `grouped_cuda` on a card, None if it computes such products or `wants_cuda` is False."""
-    from moelight.kernels.gpu import grouped_cuda
-
-    return grouped_cuda.failure(index) if wants_cuda(card, dtype, rows_per_expert) else None
-
-
-def card_serves(
-    card: tuple[int, int], dtype: str, rows_per_expert: float, fault: str | None = None
-) -> tuple[bool, str]:
-    """`serves` for a CUDA card of compute capability ``card``; ``dtype`` by its torch name, ``fault`` of
-    `why_not_cuda`."""
+def card_serves(card: tuple[int, int], dtype: str, rows_per_expert: float) -> tuple[bool, str]:
+    """`serves` for a CUDA card of compute capability ``card``; ``dtype`` by its torch name."""
     name = f"compute capability {card[0]}.{card[1]}"
     if card < OLDEST:
         return False, f"{name}: triton needs 7.5"
     if dtype == "bfloat16" and card < BFLOAT16_SINCE:
         return False, f"{name} has no bfloat16"
-    if wants_cuda(card, dtype, rows_per_expert) and fault is None:
-        return True, f"CUDA C++ for its tensor units, {name}"
     if rows_per_expert > MOST_ROWS_WITHOUT_UNITS:
         if card < UNITS_SINCE:
-            why = f"{name}: many rows, and triton does not use its tensor units, as torch does"
-            return False, why if fault is None else f"{why} ({fault})"
+            return False, f"{name}: many rows, and triton does not use its tensor units, as torch does"
         if dtype == "float32":
             return False, "many rows in float32, for which triton uses no tensor units"
     return True, f"{triton_reason()}, {name}"
 
 
-def expert_kernels(device: torch.device) -> list[Serving]:
-    """The implementation of the experts on ``device`` for few and for many rows, in its 16-bit dtype."""
+def expert_kernel(device: torch.device, dtype: torch.dtype, mean_rows: float) -> tuple[str, str]:
+    """The implementation of the product of experts with ``mean_rows`` rows each, and the reason in one clause.
+
+    ``cuda`` (`grouped_cuda`, whose first use compiles it), ``triton``, or ``torch``, which alone reads the rows of each
+    expert on the host.
+    """
+    fault = None
+    if device.type == "cuda" and serves(device, dtype)[0]:
+        card = capability(device.index)
+        if wants_cuda(card, str(dtype).removeprefix("torch."), mean_rows):
+            from moelight.kernels.gpu import grouped_cuda
+
+            fault = grouped_cuda.failure(device.index)
+            if fault is None:
+                return (
+                    "cuda",
+                    f"{grouped_cuda.nvrtc()[1]}, for the tensor units of compute capability {card[0]}.{card[1]}",
+                )
+    served, reason = serves(device, dtype, mean_rows)
+    return ("triton" if served else "torch"), reason if fault is None else f"{reason}; {fault}"
+
+
+def wants_cuda(card: tuple[int, int], dtype: str, mean_rows: float) -> bool:
+    """True for products that the tensor units of ``card`` compute, and Triton without them."""
+    return OLDEST <= card < UNITS_SINCE and dtype == "float16" and mean_rows > MOST_ROWS_WITHOUT_UNITS
+
+
+def serving_on(device: torch.device) -> list[Serving]:
+    """The experts on a GPU with their implementations in this process, in its 16-bit dtype."""
     import torch
 
-    card = capability(device.index) if device.type == "cuda" else UNITS_SINCE
-    dtype = torch.float16 if card < BFLOAT16_SINCE else torch.bfloat16
-    found = []
+    old = device.type == "cuda" and capability(device.index) < BFLOAT16_SINCE
+    dtype, found = torch.float16 if old else torch.bfloat16, []
     for rows, count in (("few", 1), ("many", 10 * MOST_ROWS_WITHOUT_UNITS)):
-        served, why = serves(device, dtype, count)
-        kernel = "cuda" if wants_cuda(card, str(dtype).removeprefix("torch."), count) else "triton"
-        operation = f"expert_ffn of {rows} rows on {device}"
-        found.append(Serving(operation=operation, implementation=kernel if served else "torch", reason=why))
+        name, why = expert_kernel(device, dtype, count)
+        found.append(Serving(operation=f"experts of {rows} rows on {device}", implementation=name, reason=why))
     return found
