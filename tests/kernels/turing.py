@@ -43,7 +43,7 @@ def build(folder: Path) -> ctypes.CDLL:
     assert COMPILER is not None
     variants = " ".join(f"VARIANT({','.join(str(int(value)) for value in variant)})" for variant in VARIANTS)
     library = folder / "grouped_turing.so"
-    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+    flags = ["-std=c++17", "-O0", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
     paths = [f"-I{HERE}", f"-I{grouped_cuda.SOURCE.parent}", f"-DVARIANTS={variants}"]
     source = HERE / "grouped_turing_on_host.cpp"
     ran = subprocess.run(
