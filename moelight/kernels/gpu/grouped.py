@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from moelight.kernels import arguments
 from moelight.kernels.arguments import FLOATS, check_tensor
-from moelight.kernels.gpu import serving, tiles
+from moelight.kernels.gpu import grouped_cuda, serving, tiles
 from moelight.kernels.gpu.pages import PageTable
 from moelight.kernels.reference import ACTIVATIONS, dequantized
 
@@ -64,11 +64,13 @@ def expert_ffn(
     if rows == 0:
         return out
     mean_rows = rows / min(rows, pages.experts) if mean_rows is None else mean_rows
-    if serving.expert_kernel(x.device, x.dtype, mean_rows)[0] == "torch":
+    kernel, _ = serving.expert_kernel(x.device, x.dtype, mean_rows)
+    if kernel == "torch":
         return expert_ffn_in_torch(x, pages, offsets, activation=activation, clamp=clamp, tokens=tokens, out=out)
     with on_device(x.device):
         active = torch.empty((rows, pages.width), dtype=x.dtype, device=x.device) if scratch is None else scratch
-        _launch(x, pages, offsets, activation, float(clamp), tokens, active, out, mean_rows)
+        launch = _launch_cuda if kernel == "cuda" else partial(_launch, mean_rows=mean_rows)
+        launch(x, pages, offsets, activation, float(clamp), tokens, active, out)
     return out
 
 
@@ -133,27 +135,55 @@ def _launch(
     tokens: Tensor | None,
     active: Tensor,
     out: Tensor,
+    *,
     mean_rows: float,
 ) -> None:
     from moelight.kernels.gpu import grouped_triton
 
-    rows, experts = out.shape[0], pages.experts
-    most = min(rows, experts)
+    rows = out.shape[0]
     card = tiles.UNITS_SINCE if x.device.type == "cpu" else serving.capability(x.device.index)
     choose = partial(tiles.choose, card, itemsize=x.element_size(), mean_rows=mean_rows, group=pages.group)
     wide, narrow = choose(matrices=2), choose(matrices=1)
-    slot_count = (rows + most * (narrow.rows - 1)) // narrow.rows
-    slots = torch.empty((slot_count, 3), dtype=torch.int32, device=x.device)
-    padded = 1 << (experts - 1).bit_length()
-    step = max(1, min(64, _MAP_NUMBERS // padded))
-    grouped_triton.map_slots[(-(-slot_count // step),)](
-        offsets, pages.index, slots, experts, pages.pages, rows, slot_count, BM=narrow.rows, PADDED=padded, SLOTS=step
-    )
+    slots = _slots(offsets, pages, rows, narrow.rows)
     for part, source, into, index, tile in (("gate_up", x, active, tokens, wide), ("down", active, out, None, narrow)):
         given, constants = arguments_of(pages, part, source, into, slots, index, tile, activation, clamp)
         blocks = -(-into.shape[1] // tile.columns)
-        grid = (slot_count * blocks,)
+        grid = (len(slots) * blocks,)
         grouped_triton.grouped[grid](*given, **constants, num_warps=tile.warps, num_stages=tile.stages)
+
+
+def _launch_cuda(
+    x: Tensor,
+    pages: PageTable,
+    offsets: Tensor,
+    activation: str,
+    clamp: float,
+    tokens: Tensor | None,
+    active: Tensor,
+    out: Tensor,
+) -> None:
+    height = grouped_cuda.rows_of_slot(pages.group)
+    slots = _slots(offsets, pages, out.shape[0], height)
+    for part, source, into, index in (("gate_up", x, active, tokens), ("down", active, out, None)):
+        call = grouped_cuda.call_of(pages, part, source, into, slots, offsets, index, height, activation, clamp)
+        grouped_cuda.launch(*call)
+
+
+def _slots(offsets: Tensor, pages: PageTable, rows: int, height: int) -> Tensor:
+    """Blocks of at most ``height`` rows of one expert: int32 [n, 3] (page, first row, row after the expert's last).
+
+    In order of rows, then unused ones with page -1; n is the most that ``rows`` rows can need.
+    """
+    from moelight.kernels.gpu import grouped_triton
+
+    count = (rows + min(rows, pages.experts) * (height - 1)) // height
+    slots = torch.empty((count, 3), dtype=torch.int32, device=offsets.device)
+    padded = 1 << (pages.experts - 1).bit_length()
+    step = max(1, min(64, _MAP_NUMBERS // padded))
+    grouped_triton.map_slots[(-(-count // step),)](
+        offsets, pages.index, slots, pages.experts, pages.pages, rows, count, BM=height, PADDED=padded, SLOTS=step
+    )
+    return slots
 
 
 def arguments_of(

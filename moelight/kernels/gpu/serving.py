@@ -1,4 +1,4 @@
-"""Selection of the implementation of a GPU operation, Triton or torch, with the reason.
+"""Selection of the implementation of a GPU operation, Triton, CUDA C++ or torch, with the reason.
 
 Imports torch and Triton only on demand.
 """
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 OLDEST = (7, 5)
 BFLOAT16_SINCE = (8, 0)
+# On a T4 (320 GB/s, 8 Tflop/s without tensor cores) the bytes of 16-bit weights bind up to 25 rows per expert.
+MOST_ROWS_WITHOUT_UNITS = 24
 _DEVICE_POINTER = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER
 # On a T4, attention of a prompt of 128 tokens over 32 heads takes as long without tensor cores (134 Mflop at 2 Tflop/s)
 # as torch's launches.
@@ -125,11 +127,31 @@ def card_serves(card: tuple[int, int], dtype: str) -> tuple[bool, str]:
     return True, f"{triton_reason()}, {name}" + ("" if card >= UNITS_SINCE else ", without its tensor units")
 
 
-def expert_kernel(device: torch.device, dtype: torch.dtype, mean_rows: float) -> tuple[str, str]:  # noqa: ARG001
-    """The implementation of the product of experts with ``mean_rows`` rows each, ``triton`` or ``torch``, and the
-    reason in one clause. Only ``torch`` reads the rows of each expert on the host; kernels serve any number of rows."""
+def expert_kernel(device: torch.device, dtype: torch.dtype, mean_rows: float) -> tuple[str, str]:
+    """The implementation of the product of experts with ``mean_rows`` rows each, and the reason in one clause.
+
+    ``cuda`` (`grouped_cuda`, whose first use compiles it), ``triton``, or ``torch``, which alone reads the rows of each
+    expert on the host.
+    """
+    fault = None
+    if device.type == "cuda" and serves(device, dtype)[0]:
+        card = capability(device.index)
+        if wants_cuda(card, str(dtype).removeprefix("torch."), mean_rows):
+            from moelight.kernels.gpu import grouped_cuda
+
+            fault = grouped_cuda.failure(device.index)
+            if fault is None:
+                return (
+                    "cuda",
+                    f"{grouped_cuda.nvrtc()[1]}, for the tensor units of compute capability {card[0]}.{card[1]}",
+                )
     served, reason = serves(device, dtype)
-    return ("triton" if served else "torch"), reason
+    return ("triton" if served else "torch"), reason if fault is None else f"{reason}; {fault}"
+
+
+def wants_cuda(card: tuple[int, int], dtype: str, mean_rows: float) -> bool:
+    """True for products that the tensor units of ``card`` compute, and Triton without them."""
+    return OLDEST <= card < UNITS_SINCE and dtype == "float16" and mean_rows > MOST_ROWS_WITHOUT_UNITS
 
 
 def reads_host(host: torch.Tensor, device: torch.device) -> tuple[bool, str]:
@@ -162,16 +184,20 @@ def serving_on(device: torch.device) -> list[Serving]:
     import torch
 
     half = torch.float16 if card_lacks_bfloat16(device) else torch.bfloat16
-    found = {name: ("triton", "torch", serves(device, half)) for name in ("attention", "experts and routing")}
+    found = {name: ("triton", "torch", serves(device, half)) for name in ("attention", "routing")}
     if device.type == "cuda" and found["attention"][2][0] and capability(device.index) < UNITS_SINCE:
         why = f"torch for prompts from {MOST_TOKENS_WITHOUT_UNITS + 1} tokens on, for the tensor cores"
         found["attention"] = "triton", "torch", (True, f"{found['attention'][2][1]}; {why}")
     host = torch.empty(1, dtype=half, pin_memory=device.type != "cpu")
     found["contexts from host memory"] = "one kernel", "copies by run of blocks", reads_host(host, device)
-    return [
+    rows = [
         Serving(operation=f"{name} on {device}", implementation=best if served else other, reason=why)
         for name, (best, other, (served, why)) in found.items()
     ]
+    for many, count in (("few", 1), ("many", 10 * MOST_ROWS_WITHOUT_UNITS)):
+        name, why = expert_kernel(device, half, count)
+        rows.append(Serving(operation=f"experts of {many} rows on {device}", implementation=name, reason=why))
+    return rows
 
 
 def card_lacks_bfloat16(device: torch.device) -> bool:
