@@ -54,7 +54,6 @@ SINGLE_IMPORTER = {
     "engine.sandbox": "the security boundary of chat templates",
     "experts.adapt": "rules of the language, independent of caches",
     "integrations.paged_modules": "modules that transformers calls",
-    "kernels.gpu.norm_triton": "Triton programs, imported only where it is installed",
     "kernels.gpu.attention_triton": "imported only where Triton is installed",
     "lang.rules": "rules over values, independent of texts",
     "optimizer.milp": "the only module that depends on HiGHS",

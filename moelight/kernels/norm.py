@@ -71,7 +71,7 @@ def finish_heads(
 
 
 def _norm_in_triton(x: Tensor, weight: Tensor, eps: float, add: Tensor | None, out: Tensor | None) -> Tensor:
-    from moelight.kernels.gpu import norm_triton
+    from moelight.kernels.gpu import rows_triton
 
     rows, width = check_tensor("x", x, FLOATS, (None, None), device=None)
     check_tensor("weight", weight, x.dtype, (width,), device=x.device)
@@ -86,7 +86,7 @@ def _norm_in_triton(x: Tensor, weight: Tensor, eps: float, add: Tensor | None, o
     given = (x, added, weight, out, width, x.stride(0), added.stride(0), out.stride(0), eps)
     constants = {"ADD": add is not None, "BY_HAND": by_hand(x), "PADDED": padded}
     with on_device(x.device):
-        norm_triton.rms_norm[(rows,)](*given, **constants, **launch_options(padded))
+        rows_triton.rms_norm[(rows,)](*given, **constants, **launch_options(padded))
     return out
 
 
@@ -100,7 +100,7 @@ def _finish_in_triton(
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
 ) -> None:
-    from moelight.kernels.gpu import norm_triton
+    from moelight.kernels.gpu import rows_triton
 
     tokens, every, size = check_tensor("qkv", qkv, FLOATS, (None, None, None), device=None)
     if size % 2 or queries + keys > every:
@@ -120,7 +120,7 @@ def _finish_in_triton(
     given = (qkv, cos, sin, *weights, heads, queries, rotated, size, qkv.stride(0), size, limit, eps)
     constants = {"CLIP": clip is not None, "NORM": norms is not None, "BY_HAND": by_hand(qkv)}
     with on_device(qkv.device):
-        norm_triton.finish_heads[(tokens, -(-heads // block))](
+        rows_triton.finish_heads[(tokens, -(-heads // block))](
             *given, **constants, BH=block, PADDED=padded, **launch_options(2 * block * padded)
         )
 

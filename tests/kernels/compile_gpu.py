@@ -23,8 +23,7 @@ from moelight.kernels.gpu import (
     attention_triton,
     grouped,
     grouped_triton,
-    norm_triton,
-    routing_triton,
+    rows_triton,
     tiles,
 )
 from moelight.kernels.gpu.pages import PageTable
@@ -173,14 +172,14 @@ def others(card: int) -> list[dict[str, Any]]:
     half, single = torch.empty(16, dtype=torch.float16), torch.empty(16)
     found: dict[str, tuple[Any, ...]] = {
         "map": (grouped_triton.map_slots, (i32, i32, i32, 5, 9, 40, 11), {"BM": 16, "PADDED": 128, "SLOTS": 32}),
-        "sort": (routing_triton.sort_rows, (i32, i64, i64, i32, 40), {"TOP_K": 8, "BR": 1024}),
+        "sort": (rows_triton.sort_rows, (i32, i64, i64, i32, 40), {"TOP_K": 8, "BR": 1024}),
         "route": (
-            routing_triton.route,
+            rows_triton.route,
             (half, single, i32, 40, 60, 60),
             {"TOP_K": 2, "NORMALIZE": True, "NARROW": True, "BY_HAND": False, "BT": 32, "PADDED": 64},
         ),
         "combine": (
-            routing_triton.combine,
+            rows_triton.combine,
             (half, single, i64, single, half, 40, 1, 1500),
             {"TOP_K": 4, "BEGUN": True, "ADD": True, "BY_HAND": False, "BW": 1024},
         ),
@@ -200,11 +199,11 @@ def others(card: int) -> list[dict[str, Any]]:
             given = (x, x, x, x, width, width, width, width, 1e-5)
             constants = {"ADD": width != 128, "BY_HAND": False, "PADDED": padded}
             how = norm.launch_options(padded)
-            rows.append(facts(f"norm {name} {width}", card, norm_triton.rms_norm, given, constants, **how))
+            rows.append(facts(f"norm {name} {width}", card, rows_triton.rms_norm, given, constants, **how))
         given = (x, x, x, x, x, 48, 32, 40, 128, 6144, 128, 8.0, 1e-5)
         constants = {"CLIP": True, "NORM": True, "BY_HAND": False, "BH": 16, "PADDED": 64}
         how = norm.launch_options(2048)
-        rows.append(facts(f"heads {name}", card, norm_triton.finish_heads, given, constants, **how))
+        rows.append(facts(f"heads {name}", card, rows_triton.finish_heads, given, constants, **how))
     return rows
 
 

@@ -43,12 +43,12 @@ def route(
     ids = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
     if tokens == 0:
         return weights, ids
-    from moelight.kernels.gpu import routing_triton
+    from moelight.kernels.gpu import rows_triton
 
     padded = 1 << (experts - 1).bit_length()
     height = max(1, min(64, _ROUTE_NUMBERS // padded))
     with on_device(logits.device):
-        routing_triton.route[(-(-tokens // height),)](
+        rows_triton.route[(-(-tokens // height),)](
             logits,
             weights,
             ids,
@@ -74,14 +74,14 @@ def by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     check_integer("experts", experts, 1)
     check_indices("ids", ids, experts)
     if serving.serves(ids.device, torch.float32)[0]:
-        from moelight.kernels.gpu import routing_triton
+        from moelight.kernels.gpu import rows_triton
 
         rows = ids.numel()
         tokens, places = torch.empty((2, rows), dtype=torch.int64, device=ids.device)
         offsets = torch.empty(experts + 1, dtype=torch.int32, device=ids.device)
         step = _SORT_ROWS[rows > _MANY_ROWS]
         with on_device(ids.device):
-            routing_triton.sort_rows[(experts + 1,)](
+            rows_triton.sort_rows[(experts + 1,)](
                 ids.contiguous(), tokens, places, offsets, rows, TOP_K=max(1, top_k), BR=step, num_warps=step // 256
             )
         return tokens, places.view(ids.shape), offsets
@@ -135,13 +135,13 @@ def combine(
     if not serving.serves(results.device, results.dtype)[0]:
         total = _sums_in_torch(results, weights, places - first, begun)
         return out.add_(total.to(out.dtype)) if add else out.copy_(total)
-    from moelight.kernels.gpu import routing_triton
+    from moelight.kernels.gpu import rows_triton
 
     step = min(_COMBINE_COLUMNS, 1 << (width - 1).bit_length())
     given = results, weights, places, out if begun is None else begun, out, rows, first, width
     flags = {"BEGUN": begun is not None, "ADD": bool(add), "BY_HAND": by_hand(out)}
     with on_device(results.device):
-        routing_triton.combine[(tokens, -(-width // step))](*given, TOP_K=top_k, BW=step, **flags)
+        rows_triton.combine[(tokens, -(-width // step))](*given, TOP_K=top_k, BW=step, **flags)
     return out
 
 

@@ -83,7 +83,7 @@ def failure(index: int | None) -> str | None:
     """Why Triton, or the C compiler that it needs, fails on a card, found by running a kernel; None if it runs."""
     import torch
 
-    from moelight.kernels.gpu import routing_triton
+    from moelight.kernels.gpu import rows_triton
 
     device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
     try:
@@ -92,7 +92,7 @@ def failure(index: int | None) -> str | None:
             out = torch.zeros(1, 16, device=device)
             places = torch.zeros(1, 1, dtype=torch.int64, device=device)
             flags = {"TOP_K": 1, "BEGUN": False, "ADD": False, "BY_HAND": False, "BW": 16}
-            routing_triton.combine[(1, 1)](out + 1, ones, places, out, out, 1, 0, 16, **flags)
+            rows_triton.combine[(1, 1)](out + 1, ones, places, out, out, 1, 0, 16, **flags)
             right = bool((out == 1).all())
     except Exception as error:  # noqa: BLE001 - torch computes after any error of a compiler, driver or launcher
         return "triton's kernels do not run here: " + (str(error).strip() or repr(error)).splitlines()[0]
@@ -188,7 +188,7 @@ def serving_on(device: torch.device) -> list[Serving]:
     if device.type == "cuda" and found["attention"][2][0] and capability(device.index) < UNITS_SINCE:
         why = f"torch for prompts from {MOST_TOKENS_WITHOUT_UNITS + 1} tokens on, for the tensor cores"
         found["attention"] = "triton", "torch", (True, f"{found['attention'][2][1]}; {why}")
-    host = torch.empty(1, dtype=half, pin_memory=device.type != "cpu")
+    host = torch.empty(1, dtype=half, pin_memory=device.type != "cpu" and torch.accelerator.is_available())
     found["contexts from host memory"] = "one kernel", "copies by run of blocks", reads_host(host, device)
     rows = [
         Serving(operation=f"{name} on {device}", implementation=best if served else other, reason=why)
