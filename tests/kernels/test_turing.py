@@ -162,6 +162,11 @@ def test_rows_of_an_expert_elsewhere_are_zeros(player):
     assert torch.equal(found[53:], ffn(x, layer.pages, offsets)[53:])
 
 
+def test_the_check_of_a_card_is_exact(player):
+    player.rows = 128
+    assert grouped_cuda._is_right(CPU)
+
+
 def test_nothing_outside_is_touched(player):
     """Whatever offsets and tokens are; and the player would notice."""
     layer = floats(3, 17, 33, torch.float16, CPU)

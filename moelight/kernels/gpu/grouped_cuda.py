@@ -228,16 +228,16 @@ def failure(index: int | None) -> str | None:
 
 
 def _is_right(device: torch.device) -> bool:
-    """True if ``down`` of 35 rows by one expert of two, with whole numbers, is exact."""
-    rows, hidden, width = 35, 32, 48
+    """True if ``down`` of two slots by one expert of two, with whole numbers, is exact."""
+    rows, hidden, width, height = 165, 32, 48, rows_of_slot(0)
     x = (torch.arange(rows * width, device=device) % 7 - 3).view(rows, width).half()
     gate_up, down = (
         (torch.arange(size * inputs, device=device) % 5 - 2).view(size, inputs).half()
         for size, inputs in ((2 * width, hidden), (hidden, width))
     )
     pages = PageTable.of([None, gate_up], [None, down])
-    slots = torch.tensor([(1, 0, rows), (1, 32, rows), (-1, 0, 0)], dtype=torch.int32, device=device)
+    slots = torch.tensor([(1, 0, rows), (1, height, rows), (-1, 0, 0)], dtype=torch.int32, device=device)
     offsets = torch.tensor([0, 0, rows], dtype=torch.int32, device=device)
     out = torch.full((rows, hidden), 9.0, dtype=torch.float16, device=device)
-    launch(*call_of(pages, "down", x, out, slots, offsets, None, 32, "silu", 7.0))
+    launch(*call_of(pages, "down", x, out, slots, offsets, None, height, "silu", 7.0))
     return torch.equal(out.float(), x.float() @ down.float().t())
