@@ -16,12 +16,13 @@ from moelight.core.units import MiB, parse_bytes
 
 MODELS = ("mixtral-0p9b", "qwen3moe-0p9b")
 ORDERS = ("cgopipe", "module", "flexgen")
-# What each run fixes. A planner with a strong CPU at hand may let cgopipe move few experts: the first moves them.
+# What each run fixes: cgopipe with all experts on the GPU, and with as many on the CPU as is planned.
 RUNS = {
     "cgopipe-streamed": ("schedule=cgopipe", "ffn=gpu"),
-    **{order: (f"schedule={order}",) for order in ORDERS},
+    "cgopipe-split": ("schedule=cgopipe", "ffn=split"),
+    **{order: (f"schedule={order}", "ffn=gpu") for order in ORDERS[1:]},
 }
-_TRACED = ("cgopipe-streamed", "cgopipe")
+_TRACED = ("cgopipe-streamed", "cgopipe-split")
 _BINDS_SHARE = 0.95
 RESIDENT_SHARE = 0.4  # of the weights, beside ROOM for everything else
 ROOM_BYTES, SMALL_ROOM_BYTES = 512 * MiB, 3 * MiB // 4
@@ -146,7 +147,10 @@ def _words(setting: Setting) -> int:
 def _counted(setting: Setting, row: dict[str, Any]) -> dict[str, Any]:
     policy = setting.scratch / f"{row['model']}-{row['run']}.yaml"
     ended = setting.python("gpu_sections.launches", policy, "--device", setting.device, limit_s=60)
-    return {"unable": ended.why} if ended.code else dict(json.loads(ended.check().out.splitlines()[-1]))
+    if ended.code != 0:
+        return {"unable": ended.why}
+    found: dict[str, Any] = json.loads(ended.out.splitlines()[-1])
+    return found if found["calls"] else {"unable": "the profiler saw no call of CUDA"}
 
 
 def link_binds(row: dict[str, Any]) -> bool:
