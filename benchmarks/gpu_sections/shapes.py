@@ -66,13 +66,13 @@ def write_rows(setting: Setting, count: int, words: int) -> Path:
 
 
 def with_enough(setting: Setting, model: Path, start: Callable[[str], Ended]) -> tuple[Ended, int]:
-    """How ``start`` ended with device memory for a part of the experts, or a tenth more than what a refusal names, and
-    that memory in bytes."""
+    """How ``start`` ended with device memory for a part of the experts, or for a tenth of the weights more than what a
+    refusal names, and that memory in bytes."""
     size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     memory = int(size * RESIDENT_SHARE) + (SMALL_ROOM_BYTES if setting.small else ROOM_BYTES)
     ended = start(str(memory))
     if (least := least_memory(ended)) is not None:
-        memory = int(1.1 * parse_bytes(least))
+        memory = parse_bytes(least) + size // 10
         ended = start(str(memory))
     return ended, memory
 

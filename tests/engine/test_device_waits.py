@@ -32,7 +32,7 @@ from moelight.hrm import schedule_time
 from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES
 from moelight.kernels import arguments
 from moelight.kernels.copies import pinned
-from moelight.kernels.gpu import routing, serving
+from moelight.kernels.gpu import attention, routing, serving
 from moelight.kernels.gpu.pages import PageTable
 from moelight.kernels.products import Workspace
 from moelight.runtime import moe_ops
@@ -142,7 +142,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
     monkeypatch.setattr(Operations, "bind", watched)
     monkeypatch.setattr(HostCopy, "wait", unwatched(HostCopy.wait, but=Lane.DEVICE))  # threads that fetch may wait
-    for module in (moe_ops, sampling):
+    for module in (attention, moe_ops, sampling):
         monkeypatch.setattr(module, "pinned", unwatched(pinned))
     monkeypatch.setattr(moe_ops, "grouped_pages", lambda weights: PageTable.of(*zip(*weights, strict=True)))
     # Arguments in host memory are checked; on a device nothing reads them.

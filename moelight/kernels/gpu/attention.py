@@ -25,6 +25,7 @@ from moelight.core.policy import KV_BLOCK_SIZES
 from moelight.hrm.footprint import CHUNK_ROWS, GATHER_BYTES
 from moelight.kernels import arguments, reference
 from moelight.kernels.arguments import FLOATS, check_tensor
+from moelight.kernels.copies import pinned
 from moelight.kernels.gpu import serving, tiles
 from moelight.kernels.gpu.grouped import on_device, triton_dtype
 
@@ -128,10 +129,8 @@ class RaggedBatch:
         """For torch: slot or place int64 of each cached token and whether it is in the cache, on the device of
         ``table``; and where each sequence's tokens begin. Uploaded at the first use."""
         slots, cuts = self._slots, [start - lowest for _, _, start, lowest in self.spans]
-        device, kind = self.table.device, self.table.device.type != "cpu"
-        index = torch.from_numpy(np.where(slots < 0, slots - _BUFFER, slots))
-        both = (torch.from_numpy(slots >= 0), index)
-        near, index = ((each.pin_memory() if kind else each).to(device, non_blocking=True) for each in both)
+        device, both = self.table.device, (slots >= 0, np.where(slots < 0, slots - _BUFFER, slots))
+        near, index = (pinned(each, device).to(device, non_blocking=True) for each in both)
         return index, near, np.cumsum([0, *cuts]).tolist()
 
     def _check(self, count: np.ndarray, start: np.ndarray, lowest: np.ndarray) -> None:
