@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from moelight.core.dtypes import DType, dtype_named
+from moelight.core.dtypes import DType, computed_in, dtype_named
 from moelight.core.errors import CheckpointError
 from moelight.core.policy import Policy
 from moelight.core.schedule import Lane, TaskKind
@@ -48,7 +48,7 @@ class LoadedModel:
     """A model in memory: ``executor`` runs schedules of ``operations`` on ``lanes``.
 
     Attributes:
-        dtype: of weights and activations.
+        dtype: of weights and activations; of expert pages ``dtype.page_dtype``.
         placement: of the expert pages as loaded; ``layout`` likewise.
         pager: transfers ``pages`` in on-demand passes; None if no page is transferred.
         hidden: [T, H], the hidden states of a pass; ``crossing``: their staging buffers, if a link is crossed.
@@ -66,7 +66,7 @@ class LoadedModel:
         self.pool = BlockPool(kv_blocks(policy), kv_device_blocks(policy))
         dtype = to_torch(self.dtype)
         with ExitStack() as opened:
-            self._reader = opened.enter_context(_page_reader(source, dtype, opened))
+            self._reader = opened.enter_context(_page_reader(source, self.dtype, machine, opened))
             runners = open_lanes(machine, lanes, cores_for(machine, policy))
             self.lanes: tuple[Lane, ...] = tuple(runners)
             self.executor = Executor(runners)
@@ -74,7 +74,8 @@ class LoadedModel:
             announced = footprint(self.profile, policy, dtype=self.dtype, kv_dtype=self.dtype)
             arenas = allocate_for(machine, announced, pinned_pages=self.layout.pinned_pages)
             tokens, hidden = pass_tokens(policy), self.profile.hidden_size
-            self.hidden = typed(arenas["hidden"], dtype, (tokens, hidden))
+            residual = torch.float32 if self.dtype.pages else dtype
+            self.hidden = typed(arenas["hidden"], residual, (tokens, hidden))
             self.crossing: StagingBuffers | None = None
             if "crossing" in arenas:
                 self.crossing = StagingBuffers.in_arena(arenas["crossing"], self.profile, policy, self.dtype, tokens)
@@ -103,14 +104,14 @@ class LoadedModel:
         self._opened.close()
 
     def _load_pages(self, arenas: Mapping[str, Tensor], experts: ExpertRuntime | None) -> PageStore:
-        profile, fast_tier, dtype = self.profile, self.placement.fast_tier, to_torch(self.dtype)
+        profile, fast_tier, dtype = self.profile, self.placement.fast_tier, to_torch(self.dtype.page_dtype)
         pages = PageStore(
             arenas,
             slot_table(self.placement, profile) if experts is None else experts.residency.table,
             fast_tier=fast_tier,
             far=offloaded_pages(self.placement) if fast_tier == "device" else (),
             parts=self.layout.parts,
-            slot_bytes=costs.page_slot_bytes(profile, self.dtype),
+            slot_bytes=costs.page_slot_bytes(profile, self.dtype.page_dtype),
             view=lambda slot: page_views(slot, profile, dtype),
         )
         pages.load(self._reader.start)
@@ -121,15 +122,23 @@ class LoadedModel:
         spaces = {}
         for name in {"work", "host_work"} & set(arenas):
             grouped = name == "work" and policy.discrete
-            sizes = costs.expert_workspace(profile, policy.micro_batch_tokens, self.dtype, grouped=grouped)
-            spaces[name] = Workspace(arenas[name], sizes, profile.hidden_size, dtype)
+            kind = self.dtype if name == "work" else self.dtype.page_dtype
+            sizes = costs.expert_workspace(profile, policy.micro_batch_tokens, kind, grouped=grouped)
+            spaces[name] = Workspace(arenas[name], sizes, profile.hidden_size, to_torch(kind), mixed=bool(kind.pages))
         decoder, most_rows = Decoder(profile, self.weights, spaces["work"]), policy.micro_batch_tokens
         host_space = spaces.get("host_work")
         return Operations(
             decoder,
             self.pages,
             attention=self._attention(policy, arenas, dtype),
-            moe_ops=MoEOps(decoder, self.pages, host_space=host_space, kept=self.kept, most_rows=most_rows),
+            moe_ops=MoEOps(
+                decoder,
+                self.pages,
+                host_space=host_space,
+                kept=self.kept,
+                most_rows=most_rows,
+                wide_layers=self._reader.wide_layers,
+            ),
             start_page=self._reader.start,
             pool=torch.zeros(places(policy, self.pool.blocks), dtype=torch.int64, device=machine.device),
             score_rows=policy.micro_batch_size,
@@ -156,22 +165,29 @@ class LoadedModel:
         ).table
 
 
-def _page_reader(source: OpenCheckpoint, dtype: torch.dtype, opened: ExitStack) -> PageReader:
-    """A reader that bypasses the page cache, unless weights are converted while they are read."""
-    weight_map = source.weight_map
-    if to_torch(weight_map.dtype) != dtype:
-        return PageReader(weight_map, source.profile, dtype)
+def _page_reader(source: OpenCheckpoint, dtype: DType, machine: Machine, opened: ExitStack) -> PageReader:
+    """A reader that bypasses the page cache, unless weights are converted while they are read. A device computes in
+    ``dtype``, a CPU alone in float32 where pages are in another format."""
+    weight_map, kept = source.weight_map, to_torch(dtype.page_dtype)
+    if to_torch(weight_map.dtype) != kept:
+        return PageReader(weight_map, source.profile, kept)
     try:
         files = opened.enter_context(FileReader(page_files(weight_map)))
     except OSError as error:
         raise CheckpointError(f"{error.filename}: cannot be opened ({error.strerror})") from None
     return PageReader(
-        weight_map, source.profile, dtype, lambda parts: files.submit([ReadPart(*each) for each in parts])
+        weight_map,
+        source.profile,
+        kept,
+        lambda parts: files.submit([ReadPart(*each) for each in parts]),
+        mixed=bool(dtype.pages) and machine.discrete,
     )
 
 
 def weight_dtype(policy: Policy, source: OpenCheckpoint, machine: Machine) -> DType:
-    """The dtype of weights in memory: the policy's, or the checkpoint's as far as the machine supports it."""
+    """The dtype of weights in memory: the policy's, or the checkpoint's as far as the machine supports it. float16 over
+    a bfloat16 checkpoint is mixed precision."""
+    stored = source.weight_map.dtype
     if policy.weight_dtype == "auto":
-        return machine.native_dtype(source.weight_map.dtype)
-    return dtype_named(policy.weight_dtype)
+        return machine.native_dtype(stored)
+    return computed_in(dtype_named(policy.weight_dtype), stored)

@@ -20,6 +20,7 @@ TOUCHED_AFTER = 40
 TOUCHED_PER_EXPERT = 16
 # Kernels that one phase launches on a GPU, in addition to those of each expert.
 KERNELS = {"before": 10, "attention": 3, "after": 12, "expert": 5, "head": 4}
+MIXED_KERNELS = 6  # before attention in mixed precision: checks that hidden states, queries and keys are finite
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +50,8 @@ class CostModel:
 
     def before_s(self, elements: costs.LayerElements, tokens: Any) -> Any:
         """Seconds of the norm, projections and rotations of ``tokens``."""
-        return self._phase_s("before", tokens, elements.before_attention, TOUCHED_BEFORE)
+        checks = MIXED_KERNELS * self.expert_unit.launch_s if self.dtype.pages else 0.0
+        return self._phase_s("before", tokens, elements.before_attention, TOUCHED_BEFORE) + checks
 
     def after_s(self, elements: costs.LayerElements, tokens: Any, *, moe: bool) -> Any:
         """Seconds of output projection, norm, router, shared experts or dense layer, and row gathering, unless it is
@@ -73,6 +75,12 @@ class CostModel:
         launches = 0 if unit.experts is not None else KERNELS["expert"]  # else measured with the experts
         each = unit.product_s(rows, costs.page_elements(self.model), self.page_dtype, experts=True)
         return each + launches * unit.launch_s
+
+    def rounding_s(self, tokens: Any) -> Any:
+        """Seconds in which the CPU rounds the inputs of its experts to the format of the pages, in mixed precision."""
+        if not self.dtype.pages:
+            return 0.0
+        return self.speeds.cpu.touch_s(2 * tokens * costs.residual_bytes(self.model, self.dtype, 1))
 
     def decode_attention_s(self, unit: Unit, tokens: Any, context: Any) -> Any:
         """Seconds of an average layer's attention of ``tokens`` sequences over ``context`` cached tokens each."""

@@ -24,6 +24,33 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, add: Tensor | None = None
     return reference.rms_norm(x, weight, eps)
 
 
+def rms_norm_mixed(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    *,
+    add: Tensor | None = None,
+    finite: Tensor | None = None,
+) -> Tensor:
+    """`rms_norm` of float32 rows -> `dtype`, computed in float32 and rounded once; any device.
+
+    x       float32 [T, H]
+    weight  [H], any dtype
+    add     [T, H], any dtype: added to x first, in place
+    finite  float32 [1]: remains finite as long as every result is, at no cost of a synchronisation
+    """
+    if add is not None:
+        x += add
+    if x.device.type == "cpu":
+        found = cpu_rms_norm(x, weight.float(), eps).to(dtype)
+    else:
+        found = reference.rms_norm(x, weight, eps).to(dtype)
+    if finite is not None:
+        finite += found.sum(dtype=torch.float32)
+    return found
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`cpu_rotate`, on any device."""
     return cpu_rotate(x, cos, sin) if x.device.type == "cpu" else reference.rotate(x, cos, sin)

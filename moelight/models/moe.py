@@ -28,7 +28,10 @@ ExpertWeights = tuple[Tensor, Tensor]
 
 
 class MoEWeights(tuple[ExpertWeights | None, ...]):
-    """gate_up and down of a layer's experts, None for one computed elsewhere. Reuse saves another page-table upload."""
+    """gate_up and down of a layer's experts, None for one computed elsewhere. Reuse saves another page-table upload.
+    ``wide``: float16 does not hold some expert; devices compute such a layer in float32."""
+
+    wide = False
 
     @cached_property
     def pages(self) -> PageTable:
@@ -63,8 +66,8 @@ def route_tokens(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
 def moe_forward(
     routed: Routed, experts: Sequence[ExpertWeights | None], space: Workspace, *, into: Tensor | None = None
 ) -> Tensor:
-    """The experts of ``routed`` -> [T, H] in x's dtype, added to ``into`` if given; T at most the capacity of
-    ``space``. An expert that is None is computed elsewhere and adds nothing.
+    """The experts of ``routed`` -> [T, H] in the dtype of ``space.rows``, added to ``into`` if given; T at most the
+    capacity of ``space``. An expert that is None is computed elsewhere and adds nothing.
 
     The experts of a token are summed in float32 in the order of their ids, so a token's result does not depend on the
     other tokens of the batch beyond the rounding of each product.
@@ -77,7 +80,7 @@ def moe_forward(
         return grouped_forward(routed, experts if isinstance(experts, MoEWeights) else MoEWeights(experts), space, into)
     sums = torch.zeros(routed.x.shape, dtype=torch.float32, device=routed.x.device)
     add_experts(sums, routed, experts, space, most_rows=routed.x.shape[0])
-    found = sums.to(routed.x.dtype)
+    found = sums.to(space.rows.dtype)
     return found if into is None else into.add_(found)
 
 
@@ -115,7 +118,7 @@ class SplitMoE:
         self._experts = [experts[index] for index in order]
         count = self._cuts[-1]
         rows = space.rows[first_row : first_row + count]
-        self._rows = cpu_gather_rows(routed.x, by_expert.token[:count], out=rows)
+        self._rows = cpu_gather_rows(routed.x.to(rows.dtype), by_expert.token[:count], out=rows)
         self._compute(0, self._there)
 
     def end(self, into: Tensor | None) -> Tensor:
@@ -146,7 +149,7 @@ def _expert_ffn_in_place(rows: Tensor, experts: Sequence[ExpertWeights | None], 
 def grouped_forward(routed: Routed, experts: MoEWeights, space: Workspace, into: Tensor | None = None) -> Tensor:
     """`moe_forward` by grouped GPU kernels, a few launches for all experts, in token chunks that fit ``space``."""
     pages, top_k = experts.pages, routed.ids.shape[1]
-    out = torch.empty_like(routed.x) if into is None else into
+    out = torch.empty_like(routed.x, dtype=space.rows.dtype) if into is None else into
     most = max(1, space.room_for(pages.width) // top_k)
     for first in range(0, len(out), most):
         some = slice(first, first + most)
@@ -159,6 +162,7 @@ def grouped_forward(routed: Routed, experts: MoEWeights, space: Workspace, into:
             tokens=tokens,
             out=space.rows[:count],
             scratch=space.wide(count, pages.width, routed.x.dtype),
+            wide=experts.wide,
         )
         gpu_routing.combine(rows, routed.weights[some], places, out=out[some], add=into is not None)
     return out
@@ -175,6 +179,7 @@ def add_experts(
     if routed.x.device.type == "cpu" and native.available():
         _accumulate_natively(sums, routed, experts, space, min(most_rows, EXPERT_ROWS))
         return
+    wide = isinstance(experts, MoEWeights) and experts.wide
     top_k, ids, weights = routed.ids.shape[1], routed.ids.flatten(), routed.weights.flatten()
     order = ids.argsort(stable=True)  # rows, token * k + rank, by expert, then token
     chosen = order.split(torch.bincount(ids, minlength=len(experts)).tolist())
@@ -182,9 +187,9 @@ def add_experts(
         if expert is None or not mine.numel():
             continue
         for part in mine.split(min(most_rows, EXPERT_ROWS)):
-            tokens, rows = part // top_k, space.rows[: padded_rows(part.numel())]
+            tokens, rows = part // top_k, space.inputs[: padded_rows(part.numel())]
             torch.index_select(routed.x, 0, tokens, out=rows[: part.numel()])
-            out = feed_forward(rows, *expert, space)[: part.numel()]
+            out = feed_forward(rows, *expert, space, wide=wide)[: part.numel()]
             sums.index_copy_(0, tokens, sums[tokens] + out.float() * weights[part].unsqueeze(1))
 
 
@@ -201,7 +206,11 @@ def _accumulate_natively(
     torch.cumsum(counts * here, 0, out=offsets[1:])
     for begin in range(0, len(token), len(space.rows)):
         chunk = token[begin : begin + len(space.rows)]
-        rows = cpu_gather_rows(routed.x, chunk, out=space.rows[: len(chunk)])
+        rows = space.rows[: len(chunk)]
+        if rows.dtype == routed.x.dtype:
+            cpu_gather_rows(routed.x, chunk, out=rows)
+        else:
+            rows.copy_(cpu_gather_rows(routed.x, chunk))
         _expert_ffn_in_place(rows, experts, offsets.clamp(begin, begin + len(chunk)) - begin)
         shares = share[begin : begin + len(chunk)].unsqueeze(1)
         for first in range(0, len(chunk), most_rows):

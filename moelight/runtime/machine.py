@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelight.core.dtypes import BFLOAT16, FLOAT16, DType
+from moelight.core.dtypes import BFLOAT16, FLOAT16, DType, computed_in
 from moelight.core.errors import BudgetError, ConfigError
 from moelight.core.policy import Policy
 from moelight.core.schedule import Lane
@@ -93,8 +93,8 @@ class Machine:
     bf16: bool = True
 
     def native_dtype(self, dtype: DType) -> DType:
-        """``dtype``, or float16 where the device has no bfloat16."""
-        return FLOAT16 if dtype == BFLOAT16 and not self.bf16 else dtype
+        """``dtype``, or float16 in mixed precision where the device has no bfloat16."""
+        return computed_in(FLOAT16, dtype) if dtype == BFLOAT16 and not self.bf16 else dtype
 
     def synchronize(self) -> None:
         """Wait for everything launched on the device, on whichever stream."""
@@ -110,13 +110,13 @@ class Machine:
 
 
 def find_machine(name: str) -> Machine:
-    """The machine called ``name``: one of `DEVICES`, or a card as in ``cuda:1``. Raises ConfigError if the device is
-    absent."""
+    """The machine called ``name``: one of `DEVICES`, a card as in ``cuda:1``, or ``twin:fp16``, a twin without
+    bfloat16. Raises ConfigError if the device is absent."""
     kind, _, index = name.partition(":")
+    if kind == "twin" and index in ("", "fp16"):
+        return Machine(device=torch.device("cpu"), discrete=True, twin=True, bf16=not index)
     if kind not in DEVICES or (index and (kind not in _CARDS or not index.isdecimal())):
         raise ConfigError(f"--device {name!r} is not one of {', '.join(DEVICES)}, or a card as in cuda:1")
-    if kind == "twin":
-        return Machine(device=torch.device("cpu"), discrete=True, twin=True)
     if kind == "auto":
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         kind = found.type if found is not None and found.type in _CARDS else "cpu"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 
 from moelight.core.schedule import Task, TaskKind
 from moelight.kernels.products import Workspace
@@ -20,7 +21,8 @@ MoEOperation = Callable[[Task, PassPages], Outcome]
 
 class MoEOps:
     """Operations after attention. ``host_space``: buffers of the CPU's experts beside a device; ``kept``: activations,
-    if experts run once per pass, at most ``most_rows`` rows (on a CPU `CPU_ROWS`) at a time."""
+    if experts run once per pass, at most ``most_rows`` rows (on a CPU `CPU_ROWS`) at a time; ``wide_layers``: layers
+    with an expert that float16 does not hold, which grow as pages are read."""
 
     def __init__(
         self,
@@ -30,9 +32,10 @@ class MoEOps:
         host_space: Workspace | None,
         kept: SavedActivations | None,
         most_rows: int,
+        wide_layers: Collection[int] = (),
     ) -> None:
         self._decoder, self._pages, self._kept, self._most_rows = decoder, pages, kept, most_rows
-        self._host_space = host_space
+        self._host_space, self._wide_layers = host_space, wide_layers
         self._moe, self._num_experts = decoder.model.moe_layers, decoder.model.experts.num_experts
         self._top_k, self._discrete = decoder.model.router.top_k, pages.fast_tier == "device"
         self._found: dict[tuple[int, int, int], MoEWeights] = {}
@@ -113,15 +116,16 @@ class MoEOps:
         if not self._some_on_cpu(task.layer, pass_pages):
             return SKIPPED
         mb = pass_pages.micro_batches[task.micro_batch]
-        routed = require(mb.routed_host)
+        routed, space = require(mb.routed_host), require(self._host_space)
         if self._pages.fast_tier == "host":
             experts = self._layer_experts(task.layer, pass_pages)
         elif pass_pages.small is not None:
             experts = MoEWeights(pass_pages.small.demand(task.layer).on_cpu)
         else:
             experts = MoEWeights(self._pages.computed_experts(task.layer, self._num_experts))
-        mb.experts_host = require(mb.crossing).experts_output(routed.x.shape)
-        mb.experts_host.copy_(moe_forward(routed, experts, require(self._host_space)))
+        routed = replace(routed, x=routed.x.to(space.inputs.dtype))  # mixed precision: the CPU computes in bfloat16
+        mb.experts_host = require(mb.crossing).experts_output(routed.x.shape, routed.x.dtype)
+        mb.experts_host.copy_(moe_forward(routed, experts, space))
         return None
 
     def _load_experts(self, task: Task, pass_pages: PassPages) -> Outcome:
@@ -148,8 +152,15 @@ class MoEOps:
         return bool(pass_pages.small.demand(layer).on_cpu)
 
     def _layer_experts(self, layer: int, pass_pages: PassPages) -> MoEWeights:
+        """The pages of the layer have been read, so ``wide`` is known."""
         if not self._moe[layer]:
             return MoEWeights()
+        experts = self._placed_experts(layer, pass_pages)
+        if layer in self._wide_layers:
+            experts.wide = True
+        return experts
+
+    def _placed_experts(self, layer: int, pass_pages: PassPages) -> MoEWeights:
         if pass_pages.small is not None:
             return pass_pages.small.experts(layer)
         key = (layer, self._pages.phase(pass_pages.position), pass_pages.residents)

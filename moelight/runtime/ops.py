@@ -44,6 +44,9 @@ class Operations:
         self._decoder, self._pages, self._moe_ops, self._start_page = decoder, pages, moe_ops, start_page
         self._pool = pool
         self._score_rows = min(score_rows, sample_rows(decoder.model))
+        self.finite: Tensor | None = None  # `Decoder.finite` in host memory, as of the newest tokens
+        if decoder.finite is not None:
+            self.finite = torch.zeros(decoder.finite.shape, pin_memory=pool.device.type != "cpu")
         self._table: dict[TaskKind, Act] = {
             TaskKind.EMBED: self._embed,
             TaskKind.PRE_ATTENTION: self._pre_attention,
@@ -93,7 +96,7 @@ class Operations:
         if n := mb.decoding:
             torch.index_select(self._pool, 0, mb.places, out=mb.token_ids[:n])
         self._decoder.embed(mb.token_ids, mb.hidden)
-        mb.rope = rotation(self._decoder.model.attention, mb.positions, mb.hidden.dtype)
+        mb.rope = rotation(self._decoder.model.attention, mb.positions, self._decoder.dtype)
 
     def _pre_attention(self, task: Task, mb: MicroBatch) -> None:
         mb.qkv = self._decoder.pre_attention(task.layer, mb.hidden, require(mb.rope))
@@ -111,6 +114,8 @@ class Operations:
             part = slice(first, first + self._score_rows)
             logits = self._decoder.logits(mb.hidden[mb.scored_rows[part]])
             score(task.micro_batch, first, logits, mb.targets[part])
+        if self.finite is not None:
+            self.finite.copy_(require(self._decoder.finite), non_blocking=True)
 
 
 def _send(target: Tensor, source: Tensor) -> None:

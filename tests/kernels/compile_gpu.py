@@ -83,26 +83,43 @@ def products(card: int) -> list[dict[str, Any]]:
             cases.append((torch.float32, 4, parts[0]))
         for dtype, mean_rows, part in cases:
             rows.append(product(card, dtype, form, part, mean_rows))
+    for mean_rows, part, wide in (
+        (4, "gate_up", False),
+        (512, "gate_up", False),
+        (512, "down", False),
+        (4, "down", True),
+    ):
+        rows.append(product(card, torch.float16, "float", part, mean_rows, torch.bfloat16, wide=wide))
     return rows
 
 
-def product(card: int, dtype: torch.dtype, form: str, part: str, mean_rows: int) -> dict[str, Any]:
-    """One product of ``mean_rows`` rows an expert."""
-    pages = experts(form, dtype)
+def product(
+    card: int,
+    dtype: torch.dtype,
+    form: str,
+    part: str,
+    mean_rows: int,
+    stored: torch.dtype | None = None,
+    *,
+    wide: bool = False,
+) -> dict[str, Any]:
+    """One product of ``mean_rows`` rows an expert; in mixed precision if floats are ``stored`` in another dtype."""
+    pages = experts(form, stored or dtype)
     inputs, outputs = (HIDDEN, WIDTH) if part == "gate_up" else (WIDTH, HIDDEN)
-    x, out = torch.empty(ROWS, inputs, dtype=dtype), torch.empty(ROWS, outputs, dtype=dtype)
+    result = dtype if stored is None or part == "gate_up" else torch.float32
+    x, out = torch.empty(ROWS, inputs, dtype=dtype), torch.empty(ROWS, outputs, dtype=result)
     tile = tiles.choose(
         divmod(card, 10),
-        itemsize=dtype.itemsize,
+        itemsize=4 if wide else dtype.itemsize,
         mean_rows=mean_rows,
         group=pages.group,
         matrices=2 if part == "gate_up" else 1,
     )
     slots = torch.empty((16, 3), dtype=torch.int32)
     tokens = torch.empty(ROWS, dtype=torch.int64) if part == "gate_up" else None
-    arguments, constants = grouped.arguments_of(pages, part, x, out, slots, tokens, tile, "silu", 7.0)
-    constants |= {"PRODUCT": grouped.triton_dtype(dtype), "BY_HAND": False}
-    what = f"{NAMES[dtype]} {form} {part} {mean_rows}"
+    arguments, constants = grouped.arguments_of(pages, part, x, out, slots, tokens, tile, "silu", 7.0, wide=wide)
+    constants |= {"PRODUCT": grouped.triton_dtype(torch.float32 if wide else dtype), "BY_HAND": False}
+    what = f"{'fp32' if wide else NAMES[dtype]} {NAMES[stored] if stored else form} {part} {mean_rows}"
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     return facts(what, card, grouped_triton.grouped, arguments, constants, **options)
 

@@ -1,0 +1,174 @@
+"""bfloat16 checkpoints on a device without bfloat16: pages keep their bytes, float16 computes, and what it cannot hold
+is computed in a wider format or refused by name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moelight.cli.main import main
+from moelight.core.policy import Policy, Shares
+from moelight.core.request import Completion, SamplingParams
+from moelight.core.schedule import Page
+from moelight.engine.engine import Engine
+from tests.engines import Tiny, forced, relative
+from tests.tiny import FAMILIES
+
+TWIN = "twin:fp16"
+SEQUENCES = [[65 + (7 * row + at) % 60 for at in range(6 + row)] for row in range(4)]
+STREAMED = Shares(host=0.5, disk=0.5)
+ORDERS: dict[str, dict[str, Any]] = {
+    "cgopipe": {"weights": STREAMED},
+    "resident": {"weights": Shares(device=1.0)},
+    "on demand": {"weights": Shares(device=0.6, host=0.2, disk=0.2), "residents": "learned", "batch_size": 1},
+    "module": {"schedule": "module", "weights": STREAMED},
+    "serial": {"schedule": "serial", "weights": Shares(device=0.3, disk=0.7)},
+}
+ON_DEVICE: dict[str, dict[str, Any]] = {
+    "flexgen": {"schedule": "flexgen", "weights": STREAMED},
+    "cache on the device": {"kv": Shares(device=1.0), "weights": STREAMED},
+}
+BESIDE: dict[str, dict[str, Any]] = {
+    "split": {"ffn_device": "split", "cpu_experts": 0.5, "weights": Shares(host=1.0)},
+    "split, by module": {"ffn_device": "split", "cpu_experts": 0.5, "weights": Shares(host=1.0), "micro_batch_size": 4},
+}
+State = dict[str, torch.Tensor]
+
+
+def answers(model: Path, device: str = TWIN, **options: Any) -> list[Completion]:
+    sizes = {"batch_size": 4, "micro_batch_size": 2, "kv_tokens": 512, "ffn_device": "gpu"}
+    with Engine(Policy(model=str(model), **{**sizes, **options}), device=device) as engine:
+        return engine.generate(SEQUENCES, SamplingParams(max_tokens=4, ignore_eos=True))
+
+
+def logits(model: Path, device: str = TWIN, **options: Any) -> list[torch.Tensor]:
+    """Of every position behind half a prompt."""
+    with forced(model, device=device, batch_size=8, micro_batch_size=4, kv_tokens=1024, **options) as engine:
+        return engine.logits(SEQUENCES, [len(each) // 2 for each in SEQUENCES])
+
+
+def changed(tiny: Tiny, target: Path, change: Callable[[State], None], family: str = "mixtral") -> Path:
+    """A bfloat16 checkpoint after ``change``."""
+    target.mkdir()
+    source = tiny(family, dtype="bfloat16")
+    for file in source.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    state = {name: tensor.clone() for name, tensor in load_file(target / "model.safetensors").items()}
+    change(state)
+    save_file(state, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def assert_close_to_float32(model: Path, limit: float, **options: Any) -> None:
+    truth = logits(model, "cpu", weight_dtype="float32")
+    for found, wanted in zip(logits(model, **options), truth, strict=True):
+        assert found.isfinite().all()
+        assert relative(found, wanted) <= limit
+
+
+@pytest.mark.parametrize("orders", [ORDERS, ON_DEVICE, BESIDE], ids=["attention on the host", "on the device", "split"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_order_gives_the_same_tokens(family: str, orders: dict[str, dict[str, Any]], tiny: Tiny) -> None:
+    model = tiny(family, dtype="bfloat16")
+    devices = {"attention_device": "gpu"} if orders is ON_DEVICE else {}
+    found = {name: [each.token_ids for each in answers(model, **devices, **order)] for name, order in orders.items()}
+    first, *others = found.values()
+    assert all(each == first for each in others), found
+    assert len(set(first)) == len(SEQUENCES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_is_finer_than_bfloat16(family: str, tiny: Tiny) -> None:
+    """The median error of logits against float32, where routers choose all experts and so cannot differ."""
+    model = tiny(family, dtype="bfloat16", num_experts_per_tok=6)
+    truth = torch.cat(logits(model, "cpu", weight_dtype="float32"))
+    errors = [(torch.cat(logits(model, device)) - truth).abs().median() for device in (TWIN, "twin")]
+    assert errors[0] < 0.5 * errors[1]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_other_checkpoints_are_computed_as_before(dtype: str, tiny: Tiny) -> None:
+    model = tiny("mixtral", dtype=dtype)
+    assert all(map(torch.equal, logits(model, TWIN), logits(model, "twin")))
+
+
+def test_pages_hold_the_bytes_of_the_file(tiny: Tiny) -> None:
+    model = tiny("mixtral", dtype="bfloat16")
+    state = load_file(model / "model.safetensors")
+    with forced(model, device=TWIN, weights=Shares(device=0.5, host=0.5)) as engine:
+        store = engine._passes.model.pages
+        assert engine._passes.model.hidden.dtype == torch.float32
+        for layer, expert in ((0, 0), (2, 5)):
+            page, at = Page(layer=layer, expert=expert), store.table[layer, expert]
+            gate_up, down = (store.resident[at] if at >= 0 else store.offloaded[page]).weights
+            names = [f"model.layers.{layer}.block_sparse_moe.experts.{expert}.w{part}.weight" for part in (1, 3, 2)]
+            assert torch.equal(gate_up, torch.cat([state[name] for name in names[:2]]))
+            assert torch.equal(down, state[names[2]])
+
+
+@pytest.mark.parametrize("order", [{"weights": Shares(device=1.0)}, {"weights": Shares(disk=1.0)}], ids=str)
+def test_weights_beyond_float16_are_named_and_computed(
+    order: dict[str, Any], tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def change(state: State) -> None:
+        state["model.layers.1.block_sparse_moe.experts.2.w1.weight"][7] = 1e5
+        state["model.layers.0.self_attn.o_proj.weight"][3] = -1e5
+        state["model.layers.2.post_attention_layernorm.weight"][5] = 7e4
+        state["lm_head.weight"][::3] *= 1e6
+
+    model = changed(tiny, tmp_path / "model", change)
+    with caplog.at_level(logging.WARNING):
+        assert_close_to_float32(model, 2e-2, **order)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    for name in ("lm_head.weight", "layers.0.self_attn.o_proj", "layers.2.post_attention_layernorm"):
+        assert name in told[0]
+    assert "layers.1.block_sparse_moe.experts.2.w1" in told[1]
+
+
+def test_hidden_states_may_leave_the_range_of_float16(tiny: Tiny, tmp_path: Path) -> None:
+    """In the embedding's sum with attention, and in the outputs of experts."""
+
+    def change(state: State) -> None:
+        state["model.embed_tokens.weight"][:, 3] = 6e4
+        for expert in range(6):
+            state[f"model.layers.0.block_sparse_moe.experts.{expert}.w2.weight"][9] *= 3e4
+
+    model = changed(tiny, tmp_path / "model", change)
+    for options in ({}, BESIDE["split"], {"attention_device": "gpu"}):
+        assert_close_to_float32(model, 2e-2, **options)
+
+
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "o_proj"])
+@pytest.mark.parametrize("attention", ["cpu", "gpu"])
+def test_activations_beyond_float16_are_errors_that_name_the_layer(
+    name: str, attention: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    """An infinite key alone would be lost in a softmax."""
+
+    def change(state: State) -> None:
+        state[f"model.layers.1.self_attn.{name}.weight"] *= 3e4
+
+    model = changed(tiny, tmp_path / "model", change)
+    for completion in answers(model, attention_device=attention):
+        assert (completion.finish_reason, completion.error_code) == ("error", "not_finite")
+        assert "first in layer 1;" in str(completion.stop_reason)
+        assert "weight_dtype float32" in str(completion.stop_reason)
+    sound = answers(model, attention_device=attention, weight_dtype="float32")
+    assert {each.finish_reason for each in sound} == {"length"}
+
+
+def test_a_job_on_a_float16_card(tiny: Tiny, tmp_path: Path) -> None:
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    prompts.write_text("ABC\nDEFG\n", encoding="utf-8")
+    how = ["--device", TWIN, "--device-memory", "300MiB", "--host-memory", "2GiB", "--max-tokens", "3"]
+    how += ["--schedule", "cgopipe", "--batch-size", "2", "--micro-batch-size", "2"]
+    model = tiny("mixtral", dtype="bfloat16")
+    assert main(["generate", str(prompts), "--model", str(model), *how, "-o", str(output)]) == 0
+    assert len(output.read_text(encoding="utf-8").splitlines()) == 2
