@@ -3,6 +3,7 @@ is computed in a wider format or refused by name."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moelight.cli.main import main
+from moelight.core.dtypes import MIXED_FLOAT16
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import Completion, SamplingParams
 from moelight.core.schedule import Page
 from moelight.engine.engine import Engine
+from moelight.hrm.footprint import footprint
+from moelight.profiles.workload import Workload
 from tests.engines import Tiny, forced, relative
 from tests.tiny import FAMILIES
 
@@ -164,11 +168,34 @@ def test_activations_beyond_float16_are_errors_that_name_the_layer(
     assert {each.finish_reason for each in sound} == {"length"}
 
 
-def test_a_job_on_a_float16_card(tiny: Tiny, tmp_path: Path) -> None:
-    prompts, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
-    prompts.write_text("ABC\nDEFG\n", encoding="utf-8")
-    how = ["--device", TWIN, "--device-memory", "300MiB", "--host-memory", "2GiB", "--max-tokens", "3"]
-    how += ["--schedule", "cgopipe", "--batch-size", "2", "--micro-batch-size", "2"]
+def test_a_job_on_a_float16_card_keeps_its_sound_rows(tiny: Tiny, tmp_path: Path) -> None:
+    """The embedding of one letter makes a key of layer 0 overflow: its row is an error that says so."""
+
+    def change(state: State) -> None:
+        letter = ord("Z") - ord("!")  # the ids of printable bytes follow each other
+        state["model.embed_tokens.weight"][letter] = 0
+        state["model.embed_tokens.weight"][letter, 7] = 1
+        state["model.layers.0.self_attn.k_proj.weight"][:, 7] = 3e4
+        state["model.embed_tokens.weight"][[at for at in range(307) if at != letter], 7] = 0
+
+    model = changed(tiny, tmp_path / "model", change)
+    prompts, output, policy = (tmp_path / name for name in ("prompts.txt", "out.jsonl", "policy.yaml"))
+    prompts.write_text("ABC\nAZ\nDEFG\n", encoding="utf-8")
+    policy.write_text(f"model: {model}\nffn_device: gpu\nbatch_size: 4\n", encoding="utf-8")
+    asked = ["generate", str(prompts), "--policy", str(policy), "--device", TWIN, "--max-tokens", "3"]
+    assert main([*asked, "-o", str(output)]) == 1
+    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert [(row.get("error") or {}).get("code") for row in rows] == [None, "not_finite", None]
+    assert "first in layer 0;" in rows[1]["error"]["message"]
+
+
+def test_it_is_planned_with_its_wider_hidden_states(tiny: Tiny) -> None:
+    sizes = {"batch_size": 2, "micro_batch_size": 2, "schedule": "cgopipe"}
+    work = Workload(num_requests=2, prompt_len=4, max_prompt_len=8, gen_len=3)
+    limits = {"device_memory": "300MiB", "host_memory": "2GiB"}
     model = tiny("mixtral", dtype="bfloat16")
-    assert main(["generate", str(prompts), "--model", str(model), *how, "-o", str(output)]) == 0
-    assert len(output.read_text(encoding="utf-8").splitlines()) == 2
+    with Engine.from_pretrained(model, device=TWIN, workload=work, **sizes, **limits) as engine:  # type: ignore[arg-type]
+        planned = {name: size for name, size in engine.plan.use_of("device").by_purpose if name in ("hidden", "work")}
+        asked = footprint(engine.profile, engine.plan.policy, dtype=MIXED_FLOAT16, kv_dtype=MIXED_FLOAT16)
+        assert planned == {name: asked.bytes_of(name) for name in planned}
+        assert engine.generate([[65, 66]], SamplingParams(max_tokens=2))[0].finish_reason != "error"

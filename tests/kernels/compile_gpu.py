@@ -83,12 +83,9 @@ def products(card: int) -> list[dict[str, Any]]:
             cases.append((torch.float32, 4, parts[0]))
         for dtype, mean_rows, part in cases:
             rows.append(product(card, dtype, form, part, mean_rows))
-    for mean_rows, part, wide in (
-        (4, "gate_up", False),
-        (512, "gate_up", False),
-        (512, "down", False),
-        (4, "down", True),
-    ):
+    mixed = [(4, "gate_up", False), (4, "down", True)]
+    mixed += [(512, "gate_up", False), (512, "down", False)] if card >= 80 else [(4, "down", False)]
+    for mean_rows, part, wide in mixed:
         rows.append(product(card, torch.float16, "float", part, mean_rows, torch.bfloat16, wide=wide))
     return rows
 

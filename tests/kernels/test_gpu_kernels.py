@@ -97,7 +97,9 @@ def test_activations_and_biases(device, activation, dtype):
     assert distance(found, layer.truth(x, counts, activation, 0.7)) <= DTYPES[dtype]
 
 
-LOUD = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # by the interpreter; the sigmoid is 0
+LOUD = pytest.mark.filterwarnings(
+    "ignore:.* encountered in:RuntimeWarning"
+)  # numpy, of what the interpreter makes infinite
 
 
 @LOUD

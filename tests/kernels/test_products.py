@@ -60,7 +60,7 @@ def test_mixed_precision(extension: bool, monkeypatch: pytest.MonkeyPatch) -> No
     space = products.Workspace(arena, sizes, hidden, torch.float16, mixed=True)
     gate_up, down = torch.randn(2 * width, hidden).bfloat16(), torch.randn(hidden, width).bfloat16()
     x = torch.randn(64, hidden).half()
-    for factor, most in ((1.0, LIMITS[FLOAT16]), (40.0, LIMITS[FLOAT16])):
+    for factor in (1.0, 20.0):
         loud = x * factor
         gate, up = functional.linear(loud.double(), gate_up.double()).chunk(2, dim=-1)
         truth = functional.linear(functional.silu(gate) * up, down.double())
@@ -70,7 +70,7 @@ def test_mixed_precision(extension: bool, monkeypatch: pytest.MonkeyPatch) -> No
             products.feed_forward_shrunk(loud, gate_up, down, space),
         ):
             assert found.dtype == torch.float32
-            assert _distance(found, truth) <= most
+            assert _distance(found, truth) <= LIMITS[FLOAT16]
     assert truth.abs().max() > 65504
     huge, bias = (gate_up * 1e6).bfloat16(), torch.randn(2 * width).bfloat16()
     found = products.linear(x, huge, bias)
