@@ -126,22 +126,22 @@ def feed_forward(x: Tensor, gate_up: Tensor, down: Tensor, space: Workspace, *, 
         torch.mm(gate_up, x.t(), out=upright)
         gate = functional.silu(upright[:width], inplace=True)
         return torch.mm(down, gate.mul_(upright[width:])).t()
-    wide, narrow = space.wide(rows, 2 * width, x.dtype), space.narrow(rows, width, x.dtype)
-    torch.mm(x, gate_up.t(), out=wide)
-    torch.ops.aten.silu.out(wide[:, :width], out=narrow)
-    narrow.mul_(wide[:, width:])
-    return torch.mm(narrow, down.t())
+    both, active = space.wide(rows, 2 * width, x.dtype), space.narrow(rows, width, x.dtype)
+    torch.mm(x, gate_up.t(), out=both)
+    torch.ops.aten.silu.out(both[:, :width], out=active)
+    active.mul_(both[:, width:])
+    return torch.mm(active, down.t())
 
 
 def feed_forward_shrunk(x: Tensor, gate_up: Tensor, down: Tensor, space: Workspace) -> Tensor:
     """`feed_forward` of float16 rows in mixed precision -> float32: weights are rounded to float16, one matrix at a
     time, and the activation is multiplied by `SHRINK`, so that its range ends at 2^20."""
     rows, width = x.shape[0], down.shape[1]
-    wide, narrow = space.wide(rows, 2 * width, x.dtype), space.narrow(rows, width, x.dtype)
-    torch.mm(x, gate_up.to(x.dtype).t(), out=wide)
-    torch.ops.aten.silu.out(wide[:, :width], out=narrow)
-    narrow.mul_(SHRINK).mul_(wide[:, width:])
-    return torch.mm(narrow, down.to(x.dtype).t()).float().mul_(1 / SHRINK)
+    both, active = space.wide(rows, 2 * width, x.dtype), space.narrow(rows, width, x.dtype)
+    torch.mm(x, gate_up.to(x.dtype).t(), out=both)
+    torch.ops.aten.silu.out(both[:, :width], out=active)
+    active.mul_(SHRINK).mul_(both[:, width:])
+    return torch.mm(active, down.to(x.dtype).t()).float().mul_(1 / SHRINK)
 
 
 def _feed_forward_widened(x: Tensor, gate_up: Tensor, down: Tensor, space: Workspace) -> Tensor:
