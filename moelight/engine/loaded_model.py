@@ -66,7 +66,7 @@ class LoadedModel:
         self.pool = BlockPool(kv_blocks(policy), kv_device_blocks(policy))
         dtype = to_torch(self.dtype)
         with ExitStack() as opened:
-            self._reader = opened.enter_context(_page_reader(source, self.dtype, machine, opened))
+            self._reader = opened.enter_context(_page_reader(source, self.dtype, policy, opened))
             runners = open_lanes(machine, lanes, cores_for(machine, policy))
             self.lanes: tuple[Lane, ...] = tuple(runners)
             self.executor = Executor(runners)
@@ -165,9 +165,9 @@ class LoadedModel:
         ).table
 
 
-def _page_reader(source: OpenCheckpoint, dtype: DType, machine: Machine, opened: ExitStack) -> PageReader:
-    """A reader that bypasses the page cache, unless weights are converted while they are read. A device computes in
-    ``dtype``, a CPU alone in float32 where pages are in another format."""
+def _page_reader(source: OpenCheckpoint, dtype: DType, policy: Policy, opened: ExitStack) -> PageReader:
+    """A reader that bypasses the page cache, unless weights are converted while they are read. In mixed precision only
+    a device rounds pages to ``dtype``."""
     weight_map, kept = source.weight_map, to_torch(dtype.page_dtype)
     if to_torch(weight_map.dtype) != kept:
         return PageReader(weight_map, source.profile, kept)
@@ -180,7 +180,7 @@ def _page_reader(source: OpenCheckpoint, dtype: DType, machine: Machine, opened:
         source.profile,
         kept,
         lambda parts: files.submit([ReadPart(*each) for each in parts]),
-        mixed=bool(dtype.pages) and machine.discrete,
+        mixed=bool(dtype.pages) and policy.ffn_device != "cpu",
     )
 
 
