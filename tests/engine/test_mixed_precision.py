@@ -168,6 +168,46 @@ def test_activations_beyond_float16_are_errors_that_name_the_layer(
     assert {each.finish_reason for each in sound} == {"length"}
 
 
+def prompt_logprobs(model: Path, device: str, **options: Any) -> torch.Tensor:
+    policy = Policy(model=str(model), batch_size=4, micro_batch_size=2, kv_tokens=512, **options)
+    with Engine(policy, device=device) as engine:
+        found = engine.generate(SEQUENCES, SamplingParams(max_tokens=0, prompt_logprobs=0))
+    rows = zip(SEQUENCES, found, strict=True)
+    return torch.tensor(
+        [each[at].logprob for ids, row in rows for at, each in zip(ids, row.prompt_logprobs or (), strict=True) if each]
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["plain", "weights beyond float16", "hidden states beyond float16", "keys beyond"])
+@pytest.mark.parametrize("order", [ORDERS["cgopipe"], ORDERS["module"], ON_DEVICE["flexgen"], BESIDE["split"]], ids=str)
+def test_a_real_device_computes_in_mixed_precision(
+    case: str, order: dict[str, Any], tiny: Tiny, tmp_path: Path
+) -> None:
+    """Any card can: the policy asks for float16, as a card without bfloat16 does by itself."""
+
+    def change(state: State) -> None:
+        if case == "weights beyond float16":
+            state["model.layers.1.block_sparse_moe.experts.2.w1.weight"][7] = 1e5
+            state["model.layers.0.self_attn.o_proj.weight"][3] = -1e5
+        elif case == "hidden states beyond float16":
+            state["model.embed_tokens.weight"][:, 3] = 6e4
+        elif case == "keys beyond":
+            state["model.layers.1.self_attn.k_proj.weight"] *= 3e4
+
+    model = changed(tiny, tmp_path / "model", change)
+    devices = {"ffn_device": "gpu", "attention_device": "gpu" if order in ON_DEVICE.values() else "cpu", **order}
+    if case == "keys beyond":
+        with Engine(Policy(model=str(model), weight_dtype="float16", **devices), device="auto") as engine:
+            found = engine.generate(SEQUENCES, SamplingParams(max_tokens=2))
+        assert all("first in layer 1;" in str(each.stop_reason) for each in found)
+        return
+    truth = prompt_logprobs(model, "cpu", weight_dtype="float32")
+    torch.testing.assert_close(
+        prompt_logprobs(model, "auto", weight_dtype="float16", **devices), truth, rtol=3e-2, atol=5e-2
+    )
+
+
 def test_a_job_on_a_float16_card_keeps_its_sound_rows(tiny: Tiny, tmp_path: Path) -> None:
     """The embedding of one letter makes a key of layer 0 overflow: its row is an error that says so."""
 
