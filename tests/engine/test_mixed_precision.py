@@ -134,6 +134,10 @@ def test_weights_beyond_float16_are_named_and_computed(
     for name in ("lm_head.weight", "layers.0.self_attn.o_proj", "layers.2.post_attention_layernorm"):
         assert name in told[0]
     assert "layers.1.block_sparse_moe.experts.2.w1" in told[1]
+    with forced(model, device=TWIN, **order) as engine:
+        engine.logits(SEQUENCES, [len(each) for each in SEQUENCES])
+        found = engine._passes.model.operations._moe_ops._found
+        assert {key[0]: experts.wide for key, experts in found.items()} == {0: False, 1: True, 2: False}
 
 
 def test_hidden_states_may_leave_the_range_of_float16(tiny: Tiny, tmp_path: Path) -> None:
