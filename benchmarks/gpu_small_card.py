@@ -59,6 +59,7 @@ from moelight.runtime.machine import Machine, find_machine, limit_device_memory
 from moelight.runtime.machine_profile import accelerator_name, machine_profile
 from moelight.runtime.measure import available_bytes
 from moelight.weights.tensor_map import OpenCheckpoint, open_checkpoint
+from moelight.weights.torch_dtypes import to_torch
 
 CONTESTANTS = {"cgopipe": ("cgopipe", "refill"), "static": ("cgopipe", "static"), "flexgen": ("flexgen", "refill")}
 STEADY_PASSES = 6
@@ -125,7 +126,7 @@ class Card:
         self.page_bytes = costs.page_bytes(self.source.profile, self.machine.native_dtype(self.source.weight_map.dtype))
         self.context_bytes = _context_bytes(self.machine)
         self.roof = pinned_rate(self.machine, self.page_bytes)
-        dtype = torch.float16 if not self.machine.bf16 else torch.bfloat16
+        dtype = to_torch(self.machine.native_dtype(self.source.weight_map.dtype).page_dtype)
         size = max(4096, min(POOL_BYTES, 4 * self.page_bytes))
         RandomPages.pool = torch.empty(size // 2, dtype=dtype).normal_(std=0.02).view(torch.uint8)
 

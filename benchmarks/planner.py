@@ -106,7 +106,7 @@ def row(machine: str, model: str, workload: str, samples: int) -> Row:
         speeds=speeds_of(hardware),
         workload=load_workload(workload),
         capacity_bytes=capacities(hardware, {}),
-        dtype=compute_dtype(profile),
+        dtype=compute_dtype(profile, hardware),
     )
     began_s = time.perf_counter()
     try:

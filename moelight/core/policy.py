@@ -75,7 +75,8 @@ class Policy:
         weights: r_w, shares of the *expert* weights per tier; all other weights are on the compute device.
         cpu_experts: the share of the expert weights that the CPU computes from host memory (``split`` only).
         kv: r_c, shares of the KV cache per tier.
-        weight_dtype: number format of the weights; ``auto`` keeps the checkpoint's dtype.
+        weight_dtype: number format of the weights; ``auto`` keeps the checkpoint's dtype. float16 over a bfloat16
+            checkpoint, also ``auto`` on a GPU without bfloat16, is mixed precision.
         kv_dtype: number format of the KV cache; ``auto`` keeps the checkpoint's dtype.
         schedule: name of the schedule builder.
         kv_block_size: tokens in one block of the paged KV cache.

@@ -321,7 +321,9 @@ class Engine:
         if self._serving:
             raise MoelightError("the engine is still serving an earlier call; finish or close its iterator first")
         self._serving = True
-        outputs = OutputProcessor(requests, self.tokenizer, self._constraints, self.profile.max_positions)
+        outputs = OutputProcessor(
+            requests, self.tokenizer, self._constraints, self.profile.max_positions, self._loaded.range_lost
+        )
         self._batcher.add(outputs.sequences)
         if self._adapting is not None:
             self._adapting.begin(outputs, self._totals.busy_s)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
+from dataclasses import fields
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from moelight.core.dtypes import DType, dtype_named
+from moelight.core.dtypes import DType, computed_in, dtype_named
 from moelight.core.errors import CheckpointError
 from moelight.core.policy import Policy
 from moelight.core.schedule import Lane, TaskKind
@@ -53,7 +54,7 @@ class LoadedModel:
     """A model in memory: ``executor`` runs schedules of ``operations`` on ``lanes``.
 
     Attributes:
-        dtype: of weights and activations.
+        dtype: of weights and activations; of expert pages ``dtype.page_dtype``.
         placement: of the expert pages as loaded; ``layout`` likewise.
         pager: transfers ``pages`` in on-demand passes; None if no page is transferred.
         prompt_form: of prompts that attend on the device.
@@ -81,16 +82,17 @@ class LoadedModel:
         self.pool = BlockPool(kv_blocks(policy), kv_device_blocks(policy))
         dtype = to_torch(self.dtype)
         with ExitStack() as opened:
-            self._reader = opened.enter_context(_page_reader(source, dtype, opened))
+            self._reader = opened.enter_context(_page_reader(source, self.dtype, policy, opened))
             runners = open_lanes(machine, lanes, cores_for(machine, policy))
             self.lanes: tuple[Lane, ...] = tuple(runners)
             self.executor = Executor(runners, machine.habits.timed if machine.habits.takes_time else None)
             opened.callback(self.executor.close)
             announced = footprint(self.profile, policy, dtype=self.dtype, kv_dtype=self.dtype)
-            slot_bytes = costs.page_slot_bytes(self.profile, self.dtype)
+            slot_bytes = costs.page_slot_bytes(self.profile, self.dtype.page_dtype)
             arenas = allocate_for(machine, announced, pinned_pages=self.layout.pinned_pages, slot_bytes=slot_bytes)
             tokens, hidden = pass_tokens(policy), self.profile.hidden_size
-            self.hidden = typed(arenas["hidden"], dtype, (tokens, hidden))
+            residual = torch.float32 if self.dtype.pages else dtype
+            self.hidden = typed(arenas["hidden"], residual, (tokens, hidden))
             self.crossing: StagingBuffers | None = None
             if "crossing" in arenas:
                 self.crossing = StagingBuffers.in_arena(arenas["crossing"], self.profile, policy, self.dtype, tokens)
@@ -114,10 +116,7 @@ class LoadedModel:
             self.prompt_form = prompt_form(machine.device, dtype, *heads)
             self.operations = self._operations(policy, machine, arenas)
             self.graphs = graphs_of(machine.device, int(tokens)) if cuda_graphs else None
-            warming = self._warm_up(policy, runners[Lane.DEVICE]) if machine.compiles else None
-            self.pages.load(self._reader.start)
-            if warming is not None:
-                warming.wait()
+            self._load_pages(partial(self._warm_up, policy, runners[Lane.DEVICE]) if machine.compiles else None)
             machine.synchronize()  # lanes do not wait for the stream on which weights and pools were filled
             self._opened = opened.pop_all()
 
@@ -127,25 +126,44 @@ class LoadedModel:
         self._opened.close()
 
     def _page_store(self, arenas: Mapping[str, Tensor], experts: ExpertRuntime | None) -> PageStore:
-        profile, fast_tier, dtype = self.profile, self.placement.fast_tier, to_torch(self.dtype)
+        profile, fast_tier, dtype = self.profile, self.placement.fast_tier, to_torch(self.dtype.page_dtype)
         return PageStore(
             arenas,
             slot_table(self.placement, profile) if experts is None else experts.residency.table,
             fast_tier=fast_tier,
             far=offloaded_pages(self.placement) if fast_tier == "device" else (),
             parts=self.layout.parts,
-            slot_bytes=costs.page_slot_bytes(profile, self.dtype),
+            slot_bytes=costs.page_slot_bytes(profile, self.dtype.page_dtype),
             view=lambda slot: page_views(slot, profile, dtype),
         )
 
-    def _warm_up(self, policy: Policy, lane: LaneRunner) -> Ticket:
-        """On the thread and stream of the device's ``lane``, beside the reading of pages."""
+    def _load_pages(self, warm: Callable[[Collection[int]], Ticket] | None) -> None:
+        """Fill the slots of pages, and warm up meanwhile; then those layers whose pages turned out to be wide."""
+        warming = None if warm is None else warm(self._kinds())
+        self.pages.load(self._reader.start)
+        if warm is not None and warming is not None:
+            warming.wait()
+            if wide := self._reader.wide_layers & set(self._kinds()):
+                warm(wide).wait()
+
+    def _kinds(self) -> list[int]:
+        """The first layer of each kind: others launch no other kernels."""
+        found: dict[tuple[object, ...], int] = {}
+        for layer, (moe, mine) in enumerate(zip(self.profile.moe_layers, self.weights.layers, strict=True)):
+            given = (getattr(mine, field.name) for field in fields(mine))
+            dtypes = (None if tensor is None else tensor.dtype for tensor in given)
+            found.setdefault((moe, layer in self._reader.wide_layers, *dtypes), layer)
+        return list(found.values())
+
+    def _warm_up(self, policy: Policy, lane: LaneRunner, layers: Collection[int]) -> Ticket:
+        """Of ``layers``, on the thread and stream of the device's ``lane``, beside the reading of pages."""
         self.pages.follow(self.layout.streamed, self.layout.computed)
         work = partial(
             warm_up,
             self.operations,
             self.profile,
             self.hidden,
+            layers=layers,
             kept=self.kept,
             most_rows=policy.micro_batch_tokens,
             block_size=policy.kv_block_size,
@@ -160,8 +178,9 @@ class LoadedModel:
         spaces = {}
         for name in {"work", "host_work"} & set(arenas):
             grouped = name == "work" and policy.discrete
-            sizes = costs.expert_workspace(profile, policy.micro_batch_tokens, self.dtype, grouped=grouped)
-            spaces[name] = Workspace(arenas[name], sizes, profile.hidden_size, dtype)
+            kind = self.dtype if name == "work" else self.dtype.page_dtype
+            sizes = costs.expert_workspace(profile, policy.micro_batch_tokens, kind, grouped=grouped)
+            spaces[name] = Workspace(arenas[name], sizes, profile.hidden_size, to_torch(kind), mixed=bool(kind.pages))
         decoder, most_rows = Decoder(profile, self.weights, spaces["work"]), policy.micro_batch_tokens
         host_space = spaces.get("host_work")
         return Operations(
@@ -169,7 +188,13 @@ class LoadedModel:
             self.pages,
             attention=self._attention(policy, arenas, dtype),
             moe_ops=MoEOps(
-                decoder, self.pages, host_space=host_space, kept=self.kept, hidden=self.hidden, most_rows=most_rows
+                decoder,
+                self.pages,
+                host_space=host_space,
+                kept=self.kept,
+                hidden=self.hidden,
+                most_rows=most_rows,
+                wide_layers=self._reader.wide_layers,
             ),
             start_page=self._reader.start,
             pool=torch.zeros(places(policy, self.pool.blocks), dtype=torch.int64, device=machine.device),
@@ -197,22 +222,29 @@ class LoadedModel:
         ).table
 
 
-def _page_reader(source: OpenCheckpoint, dtype: torch.dtype, opened: ExitStack) -> PageReader:
-    """A reader that bypasses the page cache, unless weights are converted while they are read."""
-    weight_map = source.weight_map
-    if to_torch(weight_map.dtype) != dtype:
-        return PageReader(weight_map, source.profile, dtype)
+def _page_reader(source: OpenCheckpoint, dtype: DType, policy: Policy, opened: ExitStack) -> PageReader:
+    """A reader that bypasses the page cache, unless weights are converted while they are read. In mixed precision only
+    a device rounds pages to ``dtype``."""
+    weight_map, kept = source.weight_map, to_torch(dtype.page_dtype)
+    if to_torch(weight_map.dtype) != kept:
+        return PageReader(weight_map, source.profile, kept)
     try:
         files = opened.enter_context(FileReader(page_files(weight_map)))
     except OSError as error:
         raise CheckpointError(f"{error.filename}: cannot be opened ({error.strerror})") from None
     return PageReader(
-        weight_map, source.profile, dtype, lambda parts: files.submit([ReadPart(*each) for each in parts])
+        weight_map,
+        source.profile,
+        kept,
+        lambda parts: files.submit([ReadPart(*each) for each in parts]),
+        mixed=bool(dtype.pages) and policy.ffn_device != "cpu",
     )
 
 
 def weight_dtype(policy: Policy, source: OpenCheckpoint, machine: Machine) -> DType:
-    """The dtype of weights in memory: the policy's, or the checkpoint's as far as the machine supports it."""
+    """The dtype of weights in memory: the policy's, or the checkpoint's as far as the machine supports it. float16 over
+    a bfloat16 checkpoint is mixed precision."""
+    stored = source.weight_map.dtype
     if policy.weight_dtype == "auto":
-        return machine.native_dtype(source.weight_map.dtype)
-    return dtype_named(policy.weight_dtype)
+        return machine.native_dtype(stored)
+    return computed_in(dtype_named(policy.weight_dtype), stored)

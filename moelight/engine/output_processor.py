@@ -174,8 +174,15 @@ class OutputProcessor:
     """
 
     def __init__(
-        self, requests: Iterable[Request], tokenizer: Tokenizer, constraints: Constraints, max_positions: int
+        self,
+        requests: Iterable[Request],
+        tokenizer: Tokenizer,
+        constraints: Constraints,
+        max_positions: int,
+        range_lost: Callable[[], str] = str,
     ) -> None:
+        """``range_lost``: where logits that are not finite come from, a clause for their error."""
+        self._range_lost = range_lost
         self._tokenizer, self._constraints, self._max_positions = tokenizer, constraints, max_positions
         self._eos = frozenset(tokenizer.eos_token_ids)
         self._ending = {NOT_FINITE, *self._eos}
@@ -277,10 +284,11 @@ class OutputProcessor:
         how, state = sequence.request.sampling, self._states.get(sequence) if self._states else None
         first = not sequence.generated
         if token == NOT_FINITE or (first and state is not None and state.scored_nan):
+            why = NO_LOGITS + self._range_lost()
             if not self._warned:
                 self._warned = True
-                _log.warning(NO_LOGITS)
-            return SequenceEnd("error", stop=NO_LOGITS, code="not_finite")
+                _log.warning(why)
+            return SequenceEnd("error", stop=why, code="not_finite")
         if token is None:
             return SequenceEnd("length")
         end = None

@@ -233,6 +233,18 @@ class PassRunner:
         """Counts and seconds of expert transfers in on-demand passes."""
         return {} if self.model.pager is None else self.model.pager.stats.as_dict()
 
+    def range_lost(self) -> str:
+        """Where hidden states first left the range of float16 in the passes so far, as a clause for an error; empty
+        unless in mixed precision. Complete for the tokens of every pass that has landed."""
+        finite = self.model.operations.finite
+        if finite is None:
+            return ""
+        lost = (~finite.isfinite()).nonzero().flatten().tolist()
+        where = "the head" if not lost else f"layer {lost[0] - 1}" if lost[0] else "the embedding"
+        return (
+            f" (first in {where}; float16 computes this bfloat16 checkpoint, a policy's weight_dtype float32 is wider)"
+        )
+
     def _shape(self, load: MicroBatchPlan, mb: MicroBatch) -> MicroBatchShape:
         """Context tokens are 0 where keys and values do not cross the link, so that passes share schedules."""
         added = mb.added if self.model.layout.context_crosses else None

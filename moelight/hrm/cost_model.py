@@ -75,6 +75,12 @@ class CostModel:
         """Seconds of one expert on ``unit`` over ``rows`` tokens, beside others of its launch."""
         return unit.product_s(rows, costs.page_elements(self.model), self.page_dtype, experts=True)
 
+    def rounding_s(self, tokens: Any) -> Any:
+        """Seconds in which the CPU rounds the inputs of its experts to the format of the pages, in mixed precision."""
+        if not self.dtype.pages:
+            return 0.0
+        return self.speeds.cpu.touch_s(2 * tokens * costs.residual_bytes(self.model, self.dtype, 1))
+
     def decode_attention_s(self, unit: Unit, tokens: Any, context: Any) -> Any:
         """Seconds of an average layer's attention of ``tokens`` sequences over ``context`` cached tokens each."""
         flops = costs.attention_flops(self.model, tokens * self.seen(context))

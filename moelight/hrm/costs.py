@@ -204,5 +204,6 @@ def expert_workspace(model: ModelProfile, tokens: Any, dtype: DType, *, grouped:
     if grouped:
         wide = np.maximum(wide, routed * model.experts.intermediate_size)
     numbers = (routed * model.hidden_size, wide, padded * max(width, model.hidden_size))
-    sizes = [align_up(count * dtype.itemsize, TENSOR_ALIGNMENT) for count in numbers]
+    each = (dtype.residual_itemsize, dtype.itemsize, dtype.itemsize)
+    sizes = [align_up(count * size, TENSOR_ALIGNMENT) for count, size in zip(numbers, each, strict=True)]
     return ExpertWorkspace(rows_bytes=sizes[0], wide_bytes=sizes[1], narrow_bytes=sizes[2])

@@ -75,7 +75,7 @@ class Footprint:
 def footprint(
     model: ModelProfile, policy: Policy, *, dtype: DType, kv_dtype: DType, page_dtype: DType | None = None
 ) -> Footprint:
-    """All regions of ``policy``, which is resolved (``kv_tokens`` above 0); ``page_dtype`` (of experts): if not
+    """All regions of ``policy``, which is resolved (``kv_tokens`` above 0); ``page_dtype`` (of experts): if not that of
     ``dtype``."""
     placement = place(model, policy)
     slot = costs.page_slot_bytes(model, page_dtype or dtype)
@@ -117,7 +117,7 @@ def fixed_bytes(model: ModelProfile, sizes: Policy, *, dtype: DType, kv_dtype: D
     fast_tier, tokens, hidden = "device" if sizes.discrete else "host", pass_tokens(sizes), model.hidden_size
     found = {
         ("dense", fast_tier): costs.dense_bytes(model, dtype),
-        ("hidden", fast_tier): tokens * hidden * dtype.itemsize,  # the residual stream
+        ("hidden", fast_tier): tokens * hidden * dtype.residual_itemsize,  # the residual stream
         ("work", fast_tier): work_bytes(model, sizes, dtype, grouped=sizes.discrete),
         ("transient", fast_tier): transient_bytes(model, sizes, dtype),
         ("runtime", "host"): RUNTIME_BYTES + READER_BYTES,
@@ -131,7 +131,7 @@ def fixed_bytes(model: ModelProfile, sizes: Policy, *, dtype: DType, kv_dtype: D
     if sizes.attention_device == "gpu":
         found["kv_buffer", "device"] = KV_BUFFERS * kv_buffer_tokens(sizes) * costs.kv_layer_bytes(model, kv_dtype)
     if sizes.discrete and sizes.ffn_device != "gpu":
-        found["host_work", "host"] = work_bytes(model, sizes, dtype, grouped=False)
+        found["host_work", "host"] = work_bytes(model, sizes, dtype.page_dtype, grouped=False)
         found["host_transient", "host"] = host_transient_bytes(model, sizes, dtype)
     return found
 

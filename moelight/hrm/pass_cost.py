@@ -255,7 +255,8 @@ def _cpu_experts(cost_model: CostModel, batches: _MicroBatches, share: Any) -> t
     if cost_model.ffn_device == "gpu":
         return 0.0, 0.0, 0.0
     model, cpu, layers = cost_model.model, cost_model.speeds.cpu, cost_model.model.num_moe_layers
-    compute = _experts_s(cost_model, cpu, batches.tokens, share) + layers * cpu.task_s
+    compute = _experts_s(cost_model, cpu, batches.tokens, share)
+    compute = compute + layers * (cpu.task_s + cost_model.rounding_s(batches.tokens))
     cross = cost_model.up_s(layers * costs.residual_bytes(model, cost_model.dtype, 1) * batches.tokens, layers)
     met = layers * share * costs.distinct_experts(model, batches.tokens)
     return _where(batches, compute), _where(batches, cross), met

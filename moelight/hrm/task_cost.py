@@ -102,7 +102,7 @@ class PassCosts:
                 share = 1.0 if cost_model.ffn_device == "cpu" else self._computed[task.layer] / self._experts
                 met = share * float(costs.distinct_experts(cost_model.model, tokens))
                 touched, cpu = met * cost_model.page_bytes(), cost_model.speeds.cpu
-                seconds = cost_model.experts_s(cpu, tokens, share) + cpu.task_s
+                seconds = cost_model.experts_s(cpu, tokens, share) + cpu.task_s + cost_model.rounding_s(tokens)
             case TaskKind.SAMPLE:
                 seconds = cost_model.head_s(load.rows)
             case _:

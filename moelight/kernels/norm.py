@@ -35,6 +35,36 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, add: Tensor | None = None
     return stored(reference.rms_norm(x, weight, eps), out)
 
 
+def rms_norm_mixed(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    *,
+    add: Tensor | None = None,
+    out: Tensor | None = None,
+    finite: Tensor | None = None,
+) -> Tensor:
+    """The norm of mixed precision -> ``out``, or a new [T, H]: computed in float32, rounded once, on any device.
+
+    x       [T, H] float32, bfloat16 or float16
+    weight  [H], any of these dtypes
+    add     [T, H], any of these dtypes: added to x first, in place
+    out     [T, H] in `dtype`, and may be x
+    finite  float32 [1]: is NaN or infinite once a result was; nobody waits for it
+    """
+    if not native.on_cpu(x) and serving.serves(x.device, dtype)[0]:
+        if out is None:
+            out = torch.empty(x.shape, dtype=dtype, device=x.device)
+        return _norm_in_triton(x, weight, arguments.check_number("eps", eps, 0), add, out, once=True, finite=finite)
+    if add is not None:
+        x += add
+    found = stored(_norm_once(x, weight, eps, dtype), out)
+    if finite is not None:
+        finite += found.sum(dtype=torch.float32)
+    return found
+
+
 def finish_heads(
     qkv: Tensor,
     cos: Tensor,
@@ -45,6 +75,7 @@ def finish_heads(
     clip: float | None = None,
     norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
+    mixed: bool = False,
 ) -> None:
     """From the product to queries, keys and values, in place and on any device.
 
@@ -52,15 +83,19 @@ def finish_heads(
     cos, sin [T, D] in dtype of qkv, contiguous: queries and keys are rotated by them, as by `cpu_rotate`
     clip     all numbers are first brought within ±clip
     norms    [D] each: every query and key is then normed as by `cpu_rms_norm`, with ``eps``
+    mixed    norms as by `rms_norm_mixed`; if a query or key of a token is not finite, its values become NaN, to which
+             the token itself attends: attention would lose it, because a score of -inf weighs nothing
     """
     if not native.on_cpu(qkv) and serving.serves(qkv.device, qkv.dtype)[0]:
-        _finish_in_triton(qkv, cos, sin, queries, keys, clip, norms, eps)
+        _finish_in_triton(qkv, cos, sin, queries, keys, clip, norms, eps, mixed=mixed)
         return
     if clip is not None:
         qkv.clamp_(-clip, clip)
-    turned = qkv[:, : queries + keys]
+    turned, values = qkv.tensor_split((queries + keys,), dim=1)
     for heads, weight in zip(turned.split((queries, keys), dim=1), norms or (), strict=norms is not None):
-        if native.on_cpu(qkv):
+        if mixed:
+            heads.copy_(_norm_once(heads, weight, eps, qkv.dtype))
+        elif native.on_cpu(qkv):
             cpu_rms_norm(heads, weight, eps, out=heads)
         else:
             heads.copy_(reference.rms_norm(heads, weight, eps))
@@ -68,25 +103,46 @@ def finish_heads(
         cpu_rotate(turned, cos, sin, out=turned)
     else:
         turned.copy_(reference.rotate(turned, cos, sin))
+    if mixed:
+        values.add_(turned.sum((1, 2), keepdim=True, dtype=torch.float32), alpha=0)
 
 
-def _norm_in_triton(x: Tensor, weight: Tensor, eps: float, add: Tensor | None, out: Tensor | None) -> Tensor:
+def _norm_once(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    norm = cpu_rms_norm if native.on_cpu(x) else reference.rms_norm
+    return norm(x.float(), weight.float(), eps).to(dtype)
+
+
+def _norm_in_triton(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    add: Tensor | None,
+    out: Tensor | None,
+    *,
+    once: bool = False,
+    finite: Tensor | None = None,
+) -> Tensor:
+    """``once``: only the result is rounded, and dtypes may differ."""
     from moelight.kernels.gpu import rows_triton
 
     rows, width = check_tensor("x", x, FLOATS, (None, None), device=None)
-    check_tensor("weight", weight, x.dtype, (width,), device=x.device)
+    dtypes = FLOATS if once else x.dtype
+    check_tensor("weight", weight, dtypes, (width,), device=x.device)
     for name, tensor in (("add", add), ("out", out)):
         if tensor is not None:
-            check_tensor(name, tensor, x.dtype, (rows, width), device=x.device)
+            check_tensor(name, tensor, dtypes, (rows, width), device=x.device)
+    if finite is not None:
+        check_tensor("finite", finite, torch.float32, (1,), device=x.device)
     if out is None:
         out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
     added, padded = x if add is None else add, 1 << (width - 1).bit_length()
-    given = (x, added, weight, out, width, x.stride(0), added.stride(0), out.stride(0), eps)
-    constants = {"ADD": add is not None, "BY_HAND": by_hand(x), "PADDED": padded}
+    watch = out if finite is None else finite
+    given = (x, added, weight, out, watch, width, x.stride(0), added.stride(0), out.stride(0), eps)
+    flags = {"ADD": add is not None, "ONCE": once, "WATCHED": finite is not None, "BY_HAND": by_hand(out)}
     with on_device(x.device):
-        rows_triton.rms_norm[(rows,)](*given, **constants, **launch_options(padded))
+        rows_triton.rms_norm[(rows,)](*given, **flags, PADDED=padded, **launch_options(padded))
     return out
 
 
@@ -99,6 +155,8 @@ def _finish_in_triton(
     clip: float | None,
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
+    *,
+    mixed: bool,
 ) -> None:
     from moelight.kernels.gpu import rows_triton
 
@@ -109,18 +167,18 @@ def _finish_in_triton(
     check_tensor("sin", sin, qkv.dtype, (tokens, size), device=qkv.device, gap=False)
     weights = norms or (qkv, qkv)
     for name, weight in zip(("q_norm", "k_norm"), norms or (), strict=norms is not None):
-        check_tensor(name, weight, qkv.dtype, (size,), device=qkv.device)
+        check_tensor(name, weight, FLOATS if mixed else qkv.dtype, (size,), device=qkv.device)
     if not qkv.numel():
         return
     rotated = queries + keys
-    heads = rotated if clip is None else every
+    heads = rotated if clip is None and not mixed else every
     padded = 1 << (size // 2 - 1).bit_length()
     block = max(1, min(_HEAD_NUMBERS // padded, 1 << (heads - 1).bit_length()))
     limit = 0.0 if clip is None else _rounded(clip, qkv.dtype)
     given = (qkv, cos, sin, *weights, heads, queries, rotated, size, qkv.stride(0), size, limit, eps)
-    constants = {"CLIP": clip is not None, "NORM": norms is not None, "BY_HAND": by_hand(qkv)}
+    constants = {"CLIP": clip is not None, "NORM": norms is not None, "MIXED": mixed, "BY_HAND": by_hand(qkv)}
     with on_device(qkv.device):
-        rows_triton.finish_heads[(tokens, -(-heads // block))](
+        rows_triton.finish_heads[(tokens, 1 if mixed else -(-heads // block))](
             *given, **constants, BH=block, PADDED=padded, **launch_options(2 * block * padded)
         )
 

@@ -22,6 +22,9 @@ from moelight.hrm.footprint import SLAB_BYTES
 from moelight.kernels import native
 from moelight.kernels.ffn import cpu_expert_ffn, cpu_linear
 
+# Mixed precision stores act(gate) * up in float16 times this power of two, which the float32 sums of `down` undo: it
+# ends at 1,048,064, not 65,504, and numbers from 2^-10 on keep all bits.
+SHRINK = 2.0**-4
 _STEPS = ((4, 1), (64, 4), (256, 8), (1024, 16))
 _COARSEST = 32
 _ROWS_ON_THE_RIGHT = range(12, 49)
@@ -48,7 +51,11 @@ def parts(first: int, count: int) -> Iterator[tuple[int, int]]:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [R, in], weight [out, in], bias [out] -> [R, out]."""
+    """x [R, in], weight [out, in], bias [out] -> [R, out] in x's dtype; float32 if the weights have another."""
+    if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
+        if native.on_cpu(x) and native.available():
+            return cpu_linear(x.float(), weight, None if bias is None else bias.float())
+        return _linear_widened(x, weight, bias, torch.float32)
     if native.on_cpu(x) and native.available():
         return cpu_linear(x, weight, bias)
     rows, padded = x.shape[0], rows_computed(x)
@@ -56,9 +63,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         wide = torch.zeros((padded, x.shape[1]), dtype=x.dtype, device=x.device)
         wide[:rows] = x
         return linear(wide, weight, bias)[:rows]
-    if not _widens(x):
-        return functional.linear(x, weight, bias)
-    out = torch.empty((rows, weight.shape[0]), dtype=x.dtype)
+    return _linear_widened(x, weight, bias, x.dtype) if _widens(x) else functional.linear(x, weight, bias)
+
+
+def _linear_widened(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`linear` in float32, the weights widened slab by slab -> [R, out] in ``dtype``."""
+    out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
     widened = x.float()
     step = max(1, _SLAB_NUMBERS // weight.shape[1])
     for first in range(0, weight.shape[0], step):
@@ -69,15 +79,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Workspace:
-    """Buffers that experts use one after another, cut from the ``work`` arena. Sizes: `ExpertWorkspace`."""
+    """Buffers that experts use one after another, cut from the ``work`` arena. Sizes: `ExpertWorkspace`.
 
-    def __init__(self, arena: Tensor, sizes: ExpertWorkspace, hidden: int, dtype: torch.dtype) -> None:
-        """``arena`` uint8; ``hidden`` is H."""
+    ``inputs`` and ``rows`` [R, H] share their memory: inputs of the experts, and their outputs, which are float32 in
+    mixed precision.
+    """
+
+    def __init__(
+        self, arena: Tensor, sizes: ExpertWorkspace, hidden: int, dtype: torch.dtype, *, mixed: bool = False
+    ) -> None:
+        """``arena`` uint8; ``hidden`` is H; ``dtype``: of inputs and activations."""
         cuts, start = [], 0
         for size in (sizes.rows_bytes, sizes.wide_bytes, sizes.narrow_bytes):
             cuts.append(arena[start : start + size])
             start += size
-        self.rows = _front(cuts[0], sizes.rows_bytes // (hidden * dtype.itemsize), hidden, dtype)
+        results = torch.float32 if mixed else dtype
+        self.rows = _front(cuts[0], sizes.rows_bytes // (hidden * results.itemsize), hidden, results)
+        self.inputs = _front(cuts[0], len(self.rows), hidden, dtype)
         self._wide, self._narrow = cuts[1], cuts[2]
 
     def wide(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -86,33 +104,49 @@ class Workspace:
 
     def room_for(self, columns: int) -> int:
         """Rows of ``columns`` that fit into the larger buffer, at most as many as those of ``rows``."""
-        return min(len(self.rows), self._wide.numel() // (columns * self.rows.element_size()))
+        return min(len(self.rows), self._wide.numel() // (columns * self.inputs.element_size()))
 
     def narrow(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """View [rows, columns] of the smaller buffer."""
         return _front(self._narrow, rows, columns, dtype)
 
 
-def feed_forward(x: Tensor, gate_up: Tensor, down: Tensor, space: Workspace) -> Tensor:
-    """Feed-forward with gated SiLU: x [R, H], gate_up [2I, H] (gate rows first), down [H, I] -> [R, H].
+def feed_forward(x: Tensor, gate_up: Tensor, down: Tensor, space: Workspace, *, wide: bool = False) -> Tensor:
+    """Feed-forward with gated SiLU: x [R, H], gate_up [2I, H] (gate rows first), down [H, I] -> [R, H] in the dtype of
+    ``space.rows``.
 
-    R is at most `EXPERT_ROWS` and, for torch on a CPU, on the grid.
+    R is at most `EXPERT_ROWS` and, for torch on a CPU, on the grid. ``wide``: float16 does not hold the weights, which
+    are computed in float32; mixed precision does so on the CPU in any case.
     """
-    rows, width = x.shape[0], down.shape[1]
+    rows, width, mixed = x.shape[0], down.shape[1], space.rows.dtype != x.dtype
     if native.on_cpu(x) and native.available():
-        return cpu_expert_ffn(x, (gate_up,), (down,), torch.tensor((0, rows), dtype=torch.int32))
-    if _widens(x):
+        given = x.float() if mixed else x
+        return cpu_expert_ffn(given, (gate_up,), (down,), torch.tensor((0, rows), dtype=torch.int32))
+    if wide or (mixed and native.on_cpu(x)) or _widens(x):
         return _feed_forward_widened(x, gate_up, down, space)
+    if mixed:
+        return feed_forward_shrunk(x, gate_up, down, space)
     if native.on_cpu(x) and rows in _ROWS_ON_THE_RIGHT:
         upright = space.wide(2 * width, rows, x.dtype)
         torch.mm(gate_up, x.t(), out=upright)
         gate = functional.silu(upright[:width], inplace=True)
         return torch.mm(down, gate.mul_(upright[width:])).t()
-    wide, narrow = space.wide(rows, 2 * width, x.dtype), space.narrow(rows, width, x.dtype)
-    torch.mm(x, gate_up.t(), out=wide)
-    torch.ops.aten.silu.out(wide[:, :width], out=narrow)
-    narrow.mul_(wide[:, width:])
-    return torch.mm(narrow, down.t())
+    both, active = space.wide(rows, 2 * width, x.dtype), space.narrow(rows, width, x.dtype)
+    torch.mm(x, gate_up.t(), out=both)
+    torch.ops.aten.silu.out(both[:, :width], out=active)
+    active.mul_(both[:, width:])
+    return torch.mm(active, down.t())
+
+
+def feed_forward_shrunk(x: Tensor, gate_up: Tensor, down: Tensor, space: Workspace) -> Tensor:
+    """`feed_forward` of float16 rows in mixed precision -> float32: weights are rounded to float16, one matrix at a
+    time, and the activation is multiplied by `SHRINK`, so that its range ends at 2^20."""
+    rows, width = x.shape[0], down.shape[1]
+    both, active = space.wide(rows, 2 * width, x.dtype), space.narrow(rows, width, x.dtype)
+    torch.mm(x, gate_up.to(x.dtype).t(), out=both)
+    torch.ops.aten.silu.out(both[:, :width], out=active)
+    active.mul_(SHRINK).mul_(both[:, width:])
+    return torch.mm(active, down.to(x.dtype).t()).float().mul_(1 / SHRINK)
 
 
 def _feed_forward_widened(x: Tensor, gate_up: Tensor, down: Tensor, space: Workspace) -> Tensor:
@@ -127,7 +161,8 @@ def _feed_forward_widened(x: Tensor, gate_up: Tensor, down: Tensor, space: Works
         product = torch.mm(widened, slab.t())
         gate = functional.silu(product[:, :some], inplace=True)
         torch.mul(gate, product[:, some:], out=active[:, first : first + some])
-    out = space.narrow(rows, hidden, x.dtype)
+    mixed = space.rows.dtype != x.dtype  # the buffer has room for x's dtype only
+    out = space.rows.new_empty((rows, hidden)) if mixed else space.narrow(rows, hidden, x.dtype)
     step = max(1, _SLAB_NUMBERS // width)
     for first in range(0, hidden, step):
         out[:, first : first + step] = torch.mm(active, down[first : first + step].float().t())

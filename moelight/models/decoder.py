@@ -15,7 +15,7 @@ from torch import Tensor
 from moelight.core.errors import MoelightError
 from moelight.hrm.footprint import HEAD_CHUNK_BYTES
 from moelight.kernels import native
-from moelight.kernels.norm import finish_heads, rms_norm
+from moelight.kernels.norm import finish_heads, rms_norm, rms_norm_mixed
 from moelight.kernels.products import Workspace, feed_forward, linear, parts, rows_computed
 from moelight.models.moe import Experts, Routed, moe_forward, route_tokens
 from moelight.profiles.model import AttentionSpec, ModelProfile
@@ -41,28 +41,45 @@ def _frequencies(spec: AttentionSpec, device: torch.device) -> Tensor:
 
 
 class Decoder:
-    """The dense computation of a model; expert weights are arguments of each call."""
+    """The dense computation of a model; expert weights are arguments of each call.
+
+    Hidden states are float32 in mixed precision, where norms round them to float16; an overflow there or later makes
+    all that follows for the token NaN or infinite, up to its logits.
+
+    Attributes:
+        dtype: of activations.
+        finite: float32 [layers + 1]: entry n is not finite once hidden states were not that entered layer n (the last:
+            the head). None unless in mixed precision.
+    """
 
     def __init__(self, model: ModelProfile, weights: ModelWeights, space: Workspace) -> None:
         self.model = model
         self.weights = weights
         self.space = space
+        self.dtype = space.inputs.dtype
+        self.finite: Tensor | None = None
+        if space.rows.dtype != self.dtype:
+            self.finite = torch.zeros(model.num_layers + 1, dtype=torch.float32, device=space.rows.device)
 
     def embed(self, token_ids: Tensor, out: Tensor) -> None:
         """token_ids int64 [T] -> out [T, H]."""
-        torch.index_select(self.weights.embed, 0, token_ids, out=out)
+        if self.weights.embed.dtype == out.dtype:
+            torch.index_select(self.weights.embed, 0, token_ids, out=out)
+        else:
+            out.copy_(self.weights.embed[token_ids])
 
     def pre_attention(self, layer: int, hidden: Tensor, rope: Rotation) -> Tensor:
         """hidden [T, H] -> queries, keys and values [T, Hq + 2 Hkv, D], after norms, clipping and rotary embedding."""
         spec, mine, eps = self.model.attention, self.weights.layers[layer], self.model.norm_eps
-        qkv = linear(rms_norm(hidden, mine.input_norm, eps), mine.qkv, mine.qkv_bias)
+        qkv = linear(self._norm(hidden, mine.input_norm, enters=layer), mine.qkv, mine.qkv_bias).to(self.dtype)
         norms = None if mine.q_norm is None or mine.k_norm is None else (mine.q_norm, mine.k_norm)
         if norms is not None and spec.qk_norm == "projection":
             for part, weight in zip(qkv.split((spec.q_dim, spec.kv_dim, spec.kv_dim), dim=-1), norms, strict=False):
-                rms_norm(part, weight, eps, out=part)
+                self._norm(part, weight, out=part)
             norms = None
         heads, queries, keys = qkv.unflatten(-1, (-1, spec.head_dim)), spec.num_heads, spec.num_kv_heads
-        finish_heads(heads, *rope, queries=queries, keys=keys, clip=spec.clip_qkv, norms=norms, eps=eps)
+        mixed, clip = self.finite is not None, spec.clip_qkv
+        finish_heads(heads, *rope, queries=queries, keys=keys, clip=clip, norms=norms, eps=eps, mixed=mixed)
         return heads
 
     def split_heads(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,8 +95,11 @@ class Decoder:
         attention: Tensor,
         experts: Experts,
         watch: Watch | None = None,
+        *,
+        wide: bool = False,
     ) -> None:
-        """hidden [T, H] += o(attention [T, Hq, D]), then += experts(norm(hidden)); in place."""
+        """hidden [T, H] += o(attention [T, Hq, D]), then += experts(norm(hidden)), ``wide`` as for `moe_forward`; in
+        place."""
         x = self._after_attention(layer, hidden, attention)
         mine = self.weights.layers[layer]
         if mine.router is None:
@@ -89,7 +109,7 @@ class Decoder:
         routed = self._routed(x, mine.router)
         if watch is not None:
             watch(layer, routed)
-        moe_forward(routed, experts, self.space, into=hidden)
+        moe_forward(routed, experts, self.space, into=hidden, wide=wide)
 
     def route(self, layer: int, hidden: Tensor, attention: Tensor) -> Routed:
         """hidden [T, H] += o(attention [T, Hq, D]), in place; returns the input and routing of the layer's experts."""
@@ -98,13 +118,13 @@ class Decoder:
     def predict_experts(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Route hidden [T, H] of an earlier layer by the router of ``layer``, as a prediction: weights float32 [T, k]
         and ids int32 [T, k]. ``hidden`` is not modified."""
-        x = rms_norm(hidden, self.weights.layers[layer].post_norm, self.model.norm_eps)
+        x = self._norm(hidden, self.weights.layers[layer].post_norm)
         return route_tokens(linear(x, self._router(layer)), self.model.router)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, H] -> float32 [S, V]; on a CPU in chunks of the head's rows, which bounds the size of repacked
         copies."""
-        x = rms_norm(hidden, self.weights.final_norm, self.model.norm_eps)
+        x = self._norm(hidden, self.weights.final_norm, enters=self.model.num_layers)
         head = self.weights.head
         if not native.on_cpu(x):
             return linear(x, head).float()
@@ -117,7 +137,23 @@ class Decoder:
     def _after_attention(self, layer: int, hidden: Tensor, attention: Tensor) -> Tensor:
         mine = self.weights.layers[layer]
         projected = linear(attention.flatten(1), mine.o, mine.o_bias)
-        return rms_norm(hidden, mine.post_norm, self.model.norm_eps, add=projected)
+        return self._norm(hidden, mine.post_norm, add=projected)
+
+    def _norm(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        *,
+        add: Tensor | None = None,
+        out: Tensor | None = None,
+        enters: int | None = None,
+    ) -> Tensor:
+        """The norm of hidden [T, H] (+= ``add``), which enter layer ``enters`` -> [T, H] in ``dtype``."""
+        eps = self.model.norm_eps
+        if self.finite is None:
+            return rms_norm(hidden, weight, eps, add=add, out=out)
+        finite = None if enters is None else self.finite[enters : enters + 1]
+        return rms_norm_mixed(hidden, weight, eps, self.dtype, add=add, out=out, finite=finite)
 
     def _router(self, layer: int) -> Tensor:
         router = self.weights.layers[layer].router
@@ -131,9 +167,10 @@ class Decoder:
 
     def _add_dense(self, hidden: Tensor, x: Tensor, gate_up: Tensor, down: Tensor) -> None:
         """hidden [T, H] += the dense layer of x [T, H]."""
+        wide = gate_up.dtype != x.dtype or down.dtype != x.dtype
         for start, some in parts(0, x.shape[0]):
             rows = x[start : start + some]
             if (padded := rows_computed(rows)) != some:
-                rows = self.space.rows[:padded]
+                rows = self.space.inputs[:padded]
                 rows[:some] = x[start : start + some]
-            hidden[start : start + some] += feed_forward(rows, gate_up, down, self.space)[:some]
+            hidden[start : start + some] += feed_forward(rows, gate_up, down, self.space, wide=wide)[:some]

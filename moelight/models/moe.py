@@ -53,28 +53,31 @@ def route_tokens(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
     return weights.gather(-1, rank), ids.to(torch.int32)
 
 
-def grouped_pages(weights: Sequence[ExpertWeights]) -> PageTable | None:
-    """The pages of ``weights``, if the grouped kernels compute with them where they are; else None. Waits for the
-    device: called at loading."""
-    if not weights or not weights[0][0].is_cuda or not serving.serves(weights[0][0].device, weights[0][0].dtype)[0]:
+def grouped_pages(weights: Sequence[ExpertWeights], dtype: torch.dtype) -> PageTable | None:
+    """The pages of ``weights``, if the grouped kernels compute with them where they are, on rows of ``dtype``; else
+    None. Waits for the device: called at loading."""
+    if not weights or not weights[0][0].is_cuda or not serving.serves(weights[0][0].device, dtype)[0]:
         return None
     return PageTable.of([gate_up for gate_up, _ in weights], [down for _, down in weights])
 
 
-def moe_forward(routed: Routed, experts: Experts, space: Workspace, *, into: Tensor | None = None) -> Tensor:
-    """The experts of ``routed`` -> [T, H] in x's dtype, added to ``into`` if given; T at most the capacity of
-    ``space``. An expert that is None is computed elsewhere and adds nothing.
+def moe_forward(
+    routed: Routed, experts: Experts, space: Workspace, *, into: Tensor | None = None, wide: bool = False
+) -> Tensor:
+    """The experts of ``routed`` -> [T, H] in the dtype of ``space.rows``, added to ``into`` if given; T at most the
+    capacity of ``space``. An expert that is None is computed elsewhere and adds nothing. ``wide``: float16 does not
+    hold some expert; devices compute all of them in float32.
 
     The experts of a token are summed in float32 in the order of their ids, so a token's result does not depend on the
     other tokens of the batch beyond the rounding of each product.
     """
     if isinstance(experts, PageTable):
-        return grouped_forward(routed, experts, space, into)
+        return grouped_forward(routed, experts, space, into, wide=wide)
     if native.on_cpu(routed.x) and native.available():
         return SplitMoE(routed, experts, frozenset(), space).end(into)
     sums = torch.zeros(routed.x.shape, dtype=torch.float32, device=routed.x.device)
-    add_experts(sums, routed, experts, space, most_rows=routed.x.shape[0])
-    found = sums.to(routed.x.dtype)
+    add_experts(sums, routed, experts, space, most_rows=routed.x.shape[0], wide=wide)
+    found = sums.to(space.rows.dtype)
     return found if into is None else into.add_(found)
 
 
@@ -112,7 +115,7 @@ class SplitMoE:
         self._experts = [experts[index] for index in order]
         count = self._cuts[-1]
         rows = space.rows[first_row : first_row + count]
-        self._rows = cpu_gather_rows(routed.x, by_expert.token[:count], out=rows)
+        self._rows = cpu_gather_rows(routed.x.to(rows.dtype), by_expert.token[:count], out=rows)
         self._compute(0, self._there)
 
     def end(self, into: Tensor | None) -> Tensor:
@@ -141,7 +144,13 @@ def _expert_ffn_in_place(rows: Tensor, experts: Sequence[ExpertWeights | None], 
 
 
 def grouped_forward(
-    routed: Routed, pages: PageTable, space: Workspace, into: Tensor | None = None, sums: Tensor | None = None
+    routed: Routed,
+    pages: PageTable,
+    space: Workspace,
+    into: Tensor | None = None,
+    sums: Tensor | None = None,
+    *,
+    wide: bool = False,
 ) -> Tensor:
     """`moe_forward` by grouped GPU kernels, a few launches for all experts; the host reads no number of rows.
 
@@ -150,7 +159,7 @@ def grouped_forward(
     there are several. The result does not depend on the parts.
     """
     tokens, places, offsets = gpu_routing.by_expert(routed.ids, pages.experts)
-    out = torch.empty_like(routed.x) if into is None else into
+    out = torch.empty_like(routed.x, dtype=space.rows.dtype) if into is None else into
     count, most, begun = tokens.numel(), space.room_for(pages.width), None
     for first in range(0, count, most):
         last = min(first + most, count)
@@ -162,6 +171,7 @@ def grouped_forward(
             out=space.rows[: last - first],
             scratch=space.wide(last - first, pages.width, routed.x.dtype),
             mean_rows=count / min(count, pages.experts),
+            wide=wide,
         )
         if last < count and sums is None:
             sums = torch.empty(out.shape, dtype=torch.float32, device=out.device)
@@ -172,13 +182,20 @@ def grouped_forward(
 
 
 def add_experts(
-    sums: Tensor, routed: Routed, experts: Sequence[ExpertWeights | None], space: Workspace, *, most_rows: int
+    sums: Tensor,
+    routed: Routed,
+    experts: Sequence[ExpertWeights | None],
+    space: Workspace,
+    *,
+    most_rows: int,
+    wide: bool = False,
 ) -> None:
     """sums float32 [T, H] += the experts of ``routed``, expert by expert; T may exceed the capacity of ``space``. From
     zero sums, the result equals that of `moe_forward` exactly. For the CPU, and for devices without grouped kernels,
     where it reads the rows of each expert on the host.
 
-    ``most_rows``: rows computed at a time; with native CPU kernels, rows weighted and added at a time.
+    ``most_rows``: rows computed at a time; with native CPU kernels, rows weighted and added at a time. ``wide`` as for
+    `moe_forward`.
     """
     if native.on_cpu(routed.x) and native.available():
         _accumulate_natively(sums, routed, experts, space, min(most_rows, EXPERT_ROWS))
@@ -190,9 +207,9 @@ def add_experts(
         if expert is None or not mine.numel():
             continue
         for part in mine.split(min(most_rows, EXPERT_ROWS)):
-            tokens, rows = part // top_k, space.rows[: rows_computed(routed.x, part.numel())]
+            tokens, rows = part // top_k, space.inputs[: rows_computed(routed.x, part.numel())]
             torch.index_select(routed.x, 0, tokens, out=rows[: part.numel()])
-            out = feed_forward(rows, *expert, space)[: part.numel()]
+            out = feed_forward(rows, *expert, space, wide=wide)[: part.numel()]
             sums.index_copy_(0, tokens, sums[tokens] + out.float() * weights[part].unsqueeze(1))
 
 
@@ -209,7 +226,11 @@ def _accumulate_natively(
     torch.cumsum(counts * here, 0, out=offsets[1:])
     for begin in range(0, len(token), len(space.rows)):
         chunk = token[begin : begin + len(space.rows)]
-        rows = cpu_gather_rows(routed.x, chunk, out=space.rows[: len(chunk)])
+        rows = space.rows[: len(chunk)]
+        if rows.dtype == routed.x.dtype:
+            cpu_gather_rows(routed.x, chunk, out=rows)
+        else:
+            rows.copy_(cpu_gather_rows(routed.x, chunk))
         _expert_ffn_in_place(rows, experts, offsets.clamp(begin, begin + len(chunk)) - begin)
         shares = share[begin : begin + len(chunk)].unsqueeze(1)
         for first in range(0, len(chunk), most_rows):

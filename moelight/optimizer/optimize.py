@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moelight.core.dtypes import DType, dtype_named
+from moelight.core.dtypes import BFLOAT16, FLOAT16, DType, computed_in, dtype_named
 from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.policy import Policy, Shares
 from moelight.hrm.costs import page_bytes
@@ -75,7 +75,7 @@ def make_plan(
                 speeds=speeds_of(hardware),
                 workload=workload,
                 capacity_bytes=capacities(hardware, limits),
-                dtype=compute_dtype(model),
+                dtype=compute_dtype(model, hardware),
                 weight_dtypes=weight_dtypes,
                 kv_dtypes=kv_dtypes,
                 fixed=fix,
@@ -223,7 +223,9 @@ def capacities(hardware: HardwareProfile, limits: Mapping[str, int]) -> dict[str
     return {tier: size - int(size * kept_back[tier]) for tier, size in sizes.items()}
 
 
-def compute_dtype(model: ModelProfile) -> DType:
-    """The dtype of computation: the model's own unless it is quantised in groups, else bfloat16."""
-    own = dtype_named(model.dtype)
-    return own if own.group == 0 else dtype_named("bfloat16")
+def compute_dtype(model: ModelProfile, hardware: HardwareProfile) -> DType:
+    """The dtype of computation: the model's own unless it is quantised in groups, else bfloat16; on a GPU without that,
+    float16 in mixed precision."""
+    own, gpu = dtype_named(model.dtype), hardware.processor("gpu")
+    own = own if own.group == 0 else BFLOAT16
+    return computed_in(FLOAT16, own) if own == BFLOAT16 and gpu is not None and not gpu.bfloat16 else own

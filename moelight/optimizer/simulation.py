@@ -89,7 +89,7 @@ class SimulationSetup:
     def __init__(self, policy: Policy, model: ModelProfile, hardware: HardwareProfile, workload: Workload) -> None:
         hardware = with_gpus(hardware, policy.gpus)
         self.policy, self.model, self.hardware, self.workload = policy, model, hardware, workload
-        self._dtype, self._speeds = compute_dtype(model), speeds_of(hardware)
+        self._dtype, self._speeds = compute_dtype(model, hardware), speeds_of(hardware)
         self.estimate = self.estimate_of(policy.schedule)
         self._layout, self._placement = layout_of(model, policy, self._dtype), place(model, policy)
         self._cost_model = cost_model_of(model, policy, self._speeds, self._dtype)

@@ -119,6 +119,12 @@ class YamlNode:
             raise self.error(f"must be text, not {self._shown()}")
         return value
 
+    def truth(self) -> bool:
+        value = self.scalar()
+        if not isinstance(value, bool):
+            raise self.error(f"must be true or false, not {self._shown()}")
+        return value
+
     def integer(self, *, least: int = 1, most: int | None = None) -> int:
         value = self.scalar()
         within = isinstance(value, int) and least <= value and (most is None or value <= most)

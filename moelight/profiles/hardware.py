@@ -99,11 +99,13 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Processor:
-    """``count`` equal processors of kind ``name`` (``cpu`` or ``gpu``); ``peak_flops`` is the flop/s of one."""
+    """``count`` equal processors of kind ``name`` (``cpu`` or ``gpu``); ``peak_flops`` is the flop/s of one,
+    ``bfloat16`` whether it computes in that format (NVIDIA from compute capability 8.0 on)."""
 
     name: str
     count: int
     peak_flops: float = _figure("peak", SPEED)
+    bfloat16: bool = True
 
 
 Part = Tier | Link | Processor
@@ -247,9 +249,14 @@ def _links(node: YamlNode, tiers: Collection[str], sources: dict[str, str]) -> I
 
 
 def _processor(name: str, node: YamlNode, sources: dict[str, str]) -> Processor:
-    figures = _figures(Processor, node, sources, "count")
-    count = node.entries().get("count")
-    return Processor(name=name, count=1 if count is None else count.integer(most=MOST_PROCESSORS), **figures)
+    figures = _figures(Processor, node, sources, "count", "bfloat16")
+    count, bfloat16 = map(node.entries().get, ("count", "bfloat16"))
+    return Processor(
+        name=name,
+        count=1 if count is None else count.integer(most=MOST_PROCESSORS),
+        bfloat16=True if bfloat16 is None else bfloat16.truth(),
+        **figures,
+    )
 
 
 def _surface(name: str, node: YamlNode) -> Surface:

@@ -47,6 +47,8 @@ def _lines(profile: HardwareProfile) -> Iterator[str]:
         yield f"{where}:"
         for _, part in parts:
             stated = [f"count: {part.count}"] if isinstance(part, Processor) else []
+            if isinstance(part, Processor) and not part.bfloat16:
+                stated.append("bfloat16: false")
             for key, name, quantity in figures_of(part):
                 value = cited(f"{where}.{part.name}.{key}", quantity.spelled(getattr(part, name)))
                 stated.append(f"{key}: {value}")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelight.core.dtypes import BFLOAT16, FLOAT16, DType
+from moelight.core.dtypes import BFLOAT16, FLOAT16, DType, computed_in
 from moelight.core.errors import BudgetError, ConfigError
 from moelight.core.policy import Policy
 from moelight.core.schedule import Lane
@@ -54,8 +54,8 @@ class Machine:
         return self.device.type != "cpu"
 
     def native_dtype(self, dtype: DType) -> DType:
-        """``dtype``, or float16 where the device has no bfloat16."""
-        return FLOAT16 if dtype == BFLOAT16 and not self.bf16 else dtype
+        """``dtype``, or float16 in mixed precision where the device has no bfloat16."""
+        return computed_in(FLOAT16, dtype) if dtype == BFLOAT16 and not self.bf16 else dtype
 
     def synchronize(self) -> None:
         """Wait for everything launched on the device, on whichever stream."""

@@ -79,9 +79,9 @@ class StagingBuffers:
         """View of ``up`` as ``[T, Hq, D]``."""
         return self.up.view(self.dtype).view(shape)
 
-    def experts_output(self, shape: torch.Size) -> Tensor:
-        """View of ``experts`` as ``[T, H]``."""
-        return self.experts.view(self.dtype).view(shape)
+    def experts_output(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """View of ``experts`` as ``[T, H]`` in ``dtype``, as wide as that of the inputs."""
+        return self.experts.view(dtype).view(shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -72,7 +73,8 @@ class LayerPages:
 class MoEOps:
     """Operations after attention. ``host_space``: buffers of the CPU's experts beside a device; ``kept``: activations,
     if experts run once per pass, over the first rows of ``hidden`` [T, H]; without grouped kernels at most
-    ``most_rows`` rows (on a CPU `CPU_ROWS`) at a time."""
+    ``most_rows`` rows (on a CPU `CPU_ROWS`) at a time; ``wide_layers``: layers with an expert that float16 does not
+    hold, which grow as pages are read and are complete for a task whose pages have been."""
 
     def __init__(
         self,
@@ -83,12 +85,13 @@ class MoEOps:
         kept: SavedActivations | None,
         hidden: Tensor,
         most_rows: int,
+        wide_layers: Collection[int] = (),
     ) -> None:
         self._decoder, self._pages, self._kept, self._most_rows = decoder, pages, kept, most_rows
-        self._host_space, self._hidden = host_space, hidden
+        self._host_space, self._hidden, self._wide_layers = host_space, hidden, wide_layers
         self._moe, self._num_experts = decoder.model.moe_layers, decoder.model.experts.num_experts
         self._top_k, self._discrete = decoder.model.router.top_k, pages.fast_tier == "device"
-        table = grouped_pages(pages.weights) if self._discrete else None
+        table = grouped_pages(pages.weights, decoder.dtype) if self._discrete else None
         self._grouped = None if table is None else LayerPages(table, len(self._moe), self._num_experts)
         self._found: dict[tuple[int, int], list[list[ExpertWeights | None]]] = {}
         self._residents = 0
@@ -107,15 +110,16 @@ class MoEOps:
     def _post_attention(self, task: Task, pass_pages: PassPages) -> None:
         mb = pass_pages.micro_batches[task.micro_batch]
         experts, attention = self._layer_experts(task.layer, pass_pages), require(mb.attn)
+        wide = task.layer in self._wide_layers
 
         def compute(attention: Tensor) -> Sequence[Tensor]:
-            self._decoder.post_attention(task.layer, mb.hidden, attention, experts, pass_pages.watch)
+            self._decoder.post_attention(task.layer, mb.hidden, attention, experts, pass_pages.watch, wide=wide)
             return ()
 
         if mb.graphs is None:
             compute(attention)
         else:  # the index of the pages is kept, so its address names no other one
-            key = task.kind, task.layer, mb.row, mb.tokens, id(experts) if experts else None
+            key = task.kind, task.layer, mb.row, mb.tokens, wide, id(experts) if experts else None
             mb.graphs.run(key, compute, (attention,), name="after", row=mb.row, keeps=experts)
         if mb.crossing is None:
             mb.attn = None
@@ -156,19 +160,19 @@ class MoEOps:
                 mb.begun.end(into=mb.hidden)
                 mb.begun = None
             else:
-                experts = self._layer_experts(task.layer, pass_pages)
-                moe_forward(require(mb.routed), experts, self._decoder.space, into=mb.hidden)
+                experts, wide = self._layer_experts(task.layer, pass_pages), task.layer in self._wide_layers
+                moe_forward(require(mb.routed), experts, self._decoder.space, into=mb.hidden, wide=wide)
             return
         experts, tokens = self._layer_experts(task.layer, pass_pages), sum(mb.tokens for mb in pass_pages.micro_batches)
-        everyone = require(self._kept).rows(0, tokens)
+        everyone, wide = require(self._kept).rows(0, tokens), task.layer in self._wide_layers
         if isinstance(experts, PageTable):
             hidden = self._hidden[:tokens]  # of the micro-batches one after another
-            grouped_forward(everyone.routed, experts, self._decoder.space, into=hidden, sums=everyone.sums)
+            grouped_forward(everyone.routed, experts, self._decoder.space, into=hidden, sums=everyone.sums, wide=wide)
             return
         everyone.sums.zero_()
         on_cpu = everyone.sums.device.type == "cpu"
         most = min(self._most_rows, CPU_ROWS) if on_cpu else self._most_rows
-        add_experts(everyone.sums, everyone.routed, experts, self._decoder.space, most_rows=most)
+        add_experts(everyone.sums, everyone.routed, experts, self._decoder.space, most_rows=most, wide=wide)
         for mb in pass_pages.micro_batches:
             mb.hidden += require(mb.kept).sums.to(mb.hidden.dtype)
 
@@ -183,15 +187,16 @@ class MoEOps:
         if not self._some_on_cpu(task.layer, pass_pages):
             return SKIPPED
         mb = pass_pages.micro_batches[task.micro_batch]
-        routed = require(mb.routed_host)
+        routed, space = require(mb.routed_host), require(self._host_space)
         if self._pages.fast_tier == "host":
             experts = self._layer_experts(task.layer, pass_pages)
         elif pass_pages.small is not None:
             experts = pass_pages.small.demand(task.layer).on_cpu
         else:
             experts = self._pages.computed_experts(task.layer, self._num_experts)
-        mb.experts_host = require(mb.crossing).experts_output(routed.x.shape)
-        mb.experts_host.copy_(moe_forward(routed, experts, require(self._host_space)))
+        routed = replace(routed, x=routed.x.to(space.inputs.dtype))  # mixed precision: the CPU computes in bfloat16
+        mb.experts_host = require(mb.crossing).experts_output(routed.x.shape, routed.x.dtype)
+        mb.experts_host.copy_(moe_forward(routed, experts, space))
         return None
 
     def _load_experts(self, task: Task, pass_pages: PassPages) -> Outcome:

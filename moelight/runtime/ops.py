@@ -44,11 +44,19 @@ class Operations:
         self._decoder, self._pages, self._moe_ops, self._start_page = decoder, pages, moe_ops, start_page
         self._pool = pool
         self._score_rows = min(score_rows, sample_rows(decoder.model))
+        self.finite: Tensor | None = None  # `Decoder.finite` in host memory, as of the newest tokens
+        if decoder.finite is not None:
+            self.finite = torch.zeros(decoder.finite.shape, pin_memory=pool.device.type != "cpu")
         self._table: dict[TaskKind, Act] = {
             TaskKind.EMBED: self._embed,
             TaskKind.PRE_ATTENTION: self._pre_attention,
             **attention,
         }
+
+    def forget_range(self) -> None:
+        """Forget that hidden states were not finite, on the current stream."""
+        if self.finite is not None:
+            self.finite.copy_(require(self._decoder.finite).zero_(), non_blocking=True)
 
     def bind(self, pass_pages: PassPages, sample: Sample, score: Score) -> Perform:
         """The function that maps a task of ``pass_pages`` to its work.
@@ -93,7 +101,7 @@ class Operations:
         if n := mb.decoding:
             torch.index_select(self._pool, 0, mb.places, out=mb.token_ids[:n])
         self._decoder.embed(mb.token_ids, mb.hidden)
-        cos, sin = rotation(self._decoder.model.attention, mb.positions, mb.hidden.dtype)
+        cos, sin = rotation(self._decoder.model.attention, mb.positions, self._decoder.dtype)
         if mb.graphs is not None:
             cos, sin = mb.graphs.placed("cos", mb.row, cos), mb.graphs.placed("sin", mb.row, sin)
         mb.rope = cos, sin
@@ -122,6 +130,8 @@ class Operations:
             part = slice(first, first + self._score_rows)
             logits = self._decoder.logits(mb.hidden[mb.scored_rows[part]])
             score(task.micro_batch, first, logits, mb.targets[part])
+        if self.finite is not None:
+            self.finite.copy_(require(self._decoder.finite), non_blocking=True)
 
 
 def _send(target: Tensor, source: Tensor) -> None:

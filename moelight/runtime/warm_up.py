@@ -5,7 +5,7 @@ often than that doubles."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ def warm_up(
     model: ModelProfile,
     hidden: Tensor,
     *,
+    layers: Iterable[int],
     kept: SavedActivations | None,
     most_rows: int,
     block_size: int,
@@ -35,21 +36,20 @@ def warm_up(
     has_experts: bool,
     pool: BlockPool | None,
 ) -> None:
-    """Carry out the device's tasks of a first layer of each kind and of the head, on the calling thread, on
+    """Carry out the device's tasks of ``layers``, one of each kind, and of the head, on the calling thread, on
     micro-batches of 1, 2, 4, … up to ``most_rows`` rows; with ``kept``, experts also on all rows of ``hidden``; without
-    ``has_experts``, on the device, up to the router. ``pool``: the blocks to whose contexts the
-    device attends, in prompts of ``form`` and in decoding; None if the CPU does. Weights and pages may be unread, and
-    blocks unwritten: results are dropped, and the contents of ``hidden``, ``kept`` and of a block are lost.
+    ``has_experts``, on the device, up to the router. ``pool``: the blocks to whose contexts the device attends, in
+    prompts of ``form`` and in decoding; None if the CPU does. Weights and pages may be unread, and blocks unwritten:
+    results are dropped, and the contents of ``hidden``, ``kept`` and of a block are lost.
 
     Where a kernel of Triton fails, torch serves on this device from then on. Raises torch.OutOfMemoryError.
     """
-    layers = {model.moe_layers.index(moe): _after_attention(moe, kept, has_experts) for moe in set(model.moe_layers)}
-
+    after = {layer: _after_attention(model.moe_layers[layer], kept, has_experts) for layer in layers}
     window = model.attention.window
 
     def play() -> None:
         for rows in doublings(most_rows if kept is None else len(hidden)):
-            _play(operations, layers, _prompts(hidden, kept, rows, most_rows, block_size, form))
+            _play(operations, after, _prompts(hidden, kept, rows, most_rows, block_size, form))
         if pool is None:
             return
         block = pool.host_blocks if pool.host_blocks < pool.blocks else 0  # on the device, if any is
@@ -67,6 +67,7 @@ def warm_up(
             raise
         _log.warning("%s: torch computes: %s", hidden.device, serving.serves(hidden.device, hidden.dtype)[1])
         play()
+    operations.forget_range()
 
 
 def _after_attention(moe: bool, kept: SavedActivations | None, has_experts: bool) -> tuple[TaskKind, ...]:

@@ -1,21 +1,26 @@
 """Reads weights from disk into the caller's memory: the dense part into its arena, expert pages into given slots.
 Allocates only one bounce buffer per thread.
 
+Mixed precision (float16 over a bfloat16 checkpoint): dense tensors are rounded in the arena, pages keep their bytes.
+Numbers that float16 does not hold are noticed on the way: such a dense tensor remains bfloat16, such pages are listed.
+
 Shapes: H hidden, Q query width, K key width, V vocabulary, E experts, I expert width, F dense feed-forward width.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
 
-from moelight.core.dtypes import DType
+from moelight.core.dtypes import DType, computed_in
 from moelight.core.errors import CheckpointError
 from moelight.core.schedule import Page
 from moelight.core.small_files import open_regular, read_error_text
@@ -28,6 +33,11 @@ from moelight.weights.tensor_map import WeightMap
 from moelight.weights.torch_dtypes import from_torch, to_torch
 
 BOUNCE_BYTES = 4 * MiB
+# Magnitudes as the bits of bfloat16: those of normal float16 numbers are from LEAST to below BEYOND (2^-14 and 2^16).
+LEAST, BEYOND = 0x3880, 0x4780
+_MAGNITUDE = 0x7FFF
+_SCANNED = 1 << 15  # numbers at a time, in a core's cache; torch starts no threads for so few
+_log = logging.getLogger(__name__)
 _Reader = TypeVar("_Reader", bound="TensorReader")
 
 
@@ -148,9 +158,12 @@ class ModelWeights:
 
 def load_dense(weight_map: WeightMap, model: ModelProfile, arena: torch.Tensor, dtype: torch.dtype) -> ModelWeights:
     """Read all weights except experts as ``dtype``; the result holds views of ``arena`` (uint8, at least `dense_bytes`,
-    contiguous, any device). Raises CheckpointError for an unreadable file, or tied embeddings stored twice that differ.
+    contiguous, any device). In mixed precision a tensor that float16 does not hold is bfloat16, and named in the log.
+    Raises CheckpointError for an unreadable file, or tied embeddings stored twice that differ.
     """
     _check_bytes(arena, dense_bytes(model, from_torch(dtype)), "the arena")
+    mixed = bool(computed_in(from_torch(dtype), weight_map.dtype).pages)
+    read_as, kept = to_torch(weight_map.dtype) if mixed else dtype, list[str]()
     outside: dict[str, torch.Tensor] = {}
     layers: list[dict[str, torch.Tensor]] = [{} for _ in range(model.num_layers)]
     spare, used = weight_map.spare_head, 0
@@ -158,15 +171,40 @@ def load_dense(weight_map: WeightMap, model: ModelProfile, arena: torch.Tensor, 
     with TensorReader((info.file for info in infos), weight_map.dtype) as reader:
         for tensor in dense_tensors(model):
             nbytes = tensor.elements * dtype.itemsize
-            view = arena[used : used + nbytes].view(dtype).view(tensor.shape)
+            view = arena[used : used + nbytes].view(read_as).view(tensor.shape)
             for part, rows in zip(tensor.parts, view.split([part.shape[0] for part in tensor.parts]), strict=True):
                 reader.read(weight_map.parts[part], rows)
+            if mixed and (view := _rounded(view)).dtype != dtype:
+                kept.append(weight_map.parts[tensor.parts[0]].name)
             (outside if tensor.layer < 0 else layers[tensor.layer])[tensor.name] = view
             used += align_up(nbytes, TENSOR_ALIGNMENT)
         if spare is not None:
             _check_tie(reader, infos[0], spare)
+    if kept:
+        _log.warning("%s: beyond the range of float16, computed in float32", ", ".join(map(repr, kept)))
     outside.setdefault("head", outside["embed"])
     return ModelWeights(**outside, layers=tuple(LayerWeights(**layer) for layer in layers))
+
+
+def _rounded(stored: torch.Tensor) -> torch.Tensor:
+    """bfloat16 ``stored`` (contiguous) rounded to float16 in its own memory; as it is if float16 does not hold it."""
+    if exceeds_float16(stored):
+        return stored
+    found = stored.view(torch.float16)
+    pieces = BOUNCE_BYTES // found.itemsize
+    for source, into in zip(stored.view(-1).split(pieces), found.view(-1).split(pieces), strict=True):
+        into.copy_(source.to(torch.float16))
+    return found
+
+
+def exceeds_float16(numbers: torch.Tensor) -> bool:
+    """True if float16 does not hold bfloat16 ``numbers`` (contiguous, any device): the largest magnitude is above
+    65,504, infinite or no number, or below 2^-14, where float16 has fewer bits than bfloat16."""
+    bits = numbers.view(-1).view(torch.int16)
+    pieces = bits.split(_SCANNED if bits.device.type == "cpu" else BOUNCE_BYTES)
+    found = [piece.bitwise_and(_MAGNITUDE).amax() for piece in pieces if piece.numel()]
+    largest = int(torch.stack(found).amax()) if found else 0
+    return largest >= BEYOND or 0 < largest < LEAST
 
 
 def _check_tie(reader: TensorReader, embed: TensorInfo, spare: TensorInfo) -> None:
@@ -203,16 +241,28 @@ class PageReader(TensorReader):
 
     ``submit`` starts reads of (file, offset, destination) that bypass the page cache, for pages that need no dtype
     conversion. Without it, and for other pages, reads are sequential and go through the page cache.
+
+    Attributes:
+        wide_layers: layers with an expert that float16 does not hold, complete for pages whose reads have ended; empty
+            unless ``mixed`` (bfloat16 pages are computed in float16). A page is examined at its first read.
     """
 
     def __init__(
-        self, weight_map: WeightMap, model: ModelProfile, dtype: torch.dtype, submit: Submit | None = None
+        self,
+        weight_map: WeightMap,
+        model: ModelProfile,
+        dtype: torch.dtype,
+        submit: Submit | None = None,
+        *,
+        mixed: bool = False,
     ) -> None:
         super().__init__(page_files(weight_map), weight_map.dtype)
         self._pages = weight_map.pages
         self._dtype = dtype
         self._submit = submit if self._stored == dtype else None
         self.page_bytes = page_bytes(model, from_torch(dtype))
+        self.wide_layers: set[int] = set()
+        self._mixed, self._examined = mixed, set[tuple[Page, int, int]]()
 
     def start(self, page: Page, dest: torch.Tensor, begin: int = 0) -> PageRead | None:
         """Start to fill ``dest`` (uint8, contiguous, whole numbers of ``dtype``) with the bytes of ``page`` (gate, up,
@@ -223,12 +273,28 @@ class PageReader(TensorReader):
         pieces = self._pieces(page, begin // self._dtype.itemsize, numbers.numel())
         sizes = [piece.nbytes // self._stored.itemsize for piece in pieces]
         reads = list(zip(pieces, numbers.split(sizes), strict=True))
+        examine = partial(self._examine, (page, begin, numbers.numel()), reads)
         if self._submit is not None and dest.device.type == "cpu":
             parts = [(piece.file, piece.offset, into.view(torch.uint8)) for piece, into in reads]
-            return _DirectPageRead(self._submit(parts), pieces)
+            return _DirectPageRead(self._submit(parts), pieces, examine)
         for piece, into in reads:
             self.read(piece, into)
+        examine()
         return None
+
+    def _examine(self, part: tuple[Page, int, int], reads: Sequence[tuple[TensorInfo, torch.Tensor]]) -> None:
+        """Notice numbers that float16 does not hold in what was read, unless ``part`` was examined before."""
+        if not self._mixed or part in self._examined:
+            return
+        self._examined.add(part)
+        for piece, numbers in reads:
+            if exceeds_float16(numbers):
+                if not self.wide_layers:
+                    told = (
+                        "%s: tensor %r: beyond the range of float16; the experts of such layers are computed in float32"
+                    )
+                    _log.warning(told, piece.file, piece.name)
+                self.wide_layers.add(part[0].layer)
 
     def _pieces(self, page: Page, begin: int, count: int) -> list[TensorInfo]:
         """The locations of ``count`` numbers of a page from number ``begin`` on."""
@@ -243,8 +309,8 @@ class PageReader(TensorReader):
 
 
 class _DirectPageRead:
-    def __init__(self, reading: PageRead, pieces: Sequence[TensorInfo]) -> None:
-        self._reading, self._pieces = reading, pieces
+    def __init__(self, reading: PageRead, pieces: Sequence[TensorInfo], examine: Callable[[], None]) -> None:
+        self._reading, self._pieces, self._examine = reading, pieces, examine
         self.done = reading.done
 
     def wait(self) -> None:
@@ -253,6 +319,7 @@ class _DirectPageRead:
         except OSError as error:
             piece = next((each for each in self._pieces if str(each.file) == str(error.filename)), self._pieces[0])
             raise _unreadable(piece, "", error) from None
+        self._examine()
 
 
 def page_files(weight_map: WeightMap) -> tuple[Path, ...]:

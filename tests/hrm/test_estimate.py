@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelight.core.dtypes import BFLOAT16
+from moelight.core.dtypes import BFLOAT16, FLOAT16, MIXED_FLOAT16
 from moelight.core.policy import Policy, Shares
 from moelight.core.schedule import Lane
 from moelight.hrm.estimate import cost_model_of, cost_of, estimate, flops_per_token
@@ -49,6 +49,15 @@ SETTINGS = [
     policy(ffn_device="cpu", attention_device="gpu", weights=Shares(host=0.75, disk=0.25)),
     policy(ffn_device="cpu", weights=Shares(host=0.75, disk=0.25)),
 ]
+
+
+@pytest.mark.parametrize("given_policy", SETTINGS[:5])
+def test_mixed_precision_moves_the_same_pages_and_the_cpu_converts(given_policy: Policy) -> None:
+    """float16 over bfloat16 beside plain float16: transfers and the device take as long, its CPU somewhat longer."""
+    plain, mixed = (estimate(MIXTRAL, given_policy, WORK, T4, dtype=dtype).lanes for dtype in (FLOAT16, MIXED_FLOAT16))
+    for lane in ("h2d", "d2h", "disk", "stage", "device"):
+        assert mixed[lane] == plain[lane]
+    assert (mixed["cpu"] > plain["cpu"]) == (given_policy.ffn_device != "gpu")
 
 
 @pytest.mark.parametrize("given_policy", SETTINGS)

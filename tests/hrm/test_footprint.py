@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from moelight.core.dtypes import BFLOAT16, FLOAT32, DType
+from moelight.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, MIXED_FLOAT16, DType
 from moelight.core.policy import Policy
 from moelight.hrm import costs
 from moelight.hrm.footprint import Footprint, footprint, kv_blocks, pass_tokens, pinned_slots, ring_slots
@@ -72,6 +72,17 @@ def test_dense_weights_and_cache_are_what_is_stored(dtype: DType) -> None:
     assert 0 <= taken.bytes_of("dense") - elements * dtype.itemsize < count * costs.TENSOR_ALIGNMENT
     kv_token = 2 * model.num_layers * model.attention.num_kv_heads * model.attention.head_dim * dtype.itemsize
     assert taken.bytes_of("kv") == 512 * kv_token
+
+
+def test_mixed_precision_widens_hidden_states_and_outputs_of_experts_alone() -> None:
+    model = small_model()
+    policy = replace(small_policy(model, discrete=True, resident=3), ffn_device="split")
+    plain, mixed = (of(model, policy, dtype) for dtype in (FLOAT16, MIXED_FLOAT16))
+    wider = {arena.purpose for arena, other in zip(mixed.arenas, plain.arenas, strict=True) if arena != other}
+    assert wider == {"hidden", "work"}
+    assert mixed.bytes_of("hidden") == 2 * plain.bytes_of("hidden")
+    tokens = policy.micro_batch_tokens * model.router.top_k + costs.ROW_PADDING
+    assert mixed.bytes_of("work") - plain.bytes_of("work") == pytest.approx(2 * tokens * model.hidden_size, abs=64)
 
 
 def test_the_cache_is_whole_blocks() -> None:

@@ -98,26 +98,40 @@ def products(card: int) -> list[dict[str, Any]]:
             cases += [(torch.float32, mean_rows, parts[0]) for mean_rows in ((4, 512) if card >= 80 else (4,))]
         for dtype, mean_rows, part in cases:
             rows.append(product(card, dtype, form, part, mean_rows))
+    mixed = [(4, "gate_up", False), (4, "down", True)]
+    mixed += [(512, "gate_up", False), (512, "down", False)] if card >= 80 else [(4, "down", False)]
+    for mean_rows, part, wide in mixed:
+        rows.append(product(card, torch.float16, "float", part, mean_rows, torch.bfloat16, wide=wide))
     return rows
 
 
-def product(card: int, dtype: torch.dtype, form: str, part: str, mean_rows: int) -> dict[str, Any]:
-    """One product of ``mean_rows`` rows an expert."""
-    pages = experts(form, dtype)
+def product(
+    card: int,
+    dtype: torch.dtype,
+    form: str,
+    part: str,
+    mean_rows: int,
+    stored: torch.dtype | None = None,
+    *,
+    wide: bool = False,
+) -> dict[str, Any]:
+    """One product of ``mean_rows`` rows an expert; in mixed precision if floats are ``stored`` in another dtype."""
+    pages = experts(form, stored or dtype)
     inputs, outputs = (HIDDEN, WIDTH) if part == "gate_up" else (WIDTH, HIDDEN)
-    x, out = torch.empty(ROWS, inputs, dtype=dtype), torch.empty(ROWS, outputs, dtype=dtype)
+    result = dtype if stored is None or part == "gate_up" else torch.float32
+    x, out = torch.empty(ROWS, inputs, dtype=dtype), torch.empty(ROWS, outputs, dtype=result)
     tile = tiles.choose(
         divmod(card, 10),
-        itemsize=dtype.itemsize,
+        itemsize=4 if wide else dtype.itemsize,
         mean_rows=mean_rows,
         group=pages.group,
         matrices=2 if part == "gate_up" else 1,
     )
     slots = torch.empty((16, 3), dtype=torch.int32)
     tokens = torch.empty(ROWS, dtype=torch.int64) if part == "gate_up" else None
-    arguments, constants = grouped.arguments_of(pages, part, x, out, slots, tokens, tile, "silu", 7.0)
-    constants |= {"PRODUCT": grouped.triton_dtype(dtype), "BY_HAND": False}
-    what = f"{NAMES[dtype]} {form} {part} {mean_rows}"
+    arguments, constants = grouped.arguments_of(pages, part, x, out, slots, tokens, tile, "silu", 7.0, wide=wide)
+    constants |= {"PRODUCT": grouped.triton_dtype(torch.float32 if wide else dtype), "BY_HAND": False}
+    what = f"{'fp32' if wide else NAMES[dtype]} {NAMES[stored] if stored else form} {part} {mean_rows}"
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     return facts(what, card, grouped_triton.grouped, arguments, constants, **options)
 
@@ -196,14 +210,30 @@ def others(card: int) -> list[dict[str, Any]]:
         x, name = torch.empty(16, dtype=dtype), NAMES[dtype]
         for width in (128, 16384) if dtype == torch.float16 else (16384,):
             padded = 1 << (width - 1).bit_length()
-            given = (x, x, x, x, width, width, width, width, 1e-5)
-            constants = {"ADD": width != 128, "BY_HAND": False, "PADDED": padded}
+            given = (x, x, x, x, x, width, width, width, width, 1e-5)
+            constants = {"ADD": width != 128, "ONCE": False, "WATCHED": False, "BY_HAND": False, "PADDED": padded}
             how = norm.launch_options(padded)
             rows.append(facts(f"norm {name} {width}", card, rows_triton.rms_norm, given, constants, **how))
         given = (x, x, x, x, x, 48, 32, 40, 128, 6144, 128, 8.0, 1e-5)
-        constants = {"CLIP": True, "NORM": True, "BY_HAND": False, "BH": 16, "PADDED": 64}
+        constants = {"CLIP": True, "NORM": True, "MIXED": False, "BY_HAND": False, "BH": 16, "PADDED": 64}
         how = norm.launch_options(2048)
         rows.append(facts(f"heads {name}", card, rows_triton.finish_heads, given, constants, **how))
+    return rows + mixed(card)
+
+
+def mixed(card: int) -> list[dict[str, Any]]:
+    """Norms and heads in mixed precision, with weights that float16 holds and others."""
+    rows, half, single = [], torch.empty(16, dtype=torch.float16), torch.empty(16)
+    for weight in (half, half.bfloat16()):
+        name = NAMES[weight.dtype]
+        given = (single, half, weight, half, single, 4096, 4096, 4096, 4096, 1e-5)
+        flags = {"ADD": True, "ONCE": True, "WATCHED": True, "BY_HAND": False, "PADDED": 4096}
+        how = norm.launch_options(4096)
+        rows.append(facts(f"mixed norm {name}", card, rows_triton.rms_norm, given, flags, ("finite",), **how))
+        given = (half, half, half, weight, weight, 48, 32, 40, 128, 6144, 128, 8.0, 1e-5)
+        flags = {"CLIP": True, "NORM": True, "MIXED": True, "BY_HAND": False, "BH": 16, "PADDED": 64}
+        how = norm.launch_options(2048)
+        rows.append(facts(f"mixed heads {name}", card, rows_triton.finish_heads, given, flags, **how))
     return rows
 
 

@@ -76,6 +76,40 @@ def test_activations_and_biases(device, activation, dtype):
     assert distance(found, layer.truth(x, counts, activation, 0.7)) <= DTYPES[dtype]
 
 
+LOUD = pytest.mark.filterwarnings(
+    "ignore:.* encountered in:RuntimeWarning"
+)  # numpy, of what the interpreter makes infinite
+
+
+@LOUD
+def test_bfloat16_experts_of_float16_rows(device):
+    """Activations beyond float16's range, and outputs beyond it; rows gathered, biased, and of an expert elsewhere."""
+    counts, hidden, width = (0, 3, 0, 20, 1), 80, 33
+    layer = floats(len(counts), hidden, width, torch.bfloat16, device, bias=True)
+    x, offsets = rows_of(counts, hidden, torch.float16, device)
+    found = expert_ffn(x, layer.pages, offsets)
+    assert found.dtype == torch.float32
+    assert distance(found, layer.truth(x, counts)) <= DTYPES[torch.float16]
+    loud, tokens = x * 200, torch.arange(len(x), device=device).flip(0)
+    truth = layer.truth(loud, counts)
+    assert truth.abs().max() > 65504
+    assert distance(expert_ffn(loud.flip(0), layer.pages, offsets, tokens=tokens), truth) <= DTYPES[torch.float16]
+
+
+@LOUD
+def test_weights_that_float16_does_not_hold(device):
+    counts = (3, 0, 2)
+    layer = floats(3, 48, 40, torch.bfloat16, device)
+    for part, value in (("gate_up", 1e5), ("down", -2e6)):
+        tensors, exact = layer.pages.parts[part], getattr(layer, part)
+        tensors[2][1, 3], exact[2][1, 3] = value, torch.tensor(value).bfloat16().double()
+    x, offsets = rows_of(counts, 48, torch.float16, device)
+    found = expert_ffn(x, layer.pages, offsets, wide=True)
+    assert distance(found, layer.truth(x, counts)) <= DTYPES[torch.float16]
+    assert distance(found[:3], layer.truth(x, counts)[:3]) <= DTYPES[torch.float16]
+    assert not expert_ffn(x, layer.pages, offsets)[3:].isfinite().all(), "and is not silent without"
+
+
 @pytest.mark.parametrize("scales", DTYPES, ids=str)
 def test_scales_of_any_dtype(device, scales):
     layer = integers(3, 64, 32, 4, 32, device, scales)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from moelight.core.dtypes import BFLOAT16, FLOAT16, FLOAT32
+from moelight.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, MIXED_FLOAT16
 from moelight.hrm.costs import expert_workspace
 from moelight.kernels import native, products
 from moelight.profiles.families import profile_from_config
@@ -46,6 +46,36 @@ def test_linear(dtype: object, bias: bool) -> None:
         assert found.dtype == wanted
         assert found.shape == truth.shape
         assert _distance(found, truth) <= LIMITS[dtype]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("extension", [False, True])
+def test_mixed_precision(extension: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """float16 rows over bfloat16 weights: beyond float16's range everywhere but in the rows, where each way goes on."""
+    if not extension:
+        monkeypatch.setattr(native, "available", lambda: False)
+    model = profile_from_config(HFConfig(tiny_config("mixtral"), where="test"), name="tiny")
+    hidden, width = model.hidden_size, model.experts.intermediate_size
+    sizes = expert_workspace(model, 64, MIXED_FLOAT16, grouped=False)
+    arena = torch.zeros(sizes.bytes, dtype=torch.uint8)
+    space = products.Workspace(arena, sizes, hidden, torch.float16, mixed=True)
+    gate_up, down = torch.randn(2 * width, hidden).bfloat16(), torch.randn(hidden, width).bfloat16()
+    x = torch.randn(64, hidden).half()
+    for factor in (1.0, 20.0):
+        loud = x * factor
+        gate, up = functional.linear(loud.double(), gate_up.double()).chunk(2, dim=-1)
+        truth = functional.linear(functional.silu(gate) * up, down.double())
+        for found in (
+            products.feed_forward(loud, gate_up, down, space),
+            products.feed_forward(loud, gate_up, down, space, wide=True),
+            products.feed_forward_shrunk(loud, gate_up, down, space),
+        ):
+            assert found.dtype == torch.float32
+            assert _distance(found, truth) <= LIMITS[FLOAT16]
+    assert truth.abs().max() > 65504
+    huge, bias = (gate_up * 1e6).bfloat16(), torch.randn(2 * width).bfloat16()
+    found = products.linear(x, huge, bias)
+    assert found.dtype == torch.float32
+    assert _distance(found, functional.linear(x.double(), huge.double(), bias.double())) <= LIMITS[FLOAT32]
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])

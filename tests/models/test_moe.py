@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moelight.core.dtypes import BFLOAT16, FLOAT32, DType
+from moelight.core.dtypes import BFLOAT16, FLOAT32, MIXED_FLOAT16, DType
 from moelight.hrm.costs import expert_workspace
 from moelight.kernels import native
 from moelight.kernels.gpu.pages import PageTable
@@ -36,7 +36,8 @@ HIDDEN, WIDTH = MODEL.hidden_size, MODEL.experts.intermediate_size
 
 def space(tokens: int, dtype: DType = FLOAT32) -> Workspace:
     sizes = expert_workspace(MODEL, tokens, dtype, grouped=True)
-    return Workspace(torch.full((sizes.bytes,), 255, dtype=torch.uint8), sizes, HIDDEN, to_torch(dtype))
+    arena = torch.full((sizes.bytes,), 255, dtype=torch.uint8)
+    return Workspace(arena, sizes, HIDDEN, to_torch(dtype), mixed=bool(dtype.pages))
 
 
 def experts(dtype: torch.dtype = torch.float32) -> list[ExpertWeights]:
@@ -120,6 +121,31 @@ def test_a_pass_at_once_gives_the_numbers_of_a_micro_batch(dtype: DType) -> None
     sums = torch.zeros(30, HIDDEN)
     add_experts(sums, what, weights, space(30, dtype), most_rows=30)
     assert torch.equal(sums.to(kind), moe_forward(what, weights, space(30, dtype)))
+
+
+@pytest.mark.parametrize("extension", [False, True])
+def test_mixed_precision_sums_in_float32(extension: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """float16 rows over bfloat16 experts, by every way: the residual and the sums may leave float16's range; on one
+    machine a micro-batch, a split one and a whole pass get the same numbers, bit for bit."""
+    if not extension:
+        monkeypatch.setattr(native, "available", lambda: False)
+    what, weights = routed(12, torch.float16), [(up, (down * 1e6).bfloat16()) for up, down in experts(torch.bfloat16)]
+    wanted = one_by_one(what, weights)
+    assert wanted.abs().max() > 65504
+    into, begun, sums = (torch.full((12, HIDDEN), value) for value in (1e5, 1e5, 0.0))
+    moe_forward(what, weights, space(12, MIXED_FLOAT16), into=into)
+    SplitMoE(what, weights, frozenset({1, 3}), space(12, MIXED_FLOAT16)).end(begun)
+    add_experts(sums, what, weights, space(12, MIXED_FLOAT16), most_rows=12)
+    assert torch.equal(begun, into)
+    assert torch.equal(sums + 1e5, into)
+    limits = {"rtol": 1e-3, "atol": 1e-3 * float(wanted.abs().max())}
+    torch.testing.assert_close(sums.double(), wanted, **limits)
+    pages = PageTable.of(*zip(*weights, strict=True))
+    for found in (
+        grouped_forward(what, pages, space(5, MIXED_FLOAT16), wide=True),
+        moe_forward(what, weights, space(12, MIXED_FLOAT16), wide=True),
+    ):
+        torch.testing.assert_close(found.double(), wanted, **limits)
 
 
 def test_experts_come_in_the_order_of_their_ids_with_the_weights_that_are_theirs() -> None:

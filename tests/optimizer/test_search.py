@@ -45,7 +45,7 @@ def problem_of(machine: str, model: str, workload: str) -> Problem:
         speeds=speeds_of(hardware),
         workload=load_workload(workload),
         capacity_bytes=capacities(hardware, {}),
-        dtype=compute_dtype(profile),
+        dtype=compute_dtype(profile, hardware),
     )
 
 
@@ -102,7 +102,7 @@ def test_as_many_prompts_ride_in_a_pass_as_pay() -> None:
         speeds=speeds_of(hardware),
         workload=work,
         capacity_bytes=capacities(hardware, {}),
-        dtype=compute_dtype(model),
+        dtype=compute_dtype(model, hardware),
     )
 
     def fixed(**fix: int) -> Plan:

@@ -49,6 +49,14 @@ def test_a_plain_file_needs_only_values_and_units(tmp_path: Path) -> None:
     assert machine.processor("cpu") == Processor(name="cpu", count=1, peak_flops=1.6e12)
 
 
+def test_a_gpu_may_lack_bfloat16(tmp_path: Path) -> None:
+    text = PLAIN.replace("{count: 2,", "{bfloat16: false,")
+    machine = load_hardware_profile(str(written(tmp_path, text)))
+    assert machine.processor("gpu") == Processor(name="gpu", count=1, peak_flops=104e12, bfloat16=False)
+    with pytest.raises(ConfigError, match=r"box.yaml:\d+: processors.gpu.bfloat16 must be true or false, not 'no!'"):
+        load_hardware_profile(str(written(tmp_path, text.replace("false", "no!"))))
+
+
 def test_a_value_may_bring_its_source(tmp_path: Path) -> None:
     text = PLAIN.replace("capacity: 24GiB", "capacity: {value: 24GiB, source: sheet}").replace(
         "box", "box\nsource: all"

@@ -75,7 +75,7 @@ def machines(draw: st.DrawFn) -> HardwareProfile:
             if gpu
         ),
         processors=tuple(
-            Processor(name=name, count=draw(st.integers(1, 8)), peak_flops=draw(rates))
+            Processor(name=name, count=draw(st.integers(1, 8)), peak_flops=draw(rates), bfloat16=draw(st.booleans()))
             for name in (("gpu", "cpu") if gpu else ("cpu",))
         ),
         measured=tuple((name, draw(MEASURED_VALUES[MEASURED[name].unit])) for name in sorted(figures)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -46,6 +47,7 @@ def test_what_a_machine_is_not_is_refused_by_name() -> None:
         with pytest.raises(ConfigError, match="is not one of"):
             find_machine(device)
     assert find_machine("twin") == TWIN
+    assert find_machine("twin:fp16") == replace(TWIN, bf16=False)
     assert find_machine("cpu") == PLAIN
     with pytest.raises(ConfigError, match="--device-memory is needed for a twin"):
         TWIN.device_memory_bytes()

@@ -55,12 +55,12 @@ def test_what_crosses_fits_and_arrives_unchanged(dtype: DType) -> None:
     ids = torch.arange(7, dtype=torch.int32).unsqueeze(1)
     routed = Routed(x=torch.randn(7, 8).to(kind), weights=torch.randn(7, 1), ids=ids)
     share.attention_output(q.shape).fill_(9)
-    share.experts_output(routed.x.shape).fill_(8)
+    share.experts_output(routed.x.shape, routed.x.dtype).fill_(8)
     landed, there = share.take(q, k, v), share.take_routed(routed)
     wanted = [q, k, v, routed.x, routed.weights, routed.ids]
     assert all(map(torch.equal, [*landed, there.x, there.weights, there.ids], wanted))
     assert share.attention_output(q.shape).eq(9).all()
-    assert share.experts_output(routed.x.shape).eq(8).all()
+    assert share.experts_output(routed.x.shape, routed.x.dtype).eq(8).all()
     q.zero_()
     assert landed[0].ne(0).any(), "what landed is a copy"
     assert share.routing.numel() + share.routed.numel() == costs.routed_bytes(MODEL, dtype, 7)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from moelight.core.dtypes import BFLOAT16, FLOAT32
 from moelight.core.errors import CheckpointError
@@ -119,6 +121,63 @@ def test_every_layout_gives_what_transformers_loads(family: str, layout: str, tm
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_other_dtypes_are_rounded_as_torch_rounds(on_disk: str, dtype: torch.dtype, tmp_path: Path) -> None:
     check_all(save_tiny(tmp_path, "mixtral", dtype=on_disk), dtype)
+
+
+def test_float16_over_bfloat16_keeps_the_bytes_of_pages_and_names_what_it_does_not_hold(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bit for bit the file's pages, read past the cache; dense tensors rounded, but one that float16 does not hold."""
+    path = save_tiny(tmp_path, "mixtral", dtype="bfloat16", num_hidden_layers=3) / "model.safetensors"
+    state = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    expert = "model.layers.1.block_sparse_moe.experts.4.w2.weight"
+    state[expert][3, 5], state["model.layers.2.self_attn.o_proj.weight"][0, 0] = -1e5, 7e4
+    save_file(state, path, metadata={"format": "pt"})
+    weight_map, model = opened(tmp_path)
+    weights = loaded(weight_map, model, torch.float16)
+    assert weights.layers[2].o.dtype == torch.bfloat16
+    assert torch.equal(weights.layers[2].o, state["model.layers.2.self_attn.o_proj.weight"])
+    assert torch.equal(weights.layers[1].o, state["model.layers.1.self_attn.o_proj.weight"].half())
+    assert torch.equal(weights.embed, state["model.embed_tokens.weight"].half())
+    with FileReader(page_files(weight_map)) as files:
+        direct = PageReader(
+            weight_map,
+            model,
+            torch.bfloat16,
+            lambda parts: files.submit([ReadPart(*each) for each in parts]),
+            mixed=True,
+        )
+        with direct as reader:
+            for number, page in enumerate([*weight_map.pages, *weight_map.pages]):
+                found = b"".join(
+                    state[info.name].view(torch.int16).numpy().tobytes() for info in weight_map.pages[page]
+                )
+                assert read_page(reader, page).numpy().tobytes() == found
+                assert reader.wide_layers == ({1} if number >= 6 + 4 else set())
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert told[0].startswith("'model.layers.2.self_attn.o_proj.weight': beyond the range of float16")
+    assert expert in told[1]
+
+
+@pytest.mark.parametrize(
+    ("largest", "beyond"),
+    [
+        (65280.0, False),
+        (65536.0, True),
+        (math.inf, True),
+        (math.nan, True),
+        (2.0**-14, False),
+        (2.0**-15, True),
+        (0.0, False),
+    ],
+)
+def test_the_range_of_float16_is_told_by_the_largest_number(largest: float, beyond: bool) -> None:
+    numbers = torch.zeros(70_001, dtype=torch.bfloat16)
+    for place, sign in ((0, 1), (40_000, -1), (70_000, 1)):
+        numbers[place] = sign * largest
+        assert load.exceeds_float16(numbers) == beyond
+        numbers[place] = 0
+    assert not load.exceeds_float16(numbers[:0])
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])

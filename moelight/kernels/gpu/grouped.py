@@ -22,9 +22,11 @@ from moelight.kernels import arguments
 from moelight.kernels.arguments import FLOATS, check_tensor
 from moelight.kernels.gpu import grouped_cuda, serving, tiles
 from moelight.kernels.gpu.pages import PageTable
+from moelight.kernels.products import SHRINK
 from moelight.kernels.reference import ACTIVATIONS, dequantized
 
 _MAP_NUMBERS = 4096
+_MIXED = (torch.float16, torch.bfloat16)  # dtypes of x and of the matrices in mixed precision
 
 
 def expert_ffn(
@@ -38,63 +40,93 @@ def expert_ffn(
     out: Tensor | None = None,
     scratch: Tensor | None = None,
     mean_rows: float | None = None,
+    wide: bool = False,
 ) -> Tensor:
     """down(act(gate(x)) * up(x)) of the expert of each row -> ``out``, or a new [R, H].
 
     x        [T, H] float32, bfloat16 or float16, contiguous within its rows; sorted by expert, unless ``tokens`` sorts
-    pages    the matrices of E experts, on the same device; in x's dtype or in integers
+    pages    the matrices of E experts, on the same device; in x's dtype, in integers, or bfloat16 beside float16 x
+             (mixed precision: rounded to float16 as they are loaded)
     offsets  int32 [E + 1]: expert e has the rows offsets[e] to offsets[e + 1], from 0 to R
     tokens   int64 [R]: row r is x[tokens[r]]; None: R is T and row r is x[r]
     activation  ``silu``, ``gelu_tanh``, or ``swiglu_oai`` (gpt-oss: gate at most ``clamp``, up within ±``clamp``,
                 gate * sigmoid(1.702 gate) * (up + 1))
-    out      [R, H] in x's dtype, contiguous; may be x where ``tokens`` is None
+    out      [R, H] in x's dtype, or float32 in mixed precision; contiguous; may be x where ``tokens`` is None
     scratch  [R, I] in x's dtype, contiguous: overwritten; None: allocated by torch
     mean_rows  expected rows of an expert that has any, by which the kernels choose their tiles; None: R / min(R, E)
+    wide     float16 does not hold the bfloat16 matrices: products in float32
 
-    Sums in float32; the activation is rounded to x's dtype. Rows of an expert without a page are zeros, because another
-    processor computes the expert. On a device ``offsets`` and ``tokens`` are not checked, because that would
-    synchronize it; they are bounded, so wrong ones make the result wrong and touch no other memory.
+    Sums in float32; the activation is rounded to x's dtype, in mixed precision after it was multiplied by
+    `products.SHRINK`, which the sums undo. Rows of an expert without a page are zeros, because another processor
+    computes the expert. On a device ``offsets`` and ``tokens`` are not checked, because that would synchronize it; they
+    are bounded, so wrong ones make the result wrong and touch no other memory.
     """
     rows = _check(x, pages, offsets, activation, clamp, tokens)
-    for name, buffer, columns in (("out", out, pages.hidden), ("scratch", scratch, pages.width)):
+    result = torch.float32 if (x.dtype, pages.stored) == _MIXED else x.dtype
+    for name, buffer, dtype, columns in (
+        ("out", out, result, pages.hidden),
+        ("scratch", scratch, x.dtype, pages.width),
+    ):
         if buffer is not None:
-            check_tensor(name, buffer, x.dtype, (rows, columns), device=x.device, gap=False)
+            check_tensor(name, buffer, dtype, (rows, columns), device=x.device, gap=False)
     if out is None:
-        out = torch.empty((rows, pages.hidden), dtype=x.dtype, device=x.device)
+        out = torch.empty((rows, pages.hidden), dtype=result, device=x.device)
     if rows == 0:
         return out
     mean_rows = rows / min(rows, pages.experts) if mean_rows is None else mean_rows
-    kernel, _ = serving.expert_kernel(x.device, x.dtype, mean_rows)
+    kernel, _ = serving.expert_kernel(x.device, torch.float32 if wide else x.dtype, mean_rows)
     if kernel == "torch":
-        return expert_ffn_in_torch(x, pages, offsets, activation=activation, clamp=clamp, tokens=tokens, out=out)
+        return expert_ffn_in_torch(
+            x, pages, offsets, activation=activation, clamp=clamp, tokens=tokens, out=out, wide=wide
+        )
     with on_device(x.device):
         active = torch.empty((rows, pages.width), dtype=x.dtype, device=x.device) if scratch is None else scratch
-        launch = _launch_cuda if kernel == "cuda" else partial(_launch, mean_rows=mean_rows)
+        launch = _launch_cuda if kernel == "cuda" else partial(_launch, mean_rows=mean_rows, wide=wide)
         launch(x, pages, offsets, activation, float(clamp), tokens, active, out)
     return out
 
 
 def expert_ffn_in_torch(
-    x: Tensor, pages: PageTable, offsets: Tensor, *, activation: str, clamp: float, tokens: Tensor | None, out: Tensor
+    x: Tensor,
+    pages: PageTable,
+    offsets: Tensor,
+    *,
+    activation: str,
+    clamp: float,
+    tokens: Tensor | None,
+    out: Tensor,
+    wide: bool = False,
 ) -> Tensor:
     """`expert_ffn` into ``out`` [R, H], one expert after another; reads ``offsets`` and the index of ``pages``, which
     synchronizes the device."""
     result = torch.zeros_like(out)
-    source = x if tokens is None else x[tokens]
+    source, factor = x if tokens is None else x[tokens], shrink(x.dtype, pages)
+    kind = torch.float32 if wide else x.dtype
     for page, (first, last) in zip(pages.index.tolist(), pairwise(offsets.tolist()), strict=True):
         if first < last and 0 <= page < pages.pages and pages.parts["gate_up"][page] is not None:
-            gate, up = _linear(source[first:last], pages, "gate_up", page).float().chunk(2, dim=-1)
-            result[first:last] = _linear(ACTIVATIONS[activation](gate, up, clamp).to(x.dtype), pages, "down", page)
+            gate, up = _linear(source[first:last].to(kind), pages, "gate_up", page).float().chunk(2, dim=-1)
+            active = ACTIVATIONS[activation](gate, up, clamp)
+            active = active if factor == 1 else active * factor
+            result[first:last] = _linear(active.to(x.dtype).to(kind), pages, "down", page, 1 / factor)
     return out.copy_(result)
 
 
-def _linear(x: Tensor, pages: PageTable, part: str, page: int) -> Tensor:
+def shrink(dtype: torch.dtype, pages: PageTable) -> float:
+    """The power of two by which activations of ``dtype`` are multiplied before they are rounded."""
+    return SHRINK if (dtype, pages.stored) == _MIXED else 1.0
+
+
+def _linear(x: Tensor, pages: PageTable, part: str, page: int, factor: float = 1.0) -> Tensor:
+    """x times the matrix times ``factor``, plus the bias."""
     weight, scale, bias = (
         pages.parts[name][page] if pages.parts[name] else None for name in (part, f"{part}_scale", f"{part}_bias")
     )
     assert weight is not None
-    dense = weight if scale is None else dequantized(weight, scale, pages.group or None).to(x.dtype)
-    return functional.linear(x, dense, None if bias is None else bias.to(x.dtype))
+    dense = (weight if scale is None else dequantized(weight, scale, pages.group or None)).to(x.dtype)
+    if factor == 1:
+        return functional.linear(x, dense, None if bias is None else bias.to(x.dtype))
+    total = functional.linear(x, dense).float().mul_(factor)
+    return total if bias is None else total + bias.float()
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
@@ -109,7 +141,8 @@ def _check(
     if not isinstance(pages, PageTable):
         raise ValueError(f"pages: must be a PageTable, is {type(pages).__name__}")
     device = pages.table.device
-    rows, _ = check_tensor("x", x, FLOATS if pages.scaled else pages.stored, (None, pages.hidden), device=device)
+    dtypes = FLOATS if pages.scaled else _MIXED if pages.stored == _MIXED[1] else pages.stored
+    rows, _ = check_tensor("x", x, dtypes, (None, pages.hidden), device=device)
     if tokens is not None:
         check_tensor("tokens", tokens, torch.int64, (None,), device=device)
         arguments.check_indices("tokens", tokens, rows)
@@ -137,16 +170,21 @@ def _launch(
     out: Tensor,
     *,
     mean_rows: float,
+    wide: bool,
 ) -> None:
     from moelight.kernels.gpu import grouped_triton
 
     rows = out.shape[0]
     card = tiles.UNITS_SINCE if x.device.type == "cpu" else serving.capability(x.device.index)
-    choose = partial(tiles.choose, card, itemsize=x.element_size(), mean_rows=mean_rows, group=pages.group)
-    wide, narrow = choose(matrices=2), choose(matrices=1)
-    slots = _slots(offsets, pages, rows, narrow.rows)
-    for part, source, into, index, tile in (("gate_up", x, active, tokens, wide), ("down", active, out, None, narrow)):
-        given, constants = arguments_of(pages, part, source, into, slots, index, tile, activation, clamp)
+    itemsize = torch.float32.itemsize if wide else x.element_size()
+    choose = partial(tiles.choose, card, itemsize=itemsize, mean_rows=mean_rows, group=pages.group)
+    double, single = choose(matrices=2), choose(matrices=1)
+    slots = _slots(offsets, pages, rows, single.rows)
+    for part, source, into, index, tile in (
+        ("gate_up", x, active, tokens, double),
+        ("down", active, out, None, single),
+    ):
+        given, constants = arguments_of(pages, part, source, into, slots, index, tile, activation, clamp, wide=wide)
         blocks = -(-into.shape[1] // tile.columns)
         grid = (len(slots) * blocks,)
         grouped_triton.grouped[grid](*given, **constants, num_warps=tile.warps, num_stages=tile.stages)
@@ -162,10 +200,13 @@ def _launch_cuda(
     active: Tensor,
     out: Tensor,
 ) -> None:
-    height = grouped_cuda.rows_of_slot(pages.group)
+    height, factor = grouped_cuda.rows_of_slot(pages.group), shrink(x.dtype, pages)
     slots = _slots(offsets, pages, out.shape[0], height)
-    for part, source, into, index in (("gate_up", x, active, tokens), ("down", active, out, None)):
-        call = grouped_cuda.call_of(pages, part, source, into, slots, offsets, index, height, activation, clamp)
+    for part, source, into, index, by in (
+        ("gate_up", x, active, tokens, factor),
+        ("down", active, out, None, 1 / factor),
+    ):
+        call = grouped_cuda.call_of(pages, part, source, into, slots, offsets, index, height, activation, clamp, by)
         grouped_cuda.launch(*call)
 
 
@@ -196,10 +237,13 @@ def arguments_of(
     tile: tiles.Tile,
     activation: str,
     clamp: float,
+    *,
+    wide: bool = False,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments and constants of `grouped_triton.grouped` for the matrices ``part``."""
     depth, columns = x.shape[1], out.shape[1]
     by_hand = x.device.type == "cpu" and x.dtype == torch.bfloat16
+    factor = shrink(x.dtype, pages)
     row = (0, 2, 4) if part == "gate_up" else (1, 3, 5)
     weights, scales, biases = (pages.table[i] for i in row)
     arguments = (
@@ -231,8 +275,9 @@ def arguments_of(
         "BIASED": pages.biased,
         "GROUP": pages.group,
         "EVEN": depth % tile.depth == 0,
-        "PRODUCT": triton_dtype(torch.float32 if by_hand else x.dtype),
+        "PRODUCT": triton_dtype(torch.float32 if by_hand or wide else x.dtype),
         "PRECISION": tile.precision,
+        "FACTOR": factor if part == "gate_up" else 1 / factor,
         "BY_HAND": by_hand,
         "BM": tile.rows,
         "BN": tile.columns,

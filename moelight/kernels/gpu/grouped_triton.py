@@ -4,8 +4,9 @@
 
 A slot is a block of at most BM rows of one expert, with the expert's page: a column of the table of addresses. Integer
 weights enter the product as integers, exact in every 16-bit format, and the scales multiply the float32 sums: one scale
-a row of the matrix and group of its input. Float32 enters it as PRECISION says: whole (``ieee``), or in parts of 11
-bits, whose three larger products tensor units sum (``tf32x3``).
+a row of the matrix and group of its input. bfloat16 weights beside float16 rows are widened, which takes a shift, and
+rounded to float16 (PRODUCT), on cards without bfloat16 too. Float32 enters a product as PRECISION says: whole
+(``ieee``), or in parts of 11 bits, whose three larger products tensor units sum (``tf32x3``).
 
 Under interpretation on the CPU, bfloat16 is a bare 16-bit integer: products are then computed in float32 (PRODUCT), and
 sums are rounded by hand (BY_HAND). Numbers that change from call to call are not specialised, because every variant
@@ -160,6 +161,7 @@ def grouped(
     EVEN: tl.constexpr,
     PRODUCT: tl.constexpr,
     PRECISION: tl.constexpr,
+    FACTOR: tl.constexpr,
     BY_HAND: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -169,7 +171,8 @@ def grouped(
     """out [R, columns] = rows of x times the matrix of their expert, through the activation where GATED.
 
     weights, scales and biases are int64 addresses, one per page; 0 for an expert that is computed elsewhere, whose
-    rows are zeros. A GATED matrix has 2 * columns rows, gate before up. Programs go over BAND slots for one block of
+    rows are zeros. A GATED matrix has 2 * columns rows, gate before up; its activation, or else the product, is
+    multiplied by FACTOR. Programs go over BAND slots for one block of
     columns, then the next: rows are in the cache while a band's weights are read once.
     """
     program = tl.program_id(0)
@@ -219,10 +222,10 @@ def grouped(
                 total_up, a, weight_up, scale + columns * groups, column, step, row_elements, groups,
                 INT4, GROUP, EVEN, PRODUCT, PRECISION, BM, BK,
             )  # fmt: skip
-    total = finished(total, scale, bias, there, column, SCALED, GROUP, BIASED)
+    total = finished(total * (1.0 if GATED else FACTOR), scale, bias, there, column, SCALED, GROUP, BIASED)
     if GATED:
         total_up = finished(total_up, scale + columns * groups, bias + columns, there, column, SCALED, GROUP, BIASED)
-        total = activated(total, total_up, clamp, ACTIVATION)
+        total = activated(total, total_up, clamp, ACTIVATION) * FACTOR
     column = first + tl.arange(0, BN)
     pointers = out + rows.to(tl.int64)[:, None] * columns + column[None, :]
     result = rounded(total, out.dtype.element_ty, BY_HAND)

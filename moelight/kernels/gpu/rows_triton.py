@@ -119,22 +119,28 @@ def combine(
     tl.store(out + token * width + column, rounded(total, out.dtype.element_ty, BY_HAND), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["finite"])
 def rms_norm(
     x,
     add,
     weight,
     out,
+    finite,
     width,
     x_stride,
     add_stride,
     out_stride,
     eps,
     ADD: tl.constexpr,
+    ONCE: tl.constexpr,
+    WATCHED: tl.constexpr,
     BY_HAND: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """out = weight * x / rms(x), one row a program; where ADD, x += add first, in place. ``out`` may be x."""
+    """out = weight * x / rms(x), one row a program; where ADD, x += add first, in place. ``out`` may be x.
+
+    ONCE: the result alone is rounded. WATCHED: ``finite`` [1] becomes NaN if a result is not finite.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     inside = column < width
@@ -145,9 +151,19 @@ def rms_norm(
         tl.store(x + row * x_stride + column, total, mask=inside)
         value = total.to(tl.float32)
     value = value * tl.rsqrt(tl.sum(value * value, 0) / width + eps)
-    value = rounded(value, out.dtype.element_ty, BY_HAND).to(tl.float32)
+    if not ONCE:
+        value = rounded(value, out.dtype.element_ty, BY_HAND).to(tl.float32)
     value = value * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * out_stride + column, rounded(value, out.dtype.element_ty, BY_HAND), mask=inside)
+    result = rounded(value, out.dtype.element_ty, BY_HAND)
+    tl.store(out + row * out_stride + column, result, mask=inside)
+    if WATCHED:
+        tl.store(finite, float("nan"), mask=tl.max(beyond(result), 0) > 0)
+
+
+@triton.jit
+def beyond(value):
+    """1 where ``value`` is infinite or not a number, else 0."""
+    return tl.where(tl.abs(value.to(tl.float32)) < float("inf"), 0, 1)
 
 
 @triton.jit
@@ -163,6 +179,14 @@ def norm_weight(q_norm, k_norm, query, place, half):
     of_queries = tl.load(q_norm + place, mask=place < half, other=0.0).to(tl.float32)
     of_keys = tl.load(k_norm + place, mask=place < half, other=0.0).to(tl.float32)
     return tl.where(query, of_queries[None, :], of_keys[None, :])
+
+
+@triton.jit
+def normed(value, weight, DTYPE: tl.constexpr, ONCE: tl.constexpr, BY_HAND: tl.constexpr):
+    """value * weight, rounded to DTYPE; where not ONCE, ``value`` is rounded first."""
+    if not ONCE:
+        value = rounded(value, DTYPE, BY_HAND).to(tl.float32)
+    return rounded(value * weight, DTYPE, BY_HAND).to(tl.float32)
 
 
 @triton.jit
@@ -190,42 +214,51 @@ def finish_heads(
     eps,
     CLIP: tl.constexpr,
     NORM: tl.constexpr,
+    MIXED: tl.constexpr,
     BY_HAND: tl.constexpr,
     BH: tl.constexpr,
     PADDED: tl.constexpr,
 ):
     """Clip ``heads`` heads of a token of ``qkv``, norm and rotate the first ``rotated``, of which q_heads are queries.
 
-    In place; BH heads a program. PADDED: half the head ``size``, rounded up; the second half of cos and sin repeats
-    the first.
+    In place; BH heads at a time. PADDED: half the head ``size``, rounded up; the second half of cos and sin repeats the
+    first. MIXED: norms are rounded once, and if a query or key of the token is not finite, its values become NaN: one
+    program a token, which meets all queries and keys before the last values.
     """
     dtype: tl.constexpr = qkv.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BH + tl.arange(0, BH)
     half = size // 2
     place = tl.arange(0, PADDED)
-    inside = (head < heads)[:, None] & (place < half)[None, :]
-    first = qkv + token * stride + head[:, None] * size + place[None, :]
-    low = tl.load(first, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(first + half, mask=inside, other=0.0).to(tl.float32)
-    if CLIP:
-        low = clipped(low, clip)
-        high = clipped(high, clip)
-    plain_low = low
-    plain_high = high
-    if NORM:
-        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / size + eps)[:, None]
-        low = rounded(low * scale, dtype, BY_HAND).to(tl.float32)
-        high = rounded(high * scale, dtype, BY_HAND).to(tl.float32)
-        query = (head < q_heads)[:, None]
-        low = rounded(low * norm_weight(q_norm, k_norm, query, place, half), dtype, BY_HAND).to(tl.float32)
-        high = rounded(high * norm_weight(q_norm + half, k_norm + half, query, place, half), dtype, BY_HAND)
-        high = high.to(tl.float32)
     angle = token * rope_stride + place
     c = tl.load(cos + angle, mask=place < half, other=0.0).to(tl.float32)
     s = tl.load(sin + angle, mask=place < half, other=0.0).to(tl.float32)
-    turn = (head < rotated)[:, None]
-    new_low = tl.where(turn, turned(low, -high, c, s, dtype, BY_HAND), rounded(plain_low, dtype, BY_HAND))
-    new_high = tl.where(turn, turned(high, low, c, s, dtype, BY_HAND), rounded(plain_high, dtype, BY_HAND))
-    tl.store(first, new_low, mask=inside)
-    tl.store(first + half, new_high, mask=inside)
+    lost = 0
+    for block in range(tl.program_id(1), tl.cdiv(heads, BH), tl.num_programs(1)):
+        head = block * BH + tl.arange(0, BH)
+        inside = (head < heads)[:, None] & (place < half)[None, :]
+        first = qkv + token * stride + head[:, None] * size + place[None, :]
+        low = tl.load(first, mask=inside, other=0.0).to(tl.float32)
+        high = tl.load(first + half, mask=inside, other=0.0).to(tl.float32)
+        if CLIP:
+            low = clipped(low, clip)
+            high = clipped(high, clip)
+        plain_low = low
+        plain_high = high
+        if NORM:
+            scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / size + eps)[:, None]
+            query = (head < q_heads)[:, None]
+            low = normed(low * scale, norm_weight(q_norm, k_norm, query, place, half), dtype, MIXED, BY_HAND)
+            high = normed(
+                high * scale, norm_weight(q_norm + half, k_norm + half, query, place, half), dtype, MIXED, BY_HAND
+            )
+        turn = (head < rotated)[:, None]
+        new_low = tl.where(turn, turned(low, -high, c, s, dtype, BY_HAND), rounded(plain_low, dtype, BY_HAND))
+        new_high = tl.where(turn, turned(high, low, c, s, dtype, BY_HAND), rounded(plain_high, dtype, BY_HAND))
+        if MIXED:
+            found = tl.where(turn & inside, tl.maximum(beyond(new_low), beyond(new_high)), 0)
+            lost = tl.maximum(lost, tl.max(tl.max(found, 1), 0))
+            spoiled = (head >= rotated)[:, None] & (lost > 0)
+            new_low = tl.where(spoiled, float("nan"), new_low)
+            new_high = tl.where(spoiled, float("nan"), new_high)
+        tl.store(first, new_low, mask=inside)
+        tl.store(first + half, new_high, mask=inside)

@@ -264,7 +264,12 @@ def _profile(name: str, machine: Machine, found: _Findings, took_s: float) -> Ha
             Link(src=src, dst=dst, bandwidth_bytes_per_s=values[f"links.{src}{TO}{dst}.bandwidth"]) for src, dst in ways
         ),
         processors=tuple(
-            Processor(name=unit, count=count, peak_flops=values[f"processors.{unit}.peak"])
+            Processor(
+                name=unit,
+                count=count,
+                peak_flops=values[f"processors.{unit}.peak"],
+                bfloat16=machine.bf16 or unit == "cpu",
+            )
             for unit, count in counts.items()
         ),
         measured=tuple(

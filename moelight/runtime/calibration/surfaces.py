@@ -209,7 +209,7 @@ def moe_work(pool: Pool, shape: Shape, experts: int, tokens: int) -> tuple[Work,
         views = next(pages)
         if (address := views[0].data_ptr()) not in layers:
             weights = list(zip(views[::2], views[1::2], strict=True))
-            layers[address] = grouped_pages(weights) or weights
+            layers[address] = grouped_pages(weights, views[0].dtype) or weights
         return moe_forward(next(routings), layers[address], space)
 
     return work, 6.0 * tokens * TOP_K * hidden * width
