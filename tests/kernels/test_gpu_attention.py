@@ -51,6 +51,19 @@ def test_options(device, options):
     assert distance(case.call(attend), case.truth()) <= TOLERANCES[torch.float32]
 
 
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy, of the interpreter
+def test_a_value_that_is_no_number_reaches_its_token(device):
+    """Whose key is infinite and weighs nothing, as `norm.finish_heads` leaves them; and the later tokens of its
+    sequence that see it, but no other sequence."""
+    case = ragged(MIXED, dtype=torch.float16, device=device, window=5)
+    case.q[:, :, 0] = 1
+    sound, rows = case.call(attend), [0, 5, 14]  # decodes, within a prompt, after cached tokens
+    case.k[rows, :, 0], case.v[rows] = -torch.inf, torch.nan
+    found = case.call(attend)
+    assert found[[0, *range(5, 10), *range(14, 17)]].isnan().all()
+    assert torch.equal(found[1], sound[1]) and sound.isfinite().all()
+
+
 def test_heads_in_steps(device, monkeypatch):
     """Where no tensor units multiply, the product with the keys goes over a head in steps."""
     tile = tiles.choose_attention((7, 5), itemsize=2, head_dim=64, group=2, decodes=False)

@@ -98,6 +98,62 @@ def test_heads(device: torch.device, dtype: torch.dtype, clip: float | None, nor
                 assert torch.equal(mine, theirs)
 
 
+LOUD = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy, of the interpreter
+
+
+@LOUD
+@EVERY_DTYPE
+def test_mixed_norm(device: torch.device, dtype: torch.dtype) -> None:
+    """Weights of any dtype; rounded once; the watch stays finite until a result is not."""
+    for shape in ((3, 48), (2, 1100), (0, 8)):
+        x, add, weight = torch.randn(shape).mul(1e5), torch.randn(shape).half(), torch.randn(shape[-1]).to(dtype)
+        there, finite, total = x.clone().to(device), torch.zeros(3, device=device), (x + add).double()
+        given = weight.to(device), EPS, torch.float16
+        found = norm.rms_norm_mixed(there, *given, add=add.to(device), finite=finite[1:2])
+        assert torch.equal(there.cpu(), x + add)
+        exact = total * (total.square().mean(1, keepdim=True) + EPS).rsqrt() * weight.double()
+        assert found.dtype == torch.float16 and near(found, exact.half())
+        assert finite.isfinite().all()
+        if shape[0]:
+            there[1, 7] = torch.inf
+            norm.rms_norm_mixed(there, *given, finite=finite[1:2])
+            assert finite.isfinite().tolist() == [True, False, True]
+            rows = there[:1].mul(1e-5).half()
+            expected = norm.cpu_rms_norm(rows.cpu().float(), weight.float(), EPS).half()
+            assert norm.rms_norm_mixed(rows, *given, out=rows) is rows and near(rows, expected)
+
+
+@LOUD
+@pytest.mark.parametrize("clip", [None, 60000.0], ids=["free", "clipped"])
+@pytest.mark.parametrize("normed", [None, torch.float16, torch.bfloat16], ids=str)
+def test_mixed_heads(
+    device: torch.device, clip: float | None, normed: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A query or key that is not finite makes the values of its token NaN; and only them, in any block of heads."""
+    monkeypatch.setattr(norm, "_HEAD_NUMBERS", 16)  # two heads at a time
+    queries, keys, size = 2, 1, 16
+    for lost in (None, 0, 1, 2):
+        fused = torch.randn(3, queries + 2 * keys, size).half()
+        if lost is not None:
+            fused[1, lost, 9] = torch.nan if clip else -torch.inf
+        angle = torch.randn(3, size // 2).mul(9).repeat(1, 2)
+        cos, sin = angle.cos().half(), angle.sin().half()
+        norms = (torch.randn(size).to(normed), torch.randn(size).to(normed)) if normed else None
+        there, given = fused.clone().to(device), {"queries": queries, "keys": keys, "clip": clip, "eps": EPS}
+        placed = None if norms is None else (norms[0].to(device), norms[1].to(device))
+        norm.finish_heads(there, cos.to(device), sin.to(device), norms=placed, mixed=True, **given)
+        q, k, v = (part.contiguous() for part in fused.split((queries, keys, keys), dim=1))
+        for part, weight in zip((q, k), norms or (), strict=norms is not None):
+            part.copy_(norm.cpu_rms_norm(part.float(), weight.float(), EPS).half())
+        found = there.cpu().split((queries, keys, keys), dim=1)
+        for mine, theirs in zip(found[:2], (q, k), strict=True):
+            assert torch.allclose(
+                mine, norm.cpu_rotate(theirs, cos, sin), rtol=2e-3, atol=2e-3 * bool(norms), equal_nan=True
+            )
+        assert torch.equal(found[2][[0, 2]], v[[0, 2]])
+        assert found[2][1].isnan().all() if lost is not None else torch.equal(found[2][1], v[1])
+
+
 def test_what_is_not_a_number_stays_in_its_row(device: torch.device) -> None:
     x, weight = torch.randn(3, 64, device=device), torch.ones(64, device=device)
     x[1, 5] = torch.nan
