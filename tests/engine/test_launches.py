@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import SamplingParams
@@ -23,30 +24,56 @@ MOST = 20
 SIZES = {"batch_size": 1, "ffn_device": "gpu", "weights": Shares(device=1.0)}
 
 
-def decode(model: Path, *, tokens: int = 2, cuda_graphs: bool = True, **policy: object) -> list[list[int]]:
+def decode(
+    model: Path, *, tokens: int = 2, cuda_graphs: bool = True, device: str = "twin", **policy: object
+) -> list[list[int]]:
     """The tokens of a prompt: its pass, and passes that decode."""
-    with Engine(Policy(model=str(model), **{**SIZES, **policy}), device="twin", cuda_graphs=cuda_graphs) as engine:
+    with Engine(Policy(model=str(model), **{**SIZES, **policy}), device=device, cuda_graphs=cuda_graphs) as engine:
         found = engine.generate([[65]], SamplingParams(max_tokens=tokens, ignore_eos=True))
     return [list(each.token_ids) for each in found]
 
 
-@pytest.fixture(scope="module", params=["mixtral", "qwen3_moe"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_model(folder: Path, family: str, **changes: object) -> Path:
     if not serving.interpreting():
         pytest.skip(f"triton does not interpret here: {serving.triton_reason()}")
-    width = "intermediate_size" if request.param == "mixtral" else "moe_intermediate_size"
-    experts = "num_local_experts" if request.param == "mixtral" else "num_experts"
-    sparse = {} if request.param == "mixtral" else {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    width = "intermediate_size" if family == "mixtral" else "moe_intermediate_size"
+    experts = "num_local_experts" if family == "mixtral" else "num_experts"
+    sparse = {} if family == "mixtral" else {"decoder_sparse_step": 1, "mlp_only_layers": []}
     small = {"hidden_size": 32, width: 32, experts: 3, "num_experts_per_tok": 2, "head_dim": 16}
-    return save_tiny(tmp_path_factory.mktemp("launches"), request.param, num_hidden_layers=1, **small, **sparse)
+    return save_tiny(folder, family, num_hidden_layers=1, **small, **sparse, **changes)
+
+
+@pytest.fixture(scope="module", params=["mixtral", "qwen3_moe"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_model(tmp_path_factory.mktemp("launches"), request.param)
+
+
+@pytest.fixture(scope="module", params=["mixtral", "qwen3_moe"])
+def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bfloat16 checkpoint; mixtral's has an expert that float16 does not hold."""
+    found = small_model(tmp_path_factory.mktemp("narrow"), request.param, dtype="bfloat16")
+    if request.param == "mixtral":
+        state = load_file(found / "model.safetensors")
+        state["model.layers.0.block_sparse_moe.experts.1.w2.weight"][7] = 1e5
+        save_file(state, found / "model.safetensors", metadata={"format": "pt"})
+    return found
 
 
 @pytest.mark.parametrize("attention", ["cpu", "gpu"])
 def test_launches_of_a_layer(model: Path, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_launches(model, "twin", attention, monkeypatch)
+
+
+@pytest.mark.parametrize("attention", ["cpu", "gpu"])
+def test_mixed_precision_launches_no_more(narrow: Path, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_launches(narrow, "twin:fp16", attention, monkeypatch)
+
+
+def check_launches(model: Path, device: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention on the device counts as the ledger's append and kernel."""
-    expected = decode(model, attention_device=attention)
+    expected = decode(model, device=device, attention_device=attention)
     counted = count_launches(monkeypatch)
-    assert decode(model, attention_device=attention) == expected, "the device's path gives other tokens"
+    assert decode(model, device=device, attention_device=attention) == expected, "the device's path gives other tokens"
     tasks = counted.passes[-1]
     assert not {key: launches.waits for key, launches in tasks.items() if launches.waits}
     kinds = {kind: launches.kernels for (kind, _, _), launches in tasks.items()}
@@ -64,8 +91,17 @@ def test_launches_of_a_layer(model: Path, attention: str, monkeypatch: pytest.Mo
 def test_tokens_from_graphs_are_the_same(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay repeats addresses: an input that lies elsewhere in the next pass, and is not declared, gives others.
     Streamed pages change places between two halves of the ring; their numbers change, not the address of the index."""
+    check_graphs(model, "twin", monkeypatch)
+
+
+@pytest.mark.parametrize("narrow", ["mixtral"], indirect=True)
+def test_graphs_of_mixed_precision(narrow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_graphs(narrow, "twin:fp16", monkeypatch)
+
+
+def check_graphs(model: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedule_time, "ROUTED_ONLY_SHARE", 1.0)  # no on-demand passes
-    streamed = {"weights": Shares(device=0.5, host=0.5)}
+    streamed = {"weights": Shares(device=0.5, host=0.5), "device": device}
     expected, recorder = decode(model, tokens=7, **streamed), TwinRecorder()
     count_launches(monkeypatch)
     monkeypatch.setattr(loaded_model, "graphs_of", lambda _, rows: Graphs(recorder, rows=rows))
