@@ -12,7 +12,7 @@ INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt $(CSRC)
 # Byte code is written once, not compiled anew in each of the hundreds of processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-crash coverage sanitize shown docs check format size clean
+.PHONY: help demo test test-crash coverage sanitize gpu wheels shown docs check format size clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -58,6 +58,35 @@ sanitize: $(STAMP)  ## tests/kernels under ASan and UBSan, and the threads of th
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	  $(BIN)/python tests/with_extension.py $(SANITIZE)/_native*.so $(or $(ARGS),tests/kernels)
+
+# On a card: everything that only a device shows, most telling first; README.md of benchmarks says what. On a machine
+# without a network .wheels (or WHEELS) is a folder of wheels: then PYTHON's own packages, its torch and Triton among
+# them, serve in $(VENV), and pip takes from the folder what they lack. The time of the installation counts.
+DEVICE ?= auto
+MINUTES ?= 9
+WHEELS ?= $(if $(wildcard $(STAMP)),,$(wildcard .wheels))
+BEGAN := $(shell date +%s)
+BESIDE := $(VENV)/.beside
+OFFLINE = PIP_NO_INDEX=1 PIP_FIND_LINKS=$(abspath $(WHEELS)) $(BIN)/python -m pip install --no-compile
+PACKAGES_OF = import sys; print(*(each for each in sys.path if each.endswith("-packages")), sep="\n")
+
+gpu: $(if $(WHEELS),$(BESIDE),$(STAMP))  ## measure a card: DEVICE=twin plays one; MINUTES, PARTS='shapes least', OUT=DIR
+	$(BIN)/python benchmarks/gpu.py --began $(BEGAN) --minutes $(MINUTES) --device $(DEVICE) \
+	  $(if $(PARTS),--parts $(PARTS)) $(if $(OUT),--out $(OUT)) $(ARGS)
+
+$(BESIDE): $(INPUTS)
+	@test -x $(BIN)/python || { $(PYTHON) -m venv --without-pip $(VENV) && \
+	  $(PYTHON) -c '$(PACKAGES_OF)' > "$$(echo $(VENV)/lib/python3*/site-packages)/beside.pth"; }
+	$(call install,moelight from $(WHEELS),$(OFFLINE) $(BUILD_TOOLS) $(DEPENDENCIES) && \
+	  $(OFFLINE) --no-build-isolation --no-deps --editable .)
+
+# What a Python with torch and Triton seldom has; FOR is the version of that Python.
+FOR := 3.12
+LIBRARY_VERSIONS := _2_34 _2_31 _2_28 _2_27 _2_24 _2_17 2014 # of the C library, each of which pip takes by its name alone
+SELDOM := highspy jinja2 lark msgspec llguidance nanobind scikit-build-core pathspec
+wheels:  ## fetch into .wheels what `make gpu` needs on a machine without a network
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --constraint constraints.txt --dest .wheels \
+	  --python-version $(FOR) --implementation cp $(LIBRARY_VERSIONS:%=--platform=manylinux%_x86_64) $(SELDOM)
 
 shown: $(STAMP)  ## run what README and docs show, and write what came out into them; ARGS: some of the files
 	$(BIN)/python -m tests.docs.shown --update $(ARGS)

@@ -4,12 +4,15 @@
     python benchmarks/gpu_small_card.py --device twin --tiny      # the same code on any machine, in a minute
 
 Weights are random; their shape is mixtral-8x7b's, with as many layers as host memory holds. The checkpoint on disk is
-hollow (its experts are holes), and the engine's pages are filled from random bytes in memory. For every cap and every
-contestant one engine is planned and opened: cgopipe with refill, cgopipe with static batches, and flexgen, all on the
-same kernels. One full batch is filled and then decodes alone, which gives the link's busy share and rate beside the
-rate of a plain pinned copy of the same run; then the mtbench job runs for each number of new tokens. A job that does
-not end in --job-seconds is cut; "whole" is what filling a batch and a decode pass, as measured, make of all of it.
-Nothing starts after --minutes. The last line is JSON.
+hollow (its experts are holes), and the engine's pages are filled from random bytes in memory; with ``--real SHAPE`` it
+is whole, and pages are read from it. For every cap and every contestant one engine is planned and opened: cgopipe with
+refill, cgopipe with static batches, and flexgen, all on the same kernels. One full batch is filled and then decodes
+alone, which gives the link's busy share and rate beside the rate of a plain pinned copy of the same run; then the
+mtbench job runs for each number of new tokens. A job that does not end in --job-seconds is cut; "whole" is what filling
+a batch and a decode pass, as measured, make of all of it. Nothing starts after --minutes; what has ended is in
+--results. The last line is JSON.
+
+Without ``--hw`` the plan is for this machine, which is measured in ten seconds unless `moelight profile` did before.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import gc
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -28,15 +32,17 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
-from make_checkpoint import make_checkpoint, scaled_config
+from make_checkpoint import SHAPES, make_checkpoint, scaled_config
 from mtbench import MEAN_PROMPT, mtbench_requests, mtbench_workload
 from torch import Tensor
 
 from moelight import __version__
 from moelight.core.errors import UserError
+from moelight.core.request import Request, SamplingParams
 from moelight.core.schedule import Lane, Page
 from moelight.core.timeline import Timeline
 from moelight.core.units import GiB, format_bytes, parse_bytes
@@ -48,7 +54,9 @@ from moelight.hrm.footprint import footprint
 from moelight.observe.trace import TraceHeader, write_trace
 from moelight.optimizer.plan import Plan, policy_as_dict
 from moelight.paging.arena import page_locked
+from moelight.profiles.workload import Workload
 from moelight.runtime.machine import Machine, find_machine, limit_device_memory
+from moelight.runtime.machine_profile import accelerator_name, machine_profile
 from moelight.runtime.measure import available_bytes
 from moelight.weights.tensor_map import OpenCheckpoint, open_checkpoint
 
@@ -64,6 +72,7 @@ class Steady:
     """Passes in which a full batch decodes. ``lanes`` is the busy share of each lane; rates in bytes/s."""
 
     sequences: int
+    prompt_tokens: int
     pass_s: float
     fill_s: float
     lanes: dict[str, float]
@@ -109,11 +118,13 @@ class Card:
     def __init__(self, args: argparse.Namespace, scratch: Path) -> None:
         self.args, self.began = args, time.perf_counter()
         self.machine: Machine = find_machine(args.device)
-        self.model = args.model or _hollow_model(scratch / "model", args)
+        if args.hw == "auto" and not self.machine.twin:
+            machine_profile(args.device)  # kept from now on, for `plan_for`
+        self.model = _model(args, scratch)
         self.source: OpenCheckpoint = open_checkpoint(str(self.model))
         self.page_bytes = costs.page_bytes(self.source.profile, self.machine.native_dtype(self.source.weight_map.dtype))
         self.context_bytes = _context_bytes(self.machine)
-        self.roof = _pinned_rate(self.machine, self.page_bytes)
+        self.roof = pinned_rate(self.machine, self.page_bytes)
         dtype = torch.float16 if not self.machine.bf16 else torch.bfloat16
         size = max(4096, min(POOL_BYTES, 4 * self.page_bytes))
         RandomPages.pool = torch.empty(size // 2, dtype=dtype).normal_(std=0.02).view(torch.uint8)
@@ -136,9 +147,25 @@ class Card:
             batch_size=args.batch_size,
             micro_batch_size=args.micro_batch_size,
             schedule=schedule,
-            workload=mtbench_workload(args.requests or 5120, max(args.new)),
+            workload=self.workload(args.requests or 5120, max(args.new)),
         )
         return replace(plan, policy=replace(plan.policy, admission=admission))
+
+    def workload(self, count: int, new: int) -> Workload:
+        """MTBench's, or prompts of one length."""
+        length = self.args.prompt_len
+        if length is None:
+            return mtbench_workload(count, new)
+        return Workload(num_requests=count, prompt_len=length, max_prompt_len=length, gen_len=new)
+
+    def requests(self, count: int, new: int) -> list[Request]:
+        """The same, as the engine takes them."""
+        vocabulary, length = self.source.profile.vocab_size, self.args.prompt_len
+        if length is None:
+            return mtbench_requests(count, new, vocabulary)
+        how, draw = SamplingParams(max_tokens=new, ignore_eos=True), Random(1)
+        ids = [tuple(draw.randrange(3, vocabulary) for _ in range(length)) for _ in range(count)]
+        return [Request(index=index, token_ids=each, sampling=how) for index, each in enumerate(ids)]
 
     def measure(self, name: str, cap: int) -> dict[str, Any]:
         """Everything of one contestant under one cap."""
@@ -149,7 +176,8 @@ class Card:
         with Engine(plan, **options, prefix_caching=False) as engine:
             steady, trace = self.steady(engine)
             self.keep(f"{name}-{cap // GiB or cap}", plan, trace)
-            jobs = [self.job(engine, steady, new) for new in self.args.new if self.left_s > self.args.job_seconds]
+            news = self.args.new if self.args.rounds else ()
+            jobs = [self.job(engine, steady, new) for new in news if self.left_s > self.args.job_seconds]
             return {
                 "contestant": name,
                 "cap_bytes": cap,
@@ -157,6 +185,8 @@ class Card:
                 "admission": engine.policy.admission,
                 "host_pages": [engine.policy.host_pages, engine.host_pages_reason],
                 "load_s": engine.stats.load_s,
+                "predicted_pass_s": plan.estimate.pass_s,
+                "predicted_lanes": dict(plan.estimate.lanes),
                 "steady": asdict(steady),
                 "jobs": [asdict(job) for job in jobs],
                 **self.memory(engine, cap),
@@ -179,7 +209,7 @@ class Card:
         """A full batch is filled, and then decodes alone."""
         n, timelines, began = engine.policy.batch_size, list[Timeline](), time.perf_counter()
         ends: list[float] = []
-        requests = mtbench_requests(n, STEADY_PASSES + 6, engine.profile.vocab_size)
+        requests = self.requests(n, STEADY_PASSES + 6)
 
         def on_pass() -> None:
             ends.append(time.perf_counter())
@@ -196,6 +226,7 @@ class Card:
         pass_s = seconds / len(last)
         return Steady(
             sequences=n,
+            prompt_tokens=sum(len(request.token_ids) for request in requests),
             pass_s=pass_s,
             fill_s=max(0.0, ends[-1] - began - (STEADY_PASSES + 5) * pass_s),
             lanes={lane: share for lane, share in busy.items() if share},
@@ -214,7 +245,7 @@ class Card:
 
         began = time.perf_counter()
         try:
-            for _ in engine.run(mtbench_requests(count, new, engine.profile.vocab_size), on_pass=on_pass):
+            for _ in engine.run(self.requests(count, new), on_pass=on_pass):
                 pass
         except _EnoughError:
             cut = True
@@ -249,7 +280,8 @@ class Card:
         args = self.args
         script = Path(__file__).parent / "peers" / "gpu_accelerate.py"
         options = ["--cap", str(cap), "--new", str(args.new[0]), "--batches", *map(str, args.accelerate_batches)]
-        command = [str(args.accelerate_python), str(script), str(self.model), *options, "--prompt", str(MEAN_PROMPT)]
+        options += ["--prompt", str(args.prompt_len or MEAN_PROMPT)]
+        command = [str(args.accelerate_python), str(script), str(self.model), *options]
         alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         try:
             done = subprocess.run(
@@ -261,18 +293,27 @@ class Card:
         return {"contestant": "accelerate", "cap_bytes": cap, **said}
 
 
-def _hollow_model(out: Path, args: argparse.Namespace) -> Path:
-    """A checkpoint whose experts take no room on the disk."""
-    if args.tiny:
-        make_checkpoint(out, scaled_config("mixtral-8x7b", **TINY), hollow=True)
-        return out
+def _model(args: argparse.Namespace, scratch: Path) -> Path:
+    """The checkpoint of ``args``, made unless it is there: of mixtral-8x7b's shape and without experts, which take no
+    room on the disk, or whole."""
+    out = Path(args.model or scratch / "model")
+    if not (out / "config.json").exists():
+        sizes = TINY if args.tiny else {} if args.real else {"layers": _layers(args)}
+        config = scaled_config("mixtral-8x7b" if args.tiny or not args.real else args.real, **sizes)
+        unfinished = out.with_name(f"{out.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        make_checkpoint(unfinished, config, hollow=args.real is None, shard_size=5_000_000_000)
+        unfinished.rename(out)
+    return out
+
+
+def _layers(args: argparse.Namespace) -> int:
+    """As many of mixtral-8x7b's as host memory holds beside `ROOM_BESIDE_WEIGHTS`."""
     config = scaled_config("mixtral-8x7b")
     layer = 2 * 3 * config["hidden_size"] * config["intermediate_size"] * config["num_local_experts"]
     host = parse_bytes(args.host_memory, what="--host-memory") if args.host_memory else available_bytes()
     fits = max(2, (host - ROOM_BESIDE_WEIGHTS) // layer)
-    layers = args.layers or min(config["num_hidden_layers"], fits)
-    make_checkpoint(out, scaled_config("mixtral-8x7b", layers=layers), hollow=True, shard_size=5_000_000_000)
-    return out
+    return int(args.layers or min(config["num_hidden_layers"], fits))
 
 
 def _context_bytes(machine: Machine) -> int:
@@ -286,7 +327,7 @@ def _context_bytes(machine: Machine) -> int:
     return int(whole - free - module.memory_reserved(machine.device))
 
 
-def _pinned_rate(machine: Machine, size: int, rounds: int = 9) -> float:
+def pinned_rate(machine: Machine, size: int, rounds: int = 9) -> float:
     """bytes/s of one pinned page after another over the link; medians."""
     here = page_locked(4 * size, machine.device) if not machine.twin else torch.empty(4 * size, dtype=torch.uint8)
     here.zero_()
@@ -337,14 +378,16 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--caps", nargs="+", help="device memory, one run for each; 16GiB 24GiB if not given")
     parser.add_argument("--host-memory", help="of the plan; 90 %% of what is free if not given")
-    parser.add_argument("--model", type=Path, help="a checkpoint, hollow or not, instead of one made for the run")
+    parser.add_argument("--model", type=Path, help="a checkpoint, hollow or not; made there if it is absent")
+    parser.add_argument("--real", choices=SHAPES, help="a whole checkpoint of this shape, whose pages are read from it")
+    parser.add_argument("--prompt-len", type=int, help="tokens of every prompt, instead of MTBench's")
     parser.add_argument("--layers", type=int, help="instead of as many as host memory holds")
     parser.add_argument("--batch-size", type=int, help="instead of the plan's")
     parser.add_argument("--micro-batch-size", type=int, help="instead of the plan's")
     parser.add_argument("--contestants", nargs="+", default=list(CONTESTANTS), choices=list(CONTESTANTS))
     parser.add_argument("--new", nargs="+", type=int, help="new tokens, one job for each; 32 64 128 256 if not given")
     parser.add_argument("--requests", type=int, help="in a job, instead of --rounds full batches")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2, help="full batches in a job; 0: no jobs")
     parser.add_argument("--job-seconds", type=float, default=60.0)
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--accelerate-python", type=Path, help="an environment with accelerate and transformers")
@@ -352,7 +395,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, metavar="DIR", help="keep results and traces here")
     parser.add_argument("--tiny", action="store_true", help="a small model and short jobs: shows that everything runs")
     args = parser.parse_args()
-    args.caps = args.caps or (["2MiB"] if args.tiny else ["16GiB", "24GiB"])
+    args.caps = args.caps or (["123MiB"] if args.tiny else ["16GiB", "24GiB"])
     args.new = args.new or ([3, 5] if args.tiny else [32, 64, 128, 256])
     if args.tiny:
         args.host_memory, args.requests, args.job_seconds = args.host_memory or "512MiB", 12, 120.0
@@ -365,8 +408,9 @@ def main() -> int:
     args, rows = _arguments(), list[dict[str, Any]]()
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        stack.callback(setattr, loaded_model, "PageReader", loaded_model.PageReader)
-        loaded_model.PageReader = RandomPages  # type: ignore[misc]
+        if args.real is None:
+            stack.callback(setattr, loaded_model, "PageReader", loaded_model.PageReader)
+            loaded_model.PageReader = RandomPages  # type: ignore[misc]
         try:
             card = Card(args, scratch)
             for cap in (parse_bytes(text, what="--caps") for text in args.caps):
@@ -374,28 +418,38 @@ def main() -> int:
                     if card.left_s > 0:
                         rows.append(card.measure(name, cap))
                         print("\n".join(_told(rows[-1:])), flush=True)
+                        _keep(card, rows)
                 if args.accelerate_python is not None and card.left_s > 0:
                     rows.append(card.accelerate(cap))
+                    _keep(card, rows)
         except UserError as error:
             print(f"gpu_small_card: {error}", file=sys.stderr)
             return 2
-        report = {
-            "benchmark": "gpu_small_card",
-            "device": "twin" if card.machine.twin else torch.cuda.get_device_name(card.machine.device),
-            "layers": card.source.profile.num_layers,
-            "page_bytes": card.page_bytes,
-            "pinned_h2d_bytes_per_s": card.roof,
-            "wall_s": time.perf_counter() - card.began,
-            "rows": rows,
-        }
+        report = _keep(card, rows)
     print(f"\n{report['device']}, {report['layers']} layers, pinned copies at {card.roof / 1e9:.1f} GB/s")
     print("\n".join(_told(rows)))
-    text = json.dumps(report)
+    print(json.dumps(report))
+    return 0
+
+
+def _keep(card: Card, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The report so far; written, if results are kept."""
+    args = card.args
+    report = {
+        "benchmark": "gpu_small_card",
+        "device": "twin" if card.machine.twin else accelerator_name(str(card.machine.device)) or "cpu",
+        "files": args.real or "hollow",
+        "prompt_len": args.prompt_len,
+        "layers": card.source.profile.num_layers,
+        "page_bytes": card.page_bytes,
+        "pinned_h2d_bytes_per_s": card.roof,
+        "wall_s": time.perf_counter() - card.began,
+        "rows": list(rows),
+    }
     if args.results is not None:
         args.results.mkdir(parents=True, exist_ok=True)
-        (args.results / "gpu_small_card.json").write_text(text + "\n", encoding="utf-8")
-    print(text)
-    return 0
+        (args.results / "gpu_small_card.json").write_text(json.dumps(report) + "\n", encoding="utf-8")
+    return report
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ RUNS = {
     "generate openai": "generate batch.jsonl -o batch.rows.jsonl --error-file errors.jsonl",
     "generate experts": "generate prompts.jsonl -o small.jsonl --host-memory 90MiB --batch-size 2 "
     "--routing-trace routing.jsonl --expert-stats experts.json --save-expert-profile profile.json",
-    "generate twin": "generate prompts.jsonl -o twin.jsonl --device twin --device-memory 100MiB "
+    "generate twin": "generate prompts.jsonl -o twin.jsonl --device twin --device-memory 250MiB "
     "--stats twin_stats.json",
     "optimize": "optimize --hw t4 --model mixtral --json -o policy.yaml --no-cache",
     "optimize cpu": "optimize --hw laptop-nvme --model qwen3-30b-a3b --json --no-cache",

@@ -247,6 +247,26 @@ PAPER_RAGGED = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Card:
+    """A card of a published run and its link, by their data sheets, in bytes per second; both are PCIe."""
+
+    name: str
+    link: float
+    memory: float
+
+
+# The cards of S1 and S2 are the hardware profiles t4 and l4. MoE-Gen: one A5000 (24 GB, PCIe 4.0 x16), 512 GB of host
+# memory (arXiv 2503.09716).
+CARDS = {
+    "S1": Card(name="T4", link=15.75e9, memory=320e9),
+    "S2": Card(name="L4", link=31.5e9, memory=300e9),
+    "A5000": Card(name="A5000", link=31.5e9, memory=768e9),
+}
+# MoE-Gen on the A5000, Mixtral 8x7B, prompts of 512 tokens and 256 new ones: prompt and new tokens per second.
+MOE_GEN = {"prefill": 2790.0, "decode": 469.0}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """One published figure and its prediction, tokens per second."""
 

@@ -38,7 +38,8 @@ TENSOR_LIBRARIES = {"torch", "transformers", "accelerate", "triton", "torchvisio
 # Modules without code, and the package's interface, which imports nothing by itself.
 NO_PACKAGE = {"__init__.py", "__main__.py"}
 MOST_LINES = 60  # of a function with its signature and docstring
-ONE_PROGRAM = {"kernels/gpu/grouped_triton.py: grouped"}  # a Triton kernel, which calls no functions of this size
+# Triton kernels, which call no functions of this size
+ONE_PROGRAM = {"kernels/gpu/grouped_triton.py: grouped", "kernels/gpu/attention_triton.py: attend"}
 # Modules that only one module of their own package imports, and why they are files of their own.
 SINGLE_IMPORTER = {
     "batch.columns": "a row format of the registry",
@@ -53,6 +54,7 @@ SINGLE_IMPORTER = {
     "engine.sandbox": "the security boundary of chat templates",
     "experts.adapt": "rules of the language, independent of caches",
     "integrations.paged_modules": "modules that transformers calls",
+    "kernels.gpu.attention_triton": "imported only where Triton is installed",
     "lang.rules": "rules over values, independent of texts",
     "optimizer.milp": "the only module that depends on HiGHS",
     "optimizer.published": "the published planner, imported only on request",
@@ -60,6 +62,7 @@ SINGLE_IMPORTER = {
     "profiles.families.family": "the one reader of all families, which are data",
     "runtime.calibration.disk": "one kind of measurement",
     "runtime.calibration.surfaces": "one kind of measurement",
+    "runtime.twin": "the emulated device, which a run on a card does without",
     "scheduler.schedules": "the builders of the registry",
     "serve.app": "routes, independent of the server",
     "serve.child_process": "the program of a process of its own",

@@ -21,7 +21,7 @@ from moelight.cli.tables import open_console, print_json
 from moelight.core.errors import InputError
 from moelight.core.units import format_bytes
 from moelight.kernels import native
-from moelight.kernels.native import serving
+from moelight.kernels.native import Serving, serving
 from moelight.runtime import measure
 from moelight.runtime.topology import (
     LINK_BYTES_PER_S,
@@ -68,7 +68,7 @@ def facts(model: Path | None = None) -> dict[str, Any]:
         **machine_facts(torch["threads"], plugs, model),
         "torch": torch,
         "extension": {"available": native.available(), "reason": native.reason()},
-        "kernels": [asdict(row) for row in serving()],
+        "kernels": [asdict(row) for row in [*serving(), *_on_devices(torch["devices"])]],
     }
 
 
@@ -135,6 +135,16 @@ def _torch() -> dict[str, Any]:
         device = {"id": f"{kind}:{index}", "name": properties.name, "total_bytes": properties.total_memory}
         found["devices"].append({**device, "plug": None if plug is None else asdict(plug)})
     return found
+
+
+def _on_devices(devices: list[dict[str, Any]]) -> Iterator[Serving]:
+    if devices:
+        import torch
+
+        from moelight.kernels.gpu.serving import serving_on
+
+        for device in devices:
+            yield from serving_on(torch.device(device["id"]))
 
 
 _PROBE_BYTES = 1 << 20

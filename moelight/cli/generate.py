@@ -78,10 +78,15 @@ class JobArguments:
     )
     policy: Path | None = option("Run this policy, as optimize -o writes it.", metavar="FILE.yaml")
     hw: str = option("The machine to plan for; auto is this one.", metavar="NAME|FILE|auto", default="auto")
-    device: str = option("auto, cpu, cuda, xpu, or twin (a GPU emulated by the CPU).", default="auto")
+    device: str = option(
+        "auto, cpu, cuda, xpu, a card as in cuda:1, or twin (a GPU emulated by the CPU).", default="auto"
+    )
     adapt: bool | None = option(
         "Change N, micro-batches, look-ahead and riding prompts between passes where that turns out to be faster; "
         "default unless a policy is given."
+    )
+    cuda_graphs: bool = option(
+        "Launch small passes that repeat from CUDA graphs.", "--cuda-graphs/--no-cuda-graphs", default=True
     )
     show: bool | None = option("Prompts beside completions; default on a terminal.")
     status: Path | None = option("Keep the job's state here, as OpenAI's batch object.", metavar="FILE.json")

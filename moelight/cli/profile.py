@@ -40,7 +40,7 @@ def profile(
     output: Path | None = option(
         "The profile; kept for --hw auto if not given.", "--output", "-o", metavar="FILE.yaml"
     ),
-    device: str = option("auto, cpu, cuda or xpu.", default="auto"),
+    device: str = option("auto, cpu, cuda, xpu, or a card as in cuda:1.", default="auto"),
     quick: bool = option("In about ten seconds, with fewer points.", default=False),
     disk_dir: Path | None = option(
         "On the disk that models come from; the current directory if not given.", metavar="DIR"

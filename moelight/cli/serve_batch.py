@@ -43,7 +43,7 @@ class ServerArguments:
     device_memory: str | None = option("The most GPU memory of a job.", metavar="SIZE")
     policy: Path | None = option("Run this policy, as optimize -o writes it.", metavar="FILE.yaml")
     hw: str | None = option("The machine to plan for.", metavar="NAME|FILE|auto")
-    device: str | None = option("auto, cpu, cuda, xpu, or twin.")
+    device: str | None = option("auto, cpu, cuda, xpu, a card as in cuda:1, or twin.")
     expert_policy: str | None = option(
         "Which experts are resident in on-demand passes.", metavar="FILE.moe|static|default"
     )

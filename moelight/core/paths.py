@@ -17,13 +17,13 @@ def cache_directory(*parts: str) -> Path:
     return base.joinpath(*parts)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` atomically; create missing parent directories. Raises OSError."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write ``content`` to ``path`` atomically; create missing parent directories. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}")
     try:
-        with part.open("x", encoding="utf-8") as file:
-            file.write(text)
+        with part.open("xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         part.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
+import torch
+
+from moelight.core.dtypes import DType
 from moelight.core.errors import ConfigError, InputError, MoelightError, did_you_mean
 from moelight.core.policy import Adaptation, Policy
 from moelight.core.request import Completion, Request, SamplingParams
@@ -21,18 +26,26 @@ from moelight.engine.experts import choices_for
 from moelight.engine.loaded_model import weight_dtype
 from moelight.engine.output_processor import OutputProcessor, check_tokens, most_tokens
 from moelight.engine.pass_runner import PackedPass, PassRunner
-from moelight.engine.planning import choose_residents, plan_for, resolve, resolve_host_pages, speeds_for
+from moelight.engine.planning import choose_residents, plan_for, resolve, resolve_host_pages, speeds_for, stage_pages
 from moelight.engine.tokenizer import Tokenizer
 from moelight.experts.options import ExpertOptions
 from moelight.experts.profile import save_profile
 from moelight.observe.stats import Binding, LaneTotals, RunStats
 from moelight.optimizer.plan import Plan
+from moelight.paging.arena import PinningError
 from moelight.profiles.workload import Workload
 from moelight.runtime.executor import Idle
-from moelight.runtime.machine import device_peak, find_machine, limit_device_memory, watch_device_memory
+from moelight.runtime.machine import (
+    device_peak,
+    find_machine,
+    limit_device_memory,
+    out_of_device_memory,
+    watch_device_memory,
+)
 from moelight.runtime.measure import peak_rss_bytes
 from moelight.weights.tensor_map import OpenCheckpoint, open_checkpoint
 
+_log = logging.getLogger(__name__)
 Prompt: TypeAlias = str | Mapping[str, Any] | Sequence[int]
 _FORMS = ("prompt", "messages", "prompt_token_ids")
 
@@ -113,6 +126,7 @@ class Engine:
         adapt: bool | None = None,
         experts: ExpertOptions | None = None,
         prefix_caching: bool = True,
+        cuda_graphs: bool = True,
     ) -> None:
         """Load the model of ``policy`` under that policy.
 
@@ -125,6 +139,7 @@ class Engine:
                 fixed; None: True for a plan, False for a policy. Values that the user fixed in the plan are kept.
             experts: residency of experts in on-demand passes, and what is recorded of it; None: the default policy.
             prefix_caching: compute common prefixes of prompts once, in whole blocks.
+            cuda_graphs: launch small passes that repeat, on CUDA, from recorded graphs (`runtime.graphs`).
 
         Raises:
             ConfigError: the policy is invalid or does not suit the machine.
@@ -136,7 +151,7 @@ class Engine:
         given = policy.policy if isinstance(policy, Plan) else policy
         machine = find_machine("cpu" if device == "auto" and not given.discrete else device)
         source = source or open_checkpoint(given.model)
-        self.profile, self._device, self._overlaps = source.profile, machine.device, machine.discrete
+        self.profile, self._machine, self._overlaps = source.profile, machine, machine.discrete
         resolved = resolve(given, self.profile, discrete=machine.discrete)
         options, dtype = experts or ExpertOptions(), weight_dtype(resolved, source, machine)
         resolved, self.residents_reason = choose_residents(resolved, self.plan, options, self.profile, dtype)
@@ -147,11 +162,9 @@ class Engine:
         self._constraints = Constraints(self.tokenizer, self.profile.vocab_size)
         self._device_limit = self.plan.use_of("device").capacity_bytes if self.plan and machine.discrete else 0
         self._guard_device_memory()
-        self._passes: PassRunner | None = PassRunner(source, self.policy, machine, lanes, self._experts)
-        window, pool = self.profile.attention.window, self._passes.pool
-        self._batcher = Batcher(
-            self.policy, pool, discrete=machine.discrete, window=window, prefix_caching=prefix_caching
-        )
+        self._passes: PassRunner | None = self._load(source, lanes, dtype, cuda_graphs)
+        window, pool, discrete = self.profile.attention.window, self._passes.pool, machine.discrete
+        self._batcher = Batcher(self.policy, pool, discrete=discrete, window=window, prefix_caching=prefix_caching)
         self._adapting: PassAdaptation | None = None
         # Under static admission, one pass does not predict the next.
         if (self.plan is not None if adapt is None else adapt) and self.policy.admission == "refill":
@@ -160,9 +173,21 @@ class Engine:
         self._totals = LaneTotals(self._passes.model.lanes)
         self._load_s = time.perf_counter() - began
         self._wall_s = self._python_s = self._collected_s = 0.0
-        self._num_passes = self.progress_tokens = 0
+        self._num_passes = self._device_waits = self.progress_tokens = 0
         self._serving = False
         self.timeline: Timeline | None = None
+
+    def _load(self, source: OpenCheckpoint, lanes: str, dtype: DType, cuda_graphs: bool) -> PassRunner:
+        """The loaded model; expert pages are staged if the system refuses to lock their memory."""
+        try:
+            return PassRunner(source, self.policy, self._machine, lanes, self._experts, cuda_graphs)
+        except PinningError as error:
+            refused = error.with_traceback(None)  # whose frames hold the regions that were not refused
+        except torch.OutOfMemoryError:
+            raise out_of_device_memory(self._machine, self._device_limit) from None
+        self.policy, self.host_pages_reason = stage_pages(self.policy, self.plan, self.profile, dtype, refused)
+        _log.warning("%s", self.host_pages_reason)
+        return self._load(source, lanes, dtype, cuda_graphs)
 
     @classmethod
     def from_pretrained(
@@ -181,17 +206,17 @@ class Engine:
         adapt: bool | None = None,
         experts: ExpertOptions | None = None,
         prefix_caching: bool = True,
+        cuda_graphs: bool = True,
     ) -> Engine:
         """Plan the fastest policy for ``workload`` within the memory limits, then load the model under it; the plan is
-        in ``plan``. ``lanes``, ``adapt`` and ``prefix_caching`` are as for `Engine`.
+        in ``plan``. ``lanes``, ``adapt``, ``prefix_caching`` and ``cuda_graphs`` are as for `Engine`.
 
         Args:
             model: a directory, ``demo``, or a model id on the hub.
-            hw: a hardware profile's name or file; ``auto``: this machine as `moelight profile` measured it, or a
-                typical one of its kind.
+            hw: a hardware profile's name or file; ``auto``: this machine as measured, or a typical one of its kind.
             device: as for `Engine`, but ``auto`` is an accelerator if there is one, else ``cpu``.
-            host_memory: limit in bytes, or a size such as ``"16GiB"``; None: 90 % of the free host memory.
-            device_memory: limit in bytes, or a size such as ``"16GiB"``; None: 90 % of the free device memory.
+            host_memory: limit in bytes, or a size such as ``"16GiB"``; None: 90 % of what is free.
+            device_memory: likewise, of the device.
             batch_size: sequences in progress at a time (N); None: the planner's choice.
             micro_batch_size: sequences per micro-batch (μ); None: the planner's choice.
             schedule: name of a schedule; None: the planner's choice.
@@ -217,9 +242,8 @@ class Engine:
             workload=workload or Workload(),
             experts=None if experts is None else experts.policy,
         )
-        return cls(
-            plan, device=device, lanes=lanes, source=source, adapt=adapt, experts=experts, prefix_caching=prefix_caching
-        )
+        load = partial(cls, device=device, lanes=lanes, source=source, adapt=adapt, experts=experts)
+        return load(plan, prefix_caching=prefix_caching, cuda_graphs=cuda_graphs)
 
     def generate(
         self,
@@ -322,6 +346,9 @@ class Engine:
             self._python_s = idle_before + idle.until(began_s + self._wall_s - wall_before)
         except GeneratorExit:  # every launched pass has completed
             raise
+        except torch.OutOfMemoryError:
+            self._batcher.clear(failed=True)
+            raise out_of_device_memory(self._machine, self._device_limit) from None
         except BaseException:
             self._batcher.clear(failed=True)
             raise
@@ -371,6 +398,7 @@ class Engine:
         """Wait for a pass; return the new tokens of each micro-batch."""
         self.timeline, tokens = self._loaded.land(launched)
         self._num_passes += 1
+        self._device_waits = self._loaded.model.executor.device_waits
         self._totals.add(self.timeline)
         return tokens
 
@@ -386,9 +414,9 @@ class Engine:
         return finished, len(self._batcher.running) != running
 
     def _guard_device_memory(self) -> None:
-        watch_device_memory(self._device)
+        watch_device_memory(self._machine.device)
         if self._device_limit:
-            limit_device_memory(self._device, self._device_limit)
+            limit_device_memory(self._machine.device, self._device_limit)
 
     def _pack_next(self) -> PackedPass | None:
         return self._loaded.pack(self._batcher.next_pass()) if self._batcher.busy else None
@@ -412,9 +440,13 @@ class Engine:
             peak_rss_bytes=peak_rss_bytes(),
             lanes=self._totals.stats(),
             python_s=self._python_s,
-            counts={"prefix_cache_queries": admitted.prompt_tokens, "prefix_cache_hits": admitted.cached_tokens},
+            counts={
+                "prefix_cache_queries": admitted.prompt_tokens,
+                "prefix_cache_hits": admitted.cached_tokens,
+                "device_waits": self._device_waits,
+            },
             adaptations=self.adaptations,
-            device_peak_bytes=device_peak(self._device).reserved,
+            device_peak_bytes=device_peak(self._machine).reserved,
         )
 
     @property
@@ -471,7 +503,7 @@ class Engine:
             self._passes.close()
             self._passes = None
             if self._device_limit:
-                limit_device_memory(self._device, None)
+                limit_device_memory(self._machine.device, None)
         self.end_routing_trace()
 
     def __enter__(self) -> Engine:

@@ -19,16 +19,38 @@ from moelight.hrm import costs
 from moelight.hrm.estimate import cost_model_of
 from moelight.hrm.machine_model import Speeds
 from moelight.hrm.placement import place
-from moelight.models.decoder import Watch
 from moelight.models.moe import Routed
 from moelight.paging.residency import ModelFacts, ResidencyManager
 from moelight.profiles.model import ModelProfile
+from moelight.runtime.host_copy import HostCopy
+
+Record = Callable[[int, np.ndarray, np.ndarray], None]  # called with a layer, its expert ids and weights [T, k]
+
+
+class RoutingWatch:
+    """Passes the routing decisions of one pass to ``record``, on a device (``later``) once the pass has ended: tasks of
+    a device wait for nothing that they compute."""
+
+    def __init__(self, record: Record, *, later: bool) -> None:
+        self._record, self._later = record, later
+        self._coming: list[tuple[int, HostCopy]] = []
+
+    def __call__(self, layer: int, routed: Routed) -> None:
+        self._coming.append((layer, HostCopy(routed.ids, routed.weights)))
+        if not self._later:
+            self.finish()
+
+    def finish(self) -> None:
+        """Record the decisions that were not recorded yet, in their order."""
+        coming, self._coming = self._coming, []
+        for layer, routing in coming:
+            self._record(layer, *routing.wait())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertRuntime:
     """Expert residency in one engine, and the observers of routing decisions; ``notes``: whole passes record their
-    routing too.
+    routing too; ``discrete``: routers run on a device.
 
     Attributes:
         miss_s: seconds of an expert on the CPU for each of these numbers of tokens; None without a CPU beside a GPU.
@@ -41,6 +63,7 @@ class ExpertRuntime:
     fetch_s: float
     cross_s: float
     notes: bool
+    discrete: bool
     computed: frozenset[Page]
     trace: RoutingTrace | None
     plain: bool
@@ -57,20 +80,20 @@ class ExpertRuntime:
         )
         return ids[placed.computed]
 
-    def watch(self, *, small: bool) -> Watch | None:
+    def watch(self, *, small: bool) -> RoutingWatch | None:
         """The callback for every routing decision of a (``small``: on-demand) pass; None if nothing observes them."""
         notes, trace = self.notes and not small, self.trace  # an on-demand pass records its own routing
         if not notes and trace is None:
             return None
 
-        def observe(layer: int, routed: Routed) -> None:
-            ids, weights = routed.ids.cpu().numpy(), routed.weights.cpu().numpy()
+        def record(layer: int, ids: np.ndarray, weights: np.ndarray) -> None:
             if notes:
-                self.residency.note(layer, ids, weights)
+                with self.residency.turn:
+                    self.residency.note(layer, ids, weights)
             if trace is not None:
                 trace.write(layer, ids, weights)
 
-        return observe
+        return RoutingWatch(record, later=self.discrete)
 
 
 def resident_share(experts: ExpertPolicy, model: ModelProfile, dtype: DType) -> float:
@@ -83,7 +106,7 @@ def choices_for(
     options: ExpertOptions, policy: Policy, model: ModelProfile, dtype: DType, speeds: Speeds
 ) -> ExpertRuntime | None:
     """The residency of experts under the resolved ``policy``; None if all experts are resident and no option observes
-    them. On a device, routing of whole passes is recorded only on request: the host would have to wait for it."""
+    them. On a device, routing of whole passes is recorded only on request: it would cross the link in every layer."""
     placement = place(model, policy)
     if not placement.streamed and not options.watches:
         return None
@@ -114,6 +137,7 @@ def choices_for(
         fetch_s=cost_model.page_bytes() / speeds.h2d if policy.discrete else 0.0,
         cross_s=2 * speeds.transfer_s,
         notes=options.record or (placement.learned and not policy.discrete),
+        discrete=policy.discrete,
         computed=frozenset(placement.computed),
         plain=options.plain,
         trace=None if options.trace is None else RoutingTrace(options.trace),

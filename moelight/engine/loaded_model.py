@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from moelight.hrm.footprint import (
     pass_tokens,
 )
 from moelight.hrm.placement import place, slot_table
+from moelight.kernels.gpu.attention import prompt_form
 from moelight.kernels.products import Workspace
 from moelight.kernels.reads import FileReader, ReadPart
 from moelight.models.decoder import Decoder
@@ -34,10 +36,13 @@ from moelight.paging.ring import RingPager
 from moelight.paging.store import PageStore
 from moelight.runtime.attention_ops import Act, DeviceAttention, HostAttention
 from moelight.runtime.executor import Executor
+from moelight.runtime.graphs import graphs_of
+from moelight.runtime.lanes import LaneRunner, Ticket
 from moelight.runtime.machine import Machine, allocate_for, cores_for, open_lanes
 from moelight.runtime.microbatch import SavedActivations, StagingBuffers
 from moelight.runtime.moe_ops import MoEOps
 from moelight.runtime.ops import Operations
+from moelight.runtime.warm_up import warm_up
 from moelight.scheduler.layout import layout_of
 from moelight.weights.load import PageReader, load_dense, page_files, page_views
 from moelight.weights.tensor_map import OpenCheckpoint
@@ -51,14 +56,24 @@ class LoadedModel:
         dtype: of weights and activations.
         placement: of the expert pages as loaded; ``layout`` likewise.
         pager: transfers ``pages`` in on-demand passes; None if no page is transferred.
+        prompt_form: of prompts that attend on the device.
         hidden: [T, H], the hidden states of a pass; ``crossing``: their staging buffers, if a link is crossed.
         kept: saved activations, where experts run once per pass.
+        graphs: of the device lane, on CUDA where they are wanted.
     """
 
     def __init__(
-        self, source: OpenCheckpoint, policy: Policy, machine: Machine, lanes: str, experts: ExpertRuntime | None
+        self,
+        source: OpenCheckpoint,
+        policy: Policy,
+        machine: Machine,
+        lanes: str,
+        experts: ExpertRuntime | None,
+        *,
+        cuda_graphs: bool,
     ) -> None:
-        """``experts``: decides which experts are resident; None: the policy's placement does."""
+        """``experts``: decides which experts are resident; None: the policy's placement does. ``cuda_graphs``: see
+        `graphs`."""
         self.profile = source.profile
         self.dtype = weight_dtype(policy, source, machine)
         self.placement = place(self.profile, policy)
@@ -69,10 +84,11 @@ class LoadedModel:
             self._reader = opened.enter_context(_page_reader(source, dtype, opened))
             runners = open_lanes(machine, lanes, cores_for(machine, policy))
             self.lanes: tuple[Lane, ...] = tuple(runners)
-            self.executor = Executor(runners)
+            self.executor = Executor(runners, machine.habits.timed if machine.habits.takes_time else None)
             opened.callback(self.executor.close)
             announced = footprint(self.profile, policy, dtype=self.dtype, kv_dtype=self.dtype)
-            arenas = allocate_for(machine, announced, pinned_pages=self.layout.pinned_pages)
+            slot_bytes = costs.page_slot_bytes(self.profile, self.dtype)
+            arenas = allocate_for(machine, announced, pinned_pages=self.layout.pinned_pages, slot_bytes=slot_bytes)
             tokens, hidden = pass_tokens(policy), self.profile.hidden_size
             self.hidden = typed(arenas["hidden"], dtype, (tokens, hidden))
             self.crossing: StagingBuffers | None = None
@@ -85,7 +101,7 @@ class LoadedModel:
                     arenas["mixture"], tokens=tokens, hidden=hidden, top_k=top_k, dtype=dtype
                 )
             self.weights = load_dense(source.weight_map, self.profile, arenas["dense"], dtype)
-            self.pages = self._load_pages(arenas, experts)
+            self.pages = self._page_store(arenas, experts)
             self.pager: RingPager | None = None
             if experts is not None and self.layout.streamed:
                 leave = experts.leave if policy.ffn_device == "split" else None
@@ -93,7 +109,16 @@ class LoadedModel:
                 self.pager = RingPager(
                     self.pages, experts.residency, self._reader.start, leave=leave, remembers=remembers
                 )
+            spec = self.profile.attention
+            heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
+            self.prompt_form = prompt_form(machine.device, dtype, *heads)
             self.operations = self._operations(policy, machine, arenas)
+            self.graphs = graphs_of(machine.device, int(tokens)) if cuda_graphs else None
+            warming = self._warm_up(policy, runners[Lane.DEVICE]) if machine.compiles else None
+            self.pages.load(self._reader.start)
+            if warming is not None:
+                warming.wait()
+            machine.synchronize()  # lanes do not wait for the stream on which weights and pools were filled
             self._opened = opened.pop_all()
 
     def close(self) -> None:
@@ -101,9 +126,9 @@ class LoadedModel:
             self.pager.land()
         self._opened.close()
 
-    def _load_pages(self, arenas: Mapping[str, Tensor], experts: ExpertRuntime | None) -> PageStore:
+    def _page_store(self, arenas: Mapping[str, Tensor], experts: ExpertRuntime | None) -> PageStore:
         profile, fast_tier, dtype = self.profile, self.placement.fast_tier, to_torch(self.dtype)
-        pages = PageStore(
+        return PageStore(
             arenas,
             slot_table(self.placement, profile) if experts is None else experts.residency.table,
             fast_tier=fast_tier,
@@ -112,8 +137,23 @@ class LoadedModel:
             slot_bytes=costs.page_slot_bytes(profile, self.dtype),
             view=lambda slot: page_views(slot, profile, dtype),
         )
-        pages.load(self._reader.start)
-        return pages
+
+    def _warm_up(self, policy: Policy, lane: LaneRunner) -> Ticket:
+        """On the thread and stream of the device's ``lane``, beside the reading of pages."""
+        self.pages.follow(self.layout.streamed, self.layout.computed)
+        work = partial(
+            warm_up,
+            self.operations,
+            self.profile,
+            self.hidden,
+            kept=self.kept,
+            most_rows=policy.micro_batch_tokens,
+            block_size=policy.kv_block_size,
+            form=self.prompt_form,
+            has_experts=self.placement.fast_tier == "device",
+            pool=self.pool if policy.attention_device == "gpu" else None,
+        )
+        return lane.submit(work, ())
 
     def _operations(self, policy: Policy, machine: Machine, arenas: Mapping[str, Tensor]) -> Operations:
         profile, dtype = self.profile, to_torch(self.dtype)
@@ -128,7 +168,9 @@ class LoadedModel:
             decoder,
             self.pages,
             attention=self._attention(policy, arenas, dtype),
-            moe_ops=MoEOps(decoder, self.pages, host_space=host_space, kept=self.kept, most_rows=most_rows),
+            moe_ops=MoEOps(
+                decoder, self.pages, host_space=host_space, kept=self.kept, hidden=self.hidden, most_rows=most_rows
+            ),
             start_page=self._reader.start,
             pool=torch.zeros(places(policy, self.pool.blocks), dtype=torch.int64, device=machine.device),
             score_rows=policy.micro_batch_size,

@@ -58,6 +58,7 @@ class EngineOptions:
     policy: Policy | None = None
     hw: str = "auto"
     adapt: bool | None = None
+    cuda_graphs: bool = True
     experts: ExpertOptions = field(default_factory=ExpertOptions)
 
 
@@ -165,6 +166,7 @@ class PlannedModel:
             device=self.options.device,
             source=self.source,
             adapt=self.options.adapt,
+            cuda_graphs=self.options.cuda_graphs,
             experts=replace(self.options.experts, record=record),
         )
 

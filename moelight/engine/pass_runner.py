@@ -15,7 +15,7 @@ from moelight.core.policy import Policy
 from moelight.core.schedule import Page, Schedule
 from moelight.core.timeline import Timeline
 from moelight.engine.batcher import MicroBatchPlan, SequenceChunk, places
-from moelight.engine.experts import ExpertRuntime
+from moelight.engine.experts import ExpertRuntime, RoutingWatch
 from moelight.engine.loaded_model import LoadedModel
 from moelight.hrm.placement import moved
 from moelight.optimizer.adapter import Allocation
@@ -42,6 +42,7 @@ class PackedPass:
     micro_batches: Sequence[MicroBatch]
     shapes: tuple[MicroBatchShape, ...]
     in_flight: PassInFlight | None = None
+    watch: RoutingWatch | None = None
 
 
 class ScheduleCache:
@@ -63,9 +64,15 @@ class PassRunner:
     """Packs, launches and lands passes over a loaded model."""
 
     def __init__(
-        self, source: OpenCheckpoint, policy: Policy, machine: Machine, lanes: str, experts: ExpertRuntime | None = None
+        self,
+        source: OpenCheckpoint,
+        policy: Policy,
+        machine: Machine,
+        lanes: str,
+        experts: ExpertRuntime | None = None,
+        cuda_graphs: bool = True,
     ) -> None:
-        self.model = model = LoadedModel(source, policy, machine, lanes, experts)
+        self.model = model = LoadedModel(source, policy, machine, lanes, experts, cuda_graphs=cuda_graphs)
         self.pool, self.dtype, self.close = model.pool, model.dtype, model.close
         self._policy, self._allocation = policy, Allocation(source.profile, policy, model.dtype)
         self._schedules = ScheduleCache(policy.schedule, model.layout)
@@ -102,11 +109,11 @@ class PassRunner:
                 crossing=model.crossing.share(row, load.tokens) if model.crossing is not None else None,
                 kept=model.kept.rows(row, load.tokens) if model.kept is not None else None,
                 prefill_only=load.prefill_only,
+                row=row,
             )
             row += load.tokens
             sampled = sampled[mb.sampled.numel() :]
-            if self._policy.attention_device == "gpu":
-                self._find_context(mb, chunks)
+            self._find_context(mb, chunks)
             micro_batches.append(mb)
         shapes = tuple(self._shape(load, mb) for load, mb in zip(plans, micro_batches, strict=True))
         return PackedPass(plans=plans, micro_batches=micro_batches, shapes=shapes)
@@ -148,17 +155,29 @@ class PassRunner:
         schedule = self._schedules.find(shape)
         if pager is not None:
             pager.begin(*self._in_ring(shape.prefetched))
+        packed.watch = None if self._experts is None else self._experts.watch(small=pager is not None)
+        self._use_graphs(packed.micro_batches, reads=pager is not None or packed.watch is not None)
         pass_pages = PassPages(
             micro_batches=packed.micro_batches,
             position=self._position,
             small=None if pager is None else OnDemandPass(pager, packed.micro_batches),
-            watch=None if self._experts is None else self._experts.watch(small=pager is not None),
+            watch=packed.watch,
             residents=self._residents,
         )
         self._position += schedule.stream_advance
         self._streaming = pager is None
         packed.in_flight = model.executor.launch(schedule, model.operations.bind(pass_pages, sample, note))
         return packed
+
+    def _use_graphs(self, micro_batches: Sequence[MicroBatch], *, reads: bool) -> None:
+        """Launch the pass from CUDA graphs, if they serve it; ``reads``: the host reads its routing."""
+        graphs, layers = self.model.graphs, self.model.profile.num_layers
+        if graphs is None or reads or any(mb.decoding < mb.tokens for mb in micro_batches):
+            return
+        rows = sum(mb.tokens for mb in micro_batches)
+        if graphs.serves(rows=rows, micro_batches=len(micro_batches), layers=layers):
+            for mb in micro_batches:
+                mb.graphs = graphs
 
     def _pager_for(self, tokens: int) -> RingPager | None:
         """None for a whole pass."""
@@ -195,13 +214,19 @@ class PassRunner:
 
     def land(self, launched: PackedPass) -> tuple[Timeline, list[list[int]]]:
         """Wait for a pass; return its timeline and, per micro-batch, the tokens of its completing chunks in order."""
-        timeline = self.model.executor.finish(require(launched.in_flight))
+        timeline = self._finish(launched)
         return timeline, [mb.sampled.tolist() for mb in launched.micro_batches]
 
     def drain(self, launched: PackedPass) -> None:
         """Wait for a pass whose tokens are discarded; returns at once if a failure has ended all passes."""
         if not self.model.executor.broken:
-            self.model.executor.finish(require(launched.in_flight))
+            self._finish(launched)
+
+    def _finish(self, launched: PackedPass) -> Timeline:
+        timeline = self.model.executor.finish(require(launched.in_flight))
+        if launched.watch is not None:
+            launched.watch.finish()
+        return timeline
 
     @property
     def stalls(self) -> dict[str, float]:
@@ -219,16 +244,17 @@ class PassRunner:
             context=0 if context is None else context.tokens,
             continues=context is not None and any(chunk.start > chunk.sequence.computed for chunk in load.chunks),
             device_tokens=0 if added is None else added.there,
-            device_context=0 if context is None else context.there,
+            device_context=0 if context is None else context.stays,
         )
 
     def _find_context(self, mb: MicroBatch, chunks: Sequence[Chunk]) -> None:
-        device, size = mb.hidden.device, self._policy.kv_block_size
+        on_device, size = self._policy.attention_device == "gpu", self._policy.kv_block_size
         host_slots = self.pool.host_blocks * size
-        mb.added = find_added(mb.cache_slots, host_slots=host_slots, device=device)
-        if not mb.prefill_only:
-            window = self.model.profile.attention.window
-            mb.context = find_context(chunks, block_size=size, window=window, device=device, host_slots=host_slots)
+        if on_device:
+            mb.added = find_added(mb.cache_slots, host_slots=host_slots)
+        if on_device or (mb.prefill_only and mb.crossing is not None):
+            window, form = self.model.profile.attention.window, self.model.prompt_form
+            mb.context = find_context(chunks, block_size=size, window=window, host_slots=host_slots, form=form)
 
 
 def _chunk(chunk: SequenceChunk) -> Chunk:

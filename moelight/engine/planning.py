@@ -21,7 +21,7 @@ from moelight.optimizer.optimize import best_plan, capacities
 from moelight.optimizer.plan import Plan
 from moelight.optimizer.problem import SEARCHED_SCHEDULES, Fixed, Problem
 from moelight.optimizer.runnable import policy_faults
-from moelight.paging.arena import locks_in_place
+from moelight.paging.arena import PinningError, locks_in_place
 from moelight.profiles.hardware import HardwareProfile, Tier, load_hardware_profile, with_gpus
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.tensor_list import pages
@@ -60,7 +60,7 @@ def plan_for(
     limits are in bytes; None: 90 % of the memory free now. Raises BudgetError if nothing fits."""
     limits = {"host": host_memory or int(FREE_SHARE * available_bytes())}
     if machine.discrete:
-        limits["device"] = device_memory or int(FREE_SHARE * machine.device_memory_bytes())
+        limits["device"] = _device_limit(machine, device_memory)
     elif device_memory is not None:
         raise ConfigError("--device-memory: this machine runs without a GPU; bound it with --host-memory")
     hardware = hardware_for(hw, discrete=machine.discrete)
@@ -100,6 +100,20 @@ def plan_for(
             raise
     # A policy that leaves the GPU idle is not run beside one, whether it is the fastest or the smallest.
     return best_plan(replace(problem, needs_gpu=True), hardware, limits, proof=False)
+
+
+def _device_limit(machine: Machine, asked: int | None) -> int:
+    """The most bytes that torch's allocator may take. The driver's context exists once free memory was asked for, so it
+    is not in it, and is not in a limit that the user gives either. Raises ConfigError if less is free."""
+    if asked is not None and machine.twin and machine.memory is None:
+        return asked
+    free = machine.device_memory_bytes()
+    if asked is not None and asked > free:
+        raise ConfigError(
+            f"--device-memory {format_bytes(asked)}: {format_bytes(free)} is free on the device; lower it, or leave it "
+            "out for 90 % of that"
+        )
+    return asked or int(FREE_SHARE * free)
 
 
 def speeds_for(plan: Plan | None, *, discrete: bool) -> Speeds:
@@ -144,6 +158,26 @@ def resolve_host_pages(policy: Policy, model: ModelProfile, machine: Machine, dt
     if need > FREE_SHARE * there:
         return staged(f"{format_bytes(need)} of {format_bytes(there)} would be too much to lock")
     return pinned, "memory is locked in place, so expert pages are transferred directly"
+
+
+def stage_pages(
+    policy: Policy, plan: Plan | None, model: ModelProfile, dtype: DType, refused: PinningError
+) -> tuple[Policy, str]:
+    """``policy`` with staged host pages after the system ``refused`` to lock them, and the reason. Raises BudgetError
+    if host memory does not hold the staging ring too, or if another region was refused."""
+    staged = replace(policy, host_pages="staged")
+    need = footprint(model, staged, dtype=dtype, kv_dtype=dtype).total("host")
+    limit = int(FREE_SHARE * memory_limit_bytes()) if plan is None else plan.use_of("host").capacity_bytes
+    if refused.purpose != "host_experts":
+        raise refused
+    if need > limit:
+        raise BudgetError(
+            f"{refused}; or let pages be staged: with this policy that takes {format_bytes(need)} of host memory, and "
+            f"{format_bytes(limit)} is allowed; `moelight optimize --fix host_pages=staged` plans for less",
+            tier="host",
+            needed_bytes=need,
+        )
+    return staged, f"expert pages in host memory are staged: {refused}"
 
 
 def choose_residents(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moelight.core.request import SamplingParams
+from moelight.kernels.copies import pinned
 
 DRAW_BYTES = 64  # per sampled logit: float64 value, sorted copy, id, and the workspace of the sort
 CHANGE_BYTES = 32  # per changed logit: two float32 copies and the expanded mask
@@ -189,8 +190,7 @@ def _draw(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[fl
 
 def there(numbers: np.ndarray, beside: Tensor) -> Tensor:
     """Copy ``numbers`` to the device of ``beside`` without waiting for it."""
-    host = torch.from_numpy(numbers)
-    return host if beside.device.type == "cpu" else host.pin_memory().to(beside.device, non_blocking=True)
+    return pinned(numbers, beside.device).to(beside.device, non_blocking=True)
 
 
 def _room(beside: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:

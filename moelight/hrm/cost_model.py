@@ -18,8 +18,10 @@ from moelight.profiles.model import ModelProfile
 TOUCHED_BEFORE = 40
 TOUCHED_AFTER = 40
 TOUCHED_PER_EXPERT = 16
-# Kernels that one phase launches on a GPU, in addition to those of each expert.
-KERNELS = {"before": 10, "attention": 3, "after": 12, "expert": 5, "head": 4}
+# Kernels that a phase of one micro-batch launches on a GPU, counted by tests/engine/test_launches.py: norm, product,
+# rotation; append, attention in one form; product, norm, router, choice; sort, map, two products, sum; rows, norm,
+# product, floats.
+KERNELS = {"before": 3, "attention": 2, "after": 4, "experts": 5, "head": 4}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,13 +68,12 @@ class CostModel:
         """Seconds of a ``share`` of the distinct experts of one layer for ``tokens`` tokens; each page is read once."""
         met = costs.distinct_experts(self.model, tokens)
         rows = tokens * self.model.router.top_k / np.maximum(met, 1e-9)
-        return share * met * self.expert_s(unit, rows)
+        launches = 0 if unit.experts is not None else KERNELS["experts"]  # else measured with the experts
+        return share * (met * self.expert_s(unit, rows) + launches * unit.launch_s)
 
     def expert_s(self, unit: Unit, rows: Any) -> Any:
-        """Seconds of one expert on ``unit`` over ``rows`` tokens."""
-        launches = 0 if unit.experts is not None else KERNELS["expert"]  # else measured with the experts
-        each = unit.product_s(rows, costs.page_elements(self.model), self.page_dtype, experts=True)
-        return each + launches * unit.launch_s
+        """Seconds of one expert on ``unit`` over ``rows`` tokens, beside others of its launch."""
+        return unit.product_s(rows, costs.page_elements(self.model), self.page_dtype, experts=True)
 
     def decode_attention_s(self, unit: Unit, tokens: Any, context: Any) -> Any:
         """Seconds of an average layer's attention of ``tokens`` sequences over ``context`` cached tokens each."""

@@ -1,9 +1,9 @@
 """Bytes that a policy takes on each tier, by purpose, before anything is loaded; ``paging`` and ``runtime`` allocate
 these.
 
-Three purposes only bound what others allocate: ``transient`` and ``host_transient`` (temporaries of kernels during one
-task) and ``runtime`` (torch's product kernels, tokenizer, threads: docs/log.md). Parameters called ``sizes`` are
-policies whose counts may be arrays, of many candidates.
+Four purposes only bound what others allocate: ``transient`` and ``host_transient`` (temporaries of kernels during one
+task), ``runtime`` (torch's product kernels, tokenizer, threads: docs/log.md) and ``device_runtime`` (torch's allocator
+and cuBLAS). Parameters called ``sizes`` are policies whose counts may be arrays, of many candidates.
 """
 
 from __future__ import annotations
@@ -26,6 +26,19 @@ LOGITS_BYTES = 64 * MiB
 SLAB_BYTES = 8 * MiB
 CHUNK_ROWS = 256
 RUNTIME_BYTES = 64 * MiB
+# Torch's allocator grows one segment of small and one of large requests for every stream that allocates, in steps of 2
+# and 20 MiB (c10/cuda/CUDACachingAllocator.cpp, "Expandable Segments"): so much of each may be unused. Four streams
+# allocate: the default one, which has the arenas, and those of the lanes device, h2d and d2h.
+ALLOCATING_STREAMS = 4
+SEGMENT_STEPS_BYTES = (2 + 20) * MiB
+# cuBLAS gets one workspace for each thread and stream that multiplies, here the device lane's: 8.1 MiB before Hopper,
+# 32 MiB from it on; cuBLASLt 1 MiB (aten/src/ATen/cuda/CublasHandlePool.cpp; CUBLAS_WORKSPACE_CONFIG=:4096:8, which
+# makes sums repeatable, is 32 MiB on every card). One figure for all of them, since profiles do not name the class of a
+# card: 24 MiB too much before Hopper, 0.2 % of a T4.
+PRODUCT_WORKSPACE_BYTES = (32 + 1) * MiB
+# Outside of the allocator lie the driver's context, loaded kernels (Triton's, cuBLAS's) and their local memory: they
+# are no part of a device's free memory, of which `auto` takes 90 %, and come on top of a limit that the user gives.
+DEVICE_RUNTIME_BYTES = ALLOCATING_STREAMS * SEGMENT_STEPS_BYTES + PRODUCT_WORKSPACE_BYTES
 # Page reads in flight at a time, and the most bytes of one: 97 % of a disk's bandwidth, and 90 % with half as many
 # (docs/log.md). Each may need a buffer.
 READ_DEPTH = 8
@@ -33,6 +46,7 @@ READ_CHUNK_BYTES = 2 * MiB
 READER_BYTES = READ_DEPTH * (READ_CHUNK_BYTES + 4096)
 KV_BUFFERS = 2
 GATHER_BYTES = 8 * MiB
+GRAPH_ROWS = 128  # the most rows of a pass that is launched from CUDA graphs (`runtime.graphs`)
 WHOLE_EXPERTS = ("module",)  # schedules in which experts run once over the whole pass
 
 
@@ -87,6 +101,7 @@ _ORDER = (
     "transient",
     "device_kv",
     "kv_buffer",
+    "device_runtime",
     "kv",
     "runtime",
     "host_experts",
@@ -111,6 +126,7 @@ def fixed_bytes(model: ModelProfile, sizes: Policy, *, dtype: DType, kv_dtype: D
         # Experts that run once over a pass: normed hidden states, float32 sums, expert ids and weights.
         found["mixture", fast_tier] = tokens * (hidden * (dtype.itemsize + 4) + costs.routing_bytes(model))
     if sizes.discrete:
+        found["device_runtime", "device"] = DEVICE_RUNTIME_BYTES
         found["crossing", "host"] = tokens * staging_token_bytes(model, sizes, dtype)
     if sizes.attention_device == "gpu":
         found["kv_buffer", "device"] = KV_BUFFERS * kv_buffer_tokens(sizes) * costs.kv_layer_bytes(model, kv_dtype)
@@ -222,7 +238,16 @@ def transient_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> Any:
     projection = (costs.attention_width(model) + spec.cache_width) * hidden
     cost_model = np.maximum(np.maximum(attention, experts), head)
     largest = max(2 * width * hidden, projection) * item
-    return in_flight_bytes(model, sizes, dtype) + cost_model + _product_bytes(model, tokens, largest)
+    graphs = graph_bytes(model, sizes, dtype) if sizes.discrete else 0
+    return in_flight_bytes(model, sizes, dtype) + cost_model + _product_bytes(model, tokens, largest) + graphs
+
+
+def graph_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> Any:
+    """Bytes that CUDA graphs hold: places of rotations, queries, keys, values and attention outputs, and the
+    temporaries of one task: as much again, normed rows, projections, router logits, and rows by expert."""
+    rows, width = np.minimum(pass_tokens(sizes), GRAPH_ROWS), costs.attention_width(model) + model.attention.cache_width
+    each = 2 * (width + costs.attention_out_width(model)) + 2 * model.attention.head_dim + 4 * model.hidden_size
+    return rows * (each * dtype.itemsize + 4 * model.experts.num_experts + 40 * model.router.top_k)
 
 
 def host_transient_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> Any:
@@ -243,7 +268,7 @@ def _product_bytes(model: ModelProfile, tokens: Any, largest: int) -> Any:
 def in_flight_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> Any:
     """Bytes that micro-batches hold between phases: rotations, queries, keys, values, attention outputs (of all
     micro-batches if streams may still read them, else of three), and inputs and outputs of the CPU's experts. With the
-    cache on both tiers also the new keys and values of either tier and the gathered piece of a context."""
+    cache on both tiers also the new keys and values of either tier and the piece of a context that torch gathers."""
     in_flight = pass_tokens(sizes) if sizes.discrete else 3 * sizes.micro_batch_tokens
     each = costs.attention_width(model) + costs.attention_out_width(model) + model.attention.cache_width
     if sizes.discrete and sizes.ffn_device != "gpu":

@@ -1,7 +1,9 @@
-"""Multi-threaded copies of bytes within host memory, through torch without the extension."""
+"""Multi-threaded copies of bytes within host memory, through torch without the extension; and host memory from which
+copies to a device are asynchronous."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,3 +26,12 @@ def copy_pages(dst: Tensor, src: Tensor, *, threads: int | None = None) -> None:
     if dst.numel() and abs(dst.data_ptr() - src.data_ptr()) < dst.numel():
         raise ValueError("src: overlaps dst")
     dst.copy_(src)
+
+
+def pinned(numbers: np.ndarray, device: torch.device) -> Tensor:
+    """``numbers`` in host memory from which a copy to ``device`` is asynchronous: page-locked, unless it is the CPU.
+
+    It may be freed while copies from it are under way: torch reuses page-locked memory only after them.
+    """
+    host = torch.from_numpy(numbers)
+    return host if device.type == "cpu" else host.pin_memory()

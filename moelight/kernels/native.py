@@ -4,6 +4,7 @@ import importlib
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 
 @cache
@@ -25,6 +26,11 @@ def extension() -> ModuleType | None:
 def available() -> bool:
     """True if native kernels are used in this process."""
     return extension() is not None
+
+
+def on_cpu(tensor: Any) -> bool:
+    """True if the CPU's kernels compute with ``tensor``, not a device's: the one place that decides so."""
+    return bool(tensor.device.type == "cpu")
 
 
 def reason() -> str:

@@ -1,32 +1,139 @@
 """Operations on a token's row between two products: root-mean-square norm, residual sum, rotary embedding.
 
-Native for tensors in CPU memory where the extension is built, else `reference.py`. Every wrong argument of a `cpu_`
-function is a ValueError that names it. ``threads`` None stands for torch.get_num_threads().
+Native for tensors in CPU memory where the extension is built, Triton on a device that it serves, else `reference.py`.
+Every wrong argument of a `cpu_` function, or of Triton's, is a ValueError that names it. ``threads`` None stands for
+torch.get_num_threads().
 
 Legend: T tokens, G heads of a token, H elements, D head size.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from moelight.kernels import arguments, native, reference
 from moelight.kernels.arguments import FLOATS, as_dlpack, check_tensor, lend, stored
+from moelight.kernels.gpu import serving
+from moelight.kernels.gpu.grouped import on_device
+from moelight.kernels.gpu.routing import by_hand
+
+_HEAD_NUMBERS = 1024  # half as many as a program of `finish_heads` holds
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, add: Tensor | None = None) -> Tensor:
-    """`cpu_rms_norm`, on any device."""
-    if x.device.type == "cpu":
-        return cpu_rms_norm(x, weight, eps, add=add)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, add: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """`cpu_rms_norm`, on any device; x [T, H]."""
+    if native.on_cpu(x):
+        return cpu_rms_norm(x, weight, eps, add=add, out=out)
+    if serving.serves(x.device, x.dtype)[0]:
+        return _norm_in_triton(x, weight, arguments.check_number("eps", eps, 0), add, out)
     if add is not None:
         x += add
-    return reference.rms_norm(x, weight, eps)
+    return stored(reference.rms_norm(x, weight, eps), out)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`cpu_rotate`, on any device."""
-    return cpu_rotate(x, cos, sin) if x.device.type == "cpu" else reference.rotate(x, cos, sin)
+def finish_heads(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    queries: int,
+    keys: int,
+    clip: float | None = None,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+) -> None:
+    """From the product to queries, keys and values, in place and on any device.
+
+    qkv      [T, heads, D] float32, bfloat16 or float16, D even: ``queries`` heads, ``keys`` heads, then values
+    cos, sin [T, D] in dtype of qkv, contiguous: queries and keys are rotated by them, as by `cpu_rotate`
+    clip     all numbers are first brought within ±clip
+    norms    [D] each: every query and key is then normed as by `cpu_rms_norm`, with ``eps``
+    """
+    if not native.on_cpu(qkv) and serving.serves(qkv.device, qkv.dtype)[0]:
+        _finish_in_triton(qkv, cos, sin, queries, keys, clip, norms, eps)
+        return
+    if clip is not None:
+        qkv.clamp_(-clip, clip)
+    turned = qkv[:, : queries + keys]
+    for heads, weight in zip(turned.split((queries, keys), dim=1), norms or (), strict=norms is not None):
+        if native.on_cpu(qkv):
+            cpu_rms_norm(heads, weight, eps, out=heads)
+        else:
+            heads.copy_(reference.rms_norm(heads, weight, eps))
+    if native.on_cpu(qkv):
+        cpu_rotate(turned, cos, sin, out=turned)
+    else:
+        turned.copy_(reference.rotate(turned, cos, sin))
+
+
+def _norm_in_triton(x: Tensor, weight: Tensor, eps: float, add: Tensor | None, out: Tensor | None) -> Tensor:
+    from moelight.kernels.gpu import rows_triton
+
+    rows, width = check_tensor("x", x, FLOATS, (None, None), device=None)
+    check_tensor("weight", weight, x.dtype, (width,), device=x.device)
+    for name, tensor in (("add", add), ("out", out)):
+        if tensor is not None:
+            check_tensor(name, tensor, x.dtype, (rows, width), device=x.device)
+    if out is None:
+        out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    if not out.numel():
+        return out
+    added, padded = x if add is None else add, 1 << (width - 1).bit_length()
+    given = (x, added, weight, out, width, x.stride(0), added.stride(0), out.stride(0), eps)
+    constants = {"ADD": add is not None, "BY_HAND": by_hand(x), "PADDED": padded}
+    with on_device(x.device):
+        rows_triton.rms_norm[(rows,)](*given, **constants, **launch_options(padded))
+    return out
+
+
+def _finish_in_triton(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    queries: int,
+    keys: int,
+    clip: float | None,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> None:
+    from moelight.kernels.gpu import rows_triton
+
+    tokens, every, size = check_tensor("qkv", qkv, FLOATS, (None, None, None), device=None)
+    if size % 2 or queries + keys > every:
+        raise ValueError(f"qkv: must be [T, heads, D], D even, for {queries} + {keys} heads, is {list(qkv.shape)}")
+    check_tensor("cos", cos, qkv.dtype, (tokens, size), device=qkv.device, gap=False)
+    check_tensor("sin", sin, qkv.dtype, (tokens, size), device=qkv.device, gap=False)
+    weights = norms or (qkv, qkv)
+    for name, weight in zip(("q_norm", "k_norm"), norms or (), strict=norms is not None):
+        check_tensor(name, weight, qkv.dtype, (size,), device=qkv.device)
+    if not qkv.numel():
+        return
+    rotated = queries + keys
+    heads = rotated if clip is None else every
+    padded = 1 << (size // 2 - 1).bit_length()
+    block = max(1, min(_HEAD_NUMBERS // padded, 1 << (heads - 1).bit_length()))
+    limit = 0.0 if clip is None else _rounded(clip, qkv.dtype)
+    given = (qkv, cos, sin, *weights, heads, queries, rotated, size, qkv.stride(0), size, limit, eps)
+    constants = {"CLIP": clip is not None, "NORM": norms is not None, "BY_HAND": by_hand(qkv)}
+    with on_device(qkv.device):
+        rows_triton.finish_heads[(tokens, -(-heads // block))](
+            *given, **constants, BH=block, PADDED=padded, **launch_options(2 * block * padded)
+        )
+
+
+@cache
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    """``number`` in ``dtype``, to which torch rounds a bound too."""
+    return torch.tensor(number, dtype=dtype).item()
+
+
+def launch_options(numbers: int) -> dict[str, Any]:
+    """Warps of a program over ``numbers``; sums and products are rounded apart, as torch rounds them."""
+    return {"num_warps": max(1, min(16, numbers // 512)), "enable_fp_fusion": False}
 
 
 def cpu_rms_norm(

@@ -35,6 +35,12 @@ def padded_rows(rows: int) -> int:
     return -(-rows // step) * step
 
 
+def rows_computed(x: Tensor, rows: int | None = None) -> int:
+    """Rows of a product of ``rows`` rows (None: all) like x [R, in]: on the grid where torch's CPU kernels serve."""
+    rows = x.shape[0] if rows is None else rows
+    return padded_rows(rows) if native.on_cpu(x) and not native.available() else rows
+
+
 def parts(first: int, count: int) -> Iterator[tuple[int, int]]:
     """(first row, rows) of ``count`` rows, cut so that each part fits a `Workspace`."""
     for start in range(first, first + count, EXPERT_ROWS):
@@ -43,10 +49,9 @@ def parts(first: int, count: int) -> Iterator[tuple[int, int]]:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [R, in], weight [out, in], bias [out] -> [R, out]."""
-    if x.device.type == "cpu" and native.available():
+    if native.on_cpu(x) and native.available():
         return cpu_linear(x, weight, bias)
-    rows = x.shape[0]
-    padded = padded_rows(rows)
+    rows, padded = x.shape[0], rows_computed(x)
     if padded != rows:
         wide = torch.zeros((padded, x.shape[1]), dtype=x.dtype, device=x.device)
         wide[:rows] = x
@@ -91,14 +96,14 @@ class Workspace:
 def feed_forward(x: Tensor, gate_up: Tensor, down: Tensor, space: Workspace) -> Tensor:
     """Feed-forward with gated SiLU: x [R, H], gate_up [2I, H] (gate rows first), down [H, I] -> [R, H].
 
-    R is on the grid and at most `EXPERT_ROWS`.
+    R is at most `EXPERT_ROWS` and, for torch on a CPU, on the grid.
     """
     rows, width = x.shape[0], down.shape[1]
-    if x.device.type == "cpu" and native.available():
+    if native.on_cpu(x) and native.available():
         return cpu_expert_ffn(x, (gate_up,), (down,), torch.tensor((0, rows), dtype=torch.int32))
     if _widens(x):
         return _feed_forward_widened(x, gate_up, down, space)
-    if x.device.type == "cpu" and rows in _ROWS_ON_THE_RIGHT:
+    if native.on_cpu(x) and rows in _ROWS_ON_THE_RIGHT:
         upright = space.wide(2 * width, rows, x.dtype)
         torch.mm(gate_up, x.t(), out=upright)
         gate = functional.silu(upright[:width], inplace=True)
@@ -130,7 +135,7 @@ def _feed_forward_widened(x: Tensor, gate_up: Tensor, down: Tensor, space: Works
 
 
 def _widens(x: Tensor) -> bool:
-    if x.shape[0] < _ROWS_TO_WIDEN or x.device.type != "cpu" or x.element_size() != 2:
+    if x.shape[0] < _ROWS_TO_WIDEN or not native.on_cpu(x) or x.element_size() != 2:
         return False
     return not (native.has_fast_bfloat16() if x.dtype == torch.bfloat16 else native.has_tiles())
 

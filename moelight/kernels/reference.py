@@ -98,7 +98,7 @@ def gqa_decode(
             begin = 0 if window is None else max(0, length - window)
             k = paged_rows(k_cache, block_tables[b], begin, length, k_scale)
             v = paged_rows(v_cache, block_tables[b], begin, length, v_scale)
-            out[b] = _attend(q[b : b + 1], k, v, scale, sinks=sinks, softcap=softcap)[0]
+            out[b] = attend(q[b : b + 1], k, v, scale, sinks=sinks, softcap=softcap)[0]
     return out
 
 
@@ -117,7 +117,7 @@ def mla_decode(
     for b, length in enumerate(seq_lens.tolist()):
         if length > 0:
             rows = paged_rows(cache.unsqueeze(1), block_tables[b], 0, length)
-            out[b] = _attend(q[b : b + 1], rows, rows[..., : out.shape[-1]], scale)[0]
+            out[b] = attend(q[b : b + 1], rows, rows[..., : out.shape[-1]], scale)[0]
     return out
 
 
@@ -152,7 +152,7 @@ def prefill_attention(
         seen = key_position <= position
         if window is not None:
             seen &= key_position > position - window
-        out[first:last] = _attend(q[first:last], keys, values, scale, seen, sinks=sinks, softcap=softcap)
+        out[first:last] = attend(q[first:last], keys, values, scale, seen, sinks=sinks, softcap=softcap)
     return out
 
 
@@ -170,7 +170,7 @@ def paged_rows(cache: Tensor, table: Tensor, begin: int, end: int, scales: Tenso
     return rows.to(scales.dtype) * paged_rows(scales.unsqueeze(-1), table, begin, end)
 
 
-def _attend(
+def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -6,18 +6,20 @@ Legend: T tokens, H hidden, Hq query heads, Hkv key/value heads, D head size, V 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from moelight.core.errors import MoelightError
 from moelight.hrm.footprint import HEAD_CHUNK_BYTES
-from moelight.kernels.norm import cpu_rotate, rms_norm, rotate
-from moelight.kernels.products import Workspace, feed_forward, linear, padded_rows, parts
-from moelight.models.moe import ExpertWeights, Routed, moe_forward, route_tokens
+from moelight.kernels import native
+from moelight.kernels.norm import finish_heads, rms_norm
+from moelight.kernels.products import Workspace, feed_forward, linear, parts, rows_computed
+from moelight.models.moe import Experts, Routed, moe_forward, route_tokens
 from moelight.profiles.model import AttentionSpec, ModelProfile
-from moelight.weights.load import LayerWeights, ModelWeights
+from moelight.weights.load import ModelWeights
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin [T, D]
 Watch = Callable[[int, Routed], None]  # called with a layer and its routing
@@ -26,11 +28,16 @@ Watch = Callable[[int, Routed], None]  # called with a layer and its routing
 def rotation(spec: AttentionSpec, positions: Tensor, dtype: torch.dtype) -> Rotation:
     """The rotary position embedding of ``positions [T]``, half-rotation as in HF: computed in float32, rounded to
     ``dtype``."""
-    exponent = torch.arange(0, spec.head_dim, 2, dtype=torch.float32, device=positions.device) / spec.head_dim
-    frequency = 1.0 / (spec.rope_theta**exponent)
-    angle = positions.float().unsqueeze(1) * (frequency / spec.rope_factor)
+    angle = positions.float().unsqueeze(1) * _frequencies(spec, positions.device)
     angle = torch.cat((angle, angle), dim=-1)
     return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+@lru_cache(maxsize=16)
+def _frequencies(spec: AttentionSpec, device: torch.device) -> Tensor:
+    """Radians per position float32 [D / 2], computed on the host once."""
+    exponent = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
+    return (1.0 / (spec.rope_theta**exponent) / spec.rope_factor).to(device)
 
 
 class Decoder:
@@ -45,31 +52,22 @@ class Decoder:
         """token_ids int64 [T] -> out [T, H]."""
         torch.index_select(self.weights.embed, 0, token_ids, out=out)
 
-    def pre_attention(self, layer: int, hidden: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden [T, H] -> q [T, Hq, D], k and v [T, Hkv, D], after norms, clipping and rotary embedding."""
-        spec, mine = self.model.attention, self.weights.layers[layer]
-        x = rms_norm(hidden, mine.input_norm, self.model.norm_eps)
-        qkv = linear(x, mine.qkv, mine.qkv_bias)
-        if spec.qk_norm == "none" and qkv.device.type == "cpu":
-            return self._rotate_in_place(qkv, rope)
-        q, k, v = qkv.split((spec.q_dim, spec.kv_dim, spec.kv_dim), dim=-1)
-        if spec.qk_norm == "projection":
-            q, k = self._norm_qk(mine, q, k)
-        if spec.clip_qkv is not None:
-            q, k, v = (part.clamp(-spec.clip_qkv, spec.clip_qkv) for part in (q, k, v))
-        q, k, v = (part.unflatten(-1, (-1, spec.head_dim)) for part in (q, k, v))
-        if spec.qk_norm == "head":
-            q, k = self._norm_qk(mine, q, k)
-        return rotate(q, *rope), rotate(k, *rope), v.contiguous()
+    def pre_attention(self, layer: int, hidden: Tensor, rope: Rotation) -> Tensor:
+        """hidden [T, H] -> queries, keys and values [T, Hq + 2 Hkv, D], after norms, clipping and rotary embedding."""
+        spec, mine, eps = self.model.attention, self.weights.layers[layer], self.model.norm_eps
+        qkv = linear(rms_norm(hidden, mine.input_norm, eps), mine.qkv, mine.qkv_bias)
+        norms = None if mine.q_norm is None or mine.k_norm is None else (mine.q_norm, mine.k_norm)
+        if norms is not None and spec.qk_norm == "projection":
+            for part, weight in zip(qkv.split((spec.q_dim, spec.kv_dim, spec.kv_dim), dim=-1), norms, strict=False):
+                rms_norm(part, weight, eps, out=part)
+            norms = None
+        heads, queries, keys = qkv.unflatten(-1, (-1, spec.head_dim)), spec.num_heads, spec.num_kv_heads
+        finish_heads(heads, *rope, queries=queries, keys=keys, clip=spec.clip_qkv, norms=norms, eps=eps)
+        return heads
 
-    def _rotate_in_place(self, qkv: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v as views of ``qkv``, clipped and rotated in place; for models without norms of q and k."""
+    def split_heads(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The result of `pre_attention` as views: q [T, Hq, D], k and v [T, Hkv, D]."""
         spec = self.model.attention
-        if spec.clip_qkv is not None:
-            qkv.clamp_(-spec.clip_qkv, spec.clip_qkv)
-        heads = qkv.unflatten(-1, (-1, spec.head_dim))
-        turned = heads[:, : spec.num_heads + spec.num_kv_heads]
-        cpu_rotate(turned, *rope, out=turned)
         q, k, v = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
         return q, k, v
 
@@ -78,7 +76,7 @@ class Decoder:
         layer: int,
         hidden: Tensor,
         attention: Tensor,
-        experts: Sequence[ExpertWeights | None],
+        experts: Experts,
         watch: Watch | None = None,
     ) -> None:
         """hidden [T, H] += o(attention [T, Hq, D]), then += experts(norm(hidden)); in place."""
@@ -86,7 +84,7 @@ class Decoder:
         mine = self.weights.layers[layer]
         if mine.router is None:
             if mine.dense_gate_up is not None and mine.dense_down is not None:
-                hidden += self._dense(x, mine.dense_gate_up, mine.dense_down)
+                self._add_dense(hidden, x, mine.dense_gate_up, mine.dense_down)
             return
         routed = self._routed(x, mine.router)
         if watch is not None:
@@ -104,9 +102,12 @@ class Decoder:
         return route_tokens(linear(x, self._router(layer)), self.model.router)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [S, H] -> float32 [S, V], in chunks of the head's rows, which bounds the size of repacked copies."""
+        """hidden [S, H] -> float32 [S, V]; on a CPU in chunks of the head's rows, which bounds the size of repacked
+        copies."""
         x = rms_norm(hidden, self.weights.final_norm, self.model.norm_eps)
         head = self.weights.head
+        if not native.on_cpu(x):
+            return linear(x, head).float()
         rows = max(1, HEAD_CHUNK_BYTES // (head.shape[1] * head.element_size()))
         out = torch.empty((x.shape[0], head.shape[0]), dtype=torch.float32, device=x.device)
         for first in range(0, head.shape[0], rows):
@@ -128,16 +129,11 @@ class Decoder:
         weights, ids = route_tokens(linear(x, router), self.model.router)
         return Routed(x=x, weights=weights, ids=ids)
 
-    def _dense(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        tokens = x.shape[0]
-        rows = self.space.rows[: padded_rows(tokens)]
-        rows[:tokens] = x
-        for start, some in parts(0, tokens):
-            padded = rows[start : start + padded_rows(some)]
-            rows[start : start + some] = feed_forward(padded, gate_up, down, self.space)[:some]
-        return rows[:tokens]
-
-    def _norm_qk(self, mine: LayerWeights, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        if mine.q_norm is None or mine.k_norm is None:
-            return q, k
-        return rms_norm(q, mine.q_norm, self.model.norm_eps), rms_norm(k, mine.k_norm, self.model.norm_eps)
+    def _add_dense(self, hidden: Tensor, x: Tensor, gate_up: Tensor, down: Tensor) -> None:
+        """hidden [T, H] += the dense layer of x [T, H]."""
+        for start, some in parts(0, x.shape[0]):
+            rows = x[start : start + some]
+            if (padded := rows_computed(rows)) != some:
+                rows = self.space.rows[:padded]
+                rows[:some] = x[start : start + some]
+            hidden[start : start + some] += feed_forward(rows, gate_up, down, self.space)[:some]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,21 +19,14 @@ from moelight.kernels.gpu import routing as gpu_routing
 from moelight.kernels.gpu import serving
 from moelight.kernels.gpu.grouped import expert_ffn
 from moelight.kernels.gpu.pages import PageTable
-from moelight.kernels.products import Workspace, feed_forward, padded_rows
+from moelight.kernels.products import Workspace, feed_forward, rows_computed
 from moelight.kernels.reference import route_topk
 from moelight.kernels.routing import cpu_gather_rows, cpu_route, cpu_scatter_sum, cpu_sort_by_expert
 from moelight.profiles.model import RouterSpec
 
 ExpertWeights = tuple[Tensor, Tensor]
-
-
-class MoEWeights(tuple[ExpertWeights | None, ...]):
-    """gate_up and down of a layer's experts, None for one computed elsewhere. Reuse saves another page-table upload."""
-
-    @cached_property
-    def pages(self) -> PageTable:
-        """The addresses of the weights; requires at least one expert that is not None."""
-        return PageTable.of([each and each[0] for each in self], [each and each[1] for each in self])
+# gate_up and down of a layer's experts, None for one computed elsewhere; or, for grouped kernels, their pages.
+Experts: TypeAlias = Sequence[ExpertWeights | None] | PageTable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +41,7 @@ class Routed:
 def route_tokens(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
     """logits [T, E] -> weights float32 [T, k] and ids int32 [T, k] of the k most likely experts, in ascending order of
     ids; the lowest id wins a tie."""
-    if logits.device.type == "cpu":
+    if native.on_cpu(logits):
         return cpu_route(logits, spec.top_k, normalize=spec.normalize, round_weights=spec.weights_in_model_dtype)
     if serving.serves(logits.device, logits.dtype)[0]:
         rounds = spec.weights_in_model_dtype
@@ -60,21 +53,25 @@ def route_tokens(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
     return weights.gather(-1, rank), ids.to(torch.int32)
 
 
-def moe_forward(
-    routed: Routed, experts: Sequence[ExpertWeights | None], space: Workspace, *, into: Tensor | None = None
-) -> Tensor:
+def grouped_pages(weights: Sequence[ExpertWeights]) -> PageTable | None:
+    """The pages of ``weights``, if the grouped kernels compute with them where they are; else None. Waits for the
+    device: called at loading."""
+    if not weights or not weights[0][0].is_cuda or not serving.serves(weights[0][0].device, weights[0][0].dtype)[0]:
+        return None
+    return PageTable.of([gate_up for gate_up, _ in weights], [down for _, down in weights])
+
+
+def moe_forward(routed: Routed, experts: Experts, space: Workspace, *, into: Tensor | None = None) -> Tensor:
     """The experts of ``routed`` -> [T, H] in x's dtype, added to ``into`` if given; T at most the capacity of
     ``space``. An expert that is None is computed elsewhere and adds nothing.
 
     The experts of a token are summed in float32 in the order of their ids, so a token's result does not depend on the
     other tokens of the batch beyond the rounding of each product.
     """
-    if routed.x.device.type == "cpu" and native.available():
+    if isinstance(experts, PageTable):
+        return grouped_forward(routed, experts, space, into)
+    if native.on_cpu(routed.x) and native.available():
         return SplitMoE(routed, experts, frozenset(), space).end(into)
-    rows = routed.ids.numel()
-    on_card = routed.x.is_cuda and any(experts)
-    if on_card and serving.serves(routed.x.device, routed.x.dtype, rows / max(1, min(rows, len(experts))))[0]:
-        return grouped_forward(routed, experts if isinstance(experts, MoEWeights) else MoEWeights(experts), space, into)
     sums = torch.zeros(routed.x.shape, dtype=torch.float32, device=routed.x.device)
     add_experts(sums, routed, experts, space, most_rows=routed.x.shape[0])
     found = sums.to(routed.x.dtype)
@@ -143,24 +140,34 @@ def _expert_ffn_in_place(rows: Tensor, experts: Sequence[ExpertWeights | None], 
     cpu_expert_ffn(rows, [gate_up for gate_up, _ in busy], [down for _, down in busy], offsets, out=rows)
 
 
-def grouped_forward(routed: Routed, experts: MoEWeights, space: Workspace, into: Tensor | None = None) -> Tensor:
-    """`moe_forward` by grouped GPU kernels, a few launches for all experts, in token chunks that fit ``space``."""
-    pages, top_k = experts.pages, routed.ids.shape[1]
+def grouped_forward(
+    routed: Routed, pages: PageTable, space: Workspace, into: Tensor | None = None, sums: Tensor | None = None
+) -> Tensor:
+    """`moe_forward` by grouped GPU kernels, a few launches for all experts; the host reads no number of rows.
+
+    The rows of all experts are computed in parts that fit ``space``, so T may exceed its capacity and each expert's
+    weights are read about once. ``sums`` float32 [T, H] is overwritten by the sums between parts; None: allocated where
+    there are several. The result does not depend on the parts.
+    """
+    tokens, places, offsets = gpu_routing.by_expert(routed.ids, pages.experts)
     out = torch.empty_like(routed.x) if into is None else into
-    most = max(1, space.room_for(pages.width) // top_k)
-    for first in range(0, len(out), most):
-        some = slice(first, first + most)
-        tokens, places, offsets = gpu_routing.by_expert(routed.ids[some], len(experts))
-        count = tokens.numel()
+    count, most, begun = tokens.numel(), space.room_for(pages.width), None
+    for first in range(0, count, most):
+        last = min(first + most, count)
         rows = expert_ffn(
-            routed.x[some],
+            routed.x,
             pages,
-            offsets,
-            tokens=tokens,
-            out=space.rows[:count],
-            scratch=space.wide(count, pages.width, routed.x.dtype),
+            offsets if count <= most else offsets.clamp(first, last).sub_(first),
+            tokens=tokens[first:last],
+            out=space.rows[: last - first],
+            scratch=space.wide(last - first, pages.width, routed.x.dtype),
+            mean_rows=count / min(count, pages.experts),
         )
-        gpu_routing.combine(rows, routed.weights[some], places, out=out[some], add=into is not None)
+        if last < count and sums is None:
+            sums = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        to, add = (out, into is not None) if last == count else (sums, False)
+        gpu_routing.combine(rows, routed.weights, places, out=to, add=add, first=first, begun=begun)
+        begun = sums
     return out
 
 
@@ -168,11 +175,12 @@ def add_experts(
     sums: Tensor, routed: Routed, experts: Sequence[ExpertWeights | None], space: Workspace, *, most_rows: int
 ) -> None:
     """sums float32 [T, H] += the experts of ``routed``, expert by expert; T may exceed the capacity of ``space``. From
-    zero sums, the result equals that of `moe_forward` exactly.
+    zero sums, the result equals that of `moe_forward` exactly. For the CPU, and for devices without grouped kernels,
+    where it reads the rows of each expert on the host.
 
     ``most_rows``: rows computed at a time; with native CPU kernels, rows weighted and added at a time.
     """
-    if routed.x.device.type == "cpu" and native.available():
+    if native.on_cpu(routed.x) and native.available():
         _accumulate_natively(sums, routed, experts, space, min(most_rows, EXPERT_ROWS))
         return
     top_k, ids, weights = routed.ids.shape[1], routed.ids.flatten(), routed.weights.flatten()
@@ -182,7 +190,7 @@ def add_experts(
         if expert is None or not mine.numel():
             continue
         for part in mine.split(min(most_rows, EXPERT_ROWS)):
-            tokens, rows = part // top_k, space.rows[: padded_rows(part.numel())]
+            tokens, rows = part // top_k, space.rows[: rows_computed(routed.x, part.numel())]
             torch.index_select(routed.x, 0, tokens, out=rows[: part.numel()])
             out = feed_forward(rows, *expert, space)[: part.numel()]
             sums.index_copy_(0, tokens, sums[tokens] + out.float() * weights[part].unsqueeze(1))

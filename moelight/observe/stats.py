@@ -52,7 +52,7 @@ class RunStats:
         device_peak_bytes: peak memory of the device's allocator since loading began; 0 without a GPU.
         lanes: the lanes that exist on the machine.
         counts: events by name; ``prefix_cache_queries`` counts the tokens of all prompts begun, ``prefix_cache_hits``
-            those found in the prefix cache.
+            those found in the prefix cache; ``device_waits`` how often a lane of the host waited for work on a device.
     """
 
     wall_s: float

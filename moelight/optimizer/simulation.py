@@ -113,7 +113,7 @@ class SimulationSetup:
         self._check_size(passes + 1)
         loads = [found for found in (self._prompt_loads(), *[self._decode_loads()] * passes) if found]
         steps = list(self._steps(schedule, loads))
-        timelines = simulate_passes(steps, dram_bytes_per_s=self._speeds.dram)
+        timelines = simulate_passes(steps, dram_bytes_per_s=self._speeds.dram, inline=not self.policy.discrete)
         runs: list[PassRun] = []
         for timeline, each, (built, _) in zip(timelines, loads, steps, strict=True):
             run = PassRun(

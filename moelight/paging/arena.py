@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import mmap
 import weakref
 from collections.abc import Iterator
@@ -16,19 +17,39 @@ from torch import Tensor
 
 from moelight.core.errors import BudgetError
 from moelight.core.units import format_bytes
-from moelight.hrm.footprint import Footprint
+from moelight.hrm.footprint import ArenaSize, Footprint
 
+_log = logging.getLogger(__name__)
 HUGE_PAGE = 2 << 20
+LOCKED_AT_ONCE = 1 << 30
 _PAGE = 4096
 _PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
 _PINNED = frozenset({"pinned_ring", "crossing"})
-_BOUNDS_ONLY = frozenset({"transient", "host_transient", "runtime"})
+_IN_SLOTS = frozenset({"pinned_ring", "host_experts"})
+_BOUNDS_ONLY = frozenset({"transient", "host_transient", "runtime", "device_runtime"})
 
 
-def allocate(footprint: Footprint, device: torch.device, *, pinned_pages: bool = False) -> dict[str, Tensor]:
-    """One uint8 tensor per purpose, except the bounds ``transient``, ``host_transient`` and ``runtime``; raises
-    BudgetError if the system refuses a region. Pinned, if ``device`` is not the CPU: host arenas for transfers, the KV
-    cache if the device attends over it, and host experts with ``pinned_pages``."""
+class PinningError(BudgetError):
+    """The system does not page-lock the memory of ``purpose``."""
+
+    def __init__(self, purpose: str, size: int, *, locked: int, code: int) -> None:
+        super().__init__(
+            f"the system refuses to page-lock {format_bytes(size)} of host memory for {purpose} (cudaHostRegister: "
+            f"error {code} after {format_bytes(locked)}); raise its limit of locked memory (ulimit -l, that of a "
+            "container or of WSL), or lower --host-memory",
+            tier="host",
+            needed_bytes=size,
+        )
+        self.purpose = purpose
+
+
+def allocate(
+    footprint: Footprint, device: torch.device, *, pinned_pages: bool = False, slot_bytes: int = 0
+) -> dict[str, Tensor]:
+    """One uint8 tensor per purpose, except the bounds ``transient``, ``host_transient``, ``runtime`` and
+    ``device_runtime``; raises BudgetError if the system refuses a region. Pinned, if ``device`` is not the CPU: host
+    arenas for transfers, the KV cache if the device attends over it, and host experts with ``pinned_pages``.
+    ``slot_bytes`` of expert pages: what crosses at once lies in one slot."""
     arenas = {}
     attends = any(arena.purpose == "kv_buffer" for arena in footprint.arenas)
     crossing = _PINNED | ({"kv"} if attends else set()) | ({"host_experts"} if pinned_pages else set())
@@ -39,19 +60,25 @@ def allocate(footprint: Footprint, device: torch.device, *, pinned_pages: bool =
         pinned = arena.tier == "host" and arena.purpose in crossing and device.type != "cpu"
         try:
             if pinned:
-                arenas[arena.purpose] = page_locked(arena.bytes, device)
+                step = slot_bytes if arena.purpose in _IN_SLOTS else 0
+                arenas[arena.purpose] = page_locked(arena.bytes, device, slot_bytes=step, purpose=arena.purpose)
             elif where.type == "cpu":
                 arenas[arena.purpose] = on_huge_pages(arena.bytes)
             else:
                 arenas[arena.purpose] = _aligned_empty(arena.bytes, device=where)
-        except (RuntimeError, MemoryError, OSError):
-            raise BudgetError(
-                f"the machine has no {format_bytes(arena.bytes)} left on tier {arena.tier} for {arena.purpose}; "
-                f"lower --{arena.tier}-memory below {format_bytes(footprint.total(arena.tier))}",
-                tier=arena.tier,
-                needed_bytes=arena.bytes,
-            ) from None
+        except (RuntimeError, MemoryError, OSError):  # PinningError is none of them
+            raise nothing_left(footprint, arena) from None
     return arenas
+
+
+def nothing_left(footprint: Footprint, arena: ArenaSize) -> BudgetError:
+    """The error of a machine without memory for ``arena``."""
+    return BudgetError(
+        f"the machine has no {format_bytes(arena.bytes)} left on tier {arena.tier} for {arena.purpose}; "
+        f"lower --{arena.tier}-memory below {format_bytes(footprint.total(arena.tier))}",
+        tier=arena.tier,
+        needed_bytes=arena.bytes,
+    )
 
 
 def slots(arena: Tensor, slot_bytes: int) -> Iterator[Tensor]:
@@ -74,11 +101,20 @@ def on_huge_pages(size: int) -> Tensor:
     return _mapped(size)[1]
 
 
-def page_locked(size: int, device: torch.device) -> Tensor:
-    """``size`` bytes of host memory for DMA by ``device``; raises RuntimeError if the system refuses."""
+def page_locked(size: int, device: torch.device, *, slot_bytes: int = 0, purpose: str = "transfers") -> Tensor:
+    """``size`` bytes of host memory for DMA by ``device``. Raises PinningError, or RuntimeError where torch locks.
+
+    With ``slot_bytes`` the region is locked in pieces of about `LOCKED_AT_ONCE`, of whole slots: a refusal comes before
+    everything is locked. CUDA does not say that a copy may cross two locked regions, so none does.
+    """
     if not locks_in_place(device.type):
         return _aligned_empty(size, pin_memory=True)
-    return _locked(size)
+    step = max(1, LOCKED_AT_ONCE // slot_bytes) * slot_bytes if slot_bytes else size
+    region, locked, code = _locked(size, step)
+    if code:
+        _clear_error(device.type)
+        raise PinningError(purpose, size, locked=locked, code=code)
+    return region
 
 
 @functools.cache
@@ -86,13 +122,16 @@ def locks_in_place(device_type: str) -> bool:
     """True if memory can be locked in place, tested with one huge page."""
     if device_type != "cuda":
         return False
-    try:
-        _locked(HUGE_PAGE)
-    except RuntimeError:
-        with suppress(RuntimeError):  # clears the runtime's sticky error, which the next kernel launch would report
-            torch.zeros(1, device=device_type).add_(1)
-        return False
-    return True
+    _, _, code = _locked(HUGE_PAGE, HUGE_PAGE)
+    if code:
+        _clear_error(device_type)
+    return not code
+
+
+def _clear_error(device_type: str) -> None:
+    """Drop the error that the runtime keeps, which the next kernel launch would report."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device_type).add_(1)
 
 
 def _aligned_empty(size: int, **kind: Any) -> Tensor:
@@ -100,15 +139,22 @@ def _aligned_empty(size: int, **kind: Any) -> Tensor:
     return raw[-raw.data_ptr() % _PAGE :][:size]
 
 
-def _locked(size: int) -> Tensor:
+def _locked(size: int, step: int) -> tuple[Tensor, int, int]:
+    """``size`` bytes of host memory, locked in pieces of ``step``; how many were; the error of the one that was not, or
+    0: the others are unlocked then."""
     cells, region = _mapped(size)
-    runtime, address = _runtime(), region.data_ptr()
-    if size:
-        code = int(runtime.cudaHostRegister(address, -(-size // _PAGE) * _PAGE, _PORTABLE))
-        if code:
-            raise RuntimeError(f"cudaHostRegister refused {size} bytes with error {code}")
-        weakref.finalize(cells, runtime.cudaHostUnregister, address)  # runs before the mapping is freed
-    return region
+    runtime, address, pieces = _runtime(), region.data_ptr(), list[Any]()
+    for first in range(0, size, max(1, step)):
+        count = -(-min(step, size - first) // _PAGE) * _PAGE
+        if code := int(runtime.cudaHostRegister(address + first, count, _PORTABLE)):
+            for unlock in pieces:
+                unlock()
+            return region, first, code
+        # runs before the mapping is freed
+        pieces.append(weakref.finalize(cells, runtime.cudaHostUnregister, address + first))
+        if step < size:
+            _log.info("page-locked %s of %s", format_bytes(min(first + step, size)), format_bytes(size))
+    return region, size, 0
 
 
 def _mapped(size: int) -> tuple[Any, Tensor]:

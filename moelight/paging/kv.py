@@ -1,5 +1,5 @@
 """The paged KV cache: blocks of tokens, assigned to sequences through block tables, with the same index in every layer.
-Two layouts: CPU attention reads a `paged_cache` in place; contexts of a `token_cache` are copied to the device."""
+Two layouts: a `paged_cache` for CPU attention, a `token_cache` for attention on the device."""
 
 from __future__ import annotations
 
@@ -26,12 +26,6 @@ def token_cache(arena: Tensor, spec: AttentionSpec, *, num_layers: int, slots: i
     """Keys and values for device attention ``[layers, slots, 2, Hkv, D]``: slot block * block_size + offset holds those
     of a token."""
     return typed(arena, dtype, (num_layers, slots, 2, spec.num_kv_heads, spec.head_dim))
-
-
-def put(into: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Write token t of k and v [T, Hkv, D] to slot ``slots[t]`` (int64) of ``into`` [slots, 2, Hkv, D]."""
-    into[:, 0].index_copy_(0, slots, k)
-    into[:, 1].index_copy_(0, slots, v)
 
 
 class BlockPool:

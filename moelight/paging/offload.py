@@ -19,7 +19,7 @@ from moelight.core.errors import CheckpointError, ConfigError
 from moelight.core.schedule import Page
 from moelight.core.units import format_bytes
 from moelight.kernels.reads import FileReader, ReadPart
-from moelight.paging.arena import on_huge_pages, page_locked
+from moelight.paging.arena import PinningError, on_huge_pages, page_locked
 from moelight.paging.slots import PendingPage
 
 Into = Sequence[tuple[int, Tensor]]  # (first byte in the page, destination: uint8 [n], contiguous)
@@ -144,8 +144,8 @@ class HostStore:
 
     def _memory(self, size: int) -> Tensor:
         if self._device.type != "cpu":
-            # RuntimeError: no more memory can be locked, so the rest transfers at the speed of pageable copies.
-            with suppress(RuntimeError):
+            # Where no more memory can be locked, the rest transfers at the speed of pageable copies.
+            with suppress(RuntimeError, PinningError):
                 return page_locked(size, self._device)
         return on_huge_pages(size)
 

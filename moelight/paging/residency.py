@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,6 +40,7 @@ class ResidencyManager:
         learns: True if residents may be evicted for other experts.
         table: int32 [layers, experts], the slot of each resident expert, else -1.
         version: number that changes whenever ``table`` does.
+        turn: held by the threads of an engine while they call this object.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class ResidencyManager:
         self._missing: dict[int, float] = {}  # by the bit length of the number of tokens
         self._in_use: list[tuple[int, list[int]]] = []
         self.table = np.full((len(model.moe_layers), model.num_experts), -1, dtype=np.int32)
-        self.version = 0
+        self.version, self.turn = 0, threading.Lock()
         if resident and (profile is None or not learns):
             named = [(self._row[page.layer], page.expert) for page in resident]
             # Layer budgets may differ from the residents of the layers: other experts fill the remaining slots.

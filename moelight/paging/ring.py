@@ -29,7 +29,7 @@ class LayerDemand:
     Attributes:
         late: experts whose pages were missing when the demand was computed.
         on_cpu: weights of the experts that the CPU computes in place, beside a GPU; empty if there are none.
-        experts: weights of the other routed experts; None for all others.
+        memory: int32 [E], the number (`PageStore.weights`) of the memory of the other routed experts; else -1.
         transfers: pages to transfer, ``read_pages`` of them from disk, since ``since_s``.
         coming: transfers to wait for, including those that began earlier.
     """
@@ -37,7 +37,7 @@ class LayerDemand:
     stats: TransferStats
     late: frozenset[int]
     on_cpu: tuple[ExpertWeights | None, ...]
-    experts: list[ExpertWeights | None]
+    memory: np.ndarray
     transfers: list[Transfer] = field(default_factory=list)
     coming: list[Transfer] = field(default_factory=list)
     read_pages: int = 0
@@ -105,12 +105,12 @@ class RingPager:
                 self.store.offloaded[Page(layer=layer, expert=expert)].weights if expert in on_cpu else None
                 for expert in range(self._num_experts if on_cpu else 0)
             ),
-            experts=[None] * self._num_experts,
+            memory=np.full(self._num_experts, -1, dtype=np.int32),
         )
         for expert, slot in zip(found.hits.tolist(), found.hit_slots.tolist(), strict=True):
-            demand.experts[expert] = self.store.resident[slot].weights
+            demand.memory[expert] = self.store.resident[slot].number
         for expert, slot in zip(found.misses.tolist(), found.slots.tolist(), strict=True):
-            demand.experts[expert] = self._bring(Page(layer=layer, expert=expert), slot, demand)
+            demand.memory[expert] = self._bring(Page(layer=layer, expert=expert), slot, demand)
         self._begin_reads(demand)
         return demand
 
@@ -153,8 +153,8 @@ class RingPager:
         self._passing = []
         self.residency.end_use()
 
-    def _bring(self, page: Page, slot: int, demand: LayerDemand) -> ExpertWeights:
-        """Weights of ``page``: resident in ``slot``, or in the ring if ``slot`` is negative."""
+    def _bring(self, page: Page, slot: int, demand: LayerDemand) -> int:
+        """Number of the memory of ``page``: resident in ``slot``, or in the ring if ``slot`` is negative."""
         store, ring = self.store, self._in_ring(page, demand)
         if ring is None:
             ring = self.ring.take()
@@ -162,11 +162,11 @@ class RingPager:
         if slot < 0:
             self.ring.pages[ring] = page
             self._passing.append(ring)
-            return store.ring[ring].weights
+            return store.ring[ring].number
         store.swap(slot, ring)
         self.ring.give(ring, self._resident.get(slot))
         self._resident[slot] = page
-        return store.resident[slot].weights
+        return store.resident[slot].number
 
     def _in_ring(self, page: Page, demand: LayerDemand) -> int | None:
         """Ring slot that holds or will hold ``page``; the caller owns the slot."""

@@ -26,17 +26,20 @@ ExpertWeights = tuple[Tensor, Tensor]
 
 
 class SlotMemory(NamedTuple):
-    """The bytes of one page, those of its parts, and its weights."""
+    """The bytes of one page, those of its parts, its weights, and the ``number`` of this memory among that of all slots
+    that experts are computed from (`PageStore.weights`)."""
 
     page: Tensor
     parts: Sequence[Tensor]
     weights: ExpertWeights
+    number: int
 
 
 class PageStore:
     """Page bytes in arenas of slots: ``experts`` (``resident``), ``host_experts`` (``offloaded`` pages ``far``),
     ``ring`` and ``pinned_ring``. ``parts`` are byte ranges of a page; ``view`` returns ``(gate_up [2I, H], down
-    [H, I])``."""
+    [H, I])``. ``weights`` has those of every resident and ring slot; memory never moves, so its number and its
+    addresses hold as long as the store, whichever slot it becomes (`swap`)."""
 
     def __init__(
         self,
@@ -51,22 +54,29 @@ class PageStore:
     ) -> None:
         self.page_bytes = parts[-1].stop
 
-        def cut(purpose: str) -> list[SlotMemory]:
+        def cut(purpose: str, first: int) -> list[SlotMemory]:
             arena = arenas.get(purpose)
             pages = () if arena is None else (slot[: self.page_bytes] for slot in slots(arena, slot_bytes))
-            return [SlotMemory(page, [page[part.start : part.stop] for part in parts], view(page)) for page in pages]
+            return [
+                SlotMemory(page, [page[part.start : part.stop] for part in parts], view(page), number)
+                for number, page in enumerate(pages, first)
+            ]
 
         self.fast_tier, self.table, self._parts = fast_tier, table, parts
-        self.resident, self.ring, self.pinned = cut("experts"), cut("ring"), cut("pinned_ring")
-        self.offloaded = dict(zip(far, cut("host_experts"), strict=True))
+        self.resident, self.pinned = cut("experts", 0), cut("pinned_ring", 0)
+        self.ring = cut("ring", len(self.resident))
+        self.weights = [memory.weights for memory in (*self.resident, *self.ring)]
+        self._resident_numbers = np.arange(len(self.resident), dtype=np.int32)
+        self.offloaded = dict(zip(far, cut("host_experts", 0), strict=True))
         self._computed: frozenset[Page] = frozenset()
         self.layers_computed: frozenset[int] = frozenset()  # layers with experts that the CPU computes in place
-        self._position_in_stream: dict[Page, int] = {}
+        self._streamed: tuple[np.ndarray, np.ndarray] = (np.zeros(0, np.int64), np.zeros(0, np.int64))
 
     def follow(self, streamed: Sequence[Page], computed: Sequence[Page]) -> None:
         """Set the streamed parts and the pages that the CPU computes from the next pass on."""
-        whole = (page for page in streamed if page.part == 0)
-        self._position_in_stream = {page: k for k, page in enumerate(whole)}
+        whole = [(page.layer, page.expert) for page in streamed if page.part == 0]
+        layers, experts = np.array(whole, dtype=np.int64).reshape(-1, 2).T
+        self._streamed = layers, experts
         self._computed = frozenset(computed)
         self.layers_computed = frozenset(page.layer for page in computed)
 
@@ -78,7 +88,7 @@ class PageStore:
             (Page(layer=layer, expert=expert), self.resident[self.table[layer, expert]])
             for layer, expert in np.argwhere(self.table >= 0).tolist()
         ]  # of which some may be offloaded too
-        for page, (home, _, _) in sorted([*resident, *self.offloaded.items()], key=lambda each: each[0]):
+        for page, (home, *_) in sorted([*resident, *self.offloaded.items()], key=lambda each: each[0]):
             into = home
             if home.device.type != "cpu":
                 into = bounce = home.new_empty(home.numel(), device="cpu") if bounce is None else bounce
@@ -101,6 +111,7 @@ class PageStore:
     def swap(self, slot: int, ring: int) -> None:
         """Exchange the memory of ring page ``ring`` and resident ``slot``, so that the ring's page becomes resident."""
         self.resident[slot], self.ring[ring] = self.ring[ring], self.resident[slot]
+        self._resident_numbers[slot] = self.resident[slot].number
 
     def ring_page(self, k: int, position: int) -> int:
         """Ring page of page k of the stream, counted from ``position``."""
@@ -122,18 +133,21 @@ class PageStore:
         """Offset of a part in its page in bytes."""
         return self._parts[page.part].start
 
-    def layer_experts(self, layer: int, num_experts: int, position: int) -> list[ExpertWeights | None]:
-        """Weights of the experts of ``layer`` in the pass begun at ``position``; None for experts of the CPU."""
-        experts: list[ExpertWeights | None] = []
-        for expert in range(num_experts):
-            page, slot = Page(layer=layer, expert=expert), self.table[layer, expert]
-            if slot >= 0:
-                experts.append(self.resident[slot].weights)
-            elif page in self._computed:
-                experts.append(None)
-            else:
-                experts.append(self.ring[self.ring_page(self._position_in_stream[page], position)].weights)
-        return experts
+    def memory_of_experts(self, position: int) -> np.ndarray:
+        """int32 [layers, experts]: the number of the memory of each expert in the pass begun at ``position``; -1 for
+        experts that the CPU computes in place, and where a layer has none."""
+        numbers = np.full(self.table.shape, -1, dtype=np.int32)
+        if len(self._streamed[0]):
+            ring = np.array([memory.number for memory in self.ring], dtype=np.int32)
+            first = position // len(self._parts)
+            numbers[self._streamed] = ring[(first + np.arange(len(self._streamed[0]))) % len(ring)]
+        here = self.table >= 0
+        numbers[here] = self._resident_numbers[self.table[here]]
+        return numbers
+
+    def weights_at(self, numbers: np.ndarray) -> list[ExpertWeights | None]:
+        """Weights of the experts whose memory has ``numbers`` int [experts]; None where it is negative."""
+        return [self.weights[number] if number >= 0 else None for number in numbers.tolist()]
 
     def computed_experts(self, layer: int, num_experts: int) -> list[ExpertWeights | None]:
         """Weights of the experts that the CPU computes in place; None for the others."""

@@ -4,20 +4,21 @@ Legend: T tokens, Hq query heads, Hkv key/value heads, D head size."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from moelight.core.schedule import Task, TaskKind
-from moelight.hrm.footprint import GATHER_BYTES
 from moelight.kernels.attention import cpu_gqa_decode, cpu_kv_append, cpu_prefill_attention
-from moelight.kernels.prefill import prefill_attention
-from moelight.paging.kv import put
+from moelight.kernels.gpu import attention as gpu_attention
+from moelight.kernels.gpu import serving
+from moelight.kernels.gpu.attention import append_in_torch, attend_in_torch
 from moelight.profiles.model import AttentionSpec
 from moelight.runtime.microbatch import MicroBatch, require
 
 Act = Callable[[Task, MicroBatch], None]
+MOST_COPIES = 16  # of a context; more are one kernel's, where it reads host memory
 
 
 class HostAttention:
@@ -35,7 +36,8 @@ class HostAttention:
         }
 
     def _attention(self, task: Task, mb: MicroBatch) -> None:
-        mb.attn = attend_prefill(mb, self._scale, self._window)
+        (q, k, v), attend = require(mb.qkv), kernels_of(mb.hidden.device).attend
+        mb.attn = attend(q, k, v, require(mb.context).batch, self._scale, window=self._window)
 
     def _offload_qkv(self, task: Task, mb: MicroBatch) -> None:
         mb.qkv_host = require(mb.crossing).take(*require(mb.qkv))
@@ -68,17 +70,17 @@ class HostAttention:
 
 
 class DeviceAttention:
-    """Attention on the device: cached tokens are transferred from host memory, or gathered from device memory, into one
-    of two ``buffers``; one buffer is enough if the whole cache is on the device."""
+    """Attention on the device: blocks in its memory are read in place, others in one of two ``buffers``, to which they
+    are transferred, by at most `MOST_COPIES` copies for a layer and micro-batch where kernels read host memory."""
 
     def __init__(
         self, spec: AttentionSpec, buffers: Tensor, *, on_host: Tensor | None, on_device: Tensor | None
     ) -> None:
         """``buffers`` [2, tokens, 2, Hkv, D]; at least one `token_cache` is given."""
         self._host, self._device, self._buffers = on_host, on_device, buffers
-        self._gathered = max(1, GATHER_BYTES // (buffers[0, :1].numel() * buffers.element_size()))
         self._scale, self._window = spec.head_dim**-0.5, spec.window
-        self._only_block = torch.zeros(1, dtype=torch.int32, device=buffers.device)
+        self._kernels = kernels_of(buffers.device)
+        self._fetches = on_host is not None and self._kernels.fetches(on_host, buffers.device)[0]
         self.table: Mapping[TaskKind, Act] = {
             TaskKind.LOAD_KV: self._load_kv,
             TaskKind.ATTENTION: self._attention,
@@ -87,9 +89,12 @@ class DeviceAttention:
         }
 
     def _load_kv(self, task: Task, mb: MicroBatch) -> None:
-        (into,) = task.writes
+        (into,), context = task.writes, require(mb.context)
         buffer, cache = self._buffers[into.index], require(self._host)[task.layer]
-        for place, slot, count in require(mb.context).runs:
+        if self._fetches and len(context.runs) > MOST_COPIES:
+            gpu_attention.fetch(cache, buffer, context.pieces_on(buffer.device))
+            return
+        for slot, place, count in context.runs:
             buffer[place : place + count].copy_(cache[slot : slot + count], non_blocking=True)
 
     def _offload_kv(self, task: Task, mb: MicroBatch) -> None:
@@ -98,75 +103,40 @@ class DeviceAttention:
 
     def _store_kv(self, task: Task, mb: MicroBatch) -> None:
         _, k, v = require(mb.qkv_host)
-        put(require(self._host)[task.layer], k, v, require(mb.added).host_slots)
+        append_in_torch(k, v, require(self._host)[task.layer], require(mb.added).host_slots)
 
     def _attention(self, task: Task, mb: MicroBatch) -> None:
-        added = require(mb.added)
+        (q, k, v), batch, added = require(mb.qkv), require(mb.context).batch, require(mb.added)
         if added.device_slots is not None:
-            _, k, v = require(mb.qkv)
-            cache, rows = require(self._device)[task.layer], added.device_rows
-            put(cache, _picked(k, rows), _picked(v, rows), added.device_slots)
-        if mb.context is None or not mb.context.tokens:
-            mb.attn = attend_prefill(mb, self._scale, self._window)
-        elif self._host is None:
-            slots = require(mb.context.slots)
-            buffer = self._buffers[0, : slots.numel()]
-            torch.index_select(require(self._device)[task.layer], 0, slots, out=buffer)
-            mb.attn = self._attend(mb, buffer)
-        else:
-            (index,) = (each.index for each in task.reads if each.space == "context")
-            self._complete(self._buffers[index], task, mb)
-            mb.attn = self._attend(mb, self._buffers[index])
-
-    def _complete(self, buffer: Tensor, task: Task, mb: MicroBatch) -> None:
-        """``buffer`` holds the transferred part of the context; the rest is gathered in pieces of bounded size."""
-        (_, k, v), context = require(mb.qkv), require(mb.context)
-        put(buffer, k, v, context.own)
-        if context.slots is None:
-            return
-        cache = require(self._device)[task.layer]
-        for places, slots in zip(
-            require(context.places).split(self._gathered), context.slots.split(self._gathered), strict=True
-        ):
-            buffer.index_copy_(0, places, cache.index_select(0, slots))
-
-    def _attend(self, mb: MicroBatch, buffer: Tensor) -> Tensor:
-        """``buffer`` [places, 2, Hkv, D] includes the new tokens."""
-        q, k, v = require(mb.qkv)
-        out = torch.empty_like(q)
-        for first, last, place, cached in require(mb.context).spans:
-            rows, run = slice(first, last), buffer[place : place + cached + last - first]
-            if last - first == 1:
-                out[first] = attend_one(q[first], run, self._scale)
-            else:
-                blocks = run[:cached].permute(1, 2, 0, 3).unsqueeze(1)  # [2, one block, Hkv, cached, D]
-                out[rows] = prefill_attention(
-                    q[rows],
-                    k[rows],
-                    v[rows],
-                    self._scale,
-                    window=self._window,
-                    context=cached,
-                    cache=(blocks[0], blocks[1], self._only_block),
-                )
-        return out
+            self._kernels.append(k, v, require(self._device)[task.layer], added.device_slots, rows=added.device_rows)
+        in_cache, in_buffer = batch.tiers
+        (index,) = (each.index for each in task.reads if each.space == "context") if in_buffer else (0,)
+        mb.attn = self._kernels.attend(
+            q,
+            k,
+            v,
+            batch,
+            self._scale,
+            window=self._window,
+            cache=require(self._device)[task.layer] if in_cache else None,
+            buffer=self._buffers[index] if in_buffer else None,
+        )
 
 
-def attend_one(q: Tensor, run: Tensor, scale: float) -> Tensor:
-    """Attention of one token over keys and values ``run`` [L, 2, Hkv, D], the last its own: q [Hq, D] -> [Hq, D]."""
-    keys, values = run.permute(1, 2, 0, 3).unsqueeze(1)
-    grouped = q.unflatten(0, (keys.shape[1], -1)).unsqueeze(0)  # the queries of a group are rows of one product
-    return functional.scaled_dot_product_attention(grouped, keys, values, scale=scale).flatten(0, 2)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionKernels:
+    """Implementations of attention on one device: `attend`, `append`, and whether kernels `fetch` from host memory."""
+
+    attend: Callable[..., Tensor]
+    append: Callable[..., None]
+    fetches: Callable[[Tensor, torch.device], tuple[bool, str]]
 
 
-def attend_prefill(mb: MicroBatch, scale: float, window: int | None) -> Tensor:
-    """Attention of every sequence over its own new keys and values only -> [T, Hq, D]."""
-    q, k, v = require(mb.qkv)
-    out = torch.empty_like(q)
-    spans = [(row, row + 1) for row in range(mb.decoding)] + [(first, last) for first, last, _, _ in mb.prompts]
-    for first, last in spans:
-        out[first:last] = prefill_attention(q[first:last], k[first:last], v[first:last], scale, window=window)
-    return out
+def kernels_of(device: torch.device) -> AttentionKernels:
+    """Those of ``device``; of the emulated one, torch's."""
+    if device.type == "cpu":
+        return AttentionKernels(attend=attend_in_torch, append=append_in_torch, fetches=lambda *_: (False, "no link"))
+    return AttentionKernels(attend=gpu_attention.attend, append=gpu_attention.append, fetches=serving.reads_host)
 
 
 def _picked(tensor: Tensor, rows: Tensor | None) -> Tensor:

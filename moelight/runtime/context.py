@@ -1,18 +1,21 @@
-"""Cache slots of tokens, and the packed context of a micro-batch whose attention runs on the device.
+"""Cache slots of tokens, and what a micro-batch attends to on the device: blocks on the device in place, others
+transferred to a buffer.
 
-In the buffer a sequence has one run: the cached tokens that it still sees, then space for its new tokens. Slots below
-``host_slots`` are in host memory; the device's cache counts from there. Legend: T new tokens, C cached tokens seen.
+Slots below ``host_slots`` are in host memory; the device's cache counts from there. Legend: T new tokens, C cached
+tokens seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from moelight.kernels.gpu.attention import PromptForm, RaggedBatch, in_buffer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,32 +42,41 @@ class Chunk:
         return 1 if self.decodes else len(self.token_ids)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Context:
-    """Context buffer layout of one micro-batch; all tensors int64, on the device.
+    """What a micro-batch attends to on the device: its sequences with the blocks of their cached tokens.
+
+    Blocks in the host's cache are transferred to a buffer, each once, whatever sequences share it.
 
     Attributes:
         tokens: C.
-        there: cached tokens in the device's cache.
-        runs: (place in the buffer, slot in the host's cache, count) of cached tokens that are contiguous in both.
-        spans: (first row, last row, place in the buffer, cached tokens) of each sequence.
-        own: places [T] of the new tokens.
-        slots: slots in the device's cache of the tokens at ``places``; None: no cached token is on the device.
-        places: places that are gathered from the device's cache; None: all T + C.
+        stays: cached tokens that do not cross: on the device already, or transferred for another sequence.
+        pieces: int32 [blocks, 3], in host memory: slot in the host's cache, place in the buffer, and count of the
+            cached tokens of each block that crosses, slots and places ascending.
+        runs: the same, merged where contiguous in the host's cache.
+        batch: all sequences; `MicroBatch.land` transfers its table.
     """
 
     tokens: int
-    there: int
+    stays: int
+    pieces: Tensor
     runs: tuple[tuple[int, int, int], ...]
-    spans: tuple[tuple[int, int, int, int], ...]
-    own: Tensor
-    slots: Tensor | None
-    places: Tensor | None
+    batch: RaggedBatch
+    _landed: Tensor | None = None
+
+    def pieces_on(self, device: torch.device) -> Tensor:
+        """``pieces`` on ``device``, copied at the first call without waiting, on the stream of all calls."""
+        if self._landed is None:
+            self._landed = self.pieces
+            if device.type != "cpu":
+                self._landed = self.pieces.pin_memory().to(device, non_blocking=True)
+        return self._landed
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Added:
-    """Destinations of new keys and values; int64, on the device except ``host_slots``. Rows None: all.
+    """Destinations of new keys and values; int64, moved to the device by `MicroBatch.land` except ``host_slots``. Rows
+    None: all.
 
     Attributes:
         there: number of rows kept on the device.
@@ -84,51 +96,58 @@ def seen_before(start: int, window: int | None) -> int:
     return start if window is None else min(start, window - 1)
 
 
-def find_added(slots: Tensor, *, host_slots: int, device: torch.device) -> Added:
+def find_added(slots: Tensor, *, host_slots: int) -> Added:
     """``slots`` int64, in host memory: cache slots of the rows."""
     down = slots < host_slots
     if bool(down.all()):
         return Added(there=0, host_rows=None, host_slots=slots, device_rows=None, device_slots=None)
-    stay = (slots[~down] - host_slots).to(device)
+    stay = slots[~down] - host_slots
     some = bool(down.any())
     return Added(
         there=stay.numel(),
-        host_rows=down.nonzero().flatten().to(device),
+        host_rows=down.nonzero().flatten(),
         host_slots=slots[down],
-        device_rows=(~down).nonzero().flatten().to(device) if some else None,
+        device_rows=(~down).nonzero().flatten() if some else None,
         device_slots=stay,
     )
 
 
 def find_context(
-    chunks: Sequence[Chunk], *, block_size: int, window: int | None, device: torch.device, host_slots: int
+    chunks: Sequence[Chunk], *, block_size: int, window: int | None, host_slots: int, form: PromptForm
 ) -> Context:
-    """Context of ``chunks``, whose rows are in the same order."""
-    runs: list[tuple[int, int, int]] = []
-    spans: list[tuple[int, int, int, int]] = []
-    own, slots, cached_places = [], [], []
-    row = place = tokens = 0
-    for chunk in chunks:
-        count, cached = chunk.count, seen_before(chunk.start, window)
-        mine = slots_of(chunk, chunk.start - cached, chunk.start + count, block_size)
-        runs += _runs(place, mine[:cached], host_slots)
-        spans.append((row, row + count, place, cached))
-        own.append(np.arange(place + cached, place + cached + count, dtype=np.int64))
-        slots.append(mine)
-        cached_places.append(np.arange(place, place + cached, dtype=np.int64))
-        row, place, tokens = row + count, place + cached + count, tokens + cached
-    every = np.concatenate(slots)
-    places = np.concatenate(cached_places)
-    places = places[every[places] >= host_slots]
-    gathered = every[places] if host_slots else every
+    """Context of ``chunks``, whose rows are in the same order, decoding ones first. ``form``: of prompts."""
+    starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
+    lowest = np.array([chunk.start - seen_before(chunk.start, window) for chunk in chunks], dtype=np.int64)
+    first = lowest // block_size
+    counts = np.where(lowest < starts, -(-starts // block_size) - first, 0)
+    cuts = zip(chunks, first.tolist(), (first + counts).tolist(), strict=True)
+    blocks = np.fromiter(chain.from_iterable(chunk.blocks[a:b] for chunk, a, b in cuts), np.int64, int(counts.sum()))
+    owner = np.repeat(np.arange(len(chunks)), counts)
+    position = (np.arange(len(blocks)) - np.repeat(np.cumsum(counts) - counts - first, counts)) * block_size
+    begins, ends = np.maximum(lowest[owner] - position, 0), np.minimum(starts[owner] - position, block_size)
+    entries, crossing = blocks * block_size - host_slots, blocks * block_size < host_slots
+    crossed, at = np.unique(blocks[crossing], return_inverse=True)
+    begin, end = np.full(len(crossed), block_size), np.zeros(len(crossed), dtype=np.int64)
+    np.minimum.at(begin, at, begins[crossing])
+    np.maximum.at(end, at, ends[crossing])
+    places = np.cumsum(end - begin) - (end - begin)
+    entries[crossing] = in_buffer(places - begin)[at]
+    pieces = np.stack((crossed * block_size + begin, places, end - begin), axis=1)
+    tokens = int((starts - lowest).sum())
     return Context(
         tokens=tokens,
-        there=len(places),
-        runs=tuple(runs),
-        spans=tuple(spans),
-        own=torch.from_numpy(np.concatenate(own)).to(device),
-        slots=torch.from_numpy(gathered - host_slots).to(device) if len(gathered) else None,
-        places=torch.from_numpy(places).to(device) if host_slots and len(places) else None,
+        stays=tokens - int((end - begin).sum()),
+        pieces=torch.from_numpy(pieces.astype(np.int32)),
+        runs=_runs(pieces),
+        batch=RaggedBatch(
+            [chunk.count for chunk in chunks],
+            starts,
+            lowest,
+            entries,
+            decoding=sum(chunk.decodes for chunk in chunks),
+            block_size=block_size,
+            form=form,
+        ),
     )
 
 
@@ -139,12 +158,9 @@ def slots_of(chunk: Chunk, begin: int, end: int, block_size: int) -> np.ndarray:
     return table[where // block_size] * block_size + where % block_size
 
 
-def _runs(place: int, slots: np.ndarray, host_slots: int) -> list[tuple[int, int, int]]:
-    """A run that continues into the device's slots is cut there."""
-    bounds = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
-    runs = []
-    for first, last in pairwise(bounds):
-        count = min(last - first, host_slots - int(slots[first])) if last > first else 0
-        if count > 0:
-            runs.append((place + first, int(slots[first]), count))
-    return runs
+def _runs(pieces: np.ndarray) -> tuple[tuple[int, int, int], ...]:
+    """``pieces`` merged where one follows another in the host's cache; in the buffer each follows the one before."""
+    slot, _, count = pieces.T
+    first = np.flatnonzero(np.r_[True, slot[1:] != slot[:-1] + count[:-1]]) if len(pieces) else slot
+    sums = np.add.reduceat(count, first) if len(first) else first
+    return tuple(zip(slot[first].tolist(), pieces[first, 1].tolist(), sums.tolist(), strict=True))

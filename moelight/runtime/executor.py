@@ -38,8 +38,9 @@ class Executor:
     on the other (`_MEETS`), so no pass overwrites what an earlier pass still reads.
     """
 
-    def __init__(self, lanes: Mapping[Lane, LaneRunner]) -> None:
-        self._lanes = lanes
+    def __init__(self, lanes: Mapping[Lane, LaneRunner], timed: Callable[[Task, Work], Work] | None = None) -> None:
+        """``timed`` gives the work of a task the time that it takes on a card (`runtime.twin`)."""
+        self._lanes, self._timed = lanes, timed
         self._prefetched: dict[Page, Submitted] = {}
         self._last: dict[tuple[Lane, bool], tuple[Task, Ticket]] = {}
         self.broken = False
@@ -48,6 +49,11 @@ class Executor:
     def prefetched(self) -> int:
         """Number of pages of the next pass that are in the ring or in transfer."""
         return len(self._prefetched)
+
+    @property
+    def device_waits(self) -> int:
+        """How often the thread of a lane waited for work on a device, in all passes."""
+        return sum(lane.device_waits for lane in self._lanes.values())
 
     def run(self, schedule: Schedule, perform: Perform) -> Timeline:
         return self.finish(self.launch(schedule, perform))
@@ -66,7 +72,8 @@ class Executor:
             if task.lane not in begun:
                 begun.add(task.lane)
                 after += [self._last[other] for other in _MEETS[task.lane] if other in self._last]
-            ticket = self._lanes[task.lane].submit(perform(task), [earlier for _, earlier in after])
+            work = perform(task) if self._timed is None else self._timed(task, perform(task))
+            ticket = self._lanes[task.lane].submit(work, [earlier for _, earlier in after])
             submitted.append((task, ticket, after))
         self._prefetched = {}
         for position in schedule.prefetched_next:

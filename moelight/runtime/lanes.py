@@ -19,6 +19,11 @@ import torch
 from moelight.core.errors import MoelightError
 from moelight.kernels.threads import ThreadTeam
 
+IDLE_ORIGIN_S = 1.0
+OLDEST_ORIGIN_S = 60.0
+SPIN_S = 50e-6
+SLEEP_S = 50e-6  # the kernel's timer slack adds as much
+
 
 class Pending(Protocol):
     """Work that continues by itself after it was begun."""
@@ -95,9 +100,13 @@ class HostTicket:
 
 
 class InlineLane:
-    """A lane on the calling thread: work is done when ``submit`` returns; kernels run on the threads of ``team``."""
+    """A lane on the calling thread: work is done when ``submit`` returns; kernels run on the threads of ``team``.
+
+    ``device_waits``, of every lane: how often its thread waited for work on a device.
+    """
 
     def __init__(self, team: ThreadTeam | None = None) -> None:
+        self.device_waits = 0
         self._broken: BaseException | None = None
         self._team = team
 
@@ -106,8 +115,7 @@ class InlineLane:
             raise self._broken
         mine = HostTicket()
         try:
-            for ticket in after:
-                ticket.wait()
+            self.device_waits += _wait_for(after)
             with _working(self._team):
                 mine.carry_out(work)
         except BaseException as error:  # later work may depend on this, so any error counts
@@ -124,9 +132,9 @@ class ThreadLane:
     and the threads that torch starts for it are bound to the team's cores."""
 
     def __init__(self, name: str, team: ThreadTeam | None = None) -> None:
+        self.device_waits = 0
         self._team = team
-        self._queue: queue.SimpleQueue[tuple[Work, Sequence[Ticket], HostTicket, threading.Event] | None]
-        self._queue = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Work, Sequence[Ticket], Any, threading.Event] | None] = queue.SimpleQueue()
         self._broken: BaseException | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name=f"moelight-{name}", daemon=True)
@@ -136,7 +144,7 @@ class ThreadLane:
         if self._closed:
             raise MoelightError(f"{self._thread.name} is closed")
         done = threading.Event()
-        mine = HostTicket(done=done)
+        mine = self._ticket(done)
         self._queue.put((work, after, mine, done))
         return mine
 
@@ -146,6 +154,9 @@ class ThreadLane:
         self._thread.join()
         _dismiss(self._team)
 
+    def _ticket(self, done: threading.Event) -> Ticket:
+        return HostTicket(done=done)
+
     def _serve(self) -> None:
         if self._team is not None:
             self._team.settle()
@@ -153,18 +164,17 @@ class ThreadLane:
             while (item := self._queue.get()) is not None:
                 work, after, ticket, done = item
                 try:
-                    self._wait_for(after)
-                    ticket.carry_out(work)
+                    if self._broken is not None:
+                        raise self._broken
+                    self._carry_out(work, after, ticket)
                 except BaseException as error:  # noqa: BLE001 - every waiter must receive any error
                     self._broken = ticket.error = error
                 finally:
                     done.set()
 
-    def _wait_for(self, after: Sequence[Ticket]) -> None:
-        if self._broken is not None:
-            raise self._broken
-        for earlier in after:
-            earlier.wait()
+    def _carry_out(self, work: Work, after: Sequence[Ticket], ticket: Any) -> None:
+        self.device_waits += _wait_for(after)
+        ticket.carry_out(work)
 
 
 _Begun = tuple[Outcome, HostTicket, threading.Event]
@@ -189,7 +199,9 @@ class PendingLane(ThreadLane):
             work, after, ticket, done = item
             outcome: Outcome = None
             try:
-                self._wait_for(after)
+                if self._broken is not None:
+                    raise self._broken
+                self.device_waits += _wait_for(after)
                 ticket.start_s = time.perf_counter()
                 outcome = work()
             except BaseException as error:  # noqa: BLE001 - every waiter must receive any error
@@ -214,68 +226,122 @@ class PendingLane(ThreadLane):
 
 
 class StreamTicket:
-    """Ticket of work between two events on a device stream; other streams wait for ``done``."""
+    """Ticket of work between two events on a device stream. ``done`` may be waited for once ``launched`` is set; other
+    streams do so without blocking the host."""
 
-    __slots__ = ("_clock", "_start", "done", "found_bytes", "skipped")
+    __slots__ = ("_origin", "_start", "done", "error", "found_bytes", "lane", "launched", "skipped")
 
-    def __init__(self, start: Any, done: Any, clock: Callable[[Any], float], outcome: Outcome) -> None:
-        self._start, self.done, self._clock = start, done, clock
+    def __init__(self, lane: StreamLane, launched: threading.Event) -> None:
+        self.lane, self.launched = lane, launched
+        self.error: BaseException | None = None
+        self.skipped = False
+        self.found_bytes: int | None = None
+
+    def launch(self, work: Work, stream: Any, new_event: Callable[[], Any], origin: ClockOrigin) -> None:
+        """``work`` enqueues operations on ``stream``, the current one."""
+        self._origin, self._start, self.done = origin, new_event(), new_event()
+        self._start.record(stream)
+        outcome = work()
+        self.done.record(stream)
         self.skipped = isinstance(outcome, Skipped)
         self.found_bytes = outcome.bytes if isinstance(outcome, MovedBytes) else None
 
+    def wait_launched(self) -> None:
+        self.launched.wait()
+        if self.error is not None:
+            raise self.error
+
     def wait(self) -> None:
-        self.done.synchronize()
+        self.wait_launched()
+        wait_asleep(self.done)
 
     def span(self) -> tuple[float, float]:
-        return self._clock(self._start), self._clock(self.done)
+        return self._origin.seconds(self._start), self._origin.seconds(self.done)
 
 
-class StreamLane:
-    """A stream of an accelerator, through torch's device-generic ``Stream`` and ``Event`` (CUDA, ROCm, XPU). The
-    calling thread launches work and waits for host lanes; on the emulated device that thread and the ``team`` do the
-    work."""
+def wait_asleep(event: Any) -> None:
+    """Wait for ``event`` without a busy core: CUDA's own synchronisation spins, and every spinning thread takes a core
+    from the CPU's attention and experts. A wait that is over within `SPIN_S` does not sleep."""
+    spins_until = time.perf_counter() + SPIN_S
+    while not event.query():
+        if time.perf_counter() > spins_until:
+            time.sleep(SLEEP_S)
 
-    def __init__(self, stream: Any, new_event: Callable[[], Any], team: ThreadTeam | None = None) -> None:
-        self._team = team
-        self._stream, self._new_event = stream, new_event
-        self._broken: BaseException | None = None
-        self._origin = new_event()  # an event whose host time is known
-        self._origin.record(stream)
-        self._origin.synchronize()
-        self._origin_s = time.perf_counter()
+
+class ClockOrigin:
+    """An event whose time on the host's clock is known, from which the times of later events are measured.
+
+    CUDA counts milliseconds in float32, 0.1 us apart after a second and 4 us after a minute.
+    """
+
+    def __init__(self, event: Any, at_s: float) -> None:
+        self.event, self.at_s = event, at_s
 
     @classmethod
-    def on(cls, device: torch.device) -> StreamLane:
-        return cls(torch.Stream(device=device), lambda: torch.Event(device=device, enable_timing=True))
+    def now(cls, stream: Any, new_event: Callable[[], Any]) -> ClockOrigin:
+        """An origin at the end of what ``stream`` was given, which is waited for: of three events the one whose host
+        time is known best."""
+        found = []
+        for _ in range(3):
+            event, before = new_event(), time.perf_counter()
+            event.record(stream)
+            event.synchronize()
+            after = time.perf_counter()
+            found.append((after - before, (before + after) / 2, event))
+        _, at_s, event = min(found, key=lambda each: each[0])
+        return cls(event, at_s)
 
-    def submit(self, work: Work, after: Sequence[Ticket]) -> Ticket:
-        if self._broken is not None:
-            raise self._broken
-        try:
-            return self._launch(work, after)
-        except BaseException as error:  # later work may depend on this, so any error counts
-            self._broken = error
-            raise
+    def seconds(self, event: Any) -> float:
+        """`time.perf_counter` when ``event`` was reached."""
+        return self.at_s + float(self.event.elapsed_time(event)) / 1e3
 
-    def _launch(self, work: Work, after: Sequence[Ticket]) -> StreamTicket:
-        for ticket in after:
-            if isinstance(ticket, StreamTicket):
-                self._stream.wait_event(ticket.done)
-            else:
-                ticket.wait()
-        start, done = self._new_event(), self._new_event()
-        with self._stream, _working(self._team):
-            start.record(self._stream)
-            outcome = work()
-            done.record(self._stream)
-        return StreamTicket(start, done, self._host_s, outcome)
 
-    def _host_s(self, event: Any) -> float:
-        return self._origin_s + float(self._origin.elapsed_time(event)) / 1e3
+class StreamLane(ThreadLane):
+    """A stream of an accelerator, through torch's device-generic ``Stream`` and ``Event`` (CUDA, ROCm, XPU).
+
+    The lane's thread launches work and waits for host lanes, so that a stream whose next work waits for the host delays
+    no other. Streams wait for each other on the device. On the emulated device the thread and the ``team`` do the work.
+    """
+
+    def __init__(self, name: str, stream: Any, new_event: Callable[[], Any], team: ThreadTeam | None = None) -> None:
+        self._stream, self._new_event = stream, new_event
+        self._origin = ClockOrigin.now(stream, new_event)
+        super().__init__(name, team)
+
+    @classmethod
+    def on(cls, device: torch.device, name: str) -> StreamLane:
+        return cls(name, torch.Stream(device=device), lambda: torch.Event(device=device, enable_timing=True))
 
     def close(self) -> None:
+        super().close()
         self._stream.synchronize()
-        _dismiss(self._team)
+
+    def _ticket(self, done: threading.Event) -> Ticket:
+        return StreamTicket(self, done)
+
+    def _carry_out(self, work: Work, after: Sequence[Ticket], ticket: Any) -> None:
+        for earlier in after:
+            if not isinstance(earlier, StreamTicket):
+                earlier.wait()
+            elif earlier.lane is not self:  # a stream keeps its own order
+                earlier.wait_launched()
+                self._stream.wait_event(earlier.done)
+        self._follow_clock()
+        with self._stream:
+            ticket.launch(work, self._stream, self._new_event, self._origin)
+
+    def _follow_clock(self) -> None:
+        """Renew the origin where the stream is idle, or once it is old: device and host clocks drift apart."""
+        age = time.perf_counter() - self._origin.at_s
+        if age > OLDEST_ORIGIN_S or (age > IDLE_ORIGIN_S and self._stream.query()):
+            self._origin = ClockOrigin.now(self._stream, self._new_event)
+
+
+def _wait_for(tickets: Sequence[Ticket]) -> int:
+    """Block the calling thread until all work of ``tickets`` is done; returns how much of it was a device's."""
+    for ticket in tickets:
+        ticket.wait()
+    return sum(isinstance(ticket, StreamTicket) for ticket in tickets)
 
 
 def _working(team: ThreadTeam | None) -> AbstractContextManager[None]:

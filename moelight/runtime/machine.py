@@ -1,23 +1,22 @@
 """The machine that passes run on: the compute device with its lanes, arenas and allocator. The emulated device
-(``twin``) replaces a GPU in host memory: the same tiers, transfers and lanes, no accelerator."""
+(``twin``, `runtime.twin`) replaces a GPU in host memory: the same tiers, transfers and lanes, no accelerator."""
 
 from __future__ import annotations
 
-import time
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moelight.core.dtypes import BFLOAT16, FLOAT16, DType
-from moelight.core.errors import ConfigError
+from moelight.core.errors import BudgetError, ConfigError
 from moelight.core.policy import Policy
 from moelight.core.schedule import Lane
+from moelight.core.units import format_bytes
 from moelight.hrm.footprint import Footprint
 from moelight.kernels.threads import ThreadTeam
-from moelight.paging.arena import allocate
+from moelight.paging.arena import allocate, nothing_left
 from moelight.runtime.lanes import InlineLane, LaneRunner, PendingLane, StreamLane, ThreadLane
 from moelight.runtime.topology import (
     CoreShares,
@@ -30,89 +29,79 @@ from moelight.runtime.topology import (
     share_cores,
     why_not_placed,
 )
+from moelight.runtime.twin import EmulatedEvent, EmulatedMemory, EmulatedStream, TwinHabits
 
-
-class EmulatedEvent:
-    """An event that holds the time of its recording."""
-
-    def __init__(self) -> None:
-        self._at_s: float | None = None
-
-    def record(self, stream: EmulatedStream) -> None:
-        self._at_s = time.perf_counter()
-
-    def synchronize(self) -> None:
-        """Return at once; raises RuntimeError if the event was never recorded, where a real device would hang."""
-        if self._at_s is None:
-            raise RuntimeError("waited for an event that was never recorded")
-
-    def elapsed_time(self, later: EmulatedEvent) -> float:
-        """Milliseconds between the two recordings."""
-        self.synchronize()
-        later.synchronize()
-        return ((later._at_s or 0.0) - (self._at_s or 0.0)) * 1e3
-
-
-class EmulatedStream(AbstractContextManager["EmulatedStream"]):
-    """A stream whose work is done at launch."""
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing ends here."""
-
-    def wait_event(self, event: EmulatedEvent) -> None:
-        """Return at once; raises RuntimeError if the event was never recorded, where a real stream would race."""
-        event.synchronize()
-
-    def synchronize(self) -> None:
-        """Return at once: no work is outstanding."""
-
-
-DEVICES = ("auto", "cpu", "cuda", "xpu", "twin")
+_CARDS = ("cuda", "xpu")
+DEVICES = ("auto", "cpu", *_CARDS, "twin")
 LANE_KINDS = ("auto", "inline", "threads")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
     """``device`` holds the dense weights and the ring; ``discrete`` if a link separates it from host memory; ``bf16``
-    if it computes in bfloat16 (NVIDIA from compute capability 8.0 on)."""
+    if it computes in bfloat16 (NVIDIA from compute capability 8.0 on); ``habits`` and ``memory`` of a twin."""
 
     device: torch.device
     discrete: bool
     twin: bool = False
     bf16: bool = True
+    habits: TwinHabits = field(default_factory=TwinHabits, compare=False)
+    memory: EmulatedMemory | None = field(default=None, compare=False)
+
+    @property
+    def compiles(self) -> bool:
+        """True if kernels are compiled or loaded at their first launch."""
+        return self.device.type != "cpu"
 
     def native_dtype(self, dtype: DType) -> DType:
         """``dtype``, or float16 where the device has no bfloat16."""
         return FLOAT16 if dtype == BFLOAT16 and not self.bf16 else dtype
 
+    def synchronize(self) -> None:
+        """Wait for everything launched on the device, on whichever stream."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
     def device_memory_bytes(self) -> int:
-        """Free device memory; raises ConfigError for the emulated device, which has none."""
+        """Free device memory, the driver's context apart; raises ConfigError for a twin without ``memory``."""
+        if self.memory is not None:
+            return self.memory.limit - self.memory.used
         if self.device.type == "cpu":
             raise ConfigError("--device-memory is needed for a twin: it has no memory of its own")
-        free, _ = torch.get_device_module(self.device).mem_get_info(self.device)
+        module = torch.get_device_module(self.device)
+        module.empty_cache()  # what an earlier engine of this process left
+        free, _ = module.mem_get_info(self.device)
         return int(free)
 
 
 def find_machine(name: str) -> Machine:
-    """The machine called ``name``, or that ``auto`` selects; raises ConfigError if the device is absent."""
-    if name not in DEVICES:
-        raise ConfigError(f"--device {name!r} is not one of {', '.join(DEVICES)}")
-    if name == "twin":
-        return Machine(device=torch.device("cpu"), discrete=True, twin=True)
-    if name == "auto":
+    """The machine called ``name``: one of `DEVICES`, a card as in ``cuda:1``, or a twin with `TwinHabits` as in
+    ``twin:fp16,link=12GB/s``. Raises ConfigError if the device is absent."""
+    kind, _, index = name.partition(":")
+    if kind == "twin":
+        habits = TwinHabits.parse(index) if index else TwinHabits()
+        memory = EmulatedMemory(habits.memory_bytes) if habits.memory_bytes else None
+        bf16 = not habits.fp16
+        return Machine(device=torch.device("cpu"), discrete=True, twin=True, bf16=bf16, habits=habits, memory=memory)
+    if kind not in DEVICES or (index and (kind not in _CARDS or not index.isdecimal())):
+        raise ConfigError(f"--device {name!r} is not one of {', '.join(DEVICES)}, or a card as in cuda:1")
+    if kind == "auto":
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        name = found.type if found is not None and found.type in DEVICES else "cpu"
-    if name == "cpu":
+        kind = found.type if found is not None and found.type in _CARDS else "cpu"
+    if kind == "cpu":
         return Machine(device=torch.device("cpu"), discrete=False)
-    if not torch.get_device_module(name).is_available():
-        raise ConfigError(f"--device {name}: torch {torch.__version__} sees no such device on this machine")
-    device = torch.device(name, 0)
-    bf16 = name != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+    count = torch.get_device_module(kind).device_count() if torch.get_device_module(kind).is_available() else 0
+    if int(index or 0) >= count:
+        there = f"{count:,} {kind} device{'s' * (count > 1)}" if count else "no such device"
+        raise ConfigError(f"--device {name}: torch {torch.__version__} sees {there} on this machine")
+    device = torch.device(kind, int(index or 0))
+    bf16 = kind != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
     return Machine(device=device, discrete=True, bf16=bf16)
 
 
 def open_lanes(machine: Machine, kind: str = "auto", shares: CoreShares | None = None) -> dict[Lane, LaneRunner]:
-    """A runner for every lane, with the threads of ``shares``; ``auto``: compute on the calling thread or a stream."""
+    """A runner for every lane, with the threads of ``shares``. ``auto``: streams; without a device the calling thread
+    computes."""
     if kind not in LANE_KINDS:
         raise ConfigError(f"lanes {kind!r} is not one of {', '.join(LANE_KINDS)}")
     teams = {} if shares is None else teams_of(shares)
@@ -121,9 +110,9 @@ def open_lanes(machine: Machine, kind: str = "auto", shares: CoreShares | None =
     for lane in ((Lane.DISK, Lane.STAGE, Lane.CPU) if machine.discrete else (Lane.DISK, Lane.CPU)) + streams:
         team, calling = teams.get(lane), lane is Lane.CPU and not machine.discrete
         if lane in streams and not machine.twin:
-            lanes[lane] = StreamLane.on(machine.device)
+            lanes[lane] = StreamLane.on(machine.device, str(lane))
         elif lane in streams and kind == "auto":
-            lanes[lane] = StreamLane(EmulatedStream(), EmulatedEvent, team)
+            lanes[lane] = StreamLane(str(lane), EmulatedStream(machine.memory), EmulatedEvent, team)
         elif kind == "inline" or (kind == "auto" and calling):
             lanes[lane] = InlineLane(team)
         else:
@@ -145,7 +134,9 @@ def cores_for(machine: Machine, policy: Policy) -> CoreShares:
     return share_cores(read_topology(), demands_of(policy, plug, device=device), at_most=torch.get_num_threads())
 
 
-def allocate_for(machine: Machine, footprint: Footprint, *, pinned_pages: bool = False) -> dict[str, Tensor]:
+def allocate_for(
+    machine: Machine, footprint: Footprint, *, pinned_pages: bool = False, slot_bytes: int = 0
+) -> dict[str, Tensor]:
     """Allocate the arenas of ``footprint`` (`paging.arena.allocate`), those in host memory on suitable NUMA nodes."""
     plug = pci_slot_of(machine.device)
     tiers = ("host",) if machine.device.type != "cpu" else ("host", "device")
@@ -156,10 +147,16 @@ def allocate_for(machine: Machine, footprint: Footprint, *, pinned_pages: bool =
         refusal=why_not_placed(),
     )
     with placing(place):  # pinned memory is touched at allocation, the rest later by any thread
-        arenas = allocate(footprint, machine.device, pinned_pages=pinned_pages)
+        arenas = allocate(footprint, machine.device, pinned_pages=pinned_pages, slot_bytes=slot_bytes)
     for arena in arenas.values():
         if arena.device.type == "cpu":
             settle(place, arena.data_ptr(), arena.numel())
+    if machine.memory is not None:
+        for region in (each for each in footprint.arenas if each.tier == "device" and each.purpose in arenas):
+            try:
+                machine.memory.hold(arenas[region.purpose], region.bytes)
+            except torch.OutOfMemoryError:
+                raise nothing_left(footprint, region) from None
     return arenas
 
 
@@ -195,13 +192,29 @@ def watch_device_memory(device: torch.device) -> None:
         module.reset_peak_memory_stats(device)
 
 
-def device_peak(device: torch.device) -> DevicePeak:
+def device_peak(machine: Machine) -> DevicePeak:
     """Peaks since `watch_device_memory`; zeros where the device has no memory of its own."""
-    module = _module(device)
+    if machine.memory is not None:
+        return DevicePeak(allocated=machine.memory.peak, reserved=machine.memory.peak)
+    device, module = machine.device, _module(machine.device)
     if module is None:
         return DevicePeak()
     return DevicePeak(
         allocated=int(module.max_memory_allocated(device)), reserved=int(module.max_memory_reserved(device))
+    )
+
+
+def out_of_device_memory(machine: Machine, limit_bytes: int) -> BudgetError:
+    """The error of a pass to which the allocator refused memory; ``limit_bytes``: what it may take, 0 if all."""
+    peak, limit = device_peak(machine), limit_bytes or machine.habits.memory_bytes
+    allowed = f"of {format_bytes(limit)} " if limit else ""
+    return BudgetError(
+        f"{'twin' if machine.twin else machine.device}: a pass needs more device memory than is left: tensors took "
+        f"{format_bytes(peak.allocated)} and the allocator {format_bytes(peak.reserved)} {allowed}at most; lower "
+        "--device-memory, so that the plan leaves more free, or batch_size or micro_batch_size of the policy. Finished "
+        "rows are kept",
+        tier="device",
+        needed_bytes=peak.reserved,
     )
 
 

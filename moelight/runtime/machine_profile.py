@@ -102,7 +102,7 @@ def _kept(path: Path, say: Say) -> HardwareProfile | None:
 
 def _missing(profile: HardwareProfile, device: str) -> bool:
     """True if figures of such a machine are missing, for example in a file of an older release."""
-    gpu = bool(accelerators(device))
+    gpu = accelerator_name(device) is not None
     surfaces = [f"{unit}_{work}" for unit in ("cpu", "gpu")[: 1 + gpu] for work in WORK]
     figures = (*_CPU_FIGURES, *_GPU_FIGURES) if gpu else _CPU_FIGURES
     complete = all(map(profile.surface, surfaces)) and all(map(profile.figure, figures))
@@ -177,10 +177,11 @@ def may_have_accelerator() -> bool:
     )
 
 
-def accelerators(device: str) -> tuple[str, ...]:
-    """Names of the accelerators of ``device``, none for a CPU; raises ConfigError if it is absent or emulated."""
+def accelerator_name(device: str) -> str | None:
+    """The name of the accelerator ``device``, which is the one that the engine uses; None for a CPU. Raises ConfigError
+    if it is absent or emulated."""
     if device == "cpu" or (device == "auto" and not may_have_accelerator()):
-        return ()
+        return None
     import torch
 
     from moelight.runtime.machine import find_machine
@@ -189,9 +190,8 @@ def accelerators(device: str) -> tuple[str, ...]:
     if machine.twin:
         raise ConfigError(f"--device {device}: a twin has no speed of its own; name cpu, cuda or xpu")
     if not machine.discrete:
-        return ()
-    backend = torch.get_device_module(machine.device)
-    return tuple(str(backend.get_device_properties(index).name) for index in range(backend.device_count()))
+        return None
+    return f"{torch.get_device_module(machine.device).get_device_properties(machine.device).name}"
 
 
 def fingerprint(device: str) -> str:
@@ -200,7 +200,8 @@ def fingerprint(device: str) -> str:
         processor_name(),
         usable_threads(),
         os.environ.get("OMP_NUM_THREADS", ""),
-        *accelerators(device),
+        accelerator_name(device) or "",
+        device.partition(":")[2] or "0",
         _version("torch"),
         _version("moelight"),
         native.reason(),
@@ -212,9 +213,9 @@ def describe(machine: Machine) -> str:
     """One clause for the notes of a profile."""
     import torch
 
-    gpus = accelerators(machine.device.type)
+    gpu = accelerator_name(str(machine.device))
     parts = [processor_name(), f"{torch.get_num_threads()} threads"]
-    parts += [f"{len(gpus)} x {gpus[0]}"] if gpus else []
+    parts += [gpu] if gpu else []
     return ", ".join([*parts, f"torch {_version('torch')}", f"moelight {_version('moelight')}"])
 
 

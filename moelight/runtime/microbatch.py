@@ -19,6 +19,8 @@ from moelight.models.decoder import Rotation
 from moelight.models.moe import Routed, SplitMoE
 from moelight.profiles.model import ModelProfile
 from moelight.runtime.context import Added, Chunk, Context, slots_of
+from moelight.runtime.graphs import Graphs
+from moelight.runtime.host_copy import HostCopy
 from moelight.weights.torch_dtypes import to_torch
 
 T = TypeVar("T")
@@ -56,10 +58,15 @@ class StagingBuffers:
         return replace(self, **{name: getattr(self, name)[row : row + tokens] for name in names})
 
     def take(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Copy to host memory; the copies are complete when the lane's event is."""
-        sizes = [q.nbytes, k.nbytes, v.nbytes]
-        places = self.down.view(-1)[: sum(sizes)].split(sizes)
-        return _land(places[0], q), _land(places[1], k), _land(places[2], v)
+        """Copy [T, heads, D] each to host memory, those that lie side by side in the rows of one product at once; the
+        copies are complete when the lane's event is."""
+        place, found = self.down.view(-1), list[Tensor]()
+        for run in _side_by_side((q, k, v)):
+            heads = [part.shape[1] for part in run]
+            whole = run[0].as_strided((len(run[0]), sum(heads), run[0].shape[2]), run[0].stride())
+            found += _land(place[: whole.nbytes], whole).split(heads, dim=1)
+            place = place[whole.nbytes :]
+        return found[0], found[1], found[2]
 
     def take_routed(self, routed: Routed) -> Routed:
         """Copy ``routed`` (ids int32) to host memory; the copy is complete when the lane's event is."""
@@ -79,7 +86,7 @@ class StagingBuffers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedActivations:
-    """Inputs ``routed`` and output ``sums`` float32 [T, H], for experts that run once per pass."""
+    """Inputs ``routed`` and sums of experts ``sums`` float32 [T, H], for experts that run once per pass."""
 
     routed: Routed
     sums: Tensor
@@ -103,13 +110,26 @@ class SavedActivations:
         self.routed.x.copy_(routed.x)
         self.routed.weights.copy_(routed.weights)
         self.routed.ids.copy_(routed.ids)
-        self.sums.zero_()
 
 
 def _regions(arena: Tensor, tokens: int, each: Mapping[str, int]) -> dict[str, Tensor]:
     """Consecutive regions ``[tokens, bytes per token]`` by name."""
     parts = arena[: tokens * sum(each.values())].split([tokens * size for size in each.values()])
     return {name: part.view(tokens, size) for (name, size), part in zip(each.items(), parts, strict=True)}
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> list[list[Tensor]]:
+    """``parts`` [T, heads, D] in runs of consecutive columns of the same rows."""
+    runs: list[list[Tensor]] = []
+    for part in parts:
+        last = runs[-1][-1] if runs else part
+        follows = part.storage_offset() == last.storage_offset() + last.shape[1] * last.stride(1)
+        same = part.untyped_storage().data_ptr() == last.untyped_storage().data_ptr() and len(part) == len(last)
+        if follows and same and last.stride() == part.stride():
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return runs
 
 
 def _land(place: Tensor, source: Tensor) -> Tensor:
@@ -124,7 +144,6 @@ class MicroBatch:
         token_ids: int64 [T]; decode rows are read from the token pool at ``places`` when the pass runs.
         cache_slots: int64 [T], slots of the new keys and values.
         block_tables: int32 [D, B], with ``seq_lens`` int32 [D] the arguments of the decode kernel.
-        prompts: (first row, last row, start, block table) of each prompt.
         packed: (ends int32 [P + 1], block tables, earlier positions) of all P prompts.
         places: int64 [D], places of the decode rows in the token pool.
         sample_rows: rows that sample a token for ``sample_places`` of the token pool.
@@ -132,7 +151,11 @@ class MicroBatch:
         scored_rows: int64 [R], rows that score ``targets`` int64 [R].
         crossing: only if a link separates device and host.
         kept: only where experts run once per pass.
-        context: only for attention on the device, as ``added``.
+        row: of the first token among those of the pass.
+        graphs: only in a pass that they serve.
+        context: only for attention on the device.
+        added: only where the cache is for attention on the device.
+        chosen: ids and weights [T, k] of the last router, in an on-demand pass.
     """
 
     token_ids: Tensor
@@ -140,7 +163,6 @@ class MicroBatch:
     cache_slots: Tensor
     block_tables: Tensor
     seq_lens: Tensor
-    prompts: list[tuple[int, int, int, Tensor]]
     packed: tuple[Tensor, Tensor, Tensor] | None
     places: Tensor
     sample_rows: Tensor
@@ -150,6 +172,8 @@ class MicroBatch:
     targets: Tensor
     prefill_only: bool
     hidden: Tensor
+    row: int = 0
+    graphs: Graphs | None = None
     rope: Rotation | None = None
     qkv: tuple[Tensor, Tensor, Tensor] | None = None
     qkv_host: tuple[Tensor, Tensor, Tensor] | None = None
@@ -159,6 +183,7 @@ class MicroBatch:
     context: Context | None = None
     added: Added | None = None
     routed: Routed | None = None
+    chosen: HostCopy | None = None
     routed_host: Routed | None = None
     experts_host: Tensor | None = None
     experts: Tensor | None = None
@@ -173,13 +198,22 @@ class MicroBatch:
         return self.seq_lens.numel()
 
     def land(self) -> None:
-        """Copy index tensors to the device without waiting; called on the compute lane."""
-        if (device := self.hidden.device).type != "cpu":
-            names = ("token_ids", "positions", "places", "sample_rows", "sample_places", "scored_rows", "targets")
-            parts = [getattr(self, name) for name in names]
-            moved = torch.cat(parts).pin_memory().to(device, non_blocking=True)
-            for name, part in zip(names, moved.split([part.numel() for part in parts]), strict=True):
-                setattr(self, name, part)
+        """Copy index tensors to the device in one transfer without waiting; called on the compute lane."""
+        if (device := self.hidden.device).type == "cpu":
+            return
+        names = ("token_ids", "positions", "places", "sample_rows", "sample_places", "scored_rows", "targets")
+        owners: list[tuple[MicroBatch | Added, str]] = [(self, name) for name in names]
+        if (added := self.added) is not None:
+            rows = ("host_rows", "device_rows", "device_slots")
+            owners += [(added, name) for name in rows if getattr(added, name) is not None]
+        parts = [getattr(owner, name) for owner, name in owners]
+        if self.context is not None:
+            parts.append(self.context.batch.table.view(torch.int64))
+        moved = torch.cat(parts).pin_memory().to(device, non_blocking=True).split([part.numel() for part in parts])
+        for (owner, name), part in zip(owners, moved, strict=False):
+            setattr(owner, name, part)
+        if self.context is not None:
+            self.context.batch.land(moved[-1].view(torch.int32))
 
 
 def pack(
@@ -191,6 +225,7 @@ def pack(
     crossing: StagingBuffers | None,
     prefill_only: bool,
     kept: SavedActivations | None = None,
+    row: int = 0,
 ) -> MicroBatch:
     """Pack ``chunks``, decoding ones first, with their shares of the arenas (``sampled`` in host memory)."""
     decoding = [chunk for chunk in chunks if chunk.decodes]
@@ -200,15 +235,13 @@ def pack(
     tables = _tables(decoding)
     ids, positions = [np.zeros(first, dtype=np.int64)], [starts]
     slots = [tables[np.arange(first), starts // block_size] * np.int64(block_size) + starts % block_size]
-    prompts, ends = [], [first]
+    ends = [first]
     scored, targets = [np.zeros(0, dtype=np.int64)], list[int]()
     for chunk in rest:
         row, end = ends[-1], ends[-1] + chunk.count
         ids.append(np.asarray(chunk.token_ids, dtype=np.int64))
         positions.append(np.arange(chunk.start, chunk.start + chunk.count, dtype=np.int64))
         slots.append(slots_of(chunk, chunk.start, chunk.start + chunk.count, block_size))
-        table = torch.from_numpy(np.asarray(chunk.blocks, dtype=np.int32))
-        prompts.append((row, end, chunk.start, table))
         first_scored = row + chunk.first_scored
         scored.append(np.arange(first_scored, first_scored + len(chunk.targets), dtype=np.int64))
         targets += chunk.targets
@@ -222,7 +255,6 @@ def pack(
         cache_slots=torch.from_numpy(np.concatenate(slots)),
         block_tables=torch.from_numpy(tables),
         seq_lens=torch.from_numpy((starts + 1).astype(np.int32)),
-        prompts=prompts,
         packed=_packed(rest),
         places=torch.from_numpy(np.array([chunk.place for chunk in decoding], dtype=np.int64)),
         sample_rows=torch.from_numpy(rows[0]),
@@ -232,6 +264,7 @@ def pack(
         targets=torch.tensor(targets, dtype=torch.int64),
         prefill_only=prefill_only,
         hidden=hidden,
+        row=row,
         crossing=crossing,
         kept=kept,
     )

@@ -2,25 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from moelight.core.schedule import Task, TaskKind
+from moelight.core.units import align_up
+from moelight.kernels.copies import pinned
+from moelight.kernels.gpu.pages import PageTable
 from moelight.kernels.products import Workspace
 from moelight.models.decoder import Decoder
-from moelight.models.moe import MoEWeights, SplitMoE, add_experts, moe_forward
+from moelight.models.moe import (
+    Experts,
+    ExpertWeights,
+    SplitMoE,
+    add_experts,
+    grouped_forward,
+    grouped_pages,
+    moe_forward,
+)
 from moelight.paging.store import PageStore
+from moelight.runtime.host_copy import HostCopy
 from moelight.runtime.lanes import SKIPPED, Outcome
 from moelight.runtime.microbatch import SavedActivations, require
 from moelight.runtime.on_demand import PassPages
 
 CPU_ROWS = 256  # torch caches a CPU kernel per row count, and more rows at once are no faster
+_INDEX_ROW = 4  # experts of a row of the index: its address is a multiple of 16 bytes, as the kernels were compiled for
 
 MoEOperation = Callable[[Task, PassPages], Outcome]
 
 
+class LayerPages:
+    """The pages of each layer's experts for the grouped kernels: one index int32 [layers, experts] on the device.
+
+    Only tasks of the device lane call `of_pass` and `of_layer`. Their stream orders each copy into the index behind the
+    kernels that read its former contents and ahead of those that read the new ones, so no thread waits for either.
+    """
+
+    def __init__(self, pages: PageTable, layers: int, experts: int) -> None:
+        rows = align_up(experts, _INDEX_ROW)
+        self._index = torch.full((layers, rows), -1, dtype=torch.int32, device=pages.table.device)
+        self._layers = [pages.chosen_by(row[:experts]) for row in self._index]
+        self._of_pass: tuple[Hashable, np.ndarray] = (None, np.zeros(0, dtype=np.int32))
+        self._holds: np.ndarray | None = None  # the numbers that were copied last
+
+    def of_pass(self, layer: int, key: Hashable, find: Callable[[], np.ndarray]) -> PageTable:
+        """The experts of ``layer``, numbered by ``find()`` int32 [layers, experts]: the same for equal keys."""
+        if self._of_pass[0] != key:
+            self._of_pass = key, find()
+        self._copy(self._index, self._of_pass[1])
+        return self._layers[layer]
+
+    def of_layer(self, layer: int, numbers: np.ndarray) -> PageTable:
+        """The experts of ``layer``, numbered by ``numbers`` int32 [experts], which nobody changes later."""
+        self._copy(self._index[layer], numbers)
+        return self._layers[layer]
+
+    def _copy(self, into: Tensor, numbers: np.ndarray) -> None:
+        if numbers is not self._holds:
+            rows = np.full(into.shape, -1, dtype=np.int32)
+            rows[..., : numbers.shape[-1]] = numbers
+            into.copy_(pinned(rows, into.device), non_blocking=True)
+            self._holds = numbers
+
+
 class MoEOps:
     """Operations after attention. ``host_space``: buffers of the CPU's experts beside a device; ``kept``: activations,
-    if experts run once per pass, at most ``most_rows`` rows (on a CPU `CPU_ROWS`) at a time."""
+    if experts run once per pass, over the first rows of ``hidden`` [T, H]; without grouped kernels at most
+    ``most_rows`` rows (on a CPU `CPU_ROWS`) at a time."""
 
     def __init__(
         self,
@@ -29,13 +81,16 @@ class MoEOps:
         *,
         host_space: Workspace | None,
         kept: SavedActivations | None,
+        hidden: Tensor,
         most_rows: int,
     ) -> None:
         self._decoder, self._pages, self._kept, self._most_rows = decoder, pages, kept, most_rows
-        self._host_space = host_space
+        self._host_space, self._hidden = host_space, hidden
         self._moe, self._num_experts = decoder.model.moe_layers, decoder.model.experts.num_experts
         self._top_k, self._discrete = decoder.model.router.top_k, pages.fast_tier == "device"
-        self._found: dict[tuple[int, int, int], MoEWeights] = {}
+        table = grouped_pages(pages.weights) if self._discrete else None
+        self._grouped = None if table is None else LayerPages(table, len(self._moe), self._num_experts)
+        self._found: dict[tuple[int, int], list[list[ExpertWeights | None]]] = {}
         self._residents = 0
         self.table: Mapping[TaskKind, MoEOperation] = {
             TaskKind.POST_ATTENTION: self._post_attention,
@@ -51,8 +106,17 @@ class MoEOps:
 
     def _post_attention(self, task: Task, pass_pages: PassPages) -> None:
         mb = pass_pages.micro_batches[task.micro_batch]
-        experts = self._layer_experts(task.layer, pass_pages)
-        self._decoder.post_attention(task.layer, mb.hidden, require(mb.attn), experts, pass_pages.watch)
+        experts, attention = self._layer_experts(task.layer, pass_pages), require(mb.attn)
+
+        def compute(attention: Tensor) -> Sequence[Tensor]:
+            self._decoder.post_attention(task.layer, mb.hidden, attention, experts, pass_pages.watch)
+            return ()
+
+        if mb.graphs is None:
+            compute(attention)
+        else:  # the index of the pages is kept, so its address names no other one
+            key = task.kind, task.layer, mb.row, mb.tokens, id(experts) if experts else None
+            mb.graphs.run(key, compute, (attention,), name="after", row=mb.row, keeps=experts)
         if mb.crossing is None:
             mb.attn = None
 
@@ -67,15 +131,16 @@ class MoEOps:
             mb.routed = routed
         else:
             mb.kept.keep(routed)
-        last = task.micro_batch + 1 == len(pass_pages.micro_batches)
-        if pass_pages.small is not None and last and not self._discrete:
-            pass_pages.small.demand(task.layer)  # begin reads at once, before the next task
+        if pass_pages.small is not None:
+            mb.chosen = HostCopy(routed.ids, routed.weights)
+            if not self._discrete and task.micro_batch + 1 == len(pass_pages.micro_batches):
+                pass_pages.small.demand(task.layer)  # begin reads at once, before the next task
 
     def _predict_experts(self, task: Task, pass_pages: PassPages) -> None:
         """Run the router of the next MoE layer on the hidden state without this layer's experts."""
         coming = next(other for other in range(task.layer + 1, len(self._moe)) if self._moe[other])
         weights, ids = self._decoder.predict_experts(coming, pass_pages.micro_batches[task.micro_batch].hidden)
-        require(pass_pages.small).predict_experts(coming, task.micro_batch, ids.cpu().numpy(), weights.cpu().numpy())
+        require(pass_pages.small).predict_experts(coming, task.micro_batch, HostCopy(ids, weights))
 
     def _resident_experts(self, task: Task, pass_pages: PassPages) -> None:
         mb, small = pass_pages.micro_batches[task.micro_batch], require(pass_pages.small)
@@ -94,8 +159,13 @@ class MoEOps:
                 experts = self._layer_experts(task.layer, pass_pages)
                 moe_forward(require(mb.routed), experts, self._decoder.space, into=mb.hidden)
             return
-        experts = self._layer_experts(task.layer, pass_pages)
-        everyone = require(self._kept).rows(0, sum(mb.tokens for mb in pass_pages.micro_batches))
+        experts, tokens = self._layer_experts(task.layer, pass_pages), sum(mb.tokens for mb in pass_pages.micro_batches)
+        everyone = require(self._kept).rows(0, tokens)
+        if isinstance(experts, PageTable):
+            hidden = self._hidden[:tokens]  # of the micro-batches one after another
+            grouped_forward(everyone.routed, experts, self._decoder.space, into=hidden, sums=everyone.sums)
+            return
+        everyone.sums.zero_()
         on_cpu = everyone.sums.device.type == "cpu"
         most = min(self._most_rows, CPU_ROWS) if on_cpu else self._most_rows
         add_experts(everyone.sums, everyone.routed, experts, self._decoder.space, most_rows=most)
@@ -117,9 +187,9 @@ class MoEOps:
         if self._pages.fast_tier == "host":
             experts = self._layer_experts(task.layer, pass_pages)
         elif pass_pages.small is not None:
-            experts = MoEWeights(pass_pages.small.demand(task.layer).on_cpu)
+            experts = pass_pages.small.demand(task.layer).on_cpu
         else:
-            experts = MoEWeights(self._pages.computed_experts(task.layer, self._num_experts))
+            experts = self._pages.computed_experts(task.layer, self._num_experts)
         mb.experts_host = require(mb.crossing).experts_output(routed.x.shape)
         mb.experts_host.copy_(moe_forward(routed, experts, require(self._host_space)))
         return None
@@ -147,14 +217,20 @@ class MoEOps:
             return layer in self._pages.layers_computed
         return bool(pass_pages.small.demand(layer).on_cpu)
 
-    def _layer_experts(self, layer: int, pass_pages: PassPages) -> MoEWeights:
+    def _layer_experts(self, layer: int, pass_pages: PassPages) -> Experts:
+        small, grouped = pass_pages.small, self._grouped
         if not self._moe[layer]:
-            return MoEWeights()
-        if pass_pages.small is not None:
-            return pass_pages.small.experts(layer)
-        key = (layer, self._pages.phase(pass_pages.position), pass_pages.residents)
+            return ()
+        if small is not None:
+            if grouped is None:
+                return small.experts(layer)
+            return grouped.of_layer(layer, small.demand(layer).memory)
+        key = (self._pages.phase(pass_pages.position), pass_pages.residents)
+        if grouped is not None:
+            return grouped.of_pass(layer, key, lambda: self._pages.memory_of_experts(pass_pages.position))
         if key not in self._found:
-            if key[2] != self._residents:
-                self._found, self._residents = {}, key[2]
-            self._found[key] = MoEWeights(self._pages.layer_experts(layer, self._num_experts, pass_pages.position))
-        return self._found[key]
+            if key[1] != self._residents:
+                self._found, self._residents = {}, key[1]
+            numbers = self._pages.memory_of_experts(pass_pages.position)
+            self._found[key] = [self._pages.weights_at(row) for row in numbers]
+        return self._found[key][layer]

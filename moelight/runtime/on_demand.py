@@ -1,8 +1,12 @@
-"""On-demand passes as tasks; the first task that needs the demand of a layer computes it."""
+"""On-demand passes as tasks; the first task that needs the demand of a layer computes it.
+
+Which pages move depends on what the routers choose, so some thread must wait for the choice: on a device the one that
+fetches, and beside it those whose work needs the fetched pages. Tasks of the device only launch the copy of the choice.
+"""
 
 from __future__ import annotations
 
-import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,8 +14,9 @@ import numpy as np
 
 from moelight.core.schedule import Task, TaskKind
 from moelight.models.decoder import Watch
-from moelight.models.moe import MoEWeights
+from moelight.models.moe import ExpertWeights
 from moelight.paging.ring import LayerDemand, RingPager
+from moelight.runtime.host_copy import HostCopy
 from moelight.runtime.lanes import SKIPPED, MovedBytes, Outcome
 from moelight.runtime.microbatch import MicroBatch, require
 
@@ -34,27 +39,32 @@ class PassPages:
 
 
 class OnDemandPass:
-    """One on-demand pass that ``pager`` has begun; thread-safe."""
+    """One on-demand pass that ``pager`` has begun; thread-safe. No lock is held while the device is waited for."""
 
     def __init__(self, pager: RingPager, micro_batches: Sequence[MicroBatch]) -> None:
         self._pager, self._micro_batches = pager, micro_batches
-        self._demands: dict[int, tuple[LayerDemand, MoEWeights]] = {}
+        self._demands: dict[int, LayerDemand] = {}
+        self._experts: dict[int, list[ExpertWeights | None]] = {}
+        self._hints: defaultdict[int, list[HostCopy]] = defaultdict(list)  # predicted routing of each layer
         self._ahead: dict[int, int] = {}  # bytes prefetched for each layer
-        self._turn = threading.Lock()
+        self._turn = pager.residency.turn
 
     def demand(self, layer: int) -> LayerDemand:
-        """Demand of ``layer``, whose routers were the last to run."""
-        return self._demand(layer)[0]
+        """Demand of ``layer``, whose routers were the last to run; the first call waits for what they chose."""
+        if layer not in self._demands:
+            ids, weights = routed_of(self._micro_batches)
+            self._wait_for_hints(layer)
+            with self._turn:
+                if layer not in self._demands:
+                    self._give_hints(layer)
+                    self._demands[layer] = self._pager.demand(layer, ids, weights)
+        return self._demands[layer]
 
-    def experts(self, layer: int) -> MoEWeights:
-        return self._demand(layer)[1]
-
-    def _demand(self, layer: int) -> tuple[LayerDemand, MoEWeights]:
-        with self._turn:
-            if layer not in self._demands:
-                demand = self._pager.demand(layer, *routed_of(self._micro_batches))
-                self._demands[layer] = demand, MoEWeights(demand.experts)
-            return self._demands[layer]
+    def experts(self, layer: int) -> list[ExpertWeights | None]:
+        """Weights of the demanded experts of ``layer``; None for the others."""
+        if layer not in self._experts:
+            self._experts[layer] = self._pager.store.weights_at(self.demand(layer).memory)
+        return self._experts[layer]
 
     def fetch(self, task: Task) -> Outcome:
         """Transfer the missing pages of the layer over the task's lane; disk reads began with the demand."""
@@ -72,23 +82,32 @@ class OnDemandPass:
         moved = self._begin_ahead(task.layer)
         return MovedBytes(moved) if moved else SKIPPED
 
-    def predict_experts(self, layer: int, j: int, ids: np.ndarray, weights: np.ndarray) -> None:
-        """Record the predicted routing ``ids`` and ``weights`` [T, k] of ``layer`` for micro-batch ``j``."""
-        with self._turn:
-            self._pager.residency.hint(layer, ids, weights)
+    def predict_experts(self, layer: int, j: int, routing: HostCopy) -> None:
+        """Keep the predicted ``routing`` of ``layer`` for micro-batch ``j``, ids and weights [T, k], until something is
+        fetched for the layer."""
+        self._hints[layer].append(routing)
         if j + 1 == len(self._micro_batches) and self._pager.store.fast_tier == "host":
             self._begin_ahead(layer)
 
     def _begin_ahead(self, layer: int) -> int:
         """The prefetch begins once, after the demand of the previous layer."""
+        self._wait_for_hints(layer)
         with self._turn:
             if layer not in self._ahead:
+                self._give_hints(layer)
                 self._ahead[layer] = 0 if layer in self._demands else self._pager.prefetch(layer)
             return self._ahead[layer]
+
+    def _wait_for_hints(self, layer: int) -> None:
+        for routing in tuple(self._hints[layer]):
+            routing.wait()
+
+    def _give_hints(self, layer: int) -> None:
+        for routing in self._hints.pop(layer, ()):
+            self._pager.residency.hint(layer, *routing.wait())
 
 
 def routed_of(micro_batches: Sequence[MicroBatch]) -> tuple[np.ndarray, np.ndarray]:
     """Expert ids int [T, k] and weights float32 [T, k] of the last routers, over all micro-batches."""
-    routed = [require(mb.kept.routed if mb.kept is not None else mb.routed) for mb in micro_batches]
-    ids = np.concatenate([each.ids.cpu().numpy() for each in routed])
-    return ids, np.concatenate([each.weights.cpu().numpy() for each in routed])
+    ids, weights = zip(*(require(mb.chosen).wait() for mb in micro_batches), strict=True)
+    return np.concatenate(ids), np.concatenate(weights)

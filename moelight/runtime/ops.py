@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -93,10 +93,21 @@ class Operations:
         if n := mb.decoding:
             torch.index_select(self._pool, 0, mb.places, out=mb.token_ids[:n])
         self._decoder.embed(mb.token_ids, mb.hidden)
-        mb.rope = rotation(self._decoder.model.attention, mb.positions, mb.hidden.dtype)
+        cos, sin = rotation(self._decoder.model.attention, mb.positions, mb.hidden.dtype)
+        if mb.graphs is not None:
+            cos, sin = mb.graphs.placed("cos", mb.row, cos), mb.graphs.placed("sin", mb.row, sin)
+        mb.rope = cos, sin
 
     def _pre_attention(self, task: Task, mb: MicroBatch) -> None:
-        mb.qkv = self._decoder.pre_attention(task.layer, mb.hidden, require(mb.rope))
+        def compute() -> Sequence[Tensor]:
+            return (self._decoder.pre_attention(task.layer, mb.hidden, require(mb.rope)),)
+
+        if mb.graphs is None:
+            (heads,) = compute()
+        else:
+            key = task.kind, task.layer, mb.row, mb.tokens
+            (heads,) = mb.graphs.run(key, compute, (), name="before", row=mb.row)
+        mb.qkv = self._decoder.split_heads(heads)
 
     def _sample(self, task: Task, mb: MicroBatch, sample: Sample, score: Score) -> None:
         """Sample into the pool, begin the copy to the host (complete when the lane's ticket is), then score. A token

@@ -113,7 +113,8 @@ class MicroBatchShape:
         samples: at least one sequence gets a new token at the end of the pass.
         context: cached tokens of all sequences; 0 where none cross the link, so that schedules can be cached by shape.
         continues: the context includes tokens of earlier micro-batches of this pass (a prompt cut in two).
-        device_tokens: the new tokens in blocks on the device, which do not cross; ``device_context``: of the context.
+        device_tokens: the new tokens in blocks on the device, which do not cross.
+        device_context: tokens of the context that do not cross: on the device, or in a block that crosses for another.
     """
 
     tokens: int

@@ -16,8 +16,6 @@ from moelight.hrm.task_cost import TaskCost
 
 Price = Callable[[Task], TaskCost]
 
-_STREAMS = frozenset((Lane.H2D, Lane.D2H, Lane.DEVICE))
-
 
 def simulate_pass(
     schedule: Schedule,
@@ -25,7 +23,7 @@ def simulate_pass(
     *,
     dram_bytes_per_s: float | None = None,
     start_s: float = 0.0,
-    launcher: bool = False,
+    inline: bool = False,
 ) -> Timeline:
     """Simulate one pass. Pages prefetched by the pass before are in their slots at ``start_s``; the timeline excludes
     the pages prefetched for the next.
@@ -33,12 +31,11 @@ def simulate_pass(
     Args:
         cost: seconds of each task alone on the machine, and the bytes of host memory that it touches in them.
         dram_bytes_per_s: shared by max-min fairness among tasks that together need more; None: unlimited.
-        launcher: one thread launches all tasks in order, as in the engine. At a task of a stream lane (``h2d``,
-            ``d2h``, ``device``) it waits until the host lanes have finished the task's dependencies; without a device,
-            it runs the ``cpu`` lane itself.
+        inline: the thread that submits tasks runs those of the ``cpu`` lane itself, as the engine does without a
+            device. Every other lane has a thread of its own.
     """
     job = [(schedule, cost)]
-    return simulate_passes(job, dram_bytes_per_s=dram_bytes_per_s, start_s=start_s, launcher=launcher)[0]
+    return simulate_passes(job, dram_bytes_per_s=dram_bytes_per_s, start_s=start_s, inline=inline)[0]
 
 
 def simulate_passes(
@@ -46,10 +43,10 @@ def simulate_passes(
     *,
     dram_bytes_per_s: float | None = None,
     start_s: float = 0.0,
-    launcher: bool = False,
+    inline: bool = False,
 ) -> tuple[Timeline, ...]:
     """`simulate_pass` for passes on one clock, each with its own costs; prefetched pages keep their transfer times."""
-    clock = VirtualClock(dram_bytes_per_s=dram_bytes_per_s, start_s=start_s, launcher=launcher)
+    clock = VirtualClock(dram_bytes_per_s=dram_bytes_per_s, start_s=start_s, inline=inline)
     return tuple(clock.run(schedule, cost) for schedule, cost in passes)
 
 
@@ -75,11 +72,11 @@ class SteadyPass:
 
 
 def steady_pass(
-    schedule: Schedule, cost: Price, *, dram_bytes_per_s: float | None = None, launcher: bool = False
+    schedule: Schedule, cost: Price, *, dram_bytes_per_s: float | None = None, inline: bool = False
 ) -> SteadyPass:
     """The third of three equal passes, or the first if nothing is prefetched. ``schedule`` must start with the pages
     that it prefetches for the next."""
-    clock, began_s = VirtualClock(dram_bytes_per_s=dram_bytes_per_s, launcher=launcher), 0.0
+    clock, began_s = VirtualClock(dram_bytes_per_s=dram_bytes_per_s, inline=inline), 0.0
     for _ in range(2 if schedule.prefetched_next else 0):
         began_s = max((each.ends_s for each in clock.finish(schedule, cost)), default=0.0)
     return SteadyPass(began_s=began_s, timeline=clock.run(schedule, cost))
@@ -119,9 +116,9 @@ class _RunningTask:
 class VirtualClock:
     """Lanes and their queues over consecutive passes. ``now_s`` is the simulated time."""
 
-    def __init__(self, *, dram_bytes_per_s: float | None = None, start_s: float = 0.0, launcher: bool = False) -> None:
+    def __init__(self, *, dram_bytes_per_s: float | None = None, start_s: float = 0.0, inline: bool = False) -> None:
         self.now_s = start_s
-        self._dram, self._launcher = dram_bytes_per_s, launcher
+        self._dram, self._inline = dram_bytes_per_s, inline
         self._queues: dict[Lane, deque[_RunningTask]] = {lane: deque() for lane in Lane}
         self._running: dict[Lane, _RunningTask] = {}
         self._prefetched: dict[Page, _RunningTask] = {}
@@ -136,12 +133,12 @@ class VirtualClock:
         ahead = set(schedule.prefetched_next)
         awaited = [each for position, each in enumerate(running_tasks) if position not in ahead]
         launching = self._launch(schedule, running_tasks)
-        blockers = next(launching, None)
+        inline = next(launching, None)
         for running_task in awaited:
-            while blockers is not None or not running_task.done:
+            while inline is not None or not running_task.done:
                 self._advance()
-                while blockers is not None and all(blocker.done for blocker in blockers):
-                    blockers = next(launching, None)
+                while inline is not None and inline.done:
+                    inline = next(launching, None)
         prefetched = [running_tasks[position] for position in schedule.prefetched_next]
         self._prefetched = {each.task.page: each for each in prefetched if each.task.page is not None}
         return awaited
@@ -156,26 +153,20 @@ class VirtualClock:
         there.done = True
         return there
 
-    def _launch(self, schedule: Schedule, running_tasks: list[_RunningTask]) -> Iterator[list[_RunningTask]]:
-        """Queue every task on its lane, in order; where the launcher has to wait, yield the tasks that it waits for."""
-        inline = Lane.DEVICE not in schedule.lanes()
+    def _launch(self, schedule: Schedule, running_tasks: list[_RunningTask]) -> Iterator[_RunningTask]:
+        """Queue every task on its lane, in order; yield those that the submitting thread runs itself."""
         for task, running_task in zip(schedule.tasks, running_tasks, strict=True):
             if task.kind is TaskKind.PREFETCHED_PAGE:
                 continue
             running_task.waits_for = [running_tasks[dep] for dep in task.deps]
             open_deps = [dep for dep in running_task.waits_for if not dep.done]
-            if self._launcher and task.lane in _STREAMS:
-                on_host = [dep for dep in open_deps if dep.task.lane not in _STREAMS]
-                if on_host:
-                    yield on_host
-                    open_deps = [dep for dep in open_deps if not dep.done]
             running_task.missing = len(open_deps)
             for dep in open_deps:
                 dep.waiters.append(running_task)
             self._queues[task.lane].append(running_task)
             self._start(task.lane)
-            if self._launcher and inline and task.lane is Lane.CPU:
-                yield [running_task]
+            if self._inline and task.lane is Lane.CPU:
+                yield running_task
 
     def _start(self, lane: Lane) -> None:
         queue = self._queues[lane]

@@ -39,6 +39,9 @@ class _JobStatus(msgspec.Struct):
     request_counts: RowCounts
 
 
+_STATUS = msgspec.json.Decoder(_JobStatus)  # made here: two threads at the first use of a class end the process
+
+
 class Job:
     """The paths that one job reads and writes. ``directory`` belongs to the job and holds everything but the input."""
 
@@ -55,7 +58,7 @@ class Job:
         """Return the counts of the status file; None if the file is missing or invalid."""
         try:
             with self.status.open("rb") as file:
-                return msgspec.json.decode(file.read(_MAX_STATUS_BYTES), type=_JobStatus).request_counts
+                return _STATUS.decode(file.read(_MAX_STATUS_BYTES)).request_counts
         except (OSError, ValueError):
             return None
 

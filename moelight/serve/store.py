@@ -124,6 +124,8 @@ class Batch:
 
 _T = TypeVar("_T", StoredFile, Batch)
 _TABLES = {StoredFile: "files", Batch: "batches"}
+for _kind in _TABLES:
+    msgspec.json.Decoder(_kind)  # reads the class once: two threads that do so at its first use end the process
 
 
 class Store:

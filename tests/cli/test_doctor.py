@@ -15,6 +15,7 @@ from moelight.cli import doctor
 from moelight.cli.doctor import machine_facts, machine_lines
 from moelight.core.units import format_bytes
 from moelight.kernels import native
+from moelight.kernels.gpu import serving as gpu_serving
 from moelight.kernels.native import serving
 from moelight.runtime.topology import PciSlot
 from tests.cli.program import DEMO, ROOT, moelight, moelight_inside
@@ -118,3 +119,13 @@ def test_a_limit_below_the_physical_memory_is_shown(capsys: pytest.CaptureFixtur
     found["memory"]["limit_bytes"] = 1 << 30
     doctor.print_facts(found)
     assert "1.0GiB is the limit of this control group" in capsys.readouterr().out
+
+
+def test_a_devices_attention_has_a_server_and_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    for served, names in ((False, ("torch", "copies by run of blocks")), (True, ("triton", "one kernel"))):
+        monkeypatch.setattr(gpu_serving, "serves", lambda *_, served=served: (served, "because"))
+        rows = list(doctor._on_devices([{"id": "cpu"}]))
+        found = {row.operation: (row.implementation, row.reason) for row in rows}
+        assert found["attention on cpu"] == (names[0], "because")
+        assert found["contexts from host memory on cpu"] == (names[1], "because")
+    assert not list(doctor._on_devices([]))

@@ -240,3 +240,31 @@ def on_a_terminal(*arguments: str | Path) -> str:
         os.close(ours)
     assert done.returncode == 0
     return received.decode()
+
+
+def test_a_device_whose_memory_ends_keeps_the_rows_before(tmp_path: Path) -> None:
+    """One line, exit code 2; with more memory the same command goes on where it stopped."""
+    policy, prompts, out = tmp_path / "policy.yaml", tmp_path / "prompts.jsonl", tmp_path / "rows.jsonl"
+    policy.write_text("model: demo\nbatch_size: 1\nmicro_batch_tokens: 128\nffn_device: gpu\nweights: {device: 1.0}\n")
+    short, long = [{"prompt": "add 1 and 2 ="}] * 3, [{"prompt": "add 17 and 25 = " * 8}]
+
+    def peak(lines: list[dict[str, Any]]) -> int:
+        write_prompts(prompts, *lines)
+        stats = tmp_path / "stats.json"
+        done = generate("twin:memory=1GiB", tmp_path / f"{len(lines)}.jsonl", "--stats", stats)
+        assert done.returncode == 0, done.stderr
+        return int(json.loads(stats.read_text())["device_peak_bytes"])
+
+    def generate(device: str, into: Path, *more: str | Path) -> Any:
+        return run("generate", prompts, "-o", into, "--max-tokens", "2", "--policy", policy, "--device", device, *more)
+
+    fits, exceeds = peak(short), peak(long)
+    assert fits < exceeds
+    write_prompts(prompts, *short, *long)
+    done = generate(f"twin:memory={(fits + exceeds) // 2}", out)
+    assert done.returncode == 2
+    assert "moelight: error: twin: a pass needs more device memory than is left" in done.stderr
+    assert "lower --device-memory" in done.stderr.splitlines()[-1]
+    assert len(read_rows(out.read_text())) == 3
+    done = generate("twin", out)
+    assert (done.returncode, len(read_rows(out.read_text()))) == (0, 4), done.stderr

@@ -82,6 +82,8 @@ OPTIONS = {
         "--no-show",
         "--adapt",
         "--no-adapt",
+        "--cuda-graphs",
+        "--no-cuda-graphs",
         "--expert-policy",
         "--expert-profile",
         "--save-expert-profile",

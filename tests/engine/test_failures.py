@@ -16,9 +16,10 @@ import torch
 
 from moelight.core.errors import BudgetError, CheckpointError, ConfigError, MoelightError
 from moelight.core.policy import Policy, Shares
-from moelight.core.request import SamplingParams
+from moelight.core.request import Completion, SamplingParams
 from moelight.engine.engine import Engine
 from moelight.kernels.reads import ReadTicket
+from moelight.models.decoder import Decoder
 from moelight.runtime.machine import LANE_KINDS
 from moelight.weights.load import PageRead, PageReader
 from tests.engines import Tiny
@@ -82,6 +83,31 @@ def test_a_disk_that_fails_while_running(model: Path, device: str, monkeypatch: 
 
     monkeypatch.setattr(ReadTicket, "wait", broken)
     with pytest.raises(CheckpointError, match=r"tensor '.*' cannot be read \(Input/output error, at byte 4096\)"):
+        engine.generate(PROMPTS, HOW)
+    engine.close()
+    assert not moelight_threads()
+
+
+@pytest.mark.parametrize("lanes", LANE_KINDS)
+def test_a_device_without_memory_left_says_what_to_lower(
+    model: Path, lanes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a run; completions before it are kept."""
+    calls, route = [0], Decoder.post_attention
+
+    def refused(self: Decoder, *args: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 20:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        route(self, *args)
+
+    monkeypatch.setattr(Decoder, "post_attention", refused)
+    done: list[Completion] = []
+    engine = Engine(policy(model, "gpu"), device="twin", lanes=lanes)
+    with pytest.raises(BudgetError, match=r"a pass needs more device memory than is left: .*; lower --device-memory"):
+        done += engine.stream(PROMPTS * 4, HOW)
+    assert engine.stats.passes >= 1
+    with pytest.raises(MoelightError, match="open it anew"):
         engine.generate(PROMPTS, HOW)
     engine.close()
     assert not moelight_threads()

@@ -99,8 +99,7 @@ def test_the_figures_add_up(model: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["cpu", "gpu"])
 def test_a_real_device_takes_what_was_announced(tiny: Tiny, attention: str) -> None:
-    """All arenas and at most the announced transients; beside them, the workspaces of the products' library."""
-    workspaces = 64 << 20
+    """All arenas, at most the announced transients, and what the allocator and the products' library need for them."""
     policy = Policy(
         model=str(tiny("mixtral", num_hidden_layers=4)),
         batch_size=8,
@@ -116,11 +115,11 @@ def test_a_real_device_takes_what_was_announced(tiny: Tiny, attention: str) -> N
         dtype = weight_dtype(engine.policy, open_checkpoint(policy.model), find_machine("auto"))
         announced = footprint(engine.profile, engine.policy, dtype=dtype, kv_dtype=dtype)
         bound = announced.total("device")
-        assert before >= bound - announced.bytes_of("transient")
+        assert before >= bound - announced.bytes_of("transient") - announced.bytes_of("device_runtime")
         engine.generate(PROMPTS, HOW)
-        peak = device_peak(device)
-        assert before <= peak.allocated <= bound + workspaces
-        assert engine.stats.device_peak_bytes == peak.reserved >= peak.allocated
+        peak = device_peak(find_machine("auto"))
+        assert before <= peak.allocated <= peak.reserved <= bound
+        assert engine.stats.device_peak_bytes == peak.reserved
 
 
 @pytest.mark.parametrize("device", LANES)

@@ -40,7 +40,7 @@ from moelight.paging import offload
 from moelight.paging.offload import CopyStream, DiskStore
 from moelight.profiles.families import profile_from_config
 from moelight.profiles.hf_config import HFConfig
-from moelight.runtime.machine import EmulatedEvent, EmulatedStream
+from moelight.runtime.twin import EmulatedEvent, EmulatedStream
 from tests.engines import in_turn
 from tests.integrations.moe_models import FAMILIES, build, build_listed, logits, ragged_prompts, tokens
 

@@ -17,11 +17,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moelight.kernels.gpu import grouped, grouped_triton, routing_triton, tiles
+from moelight.kernels import norm
+from moelight.kernels.gpu import (
+    attention,
+    attention_triton,
+    grouped,
+    grouped_triton,
+    rows_triton,
+    tiles,
+)
 from moelight.kernels.gpu.pages import PageTable
 
 HIDDEN, WIDTH, EXPERTS, ROWS = 256, 512, 4, 64
-NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
+NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "i8"}
+NAMES |= {torch.int32: "i32", torch.int64: "i64"}
 
 
 def experts(form: str, dtype: torch.dtype) -> PageTable:
@@ -42,17 +51,23 @@ def experts(form: str, dtype: torch.dtype) -> PageTable:
 
 
 def facts(
-    what: str, card: int, kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], **options: int
+    what: str,
+    card: int,
+    kernel: Any,
+    arguments: tuple[Any, ...],
+    constants: dict[str, Any],
+    unaligned: tuple[str, ...] = (),
+    **options: int,
 ) -> dict[str, Any]:
     """What the launch of ``kernel`` with these would compile to: its shared memory, registers, bytes of registers that
-    spill, and which instructions are there. Sizes and addresses are multiples of 16."""
+    spill, and which instructions are there. Sizes and addresses, but those of ``unaligned``, are multiples of 16."""
     signature, divisible = {}, {}
     for position, (name, value) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
         if isinstance(value, torch.Tensor):
             signature[name] = f"*{NAMES[value.dtype]}"
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
-        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+        if name not in unaligned and (isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)):
             divisible[(position,)] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
@@ -62,15 +77,15 @@ def facts(
         name: int(re.search(pattern, log.getvalue()).group(1))
         for name, pattern in (("registers", r"Used (\d+) registers"), ("spilled", r"(\d+) bytes spill stores"))
     }
-    words = ("mma.sync", "wgmma", "cp.async", "ld.global.v4", "fma.rn.f32")
+    words = ("mma.sync", "wgmma", "tcgen05.mma", "cp.async", "ld.global.v4", "fma.rn.f32")
     code = found.asm["ptx"]
     row = {"what": what, "card": card, "shared": found.metadata.shared, **numbers}
     return row | {word: code.count(word) for word in words}
 
 
 def products(card: int) -> list[dict[str, Any]]:
-    """Both products in every format: for many rows in either 16-bit dtype, for few in float16, and in float32, which
-    has the same tile for both. Each product meets each dtype, and where it has many rows, which need most registers and
+    """Both products in every format: for many rows in either 16-bit dtype, for few in float16, and in float32. Each
+    product meets each dtype, and where it has many rows, which need most registers and
     shared memory, each format too."""
     rows = []
     for number, form in enumerate(("float", "int8", "int8 groups", "int4")):
@@ -80,7 +95,7 @@ def products(card: int) -> list[dict[str, Any]]:
         if card >= 80:
             cases += [(torch.float16, 512, parts[0]), (torch.bfloat16, 512, parts[1])]
         if form in ("float", "int4"):
-            cases.append((torch.float32, 4, parts[0]))
+            cases += [(torch.float32, mean_rows, parts[0]) for mean_rows in ((4, 512) if card >= 80 else (4,))]
         for dtype, mean_rows, part in cases:
             rows.append(product(card, dtype, form, part, mean_rows))
     return rows
@@ -107,26 +122,93 @@ def product(card: int, dtype: torch.dtype, form: str, part: str, mean_rows: int)
     return facts(what, card, grouped_triton.grouped, arguments, constants, **options)
 
 
+def attentions(card: int) -> list[dict[str, Any]]:
+    """Both forms: plain, of wide heads, with every option over int8, and in float32."""
+    half = torch.bfloat16 if card >= 80 else torch.float16
+    cases = [(torch.float16, 128, 4, ""), (torch.float16, 256, 2, ""), (half, 128, 4, "int8 ")]
+    cases.append((torch.float32, 128, 4, ""))
+    return [
+        attend(card, dtype, head_dim, group, decodes=decodes, options=options)
+        for dtype, head_dim, group, options in cases
+        for decodes in (True, False)
+    ]
+
+
+def attend(card: int, dtype: torch.dtype, head_dim: int, group: int, *, decodes: bool, options: str) -> dict[str, Any]:
+    """One form over both tiers; with "int8" also with a window, sinks and a cap."""
+    every = bool(options)
+    q, new = torch.empty(4, 2 * group, head_dim, dtype=dtype), torch.empty(4, 2, head_dim, dtype=dtype)
+    pool = torch.empty(32, 2, 2, head_dim, dtype=torch.int8 if every else dtype)
+    scales = torch.empty(32, 2, 2) if every else None
+    padded = 1 << (head_dim - 1).bit_length()
+    tile = tiles.choose_attention(
+        divmod(card, 10), itemsize=dtype.itemsize, head_dim=padded, group=group, decodes=decodes
+    )
+    form = attention.PromptForm(tile_tokens=16, most_tokens=100)
+    batch = attention.RaggedBatch([1, 3], [20, 0], [0, 0], [0, 16], decoding=1, block_size=16, form=form)
+    rest = {"window": 16 if every else None, "sinks": torch.empty(2 * group) if every else None}
+    rest |= {"softcap": 30.0 if every else None, "cache": pool, "buffer": pool, "cache_scale": scales}
+    arguments, constants = attention.arguments_of(
+        q, new, new, batch, 0.1, tile, decodes=decodes, **rest, buffer_scale=scales, out=q
+    )
+    constants |= {"PRODUCT": grouped.triton_dtype(dtype), "BY_HAND": False}
+    what = f"{NAMES[dtype]} attention {options}{'decode' if decodes else 'prompt'} {head_dim}"
+    return facts(
+        what,
+        card,
+        attention_triton.attend,
+        arguments,
+        constants,
+        unaligned=("sequences", "tiles", "entries"),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
 def others(card: int) -> list[dict[str, Any]]:
-    """The map of slots, the router and the weighted sum."""
+    """The sorting of rows, the map of slots, the router, the weighted sum, norms and heads, new keys and values into a
+    cache, and transfers."""
     i32, i64 = torch.empty(16, dtype=torch.int32), torch.empty(16, dtype=torch.int64)
     half, single = torch.empty(16, dtype=torch.float16), torch.empty(16)
-    found = {
-        "map": (grouped_triton.map_slots, (i32, i32, 5, 40, 11), {"BM": 16, "PADDED": 128, "SLOTS": 32}),
+    found: dict[str, tuple[Any, ...]] = {
+        "map": (grouped_triton.map_slots, (i32, i32, i32, 5, 9, 40, 11), {"BM": 16, "PADDED": 128, "SLOTS": 32}),
+        "sort": (rows_triton.sort_rows, (i32, i64, i64, i32, 40), {"TOP_K": 8, "BR": 1024}),
         "route": (
-            routing_triton.route,
+            rows_triton.route,
             (half, single, i32, 40, 60, 60),
             {"TOP_K": 2, "NORMALIZE": True, "NARROW": True, "BY_HAND": False, "BT": 32, "PADDED": 64},
         ),
         "combine": (
-            routing_triton.combine,
-            (half, single, i64, half, 40, 1500),
-            {"TOP_K": 4, "ADD": True, "BY_HAND": False, "BW": 1024},
+            rows_triton.combine,
+            (half, single, i64, single, half, 40, 1, 1500),
+            {"TOP_K": 4, "BEGUN": True, "ADD": True, "BY_HAND": False, "BW": 1024},
         ),
     }
-    return [facts(name, card, *rest) for name, rest in found.items()]
+    codes = torch.empty(16, dtype=torch.int8)
+    heads = {"PICKED": True, "INT8": True, "D": 128, "BD": 128, "BH": 16}
+    found["append int8"] = (attention_triton.append, (half, half, codes, single, i64, i64, 1024, 1024, 16), heads)
+    heads = heads | {"INT8": False, "BH": 64}
+    found["append"] = (attention_triton.append, (half, half, half, half, i64, i64, 8192, 8192, 64), heads)
+    found["fetch"] = (attention_triton.fetch, (i32, i32, i32, 40, 1024), {"BW": 4096})
+    unaligned = ("rows", "slots", "pieces", "count")
+    rows = [facts(name, card, *rest, unaligned=unaligned) for name, rest in found.items()]
+    for dtype in (torch.float16, torch.float32, *((torch.bfloat16,) if card >= 80 else ())):
+        x, name = torch.empty(16, dtype=dtype), NAMES[dtype]
+        for width in (128, 16384) if dtype == torch.float16 else (16384,):
+            padded = 1 << (width - 1).bit_length()
+            given = (x, x, x, x, width, width, width, width, 1e-5)
+            constants = {"ADD": width != 128, "BY_HAND": False, "PADDED": padded}
+            how = norm.launch_options(padded)
+            rows.append(facts(f"norm {name} {width}", card, rows_triton.rms_norm, given, constants, **how))
+        given = (x, x, x, x, x, 48, 32, 40, 128, 6144, 128, 8.0, 1e-5)
+        constants = {"CLIP": True, "NORM": True, "BY_HAND": False, "BH": 16, "PADDED": 64}
+        how = norm.launch_options(2048)
+        rows.append(facts(f"heads {name}", card, rows_triton.finish_heads, given, constants, **how))
+    return rows
 
 
 if __name__ == "__main__":
     triton.knobs.nvidia.dump_ptxas_log = True
-    print(json.dumps([row for card in map(int, sys.argv[1:]) for row in others(card) + products(card)]))
+    print(
+        json.dumps([row for card in map(int, sys.argv[1:]) for row in others(card) + attentions(card) + products(card)])
+    )

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from moelight.kernels import native
+from moelight.kernels.gpu import serving
 
 ISAS = tuple(native.extension().isa_available()) if native.available() else ()
 
@@ -37,3 +39,23 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     native.extension().set_isa(request.param)
     yield request.param
     native.extension().set_isa("auto")
+
+
+@pytest.fixture(params=["interpreted", "torch", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """Where the tensors of a test lie; who serves them is certain."""
+    if request.param == "torch":
+        monkeypatch.setattr(serving, "triton_available", lambda: False)
+        yield torch.device("cpu")
+        return
+    if not serving.triton_available():
+        pytest.skip(serving.triton_reason())
+    if serving.interpreting() != (request.param == "interpreted"):
+        pytest.skip(
+            "triton was imported to interpret its kernels"
+            if serving.interpreting()
+            else "triton compiles here: interpreted in a process of its own"
+        )
+    found = torch.device("cpu") if request.param == "interpreted" else torch.device("cuda", torch.cuda.current_device())
+    assert serving.serves(found, torch.float16)[0]
+    yield found

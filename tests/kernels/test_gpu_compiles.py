@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from moelight.kernels.gpu import serving, tiles
+from moelight.kernels.gpu import grouped_cuda, serving, tiles
+from tests.kernels.turing import BFLOAT, HALF, INT4, INT8
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("card", [80, *(pytest.param(card, marks=pytest.mark.cards) for card in (75, 86, 90))])
+@pytest.mark.parametrize("card", [80, *(pytest.param(card, marks=pytest.mark.cards) for card in (75, 86, 89, 90, 100))])
 def test_compiles(card: int, tmp_path: Path) -> None:
     if not serving.triton_available():
         pytest.skip(serving.triton_reason())
@@ -33,12 +36,49 @@ def test_compiles(card: int, tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     rows = json.loads(ran.stdout.splitlines()[-1])
-    products = [row for row in rows if row["what"] not in {"map", "route", "combine"}]
+    products = [row for row in rows if " gate_up " in row["what"] or " down " in row["what"]]
+    products += [row for row in rows if " attention " in row["what"] and not row["what"].startswith("fp32")]
     assert products
     for row in rows:
         assert row["shared"] <= tiles.shared_bytes(divmod(card, 10)), row
         assert row["spilled"] <= 64, row
     for row in products:
-        if card >= 80 and not row["what"].startswith("fp32"):
+        if card >= 80:
             assert row["cp.async"], f"loads do not run ahead: {row}"
-            assert row["mma.sync"] or row["wgmma"], f"no tensor units: {row}"
+            assert row["mma.sync"] or row["wgmma"] or row["tcgen05.mma"], f"no tensor units: {row}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stored", "grouped"),
+    [
+        (BFLOAT, False),
+        *(pytest.param(*each, marks=pytest.mark.cards) for each in ((HALF, False), (INT8, True), (INT4, True))),
+    ],
+)
+@pytest.mark.parametrize("gated", [True, False])
+def test_cuda_kernel_compiles(stored: int, grouped: bool, gated: bool, tmp_path: Path, monkeypatch) -> None:
+    """NVRTC takes `grouped_turing.cu` without any header; two blocks fit a multiprocessor, and nothing spills."""
+    if not serving.triton_available():
+        pytest.skip(f"cuobjdump comes with it: {serving.triton_reason()}")
+    try:
+        grouped_cuda.nvrtc()
+    except OSError as error:
+        pytest.skip(str(error))
+    monkeypatch.setenv("MOELIGHT_CACHE", str(tmp_path))
+    rows = grouped_cuda.rows_of_slot(128 if grouped else 0)
+    variant = grouped_cuda.Variant(stored=stored, gated=gated, rows=rows, grouped=grouped, aligned=True)
+    image = grouped_cuda.binary(variant)
+    (kept,) = (tmp_path / "kernels").iterdir()
+    assert kept.read_bytes() == grouped_cuda.binary(variant) == image
+    tool = Path(importlib.import_module("triton").__file__ or "").parent / "backends/nvidia/bin/cuobjdump"
+    said, code = (
+        subprocess.run([tool, flag, kept], check=True, capture_output=True, text=True).stdout
+        for flag in ("-res-usage", "-sass")
+    )
+    used = {name: int(number) for name, number in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", said)}
+    assert used["STACK"] == used["LOCAL"] == 0, said
+    assert used["REG"] * 2 * grouped_cuda.THREADS <= 1 << 16, said
+    assert used["SHARED"] * 2 <= 64 << 10, said
+    assert "HMMA.1688.F32" in code and "LDSM" in code
+    assert not re.search(r"\b(LDL|STL)\b", code)

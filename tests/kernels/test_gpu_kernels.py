@@ -6,7 +6,6 @@ import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from moelight import kernels
-from moelight.kernels.gpu import serving, tiles
+from moelight.kernels.gpu import routing, serving, tiles
 from moelight.kernels.gpu.grouped import ACTIVATIONS, expert_ffn
 from moelight.kernels.gpu.pages import PageTable
 from moelight.kernels.gpu.routing import by_expert, combine, route
@@ -39,26 +38,6 @@ COUNTS = {
 }
 # Hidden and width beside counts: whole steps of inputs, or what is left over, or no row on an even address.
 SIZES = {"one token": (17, 48), "empty experts": (64, 128), "one of many": (80, 33), "ragged": (80, 33)}
-
-
-@pytest.fixture(params=["interpreted", "torch", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """Where the tensors of a test lie; who serves them is certain."""
-    if request.param == "torch":
-        monkeypatch.setattr(serving, "triton_available", lambda: False)
-        yield torch.device("cpu")
-        return
-    if not serving.triton_available():
-        pytest.skip(serving.triton_reason())
-    if serving.interpreting() != (request.param == "interpreted"):
-        pytest.skip(
-            "triton was imported to interpret its kernels"
-            if serving.interpreting()
-            else "triton compiles here: interpreted in a process of its own"
-        )
-    found = torch.device("cpu") if request.param == "interpreted" else torch.device("cuda", torch.cuda.current_device())
-    assert serving.serves(found, torch.float16)[0]
-    yield found
 
 
 @EVERY_DTYPE
@@ -129,6 +108,21 @@ def test_an_arena_is_a_list_of_pages_elsewhere(device):
     gate_up = [each if each is None else each[: 2 * hidden * width].view(2 * width, hidden) for each in slots]
     down = [each if each is None else each[2 * hidden * width :].view(hidden, width) for each in slots]
     assert torch.equal(expert_ffn(x, PageTable.of(gate_up, down), offsets), whole)
+
+
+def test_the_page_of_an_expert_is_what_the_index_holds_when_the_kernels_run(device):
+    """Bit for bit the experts in another order; any number that is no page is an expert elsewhere."""
+    layer = floats(4, 32, 16, torch.float16, device)
+    index = torch.zeros(5, dtype=torch.int32, device=device)
+    chosen = layer.pages.chosen_by(index)
+    assert (chosen.experts, chosen.pages) == (5, 4)
+    x, offsets = rows_of((2, 3, 0, 1, 4), 32, torch.float16, device)
+    index.copy_(torch.tensor([2, -1, 0, 4, 1]))
+    found = expert_ffn(x, chosen, offsets)
+    alone, others = rows_of((0, 4, 2, 0), 32, torch.float16, device)
+    alone[:4], alone[4:] = x[6:], x[:2]
+    expected = expert_ffn(alone, layer.pages, others)
+    assert torch.equal(found, torch.cat((expected[4:], torch.zeros_like(found[:4]), expected[:4])))
 
 
 def test_rows_of_an_expert_that_is_elsewhere_are_zeros(device):
@@ -210,8 +204,40 @@ def test_combine_sums_in_the_order_of_k(device):
     assert distance(sums, truth + 1) <= 1e-6
 
 
+@EVERY_DTYPE
+def test_a_sum_of_parts_is_that_of_the_whole(device, dtype, tolerance):
+    """Bit for bit: parts continue the sum in float32, the last one rounds it, and what it is added to is rounded then,
+    as on the CPU."""
+    results, weights = torch.randn(7, 20, device=device).to(dtype), torch.rand(4, 3, device=device)
+    places = torch.tensor([[0, 3, 6], [1, 2, 5], [4, 5, 6], [0, 1, 2]], device=device)
+    residual, begun = torch.randn(4, 20, device=device).to(dtype), None
+    sums = torch.full((4, 20), torch.nan, device=device)
+    for first, last in ((0, 3), (3, 4)):
+        begun = combine(results[first:last], weights, places, out=sums, first=first, begun=begun)
+    found = combine(results[4:], weights, places, out=residual.clone(), add=True, first=4, begun=begun)
+    whole = combine(results, weights, places)
+    assert torch.equal(found, residual + whole)
+    truth = (results.double()[places] * weights.double().unsqueeze(-1)).sum(1)
+    assert distance(whole, truth.cpu()) <= tolerance
+
+
+def test_rows_are_sorted_by_expert_then_token(device, monkeypatch):
+    """In steps of a few rows too; experts without rows have none."""
+    monkeypatch.setattr(routing, "_SORT_ROWS", (16, 32))
+    for tokens, top_k, experts, many in ((1, 1, 1, 99), (0, 2, 3, 99), (21, 3, 7, 99), (21, 3, 7, 0)):
+        monkeypatch.setattr(routing, "_MANY_ROWS", many)
+        ids = torch.rand(tokens, experts).topk(top_k).indices.sort().values.to(torch.int32)
+        ids[ids == 4] = 5
+        order = ids.flatten().sort(stable=True).indices
+        found, places, offsets = by_expert(ids.to(device), experts)
+        assert torch.equal(found.cpu(), order // top_k)
+        assert torch.equal(places.cpu().flatten()[order], torch.arange(tokens * top_k))
+        assert offsets.diff().tolist() == torch.bincount(ids.flatten().long(), minlength=experts).tolist()
+        assert (offsets[0], offsets.dtype) == (0, torch.int32)
+
+
 def test_slots_stay_inside_whatever_the_offsets_are(device):
-    """Offsets on a device are not checked: the map bounds them."""
+    """Offsets and pages on a device are not checked: the map bounds them."""
     if not serving.triton_available():
         pytest.skip("the twin has no map")
     from moelight.kernels.gpu import grouped_triton
@@ -219,12 +245,13 @@ def test_slots_stay_inside_whatever_the_offsets_are(device):
     for offsets in ([0, 5, 3, 99, -4, 40], [-7, -3, 0, 0, 0, 0], [0, 2**31 - 1, 0, 0, 7, 7], [0, 20, 20, 36, 36, 40]):
         slots = torch.full((12, 3), 77, dtype=torch.int32, device=device)
         given = torch.tensor(offsets, dtype=torch.int32, device=device)
-        grouped_triton.map_slots[(3,)](given, slots, 5, 40, 11, BM=16, PADDED=8, SLOTS=4)
+        index = torch.tensor([3, -9, 8, 9, 2**31 - 1], dtype=torch.int32, device=device)
+        grouped_triton.map_slots[(3,)](given, index, slots, 5, 9, 40, 11, BM=16, PADDED=8, SLOTS=4)
         assert (slots[11] == 77).all()
-        for expert, row, last in slots[:11].tolist():
-            assert -1 <= expert < 5
-            assert expert == -1 or 0 <= row < last <= 40
-    assert [tuple(s) for s in slots[:5].tolist()] == [(0, 0, 20), (0, 16, 20), (2, 20, 36), (4, 36, 40), (-1, 0, 0)]
+        for page, row, last in slots[:11].tolist():
+            assert page in {-1, 3, 8, 9}, "9: the column without addresses"
+            assert page == -1 or 0 <= row < last <= 40
+    assert [tuple(s) for s in slots[:5].tolist()] == [(3, 0, 20), (3, 16, 20), (8, 20, 36), (9, 36, 40), (-1, 0, 0)]
 
 
 def test_tiles_fit_the_card():
@@ -242,13 +269,27 @@ def test_tiles_fit_the_card():
 
 
 def test_which_card_is_served():
-    assert serving.card_serves((7, 5), "float16", 4)[0]
-    for card, dtype, rows in (((7, 5), "bfloat16", 4), ((7, 5), "float16", 100), ((7, 0), "float16", 1)):
-        served, reason = serving.card_serves(card, dtype, rows)
+    for card, dtype in (((7, 5), "bfloat16"), ((7, 0), "float16")):
+        served, reason = serving.card_serves(card, dtype)
         assert not served
         assert f"{card[0]}.{card[1]}" in reason
-    assert serving.card_serves((9, 0), "bfloat16", 10**4)[0]
-    assert not serving.card_serves((9, 0), "float32", 10**4)[0]
+    for card, dtype in (((7, 5), "float16"), ((7, 5), "float32"), ((9, 0), "bfloat16"), ((9, 0), "float32")):
+        assert serving.card_serves(card, dtype)[0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel may run here")
+def test_triton_serves_a_card_where_the_cuda_kernel_fails(monkeypatch):
+    """Many rows without Triton's tensor units; the fault is real: this torch, or this machine, has no CUDA."""
+    for name, value in (("interpreting", False), ("triton_available", True), ("failure", None), ("capability", (7, 5))):
+        monkeypatch.setattr(serving, name, lambda *_, value=value: value)
+    monkeypatch.setattr(serving, "reads_host", lambda *_: (False, "there is no card"))
+    few, many = (
+        each for each in serving.serving_on(torch.device("cuda", 0)) if each.operation.startswith("experts of")
+    )
+    assert (few.implementation, many.implementation) == ("triton", "triton")
+    assert "the CUDA kernel does not run here" in many.reason
+    for card, dtype, rows in (((8, 0), "float16", 100), ((7, 5), "float32", 100), ((7, 0), "float16", 100)):
+        assert not serving.wants_cuda(card, dtype, rows)
 
 
 def test_imports_and_serves_without_triton(monkeypatch):

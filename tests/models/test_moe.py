@@ -14,10 +14,10 @@ from torch import Tensor
 from moelight.core.dtypes import BFLOAT16, FLOAT32, DType
 from moelight.hrm.costs import expert_workspace
 from moelight.kernels import native
+from moelight.kernels.gpu.pages import PageTable
 from moelight.kernels.products import Workspace
 from moelight.models.moe import (
     ExpertWeights,
-    MoEWeights,
     Routed,
     SplitMoE,
     add_experts,
@@ -78,19 +78,38 @@ def test_experts_are_summed_whoever_computes_them(tokens: int, here: list[bool],
     torch.testing.assert_close(sums.double(), one_by_one(what, weights), rtol=1e-4, atol=1e-4)
 
 
-@examples(12)
-@given(tokens=st.integers(1, 16), here=st.lists(st.booleans(), min_size=5, max_size=5))
-def test_the_way_of_a_gpu_gives_the_same_sums(tokens: int, here: list[bool]) -> None:
-    """Through the twins of its kernels; workspaces of fewer tokens are used several times."""
-    what, weights = routed(tokens), experts()
-    some = MoEWeights(each if mine else None for each, mine in zip(weights, here, strict=True))
-    if not any(some):
-        return
-    expected = one_by_one(what, some)
-    torch.testing.assert_close(grouped_forward(what, some, space(tokens)).double(), expected, rtol=1e-4, atol=1e-4)
+def pages_of(weights: Sequence[ExpertWeights], order: Sequence[int], here: Sequence[bool]) -> PageTable:
+    """The pages of ``weights`` in ``order``, and where each expert finds its own; -1 where it is not ``here``."""
+    table = PageTable.of([weights[each][0] for each in order], [weights[each][1] for each in order])
+    index = [order.index(each) if here[each] else -1 for each in range(len(weights))]
+    return table.chosen_by(torch.tensor(index, dtype=torch.int32))
+
+
+@examples(10)
+@given(
+    tokens=st.integers(1, 5),
+    order=st.permutations(range(5)),
+    here=st.lists(st.booleans(), min_size=5, max_size=5),
+    dtype=st.sampled_from([FLOAT32, BFLOAT16]),
+    most=st.integers(4, 12),
+)
+def test_the_way_of_a_gpu_gives_the_same_sums(
+    tokens: int, order: list[int], here: list[bool], dtype: DType, most: int
+) -> None:
+    """Whichever page an expert has, and in however many parts the rows are computed: bit for bit."""
+    kind = to_torch(dtype)
+    what, weights = routed(tokens, kind), experts(kind)
+    pages = pages_of(weights, order, here)
+    expected = one_by_one(what, [each if mine else None for each, mine in zip(weights, here, strict=True)])
+    found = grouped_forward(what, pages, space(tokens, dtype))
+    error = 1e-4 if dtype is FLOAT32 else 0.05
+    torch.testing.assert_close(found.double(), expected, rtol=error, atol=error)
+    parts, sums = space(tokens, dtype), torch.full((tokens, HIDDEN), torch.nan)
+    parts.rows = parts.rows[:most]
+    assert torch.equal(grouped_forward(what, pages, parts), found)
     total = torch.ones_like(what.x)
-    assert grouped_forward(what, some, space(-(-tokens // 3)), total) is total
-    torch.testing.assert_close(total.double(), 1 + expected, rtol=1e-4, atol=1e-4)
+    assert grouped_forward(what, pages, parts, total, sums) is total
+    assert torch.equal(total, 1 + found), "rounded, then added, as on the CPU"
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)

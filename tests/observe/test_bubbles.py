@@ -133,7 +133,7 @@ def runs(draw: st.DrawFn) -> list[Timeline]:
         )
         carried = len(built.prefetched_next)
         steps.append((built, lambda task: TaskCost(seconds=weight[task.kind] / 8)))
-    return list(simulate_passes(steps, launcher=draw(st.booleans())))
+    return list(simulate_passes(steps, inline=draw(st.booleans())))
 
 
 @examples(150)

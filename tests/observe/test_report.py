@@ -89,7 +89,7 @@ def test_the_causes_of_a_simulated_run_survive_the_file(tmp_path: Path) -> None:
         built = SCHEDULES.get("cgopipe")(layout, shape)
         carried = len(built.prefetched_next)
         steps.append((built, lambda task: TaskCost(seconds=costs.get(task.kind, 0.375))))
-    timelines = simulate_passes(steps, launcher=True)
+    timelines = simulate_passes(steps, inline=True)
     direct = Bubbles()
     for timeline in timelines:
         direct.add(timeline)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy, Shares
 from moelight.core.schedule import Lane, TaskKind
+from moelight.hrm.machine_model import Speeds
+from moelight.optimizer import simulation
 from moelight.optimizer.simulation import SimulationSetup, layer_starts
 from moelight.profiles.hardware import load_hardware_profile
 from moelight.profiles.model_files import load_model_profile
@@ -46,6 +49,28 @@ def test_the_passes_carry_the_jobs_tokens() -> None:
     tasks = [span.task for span in found.steady.timeline.spans]
     assert sum(task.kind is TaskKind.SAMPLE for task in tasks) == 8
     assert {task.layer for task in tasks if task.kind is TaskKind.POST_ATTENTION} == set(range(16))
+
+
+@pytest.mark.parametrize(("card", "device", "disk"), [("t4", 0.06, 0.18), ("l4", 0.18, 0.0)])
+def test_launches_hide_behind_the_link(card: str, device: float, disk: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stream has a thread that launches, so what launches cost delays a pass by 3 % at most."""
+    shares = Shares(device=device, host=1 - device - disk, disk=disk)
+    sizes = {"batch_size": 3732, "micro_batch_size": 933, "micro_batch_tokens": 1145, "kv_tokens": 800_000}
+    planned, hardware = policy(model="mixtral-8x7b", weights=shares, **sizes), load_hardware_profile(card)
+
+    def pass_s() -> float:
+        setup = SimulationSetup(planned, load_model_profile("mixtral-8x7b"), hardware, WORK)
+        return setup.simulated_run("cgopipe", passes=1).steady.seconds
+
+    with_launches, speeds_of = pass_s(), simulation.speeds_of
+
+    def without(*given: Any) -> Speeds:
+        speeds = speeds_of(*given)
+        assert speeds.gpu.launch_s > 0
+        return replace(speeds, gpu=replace(speeds.gpu, launch_s=0.0))
+
+    monkeypatch.setattr(simulation, "speeds_of", without)
+    assert with_launches <= 1.03 * pass_s()
 
 
 def test_a_micro_batch_more_costs_its_own_tasks_only() -> None:

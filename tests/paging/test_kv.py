@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from moelight.core.dtypes import DTYPES
 from moelight.core.errors import MoelightError
 from moelight.hrm.footprint import kv_block_bytes
-from moelight.paging.kv import BlockPool, paged_cache, put, token_cache
+from moelight.kernels.gpu.attention import append_in_torch
+from moelight.paging.kv import BlockPool, paged_cache, token_cache
 from tests.shapes import examples, small_model, small_policy
 
 
@@ -203,7 +204,7 @@ def test_a_tokens_key_and_value_lie_side_by_side(dtype: torch.dtype) -> None:
     assert [float(cache[layer].float().mean()) for layer in range(3)] == [1, 2, 3]
     assert arena.view(dtype).ne(0).all(), "every byte of the arena belongs to the cache"
     k, v = (torch.full((2, spec.num_kv_heads, spec.head_dim), fill, dtype=dtype) for fill in (7, 9))
-    put(cache[1], k, v, torch.tensor([40, 3]))
+    append_in_torch(k, v, cache[1], torch.tensor([40, 3]))
     assert cache[1][[3, 40], 0].eq(7).all()
     assert cache[1][[3, 40], 1].eq(9).all()
     assert cache[1].ne(2).sum() == 4 * spec.num_kv_heads * spec.head_dim

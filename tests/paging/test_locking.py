@@ -9,10 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from moelight.core.errors import BudgetError
 from moelight.hrm.footprint import ArenaSize, Footprint
 from moelight.paging import arena
-from moelight.paging.arena import allocate
+from moelight.paging.arena import PinningError, allocate, page_locked
 
 CUDA = torch.device("cuda", 0)
 MIB = 1 << 20
@@ -22,10 +21,10 @@ class Runtime:
     """CUDA's register, played: ranges that are locked, at most ``room`` bytes of them."""
 
     def __init__(self, room: int = 1 << 40) -> None:
-        self.room, self.locked = room, dict[int, int]()
+        self.room, self.locked, self.cleared = room, dict[int, int](), 0
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802 - CUDA's name
-        assert address % arena.HUGE_PAGE == 0 and size % 4096 == 0 and flags == 1
+        assert address % 4096 == 0 and size % 4096 == 0 and flags == 1
         ends = [(start, start + taken) for start, taken in self.locked.items()]
         assert all(address + size <= start or end <= address for start, end in ends), "locked twice"
         if size + sum(self.locked.values()) > self.room:
@@ -44,6 +43,12 @@ class Runtime:
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     played = Runtime()
     monkeypatch.setattr(arena, "_runtime", lambda: played)
+
+    def clear(device_type: str) -> None:
+        assert device_type == "cuda"
+        played.cleared += 1
+
+    monkeypatch.setattr(arena, "_clear_error", clear)
     arena.locks_in_place.cache_clear()
     yield played
     arena.locks_in_place.cache_clear()
@@ -72,10 +77,52 @@ def test_what_lies_beside_a_link_is_locked_as_announced_and_given_back(runtime: 
 def test_a_machine_that_locks_less_refuses_by_purpose(runtime: Runtime) -> None:
     runtime.room = 4 * MIB
     announced = Footprint(arenas=(ArenaSize(purpose="crossing", tier="host", bytes=9 * MIB),))
-    with pytest.raises(BudgetError, match=r"no 9.0MiB left on tier host for crossing"):
+    with pytest.raises(PinningError, match=r"refuses to page-lock 9.0MiB of host memory for crossing .* after 0B"):
         allocate(announced, CUDA)
+    assert not runtime.locked
+    assert runtime.cleared == 1, "the next launch would report the error"
+
+
+def test_slots_are_locked_in_pieces_of_whole_slots(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What crosses at once lies in one slot, so no copy crosses two pieces; other regions are locked whole."""
+    monkeypatch.setattr(arena, "LOCKED_AT_ONCE", 5 * MIB)
+    slot = 2 * MIB + 4096
+    sizes = {"pinned_ring": 3 * slot, "crossing": 11 * MIB, "host_experts": 5 * slot}
+    announced = Footprint(arenas=tuple(ArenaSize(purpose=name, tier="host", bytes=n) for name, n in sizes.items()))
+    arenas = allocate(announced, CUDA, pinned_pages=True, slot_bytes=slot)
+    ring, experts = arenas["pinned_ring"].data_ptr(), arenas["host_experts"].data_ptr()
+    gc.collect()
+    assert runtime.locked == {
+        ring: 2 * slot,
+        ring + 2 * slot: slot,
+        arenas["crossing"].data_ptr(): 11 * MIB,
+        experts: 2 * slot,
+        experts + 2 * slot: 2 * slot,
+        experts + 4 * slot: slot,
+    }
+    del arenas
     gc.collect()
     assert not runtime.locked
+
+
+def test_a_slot_larger_than_a_piece_is_a_piece(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "LOCKED_AT_ONCE", MIB)
+    region = page_locked(6 * MIB, CUDA, slot_bytes=3 * MIB)
+    gc.collect()
+    assert list(runtime.locked.values()) == [3 * MIB, 3 * MIB]
+    del region
+
+
+def test_a_refusal_in_the_middle_unlocks_what_was_locked(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "LOCKED_AT_ONCE", 2 * MIB)
+    assert arena.locks_in_place("cuda")
+    gc.collect()
+    runtime.room = 5 * MIB
+    announced = Footprint(arenas=(ArenaSize(purpose="host_experts", tier="host", bytes=9 * MIB),))
+    with pytest.raises(PinningError, match=r"9.0MiB of host memory for host_experts .*error 2 after 4.0MiB") as refused:
+        allocate(announced, CUDA, pinned_pages=True, slot_bytes=MIB)
+    assert not runtime.locked and runtime.cleared == 1
+    assert (refused.value.purpose, refused.value.tier, refused.value.needed_bytes) == ("host_experts", "host", 9 * MIB)
 
 
 def test_where_nothing_can_be_locked_torch_pins(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:

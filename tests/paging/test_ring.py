@@ -16,10 +16,10 @@ from torch import Tensor
 from moelight.core.errors import CheckpointError
 from moelight.core.schedule import Lane, Page, Task, TaskKind
 from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy
-from moelight.models.moe import Routed
 from moelight.paging.residency import ModelFacts, ResidencyManager
 from moelight.paging.ring import RingPager
 from moelight.paging.store import PageStore
+from moelight.runtime.host_copy import HostCopy
 from moelight.runtime.lanes import SKIPPED, MovedBytes
 from moelight.runtime.on_demand import OnDemandPass
 from tests.shapes import examples
@@ -56,8 +56,7 @@ class Read:
 class Batch:
     """What a micro-batch has of its routers."""
 
-    routed: Routed | None = None
-    kept: None = None
+    chosen: HostCopy | None = None
 
 
 @dataclass
@@ -114,7 +113,7 @@ class World:
     def choose(self, small: OnDemandPass, layer: int, *chosen: int) -> Any:
         """One layer as the lanes run it: routers, fetch, experts; what these find is checked."""
         ids = torch.tensor([[each] for each in chosen], dtype=torch.int32)
-        self.batch.routed = Routed(x=torch.zeros(len(chosen), 1), weights=torch.ones(len(chosen), 1), ids=ids)
+        self.batch.chosen = HostCopy(ids, torch.ones(len(chosen), 1))
         self.reading = []
         outcome = small.fetch(Task(kind=TaskKind.READ_EXPERTS, lane=Lane.DISK, layer=layer))
         experts = small.experts(layer)

@@ -65,7 +65,6 @@ def test_experts_are_found_wherever_they_are(
     store.load(fill)
     parts = len(costs.page_parts(costs.page_bytes(model, FLOAT32), part_bytes))
     position = data.draw(st.integers(0, 50)) * len(placement.streamed) * parts
-    experts = model.experts.num_experts
     for _ in range(3):
         k = 0
         for layer in range(model.num_layers):
@@ -75,7 +74,8 @@ def test_experts_are_found_wherever_they_are(
                     fill(placement.streamed[k], slot)
                 k += 1
             if model.moe_layers[layer]:
-                for expert, weights in enumerate(store.layer_experts(layer, experts, position)):
+                for expert, weights in enumerate(store.weights_at(store.memory_of_experts(position)[layer])):
+                    assert weights is not None
                     assert all(part.eq(mark(Page(layer=layer, expert=expert))).all() for part in weights)
         position += len(placement.streamed) * parts
 
@@ -133,7 +133,7 @@ def test_equal_phases_find_the_same_pages_in_the_same_slots() -> None:
     positions = range(0, 70, 7)
     by_phase: dict[int, list[int]] = {}
     for position in positions:
-        where = [gate.data_ptr() for gate, _ in store.layer_experts(1, 3, position)]
+        where = store.memory_of_experts(position)[1].tolist()
         assert by_phase.setdefault(store.phase(position), where) == where
     assert len(by_phase) > 1
 
@@ -203,6 +203,7 @@ def test_experts_are_found_once_others_are_near(case: tuple[ModelProfile, Policy
     of any sizes."""
     model, policy = case
     store, before = learned_store(model, policy)
+    addresses = [gate_up.data_ptr() for gate_up, _ in store.weights]
     experts, resident = model.experts.num_experts, set(before.resident)
     for _ in range(data.draw(st.integers(0, 6)) if before.streamed else 0):
         far = [page for page in before.tiers if page not in resident]
@@ -224,11 +225,12 @@ def test_experts_are_found_once_others_are_near(case: tuple[ModelProfile, Policy
     for k, page in enumerate(after.streamed):
         fill(page, store.slot(Buffer(space="ring", index=k), position))
         last = k + 1 == len(after.streamed) or after.streamed[k + 1].layer != page.layer
-        found = store.layer_experts(page.layer, experts, position) if last else []
+        found = store.weights_at(store.memory_of_experts(position)[page.layer]) if last else []
         for expert, weights in enumerate(found):
             here = Page(layer=page.layer, expert=expert)
             assert (weights is None) == (here in after.computed)
             assert weights is None or all(part.eq(mark(here)).all() for part in weights)
+    assert [gate_up.data_ptr() for gate_up, _ in store.weights] == addresses, "memory never moves"
     for layer in range(model.num_layers):
         computed = store.computed_experts(layer, experts)
         assert (layer in store.layers_computed) == any(computed)

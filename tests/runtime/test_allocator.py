@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from moelight.runtime import machine
-from moelight.runtime.machine import DevicePeak, device_peak, limit_device_memory, watch_device_memory
+from moelight.runtime.machine import (
+    DevicePeak,
+    Machine,
+    device_peak,
+    find_machine,
+    limit_device_memory,
+    watch_device_memory,
+)
 
 CUDA = torch.device("cuda", 0)
 
@@ -63,13 +70,13 @@ def test_a_limit_is_a_share_of_the_whole_device(played: Played, monkeypatch: pyt
 def test_peaks_are_the_devices_own(played: Played) -> None:
     watch_device_memory(CUDA)
     assert played.watched == 2
-    assert device_peak(CUDA) == DevicePeak(allocated=3, reserved=5)
+    assert device_peak(Machine(device=CUDA, discrete=True)) == DevicePeak(allocated=3, reserved=5)
 
 
 def test_a_twin_has_no_memory_of_its_own(played: Played) -> None:
     limit_device_memory(torch.device("cpu"), 1)
     watch_device_memory(torch.device("cpu"))
-    assert device_peak(torch.device("cpu")) == DevicePeak()
+    assert device_peak(find_machine("twin")) == DevicePeak()
     assert (played.share, played.watched) == (1.0, 0)
 
 
@@ -85,7 +92,7 @@ def test_a_real_device_takes_no_more_than_its_limit() -> None:
         kept = torch.empty(100 << 20, dtype=torch.uint8, device=device)
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(400 << 20, dtype=torch.uint8, device=device)
-        peak = device_peak(device)
+        peak = device_peak(Machine(device=device, discrete=True))
         assert kept.numel() <= peak.allocated <= peak.reserved <= held + (256 << 20)
     finally:
         limit_device_memory(device, None)

@@ -173,12 +173,16 @@ def test_decoding_on_a_device_reads_as_much(pool: Pool) -> None:
     work, amount = surfaces.device_decode_work(pool, 64)
     assert amount == min(64, 8 * MiB // (64 * 4 * KiB)) * 64 * 4 * KiB
     out = work()
-    assert isinstance(out, torch.Tensor) and out.shape[1:] == (8, 4, 128)
+    assert isinstance(out, torch.Tensor) and out.shape[1:] == (32, 128)
 
 
 def test_speed_of_prompts_counts_attended_pairs(pool: Pool) -> None:
     _, flops = surfaces.prefill_work(pool, 8)
     assert flops == 4 * 128 * 32 * (8 * 9 / 2)
+    work, all_flops = surfaces.device_prefill_work(pool, 128)
+    assert all_flops == surfaces.PROMPT_TOKENS / 128 * 4 * 128 * 32 * (128 * 129 / 2)
+    out = work()
+    assert isinstance(out, torch.Tensor) and out.shape == (surfaces.PROMPT_TOKENS, 32, 128)
     assert points_of("prefill", pool, prompts=(8,))["cpu_prefill", 0, 8](0.002).rate > 0
 
 
@@ -427,7 +431,7 @@ def test_a_machine_with_a_gpu_becomes_a_profile(monkeypatch: pytest.MonkeyPatch)
     found = machine.measure_machine(Machine(device=CPU, discrete=True), TINY, name="box", disk_dir=None)
     device, gpu = found.tier("device"), found.processor("gpu")
     assert device is not None and device.capacity_bytes == 80 * MiB and found.tier("disk") is None
-    assert gpu is not None and gpu.count == 2
+    assert gpu is not None and gpu.count == 1  # the engine uses one
     assert found.link("host", "device") is not None and found.link("device", "host") is not None
     assert {surface.name for surface in found.efficiency} == set(EFFICIENCY)
     figures = dict(found.measured)

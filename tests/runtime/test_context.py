@@ -1,74 +1,80 @@
-"""Contexts of the device's attention: every cached token that is seen has one place, beside its sequence's own."""
+"""Contexts of the device's attention: every cached token that is seen is found through its sequence's block table."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelight.paging.kv import put, token_cache
-from moelight.profiles.model import AttentionSpec
-from moelight.runtime.context import Chunk, find_added, find_context, seen_before
+from moelight.kernels.gpu.attention import PromptForm
+from moelight.runtime.context import Chunk, Context, find_added, find_context, seen_before, slots_of
 from moelight.runtime.microbatch import pack
 from tests.runtime.test_microbatch import BLOCK, chunk_lists
 from tests.shapes import examples
 
-CPU = torch.device("cpu")
-SPEC = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=8)
+TILE = 8
+FORM = PromptForm(tile_tokens=TILE, most_tokens=1000)
 
 
-@examples(80)
-@given(chunks=chunk_lists(), window=st.none() | st.integers(1, 50), host_blocks=st.integers(0, 60))
-def test_a_buffer_filled_by_its_places_holds_what_each_sequence_sees(
-    chunks: list[Chunk], window: int | None, host_blocks: int
-) -> None:
-    """A cache in which every token of every sequence is marked, its first blocks in host memory: copied by runs, and
-    gathered by slots."""
-    arena = torch.zeros(60 * BLOCK * 64, dtype=torch.uint8)
-    cache = token_cache(arena, SPEC, num_layers=1, slots=60 * BLOCK, dtype=torch.float32)
-    for number, chunk in enumerate(chunks):
-        for position in range(chunk.start + chunk.count):
-            slot = chunk.blocks[position // BLOCK] * BLOCK + position % BLOCK
-            cache[0][slot] = number * 1000 + position
-    host_slots = host_blocks * BLOCK
-    found = find_context(chunks, block_size=BLOCK, window=window, device=CPU, host_slots=host_slots)
-    on_device = cache[0][host_slots:]
-    tokens = sum(chunk.count for chunk in chunks)
-    buffer = torch.full((found.tokens + tokens, 2, 1, 8), -1.0)
-    if not host_blocks:
-        assert found.slots is not None and found.places is None and not found.runs
-        assert found.there == found.tokens
-        buffer = on_device[found.slots]
-    else:
-        for place, slot, count in found.runs:
-            assert buffer[place : place + count].eq(-1).all(), "no place is filled twice"
-            assert slot + count <= host_slots
-            buffer[place : place + count] = cache[0][slot : slot + count]
-        assert sum(count for _, _, count in found.runs) == found.tokens - found.there
-        if found.there:
-            assert found.slots is not None and found.places is not None
-            assert len(found.slots) == len(found.places) == found.there
-            assert buffer[found.places].eq(-1).all(), "no place is filled twice"
-            buffer[found.places] = on_device[found.slots]
-        else:
-            assert found.slots is None and found.places is None
-        assert buffer[found.own].eq(-1).all(), "new tokens have places of their own"
-        put(buffer, *cache[0][pack_slots(chunks)].unbind(1), found.own)
-    row = 0
-    for number, (chunk, (first, last, place, cached)) in enumerate(zip(chunks, found.spans, strict=True)):
-        count = chunk.count
-        assert (first, last, cached) == (row, row + count, seen_before(chunk.start, window))
-        seen = number * 1000 + torch.arange(chunk.start - cached, chunk.start + count)
-        assert torch.equal(buffer[place : place + cached + count, 1, 0, 7].long(), seen)
-        row += count
+@st.composite
+def sharing_lists(draw: st.DrawFn) -> list[Chunk]:
+    """Chunks, some of which begin with the blocks that another begins with."""
+    chunks = draw(chunk_lists())
+    for number in range(1, len(chunks)):
+        mine, other = chunks[number], chunks[draw(st.integers(0, number - 1))]
+        shared = draw(st.integers(0, min(mine.start, other.start) // BLOCK))
+        chunks[number] = replace(mine, blocks=[*other.blocks[:shared], *mine.blocks[shared:]])
+    return chunks
+
+
+def resolved(found: Context, sequence: int, position: int, cache: torch.Tensor, buffer: torch.Tensor) -> int:
+    """What the kernels read at a position: the table's format."""
+    base = found.batch.sequences.view(-1, 5)[sequence, 4]
+    slot = int(found.batch.entries[base + position // BLOCK]) + position % BLOCK
+    return int(cache[slot] if slot >= 0 else buffer[slot + (1 << 30)])
+
+
+@examples(120)
+@given(chunks=sharing_lists(), window=st.none() | st.integers(1, 50), host_blocks=st.integers(0, 60))
+def test_the_table_leads_to_what_each_sequence_sees(chunks: list[Chunk], window: int | None, host_blocks: int) -> None:
+    """A cache in which every slot holds its number, the first blocks in host memory, transferred by runs or pieces."""
+    everything, host_slots = torch.arange(60 * BLOCK), host_blocks * BLOCK
+    found = find_context(chunks, block_size=BLOCK, window=window, host_slots=host_slots, form=FORM)
+    buffer = torch.full((found.tokens,), -1)
+    for slot, place, count in found.runs:
+        assert buffer[place : place + count].eq(-1).all(), "no place is filled twice"
+        assert 0 <= slot <= slot + count <= host_slots
+        buffer[place : place + count] = everything[slot : slot + count]
+    by_pieces = torch.full_like(buffer, -1)
+    for slot, place, count in found.pieces.tolist():
+        assert 0 < count <= BLOCK and slot // BLOCK == (slot + count - 1) // BLOCK
+        by_pieces[place : place + count] = everything[slot : slot + count]
+    assert torch.equal(buffer, by_pieces)
+    crossed = buffer[buffer >= 0]
+    assert crossed.numel() == crossed.unique().numel() == found.tokens - found.stays
+    tokens = row = 0
+    for number, (chunk, (first, last, start, lowest)) in enumerate(zip(chunks, found.batch.spans, strict=True)):
+        seen = seen_before(chunk.start, window)
+        assert (first, last, start, lowest) == (row, row + chunk.count, chunk.start, chunk.start - seen)
+        slots = slots_of(chunk, lowest, start, BLOCK).tolist()
+        assert [resolved(found, number, at, everything[host_slots:], buffer) for at in range(lowest, start)] == slots
+        row, tokens = row + chunk.count, tokens + seen
+    assert found.tokens == tokens and found.batch.rows == row
+    assert found.batch.decoding == sum(chunk.decodes for chunk in chunks)
+    tiles = {tuple(pair) for pair in found.batch.tiles.view(-1, 2).tolist()}
+    prompts = [(number, chunk.count) for number, chunk in enumerate(chunks) if not chunk.decodes]
+    assert tiles == {(number, first) for number, count in prompts for first in range(0, count, TILE)}
+    assert found.batch.tile_count == len(tiles)
 
 
 @examples(80)
 @given(chunks=chunk_lists(), host_blocks=st.integers(0, 60))
 def test_every_new_token_goes_to_one_side(chunks: list[Chunk], host_blocks: int) -> None:
     slots, host_slots = pack_slots(chunks), host_blocks * BLOCK
-    added = find_added(slots, host_slots=host_slots, device=CPU)
+    added = find_added(slots, host_slots=host_slots)
     every = torch.arange(len(slots))
     down = every if added.host_rows is None else added.host_rows
     stay = every if added.device_rows is None else added.device_rows
@@ -88,21 +94,28 @@ def pack_slots(chunks: list[Chunk]) -> torch.Tensor:
     return pack(chunks, block_size=BLOCK, hidden=hidden, sampled=room, crossing=None, prefill_only=False).cache_slots
 
 
+def decoding(blocks: list[int]) -> Chunk:
+    return Chunk(token_ids=[], start=40, blocks=blocks, place=0, samples=True, decodes=True)
+
+
 def test_blocks_that_follow_each_other_move_in_one_piece() -> None:
-    one = Chunk(token_ids=[], start=40, blocks=[4, 5, 6], place=0, samples=True, decodes=True)
-    two = Chunk(token_ids=[], start=40, blocks=[1, 9, 2], place=1, samples=True, decodes=True)
-    found = find_context([one, two], block_size=BLOCK, window=None, device=CPU, host_slots=60 * BLOCK)
-    assert found.runs == ((0, 64, 40), (41, 16, 16), (57, 144, 16), (73, 32, 8))
-    assert (found.tokens, found.there) == (80, 0)
+    chunks = [decoding([4, 5, 6]), decoding([7, 9, 3])]
+    found = find_context(chunks, block_size=BLOCK, window=None, host_slots=60 * BLOCK, form=FORM)
+    assert found.runs == ((48, 0, 8), (64, 8, 40), (112, 48, 16), (144, 64, 16))
+    assert (found.tokens, found.stays) == (80, 0)
+
+
+def test_a_shared_block_moves_once() -> None:
+    chunks = [decoding([4, 5, 6]), decoding([4, 5, 8])]
+    found = find_context(chunks, block_size=BLOCK, window=None, host_slots=60 * BLOCK, form=FORM)
+    assert found.runs == ((64, 0, 40), (128, 40, 8))
+    assert (found.tokens, found.stays) == (80, 32)
 
 
 def test_a_piece_ends_where_the_devices_blocks_begin() -> None:
-    one = Chunk(token_ids=[], start=40, blocks=[4, 5, 6], place=0, samples=True, decodes=True)
-    found = find_context([one], block_size=BLOCK, window=None, device=CPU, host_slots=5 * BLOCK)
-    assert found.runs == ((0, 64, 16),)
-    assert found.slots is not None and found.places is not None
-    assert found.slots.tolist() == list(range(24))
-    assert found.places.tolist() == list(range(16, 40))
+    found = find_context([decoding([4, 5, 6])], block_size=BLOCK, window=None, host_slots=5 * BLOCK, form=FORM)
+    assert found.runs == ((64, 0, 16),)
+    assert (found.tokens, found.stays, found.batch.tiers) == (40, 24, (True, True))
 
 
 @pytest.mark.parametrize(("start", "window", "seen"), [(9, None, 9), (9, 4, 3), (2, 4, 2), (9, 1, 0), (0, 4, 0)])

@@ -13,6 +13,7 @@ from moelight.core.errors import CheckpointError, MoelightError
 from moelight.core.schedule import Lane, Page, Schedule, Task, TaskKind
 from moelight.core.timeline import FREE, Span, Timeline, last_to_end
 from moelight.runtime.executor import Executor, Idle
+from moelight.runtime.lanes import StreamLane
 from moelight.runtime.machine import find_machine, open_lanes
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.layout import MicroBatchShape, PassShape
@@ -45,6 +46,18 @@ def threads() -> Iterator[Executor]:
     made = Executor(open_lanes(find_machine("twin"), "threads"))
     yield made
     made.close()
+
+
+@pytest.mark.parametrize("builder", ["cgopipe", "flexgen", "module"])
+def test_waits_of_host_lanes_for_a_device_are_counted(executor: Executor, builder: str) -> None:
+    """One for every dependency of a host's task on a stream's; none where no lane is a stream."""
+    schedule, streams = build(builder=builder), (Lane.H2D, Lane.D2H, Lane.DEVICE)
+    assert executor.device_waits == 0
+    executor.run(schedule, lambda _: nothing)
+    waits = [schedule.tasks[dep].lane for task in schedule.tasks if task.lane not in streams for dep in task.deps]
+    on_streams = isinstance(executor._lanes[Lane.DEVICE], StreamLane)
+    assert executor.device_waits == (sum(lane in streams for lane in waits) if on_streams else 0)
+    assert any(lane in streams for lane in waits)
 
 
 @pytest.mark.parametrize("builder", SCHEDULES.names())

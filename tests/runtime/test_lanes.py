@@ -16,6 +16,7 @@ import torch
 from moelight.core.errors import CheckpointError, MoelightError
 from moelight.core.schedule import Lane
 from moelight.kernels.threads import ThreadTeam
+from moelight.runtime import lanes as lanes_module
 from moelight.runtime import machine as machine_room
 from moelight.runtime.lanes import (
     SKIPPED,
@@ -27,8 +28,9 @@ from moelight.runtime.lanes import (
     StreamTicket,
     ThreadLane,
 )
-from moelight.runtime.machine import EmulatedEvent, EmulatedStream, Machine, find_machine, open_lanes
+from moelight.runtime.machine import Machine, find_machine, open_lanes
 from moelight.runtime.topology import Demands, share_cores
+from moelight.runtime.twin import EmulatedEvent, EmulatedStream
 from tests.runtime.machines import topology
 
 PATIENCE_S = 10.0
@@ -36,7 +38,7 @@ KINDS: dict[str, Callable[[], LaneRunner]] = {
     "inline": InlineLane,
     "thread": lambda: ThreadLane("test"),
     "pending": lambda: PendingLane("test"),
-    "stream": lambda: StreamLane(EmulatedStream(), EmulatedEvent),
+    "stream": lambda: StreamLane("test", EmulatedStream(), EmulatedEvent),
 }
 TWIN = Machine(device=torch.device("cpu"), discrete=True, twin=True)
 PLAIN = Machine(device=torch.device("cpu"), discrete=False)
@@ -279,7 +281,7 @@ class LoggedEvent(EmulatedEvent):
 
 def logged() -> tuple[StreamLane, StreamLane, list[tuple[Any, ...]]]:
     log: list[tuple[Any, ...]] = []
-    lanes = [StreamLane(LoggedStream(name, log), LoggedEvent) for name in ("load", "compute")]
+    lanes = [StreamLane(name, LoggedStream(name, log), LoggedEvent) for name in ("load", "compute")]
     log.clear()
     return lanes[0], lanes[1], log
 
@@ -289,6 +291,7 @@ def test_events_are_recorded_on_the_stream_that_carries_the_work() -> None:
     load, _, log = logged()
     ticket = load.submit(lambda: log.append(("work",)), ())
     assert isinstance(ticket, StreamTicket)
+    ticket.wait_launched()
     assert [step[:2] for step in log] == [
         ("enter", "load"),
         ("record", "load"),
@@ -301,10 +304,12 @@ def test_events_are_recorded_on_the_stream_that_carries_the_work() -> None:
 
 
 def test_streams_wait_for_streams_on_the_device() -> None:
-    """The launching thread does not block: the other stream is told to wait, before its own work."""
+    """No thread waits for the copy: the other stream is told to wait, before its own work."""
     load, compute, log = logged()
     copied = load.submit(lambda: log.append(("copy",)), ())
-    compute.submit(lambda: log.append(("use",)), (copied,))
+    used = compute.submit(lambda: log.append(("use",)), (copied,))
+    assert isinstance(used, StreamTicket)
+    used.wait_launched()
     waits = [step for step in log if step[0] == "wait"]
     assert isinstance(copied, StreamTicket)
     assert waits == [("wait", "compute", copied.done)]
@@ -328,17 +333,88 @@ def test_a_stream_that_waits_for_nothing_recorded_fails() -> None:
 def test_work_that_fails_on_a_stream_leaves_no_end_behind() -> None:
     load, _, log = logged()
     with pytest.raises(OSError, match="copy"):
-        load.submit(fail(OSError("copy")), ())
+        load.submit(fail(OSError("copy")), ()).wait()
     assert [step[0] for step in log] == ["enter", "record", "exit"]
 
 
 def test_spans_of_streams_are_on_the_hosts_clock() -> None:
-    lane = StreamLane(EmulatedStream(), EmulatedEvent)
+    lane = StreamLane("test", EmulatedStream(), EmulatedEvent)
     before = time.perf_counter()
     ticket = lane.submit(lambda: time.sleep(0.01), ())
+    ticket.wait()
     start, end = ticket.span()
     assert before - 1e-4 <= start <= end - 0.01
     assert end <= time.perf_counter() + 1e-4
+
+
+def test_a_stream_that_waits_for_the_host_delays_no_other(thread: ThreadLane) -> None:
+    """Work of other streams that was submitted later is done while the host is still at it."""
+    load, compute, log = logged()
+    let_go = threading.Event()
+    host = thread.submit(lambda: let_go.wait() and None, ())
+    late = load.submit(lambda: log.append(("late",)), (host,))
+    follows = compute.submit(lambda: log.append(("follows",)), ())
+    follows.wait()
+    assert ("follows",) in log
+    assert ("late",) not in log
+    let_go.set()
+    late.wait()
+    assert ("late",) in log
+
+
+def test_a_host_that_waits_for_a_stream_sleeps() -> None:
+    """The thread takes next to no processor time while the device works."""
+    ready_at = time.perf_counter() + 0.3
+
+    class Slow(EmulatedEvent):
+        def query(self) -> bool:
+            return time.perf_counter() > ready_at
+
+    began = time.thread_time()
+    lanes_module.wait_asleep(Slow())
+    assert time.perf_counter() >= ready_at
+    assert time.thread_time() - began < 0.15
+
+
+class DriftingEvent(EmulatedEvent):
+    """An event of a device whose clock runs a thousand times as fast as the host's."""
+
+    def elapsed_time(self, later: EmulatedEvent) -> float:
+        return super().elapsed_time(later) * 1000
+
+
+def test_times_do_not_drift_from_the_hosts_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The origin of times is renewed where the stream is idle."""
+    lane = StreamLane("test", EmulatedStream(), DriftingEvent)
+    monkeypatch.setattr(lanes_module, "IDLE_ORIGIN_S", 0.0)
+    for _ in range(30):
+        time.sleep(0.01)
+        before = time.perf_counter()
+        ticket = lane.submit(lambda: None, ())
+        ticket.wait()
+        assert abs(ticket.span()[0] - before) < 5  # 10 and more if the origin stayed
+    lane.close()
+
+
+def test_a_stream_that_is_never_idle_renews_its_origin_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Busy(EmulatedStream):
+        def query(self) -> bool:
+            return False
+
+    made: list[EmulatedEvent] = []
+
+    def event() -> EmulatedEvent:
+        made.append(EmulatedEvent())
+        return made[-1]
+
+    lane = StreamLane("test", Busy(), event)
+    monkeypatch.setattr(lanes_module, "IDLE_ORIGIN_S", 0.0)
+    lane.submit(lambda: None, ()).wait()
+    assert len(made) == 3 + 2  # of the origin; start and end
+    monkeypatch.setattr(lanes_module, "OLDEST_ORIGIN_S", 0.0)
+    lane.submit(lambda: None, ()).wait()
+    assert len(made) == 3 + 2 + 3 + 2
+    lane.close()
 
 
 @pytest.mark.parametrize("kind", ["auto", "inline", "threads"])
@@ -391,7 +467,7 @@ def test_a_lanes_own_thread_stays_on_the_cores_of_its_team() -> None:
 def test_streams_of_a_real_device_keep_the_order() -> None:
     """One stream fills, another doubles what it finds, over and over; a missed event would show."""
     device = find_machine("auto").device
-    fill, double = StreamLane.on(device), StreamLane.on(device)
+    fill, double = StreamLane.on(device, "fill"), StreamLane.on(device, "double")
     here, there = (torch.zeros(1 << 22, device=device) for _ in range(2))
     torch.accelerator.synchronize()
     used: list[Any] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -40,7 +42,25 @@ def test_what_a_machine_is_not_is_refused_by_name() -> None:
         open_lanes(PLAIN, "fibres")
     with pytest.raises(ConfigError, match="--device 'tpu' is not one of auto, cpu, cuda, xpu, twin"):
         find_machine("tpu")
+    for device in ("cuda:x", "cuda:-1", "cpu:0", "twin:1", "auto:0", "cuda:0:1"):
+        with pytest.raises(ConfigError, match="is not one of"):
+            find_machine(device)
     assert find_machine("twin") == TWIN
     assert find_machine("cpu") == PLAIN
     with pytest.raises(ConfigError, match="--device-memory is needed for a twin"):
         TWIN.device_memory_bytes()
+
+
+def test_one_card_of_several_is_chosen_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(is_available=lambda: True, device_count=lambda: 2)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5) if device.index else (8, 0))
+    assert find_machine("cuda").device == find_machine("cuda:0").device == torch.device("cuda", 0)
+    second = find_machine("cuda:1")
+    assert second.device == torch.device("cuda", 1)
+    assert (second.discrete, second.bf16) == (True, False)
+    with pytest.raises(ConfigError, match=r"--device cuda:2: torch .* sees 2 cuda devices on this machine"):
+        find_machine("cuda:2")
+    module.is_available = lambda: False
+    with pytest.raises(ConfigError, match=r"--device cuda:1: torch .* sees no such device"):
+        find_machine("cuda:1")

@@ -153,7 +153,7 @@ def test_other_machines_and_releases_have_other_names(monkeypatch: pytest.Monkey
         lambda: monkeypatch.setattr(room, "processor_name", lambda: "another"),
         lambda: monkeypatch.setattr(room, "usable_threads", lambda: 77),
         lambda: monkeypatch.setattr(room, "_version", lambda package: f"{package} 99"),
-        lambda: monkeypatch.setattr(room, "accelerators", lambda device: ("Twin 9000",)),
+        lambda: monkeypatch.setattr(room, "accelerator_name", lambda device: "Twin 9000"),
         lambda: monkeypatch.setenv("OMP_NUM_THREADS", "3"),
     ):
         change()

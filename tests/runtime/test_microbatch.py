@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelight.runtime.context import Chunk
-from moelight.runtime.microbatch import pack
+from moelight.kernels.gpu.attention import PromptForm
+from moelight.runtime.context import Chunk, find_added, find_context
+from moelight.runtime.microbatch import pack, require
 from tests.shapes import examples
 
 BLOCK = 16
@@ -41,7 +45,7 @@ def test_every_token_is_packed_where_its_sequence_says(given_chunks: list[Chunk]
     hidden = torch.zeros(total, 8)
     mb = pack(given_chunks, block_size=BLOCK, hidden=hidden, sampled=ROOM, crossing=None, prefill_only=False)
     assert mb.tokens == total
-    row, prompts, singles, sampled = 0, iter(mb.prompts), 0, []
+    row, prompts, singles, sampled = 0, 0, 0, []
     for chunk in given_chunks:
         for offset in range(chunk.count):
             position = chunk.start + offset
@@ -55,12 +59,14 @@ def test_every_token_is_packed_where_its_sequence_says(given_chunks: list[Chunk]
             assert row - 1 == singles, "generated tokens are the first rows"
             singles += 1
         else:
-            first, last, start, table = next(prompts)
-            assert (first, last, start) == (row - chunk.count, row, chunk.start)
-            assert table.tolist() == list(chunk.blocks)
+            ends, tables, starts = require(mb.packed)
+            assert singles + int(ends[prompts]) == row - chunk.count and singles + int(ends[prompts + 1]) == row
+            assert starts[prompts] == chunk.start
+            assert tables[prompts, : len(chunk.blocks)].tolist() == list(chunk.blocks)
+            prompts += 1
         if chunk.samples:
             sampled.append(row - 1)
-    assert next(prompts, None) is None
+    assert prompts == (0 if mb.packed is None else len(mb.packed[2]))
     assert mb.decoding == singles
     assert mb.sample_rows.tolist() == sampled
     assert mb.sample_places.tolist() == [chunk.place for chunk in given_chunks if chunk.samples]
@@ -85,3 +91,28 @@ def test_a_micro_batch_of_prompts_alone_has_no_tables() -> None:
     assert mb.decoding == 0
     assert mb.block_tables.shape[0] == 0
     assert mb.sample_rows.numel() == 0
+
+
+def test_index_tensors_land_in_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card is played by what torch does for it: pinned memory and the copy."""
+    one = Chunk(token_ids=[], start=20, blocks=[3, 1], place=2, samples=True, decodes=True)
+    two = Chunk(token_ids=[5, 6, 7], start=15, blocks=[4, 0], place=1, samples=True, decodes=False)
+    mb = pack([one, two], block_size=BLOCK, hidden=torch.zeros(4, 8), sampled=ROOM, crossing=None, prefill_only=False)
+    mb.added = find_added(mb.cache_slots, host_slots=2 * BLOCK)
+    form = PromptForm(tile_tokens=2, most_tokens=9)
+    mb.context = find_context([one, two], block_size=BLOCK, window=None, host_slots=2 * BLOCK, form=form)
+    names = ("token_ids", "positions", "places", "sample_rows", "sample_places", "scored_rows", "targets")
+    rows = ("host_rows", "host_slots", "device_rows", "device_slots")
+    tables = ("table", "sequences", "tiles", "entries")
+    owners = ((mb, names), (mb.added, rows), (mb.context.batch, tables))
+    before = [getattr(owner, name).clone() for owner, each in owners for name in each]
+    moved: list[torch.Tensor] = []
+    mb.hidden = SimpleNamespace(device=SimpleNamespace(type="card"))  # type: ignore[assignment]
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_, **__: moved.append(tensor) or tensor.clone())
+    mb.land()
+    after = [getattr(owner, name) for owner, each in owners for name in each]
+    assert len(moved) == 1
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    place = moved[0].untyped_storage().data_ptr()
+    assert mb.context.batch.entries.untyped_storage().data_ptr() == mb.positions.untyped_storage().data_ptr() != place

@@ -162,8 +162,8 @@ def test_module_without_a_link_reads_pages_beside_compute() -> None:
     def cost(task: Task) -> TaskCost:
         return TaskCost(seconds=_of(task, seconds))
 
-    for launcher in (False, True):
-        found = steady_pass(build("module", layout), cost, launcher=launcher)
+    for inline in (False, True):
+        found = steady_pass(build("module", layout), cost, inline=inline)
         assert found.seconds / LAYERS == pytest.approx(max(PAGES * 1.0, 2.0 + N * 0.6), rel=0.05)
 
 
@@ -180,10 +180,8 @@ def test_flexgens_block_one_level_down(n: int, w: float) -> None:
     def cost(task: Task) -> TaskCost:
         return TaskCost(seconds=_of(task, seconds))
 
-    for launcher in (False, True):
-        found = {
-            name: steady_pass(build(name, NO_LINK, n=n), cost, launcher=launcher) for name in ("flexgen", "cgopipe")
-        }
+    for inline in (False, True):
+        found = {name: steady_pass(build(name, NO_LINK, n=n), cost, inline=inline) for name in ("flexgen", "cgopipe")}
         behind = max(n * c, w + (1.0 if n > 1 else 0.0))
         assert found["flexgen"].seconds / LAYERS == pytest.approx(behind, rel=1e-6)
         assert found["cgopipe"].seconds / LAYERS == pytest.approx(max(n * c, w), rel=1e-6)
@@ -198,8 +196,8 @@ def test_flexgens_loop_one_level_down(w: float) -> None:
     def cost(task: Task) -> TaskCost:
         return TaskCost(seconds=_of(task, seconds))
 
-    for launcher in (False, True):
-        found = steady_pass(build("flexgen-loop", NO_LINK), cost, launcher=launcher)
+    for inline in (False, True):
+        found = steady_pass(build("flexgen-loop", NO_LINK), cost, inline=inline)
         assert found.seconds / LAYERS == pytest.approx(max(w, 0.5) + (N - 1) * 0.5 + N * 1.0, rel=1e-6)
 
 

@@ -119,11 +119,11 @@ def test_lanes_share_host_memory_as_fluid_does(job: Job, dram: int) -> None:
 
 
 @examples(200)
-@given(job=jobs(), dram=st.integers(1, 60), launcher=st.booleans())
-def test_the_bounds_that_hold_for_any_order(job: Job, dram: int, launcher: bool) -> None:
+@given(job=jobs(), dram=st.integers(1, 60), inline=st.booleans())
+def test_the_bounds_that_hold_for_any_order(job: Job, dram: int, inline: bool) -> None:
     """No less than any lane's work, any chain, or all bytes at full rate; and with work at hand something is done."""
     schedule, costs = job
-    end = simulate_pass(schedule, price(job), dram_bytes_per_s=dram, launcher=launcher).end_s + 1e-9
+    end = simulate_pass(schedule, price(job), dram_bytes_per_s=dram, inline=inline).end_s + 1e-9
     for lane in schedule.lanes():
         assert end >= sum(cost.seconds for task, cost in zip(schedule.tasks, costs, strict=True) if task.lane is lane)
     assert end >= longest_chain(job)
@@ -134,13 +134,13 @@ def test_the_bounds_that_hold_for_any_order(job: Job, dram: int, launcher: bool)
 
 @examples(200)
 @given(job=jobs(), dram=st.integers(1, 60))
-def test_contention_and_launching_only_delay(job: Job, dram: int) -> None:
+def test_contention_and_computing_inline_only_delay(job: Job, dram: int) -> None:
     """Every task ends no sooner than alone; and where there is enough for all lanes at once, exactly as alone."""
     alone = ends(simulate_pass(job[0], price(job)))
     shared = ends(simulate_pass(job[0], price(job), dram_bytes_per_s=dram))
-    launched = ends(simulate_pass(job[0], price(job), launcher=True))
+    beside = ends(simulate_pass(job[0], price(job), inline=True))
     assert all(late >= soon - 1e-9 for late, soon in zip(shared, alone, strict=True))
-    assert all(late >= soon for late, soon in zip(launched, alone, strict=True))
+    assert all(late >= soon for late, soon in zip(beside, alone, strict=True))
     plenty = 1.0 + sum(cost.dram_bytes / max(cost.seconds, 1e-3) for cost in job[1])
     if all(cost.seconds for cost in job[1]):
         assert ends(simulate_pass(job[0], price(job), dram_bytes_per_s=plenty)) == pytest.approx(alone, abs=1e-9)
@@ -153,24 +153,10 @@ def test_more_bandwidth_is_never_later(job: Job, dram: int, more: int) -> None:
     assert simulate_pass(job[0], price(job), dram_bytes_per_s=dram + more).end_s <= less + 1e-9
 
 
-def test_a_launcher_that_waits_holds_up_what_it_has_not_launched() -> None:
-    """The second device task could begin at once, but stands behind a transfer whose host part takes two seconds."""
-    order = [(Lane.CPU, ()), (Lane.H2D, (0,)), (Lane.DEVICE, ())]
-    tasks = tuple(Task(kind=TaskKind.EMBED, lane=lane, deps=deps) for lane, deps in order)
-    schedule = Schedule(builder="any", tasks=tasks)
-
-    def starts(*, launcher: bool) -> list[float]:
-        timeline = simulate_pass(schedule, lambda task: TaskCost(seconds=2.0), launcher=launcher)
-        return [span.start_s for span in timeline.spans]
-
-    assert starts(launcher=False) == [0.0, 2.0, 0.0]
-    assert starts(launcher=True) == [0.0, 2.0, 2.0]
-
-
-def test_without_a_device_the_launcher_computes() -> None:
+def test_without_a_device_the_submitting_thread_computes() -> None:
     order = [Lane.DISK, Lane.CPU, Lane.DISK, Lane.CPU]
     schedule = Schedule(builder="any", tasks=tuple(Task(kind=TaskKind.EMBED, lane=lane) for lane in order))
-    timeline = simulate_pass(schedule, lambda task: TaskCost(seconds=1.0), launcher=True)
+    timeline = simulate_pass(schedule, lambda task: TaskCost(seconds=1.0), inline=True)
     assert [span.start_s for span in timeline.spans] == [0.0, 0.0, 1.0, 1.0]
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from moelight.core.errors import ConfigError
@@ -39,6 +40,19 @@ def alive(pid: int) -> bool:
 def workers(data: Path) -> list[int]:
     began = data / "began.log"
     return [int(each.split()[0]) for each in began.read_text().splitlines()] if began.exists() else []
+
+
+@pytest.mark.parametrize("kind", [Batch, StoredFile, jobs._JobStatus])
+def test_types_are_read_before_threads_convert(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """msgspec reads a class at its first use; two threads that do so at once end the process (SIGSEGV)."""
+
+    def read(_: type) -> None:
+        raise AssertionError("the class is read now")
+
+    for name in ("get_dataclass_info", "get_class_annotations"):
+        monkeypatch.setattr(msgspec._utils, name, read)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({}, kind)
 
 
 def test_a_server_goes_on_where_it_was_killed_or_interrupted(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Experts on the GPU: rows sorted by expert, each expert's matrices at any address, two launches.
+"""Experts on the GPU: rows sorted by expert, each expert's matrices at any address, three launches.
 
-Triton's kernels, or torch where `serving` selects it. With Triton nothing synchronizes the device: only the kernels
-read the number of rows of an expert. Every wrong argument is a ValueError that names it.
+`serving.expert_kernel` selects the implementation. With kernels nothing synchronizes the device: only they read the
+number of rows of an expert and its page. Every wrong argument is a ValueError that names it.
 
 Legend: R routed rows, T rows of x, E experts, H hidden, I intermediate.
 """
@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from moelight.kernels import arguments
 from moelight.kernels.arguments import FLOATS, check_tensor
-from moelight.kernels.gpu import serving, tiles
+from moelight.kernels.gpu import grouped_cuda, serving, tiles
 from moelight.kernels.gpu.pages import PageTable
 from moelight.kernels.reference import ACTIVATIONS, dequantized
 
@@ -37,6 +37,7 @@ def expert_ffn(
     tokens: Tensor | None = None,
     out: Tensor | None = None,
     scratch: Tensor | None = None,
+    mean_rows: float | None = None,
 ) -> Tensor:
     """down(act(gate(x)) * up(x)) of the expert of each row -> ``out``, or a new [R, H].
 
@@ -48,10 +49,11 @@ def expert_ffn(
                 gate * sigmoid(1.702 gate) * (up + 1))
     out      [R, H] in x's dtype, contiguous; may be x where ``tokens`` is None
     scratch  [R, I] in x's dtype, contiguous: overwritten; None: allocated by torch
+    mean_rows  expected rows of an expert that has any, by which the kernels choose their tiles; None: R / min(R, E)
 
-    Sums in float32; the activation is rounded to x's dtype. Rows of an expert that is None in ``pages`` are zeros,
-    because another processor computes the expert. On a device ``offsets`` and ``tokens`` are not checked, because that
-    would synchronize it; they are bounded, so wrong ones make the result wrong and touch no other memory.
+    Sums in float32; the activation is rounded to x's dtype. Rows of an expert without a page are zeros, because another
+    processor computes the expert. On a device ``offsets`` and ``tokens`` are not checked, because that would
+    synchronize it; they are bounded, so wrong ones make the result wrong and touch no other memory.
     """
     rows = _check(x, pages, offsets, activation, clamp, tokens)
     for name, buffer, columns in (("out", out, pages.hidden), ("scratch", scratch, pages.width)):
@@ -61,30 +63,34 @@ def expert_ffn(
         out = torch.empty((rows, pages.hidden), dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
-    if not serving.serves(x.device, x.dtype, rows / min(rows, pages.experts))[0]:
+    mean_rows = rows / min(rows, pages.experts) if mean_rows is None else mean_rows
+    kernel, _ = serving.expert_kernel(x.device, x.dtype, mean_rows)
+    if kernel == "torch":
         return expert_ffn_in_torch(x, pages, offsets, activation=activation, clamp=clamp, tokens=tokens, out=out)
     with on_device(x.device):
         active = torch.empty((rows, pages.width), dtype=x.dtype, device=x.device) if scratch is None else scratch
-        _launch(x, pages, offsets, activation, float(clamp), tokens, active, out)
+        launch = _launch_cuda if kernel == "cuda" else partial(_launch, mean_rows=mean_rows)
+        launch(x, pages, offsets, activation, float(clamp), tokens, active, out)
     return out
 
 
 def expert_ffn_in_torch(
     x: Tensor, pages: PageTable, offsets: Tensor, *, activation: str, clamp: float, tokens: Tensor | None, out: Tensor
 ) -> Tensor:
-    """`expert_ffn` into ``out`` [R, H], one expert after another; reads ``offsets``, which synchronizes the device."""
+    """`expert_ffn` into ``out`` [R, H], one expert after another; reads ``offsets`` and the index of ``pages``, which
+    synchronizes the device."""
     result = torch.zeros_like(out)
     source = x if tokens is None else x[tokens]
-    for e, (first, last) in enumerate(pairwise(offsets.tolist())):
-        if first < last and pages.parts["gate_up"][e] is not None:
-            gate, up = _linear(source[first:last], pages, "gate_up", e).float().chunk(2, dim=-1)
-            result[first:last] = _linear(ACTIVATIONS[activation](gate, up, clamp).to(x.dtype), pages, "down", e)
+    for page, (first, last) in zip(pages.index.tolist(), pairwise(offsets.tolist()), strict=True):
+        if first < last and 0 <= page < pages.pages and pages.parts["gate_up"][page] is not None:
+            gate, up = _linear(source[first:last], pages, "gate_up", page).float().chunk(2, dim=-1)
+            result[first:last] = _linear(ACTIVATIONS[activation](gate, up, clamp).to(x.dtype), pages, "down", page)
     return out.copy_(result)
 
 
-def _linear(x: Tensor, pages: PageTable, part: str, expert: int) -> Tensor:
+def _linear(x: Tensor, pages: PageTable, part: str, page: int) -> Tensor:
     weight, scale, bias = (
-        pages.parts[name][expert] if pages.parts[name] else None for name in (part, f"{part}_scale", f"{part}_bias")
+        pages.parts[name][page] if pages.parts[name] else None for name in (part, f"{part}_scale", f"{part}_bias")
     )
     assert weight is not None
     dense = weight if scale is None else dequantized(weight, scale, pages.group or None).to(x.dtype)
@@ -129,26 +135,55 @@ def _launch(
     tokens: Tensor | None,
     active: Tensor,
     out: Tensor,
+    *,
+    mean_rows: float,
 ) -> None:
     from moelight.kernels.gpu import grouped_triton
 
-    rows, experts = out.shape[0], pages.experts
-    most = min(rows, experts)
+    rows = out.shape[0]
     card = tiles.UNITS_SINCE if x.device.type == "cpu" else serving.capability(x.device.index)
-    choose = partial(tiles.choose, card, itemsize=x.element_size(), mean_rows=rows / most, group=pages.group)
+    choose = partial(tiles.choose, card, itemsize=x.element_size(), mean_rows=mean_rows, group=pages.group)
     wide, narrow = choose(matrices=2), choose(matrices=1)
-    slot_count = (rows + most * (narrow.rows - 1)) // narrow.rows
-    slots = torch.empty((slot_count, 3), dtype=torch.int32, device=x.device)
-    padded = 1 << (experts - 1).bit_length()
-    step = max(1, min(64, _MAP_NUMBERS // padded))
-    grouped_triton.map_slots[(-(-slot_count // step),)](
-        offsets, slots, experts, rows, slot_count, BM=narrow.rows, PADDED=padded, SLOTS=step
-    )
+    slots = _slots(offsets, pages, rows, narrow.rows)
     for part, source, into, index, tile in (("gate_up", x, active, tokens, wide), ("down", active, out, None, narrow)):
         given, constants = arguments_of(pages, part, source, into, slots, index, tile, activation, clamp)
         blocks = -(-into.shape[1] // tile.columns)
-        grid = (slot_count * blocks,)
+        grid = (len(slots) * blocks,)
         grouped_triton.grouped[grid](*given, **constants, num_warps=tile.warps, num_stages=tile.stages)
+
+
+def _launch_cuda(
+    x: Tensor,
+    pages: PageTable,
+    offsets: Tensor,
+    activation: str,
+    clamp: float,
+    tokens: Tensor | None,
+    active: Tensor,
+    out: Tensor,
+) -> None:
+    height = grouped_cuda.rows_of_slot(pages.group)
+    slots = _slots(offsets, pages, out.shape[0], height)
+    for part, source, into, index in (("gate_up", x, active, tokens), ("down", active, out, None)):
+        call = grouped_cuda.call_of(pages, part, source, into, slots, offsets, index, height, activation, clamp)
+        grouped_cuda.launch(*call)
+
+
+def _slots(offsets: Tensor, pages: PageTable, rows: int, height: int) -> Tensor:
+    """Blocks of at most ``height`` rows of one expert: int32 [n, 3] (page, first row, row after the expert's last).
+
+    In order of rows, then unused ones with page -1; n is the most that ``rows`` rows can need.
+    """
+    from moelight.kernels.gpu import grouped_triton
+
+    count = (rows + min(rows, pages.experts) * (height - 1)) // height
+    slots = torch.empty((count, 3), dtype=torch.int32, device=offsets.device)
+    padded = 1 << (pages.experts - 1).bit_length()
+    step = max(1, min(64, _MAP_NUMBERS // padded))
+    grouped_triton.map_slots[(-(-count // step),)](
+        offsets, pages.index, slots, pages.experts, pages.pages, rows, count, BM=height, PADDED=padded, SLOTS=step
+    )
+    return slots
 
 
 def arguments_of(
@@ -197,6 +232,7 @@ def arguments_of(
         "GROUP": pages.group,
         "EVEN": depth % tile.depth == 0,
         "PRODUCT": triton_dtype(torch.float32 if by_hand else x.dtype),
+        "PRECISION": tile.precision,
         "BY_HAND": by_hand,
         "BM": tile.rows,
         "BN": tile.columns,

@@ -2,8 +2,10 @@
 
 `grouped` checks the arguments, `tiles` chooses the tiles. Imported only where Triton is installed.
 
-A slot is a block of at most BM rows of one expert. Integer weights enter the product as integers, exact in every 16-bit
-format, and the scales multiply the float32 sums: one scale a row of the matrix and group of its input.
+A slot is a block of at most BM rows of one expert, with the expert's page: a column of the table of addresses. Integer
+weights enter the product as integers, exact in every 16-bit format, and the scales multiply the float32 sums: one scale
+a row of the matrix and group of its input. Float32 enters it as PRECISION says: whole (``ieee``), or in parts of 11
+bits, whose three larger products tensor units sum (``tf32x3``).
 
 Under interpretation on the CPU, bfloat16 is a bare 16-bit integer: products are then computed in float32 (PRODUCT), and
 sums are rounded by hand (BY_HAND). Numbers that change from call to call are not specialised, because every variant
@@ -14,13 +16,28 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["rows", "slot_count"])
-def map_slots(offsets, slots, experts, rows, slot_count, BM: tl.constexpr, PADDED: tl.constexpr, SLOTS: tl.constexpr):
-    """slots int32 [slot_count, 3] = (expert, first row, row after the expert's last); expert -1 for unused slots.
+@triton.jit(do_not_specialize=["pages", "rows", "slot_count"])
+def map_slots(
+    offsets,
+    index,
+    slots,
+    experts,
+    pages,
+    rows,
+    slot_count,
+    BM: tl.constexpr,
+    PADDED: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """slots int32 [slot_count, 3] = (page, first row, row after the expert's last); page -1 for unused slots.
 
-    ``offsets`` int32 [experts + 1] are bounded to 0 … rows, so that no value leads outside of the rows.
+    ``index`` int32 [experts]: the page of each expert; for any number but 0 … pages - 1 it is ``pages``, the column
+    without addresses. ``offsets`` int32 [experts + 1] are bounded to 0 … rows. So no value leads outside of the table
+    or of the rows.
     """
     expert = tl.arange(0, PADDED)
+    page = tl.load(index + expert, mask=expert < experts, other=-1)
+    page = tl.where((page >= 0) & (page < pages), page, pages)
     first = tl.load(offsets + expert, mask=expert < experts, other=0)
     last = tl.load(offsets + expert + 1, mask=expert < experts, other=0)
     first = tl.minimum(tl.maximum(first, 0), rows)
@@ -30,7 +47,7 @@ def map_slots(offsets, slots, experts, rows, slot_count, BM: tl.constexpr, PADDE
     begins = ends - blocks
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     hit = (begins[None, :] <= slot[:, None]) & (slot[:, None] < ends[None, :])
-    found = tl.sum(tl.where(hit, expert[None, :] + 1, 0), 1) - 1
+    found = tl.sum(tl.where(hit, page[None, :] + 1, 0), 1) - 1
     row = tl.sum(tl.where(hit, first[None, :] + (slot[:, None] - begins[None, :]) * BM, 0), 1)
     end = tl.sum(tl.where(hit, last[None, :], 0), 1)
     inside = slot < slot_count
@@ -79,6 +96,7 @@ def step_of_product(
     GROUP: tl.constexpr,
     EVEN: tl.constexpr,
     PRODUCT: tl.constexpr,
+    PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
@@ -91,14 +109,14 @@ def step_of_product(
         even, odd = tl.split(tl.reshape(a, (BM, BK // 2, 2)))
         low = (stored & 15).to(PRODUCT) - 8.0
         high = (stored >> 4).to(PRODUCT) - 8.0
-        part = tl.dot(even, low, input_precision="ieee")
-        part = tl.dot(odd, high, part, input_precision="ieee")
+        part = tl.dot(even, low, input_precision=PRECISION)
+        part = tl.dot(odd, high, part, input_precision=PRECISION)
         total += part * tl.load(scale + column * groups + step // (GROUP // BK)).to(tl.float32)[None, :]
     elif GROUP > 0:
-        part = tl.dot(a, stored.to(PRODUCT), input_precision="ieee")
+        part = tl.dot(a, stored.to(PRODUCT), input_precision=PRECISION)
         total += part * tl.load(scale + column * groups + step // (GROUP // BK)).to(tl.float32)[None, :]
     else:
-        total = tl.dot(a, stored.to(PRODUCT), total, input_precision="ieee")
+        total = tl.dot(a, stored.to(PRODUCT), total, input_precision=PRECISION)
     return total
 
 
@@ -141,6 +159,7 @@ def grouped(
     GROUP: tl.constexpr,
     EVEN: tl.constexpr,
     PRODUCT: tl.constexpr,
+    PRECISION: tl.constexpr,
     BY_HAND: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -149,7 +168,7 @@ def grouped(
 ):
     """out [R, columns] = rows of x times the matrix of their expert, through the activation where GATED.
 
-    weights, scales and biases are int64 addresses, one per expert; 0 for an expert that is computed elsewhere, whose
+    weights, scales and biases are int64 addresses, one per page; 0 for an expert that is computed elsewhere, whose
     rows are zeros. A GATED matrix has 2 * columns rows, gate before up. Programs go over BAND slots for one block of
     columns, then the next: rows are in the cache while a band's weights are read once.
     """
@@ -160,8 +179,8 @@ def grouped(
     inside = program % (BAND * blocks)
     slot = first_slot + inside % band
     first = inside // band * BN
-    expert = tl.load(slots + slot * 3)
-    if expert < 0:
+    page = tl.load(slots + slot * 3)
+    if page < 0:
         return
     row = tl.load(slots + slot * 3 + 1)
     rows = row + tl.arange(0, BM)
@@ -170,7 +189,7 @@ def grouped(
     if GATHERED:
         source = tl.minimum(tl.maximum(tl.load(tokens + source), 0), x_rows - 1).to(tl.int64)
 
-    address = tl.load(weights + expert)
+    address = tl.load(weights + page)
     there = (tl.zeros((BN,), dtype=tl.int64) + address) != 0
     column = tl.minimum(tl.arange(0, BN), columns - 1 - first)
     begin = first.to(tl.int64)
@@ -180,9 +199,9 @@ def grouped(
     scale = x
     bias = x
     if SCALED:
-        scale = tl.load(scales + expert).to(tl.pointer_type(SCALE)) + begin * groups
+        scale = tl.load(scales + page).to(tl.pointer_type(SCALE)) + begin * groups
     if BIASED:
-        bias = tl.load(biases + expert).to(tl.pointer_type(BIAS)) + begin
+        bias = tl.load(biases + page).to(tl.pointer_type(BIAS)) + begin
     total = tl.zeros((BM, BN), dtype=tl.float32)
     total_up = tl.zeros((BM, BN), dtype=tl.float32)
     for step in range(tl.cdiv(tl.where(address != 0, depth, 0), BK)):
@@ -193,12 +212,12 @@ def grouped(
         else:
             a = tl.load(pointers, mask=(k < depth)[None, :], other=0.0).to(PRODUCT)
         total = step_of_product(
-            total, a, weight, scale, column, step, row_elements, groups, INT4, GROUP, EVEN, PRODUCT, BM, BK
+            total, a, weight, scale, column, step, row_elements, groups, INT4, GROUP, EVEN, PRODUCT, PRECISION, BM, BK
         )
         if GATED:
             total_up = step_of_product(
                 total_up, a, weight_up, scale + columns * groups, column, step, row_elements, groups,
-                INT4, GROUP, EVEN, PRODUCT, BM, BK,
+                INT4, GROUP, EVEN, PRODUCT, PRECISION, BM, BK,
             )  # fmt: skip
     total = finished(total, scale, bias, there, column, SCALED, GROUP, BIASED)
     if GATED:

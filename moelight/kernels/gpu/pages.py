@@ -1,14 +1,16 @@
-"""Addresses of expert matrices: one table that the kernels read, and the views that keep the matrices alive.
+"""Addresses of expert matrices: one table of all pages in device memory, which never changes, and beside it the page of
+each expert of a layer, which changes from pass to pass.
 
-A table is valid as long as its slots hold the same pages. Every wrong argument is a ValueError that names it.
+The kernels read both where they run, so nothing waits for either. Whoever writes an index does so on the stream of the
+kernels that read it. Every wrong argument is a ValueError that names it.
 
-Legend: E experts, H hidden, I intermediate.
+Legend: P pages, E experts, H hidden, I intermediate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,10 +26,12 @@ Parts = Sequence[Tensor | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PageTable:
-    """Matrices of E experts. Created by `of`, which checks; reusable while the bytes are unchanged.
+    """Matrices of P pages, of which E experts choose. Created by `of`, which checks; the pages may change their bytes.
 
-    ``table`` int64 [6, E]: addresses in the order of PARTS, 0 for absent ones. ``group``: inputs with one scale, 0 if a
-    row has one or none. ``parts`` has for each part a tuple of E tensors or None, or an empty tuple.
+    ``table`` int64 [6, P + 1]: addresses in the order of PARTS, 0 for absent ones; the last column is the page of
+    experts without one. ``index`` int32 [E]: the page of each expert; any other number: none, because another processor
+    computes the expert. ``group``: inputs with one scale, 0 if a row has one or none. ``parts`` has for each part a
+    tuple of P tensors or None, or an empty tuple.
     """
 
     hidden: int
@@ -36,10 +40,15 @@ class PageTable:
     group: int
     parts: dict[str, tuple[Tensor | None, ...]]
     table: Tensor
+    index: Tensor
 
     @property
     def experts(self) -> int:
-        return self.table.shape[1]
+        return self.index.numel()
+
+    @property
+    def pages(self) -> int:
+        return self.table.shape[1] - 1
 
     @property
     def packed(self) -> bool:
@@ -59,6 +68,14 @@ class PageTable:
         """Dtype of a part's tensors; float32 if there are none."""
         return next((tensor.dtype for tensor in self.parts[part] if tensor is not None), torch.float32)
 
+    def chosen_by(self, index: Tensor) -> PageTable:
+        """The same pages for the experts of ``index`` int32 [E], on the same device; E at least 1. The numbers are read
+        when kernels run."""
+        check_tensor("index", index, torch.int32, (None,), device=self.table.device, gap=False)
+        if not index.numel():
+            raise ValueError("index: names the page of no expert")
+        return replace(self, index=index)
+
     @staticmethod
     def of(
         gate_up: Parts,
@@ -70,7 +87,8 @@ class PageTable:
         down_bias: Parts | None = None,
         group_size: int | None = None,
     ) -> PageTable:
-        """Table of one tensor per expert, at any addresses of one device; None for an expert computed elsewhere.
+        """Table of one tensor per page, at any addresses of one device, where expert e has page e; None for an expert
+        computed elsewhere. Waits for its copy to the device: tables are made at loading.
 
         gate_up   [2I, H], gate rows first: float32, bfloat16, float16 or int8; uint8 [2I, H/2] with two values a byte
                   along the input (low nibble first, value - 8)
@@ -101,7 +119,8 @@ class PageTable:
             _check_tensors(f"{name}_scale", parts[f"{name}_scale"], scales, first)
             _check_tensors(f"{name}_bias", parts[f"{name}_bias"], (rows,), first)
         addresses = [
-            [0 if t is None else t.data_ptr() for t in tensors] or [0] * len(gate_up) for tensors in parts.values()
+            [*([0 if t is None else t.data_ptr() for t in tensors] or [0] * len(gate_up)), 0]
+            for tensors in parts.values()
         ]
         return PageTable(
             hidden=hidden,
@@ -110,6 +129,7 @@ class PageTable:
             group=group,
             parts=parts,
             table=torch.tensor(addresses, dtype=torch.int64).to(first.device),
+            index=torch.arange(len(gate_up), dtype=torch.int32, device=first.device),
         )
 
 

@@ -1,15 +1,17 @@
-"""Selection of the implementation of a GPU operation, Triton or torch, with the reason.
+"""Selection of the implementation of a GPU operation, Triton, CUDA C++ or torch, with the reason.
 
 Imports torch and Triton only on demand.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from functools import cache
 from typing import TYPE_CHECKING
 
 from moelight.kernels.gpu.tiles import UNITS_SINCE
+from moelight.kernels.native import Serving
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +20,10 @@ OLDEST = (7, 5)
 BFLOAT16_SINCE = (8, 0)
 # On a T4 (320 GB/s, 8 Tflop/s without tensor cores) the bytes of 16-bit weights bind up to 25 rows per expert.
 MOST_ROWS_WITHOUT_UNITS = 24
+_DEVICE_POINTER = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER
+# On a T4, attention of a prompt of 128 tokens over 32 heads takes as long without tensor cores (134 Mflop at 2 Tflop/s)
+# as torch's launches.
+MOST_TOKENS_WITHOUT_UNITS = 128
 
 
 @cache
@@ -60,12 +66,24 @@ def capability(index: int | None) -> tuple[int, int]:
     return major, minor
 
 
+_refused: dict[torch.device, str] = {}
+
+
+def refuse(device: torch.device, error: Exception) -> bool:
+    """Let torch serve on ``device`` from now on, because a kernel of Triton failed there with ``error``; False if
+    Triton did not serve."""
+    if not triton_available() or device in _refused or (device.type == "cpu" and not interpreting()):
+        return False
+    _refused[device] = "a triton kernel failed: " + (str(error).strip() or repr(error)).splitlines()[0]
+    return True
+
+
 @cache
 def failure(index: int | None) -> str | None:
     """Why Triton, or the C compiler that it needs, fails on a card, found by running a kernel; None if it runs."""
     import torch
 
-    from moelight.kernels.gpu import routing_triton
+    from moelight.kernels.gpu import rows_triton
 
     device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
     try:
@@ -73,20 +91,20 @@ def failure(index: int | None) -> str | None:
             ones = torch.ones(1, 1, device=device)
             out = torch.zeros(1, 16, device=device)
             places = torch.zeros(1, 1, dtype=torch.int64, device=device)
-            routing_triton.combine[(1, 1)](out + 1, ones, places, out, 1, 16, TOP_K=1, ADD=False, BY_HAND=False, BW=16)
+            flags = {"TOP_K": 1, "BEGUN": False, "ADD": False, "BY_HAND": False, "BW": 16}
+            rows_triton.combine[(1, 1)](out + 1, ones, places, out, out, 1, 0, 16, **flags)
             right = bool((out == 1).all())
     except Exception as error:  # noqa: BLE001 - torch computes after any error of a compiler, driver or launcher
         return "triton's kernels do not run here: " + (str(error).strip() or repr(error)).splitlines()[0]
     return None if right else "triton's kernels give wrong numbers here"
 
 
-def serves(device: torch.device, dtype: torch.dtype, rows_per_expert: float = 0.0) -> tuple[bool, str]:
-    """True if Triton computes with tensors of ``dtype`` on ``device``, and the reason in one clause.
-
-    ``rows_per_expert``: of a product; where Triton uses no tensor cores, torch is faster with many rows.
-    """
+def serves(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
+    """True if Triton computes with tensors of ``dtype`` on ``device``, and the reason in one clause."""
     if not triton_available():
         return False, triton_reason()
+    if _refused and device in _refused:
+        return False, _refused[device]
     if device.type == "cpu":
         found = interpreting()
         return found, f"{triton_reason()}, interpreted" if found else "the tensors are in CPU memory"
@@ -96,19 +114,94 @@ def serves(device: torch.device, dtype: torch.dtype, rows_per_expert: float = 0.
         return False, f"no kernel was written for devices of type {device.type}"
     if why := failure(device.index):
         return False, why
-    return card_serves(capability(device.index), str(dtype).removeprefix("torch."), rows_per_expert)
+    return card_serves(capability(device.index), str(dtype).removeprefix("torch."))
 
 
-def card_serves(card: tuple[int, int], dtype: str, rows_per_expert: float) -> tuple[bool, str]:
+def card_serves(card: tuple[int, int], dtype: str) -> tuple[bool, str]:
     """`serves` for a CUDA card of compute capability ``card``; ``dtype`` by its torch name."""
     name = f"compute capability {card[0]}.{card[1]}"
     if card < OLDEST:
         return False, f"{name}: triton needs 7.5"
     if dtype == "bfloat16" and card < BFLOAT16_SINCE:
         return False, f"{name} has no bfloat16"
-    if rows_per_expert > MOST_ROWS_WITHOUT_UNITS:
-        if card < UNITS_SINCE:
-            return False, f"{name}: many rows, and triton does not use its tensor units, as torch does"
-        if dtype == "float32":
-            return False, "many rows in float32, for which triton uses no tensor units"
-    return True, f"{triton_reason()}, {name}"
+    return True, f"{triton_reason()}, {name}" + ("" if card >= UNITS_SINCE else ", without its tensor units")
+
+
+def expert_kernel(device: torch.device, dtype: torch.dtype, mean_rows: float) -> tuple[str, str]:
+    """The implementation of the product of experts with ``mean_rows`` rows each, and the reason in one clause.
+
+    ``cuda`` (`grouped_cuda`, whose first use compiles it), ``triton``, or ``torch``, which alone reads the rows of each
+    expert on the host.
+    """
+    fault = None
+    if device.type == "cuda" and serves(device, dtype)[0]:
+        card = capability(device.index)
+        if wants_cuda(card, str(dtype).removeprefix("torch."), mean_rows):
+            from moelight.kernels.gpu import grouped_cuda
+
+            fault = grouped_cuda.failure(device.index)
+            if fault is None:
+                return (
+                    "cuda",
+                    f"{grouped_cuda.nvrtc()[1]}, for the tensor units of compute capability {card[0]}.{card[1]}",
+                )
+    served, reason = serves(device, dtype)
+    return ("triton" if served else "torch"), reason if fault is None else f"{reason}; {fault}"
+
+
+def wants_cuda(card: tuple[int, int], dtype: str, mean_rows: float) -> bool:
+    """True for products that the tensor units of ``card`` compute, and Triton without them."""
+    return OLDEST <= card < UNITS_SINCE and dtype == "float16" and mean_rows > MOST_ROWS_WITHOUT_UNITS
+
+
+def reads_host(host: torch.Tensor, device: torch.device) -> tuple[bool, str]:
+    """True if kernels on ``device`` read the host memory of ``host``, and the reason in one clause.
+
+    Page-locked memory has an address on the device, which CUDA's driver names and Triton's launcher looks up. Reading
+    must not be tried: a wrong access ends the process's use of the device.
+    """
+    served, why = serves(device, host.dtype)
+    if not served or device.type == "cpu":
+        return served, why
+    import torch
+
+    if torch.version.hip is not None:
+        return False, "addresses of host memory are looked up with CUDA's driver only"
+    found = ctypes.c_uint64()
+    try:
+        with torch.cuda.device(device):
+            lookup = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute
+            code = lookup(ctypes.byref(found), _DEVICE_POINTER, ctypes.c_uint64(host.data_ptr()))
+    except (OSError, AttributeError) as error:
+        return False, f"CUDA's driver does not look up addresses: {error}"
+    if code or not found.value:
+        return False, "the host memory is not page-locked"
+    return True, "kernels read page-locked host memory over the link"
+
+
+def serving_on(device: torch.device) -> list[Serving]:
+    """The operations of a GPU with their implementations in this process."""
+    import torch
+
+    half = torch.float16 if card_lacks_bfloat16(device) else torch.bfloat16
+    found = {name: ("triton", "torch", serves(device, half)) for name in ("attention", "routing")}
+    if device.type == "cuda" and found["attention"][2][0] and capability(device.index) < UNITS_SINCE:
+        why = f"torch for prompts from {MOST_TOKENS_WITHOUT_UNITS + 1} tokens on, for the tensor cores"
+        found["attention"] = "triton", "torch", (True, f"{found['attention'][2][1]}; {why}")
+    host = torch.empty(1, dtype=half, pin_memory=device.type != "cpu" and torch.accelerator.is_available())
+    found["contexts from host memory"] = "one kernel", "copies by run of blocks", reads_host(host, device)
+    rows = [
+        Serving(operation=f"{name} on {device}", implementation=best if served else other, reason=why)
+        for name, (best, other, (served, why)) in found.items()
+    ]
+    for many, count in (("few", 1), ("many", 10 * MOST_ROWS_WITHOUT_UNITS)):
+        name, why = expert_kernel(device, half, count)
+        rows.append(Serving(operation=f"experts of {many} rows on {device}", implementation=name, reason=why))
+    return rows
+
+
+def card_lacks_bfloat16(device: torch.device) -> bool:
+    """True for a CUDA card before `BFLOAT16_SINCE`."""
+    import torch
+
+    return device.type == "cuda" and torch.version.hip is None and capability(device.index) < BFLOAT16_SINCE

@@ -1,4 +1,4 @@
-"""Tile sizes of the grouped product, for a card's shared memory and the rows of an expert; imports no torch."""
+"""Tile sizes of the grouped product and of attention, for a card's shared memory; imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ KIB = 1024
 _SHARED = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 _SHARED_ELSEWHERE = 64
 _SPARE = 4
-_DEEPEST = 64
+_DEEPEST_BYTES = 128
 _MOST_STAGES = 4
 _BAND_ROWS = 1024
 # Triton dropped Turing's tensor cores in 3.3 (triton-lang/triton#5066): below this its products do not use any.
@@ -22,7 +22,7 @@ _WIDE_FROM_SHARED_SINCE = (9, 0)
 class Tile:
     """``rows`` of x times ``columns`` of the output, ``depth`` inputs at a time, ``stages`` loads in flight.
 
-    All slots of a ``band`` are computed before the next band.
+    All slots of a ``band`` are computed before the next band. ``precision`` of products of float32, by Triton's names.
     """
 
     rows: int
@@ -31,6 +31,7 @@ class Tile:
     warps: int
     stages: int
     band: int
+    precision: str = "ieee"
 
 
 def shared_bytes(card: tuple[int, int]) -> int:
@@ -38,12 +39,12 @@ def shared_bytes(card: tuple[int, int]) -> int:
     return (_SHARED.get(card, _SHARED_ELSEWHERE) - _SPARE) * KIB
 
 
-def depth_of(group: int, *, units: bool) -> int:
+def depth_of(group: int, *, itemsize: int, units: bool) -> int:
     """Inputs at a time: a power of two that divides the group, so that a step has one scale a row.
 
     Independent of the row count, and so are the steps of a token's sums; the order inside a step is the card's.
     """
-    deepest = _DEEPEST if units else _DEEPEST // 2
+    deepest = _DEEPEST_BYTES // itemsize if units else 32
     return min(group & -group, deepest) if group else deepest
 
 
@@ -53,10 +54,12 @@ def choose(card: tuple[int, int], *, itemsize: int, mean_rows: float, group: int
     ``group``: inputs with one scale, 0 for none; ``matrices``: 2 if gate and up are computed at once. The sums of a
     tile fit the registers (`tests/kernels/test_gpu_compiles.py`); groups need a second sum.
     """
-    units = card >= UNITS_SINCE and itemsize == 2
-    depth = depth_of(group, units=units)
+    units = card >= UNITS_SINCE
+    depth = depth_of(group, itemsize=itemsize, units=units)
     if not units:
         return Tile(rows=16, columns=32, depth=depth, warps=4, stages=1, band=_BAND_ROWS // 16)
+    if itemsize == 4:
+        return _single(card, depth, mean_rows, matrices)
     most = 64 if group else 128
     rows = next((size for size in (16, 32, 64) if mean_rows <= size <= most), most)
     columns = 64
@@ -68,3 +71,41 @@ def choose(card: tuple[int, int], *, itemsize: int, mean_rows: float, group: int
     stages = max(1, min(_MOST_STAGES, shared_bytes(card) // stage))
     warps = 8 if rows * columns * matrices >= most * 128 else 4
     return Tile(rows=rows, columns=columns, depth=depth, warps=warps, stages=stages, band=_BAND_ROWS // rows)
+
+
+def _single(card: tuple[int, int], depth: int, mean_rows: float, matrices: int) -> Tile:
+    """A tile of float32 on tensor units: the parts of both operands are in registers, so it is smaller."""
+    rows, columns = next((size for size in (16, 32) if mean_rows <= size), 64), 32 if matrices == 2 else 64
+    stages = max(1, min(_MOST_STAGES, shared_bytes(card) // ((rows + matrices * columns) * depth * 4)))
+    return Tile(
+        rows=rows, columns=columns, depth=depth, warps=4, stages=stages, band=_BAND_ROWS // rows, precision="tf32x3"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionTile:
+    """``rows`` queries times ``keys`` keys; products with keys go over ``depth`` numbers of the head at a time."""
+
+    rows: int
+    keys: int
+    depth: int
+    warps: int
+    stages: int
+
+
+def choose_attention(
+    card: tuple[int, int], *, itemsize: int, head_dim: int, group: int, decodes: bool
+) -> AttentionTile:
+    """The tile of attention of heads of ``head_dim`` numbers of ``itemsize`` bytes, ``group`` of which share keys.
+
+    It depends on nothing of a batch, so neither does a row's result.
+    """
+    least = max(16, 1 << (group - 1).bit_length())  # the queries of one token
+    wide = 8 if head_dim > 128 else 4
+    if card < UNITS_SINCE or itemsize == 4:
+        return AttentionTile(rows=max(least, 16 if decodes else 32), keys=16, depth=32, warps=wide, stages=1)
+    keys = 64 if head_dim <= 128 else 32
+    stages = max(1, min(3, shared_bytes(card) // (2 * keys * head_dim * itemsize)))
+    if decodes:
+        return AttentionTile(rows=least, keys=keys, depth=head_dim, warps=wide if least <= 16 else 8, stages=stages)
+    return AttentionTile(rows=max(least, 64), keys=keys, depth=head_dim, warps=8, stages=stages)

@@ -244,7 +244,7 @@ def _profile(name: str, machine: Machine, found: _Findings, took_s: float) -> Ha
     counts = {"cpu": 1}
     ways: tuple[tuple[str, str], ...] = ()
     if machine.discrete:
-        counts = {"gpu": torch.get_device_module(machine.device).device_count(), "cpu": 1}
+        counts = {"gpu": 1, "cpu": 1}  # the engine uses one GPU, however many there are
         ways = (("host", "device"), ("device", "host"))
     return HardwareProfile(
         name=name,

@@ -15,23 +15,24 @@ from functools import partial
 from math import prod
 from statistics import median
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from moelight.core.dtypes import BFLOAT16
 from moelight.core.units import MiB, align_up
 from moelight.hrm.cost_model import TOUCHED_AFTER, TOUCHED_BEFORE
 from moelight.hrm.costs import expert_workspace
-from moelight.kernels.attention import cpu_gqa_decode, cpu_kv_append
+from moelight.kernels.attention import cpu_gqa_decode, cpu_kv_append, cpu_prefill_attention
+from moelight.kernels.gpu.attention import Ints, RaggedBatch, prompt_form
 from moelight.kernels.norm import rms_norm
-from moelight.kernels.prefill import prefill_attention
 from moelight.kernels.products import Workspace, linear
 from moelight.models.decoder import Decoder, rotation
-from moelight.models.moe import Routed, moe_forward
+from moelight.models.moe import Experts, Routed, grouped_pages, moe_forward
 from moelight.profiles.efficiency import Curve, Surface
 from moelight.profiles.model import AttentionSpec, ExpertSpec, ModelProfile, RouterSpec
 from moelight.profiles.names import MIXTRAL_STYLE
+from moelight.runtime.attention_ops import kernels_of
 from moelight.runtime.calibration.effort import Effort, Shape
 from moelight.runtime.calibration.timing import Measure, Measurement, Work, finisher, reading_of, repeated, sample
 from moelight.weights.load import LayerWeights, ModelWeights
@@ -45,6 +46,7 @@ Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 KV_NUMBERS = 2 * KV_HEADS * HEAD_DIM
 BLOCK = 32
 SEQUENCES = 64
+PROMPT_TOKENS = 4096  # of the device's prompts at once
 _SCALE = HEAD_DIM**-0.5
 
 # Bytes that a norm and a residual sum read and write per 16-bit number: widen 2 + 4, square 4 + 4, mean 4, scale 4 + 4,
@@ -156,7 +158,7 @@ def points(unit: str, pool: Pool, effort: Effort) -> Points:
             work = decode_work if on_cpu else device_decode_work
             found[f"{unit}_attention", 0, context] = pool.measure(work, context)
     for tokens in effort.prompts:
-        found[f"{unit}_prefill", 0, tokens] = pool.measure(prefill_work, tokens)
+        found[f"{unit}_prefill", 0, tokens] = pool.measure(prefill_work if on_cpu else device_prefill_work, tokens)
     products = [(f"{unit}_linear", *each) for each in itertools.product(effort.linear, rows)]
     for name, weight, count in [*products, (LARGE, shape, tall)]:
         if pool.holds(weight):
@@ -201,10 +203,14 @@ def moe_work(pool: Pool, shape: Shape, experts: int, tokens: int) -> tuple[Work,
     pages, routings = pool.groups(*(_page(shape) * experts)), itertools.cycle(_routings(pool, hidden, experts, tokens))
     spec = ExpertSpec(num_experts=experts, intermediate_size=width)
     space = _workspace(replace(_MODEL, hidden_size=hidden, experts=spec), tokens, pool)
+    layers: dict[int, Experts] = {}  # by address: as at loading, a layer is prepared once
 
     def work() -> Tensor:
         views = next(pages)
-        return moe_forward(next(routings), list(zip(views[::2], views[1::2], strict=True)), space)
+        if (address := views[0].data_ptr()) not in layers:
+            weights = list(zip(views[::2], views[1::2], strict=True))
+            layers[address] = grouped_pages(weights) or weights
+        return moe_forward(next(routings), layers[address], space)
 
     return work, 6.0 * tokens * TOP_K * hidden * width
 
@@ -243,17 +249,21 @@ def decode_work(pool: Pool, context: int) -> tuple[Work, float]:
 
 
 def device_decode_work(pool: Pool, context: int) -> tuple[Work, float]:
-    """Batches of contiguous sequences in torch's fused kernel; queries that share a head are rows of one product."""
-    batch = max(1, min(SEQUENCES, pool.numbers.numel() // (context * KV_NUMBERS)))
-    shape = (batch, KV_HEADS, context, HEAD_DIM)
-    caches = pool.groups(shape, shape)
-    queries = pool.normal(batch, KV_HEADS, Q_HEADS // KV_HEADS, HEAD_DIM)
+    """Decoding of one batch of sequences on the device, their blocks in order through the pool; and its bytes."""
+    blocks_each = -(-context // BLOCK)
+    cache = pool.numbers[: pool.numbers.numel() // KV_NUMBERS * KV_NUMBERS].view(-1, 2, KV_HEADS, HEAD_DIM)
+    count = max(1, min(SEQUENCES, len(cache) // (blocks_each * BLOCK)))
+    batches = [
+        _ragged(pool, [1] * count, [context] * count, (first + np.arange(count * blocks_each)) * BLOCK)
+        for first in range(0, max(1, len(cache) // BLOCK - count * blocks_each + 1), count * blocks_each)
+    ]
+    q, (k, v) = pool.normal(count, Q_HEADS, HEAD_DIM), pool.normal(2, count, KV_HEADS, HEAD_DIM)
+    attend, turn = kernels_of(pool.device).attend, itertools.cycle(batches)
 
     def work() -> Tensor:
-        keys, values = next(caches)
-        return functional.scaled_dot_product_attention(queries, keys, values, scale=_SCALE)
+        return attend(q, k, v, next(turn), _SCALE, cache=cache)
 
-    return work, float(batch * context * KV_NUMBERS * pool.dtype.itemsize)
+    return work, float(count * context * KV_NUMBERS * pool.dtype.itemsize)
 
 
 def linear_work(pool: Pool, shape: Shape, rows: int) -> tuple[Work, float]:
@@ -263,9 +273,33 @@ def linear_work(pool: Pool, shape: Shape, rows: int) -> tuple[Work, float]:
 
 
 def prefill_work(pool: Pool, tokens: int) -> tuple[Work, float]:
-    """Attention of one prompt over itself; and its flop."""
+    """Attention of one prompt over itself on the CPU; and its flop."""
     q, (k, v) = pool.normal(tokens, Q_HEADS, HEAD_DIM), pool.normal(2, tokens, KV_HEADS, HEAD_DIM)
-    return partial(prefill_attention, q, k, v, _SCALE), 4.0 * HEAD_DIM * Q_HEADS * tokens * (tokens + 1) / 2
+    bounds = torch.tensor([0, tokens], dtype=torch.int32)
+    return partial(cpu_prefill_attention, q, k, v, bounds, _SCALE), _prompt_flops(tokens)
+
+
+def device_prefill_work(pool: Pool, tokens: int) -> tuple[Work, float]:
+    """Attention of a micro-batch of prompts, each over itself, on the device; and its flop."""
+    count = max(1, PROMPT_TOKENS // tokens)
+    rows = count * tokens
+    q, (k, v) = pool.normal(rows, Q_HEADS, HEAD_DIM), pool.normal(2, rows, KV_HEADS, HEAD_DIM)
+    batch = _ragged(pool, [tokens] * count, [0] * count, (), decoding=0)
+    return partial(kernels_of(pool.device).attend, q, k, v, batch, _SCALE), count * _prompt_flops(tokens)
+
+
+def _prompt_flops(tokens: int) -> float:
+    return 4.0 * HEAD_DIM * Q_HEADS * tokens * (tokens + 1) / 2
+
+
+def _ragged(
+    pool: Pool, counts: list[int], starts: list[int], entries: Ints, decoding: int | None = None
+) -> RaggedBatch:
+    form = prompt_form(pool.device, pool.dtype, Q_HEADS, KV_HEADS, HEAD_DIM)
+    decoding = len(counts) if decoding is None else decoding
+    batch = RaggedBatch(counts, starts, [0] * len(counts), entries, decoding=decoding, block_size=BLOCK, form=form)
+    batch.land(batch.table.to(pool.device))
+    return batch
 
 
 def _page(shape: Shape) -> tuple[Shape, Shape]:
@@ -339,7 +373,7 @@ class _Layer:
         self._after()
 
     def decode(self) -> None:
-        q, k, v = self._decoder.pre_attention(0, self._hidden, self._rope)
+        q, k, v = self._decoder.split_heads(self._decoder.pre_attention(0, self._hidden, self._rope))
         keys, values = self._caches
         cpu_kv_append(keys, values, k, v, self._slots)
         scale = _MODEL.attention.head_dim**-0.5

@@ -1,0 +1,91 @@
+"""The CUDA kernel of compute capability 7.5, compiled for the host: `grouped_cuda.launch` for tests without a card."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch import Tensor
+
+from moelight.kernels.gpu import grouped_cuda
+from moelight.kernels.gpu.grouped_cuda import Call, Variant
+from moelight.kernels.gpu.pages import PageTable
+
+HERE = Path(__file__).parent
+COMPILER = next((found for name in ("g++", "clang++") if (found := shutil.which(name))), None)
+HALF, BFLOAT, INT8, INT4 = 0, 1, 2, 3
+# Stored, gated, rows of a slot, groups, aligned: as few as meet every branch, because compiling them takes most time.
+VARIANTS = [
+    (stored, gated, rows, grouped, aligned)
+    for stored, rows, grouped, aligned in (
+        (HALF, 128, False, True),
+        (HALF, 32, False, False),
+        (BFLOAT, 32, False, True),
+        (INT8, 32, False, True),
+        (INT8, 32, True, False),
+        (INT4, 64, True, True),
+    )
+    for gated in (True, False)
+]
+
+
+class Span(ctypes.Structure):
+    """Bytes that a launch may read, and write where ``written``."""
+
+    _fields_ = (("begin", ctypes.c_void_p), ("bytes", ctypes.c_int64), ("written", ctypes.c_int64))
+
+
+def build(folder: Path) -> ctypes.CDLL:
+    """The kernel in every one of `VARIANTS` as a library in ``folder``."""
+    assert COMPILER is not None
+    variants = " ".join(f"VARIANT({','.join(str(int(value)) for value in variant)})" for variant in VARIANTS)
+    library = folder / "grouped_turing.so"
+    flags = ["-std=c++17", "-O0", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+    paths = [f"-I{HERE}", f"-I{grouped_cuda.SOURCE.parent}", f"-DVARIANTS={variants}"]
+    source = HERE / "grouped_turing_on_host.cpp"
+    ran = subprocess.run(
+        [COMPILER, *flags, *paths, str(source), "-o", str(library)], check=False, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return ctypes.CDLL(str(library))
+
+
+class Player:
+    """Launches in host memory; nothing but the tensors in ``spans`` may be touched."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self.spans: list[Span] = []
+        self.rows = 32  # of a slot
+
+    def call_of(self, pages: PageTable, part: str, x: Tensor, out: Tensor, slots: Tensor, offsets: Tensor,
+                tokens: Tensor | None, *rest: object) -> tuple[Variant, Call, int]:  # fmt: skip
+        """`grouped_cuda.call_of`; allows what the launch is given."""
+        stored = [tensor for name in (part, f"{part}_scale", f"{part}_bias") for tensor in pages.parts[name]]
+        self.spans = [*_spans([x, slots, offsets, tokens, pages.table, *stored], 0), *_spans([out], 1)]
+        return _CALL_OF(pages, part, x, out, slots, offsets, tokens, *rest)  # type: ignore[arg-type]
+
+    def launch(self, variant: Variant, call: Call, blocks: int) -> None:
+        """`grouped_cuda.launch`. Raises RuntimeError with the first fault."""
+        fault = ctypes.create_string_buffer(400)
+        spans = (Span * len(self.spans))(*self.spans)
+        flags = (variant.stored, variant.gated, variant.rows, variant.grouped, variant.aligned)
+        found = self._library.run(*flags, ctypes.byref(call), blocks, spans, len(spans), fault, len(fault))
+        assert found >= 0, f"{variant} is not among VARIANTS"
+        if found:
+            raise RuntimeError(fault.value.decode())
+
+
+_CALL_OF = grouped_cuda.call_of
+
+
+def _spans(tensors: Iterable[Tensor | None], written: int) -> list[Span]:
+    there = [tensor for tensor in tensors if tensor is not None and tensor.numel()]
+    numbers = [1 + sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True)) for t in there]
+    return [
+        Span(begin=tensor.data_ptr(), bytes=count * tensor.itemsize, written=written)
+        for tensor, count in zip(there, numbers, strict=True)
+    ]
