@@ -19,14 +19,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("card", [80, *(pytest.param(card, marks=pytest.mark.cards) for card in (75, 86, 89, 90, 100))])
-def test_compiles(card: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("card", "variants"),
+    [(80, "few"), *(pytest.param(card, "whole", marks=pytest.mark.cards) for card in (75, 80, 86, 89, 90, 100))],
+)
+def test_compiles(card: int, variants: str, tmp_path: Path) -> None:
     if not serving.triton_available():
         pytest.skip(serving.triton_reason())
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join((str(ROOT), *sys.path))}
     ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.kernels.compile_gpu", str(card)],
+        [sys.executable, "-W", "ignore", "-m", "tests.kernels.compile_gpu", str(card), variants],
         check=False,
         capture_output=True,
         text=True,
