@@ -95,11 +95,11 @@ def test_a_device_without_memory_left_says_what_to_lower(
     """In the middle of a run; completions before it are kept."""
     calls, route = [0], Decoder.post_attention
 
-    def refused(self: Decoder, *args: Any) -> None:
+    def refused(self: Decoder, *args: Any, **how: Any) -> None:
         calls[0] += 1
         if calls[0] == 20:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
-        route(self, *args)
+        route(self, *args, **how)
 
     monkeypatch.setattr(Decoder, "post_attention", refused)
     done: list[Completion] = []

@@ -45,7 +45,8 @@ def test_the_engine_plans_what_optimize_recommends(machine: str, model: str, mon
     monkeypatch.setattr(planner, "search", search)
     monkeypatch.setattr(planner, "best_plan", partial(planner.best_plan, proof=False))
     hardware, profile, work = load_hardware_profile(machine), load_model_profile(model), load_workload("mtbench")
-    discrete = hardware.processor("gpu") is not None
+    gpu = hardware.processor("gpu")
+    discrete = gpu is not None
     limits = {tier.name: tier.capacity_bytes * 9 // 10 for tier in hardware.tiers if tier.name != "disk"}
     source = SimpleNamespace(profile=profile, weight_map=SimpleNamespace(dtype=dtype_named(profile.dtype)))
     fix = {"gpus": 1} if discrete else {}
@@ -53,7 +54,7 @@ def test_the_engine_plans_what_optimize_recommends(machine: str, model: str, mon
     planned = plan_for(
         model,
         cast(OpenCheckpoint, source),
-        Machine(device=torch.device("cpu"), discrete=discrete, twin=discrete),
+        Machine(device=torch.device("cpu"), discrete=discrete, twin=discrete, bf16=gpu is None or gpu.bfloat16),
         hw=machine,
         host_memory=limits["host"],
         device_memory=limits.get("device"),
