@@ -1,6 +1,7 @@
 """Compiles the GPU's kernels for cards that need not be here, and prints what came out as JSON; not a test.
 
-`python -m tests.kernels.compile_gpu 75,80,90 whole`, in a process where Triton does not interpret.
+`python -m tests.kernels.compile_gpu 75,80,90 whole`, in a process where Triton does not interpret. `few` instead of
+`whole`: one variant of each kernel with products, in seconds.
 """
 
 from __future__ import annotations
@@ -136,13 +137,11 @@ def product(
     return facts(what, card, grouped_triton.grouped, arguments, constants, **options)
 
 
-def attentions(card: int, *, whole: bool) -> list[dict[str, Any]]:
-    """Both forms: plain; if ``whole``, also of wide heads, with every option over int8, and in float32."""
+def attentions(card: int) -> list[dict[str, Any]]:
+    """Both forms: plain, of wide heads, with every option over int8, and in float32."""
     half = torch.bfloat16 if card >= 80 else torch.float16
-    cases = [(half, 128, 4, "")]
-    if whole:
-        cases += [(torch.float16, 128, 4, ""), (torch.float16, 256, 2, ""), (half, 128, 4, "int8 ")]
-        cases.append((torch.float32, 128, 4, ""))
+    cases = [(half, 128, 4, ""), (torch.float16, 128, 4, ""), (torch.float16, 256, 2, ""), (half, 128, 4, "int8 ")]
+    cases.append((torch.float32, 128, 4, ""))
     return [
         attend(card, dtype, head_dim, group, decodes=decodes, options=options)
         for dtype, head_dim, group, options in dict.fromkeys(cases)  # what was compiled before leaves no log
@@ -239,7 +238,15 @@ def mixed(card: int) -> list[dict[str, Any]]:
     return rows
 
 
+def compiled(card: int, *, whole: bool) -> list[dict[str, Any]]:
+    """``whole``: every kernel in every format; else products of experts and attention of decoding, one format each."""
+    if whole:
+        return others(card) + attentions(card) + products(card)
+    some = [product(card, torch.float16, "float", "gate_up", 512), product(card, torch.float16, "int4", "down", 512)]
+    return [*some, attend(card, torch.float16, 128, 4, decodes=True, options="")]
+
+
 if __name__ == "__main__":
     triton.knobs.nvidia.dump_ptxas_log = True
-    cards, whole = map(int, sys.argv[1].split(",")), sys.argv[2] == "whole"
-    print(json.dumps([row for card in cards for row in others(card) + attentions(card, whole=whole) + products(card)]))
+    cards = map(int, sys.argv[1].split(","))
+    print(json.dumps([row for card in cards for row in compiled(card, whole=sys.argv[2] == "whole")]))
