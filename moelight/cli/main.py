@@ -119,7 +119,12 @@ class Commands(typer.core.TyperGroup):
 _USAGE_ERROR: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
-    name="moelight", cls=Commands, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+    name="moelight",
+    cls=Commands,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 

@@ -196,6 +196,11 @@ def test_planning_starts_from_the_machine_at_hand_and_mtbench(command: str) -> N
     assert "mtbench" in text
 
 
+@pytest.mark.parametrize("command", [(), ("generate",), ("policy", "check")])
+def test_help_has_a_short_form(command: tuple[str, ...]) -> None:
+    assert moelight_inside(*command, "-h").stdout == moelight_inside(*command, "--help").stdout != ""
+
+
 def test_help_without_a_command() -> None:
     done = moelight()
     assert done.returncode == 0
