@@ -30,7 +30,7 @@ from moelight.hrm.placement import place, slot_table
 from moelight.kernels.gpu.attention import prompt_form
 from moelight.kernels.products import Workspace
 from moelight.kernels.reads import FileReader, ReadPart
-from moelight.models.decoder import Decoder
+from moelight.models.decoder import NativeDecoder
 from moelight.paging.arena import typed
 from moelight.paging.kv import BlockPool, paged_cache, token_cache
 from moelight.paging.ring import RingPager
@@ -181,7 +181,7 @@ class LoadedModel:
             kind = self.dtype if name == "work" else self.dtype.page_dtype
             sizes = costs.expert_workspace(profile, policy.micro_batch_tokens, kind, grouped=grouped)
             spaces[name] = Workspace(arenas[name], sizes, profile.hidden_size, to_torch(kind), mixed=bool(kind.pages))
-        decoder, most_rows = Decoder(profile, self.weights, spaces["work"]), policy.micro_batch_tokens
+        decoder, most_rows = NativeDecoder(profile, self.weights, spaces["work"]), policy.micro_batch_tokens
         host_space = spaces.get("host_work")
         return Operations(
             decoder,

@@ -1,13 +1,14 @@
-"""The decoder layer in phases; families differ in fields of the profile. Does not depend on the paging of experts, the
-layout of the KV cache, or the schedule.
+"""What the runtime asks of a model, and our own decoder of it, whose families differ in fields of the profile. Does not
+depend on the paging of experts, the layout of the KV cache, or the schedule.
 
 Legend: T tokens, H hidden, Hq query heads, Hkv key/value heads, D head size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,11 +22,11 @@ from moelight.models.moe import Experts, Routed, moe_forward, route_tokens
 from moelight.profiles.model import AttentionSpec, ModelProfile
 from moelight.weights.load import ModelWeights
 
-Rotation = tuple[Tensor, Tensor]  # cos and sin [T, D]
+Running = Any  # of the model's own type; where CUDA graphs serve, tensors [T, ...]
 Watch = Callable[[int, Routed], None]  # called with a layer and its routing
 
 
-def rotation(spec: AttentionSpec, positions: Tensor, dtype: torch.dtype) -> Rotation:
+def rotation(spec: AttentionSpec, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The rotary position embedding of ``positions [T]``, half-rotation as in HF: computed in float32, rounded to
     ``dtype``."""
     angle = positions.float().unsqueeze(1) * _frequencies(spec, positions.device)
@@ -40,17 +41,92 @@ def _frequencies(spec: AttentionSpec, device: torch.device) -> Tensor:
     return (1.0 / (spec.rope_theta**exponent) / spec.rope_factor).to(device)
 
 
-class Decoder:
-    """The dense computation of a model; expert weights are arguments of each call.
+class Rows(Protocol):
+    """Consecutive rows of a micro-batch: tokens ``start`` to ``start + count`` of the sequence at ``place`` of the
+    token pool."""
 
-    Hidden states are float32 in mixed precision, where norms round them to float16; an overflow there or later makes
-    all that follows for the token NaN or infinite, up to its logits.
+    @property
+    def place(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def count(self) -> int: ...
+
+
+class Decoder(Protocol):
+    """The dense computation of a model in phases of a micro-batch; expert weights are arguments of each call.
+
+    ``running`` is what `begin` returned: what the model keeps of the micro-batch from phase to phase. ``hidden`` [T, H]
+    is the micro-batch's share of an arena. Phases of a micro-batch run in order, on one thread.
 
     Attributes:
         dtype: of activations.
+        space: buffers of the experts.
         finite: float32 [layers + 1]: entry n is not finite once hidden states were not that entered layer n (the last:
             the head). None unless in mixed precision.
+        predicts: whether `predict_experts` may be called.
     """
+
+    model: ModelProfile
+    dtype: torch.dtype
+    space: Workspace
+    finite: Tensor | None
+    predicts: bool
+
+    def begin(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, rows: Sequence[Rows]) -> Running:
+        """Begin with ``token_ids`` int64 [T] at ``positions`` int64 [T], which are ``rows`` of sequences."""
+        ...
+
+    def pre_attention(self, layer: int, hidden: Tensor, running: Running) -> Sequence[Tensor]:
+        """Everything up to the attention of ``layer``, whose inputs `split_heads` finds in the result."""
+        ...
+
+    def split_heads(self, found: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """The result of `pre_attention` as views: q [T, Hq, D], k and v [T, Hkv, D]."""
+        ...
+
+    def post_attention(
+        self,
+        layer: int,
+        hidden: Tensor,
+        attention: Tensor,
+        experts: Experts,
+        running: Running,
+        watch: Watch | None = None,
+        *,
+        wide: bool = False,
+    ) -> None:
+        """Everything after ``attention`` [T, Hq, D] of ``layer``, with its experts, if any; ``wide`` as for
+        `moe_forward`. ``watch`` is called with the routing."""
+        ...
+
+    def route(self, layer: int, hidden: Tensor, attention: Tensor, running: Running) -> Routed:
+        """Everything after ``attention`` [T, Hq, D] of ``layer`` up to its experts: their input and routing. Their
+        weighted sum is to be added to ``hidden`` before the next phase."""
+        ...
+
+    def predict_experts(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Route hidden [T, H] of an earlier layer by the router of ``layer``, as a prediction: weights float32 [T, k]
+        and ids int32 [T, k]. ``hidden`` is not modified."""
+        ...
+
+    def end(self, hidden: Tensor, running: Running) -> None:
+        """Everything after the last layer but for the head, whose input is then ``hidden``."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [S, H], rows of what `end` left -> float32 [S, V]."""
+        ...
+
+
+class NativeDecoder:
+    """`Decoder` of the families of `profiles`, on our own kernels; ``running`` is the rotation.
+
+    Hidden states are float32 in mixed precision, where norms round them to float16; an overflow there or later makes
+    all that follows for the token NaN or infinite, up to its logits.
+    """
+
+    predicts = True
 
     def __init__(self, model: ModelProfile, weights: ModelWeights, space: Workspace) -> None:
         self.model = model
@@ -61,14 +137,15 @@ class Decoder:
         if space.rows.dtype != self.dtype:
             self.finite = torch.zeros(model.num_layers + 1, dtype=torch.float32, device=space.rows.device)
 
-    def embed(self, token_ids: Tensor, out: Tensor) -> None:
-        """token_ids int64 [T] -> out [T, H]."""
-        if self.weights.embed.dtype == out.dtype:
-            torch.index_select(self.weights.embed, 0, token_ids, out=out)
+    def begin(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, rows: Sequence[Rows]) -> Running:  # noqa: ARG002
+        """Embed ``token_ids`` int64 [T] into ``hidden`` [T, H]; returns the rotation at ``positions`` int64 [T]."""
+        if self.weights.embed.dtype == hidden.dtype:
+            torch.index_select(self.weights.embed, 0, token_ids, out=hidden)
         else:
-            out.copy_(self.weights.embed[token_ids])
+            hidden.copy_(self.weights.embed[token_ids])
+        return rotation(self.model.attention, positions, self.dtype)
 
-    def pre_attention(self, layer: int, hidden: Tensor, rope: Rotation) -> Tensor:
+    def pre_attention(self, layer: int, hidden: Tensor, running: Running) -> Sequence[Tensor]:
         """hidden [T, H] -> queries, keys and values [T, Hq + 2 Hkv, D], after norms, clipping and rotary embedding."""
         spec, mine, eps = self.model.attention, self.weights.layers[layer], self.model.norm_eps
         qkv = linear(self._norm(hidden, mine.input_norm, enters=layer), mine.qkv, mine.qkv_bias).to(self.dtype)
@@ -79,12 +156,12 @@ class Decoder:
             norms = None
         heads, queries, keys = qkv.unflatten(-1, (-1, spec.head_dim)), spec.num_heads, spec.num_kv_heads
         mixed, clip = self.finite is not None, spec.clip_qkv
-        finish_heads(heads, *rope, queries=queries, keys=keys, clip=clip, norms=norms, eps=eps, mixed=mixed)
-        return heads
+        cos, sin = running
+        finish_heads(heads, cos, sin, queries=queries, keys=keys, clip=clip, norms=norms, eps=eps, mixed=mixed)
+        return (heads,)
 
-    def split_heads(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The result of `pre_attention` as views: q [T, Hq, D], k and v [T, Hkv, D]."""
-        spec = self.model.attention
+    def split_heads(self, found: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        spec, (heads,) = self.model.attention, found
         q, k, v = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
         return q, k, v
 
@@ -94,6 +171,7 @@ class Decoder:
         hidden: Tensor,
         attention: Tensor,
         experts: Experts,
+        running: Running,  # noqa: ARG002
         watch: Watch | None = None,
         *,
         wide: bool = False,
@@ -111,15 +189,16 @@ class Decoder:
             watch(layer, routed)
         moe_forward(routed, experts, self.space, into=hidden, wide=wide)
 
-    def route(self, layer: int, hidden: Tensor, attention: Tensor) -> Routed:
+    def route(self, layer: int, hidden: Tensor, attention: Tensor, running: Running) -> Routed:  # noqa: ARG002
         """hidden [T, H] += o(attention [T, Hq, D]), in place; returns the input and routing of the layer's experts."""
         return self._routed(self._after_attention(layer, hidden, attention), self._router(layer))
 
     def predict_experts(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Route hidden [T, H] of an earlier layer by the router of ``layer``, as a prediction: weights float32 [T, k]
-        and ids int32 [T, k]. ``hidden`` is not modified."""
         x = self._norm(hidden, self.weights.layers[layer].post_norm)
         return route_tokens(linear(x, self._router(layer)), self.model.router)
+
+    def end(self, hidden: Tensor, running: Running) -> None:
+        """Nothing: the final norm is a part of `logits`."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, H] -> float32 [S, V]; on a CPU in chunks of the head's rows, which bounds the size of repacked

@@ -15,7 +15,7 @@ from moelight.core.dtypes import DType
 from moelight.core.errors import ScheduleError
 from moelight.core.policy import Policy
 from moelight.hrm import costs
-from moelight.models.decoder import Rotation
+from moelight.models.decoder import Running
 from moelight.models.moe import Routed, SplitMoE
 from moelight.profiles.model import ModelProfile
 from moelight.runtime.context import Added, Chunk, Context, slots_of
@@ -148,10 +148,12 @@ class MicroBatch:
         places: int64 [D], places of the decode rows in the token pool.
         sample_rows: rows that sample a token for ``sample_places`` of the token pool.
         sampled: int64 [S] in host memory, the new tokens.
+        chunks: whose rows these are, in order.
         scored_rows: int64 [R], rows that score ``targets`` int64 [R].
         crossing: only if a link separates device and host.
         kept: only where experts run once per pass.
         row: of the first token among those of the pass.
+        running: what the model keeps of the micro-batch from task to task.
         graphs: only in a pass that they serve.
         context: only for attention on the device.
         added: only where the cache is for attention on the device.
@@ -170,11 +172,12 @@ class MicroBatch:
     sampled: Tensor
     scored_rows: Tensor
     targets: Tensor
+    chunks: Sequence[Chunk]
     prefill_only: bool
     hidden: Tensor
     row: int = 0
     graphs: Graphs | None = None
-    rope: Rotation | None = None
+    running: Running | None = None
     qkv: tuple[Tensor, Tensor, Tensor] | None = None
     qkv_host: tuple[Tensor, Tensor, Tensor] | None = None
     attn: Tensor | None = None
@@ -262,6 +265,7 @@ def pack(
         sampled=sampled[: rows.shape[1]],
         scored_rows=torch.from_numpy(np.concatenate(scored)),
         targets=torch.tensor(targets, dtype=torch.int64),
+        chunks=chunks,
         prefill_only=prefill_only,
         hidden=hidden,
         row=row,

@@ -113,7 +113,8 @@ class MoEOps:
         wide = task.layer in self._wide_layers
 
         def compute(attention: Tensor) -> Sequence[Tensor]:
-            self._decoder.post_attention(task.layer, mb.hidden, attention, experts, pass_pages.watch, wide=wide)
+            running, watch = require(mb.running), pass_pages.watch
+            self._decoder.post_attention(task.layer, mb.hidden, attention, experts, running, watch, wide=wide)
             return ()
 
         if mb.graphs is None:
@@ -126,7 +127,7 @@ class MoEOps:
 
     def _route(self, task: Task, pass_pages: PassPages) -> None:
         mb = pass_pages.micro_batches[task.micro_batch]
-        routed = self._decoder.route(task.layer, mb.hidden, require(mb.attn))
+        routed = self._decoder.route(task.layer, mb.hidden, require(mb.attn), require(mb.running))
         if mb.crossing is None:
             mb.attn = None
         if pass_pages.watch is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from moelight.core.schedule import AHEAD_KINDS, CHOSEN_KINDS, Task, TaskKind
 from moelight.hrm.footprint import sample_rows
 from moelight.kernels.copies import copy_pages
-from moelight.models.decoder import Decoder, rotation
+from moelight.models.decoder import Decoder
 from moelight.paging.store import PageStore, StartPage
 from moelight.runtime.attention_ops import Act
 from moelight.runtime.executor import Perform
@@ -100,26 +100,25 @@ class Operations:
         mb.land()
         if n := mb.decoding:
             torch.index_select(self._pool, 0, mb.places, out=mb.token_ids[:n])
-        self._decoder.embed(mb.token_ids, mb.hidden)
-        cos, sin = rotation(self._decoder.model.attention, mb.positions, self._decoder.dtype)
+        mb.running = self._decoder.begin(mb.token_ids, mb.positions, mb.hidden, mb.chunks)
         if mb.graphs is not None:
-            cos, sin = mb.graphs.placed("cos", mb.row, cos), mb.graphs.placed("sin", mb.row, sin)
-        mb.rope = cos, sin
+            mb.running = [mb.graphs.placed(f"running {index}", mb.row, each) for index, each in enumerate(mb.running)]
 
     def _pre_attention(self, task: Task, mb: MicroBatch) -> None:
         def compute() -> Sequence[Tensor]:
-            return (self._decoder.pre_attention(task.layer, mb.hidden, require(mb.rope)),)
+            return self._decoder.pre_attention(task.layer, mb.hidden, require(mb.running))
 
         if mb.graphs is None:
-            (heads,) = compute()
+            found = compute()
         else:
             key = task.kind, task.layer, mb.row, mb.tokens
-            (heads,) = mb.graphs.run(key, compute, (), name="before", row=mb.row)
-        mb.qkv = self._decoder.split_heads(heads)
+            found = mb.graphs.run(key, compute, (), name="before", row=mb.row)
+        mb.qkv = self._decoder.split_heads(found)
 
     def _sample(self, task: Task, mb: MicroBatch, sample: Sample, score: Score) -> None:
         """Sample into the pool, begin the copy to the host (complete when the lane's ticket is), then score. A token
         below 0 is no token: the host drops what is computed for it."""
+        self._decoder.end(mb.hidden, require(mb.running))
         hidden, rows = mb.hidden[mb.sample_rows], sample_rows(self._decoder.model)
         for first in range(0, len(hidden), rows):
             part = slice(first, first + rows)

@@ -19,7 +19,7 @@ from moelight.core.policy import Policy, Shares
 from moelight.core.request import Completion, SamplingParams
 from moelight.engine.engine import Engine
 from moelight.kernels.reads import ReadTicket
-from moelight.models.decoder import Decoder
+from moelight.models.decoder import NativeDecoder
 from moelight.runtime.machine import LANE_KINDS
 from moelight.weights.load import PageRead, PageReader
 from tests.engines import Tiny
@@ -93,15 +93,15 @@ def test_a_device_without_memory_left_says_what_to_lower(
     model: Path, lanes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of a run; completions before it are kept."""
-    calls, route = [0], Decoder.post_attention
+    calls, route = [0], NativeDecoder.post_attention
 
-    def refused(self: Decoder, *args: Any, **how: Any) -> None:
+    def refused(self: NativeDecoder, *args: Any, **how: Any) -> None:
         calls[0] += 1
         if calls[0] == 20:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
         route(self, *args, **how)
 
-    monkeypatch.setattr(Decoder, "post_attention", refused)
+    monkeypatch.setattr(NativeDecoder, "post_attention", refused)
     done: list[Completion] = []
     engine = Engine(policy(model, "gpu"), device="twin", lanes=lanes)
     with pytest.raises(BudgetError, match=r"a pass needs more device memory than is left: .*; lower --device-memory"):

@@ -144,12 +144,12 @@ def test_an_error_that_is_not_a_kernels_is_raised(model: Path, monkeypatch: pyte
     """Where Triton does not serve, and where memory ends; nothing is tried again then."""
     monkeypatch.setattr(Machine, "compiles", property(lambda _: True))
     monkeypatch.setattr(serving, "interpreting", lambda: False)
-    embed = decoder.Decoder.embed
+    begin = decoder.NativeDecoder.begin
 
     def failing(error: Exception) -> Callable[..., None]:
-        def fail(self: decoder.Decoder, token_ids: Tensor, out: Tensor) -> None:
+        def fail(self: decoder.NativeDecoder, token_ids: Tensor, *rest: Any) -> None:
             calls.append(len(token_ids))
-            embed(self, token_ids, out)
+            begin(self, token_ids, *rest)
             raise error
 
         return fail
@@ -162,7 +162,7 @@ def test_an_error_that_is_not_a_kernels_is_raised(model: Path, monkeypatch: pyte
         ),
     ):
         calls: list[int] = []
-        monkeypatch.setattr(decoder.Decoder, "embed", failing(error))
+        monkeypatch.setattr(decoder.NativeDecoder, "begin", failing(error))
         with seen:
             Engine(policy_for(model), device="twin")
         assert calls == [1]

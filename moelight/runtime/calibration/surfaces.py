@@ -27,7 +27,7 @@ from moelight.kernels.attention import cpu_gqa_decode, cpu_kv_append, cpu_prefil
 from moelight.kernels.gpu.attention import Ints, RaggedBatch, prompt_form
 from moelight.kernels.norm import rms_norm
 from moelight.kernels.products import Workspace, linear
-from moelight.models.decoder import Decoder, rotation
+from moelight.models.decoder import NativeDecoder, rotation
 from moelight.models.moe import Experts, Routed, grouped_pages, moe_forward
 from moelight.profiles.efficiency import Curve, Surface
 from moelight.profiles.model import AttentionSpec, ExpertSpec, ModelProfile, RouterSpec
@@ -358,7 +358,7 @@ class _Layer:
         layer = LayerWeights(input_norm=ones, qkv=qkv, o=o, post_norm=ones, router=router)
         embed = torch.empty(_MODEL.vocab_size, HIDDEN, dtype=pool.dtype)
         weights = ModelWeights(embed=embed, head=embed, final_norm=ones, layers=(layer,))
-        self._decoder = Decoder(_MODEL, weights, _workspace(_MODEL, 1, pool))
+        self._decoder = NativeDecoder(_MODEL, weights, _workspace(_MODEL, 1, pool))
         self._hidden = pool.normal(tokens, HIDDEN)
         self._attention = torch.zeros(tokens, spec.num_heads, spec.head_dim, dtype=pool.dtype)
         self._rope = rotation(spec, torch.arange(tokens), pool.dtype)
@@ -387,4 +387,4 @@ class _Layer:
 
     def _after(self) -> None:
         """Output projection and routing of a zero attention output, so the hidden state never changes."""
-        self._decoder.route(0, self._hidden, self._attention)
+        self._decoder.route(0, self._hidden, self._attention, self._rope)
