@@ -37,7 +37,7 @@ Fixed = str | int | float
 # flexgen and flexgen-c are the fastest. serial overlaps nothing, which pays where reading and computing slow each other
 # by more than overlapping saves.
 SEARCHED_SCHEDULES = ("cgopipe", "module", "flexgen", "flexgen-c", "serial")
-LEAST_TOKENS = 16  # of a prompt micro-batch: fewer save a few kilobytes
+LEAST_TOKENS = 1  # of a prompt micro-batch
 KV_BLOCK_SIZE = KV_BLOCK_SIZES[0]  # smaller blocks lose less of the cache to blocks that are not full
 _DEVICE_KEYS = (
     "schedule",

@@ -23,7 +23,7 @@ from moelight.optimizer.bound import undecided
 from moelight.optimizer.candidates import WHOLE_UP_TO, around, as_of, cache_is_open, first_sample, scattered
 from moelight.optimizer.milp import solve
 from moelight.optimizer.placement import Found, fill
-from moelight.optimizer.problem import LEAST_TOKENS, Candidates, Problem, joined, variants
+from moelight.optimizer.problem import Candidates, Problem, joined, variants
 
 # Random rounds: the widest step (a power of ten of a factor), the number of candidates, and the time of a variant over
 # the best at which it is dropped.
@@ -40,6 +40,7 @@ SHAKES = 2
 SCATTERED = 1000
 EQUAL = 1e-9
 AS_GOOD = 5e-4  # relative loss of speed that is accepted for fewer tokens
+FEWER_TOKENS = 16  # of a prompt micro-batch that are accepted for it: more save kilobytes at most
 GAINED = 1e-4  # relative gain below which no further round is run
 MOST_BOXES = 20_000
 MOST_UNDECIDED = 40
@@ -243,7 +244,7 @@ def _with_fewer_tokens(problem: Problem, best: Found) -> Found:
     tokens, prompt_batches = int(candidate.micro_batch_tokens), int(candidate.prompt_micro_batches)
     sizes, whole = {tokens}, tokens * prompt_batches
     if problem.count("micro_batch_tokens") is None:
-        sizes.update(_powers(max(LEAST_TOKENS, int(candidate.micro_batch_size)), tokens))
+        sizes.update(_powers(max(FEWER_TOKENS, int(candidate.micro_batch_size)), tokens))
     pairs = []
     for t in sorted(sizes):
         fewer = {-(-r // t) for r in (whole, *_powers(t, whole))}

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.random_questions import question
 from benchmarks.sampled_policies import best_of_samples, drawn, every_setting
 from moelight.core.errors import BudgetError, ConfigError
 from moelight.core.policy import Policy
@@ -128,6 +129,16 @@ def test_no_value_of_a_key_is_better_than_the_plan() -> None:
     for key, value in ((key, value) for key, some in values.items() for value in some):
         fixed = best_plan(replace(problem, fixed={key: value}), machine, {}, proof=False)
         assert fixed.estimate.tokens_per_s <= free.estimate.tokens_per_s * 1.01, (key, value)
+
+
+def test_small_prompt_micro_batches_leave_memory_for_more_sequences() -> None:
+    """Where a layer's experts fill the memory, a sequence more is worth a few rows of the buffers of experts."""
+    problem, machine = question(90319)
+    free, wider = (
+        best_plan(replace(problem, fixed=fix), machine, {}, proof=False) for fix in ({}, {"micro_batch_tokens": 16})
+    )
+    assert free.policy.micro_batch_tokens < 16
+    assert free.estimate.tokens_per_s > 1.05 * wider.estimate.tokens_per_s
 
 
 def test_eight_cards_that_hold_all_experts_are_planned_as_fast_as_any_order_is() -> None:

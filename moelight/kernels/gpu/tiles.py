@@ -70,6 +70,8 @@ def choose(card: tuple[int, int], *, itemsize: int, mean_rows: float, group: int
     stage = (rows + matrices * columns) * depth * itemsize
     stages = max(1, min(_MOST_STAGES, shared_bytes(card) // stage))
     warps = 8 if rows * columns * matrices >= most * 128 else 4
+    if group and rows == 16 and matrices == 1 and (8, 6) <= card < _WIDE_FROM_SHARED_SINCE:
+        warps = 2  # of four, the assembler fits seven blocks into a multiprocessor and spills for it
     return Tile(rows=rows, columns=columns, depth=depth, warps=warps, stages=stages, band=_BAND_ROWS // rows)
 
 
