@@ -45,12 +45,14 @@ class Experts:
 
     Attributes:
         layer: number of the mixer effect that it follows.
+        index: number of this effect in the order of the graph, as in ``GraphModel.experts`` and ``forms``.
         x: [T, H], what each chosen expert is applied to.
         ids: integers [T, k]; an id that is not below the number of experts adds nothing.
         weights: float32 [T, k], factors of the experts' outputs, as the family's router gave them.
     """
 
     layer: int
+    index: int
     x: Tensor
     ids: Tensor
     weights: Tensor

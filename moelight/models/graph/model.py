@@ -10,8 +10,9 @@ Legend: T rows of the micro-batch, H hidden, V vocabulary; others as in `effects
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,20 +21,23 @@ from torch import Tensor, nn
 
 from moelight.core.errors import ConfigError, MoelightError
 from moelight.models.graph.effects import Attend, Effect, Ended, Experts
-from moelight.models.graph.state import State
+from moelight.models.graph.families import OUTSIDE, STATEFUL, ExpertForm, interface_form, refusal, rotary_length
+from moelight.models.graph.state import State, StatefulModule, StateSpec, own_config
 
 if TYPE_CHECKING:
-    from greenlet import greenlet
     from transformers import PretrainedConfig
 
 NAME = "moelight"
 _DRY_ROWS = 2
+_HARMLESS = frozenset(("position_ids", "cache_position"))  # tensors of attention calls that say nothing new
 
 
 class MixerKind(Enum):
     """How the mixer of a layer is served."""
 
-    ATTENTION = "attention"
+    ATTENTION = "attention"  # the run is suspended
+    RECURRENT = "recurrent"  # within the segment, with the state of each sequence
+    OPAQUE = "opaque"  # within the segment, with transformers' cache of each sequence
 
 
 class GraphModel:
@@ -42,26 +46,27 @@ class GraphModel:
     Attributes:
         config: of the text model, as transformers read it.
         module: the whole causal language model; on the meta device until its parameters are filled.
-        experts: the module of each experts effect, in order; their parameters are never materialised.
-        mixers: the kind of each mixer effect, in order; their number is the number of layers of a schedule.
+        mixers: the kind of each mixer, in order; their number is the number of layers of a schedule.
         moe_layers: whether experts follow mixer l.
+        experts: the module of each experts effect, in order; their parameters are never materialised.
+        forms: how the experts of each of them compute, and what their pages are.
+        stateful: whether a sequence keeps state beside paged keys and values.
     """
 
     def __init__(self, module: nn.Module) -> None:
         """Make ``module`` suspend; raises ConfigError, naming what the graph does that runs cannot serve."""
         _register()
         self.module = module.eval().requires_grad_(False)
-        self.config: PretrainedConfig = module.config
-        self.config.output_router_logits = False
-        for each in {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}.values():
-            each._attn_implementation = each._experts_implementation = NAME
-        base = module.base_model
-        self._body = base.forward
-        base.forward = _given_hidden
-        self.mixers: tuple[MixerKind, ...] = ()
+        self._decoder = module.get_decoder()
+        self.config: PretrainedConfig = self._decoder.config
+        if (reason := refusal(self.config)) is not None:
+            raise ConfigError(f"{self.config.model_type}: {reason}")
+        self._body = self._decoder.forward
+        module.model.forward = _given_hidden
+        self.forms: tuple[ExpertForm, ...] = ()
         self.experts: tuple[nn.Module, ...] = ()
-        self.moe_layers: tuple[bool, ...] = ()
-        self._dry_run()
+        self.stateful = self._hook()
+        self.mixers, self.moe_layers = self._dry_run()
 
     @classmethod
     def from_config(cls, directory: Path) -> GraphModel:
@@ -75,53 +80,81 @@ class GraphModel:
     def start(self, token_ids: Tensor, positions: Tensor, sequences: Sequence[tuple[State, int]]) -> GraphRun:
         """A run over ``token_ids`` int64 [T] at ``positions`` int64 [T]: consecutive rows of ``sequences``, each its
         state and its number of rows."""
-        return GraphRun(self, token_ids, positions, sequences)
+        return GraphRun(self._body, token_ids, positions, sequences)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The family's own head on ``hidden`` [S, H] after the final norm -> float32 [S, V]."""
         with torch.inference_mode():
             return self.module(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0].float()
 
-    def _dry_run(self) -> None:
+    def _hook(self) -> bool:
+        """Let attention, experts and modules with state reach the run; returns whether there are such modules."""
+        for config in {
+            id(part.config): part.config for part in self.module.modules() if hasattr(part, "config")
+        }.values():
+            config._attn_implementation = config._experts_implementation = NAME
+            config.output_router_logits = False
+        stateful, within = False, set()
+        for part in self._decoder.modules():
+            name = type(part).__name__
+            if (spec := STATEFUL.get(name)) is not None and part not in within:
+                within.update(part.modules())
+                stateful = True
+                _run_per_sequence(part, spec, self.config)
+            elif (outside := OUTSIDE.get(name)) is not None:
+                if outside.forward is not None:
+                    part.forward = partial(outside.forward, part, _mix)
+            elif (length := rotary_length(part)) is not None:
+                _rotate_per_sequence(part, length)
+        return stateful
+
+    def _dry_run(self) -> tuple[tuple[MixerKind, ...], tuple[bool, ...]]:
         """Find the order of effects without computing; parameters are on the meta device or not."""
-        device = next(self.module.parameters()).device
+        family, device = self.config.model_type, next(self.module.parameters()).device
         rows = torch.zeros(_DRY_ROWS, dtype=torch.int64, device=device)
         run = self.start(rows, torch.arange(_DRY_ROWS, device=device), [(State(), _DRY_ROWS)])
-        modules, follows = [], []
+        follows: list[int] = []
+        modules: list[nn.Module] = []
         value = None
         while not isinstance(effect := run.resume(value), Ended):
             if isinstance(effect, Experts):
                 if effect.layer < 0:
-                    raise ConfigError(f"{self.config.model_type}: experts before the first attention are not served")
-                if follows and follows[-1] == effect.layer:
-                    raise ConfigError(f"{self.config.model_type}: layer {effect.layer} has two groups of experts")
+                    raise ConfigError(f"{family}: experts before the first mixer are not served")
+                if effect.layer in follows:
+                    raise ConfigError(f"{family}: two groups of experts in layer {effect.layer} are not served")
                 follows.append(effect.layer)
                 modules.append(run.module)
                 value = torch.zeros_like(effect.x)
             else:
                 value = effect.q.new_zeros((*effect.q.shape[:2], effect.v.shape[2]))
-        self.mixers = tuple(run.kinds)
         self.experts = tuple(modules)
-        self.moe_layers = tuple(layer in follows for layer in range(len(self.mixers)))
+        self.forms = tuple(_form(each) for each in modules)
+        return tuple(run.kinds), tuple(layer in follows for layer in range(len(run.kinds)))
 
 
 class GraphRun:
     """One suspended run of a graph, to be resumed on one thread only.
 
     Attributes:
+        sequences: whose consecutive rows the run has.
         kinds: of the mixers passed so far.
         module: that issued the last effect.
     """
 
     def __init__(
-        self, model: GraphModel, token_ids: Tensor, positions: Tensor, sequences: Sequence[tuple[State, int]]
+        self,
+        body: Callable[..., Any],
+        token_ids: Tensor,
+        positions: Tensor,
+        sequences: Sequence[tuple[State, int]],
     ) -> None:
         self.sequences = sequences
         self.kinds: list[MixerKind] = []
-        self.module: nn.Module | None = None
-        self._model = model
-        self._inputs = token_ids, positions
-        self._greenlet: greenlet | None = None
+        self.experts = 0
+        self.module: nn.Module
+        self._inputs = {"input_ids": token_ids[None], "position_ids": positions[None], "use_cache": False}
+        self._body = body
+        self._greenlet: Any = None
 
     def resume(self, value: Tensor | None) -> Effect:
         """Run on from the last effect, whose result is ``value`` (None: from the start), to the next effect."""
@@ -143,9 +176,7 @@ class GraphRun:
         return self._greenlet.parent.switch(effect)
 
     def _forward(self) -> Ended:
-        token_ids, positions = self._inputs
-        out = self._model._body(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
-        return Ended(out.last_hidden_state[0])
+        return Ended(self._body(**self._inputs).last_hidden_state[0])
 
 
 def read_config(directory: Path) -> PretrainedConfig:
@@ -215,11 +246,62 @@ def _running() -> GraphRun:
     return getcurrent().run_of_graph
 
 
-def _given_hidden(*, inputs_embeds: Tensor, **_: object) -> Any:
-    """In place of the body while the head is computed: what is given are the body's hidden states."""
-    from transformers.modeling_outputs import MoeModelOutputWithPast
+class _Given:
+    """Outputs of a body of which only the hidden states are there; whatever else a head asks for is None."""
 
-    return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        return None if index else self.last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _given_hidden(*, inputs_embeds: Tensor, **_: object) -> _Given:
+    """In place of the body while the head is computed: what is given are the body's hidden states."""
+    return _Given(inputs_embeds)
+
+
+def _form(experts: nn.Module) -> ExpertForm:
+    outside = OUTSIDE.get(type(experts).__name__)
+    return interface_form(experts) if outside is None else outside.form(experts)
+
+
+def _run_per_sequence(module: nn.Module, spec: StateSpec, config: PretrainedConfig) -> None:
+    """Let ``module`` run once for each sequence of the run that it is called in, counted if it is a mixer."""
+    kind = MixerKind.OPAQUE if spec.opaque else MixerKind.RECURRENT
+    if spec.opaque:
+        own_config(module)
+    stateful = StatefulModule(module, spec, config)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        run = _running()
+        if spec.mixer:
+            run.kinds.append(kind)
+        return stateful(run.sequences, *args, **kwargs)
+
+    module.forward = forward
+
+
+def _rotate_per_sequence(module: nn.Module, length: int) -> None:
+    """Let a rotary embedding whose frequencies depend on the length of the sequence see one sequence at a time."""
+    whole = module.forward
+
+    def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        out, start = [], 0
+        for _, count in _running().sequences:
+            module.max_seq_len_cached = length  # forget what other sequences needed
+            some = position_ids[:, start : start + count]
+            some = some if some.device.type != "meta" else torch.arange(count)[None]
+            out.append(whole(x, some, *args, **kwargs))
+            start += count
+        if isinstance(out[0], Tensor):
+            return torch.cat(out, dim=1)
+        return tuple(torch.cat(each, dim=1) for each in zip(*out, strict=True))
+
+    module.forward = forward
 
 
 def _attend(
@@ -227,16 +309,21 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    _mask: Tensor | None,
+    attention_mask: Tensor | None = None,
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     softcap: float | None = None,
-    **_: object,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query [1, Hq, T, D], key and value [1, Hkv, T, D or Dv] -> [1, T, Hq, Dv]."""
     run = _running()
+    for name, other in others.items():
+        if isinstance(other, Tensor) and name not in _HARMLESS:
+            raise ConfigError(f"{type(module).__name__}: attention with {name} is not served")
+    if attention_mask is not None:
+        raise ConfigError(f"{type(module).__name__}: attention with a mask of its own is not served")
     effect = Attend(
         layer=len(run.kinds),
         q=query[0].transpose(0, 1),
@@ -252,8 +339,10 @@ def _attend(
 
 
 def _mix(module: nn.Module, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """transformers' experts function: hidden [..., H], ids and weights [..., k] -> [..., H]."""
     run = _running()
     k = ids.shape[-1]
     x = hidden.reshape(-1, hidden.shape[-1])
-    effect = Experts(len(run.kinds) - 1, x, ids.reshape(-1, k), weights.reshape(-1, k).float())
+    effect = Experts(len(run.kinds) - 1, run.experts, x, ids.reshape(-1, k), weights.reshape(-1, k).float())
+    run.experts += 1
     return run.suspend(module, effect).view(hidden.shape)

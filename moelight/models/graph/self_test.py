@@ -7,7 +7,7 @@ prompts beside decode rows, two micro-batches interleaved at every suspension, e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from moelight.models.graph.effects import Attend, Ended, Experts
+from moelight.models.graph.families import ExpertForm
 from moelight.models.graph.model import GraphModel, GraphRun
 from moelight.models.graph.state import State
 
@@ -53,26 +54,13 @@ class Verdict:
     differs: str | None
 
 
-def expert_forward(module: nn.Module, page: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """One expert of ``module`` with the weights in ``page`` (the module's names) on x [n, H] -> [n, H]."""
-
-    def product(x: Tensor, name: str) -> Tensor:
-        out = x @ page[name] if module.is_transposed else x @ page[name].T
-        bias = page.get(f"{name}_bias")
-        return out if bias is None else out + bias
-
-    up = product(x, "gate_up_proj" if module.has_gate else "up_proj")
-    out = product(module._apply_gate(up) if module.has_gate else module.act_fn(up), "down_proj")
-    return module.post_expert_norm(out) if module.has_post_expert_norm else out
-
-
-def serve_experts(effect: Experts, module: nn.Module, pages: Sequence[Page]) -> Tensor:
+def serve_experts(effect: Experts, form: ExpertForm, pages: Sequence[Page]) -> Tensor:
     """The mixture of ``effect``, page by page, summed in float32."""
     out = torch.zeros(effect.x.shape, dtype=torch.float32, device=effect.x.device)
     for expert in effect.ids.unique().tolist():
         if expert < len(pages):
             rows, ranks = (effect.ids == expert).nonzero(as_tuple=True)
-            y = expert_forward(module, pages[expert], effect.x[rows])
+            y = form.forward(pages[expert], effect.x[rows])
             out.index_add_(0, rows, y.float() * effect.weights[rows, ranks, None])
     return out.to(effect.x.dtype)
 
@@ -117,8 +105,7 @@ class Bench:
 
     def __init__(self, module: nn.Module) -> None:
         self.model = GraphModel(module)
-        self.pages = [take_pages(experts) for experts in self.model.experts]
-        self._number = {id(experts): number for number, experts in enumerate(self.model.experts)}
+        self.pages = [take_pages(each, form) for each, form in zip(self.model.experts, self.model.forms, strict=True)]
 
     def run(self, micro_batches: Sequence[Rows]) -> list[Tensor]:
         """One pass over ``micro_batches``, all suspended and resumed in turn -> logits of all rows of each."""
@@ -132,7 +119,7 @@ class Bench:
                     if isinstance(effect, Ended):
                         hidden[number] = effect.hidden
                     else:
-                        values[number] = self._serve(effect, run, micro_batches[number])
+                        values[number] = self._serve(effect, micro_batches[number])
         for sequence, count in (each for rows in micro_batches for each in rows):
             sequence.done += count
         return [self.model.logits(each) for each in hidden if each is not None]
@@ -142,20 +129,20 @@ class Bench:
         positions = torch.cat([torch.arange(sequence.done, sequence.done + count) for sequence, count in rows])
         return self.model.start(ids, positions, [(sequence.state, count) for sequence, count in rows])
 
-    def _serve(self, effect: Attend | Experts, run: GraphRun, rows: Rows) -> Tensor:
+    def _serve(self, effect: Attend | Experts, rows: Rows) -> Tensor:
         if isinstance(effect, Experts):
-            assert run.module is not None
-            return serve_experts(effect, run.module, self.pages[self._number[id(run.module)]])
+            return serve_experts(effect, self.model.forms[effect.index], self.pages[effect.index])
         return serve_attention(effect, rows)
 
 
-def take_pages(experts: nn.Module) -> list[Page]:
+def take_pages(experts: nn.Module, form: ExpertForm) -> list[Page]:
     """The page of each expert; the module keeps none of them."""
-    names = [name for name, weight in experts.named_parameters(recurse=False)]
-    pages = [{name: getattr(experts, name)[e].detach().clone() for name in names} for e in range(experts.num_experts)]
-    for name in names:
-        empty = torch.empty_like(getattr(experts, name), device="meta")
-        setattr(experts, name, nn.Parameter(empty, requires_grad=False))
+    pages = [{name: each.clone() for name, each in form.page(experts, e).items()} for e in range(form.count)]
+    for name in form.names():
+        owner, _, leaf = name.rpartition(".")
+        module = experts.get_submodule(owner)
+        empty = torch.empty_like(getattr(module, leaf), device="meta")
+        setattr(module, leaf, nn.Parameter(empty, requires_grad=False))
     return pages
 
 
