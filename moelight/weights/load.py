@@ -161,7 +161,7 @@ def load_dense(weight_map: WeightMap, model: ModelProfile, arena: torch.Tensor, 
     contiguous, any device). In mixed precision a tensor that float16 does not hold is bfloat16, and named in the log.
     Raises CheckpointError for an unreadable file, or tied embeddings stored twice that differ.
     """
-    _check_bytes(arena, dense_bytes(model, from_torch(dtype)), "the arena")
+    check_bytes(arena, dense_bytes(model, from_torch(dtype)), "the arena")
     mixed = bool(computed_in(from_torch(dtype), weight_map.dtype).pages)
     read_as, kept = to_torch(weight_map.dtype) if mixed else dtype, list[str]()
     outside: dict[str, torch.Tensor] = {}
@@ -179,7 +179,7 @@ def load_dense(weight_map: WeightMap, model: ModelProfile, arena: torch.Tensor, 
             (outside if tensor.layer < 0 else layers[tensor.layer])[tensor.name] = view
             used += align_up(nbytes, TENSOR_ALIGNMENT)
         if spare is not None:
-            _check_tie(reader, infos[0], spare)
+            check_tie(reader, infos[0], spare)
     if kept:
         _log.warning("%s: beyond the range of float16, computed in float32", ", ".join(map(repr, kept)))
     outside.setdefault("head", outside["embed"])
@@ -207,8 +207,8 @@ def exceeds_float16(numbers: torch.Tensor) -> bool:
     return largest >= BEYOND or 0 < largest < LEAST
 
 
-def _check_tie(reader: TensorReader, embed: TensorInfo, spare: TensorInfo) -> None:
-    """If tied embeddings are stored twice and differ, it is ambiguous which of the two to use."""
+def check_tie(reader: TensorReader, embed: TensorInfo, spare: TensorInfo) -> None:
+    """Raise CheckpointError if tied embeddings are stored twice and differ: it is ambiguous which of them to use."""
     halves = torch.empty((2, BOUNCE_BYTES // 2), dtype=torch.uint8)
     for begin in range(0, spare.nbytes, halves.shape[1]):
         first, second = halves[:, : spare.nbytes - begin]
@@ -268,7 +268,7 @@ class PageReader(TensorReader):
         """Start to fill ``dest`` (uint8, contiguous, whole numbers of ``dtype``) with the bytes of ``page`` (gate, up,
         down) from ``begin`` on. Returns None if the read is complete on return; raises CheckpointError here or in
         `PageRead.wait`."""
-        _check_bytes(dest, 1, "the slot")
+        check_bytes(dest, 1, "the slot")
         numbers = dest[: self.page_bytes - begin].view(self._dtype)
         pieces = self._pieces(page, begin // self._dtype.itemsize, numbers.numel())
         sizes = [piece.nbytes // self._stored.itemsize for piece in pieces]
@@ -336,7 +336,8 @@ def page_views(slot: torch.Tensor, model: ModelProfile, dtype: torch.dtype) -> t
     return numbers[:split].view(2 * width, hidden), numbers[split:].view(down_shape)
 
 
-def _check_bytes(memory: torch.Tensor, needed: int, what: str) -> None:
+def check_bytes(memory: torch.Tensor, needed: int, what: str) -> None:
+    """Raise ValueError unless ``memory`` is contiguous uint8 of at least ``needed`` bytes."""
     if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous() or memory.numel() < needed:
         raise ValueError(
             f"{what} must be contiguous uint8 of at least {needed} bytes, not {memory.dtype} {tuple(memory.shape)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -101,6 +101,13 @@ def _refuse_absurd(checkpoint: Checkpoint, model: ModelProfile) -> None:
             )
 
 
+def raise_first(faults: Sequence[str]) -> None:
+    """Raise CheckpointError for the first of ``faults``, one line each, with the number of the others; pass if none."""
+    if faults:
+        more = len(faults) - 1
+        raise CheckpointError(faults[0] + (f" (and {more} more fault{'s' if more > 1 else ''})" if more else ""))
+
+
 class _TensorSearch:
     """One search for all tensors of a model; records the tensors used and the faults found, in the order found."""
 
@@ -150,11 +157,7 @@ class _TensorSearch:
                     f"describes ({model.model_type}, num_hidden_layers {model.num_layers}, num_experts "
                     f"{model.experts.num_experts})"
                 )
-        if self._faults:
-            more = len(self._faults) - 1
-            raise CheckpointError(
-                self._faults[0] + (f" (and {more} more fault{'s' if more > 1 else ''})" if more else "")
-            )
+        raise_first(self._faults)
         return BY_SAFETENSORS[name]
 
     def _expert_pieces(self, layer: int, fused: str, singles: tuple[str, ...]) -> list[list[TensorInfo]]:

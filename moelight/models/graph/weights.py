@@ -1,0 +1,619 @@
+"""Finds the weights of a graph model in its checkpoint, in any spelling that transformers loads, and reads all but the
+expert pages into an arena.
+
+transformers' table of conversions (names, merges, splits, transpositions) is run on tensors without data (`boxes`), so
+that every parameter is a list of places in stored tensors, and every expert page some runs of stored numbers, which it
+keeps as they are. transformers loads nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from moelight.core.dtypes import BY_SAFETENSORS, FLOAT32, DType
+from moelight.core.errors import CheckpointError, ConfigError
+from moelight.core.schedule import Page
+from moelight.core.units import align_up
+from moelight.hrm.costs import TENSOR_ALIGNMENT
+from moelight.models.graph.boxes import Box, Boxes, BoxTensor, NotMovedError, UnequalError
+from moelight.models.graph.model import fill_buffers
+from moelight.models.graph.page_layout import ExpertsForm, PageLayout, experts_form, lay_out, matrices
+from moelight.weights.load import BOUNCE_BYTES, TensorReader, check_bytes, check_tie
+from moelight.weights.source import Checkpoint, TensorInfo
+from moelight.weights.tensor_map import raise_first
+from moelight.weights.torch_dtypes import to_torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_FLOATING = {name: to_torch(dtype) for name, dtype in BY_SAFETENSORS.items()}
+_WHOLE = {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_STORED = _FLOATING | _WHOLE
+_NUMBER = re.compile(r"\d+$")
+
+
+class Model(Protocol):
+    """What of a `GraphModel` is needed here."""
+
+    module: nn.Module
+    experts: tuple[nn.Module, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DenseTensor:
+    """A parameter or persistent buffer of the module outside experts.
+
+    Attributes:
+        names: in the module; several if it is tied.
+        shape: of the parameter.
+        dtype: that it keeps whatever the computation's is; None: the computation's.
+        wide: float32 in a computation in float16.
+        boxes: the stored numbers that tile it.
+        spare: the same numbers, stored once more under a tied name.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    wide: bool
+    boxes: tuple[Box, ...]
+    spare: TensorInfo | None = None
+
+    def dtype_in(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the tensor where ``dtype`` is computed in."""
+        return self.dtype or (torch.float32 if self.wide and dtype == torch.float16 else dtype)
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes in a computation in ``dtype``."""
+        return torch.Size(self.shape).numel() * self.dtype_in(dtype).itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphWeightMap:
+    """The places of all weights of a graph model; pages are of one ``dtype``.
+
+    Attributes:
+        dtype: of the expert pages, and of most other tensors.
+        dense: all tensors outside expert pages, in the order of the module; each at a multiple of 64 bytes of
+            the arena.
+        pages: the runs of stored bytes that make each expert's page, in order; ``layer`` counts the experts effects.
+        layouts: how the pages of each experts effect lie.
+        initial: persistent buffers that the checkpoint may lack and does, which the family's initialisation computes.
+    """
+
+    dtype: DType
+    dense: tuple[DenseTensor, ...]
+    pages: Mapping[Page, tuple[TensorInfo, ...]]
+    layouts: tuple[PageLayout, ...]
+    initial: tuple[str, ...]
+
+    def dense_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the arena in a computation in ``dtype``."""
+        return sum(align_up(tensor.nbytes(dtype), TENSOR_ALIGNMENT) for tensor in self.dense)
+
+    def page_bytes(self, layer: int) -> int:
+        """Bytes of each page of the experts effect ``layer``."""
+        return self.layouts[layer].numbers * self.dtype.itemsize
+
+
+def locate(directory: Path, model: Model) -> GraphWeightMap:
+    """Find every weight of ``model`` in the checkpoint of ``directory``: under the names of transformers 4 or 5, with
+    experts loose or fused.
+
+    Raises:
+        CheckpointError: for the first fault (missing, stored twice, left over, mis-shaped, of an unsupported or another
+            dtype, quantised, experts in pieces), with the number of the others.
+        ConfigError: for an experts module of unknown form.
+    """
+    checkpoint = Checkpoint.open(directory)
+    _refuse_quantized(checkpoint, model.module)
+    found = _Conversion(checkpoint, model.module)
+    return _Audit(checkpoint, model, found).weight_map()
+
+
+def _refuse_quantized(checkpoint: Checkpoint, module: nn.Module) -> None:
+    config: Any = module.config
+    for part in (config, config.get_text_config()):
+        if quantized := getattr(part, "quantization_config", None):
+            values = quantized if isinstance(quantized, dict) else vars(quantized)
+            method = values.get("quant_method", "unknown method")
+            raise CheckpointError(
+                f"{checkpoint.listing}: quantised ({getattr(method, 'value', method)}), which moelight does not run "
+                f"for {config.model_type}; take a checkpoint in one of {', '.join(BY_SAFETENSORS)}"
+            )
+
+
+@dataclass(slots=True)
+class _Sources:
+    """The stored tensors of one group of parameters: alone under ``None``, or by the pattern of a conversion."""
+
+    by_pattern: dict[str | None, list[TensorInfo]] = field(default_factory=dict)
+
+    def infos(self) -> list[TensorInfo]:
+        return [info for infos in self.by_pattern.values() for info in infos]
+
+
+class _Conversion:
+    """The stored tensors assigned to parameters by transformers' rules, and put through its operations.
+
+    Attributes:
+        tensors: by the parameter's name, all that were found.
+        sources: the stored tensors of each, for messages.
+        left: stored tensors that no rule assigns, and the names that the rules give them.
+        faults: one line each.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, module: nn.Module) -> None:
+        self.tensors: dict[str, Boxes] = {}
+        self.sources: dict[str, list[TensorInfo]] = {}
+        self.left: dict[str, TensorInfo] = {}
+        self.faults: list[str] = []
+        self._checkpoint, self._module = checkpoint, module
+        self._state = module.state_dict()
+        groups, converters = self._assigned()
+        for target, group in groups.items():
+            self._convert(target, group, converters)
+
+    def _assigned(self) -> tuple[dict[str, _Sources], dict[str, Any]]:
+        """Sources by the first parameter of each group, and the conversion of each pattern."""
+        from transformers.core_model_loading import WeightConverter, dot_natural_key
+
+        rename, transforms = renamer(self._module, self._state)
+        groups: dict[str, _Sources] = {}
+        for name in sorted(self._checkpoint.tensors, key=dot_natural_key):
+            target, pattern = rename(name)
+            info = self._checkpoint.tensors[name]
+            if target in self._state:
+                groups.setdefault(target, _Sources()).by_pattern.setdefault(pattern, []).append(info)
+            else:
+                self.left[target] = info
+        converters = [each for each in transforms if isinstance(each, WeightConverter)]
+        return groups, {pattern: each for each in converters for pattern in each.source_patterns}
+
+    def _convert(self, target: str, group: _Sources, converters: Mapping[str, Any]) -> None:
+        infos = group.infos()
+        self.sources[target] = infos
+        if any(info.dtype not in _STORED for info in infos):
+            return  # the audit names it
+        patterns = [pattern for pattern in group.by_pattern if pattern is not None]
+        if twice := _stored_twice(group):
+            self.faults.append(
+                f"{twice[0].file}: tensor {twice[0].name!r} and tensor {twice[1].name!r} (in {twice[1].file.name}) are "
+                "two spellings of the same weights; save the model again, with one of them"
+            )
+        elif not patterns:
+            self.tensors[target] = Boxes.of(infos[0])
+        elif absent := self._absent(target, group, converters[patterns[0]]):
+            self.faults.append(self.missing(absent))
+        else:
+            self._apply(target, group, converters[patterns[0]])
+
+    def _absent(self, target: str, group: _Sources, converter: Any) -> str:
+        """The name of a tensor that is missing among those to be put together; empty if none is."""
+        for pattern in converter.source_patterns:
+            if pattern not in group.by_pattern:
+                stem = target.partition(converter.target_patterns[0])[0]
+                return stem.rstrip(".") + "." + pattern.replace("*", "0").replace("\\", "").lstrip(".")
+            if "*" in pattern and (gap := _gap([info.name for info in group.by_pattern[pattern]])):
+                return gap
+        return ""
+
+    def _apply(self, target: str, group: _Sources, converter: Any) -> None:
+        """Run the operations of ``converter`` on the tensors of ``group``."""
+        converter = deepcopy(converter)
+        for pattern, infos in group.by_pattern.items():
+            for info in infos:
+                tensor = BoxTensor.over(Boxes.of(info), _STORED[info.dtype])
+                converter.add_tensor(target, info.name, pattern, tensor)
+        first = group.infos()[0]
+        try:
+            found = converter.convert(target, model=self._module, config=self._module.config)
+        except UnequalError as error:
+            self.faults.append(
+                f"{error.info.file}: tensor {error.info.name!r} ({error.info.dtype} {list(error.info.shape)}) "
+                f"differs from tensor {error.first.name!r} ({error.first.dtype} {list(error.first.shape)}), with which "
+                f"it makes {target!r}; fetch the checkpoint again"
+            )
+        except NotMovedError as error:
+            self.faults.append(
+                f"{first.file}: tensor {first.name!r} becomes {target!r} by {error}, which moelight does not do; "
+                "save the model with transformers 5 and save_original_format=False"
+            )
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, ValueError) as error:
+            self.faults.append(
+                f"{first.file}: tensor {first.name!r} {list(first.shape)} cannot be made {target!r} "
+                f"({str(error).splitlines()[0]}); check config.json"
+            )
+        else:
+            for name, tensor in found.items():
+                if name not in self._state:
+                    self.left[name] = first
+                    continue
+                self.tensors[name] = (tensor[0] if isinstance(tensor, list) else tensor).boxes
+                self.sources[name] = group.infos()
+
+    def missing(self, name: str) -> str:
+        """A fault: tensor ``name`` is missing."""
+        shape = f" {list(self._state[name].shape)}" if name in self._state else ""
+        config: Any = self._module.config
+        return (
+            f"{self._checkpoint.listing}: tensor {name!r}{shape} is missing, but config.json asks for it (model_type "
+            f"{config.model_type}, num_hidden_layers {config.num_hidden_layers}); correct config.json or fetch the "
+            "whole checkpoint"
+        )
+
+
+def renamer(module: nn.Module, state: Mapping[str, Tensor]) -> tuple[Any, Sequence[Any]]:
+    """transformers' rules for ``module``, whose parameters are ``state``: a function from a stored name to the name of
+    a parameter and the pattern of the conversion that makes it, or None; and all rules."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    model: PreTrainedModel = module  # type: ignore[assignment]
+    transforms = get_model_conversion_mapping(model)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+
+    def rename(name: str) -> tuple[str, str | None]:
+        found = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if found[0] not in state and name in state:
+            return rename_source_key(name, [], [], model.base_model_prefix, state)
+        return found
+
+    return rename, transforms
+
+
+def _stored_twice(group: _Sources) -> tuple[TensorInfo, TensorInfo] | None:
+    """Two tensors of ``group`` that say the same."""
+    plain = group.by_pattern.get(None, [])
+    loose = [info for pattern, infos in group.by_pattern.items() if pattern is not None for info in infos]
+    if plain and loose:
+        return plain[0], loose[0]
+    for pattern, infos in group.by_pattern.items():
+        if len(infos) > 1 and (pattern is None or "*" not in pattern):
+            return infos[0], infos[1]
+    return None
+
+
+def _gap(names: Sequence[str]) -> str:
+    """The first name missing in ``names``, which are numbered from 0 on in one place; empty if there is none."""
+    parts = [name.split(".") for name in names]
+    first, last = parts[0], parts[-1]
+    place = next((at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), None)
+    if place is None:
+        return ""
+    for index, each in enumerate(parts):
+        wanted = [*first[:place], _NUMBER.sub(str(index), first[place]), *first[place + 1 :]]
+        if each != wanted:
+            return ".".join(wanted)
+    return ""
+
+
+class _Audit:
+    """Checks what `_Conversion` found against the module, and divides it into pages and the rest."""
+
+    def __init__(self, checkpoint: Checkpoint, model: Model, found: _Conversion) -> None:
+        self._checkpoint, self._model, self._found = checkpoint, model, found
+        self._module: Any = model.module
+        self._faults = found.faults
+        self._state = model.module.state_dict(keep_vars=True)
+        names = {id(module): name for name, module in model.module.named_modules()}
+        self._forms = [(names[id(module)], module, experts_form(module)) for module in model.experts]
+        self._of_pages = {f"{prefix}.{path}" for prefix, _, form in self._forms for path in form.parameters}
+
+    def weight_map(self) -> GraphWeightMap:
+        """The map; raises CheckpointError for the first fault."""
+        self._left_over()
+        dtype = self._dtype()
+        dense, initial = self._dense(dtype)
+        layouts, pages = [], {}
+        for layer, (prefix, module, form) in enumerate(self._forms):
+            rows = self._rows(prefix, module, form)
+            if rows and (found := self._laid_out(form, rows)):
+                layouts.append(found[0])
+                pages.update({Page(layer=layer, expert=expert): runs for expert, runs in enumerate(found[1])})
+        raise_first(self._faults)
+        return GraphWeightMap(
+            dtype=dtype,
+            dense=dense,
+            pages=MappingProxyType(pages),
+            layouts=tuple(layouts),
+            initial=initial,
+        )
+
+    def _dtype(self) -> DType:
+        """The dtype of pages; faults for tensors of another one."""
+        used = {info.name: (info, target) for target, infos in self._found.sources.items() for info in infos}
+        of_pages = Counter(info.dtype for info, target in used.values() if target in self._of_pages)
+        common = (of_pages or Counter(info.dtype for info, _ in used.values())).most_common(1)
+        name = common[0][0] if common and common[0][0] in BY_SAFETENSORS else FLOAT32.safetensors
+        for info, target in used.values():
+            stored = f"{info.file}: tensor {info.name!r} has dtype {info.dtype}"
+            floating = self._state[target].is_floating_point()
+            if info.dtype not in (_FLOATING if floating else _WHOLE):
+                supported = ", ".join(_FLOATING if floating else _WHOLE)
+                self._faults.append(f"{stored}; supported: {supported}")
+            elif floating and info.dtype not in (name, *(() if target in self._of_pages else ("F32",))):
+                self._faults.append(f"{stored}, the others {name}; save the model again in one dtype")
+        return BY_SAFETENSORS[name]
+
+    def _left_over(self) -> None:
+        ignored = [*(self._module._keys_to_ignore_on_load_unexpected or ()), *_no_longer_stored(self._module)]
+        left = {
+            target: info
+            for target, info in self._found.left.items()
+            if not any(re.search(pattern, target) for pattern in ignored)
+        }
+        elsewhere = _of_other_parts(self._checkpoint.directory, self._module, left.values()) if left else set()
+        config = self._module.config
+        self._faults.extend(
+            f"{info.file}: tensor {info.name!r} {list(info.shape)} has no place in the model config.json describes "
+            f"({config.model_type}, num_hidden_layers {config.num_hidden_layers})"
+            for info in left.values()
+            if info.name not in elsewhere
+        )
+
+    def _dense(self, dtype: DType) -> tuple[tuple[DenseTensor, ...], tuple[str, ...]]:
+        """Every tensor outside pages, and the names of those that are to be initialised."""
+        tied: dict[int, list[str]] = {}
+        for name, tensor in self._state.items():
+            if name not in self._of_pages:
+                tied.setdefault(id(tensor), []).append(name)
+        absent = list(self._module._keys_to_ignore_on_load_missing or ())
+        dense, initial = [], []
+        for names in tied.values():
+            if any(name in self._found.sources for name in names):
+                if tensor := self._dense_tensor(names, dtype):
+                    dense.append(tensor)
+            elif not isinstance(self._state[names[0]], nn.Parameter) and any(
+                re.search(pattern, names[0]) for pattern in absent
+            ):
+                initial.append(names[0])
+                dense.append(self._described(names, dtype, ()))
+            else:
+                self._faults.append(self._found.missing(names[0]))
+        return tuple(dense), tuple(initial)
+
+    def _dense_tensor(self, names: Sequence[str], dtype: DType) -> DenseTensor | None:
+        stored = [name for name in names if name in self._found.tensors]
+        shape = tuple(self._state[names[0]].shape)
+        if not stored or not all(self._shaped(name, [shape]) for name in stored):
+            return None
+        tensor = self._described(names, dtype, self._found.tensors[stored[0]].boxes)
+        if len(stored) == 1:
+            return tensor
+        first, spare = (self._found.sources[name] for name in stored[:2])
+        if len(first) > 1 or len(spare) > 1 or first[0].dtype != spare[0].dtype or len(stored) > 2:
+            self._faults.append(f"{first[0].file}: tensors {', '.join(map(repr, stored))} are tied, but all are stored")
+            return None
+        return replace(tensor, spare=spare[0])
+
+    def _described(self, names: Sequence[str], dtype: DType, boxes: tuple[Box, ...]) -> DenseTensor:
+        tensor: Tensor = self._state[names[0]]
+        strict, wide = (
+            any(re.search(pattern.replace("*", ".*"), names[0]) for pattern in patterns or ())
+            for patterns in (self._module._keep_in_fp32_modules_strict, self._module._keep_in_fp32_modules)
+        )
+        keeps = not isinstance(tensor, nn.Parameter) and any(box.info.dtype == "F32" for box in boxes)
+        own: torch.dtype | None = None
+        if not tensor.is_floating_point() or tensor.dtype != self._module.dtype:
+            own = tensor.dtype
+        elif strict or (keeps and dtype is not FLOAT32):
+            own = torch.float32
+        return DenseTensor(names=tuple(names), shape=tuple(tensor.shape), dtype=own, wide=wide, boxes=boxes)
+
+    def _shaped(self, name: str, shapes: Sequence[tuple[int, ...]]) -> bool:
+        """Whether tensor ``name`` has one of ``shapes``; a fault if not."""
+        found = self._found.tensors[name].shape
+        if found in shapes:
+            return True
+        infos = self._found.sources[name]
+        what = f"tensor {infos[0].name!r} has shape {list(infos[0].shape)}"
+        if len(infos) > 1:
+            what = f"tensors {infos[0].name!r} … {infos[-1].name!r} make {name!r} {list(found)}"
+        elif found != infos[0].shape:
+            what = f"tensor {infos[0].name!r} {list(infos[0].shape)} makes {name!r} {list(found)}"
+        self._faults.append(f"{infos[0].file}: {what}, but config.json asks for {list(shapes[0])}")
+        return False
+
+    def _rows(self, prefix: str, module: Any, form: ExpertsForm) -> list[dict[str, Boxes]] | None:
+        """The tensors of each expert of ``module`` by their paths; None, and faults, if they are not as they should."""
+        paths = {path: self._state[f"{prefix}.{path}"] for path in form.parameters}
+        count = _experts_of(module, form, paths)
+        rows: dict[str, list[Boxes]] = {}
+        for path, tensor in paths.items():
+            name, shape = f"{prefix}.{path}", tuple(tensor.shape)
+            if name not in self._found.tensors:
+                if name not in self._found.sources:
+                    self._faults.append(self._found.missing(name))
+                continue
+            # Experts beyond the count do nothing and have no page.
+            shapes = [shape] if form.by_rows else [shape, (count, *shape[1:])]
+            if self._shaped(name, shapes):
+                found = self._found.tensors[name]
+                whole = found.view((count, shape[0] // count, *shape[1:])) if form.by_rows else found
+                rows[path] = whole.unbind(0)[:count]
+        if len(rows) < len(paths):
+            return None
+        return [{path: each[expert] for path, each in rows.items()} for expert in range(count)]
+
+    def _laid_out(
+        self, form: ExpertsForm, experts: Sequence[dict[str, Boxes]]
+    ) -> tuple[PageLayout, list[tuple[TensorInfo, ...]]] | None:
+        """The layout of the pages of ``experts``, given the tensors of each by their paths, and the stored runs
+        of each page; None, and a fault, if there are none or they differ."""
+        layout: PageLayout | None = None
+        known: tuple[Any, ...] = ()
+        runs: tuple[tuple[int, int, int], ...] = ()  # position of the tensor, first number from its first box on, count
+        pages = []
+        for expert, tensors in enumerate(experts):
+            boxes = [(path, box) for path, tensor in tensors.items() for box in tensor.boxes]
+            first: dict[str, Box] = {}
+            for _, box in boxes:
+                first.setdefault(box.info.name, box)
+            order, bases = {name: place for place, name in enumerate(first)}, list(first.values())
+            places = [(order[box.info.name], box.offset - first[box.info.name].offset) for _, box in boxes]
+            key = tuple((path, box.start, box.shape, box.strides) for path, box in boxes), tuple(places)
+            if key != known:
+                found = lay_out(matrices(form, tensors))
+                if found is None or (layout is not None and found[0] != layout):
+                    self._faults.append(
+                        f"{bases[0].info.file}: tensor {bases[0].info.name!r}: the bytes of expert {expert} "
+                        f"{'are not together' if found is None else 'lie in another order than those of the others'}; "
+                        "save the model again with transformers 5"
+                    )
+                    return None
+                layout, known = found[0], key
+                runs = tuple(
+                    (order[run.info.name], run.begin - first[run.info.name].offset, run.count) for run in found[1]
+                )
+            pages.append(tuple(_run_of(bases[place], begin, count) for place, begin, count in runs))
+        return (layout, pages) if layout else None
+
+
+def _run_of(base: Box, begin: int, count: int) -> TensorInfo:
+    """``count`` stored numbers of the tensor of ``base``, from number ``begin`` after the first of ``base`` on."""
+    info, size = base.info, _STORED[base.info.dtype].itemsize
+    if count * size == info.nbytes:
+        return info
+    return replace(info, shape=(count,), offset=info.offset + (base.offset + begin) * size, nbytes=count * size)
+
+
+def _experts_of(module: Any, form: ExpertsForm, paths: Mapping[str, Tensor]) -> int:
+    """The number of experts that have weights."""
+    return int(module.num_experts) if form.by_rows else min(tensor.shape[0] for tensor in paths.values())
+
+
+def _no_longer_stored(module: nn.Module) -> Iterator[str]:
+    """Patterns of buffers that old checkpoints hold and the module computes."""
+    buffers = [name for name, _ in module.named_buffers()]
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        yield r"rotary_emb\.inv_freq$"
+    if any(name.endswith("position_ids") for name in buffers):
+        yield r"(^|\.)position_ids$"
+
+
+def _of_other_parts(directory: Path, module: nn.Module, left: Iterable[TensorInfo]) -> set[str]:
+    """The names of those tensors of ``left`` that belong to other parts (vision, audio) of the composite model that
+    config.json of ``directory`` describes, of which ``module`` is the text model."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    whole = getattr(transformers, (config.architectures or [""])[0], None)
+    if not config.sub_configs or whole is None or isinstance(module, whole):
+        return set()
+    with torch.device("meta"):
+        state = whole(config).state_dict()
+    rename, _ = renamer(whole, state)
+    return {info.name for info in left if rename(info.name)[0] in state}
+
+
+def fill(model: Model, found: GraphWeightMap, arena: Tensor, dtype: torch.dtype) -> None:
+    """Read all weights outside expert pages: the module's parameters and buffers become views of ``arena`` (uint8, at
+    least ``found.dense_bytes(dtype)``, contiguous, any device), computed buffers are on its device, and the experts'
+    matrices stay on the meta device. Raises CheckpointError for an unreadable file, for tied weights that are stored
+    twice and differ, and for numbers that float16 does not hold."""
+    check_bytes(arena, found.dense_bytes(dtype), "the arena")
+    module: Any = model.module
+    _compute_buffers(module, dtype, arena.device)
+    views, used = [], 0
+    for tensor in found.dense:
+        nbytes, kind = tensor.nbytes(dtype), tensor.dtype_in(dtype)
+        views.append(arena[used : used + nbytes].view(kind).view(tensor.shape))
+        used += align_up(nbytes, TENSOR_ALIGNMENT)
+        _place(module, tensor.names, views[-1])
+    for name in found.initial:
+        part = module.get_submodule(name.rpartition(".")[0])
+        with torch.no_grad():
+            module._init_weights(part)
+    files = (box.info.file for tensor in found.dense for box in tensor.boxes)
+    spares = (tensor.spare.file for tensor in found.dense if tensor.spare)
+    with TensorReader((*files, *spares), found.dtype) as reader:
+        for tensor, view in zip(found.dense, views, strict=True):
+            for box in tensor.boxes:
+                _read(reader, box, view, to_torch(found.dtype))
+            if view.dtype == torch.float16 and bool(view.isinf().any()):
+                info = tensor.boxes[0].info
+                raise CheckpointError(
+                    f"{info.file}: tensor {info.name!r} has numbers that float16 does not hold; compute in float32 or "
+                    "bfloat16"
+                )
+            if tensor.spare is not None:
+                check_tie(reader, tensor.boxes[0].info, tensor.spare)
+    _check_filled(module, {id(part) for part in model.experts})
+
+
+def _read(reader: TensorReader, box: Box, whole: Tensor, common: torch.dtype) -> None:
+    """Fill the place of ``box`` in ``whole``; ``common`` is the dtype that ``reader`` converts."""
+    part = whole[tuple(slice(start, start + size) for start, size in zip(box.start, box.shape, strict=True))]
+    stored, numbers = _STORED[box.info.dtype], part.numel()
+    size = stored.itemsize
+    if box.in_order and part.is_contiguous():
+        piece = _run_of(box, 0, numbers)
+        if stored == common:
+            reader.read(piece, part)
+            return
+        flat = part.view(-1)
+        for begin in range(0, numbers, BOUNCE_BYTES // size):
+            chunk = torch.empty(min(BOUNCE_BYTES // size, numbers - begin), dtype=stored)
+            reader.fill(piece, begin * size, chunk.view(torch.uint8))
+            flat[begin : begin + chunk.numel()].copy_(chunk)
+        return
+    span = torch.empty(box.span, dtype=stored)
+    reader.fill(box.info, box.offset * size, span.view(torch.uint8))
+    part.copy_(span.as_strided(box.shape, box.strides))
+
+
+def _place(module: nn.Module, names: Sequence[str], view: Tensor) -> None:
+    """Make ``view`` the parameter or buffer called ``names``."""
+    parameter = nn.Parameter(view, requires_grad=False)
+    for name in names:
+        path, _, key = name.rpartition(".")
+        owner = module.get_submodule(path)
+        if key in owner._parameters:
+            owner._parameters[key] = parameter
+        else:
+            owner._buffers[key] = view
+
+
+def _compute_buffers(module: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Compute the buffers that checkpoints do not hold, those of the module's own dtype in ``dtype``, on ``device``."""
+    own = module.dtype
+    for part in module.modules():
+        for name in part._non_persistent_buffers_set:
+            buffer = part._buffers.get(name)
+            if buffer is not None and buffer.dtype == own != torch.float32:
+                part._buffers[name] = buffer.to(dtype)
+    fill_buffers(module)
+    for part in module.modules():
+        for name in part._non_persistent_buffers_set:
+            if (buffer := part._buffers.get(name)) is not None:
+                part._buffers[name] = buffer.to(device)
+
+
+def _check_filled(module: Any, experts: set[int]) -> None:
+    """Raise ConfigError if a tensor outside expert pages has no numbers: what the family computes is not known."""
+    for path, part in module.named_modules():
+        own = {**part._parameters, **part._buffers, **vars(part)}
+        for name, tensor in own.items():
+            if isinstance(tensor, Tensor) and tensor.is_meta and id(part) not in experts:
+                raise ConfigError(
+                    f"{module.config.model_type}: {path}.{name} is neither stored nor computed by its initialisation"
+                )
