@@ -1,0 +1,68 @@
+"""What a suspended run of a module graph waits for. Does not depend on transformers, nor on how an effect is served.
+
+Legend: T rows of the micro-batch, H hidden, Hq query heads, Hkv key/value heads, D head size of queries and keys, Dv of
+values, k experts per token. Tensors have the dtype and device of the module; they are views that the graph does not
+write again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Attend:
+    """Causal attention over the cache of mixer ``layer``; resume with [T, Hq, Dv].
+
+    Attributes:
+        layer: number of the mixer effect in the order of the graph.
+        q: [T, Hq, D], after the rotary embedding and norms; so is ``k``.
+        k: [T, Hkv, D], to be appended to the cache.
+        v: [T, Hkv, Dv].
+        scale: of the products of queries and keys.
+        window: a row at position p sees keys p - window + 1 … p; all up to p if None.
+        chunk: a row at position p sees no key before p // chunk * chunk; None: no such border.
+        sinks: one logit a query head [Hq], which takes part in the softmax and has no value.
+        softcap: c of c · tanh(logit / c), applied to scaled logits.
+    """
+
+    layer: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    window: int | None = None
+    sinks: Tensor | None = None
+    softcap: float | None = None
+    chunk: int | None = None
+
+
+@dataclass(slots=True)
+class Experts:
+    """The mixture of routed experts after mixer ``layer``; resume with [T, H] in the dtype of ``x``.
+
+    Attributes:
+        layer: number of the mixer effect that it follows.
+        index: number of this effect in the order of the graph, as in ``GraphModel.experts`` and ``forms``.
+        x: [T, H], what each chosen expert is applied to.
+        ids: integers [T, k]; an id that is not below the number of experts adds nothing.
+        weights: float32 [T, k], factors of the experts' outputs, as the family's router gave them.
+    """
+
+    layer: int
+    index: int
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+
+
+@dataclass(slots=True)
+class Ended:
+    """The end of a run: ``hidden`` [T, H] after the final norm."""
+
+    hidden: Tensor
+
+
+Effect = Attend | Experts | Ended

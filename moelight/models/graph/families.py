@@ -1,0 +1,256 @@
+"""What families need beyond transformers' two interfaces, as data: modules with state of their own, and experts that
+do not come through `ExpertsInterface`. Does not depend on runs.
+
+A row names a class of transformers; a class that is in no table is what its family's module graph says it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moelight.models.graph.state import StateSpec
+
+_RECURRENT = StateSpec()
+_PART = StateSpec(mixer=False)
+_OPAQUE = StateSpec(opaque=True)
+
+STATEFUL: Mapping[str, StateSpec] = {
+    "BailingHybridDeltaAttention": _RECURRENT,
+    "BambaMixer": _RECURRENT,
+    "Glm5NextTextLinearAttention": _RECURRENT,
+    "GraniteMoeHybridMambaLayer": _RECURRENT,
+    "JambaMambaMixer": StateSpec(stepwise=True),
+    "KimiLinearDeltaAttention": _RECURRENT,
+    "Lfm2MoeShortConv": _RECURRENT,
+    "Lfm2ShortConv": _RECURRENT,
+    "MiniMaxLightningAttention": StateSpec(cache="MiniMaxCache"),
+    "NemotronHMamba2Mixer": _RECURRENT,
+    "OlmoHybridGatedDeltaNet": _RECURRENT,
+    "Qwen3NextGatedDeltaNet": _RECURRENT,
+    "Qwen3_5GatedDeltaNet": _RECURRENT,
+    "Qwen3_5MoeGatedDeltaNet": _RECURRENT,
+    "Qwen4ExpTextGatedDeltaNet": _RECURRENT,
+    # Parts of attention, or of the embedding, that look back
+    "Qwen4ExpTextNGramEmbedding": _PART,
+    "Inkling2DynamicShortConvolution": _PART,
+    "Inkling2ShortConvolution": _PART,
+    "InklingShortConvolution": _PART,
+    "ZayaCCAProjection": _PART,
+    # Attention that selects keys, compresses them, or adds to logits
+    "AXK2Attention": _OPAQUE,
+    "DeepseekV32Attention": _OPAQUE,
+    "DeepseekV4Attention": _OPAQUE,
+    "Dots3NoteTextAttention": _OPAQUE,
+    "DogeAttention": _OPAQUE,
+    "Glm5NextTextAttention": _OPAQUE,
+    "GlmMoeDsaAttention": _OPAQUE,
+    "HYV4Attention": _OPAQUE,
+    "InklingAttention": _OPAQUE,
+    "Inkling2FullAttention": _OPAQUE,
+    "Inkling2SlidingAttention": _OPAQUE,
+    "MiniMaxM3VLAttention": _OPAQUE,
+    "MistralLarge4TextAttention": _OPAQUE,
+    "Qwen4ExpTextAttention": _OPAQUE,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projection:
+    """One matrix of every expert of a module.
+
+    Attributes:
+        name: of the module's parameter [E, out, in], or [E · out, in] where experts are stacked rows.
+        transposed: it is [E, in, out].
+        bias: of the parameter [E, out] that is added, if any.
+    """
+
+    name: str
+    transposed: bool = False
+    bias: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertForm:
+    """How one expert of a module computes, and of which parameters its page is made.
+
+    Attributes:
+        count: of experts that have a page; ids from here on have none.
+        inward: applied to the input: one matrix (up, or gate and up at once), or two (gate, up).
+        outward: applied to what ``activate`` makes of them.
+        activate: the module's own function of the results of ``inward`` [n, ...] -> [n, I].
+        interleaved: rows of gate and up take turns in the one matrix of ``inward``.
+        gated: whether a gate is among ``inward``.
+        finish: a norm of each expert's output [n, H], which is no part of a page.
+    """
+
+    count: int
+    inward: tuple[Projection, ...]
+    outward: Projection
+    activate: Callable[..., Tensor]
+    interleaved: bool = False
+    gated: bool = True
+    finish: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, page: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """One expert, whose matrices and biases ``page`` has by name, on x [n, H] -> [n, H]."""
+        out = _product(page, self.outward, self.activate(*(_product(page, each, x) for each in self.inward)))
+        return out if self.finish is None else self.finish(out)
+
+    def names(self) -> list[str]:
+        """The parameters of the module that pages are cut from."""
+        every = (*self.inward, self.outward)
+        return [each.name for each in every] + [each.bias for each in every if each.bias is not None]
+
+    def page(self, module: nn.Module, expert: int) -> dict[str, Tensor]:
+        """Views of the parameters of one expert of ``module``."""
+        found = {}
+        for each in (*self.inward, self.outward):
+            weight = module.get_parameter(each.name)
+            stacked = weight.unflatten(0, (self.count, -1)) if weight.ndim == 2 else weight  # noqa: PLR2004
+            found[each.name] = stacked[expert]
+            if each.bias is not None:
+                found[each.bias] = module.get_parameter(each.bias)[expert]
+        return found
+
+
+def _product(page: Mapping[str, Tensor], projection: Projection, x: Tensor) -> Tensor:
+    weight = page[projection.name]
+    out = x @ (weight if projection.transposed else weight.T)
+    return out if projection.bias is None else out + page[projection.bias]
+
+
+Mix = Callable[
+    [nn.Module, Tensor, Tensor, Tensor], Tensor
+]  # experts module, x [T, H], ids and weights [T, k] -> [T, H]
+
+
+def interface_form(module: nn.Module) -> ExpertForm:
+    """The form of a module that transformers' ``use_experts_implementation`` decorates."""
+
+    def projection(name: str) -> Projection:
+        bias = f"{name}_bias" if module.has_bias else None
+        return Projection(name=name, transposed=module.is_transposed, bias=bias)
+
+    return ExpertForm(
+        count=module.num_experts,
+        inward=(projection("gate_up_proj" if module.has_gate else "up_proj"),),
+        outward=projection("down_proj"),
+        activate=module._apply_gate if module.has_gate else module.act_fn,
+        interleaved=not module.is_concatenated,
+        gated=module.has_gate,
+        finish=module.post_expert_norm if module.has_post_expert_norm else None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutsideExperts:
+    """Experts that do not come through `ExpertsInterface`.
+
+    Attributes:
+        forward: in place of the module's: ``forward(module, mix, *its arguments)``.
+            None: its own.
+        form: of the experts, where the module is what is given to ``mix``.
+    """
+
+    forward: Callable[..., Any] | None = None
+    form: Callable[[nn.Module], ExpertForm] = interface_form
+
+
+def _gate_up(
+    act: Callable[[Tensor], Tensor],
+    count: int,
+    *,
+    up: str = "gate_up_proj",
+    down: str = "down_proj",
+    transposed: bool = False,
+) -> ExpertForm:
+    def activate(both: Tensor) -> Tensor:
+        gate, value = both.chunk(2, dim=-1)
+        return act(gate) * value
+
+    inward = Projection(name=up, transposed=transposed)
+    outward = Projection(name=down, transposed=transposed)
+    return ExpertForm(count=count, inward=(inward,), outward=outward, activate=activate)
+
+
+def _dbrx_form(module: nn.Module) -> ExpertForm:
+    act = module.mlp.activation_fn
+    return ExpertForm(
+        count=module.num_experts,
+        inward=(Projection(name="mlp.w1"), Projection(name="mlp.v1")),
+        outward=Projection(name="mlp.w2", transposed=True),
+        activate=lambda gate, up: act(gate) * up,
+    )
+
+
+def _dbrx(module: nn.Module, mix: Mix, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    return mix(module, hidden, ids, weights)
+
+
+def _longcat(module: nn.Module, mix: Mix, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Experts from ``num_routed_experts`` on return their input."""
+    same = (weights * (ids >= module.num_routed_experts)).sum(-1, keepdim=True).to(hidden.dtype)
+    return mix(module, hidden, ids, weights) + hidden * same
+
+
+def _llama4(module: nn.Module, mix: Mix, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """A token's one expert is applied to the token times its score."""
+    x = hidden.reshape(-1, module.hidden_dim)
+    scores, logits = module.router(x)
+    ids = scores.argmax(-1, keepdim=True)
+    mixture = mix(module.experts, x * scores.gather(1, ids), ids, torch.ones_like(ids, dtype=torch.float32))
+    return module.shared_expert(x) + mixture, logits
+
+
+def _jetmoe(module: nn.Module, mix: Mix, hidden: Tensor) -> Tensor:
+    logits = module.router.layer(hidden.reshape(-1, module.input_size)).float()
+    chosen, ids = logits.topk(module.router.top_k, dim=1)
+    return mix(module, hidden, ids, chosen.softmax(dim=1).type_as(hidden)) + module.bias
+
+
+def _jetmoe_gating(module: nn.Module, _: Mix, hidden: Tensor) -> tuple[Any, ...]:
+    """The router of attention's own experts, which stay resident: transformers' own, with counts on the meta device."""
+    if hidden.device.type != "meta":
+        return type(module).forward(module, hidden)
+    rows = hidden.shape[0] * module.top_k
+    index = torch.zeros(rows, dtype=torch.int64, device="meta")
+    return index, index, hidden.new_zeros(rows), [rows] + [0] * (module.num_experts - 1), hidden
+
+
+OUTSIDE: Mapping[str, OutsideExperts] = {
+    "DbrxExperts": OutsideExperts(forward=_dbrx, form=_dbrx_form),
+    "JetMoeMoE": OutsideExperts(
+        forward=_jetmoe,
+        form=lambda module: _gate_up(
+            module.activation, module.router.num_experts, up="input_linear.weight", down="output_linear.weight"
+        ),
+    ),
+    "JetMoeTopKGating": OutsideExperts(forward=_jetmoe_gating),
+    "Llama4TextExperts": OutsideExperts(
+        form=lambda module: _gate_up(module.act_fn, module.num_experts, transposed=True)
+    ),
+    "Llama4TextMoe": OutsideExperts(forward=_llama4),
+    "LongcatFlashExperts": OutsideExperts(
+        forward=_longcat, form=lambda module: _gate_up(module.act_fn, module.num_routed_experts)
+    ),
+}
+
+
+def refusal(config: Any) -> str | None:
+    """Why a graph of ``config`` is not served, in words; None if nothing is known against it."""
+    if config.model_type == "llama4_text" and config.num_experts_per_tok != 1:
+        return f"num_experts_per_tok {config.num_experts_per_tok}: experts of one token have different inputs"
+    return None
+
+
+def rotary_length(module: nn.Module) -> int | None:
+    """The length of sequences that ``module``, a rotary embedding, was made for, if its frequencies depend on the
+    length of each; else None."""
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
+    return module.original_max_seq_len if {"dynamic", "longrope"} & set(kinds) else None

@@ -1,0 +1,367 @@
+"""The module graph of a family of transformers as a coroutine: a run is suspended at attention and at experts, and
+resumed with their results. Does not depend on who serves them, on weights of checkpoints, or on the engine.
+
+Attention and experts reach the run through transformers' own registries: `AttentionInterface` under the name `NAME`,
+which has no mask function, so that graphs pass no mask; `ExpertsInterface` under the same name.
+
+Legend: T rows of the micro-batch, H hidden, V vocabulary; others as in `effects`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from moelight.core.errors import ConfigError, MoelightError
+from moelight.models.graph.effects import Attend, Effect, Ended, Experts
+from moelight.models.graph.families import OUTSIDE, STATEFUL, ExpertForm, interface_form, refusal, rotary_length
+from moelight.models.graph.state import State, StatefulModule, StateSpec, own_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+NAME = "moelight"
+_DRY_ROWS = 2
+_HARMLESS = frozenset(("position_ids", "cache_position"))  # tensors of attention calls that say nothing new
+
+
+class MixerKind(Enum):
+    """How the mixer of a layer is served."""
+
+    ATTENTION = "attention"  # the run is suspended
+    RECURRENT = "recurrent"  # within the segment, with the state of each sequence
+    OPAQUE = "opaque"  # within the segment, with transformers' cache of each sequence
+
+
+class GraphModel:
+    """One family's module graph and the order of its effects.
+
+    Attributes:
+        config: of the text model, as transformers read it.
+        module: the whole causal language model; on the meta device until its parameters are filled.
+        mixers: the kind of each mixer, in order; their number is the number of layers of a schedule.
+        moe_layers: whether experts follow mixer l.
+        experts: the module of each experts effect, in order; their parameters are never materialised.
+        forms: how the experts of each of them compute, and what their pages are.
+        stateful: whether a sequence keeps state beside paged keys and values.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Make ``module`` suspend; raises ConfigError, naming what the graph does that runs cannot serve."""
+        _register()
+        self.module = module.eval().requires_grad_(False)
+        self._decoder = module.get_decoder()
+        self.config: PretrainedConfig = self._decoder.config
+        if (reason := refusal(self.config)) is not None:
+            raise ConfigError(f"{self.config.model_type}: {reason}")
+        self._body = self._decoder.forward
+        module.model.forward = _given_hidden
+        self.forms: tuple[ExpertForm, ...] = ()
+        self.experts: tuple[nn.Module, ...] = ()
+        self.stateful = self._hook()
+        self.mixers, self.moe_layers = self._dry_run()
+
+    @classmethod
+    def from_config(cls, directory: Path) -> GraphModel:
+        """The graph of ``directory/config.json`` on the meta device; buffers that no checkpoint holds have values.
+
+        Raises:
+            ConfigError: transformers is missing or does not know the family, its code is remote, or it is not served.
+        """
+        return cls(on_meta(read_config(directory)))
+
+    def start(self, token_ids: Tensor, positions: Tensor, sequences: Sequence[tuple[State, int]]) -> GraphRun:
+        """A run over ``token_ids`` int64 [T] at ``positions`` int64 [T]: consecutive rows of ``sequences``, each its
+        state and its number of rows."""
+        return GraphRun(self._body, token_ids, positions, sequences)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The family's own head on ``hidden`` [S, H] after the final norm -> float32 [S, V]."""
+        with torch.inference_mode():
+            return self.module(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0].float()
+
+    def _hook(self) -> bool:
+        """Let attention, experts and modules with state reach the run; returns whether there are such modules."""
+        for config in {
+            id(part.config): part.config for part in self.module.modules() if hasattr(part, "config")
+        }.values():
+            config._attn_implementation = config._experts_implementation = NAME
+            config.output_router_logits = False
+        stateful = False
+        within: set[nn.Module] = set()
+        for part in self._decoder.modules():
+            name = type(part).__name__
+            if (spec := STATEFUL.get(name)) is not None and part not in within:
+                within.update(part.modules())
+                stateful = True
+                _run_per_sequence(part, spec, self.config)
+            elif (outside := OUTSIDE.get(name)) is not None:
+                if outside.forward is not None:
+                    part.forward = partial(outside.forward, part, _mix)
+            elif (length := rotary_length(part)) is not None:
+                _rotate_per_sequence(part, length)
+        return stateful
+
+    def _dry_run(self) -> tuple[tuple[MixerKind, ...], tuple[bool, ...]]:
+        """Find the order of effects without computing; parameters are on the meta device or not."""
+        family, device = self.config.model_type, next(self.module.parameters()).device
+        rows = torch.zeros(_DRY_ROWS, dtype=torch.int64, device=device)
+        run = self.start(rows, torch.arange(_DRY_ROWS, device=device), [(State(), _DRY_ROWS)])
+        follows: list[int] = []
+        modules: list[nn.Module] = []
+        value = None
+        while not isinstance(effect := run.resume(value), Ended):
+            if isinstance(effect, Experts):
+                if effect.layer < 0:
+                    raise ConfigError(f"{family}: experts before the first mixer are not served")
+                if effect.layer in follows:
+                    raise ConfigError(f"{family}: two groups of experts in layer {effect.layer} are not served")
+                follows.append(effect.layer)
+                modules.append(run.module)
+                value = torch.zeros_like(effect.x)
+            else:
+                value = effect.q.new_zeros((*effect.q.shape[:2], effect.v.shape[2]))
+        self.experts = tuple(modules)
+        self.forms = tuple(_form(each) for each in modules)
+        return tuple(run.kinds), tuple(layer in follows for layer in range(len(run.kinds)))
+
+
+class GraphRun:
+    """One suspended run of a graph, to be resumed on one thread only.
+
+    Attributes:
+        sequences: whose consecutive rows the run has.
+        kinds: of the mixers passed so far.
+        module: that issued the last effect.
+    """
+
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        token_ids: Tensor,
+        positions: Tensor,
+        sequences: Sequence[tuple[State, int]],
+    ) -> None:
+        self.sequences = sequences
+        self.kinds: list[MixerKind] = []
+        self.experts = 0
+        self.module: nn.Module
+        self._inputs = {"input_ids": token_ids[None], "position_ids": positions[None], "use_cache": False}
+        self._body = body
+        self._greenlet: Any = None
+
+    def resume(self, value: Tensor | None) -> Effect:
+        """Run on from the last effect, whose result is ``value`` (None: from the start), to the next effect."""
+        from greenlet import getcurrent, greenlet
+
+        with torch.inference_mode():
+            if self._greenlet is None:
+                self._greenlet = greenlet(self._forward)
+                self._greenlet.run_of_graph = self
+                return self._greenlet.switch()
+            if self._greenlet.dead:
+                raise MoelightError("the run of the graph has ended")
+            self._greenlet.parent = getcurrent()
+            return self._greenlet.switch(value)
+
+    def suspend(self, module: nn.Module, effect: Effect) -> Tensor:
+        """Called within the run: hand ``effect`` of ``module`` out, return the value that the run is resumed with."""
+        self.module = module
+        return self._greenlet.parent.switch(effect)
+
+    def _forward(self) -> Ended:
+        return Ended(self._body(**self._inputs).last_hidden_state[0])
+
+
+def read_config(directory: Path) -> PretrainedConfig:
+    """The text model's config of ``directory/config.json``; raises ConfigError."""
+    transformers = _transformers()
+    path = directory / "config.json"
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"{path}: transformers {transformers.__version__} cannot read it: {first}") from None
+    return config
+
+
+def on_meta(config: PretrainedConfig) -> nn.Module:
+    """The causal language model of ``config`` with parameters on the meta device and computed buffers on the CPU.
+
+    Of a model that also sees or hears, the encoders are left out.
+    """
+    transformers = _transformers()
+    kinds = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
+    kind = next((each for each in kinds if type(config) in each._model_mapping), None)
+    if kind is None:
+        raise ConfigError(
+            f"{config.model_type}: transformers {transformers.__version__} has no causal language model of it"
+        )
+    with torch.device("meta"):
+        module = kind.from_config(config, trust_remote_code=False)
+    decoder = module.get_decoder()
+    for name, child in list(module.model.named_children()):
+        if module.model is not decoder and child is not decoder:
+            setattr(module.model, name, None)
+    fill_buffers(module)
+    return module
+
+
+def use(module: nn.Module, name: str) -> None:
+    """Let all attention and experts of ``module`` be those registered as ``name``."""
+    configs = {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}
+    for config in configs.values():
+        config._attn_implementation = config._experts_implementation = name
+        config.output_router_logits = False
+
+
+def fill_buffers(module: nn.Module) -> None:
+    """Compute the buffers that checkpoints do not hold, by the family's own initialisation, on the CPU."""
+    from transformers import PreTrainedModel
+
+    owner: dict[nn.Module, PreTrainedModel] = {}
+    for part in module.modules():
+        if isinstance(part, PreTrainedModel):
+            owner.update(dict.fromkeys(part.modules(), part))
+    for part, model in owner.items():
+        names = [name for name in part._non_persistent_buffers_set if getattr(part, name) is not None]
+        if not names:
+            continue
+        for name in names:
+            setattr(part, name, torch.empty_like(getattr(part, name), device="cpu"))
+        with torch.no_grad():
+            model._init_weights(part)
+
+
+def _transformers() -> Any:
+    try:
+        importlib.import_module("greenlet")
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ConfigError(
+            f"this family needs transformers and greenlet: pip install 'moelight[graph]' ({error})"
+        ) from None
+
+
+def _register() -> None:
+    _transformers()
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
+    ALL_EXPERTS_FUNCTIONS.register(NAME, _mix)
+
+
+def _running() -> GraphRun:
+    from greenlet import getcurrent
+
+    return getcurrent().run_of_graph
+
+
+class _Given:
+    """Outputs of a body of which only the hidden states are there; whatever else a head asks for is None."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        return None if index else self.last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _given_hidden(*, inputs_embeds: Tensor, **_: object) -> _Given:
+    """In place of the body while the head is computed: what is given are the body's hidden states."""
+    return _Given(inputs_embeds)
+
+
+def _form(experts: nn.Module) -> ExpertForm:
+    outside = OUTSIDE.get(type(experts).__name__)
+    return interface_form(experts) if outside is None else outside.form(experts)
+
+
+def _run_per_sequence(module: nn.Module, spec: StateSpec, config: PretrainedConfig) -> None:
+    """Let ``module`` run once for each sequence of the run that it is called in, counted if it is a mixer."""
+    kind = MixerKind.OPAQUE if spec.opaque else MixerKind.RECURRENT
+    if spec.opaque:
+        own_config(module)
+    stateful = StatefulModule(module, spec, config)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        run = _running()
+        if spec.mixer:
+            run.kinds.append(kind)
+        return stateful(run.sequences, *args, **kwargs)
+
+    module.forward = forward
+
+
+def _rotate_per_sequence(module: nn.Module, length: int) -> None:
+    """Let a rotary embedding whose frequencies depend on the length of the sequence see one sequence at a time."""
+    whole = module.forward
+
+    def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        out, start = [], 0
+        for _, count in _running().sequences:
+            module.max_seq_len_cached = length  # forget what other sequences needed
+            some = position_ids[:, start : start + count]
+            some = some if some.device.type != "meta" else torch.arange(count)[None]
+            out.append(whole(x, some, *args, **kwargs))
+            start += count
+        if isinstance(out[0], Tensor):
+            return torch.cat(out, dim=1)
+        return tuple(torch.cat(each, dim=1) for each in zip(*out, strict=True))
+
+    module.forward = forward
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: query [1, Hq, T, D], key and value [1, Hkv, T, D or Dv] -> [1, T, Hq, Dv]."""
+    run = _running()
+    for name, other in others.items():
+        if isinstance(other, Tensor) and name not in _HARMLESS:
+            raise ConfigError(f"{type(module).__name__}: attention with {name} is not served")
+    if attention_mask is not None:
+        raise ConfigError(f"{type(module).__name__}: attention with a mask of its own is not served")
+    effect = Attend(
+        layer=len(run.kinds),
+        q=query[0].transpose(0, 1),
+        k=key[0].transpose(0, 1),
+        v=value[0].transpose(0, 1),
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        sinks=s_aux,
+        softcap=softcap,
+    )
+    run.kinds.append(MixerKind.ATTENTION)
+    return run.suspend(module, effect)[None], None
+
+
+def _mix(module: nn.Module, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """transformers' experts function: hidden [..., H], ids and weights [..., k] -> [..., H]."""
+    run = _running()
+    k = ids.shape[-1]
+    x = hidden.reshape(-1, hidden.shape[-1])
+    effect = Experts(len(run.kinds) - 1, run.experts, x, ids.reshape(-1, k), weights.reshape(-1, k).float())
+    run.experts += 1
+    return run.suspend(module, effect).view(hidden.shape)

@@ -1,0 +1,305 @@
+"""A family proves itself before it runs: a tiny model with the switches of the user's config, transformers' eager
+forward of each sequence alone against suspended runs of the graph. Does not depend on checkpoints or the engine.
+
+The runs share micro-batches in all the ways that the engine uses: ragged prompts, prompts in parts after a context,
+prompts beside decode rows, two micro-batches interleaved at every suspension, experts that the graph does not hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from moelight.models.graph.effects import Attend, Ended, Experts
+from moelight.models.graph.families import ExpertForm
+from moelight.models.graph.model import GraphModel, GraphRun, on_meta, use
+from moelight.models.graph.state import State
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+TOLERANCE = 1e-4  # of logits, relative to the largest of their row
+Page = dict[str, Tensor]
+
+
+@dataclass
+class Tokens:
+    """A sequence of the test: all its tokens, and what passes have left of it so far."""
+
+    ids: Tensor
+    done: int = 0
+    kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    state: State = field(default_factory=State)
+
+
+Rows = Sequence[tuple[Tokens, int]]  # of a micro-batch: sequences and how many rows each brings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the self-test found.
+
+    Attributes:
+        error: largest error of logits, relative to the largest of their row.
+        greedy: whether all greedy tokens are identical.
+        differs: the operation that differs first, in words; None if all agree.
+    """
+
+    error: float
+    greedy: bool
+    differs: str | None
+
+
+def serve_experts(effect: Experts, form: ExpertForm, pages: Sequence[Page]) -> Tensor:
+    """The mixture of ``effect``, page by page, summed in float32."""
+    out = torch.zeros(effect.x.shape, dtype=torch.float32, device=effect.x.device)
+    for expert in effect.ids.unique().tolist():
+        if expert < len(pages):
+            rows, ranks = (effect.ids == expert).nonzero(as_tuple=True)
+            y = form.forward(pages[expert], effect.x[rows])
+            out.index_add_(0, rows, y.float() * effect.weights[rows, ranks, None])
+    return out.to(effect.x.dtype)
+
+
+def serve_attention(effect: Attend, rows: Rows) -> Tensor:
+    """Attention of a micro-batch over the keys and values that its sequences kept, to which its own are appended."""
+    out, start = [], 0
+    for sequence, count in rows:
+        k, v = effect.k[start : start + count], effect.v[start : start + count]
+        if effect.layer in sequence.kv:
+            kept = sequence.kv[effect.layer]
+            k, v = torch.cat((kept[0], k)), torch.cat((kept[1], v))
+        sequence.kv[effect.layer] = k, v
+        out.append(_attention(effect, effect.q[start : start + count], k, v))
+        start += count
+    return torch.cat(out)
+
+
+def _attention(effect: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q [n, Hq, D] are the last n of k [L, Hkv, D] and v [L, Hkv, Dv] -> [n, Hq, Dv]."""
+    groups = q.shape[1] // k.shape[1]
+    logits = torch.einsum("nhd,lhd->hnl", q, k.repeat_interleave(groups, 1)).float() * effect.scale
+    if effect.softcap is not None:
+        logits = effect.softcap * torch.tanh(logits / effect.softcap)
+    key = torch.arange(k.shape[0], device=q.device)
+    row = key[-q.shape[0] :, None]
+    seen = key <= row
+    if effect.window is not None:
+        seen &= key > row - effect.window
+    if effect.chunk is not None:
+        seen &= key >= row // effect.chunk * effect.chunk
+    logits = logits.masked_fill(~seen, float("-inf"))
+    if effect.sinks is not None:
+        sinks = effect.sinks.float().view(-1, 1, 1).expand(-1, logits.shape[1], 1)
+        logits = torch.cat((logits, sinks), dim=-1)
+    weights = logits.softmax(-1)[..., : k.shape[0]].to(v.dtype)
+    return torch.einsum("hnl,lhd->nhd", weights, v.repeat_interleave(groups, 1))
+
+
+class Bench:
+    """A graph whose experts were taken out of it, and the passes of the self-test over it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.model = GraphModel(module)
+        self.pages = [take_pages(each, form) for each, form in zip(self.model.experts, self.model.forms, strict=True)]
+
+    def run(self, micro_batches: Sequence[Rows]) -> list[Tensor]:
+        """One pass over ``micro_batches``, all suspended and resumed in turn -> logits of all rows of each."""
+        runs = [self._start(rows) for rows in micro_batches]
+        values: list[Tensor | None] = [None] * len(runs)
+        hidden: list[Tensor | None] = [None] * len(runs)
+        while any(each is None for each in hidden):
+            for number, run in enumerate(runs):
+                if hidden[number] is None:
+                    effect = run.resume(values[number])
+                    if isinstance(effect, Ended):
+                        hidden[number] = effect.hidden
+                    else:
+                        values[number] = self._serve(effect, micro_batches[number])
+        for sequence, count in (each for rows in micro_batches for each in rows):
+            sequence.done += count
+        return [self.model.logits(each) for each in hidden if each is not None]
+
+    def _start(self, rows: Rows) -> GraphRun:
+        ids = torch.cat([sequence.ids[sequence.done : sequence.done + count] for sequence, count in rows])
+        positions = torch.cat([torch.arange(sequence.done, sequence.done + count) for sequence, count in rows])
+        return self.model.start(ids, positions, [(sequence.state, count) for sequence, count in rows])
+
+    def _serve(self, effect: Attend | Experts, rows: Rows) -> Tensor:
+        if isinstance(effect, Experts):
+            return serve_experts(effect, self.model.forms[effect.index], self.pages[effect.index])
+        return serve_attention(effect, rows)
+
+
+def take_pages(experts: nn.Module, form: ExpertForm) -> list[Page]:
+    """The page of each expert; the module keeps none of them."""
+    pages = [{name: each.clone() for name, each in form.page(experts, e).items()} for e in range(form.count)]
+    for name in form.names():
+        owner, _, leaf = name.rpartition(".")
+        module = experts.get_submodule(owner)
+        empty = torch.empty_like(getattr(module, leaf), device="meta")
+        setattr(module, leaf, nn.Parameter(empty, requires_grad=False))
+    return pages
+
+
+_LAYERS = 4  # of a tiny model at least; more where they are of more kinds
+_HEADS = 4
+_VOCABULARY = 160
+_SIZES: dict[str, int] = {  # fields that are sizes alone and what they become; all others keep the user's values
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), _VOCABULARY),
+    **dict.fromkeys(("hidden_size", "embed_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "prefix_dense_intermediate_size", "dense_intermediate_size"), 96),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 32),
+    **dict.fromkeys(("moe_shared_expert_intermediate_size", "moe_shared_intermediate_size"), 32),
+    **dict.fromkeys(("mamba_d_head",), 32),
+    **dict.fromkeys(("num_attention_heads", "swa_num_attention_heads", "mamba_num_heads", "mamba_n_heads"), _HEADS),
+    **dict.fromkeys(("linear_num_value_heads", "linear_num_heads", "num_linear_attention_heads"), _HEADS),
+    **dict.fromkeys(("head_dim", "v_head_dim", "swa_head_dim", "swa_v_head_dim", "kv_channels", "index_head_dim"), 16),
+    **dict.fromkeys(("qk_nope_head_dim", "kv_lora_rank", "o_lora_rank", "mamba_head_dim", "global_head_dim"), 16),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 16),
+    **dict.fromkeys(("hidden_size_per_layer_input",), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "ssm_state_size", "mamba_d_state", "chunk_size", "mamba_chunk_size"), 8),
+    **dict.fromkeys(("q_lora_rank", "qk_head_dim"), 24),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads", "num_global_key_value_heads"), 2),
+    **dict.fromkeys(("linear_num_key_heads", "n_groups", "mamba_n_groups", "o_groups", "index_n_heads"), 2),
+}
+_AT_MOST: dict[str, int] = {  # counts of which a few are enough, and lengths that prompts of the test must exceed
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2),
+    **dict.fromkeys(("moe_top_k",), 2),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 2),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 1),
+    **dict.fromkeys(("num_nextn_predict_layers",), 0),
+    **dict.fromkeys(("n_group", "num_expert_group"), 2),
+    **dict.fromkeys(("topk_group",), 1),
+    **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_chunk_size", "index_topk", "block_size"), 8),
+    **dict.fromkeys(("index_block_size", "rel_extent", "zero_expert_num"), 4),
+    **dict.fromkeys(("index_topk_blocks",), 3),
+}
+
+
+def tiny(config: PretrainedConfig) -> PretrainedConfig:
+    """``config`` with small sizes, few layers that show every kind of layer, and every switch kept."""
+    return type(config)(**_shrunk(config.to_dict(), config))
+
+
+def _shrunk(fields: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
+    """The fields of ``config`` made tiny, those of configs within it too."""
+    named = {name: getattr(type(config), "attribute_map", {}).get(name, name) for name in (*_SIZES, *_AT_MOST)}
+    every_head = getattr(config, "num_key_value_heads", None) == getattr(config, "num_attention_heads", None)
+    for name, value in {**_SIZES, **_AT_MOST}.items():
+        had = fields.get(named[name])
+        if isinstance(had, int) and not isinstance(had, bool):
+            fields[named[name]] = value if name in _SIZES else min(had, value)
+    if fields.get("kv_lora_rank") is not None:  # latent attention: the size of rotated heads, one key a head
+        fields |= {"head_dim": 8} if "head_dim" in fields else {}
+        every_head = True
+    if every_head and named["num_key_value_heads"] in fields:
+        fields[named["num_key_value_heads"]] = _HEADS
+    for name, value in fields.items():
+        if name.endswith("_token_id"):
+            fields[name] = 0 if isinstance(value, int) else [0] if isinstance(value, list) else value
+    for name in config.sub_configs:
+        if isinstance(fields.get(name), dict):
+            fields[name] = _shrunk(fields[name], getattr(config, name))
+    if "num_hidden_layers" in fields or "num_hidden_layers" in getattr(type(config), "attribute_map", {}):
+        _few_layers(fields, config)
+    _short_rotations(fields)
+    return fields | {"dtype": "float32"}
+
+
+def _few_layers(fields: dict[str, Any], config: PretrainedConfig) -> None:
+    """Cut lists of one entry a layer, and the number of layers, to the first that show every combination."""
+    count = config.num_hidden_layers
+    lists = {name: each for name, each in fields.items() if isinstance(each, list) and len(each) == count}
+    single = fields.get("per_layer_config") or {}
+    kinds = [(*(repr(each[n]) for each in lists.values()), repr(single.get(n))) for n in range(count)]
+    few = min(count, max(_LAYERS, 1 + max(kinds.index(kind) for kind in set(kinds))))
+    fields.update({name: each[:few] for name, each in lists.items()})
+    fields[getattr(type(config), "attribute_map", {}).get("num_hidden_layers", "num_hidden_layers")] = few
+    if single:
+        small = {**_SIZES, **_AT_MOST}
+        fields["per_layer_config"] = {
+            n: {name: small.get(name, value) for name, value in each.items()} for n, each in single.items() if n < few
+        }
+
+
+def _short_rotations(fields: dict[str, Any]) -> None:
+    """Fit lists of one entry a frequency, or of numbers of frequencies, to the small heads."""
+    rope = fields.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return
+    half = int(fields.get("head_dim", 16) * rope.get("partial_rotary_factor", 1.0)) // 2
+    for name in ("long_factor", "short_factor"):
+        if name in rope:
+            rope[name] = rope[name][:half]
+    if "mrope_section" in rope:
+        parts = len(rope["mrope_section"])
+        rope["mrope_section"] = [half - half // parts * (parts - 1), *[half // parts] * (parts - 1)]
+
+
+def self_test(config: PretrainedConfig, *, seed: int = 0) -> Verdict:
+    """Compare suspended runs of ``config``'s graph, made tiny, with transformers' eager forward, in float32."""
+    torch.manual_seed(seed)
+    module = _random(tiny(config))
+    prompts = [torch.randint(3, 150, (length,)) for length in _LENGTHS]
+    with torch.inference_mode():
+        expected = [module(input_ids=each[None], use_cache=False).logits[0].float() for each in prompts]
+    bench = Bench(module)
+    sequences = [Tokens(each) for each in prompts]
+    got: list[list[Tensor]] = [[] for _ in prompts]
+    for micro_batches in _PASSES:
+        rows = [[(sequences[number], count) for number, count in each] for each in micro_batches]
+        for logits, batch in zip(bench.run(rows), micro_batches, strict=True):
+            for part, (number, count) in zip(logits.split([count for _, count in batch]), batch, strict=True):
+                assert part.shape[0] == count
+                got[number].append(part)
+    error, greedy = 0.0, True
+    for mine, theirs in zip(got, expected, strict=True):
+        logits = torch.cat(mine)
+        error = max(error, _relative(logits, theirs))
+        greedy &= bool((logits.argmax(-1) == theirs.argmax(-1)).all())
+    return Verdict(error=error, greedy=greedy, differs=None if error <= TOLERANCE and greedy else "?")
+
+
+_PASSES: tuple[tuple[tuple[tuple[int, int], ...], ...], ...] = (  # micro-batches of (sequence, rows)
+    (((0, 9), (1, 12)), ((2, 5),)),  # prompts, ragged; the second in part
+    (((0, 1), (1, 13)), ((3, 70), (2, 1))),  # the rest of it after its context; a prompt beside decode rows
+    (((0, 1), (2, 1), (3, 1)), ((1, 2),)),
+    (((1, 1), (0, 4), (2, 1)), ((3, 1),)),  # several rows of a sequence that has decoded
+)
+_LENGTHS = tuple(
+    sum(count for each in _PASSES for batch in each for number, count in batch if number == sequence)
+    for sequence in range(4)
+)
+
+
+def _relative(logits: Tensor, expected: Tensor) -> float:
+    """Largest error of any row [n, V], relative to the row's largest logit; infinite where a row is no number."""
+    error = (logits - expected).abs().amax(-1) / expected.abs().amax(-1).clamp_min(1e-9)
+    return float(error.nan_to_num(nan=float("inf")).max())
+
+
+def _random(config: PretrainedConfig) -> nn.Module:
+    """A model of ``config`` on the CPU in float32 with random weights of every parameter, eager throughout."""
+    module = on_meta(config).eval().requires_grad_(False)
+    use(module, "eager")
+    for part in module.modules():
+        for name, weight in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+            if not weight.is_meta:
+                continue
+            new = torch.empty(weight.shape, dtype=torch.float32 if weight.is_floating_point() else weight.dtype)
+            setattr(part, name, nn.Parameter(new, requires_grad=False) if name in part._parameters else new)
+    module.tie_weights()
+    with torch.no_grad():
+        module.initialize_weights()
+    for name, weight in module.named_parameters():
+        if weight.ndim > 1:
+            weight.normal_(0, 0.15)
+        else:
+            weight.add_(torch.randn_like(weight), alpha=0.1)
+    return module

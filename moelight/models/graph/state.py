@@ -1,0 +1,174 @@
+"""What a sequence keeps between passes beside paged keys and values, and modules that run once a sequence to use it.
+
+A module with recurrent state (linear attention, Mamba, short convolutions), or a whole attention module whose keys only
+transformers' own cache can hold, runs inside a segment: its rows are split by sequence, and each part is computed with
+the cache in that sequence's `State`. Does not depend on how a run is suspended.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_CACHE_NAMES = ("cache_params", "past_key_values")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSpec:
+    """How a module with state of its own runs.
+
+    Attributes:
+        mixer: it is the mixer of its layer; else a part of one whose attention suspends the run.
+        opaque: it holds attention, which needs a mask and computes itself.
+        stepwise: after a context it takes one row at a time.
+        cache: name of the cache class in the family's module; transformers' `DynamicCache` if None.
+    """
+
+    mixer: bool = True
+    opaque: bool = False
+    stepwise: bool = False
+    cache: str | None = None
+
+
+class State:
+    """Recurrent state and opaque caches of one sequence; empty for a graph of attention alone.
+
+    Attributes:
+        cache: transformers' cache of the whole model, of which stateful modules use their layers; None before the
+            first pass.
+    """
+
+    def __init__(self) -> None:
+        self.cache: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that the state keeps."""
+        return sum(each.nbytes for each in {id(each): each for each in _tensors(self.cache, set())}.values())
+
+
+class PerSequence(list):
+    """One value a sequence, in place of a tensor that a stateful module hands to the next one."""
+
+
+class StatefulModule:
+    """The forward of ``module`` over the rows of several sequences, each with the cache of its own state."""
+
+    def __init__(self, module: nn.Module, spec: StateSpec, config: Any) -> None:
+        self.spec = spec
+        self._module = module
+        self._config = config
+        self._forward = module.forward
+        self._signature = inspect.signature(module.forward)
+        names = list(self._signature.parameters)
+        self._first = names[0]
+        self._cache_name = next((name for name in _CACHE_NAMES if name in names), None)
+        self._has_mask = "attention_mask" in names
+
+    def __call__(self, sequences: Sequence[tuple[State, int]], *args: Any, **kwargs: Any) -> Any:
+        """The module's own result for all rows: tensors [1, T, ...] joined, others one a sequence."""
+        arguments = dict(self._signature.bind(*args, **kwargs).arguments)
+        arguments |= arguments.pop("kwargs", {})
+        total = sum(count for _, count in sequences)
+        results, start = [], 0
+        for number, (state, count) in enumerate(sequences):
+            mine = {name: _part(each, number, start, count, total) for name, each in arguments.items()}
+            results.append(self._one(state, mine, count))
+            start += count
+        return _joined(results, apart=self.spec.opaque)
+
+    def _one(self, state: State, arguments: dict[str, Any], count: int) -> Any:
+        if state.cache is None:
+            state.cache = self._new_cache()
+        if count > 1 and self.spec.stepwise and self._continues(state):
+            steps = [{name: _part(each, 0, row, 1, count) for name, each in arguments.items()} for row in range(count)]
+            return _joined([self._call(state, each, 1) for each in steps], apart=False)
+        return self._call(state, arguments, count)
+
+    def _call(self, state: State, arguments: dict[str, Any], count: int) -> Any:
+        if self._cache_name is not None:
+            arguments[self._cache_name] = state.cache
+        if self._has_mask:
+            hidden = arguments[self._first]
+            arguments["attention_mask"] = self._mask(state, hidden, count) if self.spec.opaque else None
+        return self._forward(**arguments)
+
+    def _continues(self, state: State) -> bool:
+        return state.cache.get_recurrent_state(self._module.layer_idx, state_idx=0) is not None
+
+    def _new_cache(self) -> Any:
+        if self.spec.cache is not None:
+            return getattr(sys.modules[type(self._module).__module__], self.spec.cache)()
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self._config)
+
+    def _mask(self, state: State, hidden: Tensor, count: int) -> Tensor:
+        """What to add to logits of the last ``count`` rows [1, 1, n, L]: causal, within the module's window."""
+        layer = self._module.layer_idx
+        length, offset = state.cache.get_mask_sizes(count, layer)
+        first = state.cache.get_query_offset(layer)
+        key = torch.arange(offset, offset + length, device=hidden.device)
+        row = torch.arange(first, first + count, device=hidden.device)[:, None]
+        seen = key <= row
+        window = getattr(self._module, "sliding_window", None)
+        if window is not None:
+            seen &= key > row - window
+        lowest = torch.finfo(hidden.dtype).min
+        return torch.zeros(seen.shape, dtype=hidden.dtype, device=hidden.device).masked_fill(~seen, lowest)[None, None]
+
+
+def own_config(module: nn.Module) -> None:
+    """Let attention within ``module`` be transformers' eager one, whatever the rest of the graph uses."""
+    for part in module.modules():
+        if hasattr(part, "config"):
+            part.config = copy.copy(part.config)
+            part.config._attn_implementation = "eager"
+
+
+def _part(value: Any, number: int, start: int, count: int, total: int) -> Any:
+    """Of an argument for ``total`` rows, what belongs to rows ``start`` to ``start + count`` of sequence ``number``."""
+    if isinstance(value, PerSequence):
+        return value[number]
+    if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, total):
+        return value[:, start : start + count]
+    if isinstance(value, tuple):
+        return tuple(_part(each, number, start, count, total) for each in value)
+    if isinstance(value, dict):
+        return {name: _part(each, number, start, count, total) for name, each in value.items()}
+    return value
+
+
+def _joined(results: list[Any], *, apart: bool) -> Any:
+    """Results of consecutive rows as one: tensors [1, n, ...] joined; with ``apart``, those beside the first are kept
+    one a sequence."""
+    if isinstance(results[0], Tensor):
+        return results[0] if len(results) == 1 else torch.cat(results, dim=1)
+    columns = list(zip(*results, strict=True))
+    rest = [None if each[0] is None else PerSequence(each) if apart else torch.cat(each, dim=1) for each in columns[1:]]
+    return (torch.cat(columns[0], dim=1), *rest)
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif id(value) not in seen:
+        seen.add(id(value))
+        inner: Callable[[], Any] | None = None
+        if isinstance(value, dict):
+            inner = value.values
+        elif isinstance(value, list | tuple):
+            inner = value.__iter__
+        elif type(value).__module__.startswith("transformers.") and hasattr(value, "layers"):
+            inner = vars(value).values
+        elif hasattr(value, "is_initialized") or hasattr(value, "conv_states"):
+            inner = vars(value).values
+        for each in inner() if inner is not None else ():
+            yield from _tensors(each, seen)
