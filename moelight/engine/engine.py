@@ -163,7 +163,7 @@ class Engine:
         self._device_limit = self.plan.use_of("device").capacity_bytes if self.plan and machine.discrete else 0
         self._guard_device_memory()
         self._passes: PassRunner | None = self._load(source, lanes, dtype, cuda_graphs)
-        window, pool, discrete = self.profile.attention.window, self._passes.pool, machine.discrete
+        window, pool, discrete = self.profile.window, self._passes.pool, machine.discrete
         self._batcher = Batcher(self.policy, pool, discrete=discrete, window=window, prefix_caching=prefix_caching)
         self._adapting: PassAdaptation | None = None
         # Under static admission, one pass does not predict the next.

@@ -112,7 +112,7 @@ class LoadedModel:
                     self.pages, experts.residency, self._reader.start, leave=leave, remembers=remembers
                 )
             spec = self.profile.attention
-            heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
+            heads = (spec.num_heads, spec.num_kv_heads, spec.cached_head_dim) if spec.num_heads else (1, 1, 8)
             self.prompt_form = prompt_form(machine.device, dtype, *heads)
             self.operations = self._operations(policy, machine, arenas)
             self.graphs = graphs_of(machine.device, int(tokens)) if cuda_graphs else None
@@ -203,20 +203,21 @@ class LoadedModel:
 
     def _attention(self, policy: Policy, arenas: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[TaskKind, Act]:
         """On the host over its KV cache, or on the device over blocks in either memory."""
-        spec, layers = self.profile.attention, self.profile.num_layers
+        specs = [self.profile.attention_of(layer) for layer in range(self.profile.num_layers)]
         blocks, size = self.pool.blocks, policy.kv_block_size
         if policy.attention_device == "cpu":
-            paged = paged_cache(arenas["kv"], spec, num_layers=layers, blocks=blocks, block_size=size, dtype=dtype)
-            return HostAttention(spec, paged).table
+            paged = paged_cache(arenas["kv"], specs, blocks=blocks, block_size=size, dtype=dtype)
+            return HostAttention(specs, paged, form=self.prompt_form).table
 
-        def cache(name: str, blocks: int) -> Tensor:
-            return token_cache(arenas[name], spec, num_layers=layers, slots=blocks * size, dtype=dtype)
+        def cache(name: str, blocks: int) -> list[Tensor]:
+            return token_cache(arenas[name], specs, slots=blocks * size, dtype=dtype)
 
         host, there = self.pool.host_blocks, blocks - self.pool.host_blocks
-        shape = (KV_BUFFERS, int(kv_buffer_tokens(policy)), 2, spec.num_kv_heads, spec.head_dim)
+        shape = (KV_BUFFERS, int(kv_buffer_tokens(policy)) * costs.cache_width(self.profile))
         return DeviceAttention(
-            spec,
+            specs,
             typed(arenas["kv_buffer"], dtype, shape),
+            form=self.prompt_form,
             on_host=cache("kv", host) if self.layout.context_crosses else None,
             on_device=cache("device_kv", there) if there else None,
         ).table

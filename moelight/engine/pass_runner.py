@@ -265,7 +265,7 @@ class PassRunner:
         if on_device:
             mb.added = find_added(mb.cache_slots, host_slots=host_slots)
         if on_device or (mb.prefill_only and mb.crossing is not None):
-            window, form = self.model.profile.attention.window, self.model.prompt_form
+            window, form = self.model.profile.window, self.model.prompt_form
             mb.context = find_context(chunks, block_size=size, window=window, host_slots=host_slots, form=form)
 
 

@@ -56,9 +56,11 @@ class MachineCosts:
         passed = [*range(self.layers[-1] + 1, self.model.num_layers)] if row == 0 else []
         seconds = float(cost_model.head_s(tokens)) if row == 0 else 0.0
         for each in (*passed, *range(first, layer + 1)):
-            elements = costs.layer_elements(self.model)[each]
+            elements, kind = costs.layer_elements(self.model)[each], costs.layer_attention(self.model)[each]
             seconds += float(cost_model.before_s(elements, tokens))
-            seconds += float(cost_model.decode_attention_s(cost_model.expert_unit, tokens, CONTEXT))
+            if kind is not None:
+                seconds += float(cost_model.decode_attention_s(cost_model.expert_unit, tokens, CONTEXT, kind))
+            seconds += float(cost_model.states_s(tokens, CONTEXT, 0.0, 1.0, costs.layer_states(self.model)[each]))
             seconds += float(cost_model.after_s(elements, tokens, moe=self.model.moe_layers[each]))
         return seconds
 

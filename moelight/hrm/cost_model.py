@@ -81,28 +81,40 @@ class CostModel:
             return 0.0
         return self.speeds.cpu.touch_s(2 * tokens * costs.residual_bytes(self.model, self.dtype, 1))
 
-    def decode_attention_s(self, unit: Unit, tokens: Any, context: Any) -> Any:
-        """Seconds of an average layer's attention of ``tokens`` sequences over ``context`` cached tokens each."""
-        flops = costs.attention_flops(self.model, tokens * self.seen(context))
-        seconds = unit.attention_s(self.kv_read_bytes(tokens, context), flops, context)
+    def decode_attention_s(self, unit: Unit, tokens: Any, context: Any, kind: costs.AttentionKind) -> Any:
+        """Seconds of the attention of ``tokens`` sequences over ``context`` cached tokens each in an average layer of
+        ``kind``."""
+        flops = costs.attention_flops(kind.spec, tokens * kind.seen_on_average(context))
+        seconds = unit.attention_s(self.kv_read_bytes(tokens, context, kind), flops, context)
         return seconds + self._overhead_s(unit, KERNELS["attention"])
 
-    def prefill_attention_s(self, unit: Unit, tokens: Any, prompt_len: Any) -> Any:
-        """Seconds of one layer's attention of ``tokens`` prompt tokens over themselves (equation of A_g = 1)."""
-        flops = costs.attention_flops(self.model, tokens * self.seen((prompt_len + 1) / 2))
+    def prefill_attention_s(self, unit: Unit, tokens: Any, prompt_len: Any, kind: costs.AttentionKind) -> Any:
+        """Seconds of the attention of ``tokens`` prompt tokens over themselves in an average layer of ``kind``
+        (equation of A_g = 1)."""
+        flops = costs.attention_flops(kind.spec, tokens * kind.seen_on_average((prompt_len + 1) / 2))
         return unit.prefill_s(flops, prompt_len) + self._overhead_s(unit, KERNELS["attention"])
+
+    def states_s(
+        self, tokens: Any, context: Any, prompt_tokens: Any, prompt_len: Any, states: tuple[int, int] | None = None
+    ) -> Any:
+        """Seconds of ``states`` beside the paged cache (None: of all layers, `costs.state_bytes`) on the unit of the
+        projections: each of ``tokens`` sequences reads and writes its own, and reads what it keeps of ``context``
+        tokens; a prompt's token takes 4 flops, an outer product and a query, for each number that it sees."""
+        each, of_token = costs.state_bytes(self.model) if states is None else states
+        if not (each or of_token):
+            return 0.0
+        unit = self.expert_unit
+        seen = (each + of_token * (prompt_len + 1) / 2) / self.dtype.itemsize
+        touched = unit.touch_s(tokens * (2 * each + of_token * context))
+        return touched + np.where(prompt_tokens > 0, unit.prefill_s(4.0 * prompt_tokens * seen, prompt_len), 0.0)
 
     def head_s(self, rows: Any) -> Any:
         product = self.expert_unit.product_s(rows, costs.head_elements(self.model), self.dtype)
         return product + self._overhead_s(self.expert_unit, KERNELS["head"])
 
-    def seen(self, context: Any) -> Any:
-        """Positions that a token attends to in an average layer."""
-        return costs.seen_positions(self.model, context) / self.model.num_layers
-
-    def kv_read_bytes(self, tokens: Any, context: Any) -> Any:
-        """Bytes of the KV cache that one layer's attention of ``tokens`` sequences reads."""
-        return tokens * self.seen(context) * costs.kv_layer_bytes(self.model, self.kv_dtype)
+    def kv_read_bytes(self, tokens: Any, context: Any, kind: costs.AttentionKind) -> Any:
+        """Bytes of the KV cache that the attention of ``tokens`` sequences reads in an average layer of ``kind``."""
+        return tokens * kind.seen_on_average(context) * self.kv_dtype.bytes_for(kind.spec.cache_width)
 
     def page_bytes(self) -> int:
         return costs.page_bytes(self.model, self.page_dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -17,7 +18,7 @@ import numpy as np
 
 from moelight.core.dtypes import DType
 from moelight.core.units import MiB, align_up
-from moelight.profiles.model import ModelProfile
+from moelight.profiles.model import AttentionSpec, ModelProfile
 from moelight.profiles.tensor_list import dense_tensors, page_shapes
 
 TENSOR_ALIGNMENT = 64
@@ -55,7 +56,19 @@ def page_parts(size: int, most: int = PART_BYTES) -> tuple[range, ...]:
 @lru_cache(maxsize=64)
 def dense_bytes(model: ModelProfile, dtype: DType) -> int:
     """Bytes of all tensors outside the experts, each aligned for vector loads."""
-    return sum(align_up(tensor.elements * dtype.itemsize, TENSOR_ALIGNMENT) for tensor in dense_tensors(model))
+    sizes = (tensor.elements * (tensor.itemsize or dtype.itemsize) for tensor in dense_tensors(model))
+    return sum(align_up(size, TENSOR_ALIGNMENT) for size in sizes)
+
+
+@lru_cache(maxsize=64)
+def widest_matrix(model: ModelProfile) -> tuple[int, int]:
+    """Rows of the widest matrix that multiplies every token of a layer, and the numbers of the largest one."""
+    if model.tensors:
+        shapes = [tensor.shape for tensor in model.tensors if tensor.layer >= 0 and len(tensor.shape) > 1]
+        return max(shape[0] for shape in shapes), max(math.prod(shape) for shape in shapes)
+    width = max(model.experts.intermediate_size, model.dense_intermediate_size)
+    spec, hidden = model.attention, model.hidden_size
+    return 2 * width, max(2 * width * hidden, (spec.query_width + spec.cache_width) * hidden)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +82,8 @@ class LayerElements:
 @lru_cache(maxsize=64)
 def layer_elements(model: ModelProfile) -> tuple[LayerElements, ...]:
     """`LayerElements` of each layer, in order."""
+    if model.layers:
+        return tuple(LayerElements(before_attention=each.before, after_attention=each.after) for each in model.layers)
     before, after = [0] * model.num_layers, [0] * model.num_layers
     for tensor in dense_tensors(model):
         if tensor.layer >= 0 and len(tensor.shape) > 1:
@@ -91,22 +106,69 @@ def head_elements(model: ModelProfile) -> int:
     return model.vocab_size * model.hidden_size
 
 
-def attention_flops(model: ModelProfile, pairs: Any) -> Any:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionKind:
+    """The same attention over the paged cache in a number of ``layers``."""
+
+    spec: AttentionSpec
+    layers: int
+
+    def seen(self, context: Any) -> Any:
+        """Positions that a token after ``context`` tokens attends to, summed over the layers: all, or a window."""
+        spec = self.spec
+        windowed = 0 if spec.window is None else sum(spec.window_layers) if spec.window_layers else self.layers
+        window = context if spec.window is None else np.minimum(context, spec.window)
+        return (self.layers - windowed) * context + windowed * window
+
+    def seen_on_average(self, context: Any) -> Any:
+        """The same in an average one of the layers."""
+        return self.seen(context) / self.layers
+
+
+@lru_cache(maxsize=64)
+def attention_kinds(model: ModelProfile) -> tuple[AttentionKind, ...]:
+    """Each kind of attention; layers without attention over the paged cache have none."""
+    if not model.layers:
+        return (AttentionKind(spec=model.attention, layers=model.num_layers),)
+    kinds = Counter(layer.attention for layer in model.layers if layer.attention.num_heads)
+    return tuple(AttentionKind(spec=spec, layers=layers) for spec, layers in kinds.items())
+
+
+@lru_cache(maxsize=64)
+def layer_attention(model: ModelProfile) -> tuple[AttentionKind | None, ...]:
+    """The kind of attention of each layer; None without any over the paged cache."""
+    if not model.layers:
+        return attention_kinds(model) * model.num_layers
+    kinds = {kind.spec: kind for kind in attention_kinds(model)}
+    return tuple(kinds.get(layer.attention) for layer in model.layers)
+
+
+def attention_flops(spec: AttentionSpec, pairs: Any) -> Any:
     """Flops of one layer's scores and values over ``pairs`` of a query token and an attended position: 4 n_q d per pair
     (the paper counts the 2 n_q d of the scores alone). Absorbed latent attention: scores over the latent and rotary
     widths, values over the latent."""
-    spec = model.attention
     if spec.latent is not None:
         return 2.0 * pairs * spec.num_heads * (2 * spec.latent.kv_lora_rank + spec.latent.rope_head_dim)
-    return 4.0 * pairs * spec.q_dim
+    return 4.0 * pairs * spec.query_width
 
 
 def seen_positions(model: ModelProfile, context: Any) -> Any:
-    """Attended positions of a token after ``context`` tokens, summed over layers: all, or those of a window."""
-    spec = model.attention
-    windowed = 0 if spec.window is None else sum(spec.window_layers) if spec.window_layers else model.num_layers
-    window = context if spec.window is None else np.minimum(context, spec.window)
-    return (model.num_layers - windowed) * context + windowed * window
+    """Attended positions of a token after ``context`` tokens, summed over layers."""
+    return sum(kind.seen(context) for kind in attention_kinds(model))
+
+
+@lru_cache(maxsize=64)
+def layer_states(model: ModelProfile) -> tuple[tuple[int, int], ...]:
+    """Bytes of the state of one sequence beside the paged cache, and more for each of its tokens, of each layer."""
+    own = tuple((layer.state_bytes, layer.state_token_bytes) for layer in model.layers)
+    return own or ((0, 0),) * model.num_layers
+
+
+@lru_cache(maxsize=64)
+def state_bytes(model: ModelProfile) -> tuple[int, int]:
+    """`layer_states` over all layers."""
+    each, of_token = zip(*layer_states(model), strict=True)
+    return sum(each), sum(of_token)
 
 
 def distinct_experts(model: ModelProfile, tokens: Any) -> Any:
@@ -120,34 +182,37 @@ def expected_distinct(experts: int, top_k: int, tokens: Any) -> Any:
     return -experts * np.expm1(tokens * missed)
 
 
-def kv_layer_bytes(model: ModelProfile, dtype: DType) -> int:
-    """Bytes of one token in the KV cache of one layer: keys and values, or the latent."""
-    return dtype.bytes_for(model.attention.cache_width)
+def kv_layer_bytes(model: ModelProfile, dtype: DType, layer: int | None = None) -> int:
+    """Bytes of one token in the KV cache of one layer (None: the widest): keys and values, or the latent."""
+    return dtype.bytes_for(cache_width(model, layer))
 
 
 def kv_token_bytes(model: ModelProfile, dtype: DType) -> int:
     """Bytes of one token in the KV cache over all layers."""
-    return model.num_layers * kv_layer_bytes(model, dtype)
+    return sum(kind.layers * dtype.bytes_for(kind.spec.cache_width) for kind in attention_kinds(model))
 
 
-def qkv_bytes(model: ModelProfile, dtype: DType, tokens: int) -> int:
-    """D1 (section 4.1): bytes of queries, keys and values of ``tokens`` tokens of one layer, device to host."""
-    return tokens * (attention_width(model) + model.attention.cache_width) * dtype.itemsize
+def qkv_bytes(model: ModelProfile, dtype: DType, tokens: int, layer: int | None = None) -> int:
+    """D1 (section 4.1): bytes of queries, keys and values of ``tokens`` tokens of one layer (None: of the widest),
+    device to host."""
+    return tokens * (attention_width(model, layer) + cache_width(model, layer)) * dtype.itemsize
 
 
-def kv_bytes(model: ModelProfile, dtype: DType, tokens: int) -> int:
-    """Bytes of keys and values of ``tokens`` tokens of one layer, device to host, for attention on the device."""
-    return tokens * model.attention.cache_width * dtype.itemsize
+def kv_bytes(model: ModelProfile, dtype: DType, tokens: int, layer: int | None = None) -> int:
+    """Bytes of keys and values of ``tokens`` tokens of one layer (None: the widest), device to host, where the device
+    attends."""
+    return tokens * cache_width(model, layer) * dtype.itemsize
 
 
-def hidden_bytes(model: ModelProfile, dtype: DType, tokens: int) -> int:
-    """D2 (section 4.1): bytes of the attention output of ``tokens`` tokens of one layer, host to device."""
-    return tokens * attention_out_width(model) * dtype.itemsize
+def hidden_bytes(model: ModelProfile, dtype: DType, tokens: int, layer: int | None = None) -> int:
+    """D2 (section 4.1): bytes of the attention output of ``tokens`` tokens of one layer (None: of the widest), host to
+    device."""
+    return tokens * attention_out_width(model, layer) * dtype.itemsize
 
 
 def residual_bytes(model: ModelProfile, dtype: DType, tokens: int) -> int:
-    """Bytes of the hidden states of ``tokens`` tokens: the input, and also the output, of the experts."""
-    return tokens * model.hidden_size * dtype.itemsize
+    """Bytes of the input of the experts for ``tokens`` tokens, and also of the output: hidden states, as a rule."""
+    return tokens * model.expert_input * dtype.itemsize
 
 
 def routed_bytes(model: ModelProfile, dtype: DType, tokens: int) -> int:
@@ -160,18 +225,30 @@ def routing_bytes(model: ModelProfile) -> int:
     return 8 * model.router.top_k
 
 
-def attention_width(model: ModelProfile) -> int:
-    """Numbers in the queries of one token; an absorbed query has the width of the latent and the rotary part."""
-    spec = model.attention
-    if spec.latent is not None:
-        return spec.num_heads * (spec.latent.kv_lora_rank + spec.latent.rope_head_dim)
-    return spec.q_dim
+def attention_width(model: ModelProfile, layer: int | None = None) -> int:
+    """Numbers in the queries of one token in one layer (None: the widest)."""
+    return max(spec.query_width for spec in _attention_specs(model, layer))
 
 
-def attention_out_width(model: ModelProfile) -> int:
-    """Numbers in the attention output of one token."""
-    spec = model.attention
-    return spec.num_heads * spec.latent.kv_lora_rank if spec.latent is not None else spec.q_dim
+def attention_out_width(model: ModelProfile, layer: int | None = None) -> int:
+    """Numbers in the attention output of one token in one layer (None: the widest)."""
+    return max(spec.output_width for spec in _attention_specs(model, layer))
+
+
+def cache_width(model: ModelProfile, layer: int | None = None) -> int:
+    """Numbers per token in the KV cache of one layer (None: the widest)."""
+    return max(spec.cache_width for spec in _attention_specs(model, layer))
+
+
+def widest_head(model: ModelProfile) -> int:
+    """Width of a key of any layer."""
+    return max(spec.head_dim for spec in _attention_specs(model, None))
+
+
+def _attention_specs(model: ModelProfile, layer: int | None) -> Iterable[AttentionSpec]:
+    if layer is not None or not model.layers:
+        return (model.attention_of(layer or 0),)
+    return [kind.spec for kind in attention_kinds(model)] or [model.attention]
 
 
 def staging_passes(*, from_disk: bool) -> int:
@@ -203,7 +280,7 @@ def expert_workspace(model: ModelProfile, tokens: Any, dtype: DType, *, grouped:
     wide = padded * 2 * width
     if grouped:
         wide = np.maximum(wide, routed * model.experts.intermediate_size)
-    numbers = (routed * model.hidden_size, wide, padded * max(width, model.hidden_size))
+    numbers = (routed * model.expert_input, wide, padded * max(width, model.expert_input))
     each = (dtype.residual_itemsize, dtype.itemsize, dtype.itemsize)
     sizes = [align_up(count * size, TENSOR_ALIGNMENT) for count, size in zip(numbers, each, strict=True)]
     return ExpertWorkspace(rows_bytes=sizes[0], wide_bytes=sizes[1], narrow_bytes=sizes[2])

@@ -1,9 +1,10 @@
 """Bytes that a policy takes on each tier, by purpose, before anything is loaded; ``paging`` and ``runtime`` allocate
 these.
 
-Four purposes only bound what others allocate: ``transient`` and ``host_transient`` (temporaries of kernels during one
-task), ``runtime`` (torch's product kernels, tokenizer, threads: docs/log.md) and ``device_runtime`` (torch's allocator
-and cuBLAS). Parameters called ``sizes`` are policies whose counts may be arrays, of many candidates.
+Five purposes only bound what others allocate: ``transient`` and ``host_transient`` (temporaries of kernels during one
+task), ``states`` (what mixers keep of each sequence beside the paged cache), ``runtime`` (torch's product kernels,
+tokenizer, threads: docs/log.md) and ``device_runtime`` (torch's allocator and cuBLAS). Parameters called ``sizes`` are
+policies whose counts may be arrays, of many candidates.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ READ_CHUNK_BYTES = 2 * MiB
 READER_BYTES = READ_DEPTH * (READ_CHUNK_BYTES + 4096)
 KV_BUFFERS = 2
 GATHER_BYTES = 8 * MiB
+GRAPH_COPIES = 4  # of the rows of the widest matrix that a module graph holds at once: input, gate, up, product
 GRAPH_ROWS = 128  # the most rows of a pass that is launched from CUDA graphs (`runtime.graphs`)
 WHOLE_EXPERTS = ("module",)  # schedules in which experts run once over the whole pass
 
@@ -99,6 +101,7 @@ _ORDER = (
     "work",
     "mixture",
     "transient",
+    "states",
     "device_kv",
     "kv_buffer",
     "device_runtime",
@@ -122,9 +125,12 @@ def fixed_bytes(model: ModelProfile, sizes: Policy, *, dtype: DType, kv_dtype: D
         ("transient", fast_tier): transient_bytes(model, sizes, dtype),
         ("runtime", "host"): RUNTIME_BYTES + READER_BYTES,
     }
+    each, of_token = costs.state_bytes(model)
+    if each or of_token:
+        found["states", fast_tier] = sizes.batch_size * each + sizes.kv_tokens * of_token
     if sizes.schedule in WHOLE_EXPERTS:
         # Experts that run once over a pass: normed hidden states, float32 sums, expert ids and weights.
-        found["mixture", fast_tier] = tokens * (hidden * (dtype.itemsize + 4) + costs.routing_bytes(model))
+        found["mixture", fast_tier] = tokens * (model.expert_input * (dtype.itemsize + 4) + costs.routing_bytes(model))
     if sizes.discrete:
         found["device_runtime", "device"] = DEVICE_RUNTIME_BYTES
         found["crossing", "host"] = tokens * staging_token_bytes(model, sizes, dtype)
@@ -223,30 +229,29 @@ def work_bytes(model: ModelProfile, sizes: Policy, dtype: DType, *, grouped: boo
 def transient_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> Any:
     """Upper bound of the bytes that passes allocate and free: what micro-batches hold between phases, plus the largest
     phase: attention (a later chunk of a prompt gathers its context head by head), routing and combining, or the head,
-    with the weights and rows that a product copies."""
+    with the weights and rows that a product copies; in a module graph also the rows of its widest matrix."""
     tokens, item = sizes.micro_batch_tokens, dtype.itemsize
-    spec, hidden = model.attention, model.hidden_size
-    width = max(model.experts.intermediate_size, model.dense_intermediate_size)
+    hidden, (rows_of_widest, largest) = model.hidden_size, costs.widest_matrix(model)
     norm = tokens * hidden * (8 + 2 * item)
-    context = np.minimum(sizes.kv_tokens, model.max_positions)
-    chunk = np.where(context <= tokens, 0, context * (2 * spec.head_dim * item + CHUNK_ROWS * 5))
-    projected = 2 * costs.attention_width(model) + 2 * costs.attention_out_width(model) + 2 * spec.cache_width
+    context, head_dim = np.minimum(sizes.kv_tokens, model.max_positions), costs.widest_head(model)
+    chunk = np.where(context <= tokens, 0, context * (2 * head_dim * item + CHUNK_ROWS * 5))
+    projected = 2 * (costs.attention_width(model) + costs.attention_out_width(model) + costs.cache_width(model))
     attention = norm + tokens * projected * item + chunk
     experts = norm + tokens * (hidden * (8 + 2 * item) + 12 * model.experts.num_experts)
     rows = np.minimum(sizes.micro_batch_size, sample_rows(model))
     head = min(model.vocab_size * hidden * item, HEAD_CHUNK_BYTES) + 2 * rows * model.vocab_size * 4
-    projection = (costs.attention_width(model) + spec.cache_width) * hidden
     cost_model = np.maximum(np.maximum(attention, experts), head)
-    largest = max(2 * width * hidden, projection) * item
+    if model.layers:
+        cost_model = np.maximum(cost_model, norm + tokens * GRAPH_COPIES * rows_of_widest * item)
     graphs = graph_bytes(model, sizes, dtype) if sizes.discrete else 0
-    return in_flight_bytes(model, sizes, dtype) + cost_model + _product_bytes(model, tokens, largest) + graphs
+    return in_flight_bytes(model, sizes, dtype) + cost_model + _product_bytes(model, tokens, largest * item) + graphs
 
 
 def graph_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> Any:
     """Bytes that CUDA graphs hold: places of rotations, queries, keys, values and attention outputs, and the
     temporaries of one task: as much again, normed rows, projections, router logits, and rows by expert."""
-    rows, width = np.minimum(pass_tokens(sizes), GRAPH_ROWS), costs.attention_width(model) + model.attention.cache_width
-    each = 2 * (width + costs.attention_out_width(model)) + 2 * model.attention.head_dim + 4 * model.hidden_size
+    rows, width = np.minimum(pass_tokens(sizes), GRAPH_ROWS), costs.attention_width(model) + costs.cache_width(model)
+    each = 2 * (width + costs.attention_out_width(model)) + 2 * costs.widest_head(model) + 4 * model.hidden_size
     return rows * (each * dtype.itemsize + 4 * model.experts.num_experts + 40 * model.router.top_k)
 
 
@@ -270,12 +275,13 @@ def in_flight_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> Any:
     micro-batches if streams may still read them, else of three), and inputs and outputs of the CPU's experts. With the
     cache on both tiers also the new keys and values of either tier and the piece of a context that torch gathers."""
     in_flight = pass_tokens(sizes) if sizes.discrete else 3 * sizes.micro_batch_tokens
-    each = costs.attention_width(model) + costs.attention_out_width(model) + model.attention.cache_width
+    each = costs.attention_width(model) + costs.attention_out_width(model) + costs.cache_width(model)
     if sizes.discrete and sizes.ffn_device != "gpu":
         each += 2 * model.hidden_size
-    prefetched = in_flight * each * dtype.itemsize + pass_tokens(sizes) * 2 * model.attention.head_dim * dtype.itemsize
+    rotations = pass_tokens(sizes) * 2 * costs.widest_head(model) * dtype.itemsize
+    prefetched = in_flight * each * dtype.itemsize + rotations
     if sizes.attention_device == "gpu":
-        cached = model.attention.cache_width * dtype.itemsize
+        cached = costs.cache_width(model) * dtype.itemsize
         prefetched = prefetched + np.minimum(GATHER_BYTES, kv_buffer_tokens(sizes) * cached)
         prefetched = prefetched + 2 * sizes.micro_batch_tokens * cached
     return prefetched

@@ -137,16 +137,19 @@ def _on_the_cpu(
 ) -> PassCost:
     """The cost of a pass without a GPU. Page reads and compute slow each other while both run; the longer one finishes
     alone, so its time is its own work plus the slowdown by the other."""
-    cpu, layers, speeds, tokens = cost_model.expert_unit, cost_model.model.num_layers, cost_model.speeds, batches.tokens
+    cpu, speeds, tokens = cost_model.expert_unit, cost_model.speeds, batches.tokens
     each = 0.0 if whole else _experts_s(cost_model, cpu, tokens, 1.0)
     act = phases_s(cost_model, tokens) + each
     resident = 1.0 - placed.from_disk / (cost_model.model.num_moe_layers * cost_model.model.experts.num_experts)
     kinds = costs.layer_kinds(cost_model.model)
     before = sum(layers * cost_model.before_s(elements, tokens) for elements, _, layers in kinds)
     experts = _experts_s(cost_model, cpu, batches.count * tokens, 1.0) if whole else np.zeros_like(act)
-    decode = np.where(kind.decode_tokens > 0, cost_model.decode_attention_s(cpu, kind.decode_tokens, kind.context), 0.0)
-    prompt = cost_model.prefill_attention_s(cpu, kind.prompt_tokens, kind.prompt_len)
-    attend = layers * (decode + np.where(kind.prompt_tokens > 0, prompt, 0.0))
+    attend = cost_model.states_s(kind.decode_tokens, kind.context, kind.prompt_tokens, kind.prompt_len)
+    for alike in costs.attention_kinds(cost_model.model):
+        decode = cost_model.decode_attention_s(cpu, kind.decode_tokens, kind.context, alike)
+        prompt = cost_model.prefill_attention_s(cpu, kind.prompt_tokens, kind.prompt_len, alike)
+        decode, prompt = np.where(kind.decode_tokens > 0, decode, 0.0), np.where(kind.prompt_tokens > 0, prompt, 0.0)
+        attend = attend + alike.layers * (decode + prompt)
     attend_each = attend / np.maximum(batches.count, 1e-9)
     head = batches.count * cost_model.head_s((kind.decode_tokens + kind.prompts) / np.maximum(batches.count, 1e-9))
     busy = batches.count * act + experts + attend + head
@@ -184,27 +187,28 @@ def _beside_a_gpu(
     on_cpu, attention_on_cpu = _computed_share(cost_model, placed), float(cost_model.attention_device == "cpu")
     per_batch = 0.0 if whole else 1.0 - on_cpu
     act = phases_s(cost_model, decode.tokens) + _experts_s(cost_model, unit, decode.tokens, per_batch)
+    act = act + cost_model.states_s(decode.tokens, kind.context, 0.0, kind.prompt_len)
     prompt_act = phases_s(cost_model, prompts.tokens) + _experts_s(cost_model, unit, prompts.tokens, per_batch)
-    prompt_attend = layers * cost_model.prefill_attention_s(unit, prompts.tokens, kind.prompt_len)
-    prompt_act = prompt_act + _where(prompts, prompt_attend)
+    prompt_act = prompt_act + _where(prompts, _prompts_attend_s(cost_model, unit, prompts.tokens, kind.prompt_len))
     tokens = kind.decode_tokens + kind.prompt_tokens
     experts = _experts_s(cost_model, unit, tokens, 1.0 - on_cpu) if whole else np.zeros_like(act)
     where = speeds.cpu if attention_on_cpu else unit
-    attend = _where(decode, layers * cost_model.decode_attention_s(where, decode.tokens, kind.context))
+    attend = _where(decode, _attend_s(cost_model, where, decode.tokens, kind.context))
     count = np.maximum(decode.count + prompts.count, 1.0)
     head = count * cost_model.head_s((kind.decode_tokens + kind.prompts) / count)
     device = decode.count * act + prompts.count * prompt_act + experts + head
     up_bytes, down_bytes, down_bytes_each, stored_bytes = _attention_bytes(cost_model, kind, placed, decode)
-    up = cost_model.up_s(up_bytes, layers * decode.count)
-    down = cost_model.down_s(down_bytes, layers * (decode.count + prompts.count))
-    each_up, each_down = up / np.maximum(decode.count, 1.0), cost_model.down_s(down_bytes_each, layers)
+    crossings = sum(each.layers for each in costs.attention_kinds(cost_model.model))
+    up = cost_model.up_s(up_bytes, crossings * decode.count)
+    down = cost_model.down_s(down_bytes, crossings * (decode.count + prompts.count))
+    each_up, each_down = up / np.maximum(decode.count, 1.0), cost_model.down_s(down_bytes_each, crossings)
     one_s, one_cross_s, one_met = _cpu_experts(cost_model, decode, on_cpu)
     prompt_s, prompt_cross_s, prompt_met = _cpu_experts(cost_model, prompts, on_cpu)
     experts_s = decode.count * one_s + prompts.count * prompt_s
     cross_s = decode.count * one_cross_s + prompts.count * prompt_cross_s
     pages_s, staged_bytes = _transfers(cost_model, placed)
     pages, page = tuple(share * seconds for seconds in pages_s), cost_model.page_bytes()
-    read = attention_on_cpu * layers * cost_model.kv_read_bytes(kind.decode_tokens, kind.context)
+    read = attention_on_cpu * _kv_read_bytes(cost_model, kind)
     read_by_experts = decode.count * one_met * page + prompts.count * prompt_met * page
     touched = read + up_bytes + down_bytes + read_by_experts + share * staged_bytes
     resident_s, offloaded_s = act + attend * (1.0 - attention_on_cpu), attend * attention_on_cpu + one_s
@@ -236,17 +240,25 @@ def _attention_bytes(
     cost_model: CostModel, kind: Passes, placed: PlacementCounts, decode: _MicroBatches
 ) -> tuple[Any, Any, Any, Any]:
     """Bytes that attention moves in one pass: up, down, down for one decoding micro-batch, into the host's cache."""
-    model, dtype, layers = cost_model.model, cost_model.dtype, cost_model.model.num_layers
-    new = layers * costs.kv_bytes(model, dtype, 1)
+    attending, item = costs.attention_kinds(cost_model.model), cost_model.dtype.itemsize
+    new = item * sum(each.layers * each.spec.cache_width for each in attending)
     if cost_model.attention_device == "cpu":
-        on_host, each_down = 1.0, layers * costs.qkv_bytes(model, dtype, 1)
-        up = layers * costs.hidden_bytes(model, dtype, 1) * kind.decode_tokens
+        on_host, each_down = 1.0, new + item * sum(each.layers * each.spec.query_width for each in attending)
+        up = item * sum(each.layers * each.spec.output_width for each in attending) * kind.decode_tokens
     else:
         on_host, each_down = 1.0 - placed.device_kv, new
-        up = on_host * layers * cost_model.kv_read_bytes(kind.decode_tokens, kind.context)
+        up = _kv_read_bytes(cost_model, kind, on_host)
     down = (each_down * kind.decode_tokens + new * kind.prompt_tokens) * on_host
     stored = new * (kind.decode_tokens + kind.prompt_tokens) * on_host
     return up, down, each_down * decode.tokens * on_host, stored
+
+
+def _kv_read_bytes(cost_model: CostModel, kind: Passes, share: Any = 1.0) -> Any:
+    """Bytes of a ``share`` of the KV cache that one pass reads in all layers."""
+    return sum(
+        share * each.layers * cost_model.kv_read_bytes(kind.decode_tokens, kind.context, each)
+        for each in costs.attention_kinds(cost_model.model)
+    )
 
 
 def _cpu_experts(cost_model: CostModel, batches: _MicroBatches, share: Any) -> tuple[Any, Any, Any]:
@@ -260,6 +272,19 @@ def _cpu_experts(cost_model: CostModel, batches: _MicroBatches, share: Any) -> t
     cross = cost_model.up_s(layers * costs.residual_bytes(model, cost_model.dtype, 1) * batches.tokens, layers)
     met = layers * share * costs.distinct_experts(model, batches.tokens)
     return _where(batches, compute), _where(batches, cross), met
+
+
+def _attend_s(cost_model: CostModel, unit: Unit, tokens: Any, context: Any) -> Any:
+    """Attention of ``tokens`` decoding sequences in all layers."""
+    kinds = costs.attention_kinds(cost_model.model)
+    return sum(kind.layers * cost_model.decode_attention_s(unit, tokens, context, kind) for kind in kinds)
+
+
+def _prompts_attend_s(cost_model: CostModel, unit: Unit, tokens: Any, prompt_len: Any) -> Any:
+    """Attention of ``tokens`` prompt tokens in all layers, states included."""
+    kinds = costs.attention_kinds(cost_model.model)
+    seconds = sum(kind.layers * cost_model.prefill_attention_s(unit, tokens, prompt_len, kind) for kind in kinds)
+    return seconds + cost_model.states_s(0.0, 0.0, tokens, prompt_len)
 
 
 def phases_s(cost_model: CostModel, tokens: Any) -> Any:

@@ -111,10 +111,15 @@ def balance_point(near: Level, link_bandwidth: float, intensity: float) -> float
 
 
 def attention_intensity(model: ModelProfile, context: float, *, kv_dtype: DType = FLOAT16) -> float:
-    """Decode attention of one layer: flops of scores and values over the bytes of queries, outputs, keys and values."""
-    seen = float(costs.seen_positions(model, context)) / model.num_layers
-    crossing = ACTIVATION_BYTES * (costs.attention_width(model) + costs.attention_out_width(model))
-    return float(costs.attention_flops(model, seen)) / (crossing + seen * costs.kv_layer_bytes(model, kv_dtype))
+    """Decode attention of an average layer: flops of scores and values over the bytes of queries, outputs, keys, values
+    (0 if no layer attends over the paged cache)."""
+    flops = touched = 0.0
+    for kind in costs.attention_kinds(model):
+        share, seen, spec = kind.layers / model.num_layers, float(kind.seen_on_average(context)), kind.spec
+        flops += share * float(costs.attention_flops(spec, seen))
+        crossing = ACTIVATION_BYTES * (spec.query_width + spec.output_width)
+        touched += share * (crossing + seen * kv_dtype.bytes_for(spec.cache_width))
+    return flops / touched if touched else 0.0
 
 
 def scores_intensity(model: ModelProfile, context: float, *, dtype: DType = FLOAT16) -> float:

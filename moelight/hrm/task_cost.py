@@ -52,6 +52,7 @@ class PassCosts:
     ) -> None:
         self._cost_model, self._loads, self._host_kv, self._routed_only = cost_model, loads, host_kv, routed_only
         self._elements, self._experts = costs.layer_elements(cost_model.model), cost_model.model.experts.num_experts
+        self._attending, self._states = costs.layer_attention(cost_model.model), costs.layer_states(cost_model.model)
         self._computed, self._streamed = (
             Counter(page.layer for page in pages) for pages in (placement.computed, placement.streamed)
         )
@@ -81,11 +82,13 @@ class PassCosts:
             case TaskKind.COMBINE:
                 seconds = cost_model.expert_unit.touch_s(3 * residual)
             case TaskKind.PRE_ATTENTION:
-                seconds = cost_model.before_s(self._elements[task.layer], tokens)
+                own = load.decode_tokens, load.context, load.prompt_tokens, load.prompt_len, self._states[task.layer]
+                seconds = cost_model.before_s(self._elements[task.layer], tokens) + cost_model.states_s(*own)
             case TaskKind.ATTENTION | TaskKind.CPU_ATTENTION:
                 return self._attention(task, load)
             case TaskKind.STORE_KV:  # new keys and values into the cache in host memory
-                touched = 2.0 * self._host_kv * tokens * costs.kv_bytes(cost_model.model, cost_model.dtype, 1)
+                each = costs.kv_bytes(cost_model.model, cost_model.dtype, 1, task.layer)
+                touched = 2.0 * self._host_kv * tokens * each
                 seconds = cost_model.speeds.cpu.touch_s(touched)
             case TaskKind.POST_ATTENTION | TaskKind.ROUTE:
                 seconds = cost_model.after_s(
@@ -111,14 +114,14 @@ class PassCosts:
 
     def _attention(self, task: Task, load: MicroBatchLoad) -> TaskCost:
         """Decoding rows read the cache; prompts attend over themselves on the compute unit."""
-        cost_model = self._cost_model
+        cost_model, kind = self._cost_model, self._attending[task.layer]
         unit = cost_model.speeds.cpu if task.lane is Lane.CPU else cost_model.expert_unit
         seconds = read = 0.0
-        if load.decode_tokens:
-            seconds += float(cost_model.decode_attention_s(unit, load.decode_tokens, load.context))
-            read = float(cost_model.kv_read_bytes(load.decode_tokens, load.context))
-        if load.prompt_tokens:
-            seconds += float(cost_model.prefill_attention_s(unit, load.prompt_tokens, load.prompt_len))
+        if kind is not None and load.decode_tokens:
+            seconds += float(cost_model.decode_attention_s(unit, load.decode_tokens, load.context, kind))
+            read = float(cost_model.kv_read_bytes(load.decode_tokens, load.context, kind))
+        if kind is not None and load.prompt_tokens:
+            seconds += float(cost_model.prefill_attention_s(unit, load.prompt_tokens, load.prompt_len, kind))
         return TaskCost(seconds=seconds, dram_bytes=read if task.lane is Lane.CPU else 0.0)
 
     def _experts_s(self, task: Task, tokens: float) -> float:

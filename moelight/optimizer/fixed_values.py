@@ -19,6 +19,7 @@ from moelight.core.policy import (
     RESIDENTS,
     check_count,
 )
+from moelight.hrm.costs import kv_token_bytes
 from moelight.optimizer.problem import Fixed
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
@@ -94,7 +95,7 @@ def check_extent(model: ModelProfile, workload: Workload, fixes: Mapping[str, Fi
     parts = int(fixes.get("num_micro_batches", 1)) * int(fixes.get("micro_batch_size", 1))
     sequences = int(fixes.get("batch_size", max(workload.num_requests, parts)))
     tokens = min(workload.max_prompt_len + workload.gen_len, model.max_positions)
-    most = _MOST_CACHE_BYTES // (tokens * model.num_layers * model.attention.cache_width * FLOAT32.itemsize)
+    most = _MOST_CACHE_BYTES // (tokens * max(kv_token_bytes(model, FLOAT32), 1))
     if sequences > most:
         given = [f"--fix {key}={fixes[key]}" for key in SIZES if key in fixes]
         raise ConfigError(

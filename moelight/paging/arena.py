@@ -26,7 +26,7 @@ _PAGE = 4096
 _PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
 _PINNED = frozenset({"pinned_ring", "crossing"})
 _IN_SLOTS = frozenset({"pinned_ring", "host_experts"})
-_BOUNDS_ONLY = frozenset({"transient", "host_transient", "runtime", "device_runtime"})
+_BOUNDS_ONLY = frozenset({"transient", "host_transient", "states", "runtime", "device_runtime"})
 
 
 class PinningError(BudgetError):
@@ -46,7 +46,7 @@ class PinningError(BudgetError):
 def allocate(
     footprint: Footprint, device: torch.device, *, pinned_pages: bool = False, slot_bytes: int = 0
 ) -> dict[str, Tensor]:
-    """One uint8 tensor per purpose, except the bounds ``transient``, ``host_transient``, ``runtime`` and
+    """One uint8 tensor per purpose, except the bounds ``transient``, ``host_transient``, ``states``, ``runtime`` and
     ``device_runtime``; raises BudgetError if the system refuses a region. Pinned, if ``device`` is not the CPU: host
     arenas for transfers, the KV cache if the device attends over it, and host experts with ``pinned_pages``.
     ``slot_bytes`` of expert pages: what crosses at once lies in one slot."""

@@ -1,10 +1,10 @@
-"""The paged KV cache: blocks of tokens, assigned to sequences through block tables, with the same index in every layer.
-Two layouts: a `paged_cache` for CPU attention, a `token_cache` for attention on the device."""
+"""The paged KV cache: blocks of tokens, assigned to sequences through block tables, with the same index in every layer,
+whatever its width. Two layouts: a `paged_cache` for CPU attention, a `token_cache` for attention on the device."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,17 +15,41 @@ from moelight.profiles.model import AttentionSpec
 
 
 def paged_cache(
-    arena: Tensor, spec: AttentionSpec, *, num_layers: int, blocks: int, block_size: int, dtype: torch.dtype
-) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of every layer for CPU attention, each ``[blocks, Hkv, block_size, D]``."""
-    pool = typed(arena, dtype, (num_layers, 2, blocks, spec.num_kv_heads, block_size, spec.head_dim))
-    return [(layer[0], layer[1]) for layer in pool]
+    arena: Tensor, specs: Sequence[AttentionSpec], *, blocks: int, block_size: int, dtype: torch.dtype
+) -> list[tuple[Tensor, ...]]:
+    """The cache for CPU attention of each layer, one after another in ``arena``: keys and values ``[blocks, Hkv,
+    block_size, D]`` each, or latents and rotary keys ``[blocks, block_size, R + Rr]``; nothing without attention. D:
+    `AttentionSpec.cached_head_dim`."""
+    found: list[tuple[Tensor, ...]] = []
+    for spec, part in zip(specs, _by_layer(arena, specs, blocks * block_size, dtype), strict=True):
+        if spec.latent is not None:
+            found.append((part.view(blocks, block_size, spec.cache_width),))
+        elif spec.num_kv_heads:
+            found.append(tuple(part.view(2, blocks, spec.num_kv_heads, block_size, spec.cached_head_dim)))
+        else:
+            found.append(())
+    return found
 
 
-def token_cache(arena: Tensor, spec: AttentionSpec, *, num_layers: int, slots: int, dtype: torch.dtype) -> Tensor:
-    """Keys and values for device attention ``[layers, slots, 2, Hkv, D]``: slot block * block_size + offset holds those
-    of a token."""
-    return typed(arena, dtype, (num_layers, slots, 2, spec.num_kv_heads, spec.head_dim))
+def token_cache(arena: Tensor, specs: Sequence[AttentionSpec], *, slots: int, dtype: torch.dtype) -> list[Tensor]:
+    """The cache for device attention of each layer, one after another in ``arena``: slot block * block_size + offset
+    holds what `rows_of` says of a token."""
+    parts = zip(specs, _by_layer(arena, specs, slots, dtype), strict=True)
+    return [rows_of(part, spec) for spec, part in parts]
+
+
+def rows_of(part: Tensor, spec: AttentionSpec) -> Tensor:
+    """``part``, flat, as tokens of one layer: keys and values ``[tokens, 2, Hkv, D]``, or latents and rotary keys
+    ``[tokens, 1, 1, R + Rr]``; no token without attention."""
+    tokens = part.numel() // max(spec.cache_width, 1)
+    shape = (2, spec.num_kv_heads, spec.cached_head_dim) if spec.latent is None else (1, 1, spec.cache_width)
+    return part[: tokens * spec.cache_width].view(tokens, *shape)
+
+
+def _by_layer(arena: Tensor, specs: Sequence[AttentionSpec], tokens: int, dtype: torch.dtype) -> Iterator[Tensor]:
+    """``arena`` in flat parts for ``tokens`` tokens of each layer."""
+    sizes = [tokens * spec.cache_width for spec in specs]
+    return iter(typed(arena, dtype, (sum(sizes),)).split(sizes))
 
 
 class BlockPool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moelight.core.errors import ConfigError
 from moelight.profiles.names import TensorNames
 
+HEAD_DIM_MULTIPLE = 8
 # Limits on sizes; published models have up to 126 layers, and up to 512 experts per layer.
 MOST_LAYERS, MOST_EXPERTS, MOST_PARAMETERS = 1024, 4096, 10**15
 
@@ -28,10 +30,13 @@ class LatentSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
-    """Grouped-query attention, or latent attention if ``latent`` is given.
+    """Grouped-query attention over the paged cache, or latent attention if ``latent`` is given; none without heads.
 
     Attributes:
         head_dim: with ``latent``, the width of an expanded key (both parts); ``num_kv_heads`` is then ``num_heads``.
+        value_head_dim: the width of a value, if not that of a key.
+        scale: of the products of queries and keys; None: head_dim^-0.5.
+        softcap: scores become softcap * tanh(score / softcap).
         qk_norm: ``none``, ``head`` (RMSNorm over each head) or ``projection`` (over all heads before the split).
         clip_qkv: bound of q, k and v in absolute value.
         qkv_bias: with ``latent``, biases of the projections into the latents.
@@ -56,6 +61,13 @@ class AttentionSpec:
     rope_factor: float = 1.0
     rope_type: str = "default"
     rotary_share: float = 1.0
+    value_head_dim: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+
+    @property
+    def product_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
     def q_dim(self) -> int:
@@ -67,11 +79,29 @@ class AttentionSpec:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def cached_head_dim(self) -> int:
+        """Width of a key, and of a value, in the cache and in the kernels, which take one multiple of 8 for both: the
+        narrower ones are padded with zeros."""
+        widest = max(self.head_dim, self.value_head_dim or 0)
+        return -(-widest // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
+
+    @property
     def cache_width(self) -> int:
         """Numbers per token in the KV cache of one layer."""
         if self.latent is not None:
             return self.latent.kv_lora_rank + self.latent.rope_head_dim
-        return 2 * self.kv_dim
+        return 2 * self.num_kv_heads * self.cached_head_dim
+
+    @property
+    def query_width(self) -> int:
+        """Numbers in the queries of one token, as kernels take them; an absorbed query has the width of the latent and
+        the rotary part."""
+        return self.num_heads * (self.cached_head_dim if self.latent is None else self.cache_width)
+
+    @property
+    def output_width(self) -> int:
+        """Numbers in the attention output of one token, as kernels give them."""
+        return self.num_heads * (self.cached_head_dim if self.latent is None else self.latent.kv_lora_rank)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,13 +130,15 @@ class RouterSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertSpec:
-    """Gated feed-forward experts: ``down(act(gate x) * up x)``.
+    """Feed-forward experts: ``down(act(gate x) * up x)``, or ``down(act(up x))`` if not ``gated``.
 
     Attributes:
         shared_intermediate_size: width of all shared experts together, which compute every token; 0: none.
         shared_gate: the shared experts' output is multiplied by a sigmoid of one logit per token.
-        bias: all three matrices of an expert have one.
+        bias: every matrix of an expert has one.
         clamp: bound of gate and up, with ``(up + 1) * gate * sigmoid(1.702 gate)`` for the product (gpt-oss).
+        input_size: width of what experts read and write, if not the hidden size.
+        transposed: matrices lie as ``[in, out]``; ``interleaved``: gate and up are one matrix whose outputs alternate.
     """
 
     num_experts: int
@@ -116,6 +148,48 @@ class ExpertSpec:
     shared_gate: bool = False
     bias: bool = False
     clamp: float | None = None
+    gated: bool = True
+    input_size: int | None = None
+    transposed: bool = False
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """One tensor as stored on disk: ``name`` is a field of `TensorNames`, or a parameter's in `ModelProfile.tensors`.
+
+    ``layer`` is -1 outside the layers; ``itemsize``: bytes of a number, if not those of the model's dtype; ``kind``:
+    what it belongs to (`hrm.inventory`), where the name does not say it.
+    """
+
+    name: str
+    layer: int
+    shape: tuple[int, ...]
+    itemsize: int | None = None
+    kind: str = ""
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSpec:
+    """One layer of a model whose layers differ: a mixer, and what follows up to the next one.
+
+    Attributes:
+        attention: over the paged cache; without heads for a mixer that keeps a state of its own instead.
+        before: numbers in the matrices that multiply every token up to the attention, a recurrent mixer included;
+            ``after``: from there on; routed experts excluded.
+        state_bytes: of a sequence's state, as the family keeps it; ``state_token_bytes``: more for each of its tokens
+            (a cache of the family's own).
+    """
+
+    attention: AttentionSpec
+    before: int
+    after: int
+    state_bytes: int = 0
+    state_token_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,6 +198,10 @@ class ModelProfile:
 
     ``moe_layers[l]`` is False if layer l has one dense feed-forward of ``dense_intermediate_size``. ``norm`` is ``rms``
     or ``layer`` (LayerNorm), which may have a ``norm_bias``; ``head_bias``: the logits have a bias.
+
+    Where layers differ (graph models) ``layers`` holds each of them and ``tensors`` all that is stored outside the
+    experts; ``attention`` is then that of the widest cache. Empty: all follow from the other fields. Both are left out
+    of the hash, which is asked for often.
     """
 
     name: str
@@ -144,10 +222,27 @@ class ModelProfile:
     norm: str = "rms"
     norm_bias: bool = False
     head_bias: bool = False
+    layers: tuple[LayerSpec, ...] = field(default=(), hash=False)
+    tensors: tuple[StoredTensor, ...] = field(default=(), hash=False)
 
     @property
     def num_moe_layers(self) -> int:
         return sum(self.moe_layers)
+
+    @property
+    def window(self) -> int | None:
+        """The most positions that a token attends to in any layer; None: all."""
+        found = [each.attention.window for each in self.layers if each.attention.num_heads] or [self.attention.window]
+        return None if None in found else max(each for each in found if each is not None)
+
+    @property
+    def expert_input(self) -> int:
+        """Width of what experts read and write."""
+        return self.experts.input_size or self.hidden_size
+
+    def attention_of(self, layer: int) -> AttentionSpec:
+        """The attention of one layer."""
+        return self.layers[layer].attention if self.layers else self.attention
 
 
 # Features that the engine does not compute: a model with one of them can be planned for, not run.
@@ -171,7 +266,9 @@ NOT_COMPUTED: dict[str, Callable[[ModelProfile], bool]] = {
 
 
 def not_computed(model: ModelProfile) -> tuple[str, ...]:
-    """The features of ``model`` that the engine does not compute; empty if the model runs."""
+    """The features of ``model`` that the engine does not compute; empty if the model runs, as its own graph does."""
+    if model.layers:
+        return ()
     return tuple(feature for feature, asked in NOT_COMPUTED.items() if asked(model))
 
 

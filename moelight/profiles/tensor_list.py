@@ -7,23 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moelight.core.schedule import Page
-from moelight.profiles.model import AttentionSpec, LatentSpec, ModelProfile
+from moelight.profiles.model import AttentionSpec, LatentSpec, ModelProfile, StoredTensor
 
 _Shape = tuple[int, ...]
 _Tensors = Iterator[tuple[str, _Shape | dict[str, _Shape]]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredTensor:
-    """One tensor as stored on disk. ``name`` is a field of `TensorNames`; ``layer`` is -1 outside the layers."""
-
-    name: str
-    layer: int
-    shape: tuple[int, ...]
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,12 +29,21 @@ class StackedTensor:
     def elements(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def itemsize(self) -> int | None:
+        """Bytes of a number, if not those of the model's dtype."""
+        return self.parts[0].itemsize
+
 
 def dense_tensors(model: ModelProfile) -> Iterator[StackedTensor]:
     """Every tensor outside the experts, in the order of its arena.
 
     Stacked into one matrix are q, k and v, their biases, and the gate and up of a dense layer or of shared experts.
+    A model with `ModelProfile.tensors` has these, each for itself.
     """
+    if model.tensors:
+        yield from (StackedTensor(name=each.name, layer=each.layer, parts=(each,)) for each in model.tensors)
+        return
     embedding = (model.vocab_size, model.hidden_size)
     yield _stacked("embed", -1, embedding)
     for layer in range(model.num_layers):
@@ -62,12 +58,19 @@ def dense_tensors(model: ModelProfile) -> Iterator[StackedTensor]:
 def page_shapes(model: ModelProfile) -> dict[str, tuple[int, int]]:
     """The matrices of an expert page in order: gate, up ``[I, H]``, down ``[H, I]``; then biases, if any.
 
-    Biases are ``[1, 2I]`` (gate and up) and ``[1, H]``.
+    Without a gate there is no such matrix; gate and up are one ``gate_up`` if interleaved or transposed, and transposed
+    matrices are ``[H, I]``, ``[H, 2I]``, ``[I, H]``. Biases are ``[1, 2I]`` (gate and up; else ``up_bias`` ``[1, I]``)
+    and ``[1, H]``.
     """
-    hidden, width = model.hidden_size, model.experts.intermediate_size
+    spec = model.experts
+    hidden, width, wide = model.expert_input, spec.intermediate_size, "gate_up" if spec.gated else "up"
     shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
-    if model.experts.bias:
-        shapes |= {"gate_up_bias": (1, 2 * width), "down_bias": (1, hidden)}
+    if spec.interleaved or spec.transposed or not spec.gated:
+        shapes = {wide: (width * (2 if spec.gated else 1), hidden), "down": (hidden, width)}
+    if spec.transposed:
+        shapes = {name: (columns, rows) for name, (rows, columns) in shapes.items()}
+    if spec.bias:
+        shapes |= {f"{wide}_bias": (1, width * (2 if spec.gated else 1)), "down_bias": (1, hidden)}
     return shapes
 
 

@@ -1,5 +1,12 @@
 """Attention tasks, on the host over its paged cache or on the device over copied contexts, as tables of operations.
-Legend: T tokens, Hq query heads, Hkv key/value heads, D head size."""
+
+Each layer has its own widths, window and scale; a layer without attention over the paged cache does nothing. Narrower
+keys, queries and values are padded with zeros to the width of the cache (`AttentionSpec.cached_head_dim`).
+
+Legend: T tokens, Hq query heads, Hkv key/value heads, D head size, Dv that of values; of latent attention H heads, R
+the size of the latent, Rr of the rotary part: q [T, H, R] absorbed, k [T, H, Rr] the queries' rotary part, v
+[T, 1, R + Rr] the new rows of the cache; the output [T, H, R].
+"""
 
 from __future__ import annotations
 
@@ -8,65 +15,150 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from moelight.core.schedule import Task, TaskKind
-from moelight.kernels.attention import cpu_gqa_decode, cpu_kv_append, cpu_prefill_attention
+from moelight.kernels.attention import (
+    cpu_gqa_decode,
+    cpu_kv_append,
+    cpu_mla_append,
+    cpu_mla_decode,
+    cpu_prefill_attention,
+)
 from moelight.kernels.gpu import attention as gpu_attention
 from moelight.kernels.gpu import serving
-from moelight.kernels.gpu.attention import append_in_torch, attend_in_torch
+from moelight.kernels.gpu.attention import (
+    PromptForm,
+    append_in_torch,
+    attend_in_torch,
+    latents_in_torch,
+    prompt_form,
+)
+from moelight.paging.kv import rows_of
 from moelight.profiles.model import AttentionSpec
 from moelight.runtime.microbatch import MicroBatch, require
 
 Act = Callable[[Task, MicroBatch], None]
+Given = tuple[Tensor, Tensor, Tensor]
 MOST_COPIES = 16  # of a context; more are one kernel's, where it reads host memory
+
+
+class _Layers:
+    """The attention of each layer, and its ``sinks``, float [Hq] by layer, which may be given after the first pass
+    began."""
+
+    def __init__(self, specs: Sequence[AttentionSpec], sinks: Mapping[int, Tensor] | None) -> None:
+        self.specs, self._sinks = specs, {} if sinks is None else sinks
+        self._landed: dict[tuple[int, torch.device], Tensor] = {}
+        self._taken: dict[int, bool] = {}
+
+    def sinks(self, layer: int, device: torch.device) -> Tensor | None:
+        """float32 [Hq] on ``device``; copied there at the first call."""
+        if not self.specs[layer].sinks:
+            return None
+        if (found := self._landed.get((layer, device))) is None:
+            found = self._landed[layer, device] = self._sinks[layer].to(device, torch.float32)
+        return found
+
+    def kept(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Given:
+        """What the cache keeps, with no rows of what it does not."""
+        return q[:0], k if self.specs[layer].latent is None else k[:0], v
+
+    def kernels_take(self, layer: int, q: Tensor, k: Tensor, form: PromptForm) -> bool:
+        """Whether the kernel of the device takes the heads of ``layer``, with prompts of ``form``."""
+        if (found := self._taken.get(layer)) is None:
+            own = prompt_form(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2])
+            found = self._taken[layer] = own == form and q.shape[2] <= gpu_attention.MOST_HEAD_DIM
+        return found
+
+    def given(self, layer: int, mb: MicroBatch) -> Given | None:
+        """Queries, keys and values of ``layer`` as kernels take them; None without attention."""
+        spec = self.specs[layer]
+        if not spec.num_heads:
+            return None
+        width = 0 if spec.latent is not None else spec.cached_head_dim
+        q, k, v = (_as_wide(each, width) for each in require(mb.qkv))
+        return q, k, v
 
 
 class HostAttention:
     """Attention on the CPU over a `paged_cache`. With a link to a device, fresh prompts attend on the device."""
 
-    def __init__(self, spec: AttentionSpec, cache: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self._cache, self._scale, self._window = cache, spec.head_dim**-0.5, spec.window
+    def __init__(
+        self,
+        specs: Sequence[AttentionSpec],
+        cache: Sequence[tuple[Tensor, ...]],
+        *,
+        form: PromptForm,
+        sinks: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        """``form``: of prompts that attend on a device."""
+        self._layers, self._cache, self._form = _Layers(specs, sinks), cache, form
         self.table: Mapping[TaskKind, Act] = {
             TaskKind.ATTENTION: self._attention,
             TaskKind.OFFLOAD_QKV: self._offload_qkv,
             TaskKind.CPU_ATTENTION: self._cpu_attention,
             TaskKind.LOAD_HIDDEN: self._load_hidden,
-            TaskKind.OFFLOAD_KV: _offload_kv,
+            TaskKind.OFFLOAD_KV: self._offload_kv,
             TaskKind.STORE_KV: self._store_kv,
         }
 
     def _attention(self, task: Task, mb: MicroBatch) -> None:
-        (q, k, v), attend = require(mb.qkv), kernels_of(mb.hidden.device).attend
-        mb.attn = attend(q, k, v, require(mb.context).batch, self._scale, window=self._window)
+        _attend_on_device(self._layers, task.layer, mb, self._form)
 
     def _offload_qkv(self, task: Task, mb: MicroBatch) -> None:
-        mb.qkv_host = require(mb.crossing).take(*require(mb.qkv))
+        given = self._layers.given(task.layer, mb)
+        mb.qkv_host = None if given is None else require(mb.crossing).take(*given)
+
+    def _offload_kv(self, task: Task, mb: MicroBatch) -> None:
+        if (given := self._layers.given(task.layer, mb)) is not None:
+            mb.qkv_host = require(mb.crossing).take(*self._layers.kept(task.layer, *given))
 
     def _store_kv(self, task: Task, mb: MicroBatch) -> None:
-        _, k, v = require(mb.qkv_host)
-        cpu_kv_append(*self._cache[task.layer], k, v, mb.cache_slots)
+        if self._layers.specs[task.layer].num_heads:
+            self._append(task.layer, mb, *require(mb.qkv_host)[1:])
+
+    def _append(self, layer: int, mb: MicroBatch, k: Tensor, v: Tensor) -> None:
+        if self._layers.specs[layer].latent is None:
+            cpu_kv_append(*self._cache[layer], k, v, mb.cache_slots)
+        else:
+            cpu_mla_append(*self._cache[layer], v[:, 0], mb.cache_slots)
 
     def _cpu_attention(self, task: Task, mb: MicroBatch) -> None:
         """Append this layer's keys and values to the cache before attention: decode rows paged, prompts packed."""
-        q, k, v = require(mb.qkv) if mb.crossing is None else require(mb.qkv_host)
+        spec = self._layers.specs[task.layer]
+        if not spec.num_heads:
+            return
+        q, k, v = require(self._layers.given(task.layer, mb) if mb.crossing is None else mb.qkv_host)
         if mb.crossing is None:
             mb.qkv = None  # on a device, streams may still read them
-        k_cache, v_cache = self._cache[task.layer]
-        cpu_kv_append(k_cache, v_cache, k, v, mb.cache_slots)
+        self._append(task.layer, mb, k, v)
         out = torch.empty_like(q) if mb.crossing is None else mb.crossing.attention_output(q.shape)
+        if spec.latent is not None:
+            tables, lens = mb.row_tables()
+            mb.attn = cpu_mla_decode(q, k, *self._cache[task.layer], tables, lens, spec.product_scale, out=out)
+            return
+        k_cache, v_cache = self._cache[task.layer]
+        scale, window, softcap = spec.product_scale, spec.window, spec.softcap
+        sinks = self._layers.sinks(task.layer, q.device)
         if n := mb.decoding:
-            tables, lens = mb.block_tables, mb.seq_lens
-            cpu_gqa_decode(q[:n], k_cache, v_cache, tables, lens, self._scale, window=self._window, out=out[:n])
+            own = (q[:n], k_cache, v_cache, mb.block_tables, mb.seq_lens, scale)
+            cpu_gqa_decode(*own, window=window, sinks=sinks, softcap=softcap, out=out[:n])
         if mb.packed is not None:
             cu_seqlens, tables, contexts = mb.packed
-            cache = (k_cache, v_cache, tables, contexts)
             cpu_prefill_attention(
-                q[n:], k[n:], v[n:], cu_seqlens, self._scale, window=self._window, cache=cache, out=out[n:]
+                *(q[n:], k[n:], v[n:], cu_seqlens, scale),
+                window=window,
+                sinks=sinks,
+                softcap=softcap,
+                cache=(k_cache, v_cache, tables, contexts),
+                out=out[n:],
             )
-        mb.attn = out
+        mb.attn = out if mb.crossing is not None else _narrowed(out, spec)
 
     def _load_hidden(self, task: Task, mb: MicroBatch) -> None:
-        mb.attn = require(mb.attn).to(mb.hidden.device, non_blocking=True)
+        if (spec := self._layers.specs[task.layer]).num_heads:
+            mb.attn = _narrowed(require(mb.attn).to(mb.hidden.device, non_blocking=True), spec)
 
 
 class DeviceAttention:
@@ -74,13 +166,20 @@ class DeviceAttention:
     are transferred, by at most `MOST_COPIES` copies for a layer and micro-batch where kernels read host memory."""
 
     def __init__(
-        self, spec: AttentionSpec, buffers: Tensor, *, on_host: Tensor | None, on_device: Tensor | None
+        self,
+        specs: Sequence[AttentionSpec],
+        buffers: Tensor,
+        *,
+        form: PromptForm,
+        on_host: Sequence[Tensor] | None,
+        on_device: Sequence[Tensor] | None,
+        sinks: Mapping[int, Tensor] | None = None,
     ) -> None:
-        """``buffers`` [2, tokens, 2, Hkv, D]; at least one `token_cache` is given."""
-        self._host, self._device, self._buffers = on_host, on_device, buffers
-        self._scale, self._window = spec.head_dim**-0.5, spec.window
-        self._kernels = kernels_of(buffers.device)
-        self._fetches = on_host is not None and self._kernels.fetches(on_host, buffers.device)[0]
+        """``buffers`` [2, numbers]: of the tokens of a context in the widest layer; at least one `token_cache` is
+        given; ``form``: of prompts."""
+        self._layers, self._host, self._device, self._buffers = _Layers(specs, sinks), on_host, on_device, buffers
+        self._form, self._kernels = form, kernels_of(buffers.device)
+        self._fetches = on_host is not None and self._kernels.fetches(on_host[0], buffers.device)[0]
         self.table: Mapping[TaskKind, Act] = {
             TaskKind.LOAD_KV: self._load_kv,
             TaskKind.ATTENTION: self._attention,
@@ -88,9 +187,15 @@ class DeviceAttention:
             TaskKind.STORE_KV: self._store_kv,
         }
 
+    def _buffer(self, index: int, layer: int) -> Tensor:
+        """One of the two buffers as the tokens of ``layer`` lie in it (`rows_of`)."""
+        return rows_of(self._buffers[index], self._layers.specs[layer])
+
     def _load_kv(self, task: Task, mb: MicroBatch) -> None:
         (into,), context = task.writes, require(mb.context)
-        buffer, cache = self._buffers[into.index], require(self._host)[task.layer]
+        if not self._layers.specs[task.layer].num_heads:
+            return
+        buffer, cache = self._buffer(into.index, task.layer), require(self._host)[task.layer]
         if self._fetches and len(context.runs) > MOST_COPIES:
             gpu_attention.fetch(cache, buffer, context.pieces_on(buffer.device))
             return
@@ -98,29 +203,84 @@ class DeviceAttention:
             buffer[place : place + count].copy_(cache[slot : slot + count], non_blocking=True)
 
     def _offload_kv(self, task: Task, mb: MicroBatch) -> None:
-        (q, k, v), rows = require(mb.qkv), require(mb.added).host_rows
-        mb.qkv_host = require(mb.crossing).take(q[:0], _picked(k, rows), _picked(v, rows))
+        given = self._layers.given(task.layer, mb)
+        if given is not None:
+            (q, k, v), rows = self._layers.kept(task.layer, *given), require(mb.added).host_rows
+            mb.qkv_host = require(mb.crossing).take(q, _picked(k, rows) if len(k) else k, _picked(v, rows))
 
     def _store_kv(self, task: Task, mb: MicroBatch) -> None:
-        _, k, v = require(mb.qkv_host)
-        append_in_torch(k, v, require(self._host)[task.layer], require(mb.added).host_slots)
+        if self._layers.specs[task.layer].num_heads:
+            _, *kept = require(mb.qkv_host)
+            self._append_in_torch(task.layer, *kept, require(self._host)[task.layer], require(mb.added).host_slots)
+
+    def _append_in_torch(self, layer: int, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
+        if self._layers.specs[layer].latent is None:
+            append_in_torch(k, v, cache, slots)
+        else:
+            cache[:, 0].index_copy_(0, slots, v)
 
     def _attention(self, task: Task, mb: MicroBatch) -> None:
-        (q, k, v), batch, added = require(mb.qkv), require(mb.context).batch, require(mb.added)
-        if added.device_slots is not None:
-            self._kernels.append(k, v, require(self._device)[task.layer], added.device_slots, rows=added.device_rows)
-        in_cache, in_buffer = batch.tiers
+        given, added = self._layers.given(task.layer, mb), require(mb.added)
+        if given is None:
+            return
+        _, k, v = given
+        if (slots := added.device_slots) is not None:
+            cache, rows = require(self._device)[task.layer], added.device_rows
+            if self._layers.specs[task.layer].latent is None:
+                self._kernels.append(k, v, cache, slots, rows=rows)
+            else:
+                cache[:, 0].index_copy_(0, slots, _picked(v, rows))
+        in_cache, in_buffer = require(mb.context).batch.tiers
         (index,) = (each.index for each in task.reads if each.space == "context") if in_buffer else (0,)
-        mb.attn = self._kernels.attend(
-            q,
-            k,
-            v,
-            batch,
-            self._scale,
-            window=self._window,
+        _attend_on_device(
+            self._layers,
+            task.layer,
+            mb,
+            self._form,
             cache=require(self._device)[task.layer] if in_cache else None,
-            buffer=self._buffers[index] if in_buffer else None,
+            buffer=self._buffer(index, task.layer) if in_buffer else None,
         )
+
+
+def _attend_on_device(
+    layers: _Layers,
+    layer: int,
+    mb: MicroBatch,
+    form: PromptForm,
+    *,
+    cache: Tensor | None = None,
+    buffer: Tensor | None = None,
+) -> None:
+    """Attention of one layer by the kernels of the device; by torch where they do not take heads of this size, or take
+    prompts in tiles of another form than that of the micro-batch."""
+    given, spec = layers.given(layer, mb), layers.specs[layer]
+    if given is None:
+        return
+    q, k, v = given
+    attend, batch = kernels_of(q.device).attend, require(mb.context).batch
+    if spec.latent is not None:
+        mb.attn = latents_in_torch(q, k, v, batch, spec.product_scale, cache=cache, buffer=buffer)
+        return
+    if not layers.kernels_take(layer, q, k, form):
+        attend = attend_in_torch
+    sinks = layers.sinks(layer, q.device)
+    rest = {"window": spec.window, "sinks": sinks, "softcap": spec.softcap, "cache": cache, "buffer": buffer}
+    mb.attn = _narrowed(attend(q, k, v, batch, spec.product_scale, **rest), spec)
+
+
+def _as_wide(given: Tensor, width: int) -> Tensor:
+    """``given`` [T, heads, n], padded to heads of ``width`` numbers (0: as they are), contiguous within a row."""
+    if 0 < given.shape[2] < width:
+        return functional.pad(given, (0, width - given.shape[2]))
+    if given.stride(2) == 1 and given.stride(1) == given.shape[2]:
+        return given
+    return given.contiguous()
+
+
+def _narrowed(out: Tensor, spec: AttentionSpec) -> Tensor:
+    """``out`` [T, Hq, D] without the padding of values."""
+    width = spec.value_head_dim or spec.head_dim
+    return out if spec.latent is not None or out.shape[2] == width else out[..., :width]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,8 +302,3 @@ def kernels_of(device: torch.device) -> AttentionKernels:
 def _picked(tensor: Tensor, rows: Tensor | None) -> Tensor:
     """``rows`` None: all."""
     return tensor if rows is None else tensor.index_select(0, rows)
-
-
-def _offload_kv(task: Task, mb: MicroBatch) -> None:
-    q, k, v = require(mb.qkv)
-    mb.qkv_host = require(mb.crossing).take(q[:0], k, v)

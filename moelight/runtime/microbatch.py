@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from moelight.core.dtypes import DType
 from moelight.core.errors import ScheduleError
@@ -158,6 +159,7 @@ class MicroBatch:
         context: only for attention on the device.
         added: only where the cache is for attention on the device.
         chosen: ids and weights [T, k] of the last router, in an on-demand pass.
+        rows: of `row_tables`.
     """
 
     token_ids: Tensor
@@ -191,6 +193,7 @@ class MicroBatch:
     experts_host: Tensor | None = None
     experts: Tensor | None = None
     begun: SplitMoE | None = None
+    rows: tuple[Tensor, Tensor] | None = None
 
     @property
     def tokens(self) -> int:
@@ -199,6 +202,21 @@ class MicroBatch:
     @property
     def decoding(self) -> int:
         return self.seq_lens.numel()
+
+    def row_tables(self) -> tuple[Tensor, Tensor]:
+        """Block tables int32 [T, B] and lengths int32 [T] of the contexts of all rows, each with its own token."""
+        if self.packed is None:
+            return self.block_tables, self.seq_lens
+        if self.rows is None:
+            ends, tables, contexts = self.packed
+            counts = ends.diff()
+            first = torch.repeat_interleave(ends[:-1] - contexts, counts)
+            lens = torch.arange(1, int(ends[-1]) + 1, dtype=torch.int32) - first
+            width = max(self.block_tables.shape[1], tables.shape[1])
+            parts = [self.block_tables, tables.repeat_interleave(counts, 0)]
+            padded = [functional.pad(each, (0, width - each.shape[1])) for each in parts]
+            self.rows = torch.cat(padded), torch.cat((self.seq_lens, lens))
+        return self.rows
 
     def land(self) -> None:
         """Copy index tensors to the device in one transfer without waiting; called on the compute lane."""

@@ -45,7 +45,7 @@ def warm_up(
     Where a kernel of Triton fails, torch serves on this device from then on. Raises torch.OutOfMemoryError.
     """
     after = {layer: _after_attention(model.moe_layers[layer], kept, has_experts) for layer in layers}
-    window = model.attention.window
+    window = model.window
 
     def play() -> None:
         for rows in doublings(most_rows if kept is None else len(hidden)):

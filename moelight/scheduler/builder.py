@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from moelight.core.schedule import Buffer, Lane, Page, Schedule, Task, TaskKind
 from moelight.hrm import costs
@@ -281,7 +282,7 @@ class ScheduleBuilder:
             (self._context_used.get(step % 2), *(stored[-1:] if earlier else ())),
             reads=tuple(self._cache(layer, i) for i in earlier),
             writes=(self.buffer("context", step % 2),),
-            size=self.layout.context_bytes(mine),
+            size=self.layout.context_bytes(mine, layer),
         )
 
     def load_contexts(self, layer: int, j: int) -> None:
@@ -300,7 +301,7 @@ class ScheduleBuilder:
         if not self.layout.discrete:
             self.compute(TaskKind.CPU_ATTENTION, layer, j, reads=("qkv",), writes=("attn",))
         elif self._attends_on_host(j):
-            self._transfer(TaskKind.OFFLOAD_QKV, Lane.D2H, layer, j, "qkv", costs.qkv_bytes)
+            self._transfer(TaskKind.OFFLOAD_QKV, Lane.D2H, layer, j, "qkv", partial(costs.qkv_bytes, layer=layer))
             deps, reads, writes = (self._ready[j],), ("qkv_host",), ("attn_host",)
             self._ready[j] = self.add(TaskKind.CPU_ATTENTION, Lane.CPU, layer, j, deps, reads=reads, writes=writes)
         else:
@@ -310,7 +311,7 @@ class ScheduleBuilder:
     def load_hidden(self, layer: int, j: int) -> None:
         """Transfer the attention output of micro-batch ``j`` to the device, where the host attended across a link."""
         if self._attends_on_host(j):
-            self._transfer(TaskKind.LOAD_HIDDEN, Lane.H2D, layer, j, "attn", costs.hidden_bytes)
+            self._transfer(TaskKind.LOAD_HIDDEN, Lane.H2D, layer, j, "attn", partial(costs.hidden_bytes, layer=layer))
 
     def post_attention(self, layer: int, j: int) -> None:
         """Output projection, router and experts of micro-batch ``j``; `combine` completes experts across a link."""
@@ -397,7 +398,7 @@ class ScheduleBuilder:
             self._context_used[step % 2] = attention
         if layout.attention == "gpu" and not layout.context_crosses:
             return
-        down = layout.kv_down_bytes(self.shape.micro_batches[j])
+        down = layout.kv_down_bytes(self.shape.micro_batches[j], layer)
         deps: tuple[int | None, ...] = (before, self._stored.get(j))
         kind, reads, writes = TaskKind.OFFLOAD_KV, ("qkv",), ("qkv_host",)
         self._sent_down[j] = self.add(kind, Lane.D2H, layer, j, deps, reads=reads, writes=writes, size=down)

@@ -89,15 +89,15 @@ class Layout:
         """True if cached keys and values cross the link for attention on the device."""
         return self.attention == "gpu" and self.kv_host > 0
 
-    def kv_down_bytes(self, micro_batch: MicroBatchShape) -> int:
-        """Bytes of one layer's new keys and values that cross to host memory."""
+    def kv_down_bytes(self, micro_batch: MicroBatchShape, layer: int) -> int:
+        """Bytes of a layer's new keys and values that cross to host memory."""
         crossing = micro_batch.tokens - micro_batch.device_tokens if self.kv_host else 0
-        return costs.kv_bytes(self.model, self.dtype, crossing)
+        return costs.kv_bytes(self.model, self.dtype, crossing, layer)
 
-    def context_bytes(self, micro_batch: MicroBatchShape) -> int:
-        """Bytes of one layer's cached keys and values that cross to the device."""
+    def context_bytes(self, micro_batch: MicroBatchShape, layer: int) -> int:
+        """Bytes of a layer's cached keys and values that cross to the device."""
         crossing = micro_batch.context - micro_batch.device_context
-        return crossing * costs.kv_layer_bytes(self.model, self.kv_dtype)
+        return crossing * costs.kv_layer_bytes(self.model, self.kv_dtype, layer)
 
     def device_tokens(self, tokens: int) -> int:
         """How many of ``tokens`` are in cache blocks on the device, by the policy's share; 0 if no context crosses."""

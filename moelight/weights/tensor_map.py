@@ -14,8 +14,8 @@ from moelight.core.dtypes import BY_SAFETENSORS, FLOAT32, DType
 from moelight.core.errors import CheckpointError
 from moelight.core.schedule import Page
 from moelight.profiles.families import FAMILIES, profile_from_dir
-from moelight.profiles.model import ModelProfile, require_computable
-from moelight.profiles.tensor_list import StoredTensor, dense_tensors, page_shapes
+from moelight.profiles.model import ModelProfile, StoredTensor, require_computable
+from moelight.profiles.tensor_list import dense_tensors, page_shapes
 from moelight.weights.source import Checkpoint, TensorInfo, resolve_model
 
 

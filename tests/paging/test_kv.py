@@ -177,7 +177,7 @@ def test_no_two_places_of_the_cache_share_a_byte(dtype: torch.dtype) -> None:
     spec, blocks, size = model.attention, 5, policy.kv_block_size
     name = str(dtype).removeprefix("torch.")
     arena = torch.zeros(blocks * kv_block_bytes(model, policy, DTYPES[name]), dtype=torch.uint8)
-    cache = paged_cache(arena, spec, num_layers=3, blocks=blocks, block_size=size, dtype=dtype)
+    cache = paged_cache(arena, [spec] * 3, blocks=blocks, block_size=size, dtype=dtype)
     parts = [part for layer in range(3) for part in cache[layer]]
     for number, part in enumerate(parts):
         assert part.shape == (blocks, spec.num_kv_heads, size, spec.head_dim)
@@ -196,7 +196,7 @@ def test_a_tokens_key_and_value_lie_side_by_side(dtype: torch.dtype) -> None:
     spec, slots = model.attention, 5 * policy.kv_block_size
     name = str(dtype).removeprefix("torch.")
     arena = torch.zeros(5 * kv_block_bytes(model, policy, DTYPES[name]), dtype=torch.uint8)
-    cache = token_cache(arena, spec, num_layers=3, slots=slots, dtype=dtype)
+    cache = token_cache(arena, [spec] * 3, slots=slots, dtype=dtype)
     for layer in range(3):
         assert cache[layer].shape == (slots, 2, spec.num_kv_heads, spec.head_dim)
         assert cache[layer].is_contiguous()

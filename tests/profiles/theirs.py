@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moelight.profiles.model import ModelProfile
+from moelight.profiles.model import ModelProfile, StoredTensor
 from moelight.profiles.model_files import model_config
-from moelight.profiles.tensor_list import StoredTensor, dense_tensors, page_shapes, pages
+from moelight.profiles.tensor_list import dense_tensors, page_shapes, pages
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -19,30 +19,30 @@ from moelight.hrm import costs
 from moelight.scheduler.layout import Layout, MicroBatchShape, PassShape
 
 ALL = -1
-_Moves = Callable[[Layout, MicroBatchShape], int]
+_Moves = Callable[[Layout, MicroBatchShape, int], int]
 
 
-def _qkv(layout: Layout, micro_batch: MicroBatchShape) -> int:
-    return costs.qkv_bytes(layout.model, layout.dtype, micro_batch.tokens)
+def _qkv(layout: Layout, micro_batch: MicroBatchShape, layer: int) -> int:
+    return costs.qkv_bytes(layout.model, layout.dtype, micro_batch.tokens, layer)
 
 
-def _kv(layout: Layout, micro_batch: MicroBatchShape) -> int:
-    return layout.kv_down_bytes(micro_batch)
+def _kv(layout: Layout, micro_batch: MicroBatchShape, layer: int) -> int:
+    return layout.kv_down_bytes(micro_batch, layer)
 
 
-def _context(layout: Layout, micro_batch: MicroBatchShape) -> int:
-    return layout.context_bytes(micro_batch)
+def _context(layout: Layout, micro_batch: MicroBatchShape, layer: int) -> int:
+    return layout.context_bytes(micro_batch, layer)
 
 
-def _attention(layout: Layout, micro_batch: MicroBatchShape) -> int:
-    return costs.hidden_bytes(layout.model, layout.dtype, micro_batch.tokens)
+def _attention(layout: Layout, micro_batch: MicroBatchShape, layer: int) -> int:
+    return costs.hidden_bytes(layout.model, layout.dtype, micro_batch.tokens, layer)
 
 
-def _residual(layout: Layout, micro_batch: MicroBatchShape) -> int:
+def _residual(layout: Layout, micro_batch: MicroBatchShape, layer: int) -> int:
     return costs.residual_bytes(layout.model, layout.dtype, micro_batch.tokens)
 
 
-def _routed(layout: Layout, micro_batch: MicroBatchShape) -> int:
+def _routed(layout: Layout, micro_batch: MicroBatchShape, layer: int) -> int:
     return costs.routed_bytes(layout.model, layout.dtype, micro_batch.tokens)
 
 
@@ -178,7 +178,7 @@ def phase(layout: Layout, shape: PassShape, kind: TaskKind, layer: int, j: int) 
         lane=_LANES.get(kind, layout.compute) if layout.discrete else layout.compute,
         layer=layer,
         micro_batch=j,
-        bytes=moves(layout, shape.micro_batches[j]) if moves else 0,
+        bytes=moves(layout, shape.micro_batches[j], layer) if moves else 0,
         reads=(*(Buffer(space=space, index=i) for space in sources for i in batches), *reads),
         writes=(*(Buffer(space=space, index=i) for space in targets for i in batches), *writes),
     )
@@ -261,15 +261,16 @@ def expected_bytes(schedule: Schedule, layout: Layout, shape: PassShape) -> dict
         sizes[Lane.STAGE] += sum(layout.bytes_at(k) for k in stages)
         sizes[Lane.H2D] += sum(layout.bytes_at(k) for k in moved)
     for micro_batch in shape.micro_batches if layout.discrete else ():
-        sizes[Lane.D2H] += sum(layout.cpu_layers) * _routed(layout, micro_batch)
-        sizes[Lane.H2D] += sum(layout.cpu_layers) * _residual(layout, micro_batch)
-        if micro_batch.prefill_only or layout.attention == "gpu":
-            sizes[Lane.D2H] += layers * _kv(layout, micro_batch)
-            if loads_context(layout, micro_batch):
-                sizes[Lane.H2D] += layers * _context(layout, micro_batch)
-        else:
-            sizes[Lane.D2H] += layers * _qkv(layout, micro_batch)
-            sizes[Lane.H2D] += layers * _attention(layout, micro_batch)
+        for layer in range(layers):
+            sizes[Lane.D2H] += layout.cpu_layers[layer] * _routed(layout, micro_batch, layer)
+            sizes[Lane.H2D] += layout.cpu_layers[layer] * _residual(layout, micro_batch, layer)
+            if micro_batch.prefill_only or layout.attention == "gpu":
+                sizes[Lane.D2H] += _kv(layout, micro_batch, layer)
+                if loads_context(layout, micro_batch):
+                    sizes[Lane.H2D] += _context(layout, micro_batch, layer)
+            else:
+                sizes[Lane.D2H] += _qkv(layout, micro_batch, layer)
+                sizes[Lane.H2D] += _attention(layout, micro_batch, layer)
     return {lane: size for lane, size in sizes.items() if size}
 
 

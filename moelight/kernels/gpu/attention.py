@@ -244,7 +244,7 @@ def attend_in_torch(
             mine = slice(heads.start * group, heads.stop * group)
             keys, values = k[first:last, heads], v[first:last, heads]
             if start > lowest:
-                keys, values = _with_context(keys, values, batch, s, pools, heads)
+                keys, values = _with_context((keys, values), batch, s, pools, heads)
             sink = None if sinks is None else sinks[mine]
             out[first:last, mine] = _attend_one(q[first:last, mine], keys, values, scale, window, sink, softcap)
     return out
@@ -255,39 +255,67 @@ def _heads_at_a_time(tokens: int, q: Tensor, batch: RaggedBatch) -> int:
     return max(1, GATHER_BYTES // (tokens * 2 * q.shape[2] * q.element_size() * copies))
 
 
+def latents_in_torch(
+    q: Tensor,
+    q_rope: Tensor,
+    rows: Tensor,
+    batch: RaggedBatch,
+    scale: float,
+    *,
+    cache: Tensor | None = None,
+    buffer: Tensor | None = None,
+) -> Tensor:
+    """Latent attention of every sequence over its cached and new tokens, as `kernels.attention.cpu_mla_decode` defines
+    it, one sequence after another -> [T, H, R].
+
+    q, q_rope      [T, H, R], absorbed, and [T, H, Rr]
+    rows           [T, 1, R + Rr]: of the new tokens
+    cache, buffer  [N, 1, 1, R + Rr], of cached tokens
+    """
+    queries, out = torch.cat((q, q_rope), dim=-1), torch.empty_like(q, memory_format=torch.contiguous_format)
+    for s, (first, last, start, lowest) in enumerate(batch.spans):
+        keys = rows[first:last]
+        if start > lowest:
+            (keys,) = _with_context((keys,), batch, s, ((cache, None), (buffer, None)), slice(0, 1))
+        own = queries[first:last], keys, keys[..., : q.shape[2]]
+        out[first:last] = _attend_one(*own, scale, None, None, None)
+    return out
+
+
 def _with_context(
-    k: Tensor,
-    v: Tensor,
+    new: Sequence[Tensor],
     batch: RaggedBatch,
     sequence: int,
     pools: Sequence[tuple[Tensor | None, Tensor | None]],
     heads: slice,
-) -> tuple[Tensor, Tensor]:
-    """Keys and values of cached and new tokens, each [cached + new, heads, D]."""
+) -> tuple[Tensor, ...]:
+    """Keys and values (or rows of latents) of cached and ``new`` tokens, each [cached + new, heads, D]."""
     index, in_cache, cuts = batch.gathered
     some, count = slice(cuts[sequence], cuts[sequence + 1]), cuts[sequence + 1] - cuts[sequence]
-    both = k.new_empty((count + len(k), 2, *k.shape[1:]))
-    both[count:, 0], both[count:, 1] = k, v
+    both = new[0].new_empty((count + len(new[0]), len(new), *new[0].shape[1:]))
+    for which, given in enumerate(new):
+        both[count:, which] = given
     tiers = [(pool, scales) for (pool, scales), there in zip(pools, batch.tiers, strict=True) if there]
     parts = []
     for pool, scales in tiers:
         assert pool is not None
         if len(tiers) == 1 and scales is None:
             torch.index_select(pool[:, :, heads], 0, index[some], out=both[:count])
-            return both[:, 0], both[:, 1]
+            return both.unbind(1)
         place = index[some].clamp(max=len(pool) - 1)  # of a token of the other tier: any row
         rows = pool[:, :, heads].index_select(0, place)
         if scales is not None:
             rows = rows.float() * scales[:, :, heads].index_select(0, place).unsqueeze(-1)
         parts.append(rows)
     both[:count] = parts[0] if len(parts) == 1 else torch.where(in_cache[some].view(-1, 1, 1, 1), parts[0], parts[1])
-    return both[:, 0], both[:, 1]
+    return both.unbind(1)
 
 
 def _attend_one(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sinks: Tensor | None, softcap: float | None
 ) -> Tensor:
-    """Attention of the last tokens of a sequence, q [n, Hq, D], to its keys and values [m, Hkv, D] -> [n, Hq, D]."""
+    """Attention of the last tokens of a sequence, q [n, Hq, D], to its keys [m, Hkv, D] and values [m, Hkv, Dv]
+    -> [n, Hq, Dv]."""
     count, kv_heads, context = q.shape[0], k.shape[1], k.shape[0] - q.shape[0]
     if window is not None and k.shape[0] > count + window - 1:  # more than any row sees
         context = window - 1
@@ -304,7 +332,7 @@ def _attend_one(
     if plain and not masked:
         whole = functional.scaled_dot_product_attention(grouped, keys, values, is_causal=True, scale=scale)
         return whole.permute(2, 0, 1, 3).flatten(1, 2)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = q.new_empty((*q.shape[:2], v.shape[2]))
     for first in range(0, count, CHUNK_ROWS):
         last = min(first + CHUNK_ROWS, count)
         mask, seen = _mask(first, last, context, window, q.device), context + last

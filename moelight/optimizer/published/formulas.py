@@ -8,6 +8,7 @@ layers count as layers of n_e experts). Latent attention is treated as grouped q
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,9 @@ import numpy as np
 
 from moelight.core.dtypes import DType
 from moelight.core.errors import ConfigError
+from moelight.hrm.costs import attention_kinds
 from moelight.profiles.hardware import HardwareProfile
-from moelight.profiles.model import ModelProfile
+from moelight.profiles.model import AttentionSpec, ModelProfile
 from moelight.profiles.workload import Workload
 
 DEVICE_SHARE = 0.86  # the share of m_g that home + work may take
@@ -46,9 +48,9 @@ class PaperSetting:
     num_layers: int
     hidden_size: int
     expert_size: int
-    query_size: int
+    query_size: float
     kv_size: float
-    num_heads: int
+    num_heads: float
     num_experts: int
     top_k: int
     expert_bytes: float
@@ -113,16 +115,21 @@ def setting_of(
             f"the paper estimator models a GPU beside a CPU, and {hardware.name} has no GPU: "
             "use the calibrated estimator"
         )
-    attention, experts = model.attention, model.experts
+    experts, kinds = model.experts, attention_kinds(model)
+
+    def mean(figure: Callable[[AttentionSpec], int]) -> float:
+        """Of all layers: the paper's are alike."""
+        return sum(kind.layers * figure(kind.spec) for kind in kinds) / model.num_layers
+
     return PaperSetting(
         prompt_len=workload.prompt_len,
         gen_len=workload.gen_len,
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         expert_size=experts.intermediate_size,
-        query_size=attention.q_dim,
-        kv_size=attention.cache_width / 2,
-        num_heads=attention.num_heads,
+        query_size=mean(lambda spec: spec.q_dim),
+        kv_size=mean(lambda spec: spec.cache_width) / 2,
+        num_heads=mean(lambda spec: spec.num_heads),
         num_experts=experts.num_experts,
         top_k=model.router.top_k,
         expert_bytes=bytes_each(weight_dtype),
