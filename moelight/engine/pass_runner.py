@@ -140,7 +140,7 @@ class PassRunner:
             look_ahead=self._policy.look_ahead,
             routed_only=pager is not None,
             ahead=ahead,
-            predict_experts=ahead and require(pager).residency.predicts_experts,
+            predict_experts=ahead and require(pager).residency.predicts_experts and model.operations.predicts,
         )
         completing = [
             [chunk for chunk in load.chunks if chunk.completes and chunk.sequence.max_tokens] for load in packed.plans

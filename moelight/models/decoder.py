@@ -18,7 +18,7 @@ from moelight.hrm.footprint import HEAD_CHUNK_BYTES
 from moelight.kernels import native
 from moelight.kernels.norm import finish_heads, rms_norm, rms_norm_mixed
 from moelight.kernels.products import Workspace, feed_forward, linear, parts, rows_computed
-from moelight.models.moe import Experts, Routed, moe_forward, route_tokens
+from moelight.models.moe import Experts, ExpertWeights, Routed, moe_forward, route_tokens
 from moelight.profiles.model import AttentionSpec, ModelProfile
 from moelight.weights.load import ModelWeights
 
@@ -103,6 +103,10 @@ class Decoder(Protocol):
     def route(self, layer: int, hidden: Tensor, attention: Tensor, running: Running) -> Routed:
         """Everything after ``attention`` [T, Hq, D] of ``layer`` up to its experts: their input and routing. Their
         weighted sum is to be added to ``hidden`` before the next phase."""
+        ...
+
+    def experts(self, layer: int, pages: Sequence[ExpertWeights | None]) -> Sequence[ExpertWeights | None]:
+        """The experts of ``layer`` whose ``pages`` are given."""
         ...
 
     def predict_experts(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,6 +196,9 @@ class NativeDecoder:
     def route(self, layer: int, hidden: Tensor, attention: Tensor, running: Running) -> Routed:  # noqa: ARG002
         """hidden [T, H] += o(attention [T, Hq, D]), in place; returns the input and routing of the layer's experts."""
         return self._routed(self._after_attention(layer, hidden, attention), self._router(layer))
+
+    def experts(self, layer: int, pages: Sequence[ExpertWeights | None]) -> Sequence[ExpertWeights | None]:  # noqa: ARG002
+        return pages
 
     def predict_experts(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
         x = self._norm(hidden, self.weights.layers[layer].post_norm)

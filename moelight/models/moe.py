@@ -5,7 +5,7 @@ Legend: T tokens, E experts, k experts per token, H hidden, I intermediate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -24,8 +24,9 @@ from moelight.kernels.reference import route_topk
 from moelight.kernels.routing import cpu_gather_rows, cpu_route, cpu_scatter_sum, cpu_sort_by_expert
 from moelight.profiles.model import RouterSpec
 
-ExpertWeights = tuple[Tensor, Tensor]
-# gate_up and down of a layer's experts, None for one computed elsewhere; or, for grouped kernels, their pages.
+# gate_up and down of a gated SiLU; or of another kind, as a function of rows [n, H] -> [n, H].
+ExpertWeights: TypeAlias = tuple[Tensor, Tensor] | Callable[[Tensor], Tensor]
+# A layer's experts, None for one computed elsewhere; or, for grouped kernels, their pages.
 Experts: TypeAlias = Sequence[ExpertWeights | None] | PageTable
 
 
@@ -56,9 +57,15 @@ def route_tokens(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
 def grouped_pages(weights: Sequence[ExpertWeights], dtype: torch.dtype) -> PageTable | None:
     """The pages of ``weights``, if the grouped kernels compute with them where they are, on rows of ``dtype``; else
     None. Waits for the device: called at loading."""
-    if not weights or not weights[0][0].is_cuda or not serving.serves(weights[0][0].device, dtype)[0]:
+    pairs = [each for each in weights if isinstance(each, tuple)]
+    if not pairs or not pairs[0][0].is_cuda or not serving.serves(pairs[0][0].device, dtype)[0]:
         return None
-    return PageTable.of([gate_up for gate_up, _ in weights], [down for _, down in weights])
+    return PageTable.of([gate_up for gate_up, _ in pairs], [down for _, down in pairs])
+
+
+def _natively(x: Tensor, experts: Sequence[ExpertWeights | None]) -> bool:
+    """True if the native kernels compute ``experts``."""
+    return native.on_cpu(x) and native.available() and not any(map(callable, experts))
 
 
 def moe_forward(
@@ -73,7 +80,7 @@ def moe_forward(
     """
     if isinstance(experts, PageTable):
         return grouped_forward(routed, experts, space, into, wide=wide)
-    if native.on_cpu(routed.x) and native.available():
+    if _natively(routed.x, experts):
         return SplitMoE(routed, experts, frozenset(), space).end(into)
     sums = torch.zeros(routed.x.shape, dtype=torch.float32, device=routed.x.device)
     add_experts(sums, routed, experts, space, most_rows=routed.x.shape[0], wide=wide)
@@ -98,7 +105,7 @@ class SplitMoE:
         first_row: int = 0,
     ) -> None:
         self._whole = routed, experts, space
-        self._native = routed.x.device.type == "cpu" and native.available()
+        self._native = _natively(routed.x, experts)
         if not self._native:
             return
         ids = routed.ids
@@ -139,7 +146,8 @@ def _expert_ffn_in_place(rows: Tensor, experts: Sequence[ExpertWeights | None], 
     """``offsets`` int32 [E + 1]: the rows of each expert; one that is None has none."""
     # Exporting the weights of an expert without rows to the kernel would cost as much as those of a busy one.
     counts = offsets.diff().tolist()
-    busy = [expert if expert and count else (None, None) for expert, count in zip(experts, counts, strict=True)]
+    pairs = (expert if isinstance(expert, tuple) else (None, None) for expert in experts)
+    busy = [pair if count else (None, None) for pair, count in zip(pairs, counts, strict=True)]
     cpu_expert_ffn(rows, [gate_up for gate_up, _ in busy], [down for _, down in busy], offsets, out=rows)
 
 
@@ -197,7 +205,7 @@ def add_experts(
     ``most_rows``: rows computed at a time; with native CPU kernels, rows weighted and added at a time. ``wide`` as for
     `moe_forward`.
     """
-    if native.on_cpu(routed.x) and native.available():
+    if _natively(routed.x, experts):
         _accumulate_natively(sums, routed, experts, space, min(most_rows, EXPERT_ROWS))
         return
     top_k, ids, weights = routed.ids.shape[1], routed.ids.flatten(), routed.weights.flatten()
@@ -209,7 +217,10 @@ def add_experts(
         for part in mine.split(min(most_rows, EXPERT_ROWS)):
             tokens, rows = part // top_k, space.inputs[: rows_computed(routed.x, part.numel())]
             torch.index_select(routed.x, 0, tokens, out=rows[: part.numel()])
-            out = feed_forward(rows, *expert, space, wide=wide)[: part.numel()]
+            if isinstance(expert, tuple):
+                out = feed_forward(rows, *expert, space, wide=wide)[: part.numel()]
+            else:
+                out = expert(rows[: part.numel()])
             sums.index_copy_(0, tokens, sums[tokens] + out.float() * weights[part].unsqueeze(1))
 
 

@@ -93,7 +93,7 @@ class MoEOps:
         self._top_k, self._discrete = decoder.model.router.top_k, pages.fast_tier == "device"
         table = grouped_pages(pages.weights, decoder.dtype) if self._discrete else None
         self._grouped = None if table is None else LayerPages(table, len(self._moe), self._num_experts)
-        self._found: dict[tuple[int, int], list[list[ExpertWeights | None]]] = {}
+        self._found: dict[tuple[int, int], list[Sequence[ExpertWeights | None]]] = {}
         self._residents = 0
         self.table: Mapping[TaskKind, MoEOperation] = {
             TaskKind.POST_ATTENTION: self._post_attention,
@@ -150,7 +150,8 @@ class MoEOps:
     def _resident_experts(self, task: Task, pass_pages: PassPages) -> None:
         mb, small = pass_pages.micro_batches[task.micro_batch], require(pass_pages.small)
         first_row = sum(earlier.tokens for earlier in pass_pages.micro_batches[: task.micro_batch]) * self._top_k
-        experts, late = small.experts(task.layer), small.demand(task.layer).late
+        experts = self._decoder.experts(task.layer, small.experts(task.layer))
+        late = small.demand(task.layer).late
         mb.begun = SplitMoE(require(mb.routed), experts, late, self._decoder.space, first_row)
 
     def _experts(self, task: Task, pass_pages: PassPages) -> None:
@@ -192,9 +193,10 @@ class MoEOps:
         if self._pages.fast_tier == "host":
             experts = self._layer_experts(task.layer, pass_pages)
         elif pass_pages.small is not None:
-            experts = pass_pages.small.demand(task.layer).on_cpu
+            experts = self._decoder.experts(task.layer, pass_pages.small.demand(task.layer).on_cpu)
         else:
-            experts = self._pages.computed_experts(task.layer, self._num_experts)
+            computed = self._pages.computed_experts(task.layer, self._num_experts)
+            experts = self._decoder.experts(task.layer, computed)
         routed = replace(routed, x=routed.x.to(space.inputs.dtype))  # mixed precision: the CPU computes in bfloat16
         mb.experts_host = require(mb.crossing).experts_output(routed.x.shape, routed.x.dtype)
         mb.experts_host.copy_(moe_forward(routed, experts, space))
@@ -229,7 +231,7 @@ class MoEOps:
             return ()
         if small is not None:
             if grouped is None:
-                return small.experts(layer)
+                return self._decoder.experts(layer, small.experts(layer))
             return grouped.of_layer(layer, small.demand(layer).memory)
         key = (self._pages.phase(pass_pages.position), pass_pages.residents)
         if grouped is not None:
@@ -238,5 +240,6 @@ class MoEOps:
             if key[1] != self._residents:
                 self._found, self._residents = {}, key[1]
             numbers = self._pages.memory_of_experts(pass_pages.position)
-            self._found[key] = [self._pages.weights_at(row) for row in numbers]
+            pages = map(self._pages.weights_at, numbers)
+            self._found[key] = [self._decoder.experts(layer, each) for layer, each in enumerate(pages)]
         return self._found[key][layer]

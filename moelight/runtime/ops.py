@@ -44,6 +44,7 @@ class Operations:
         self._decoder, self._pages, self._moe_ops, self._start_page = decoder, pages, moe_ops, start_page
         self._pool = pool
         self._score_rows = min(score_rows, sample_rows(decoder.model))
+        self.predicts = decoder.predicts
         self.finite: Tensor | None = None  # `Decoder.finite` in host memory, as of the newest tokens
         if decoder.finite is not None:
             self.finite = torch.zeros(decoder.finite.shape, pin_memory=pool.device.type != "cpu")
