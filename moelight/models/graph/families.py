@@ -46,6 +46,7 @@ STATEFUL: Mapping[str, StateSpec] = {
     "DeepseekV32Attention": _OPAQUE,
     "DeepseekV4Attention": _OPAQUE,
     "Dots3NoteTextAttention": _OPAQUE,
+    "DogeAttention": _OPAQUE,
     "Glm5NextTextAttention": _OPAQUE,
     "GlmMoeDsaAttention": _OPAQUE,
     "HYV4Attention": _OPAQUE,

@@ -94,7 +94,8 @@ class GraphModel:
         }.values():
             config._attn_implementation = config._experts_implementation = NAME
             config.output_router_logits = False
-        stateful, within = False, set()
+        stateful = False
+        within: set[nn.Module] = set()
         for part in self._decoder.modules():
             name = type(part).__name__
             if (spec := STATEFUL.get(name)) is not None and part not in within:
@@ -192,15 +193,33 @@ def read_config(directory: Path) -> PretrainedConfig:
 
 
 def on_meta(config: PretrainedConfig) -> nn.Module:
-    """The causal language model of ``config`` with parameters on the meta device and computed buffers on the CPU."""
+    """The causal language model of ``config`` with parameters on the meta device and computed buffers on the CPU.
+
+    Of a model that also sees or hears, the encoders are left out.
+    """
     transformers = _transformers()
-    try:
-        with torch.device("meta"):
-            module = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except ValueError as error:
-        raise ConfigError(f"{config.model_type}: {str(error).splitlines()[0]}") from None
+    kinds = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
+    kind = next((each for each in kinds if type(config) in each._model_mapping), None)
+    if kind is None:
+        raise ConfigError(
+            f"{config.model_type}: transformers {transformers.__version__} has no causal language model of it"
+        )
+    with torch.device("meta"):
+        module = kind.from_config(config, trust_remote_code=False)
+    decoder = module.get_decoder()
+    for name, child in list(module.model.named_children()):
+        if module.model is not decoder and child is not decoder:
+            setattr(module.model, name, None)
     fill_buffers(module)
     return module
+
+
+def use(module: nn.Module, name: str) -> None:
+    """Let all attention and experts of ``module`` be those registered as ``name``."""
+    configs = {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}
+    for config in configs.values():
+        config._attn_implementation = config._experts_implementation = name
+        config.output_router_logits = False
 
 
 def fill_buffers(module: nn.Module) -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from moelight.models.graph.effects import Attend, Ended, Experts
 from moelight.models.graph.families import ExpertForm
-from moelight.models.graph.model import GraphModel, GraphRun
+from moelight.models.graph.model import GraphModel, GraphRun, on_meta, use
 from moelight.models.graph.state import State
 
 if TYPE_CHECKING:
@@ -147,63 +147,99 @@ def take_pages(experts: nn.Module, form: ExpertForm) -> list[Page]:
 
 
 _LAYERS = 4  # of a tiny model at least; more where they are of more kinds
-_MOST_LAYERS = 12
-_EXPERTS = 8
 _HEADS = 4
+_VOCABULARY = 160
 _SIZES: dict[str, int] = {  # fields that are sizes alone and what they become; all others keep the user's values
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 160),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), _VOCABULARY),
     **dict.fromkeys(("hidden_size", "embed_dim"), 64),
-    **dict.fromkeys(("intermediate_size", "ffn_hidden_size", "prefix_dense_intermediate_size"), 96),
-    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "shared_expert_intermediate_size"), 32),
-    **dict.fromkeys(("shared_intermediate_size", "moe_shared_expert_intermediate_size"), 32),
-    **dict.fromkeys(("moe_shared_intermediate_size",), 32),
+    **dict.fromkeys(("intermediate_size", "prefix_dense_intermediate_size", "dense_intermediate_size"), 96),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 32),
+    **dict.fromkeys(("moe_shared_expert_intermediate_size", "moe_shared_intermediate_size"), 32),
+    **dict.fromkeys(("mamba_d_head",), 32),
     **dict.fromkeys(("num_attention_heads", "swa_num_attention_heads", "mamba_num_heads", "mamba_n_heads"), _HEADS),
+    **dict.fromkeys(("linear_num_value_heads", "linear_num_heads", "num_linear_attention_heads"), _HEADS),
     **dict.fromkeys(("head_dim", "v_head_dim", "swa_head_dim", "swa_v_head_dim", "kv_channels", "index_head_dim"), 16),
     **dict.fromkeys(("qk_nope_head_dim", "kv_lora_rank", "o_lora_rank", "mamba_head_dim", "global_head_dim"), 16),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "hidden_size_per_layer_input"), 16),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 16),
+    **dict.fromkeys(("hidden_size_per_layer_input",), 16),
     **dict.fromkeys(("qk_rope_head_dim", "ssm_state_size", "mamba_d_state", "chunk_size", "mamba_chunk_size"), 8),
     **dict.fromkeys(("q_lora_rank", "qk_head_dim"), 24),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), _EXPERTS),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
     **dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads", "num_global_key_value_heads"), 2),
     **dict.fromkeys(("linear_num_key_heads", "n_groups", "mamba_n_groups", "o_groups", "index_n_heads"), 2),
-    **dict.fromkeys(("linear_num_value_heads",), _HEADS),
-    **dict.fromkeys(("mamba_d_head",), 32),
 }
-_AT_MOST: dict[str, int] = {  # counts of which a few are enough
+_AT_MOST: dict[str, int] = {  # counts of which a few are enough, and lengths that prompts of the test must exceed
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2),
+    **dict.fromkeys(("moe_top_k",), 2),
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 2),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 1),
     **dict.fromkeys(("num_nextn_predict_layers",), 0),
     **dict.fromkeys(("n_group", "num_expert_group"), 2),
     **dict.fromkeys(("topk_group",), 1),
-    **dict.fromkeys(("sliding_window", "attention_chunk_size", "index_topk"), 8),
+    **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_chunk_size", "index_topk", "block_size"), 8),
+    **dict.fromkeys(("index_block_size", "rel_extent", "zero_expert_num"), 4),
+    **dict.fromkeys(("index_topk_blocks",), 3),
 }
 
 
 def tiny(config: PretrainedConfig) -> PretrainedConfig:
     """``config`` with small sizes, few layers that show every kind of layer, and every switch kept."""
-    fields = config.to_dict()
-    actual = {name: getattr(type(config), "attribute_map", {}).get(name, name) for name in (*_SIZES, *_AT_MOST)}
-    for name, size in _SIZES.items():
-        if isinstance(fields.get(actual[name]), int):
-            fields[actual[name]] = size
-    for name, most in _AT_MOST.items():
-        if isinstance(had := fields.get(actual[name]), int) and not isinstance(had, bool):
-            fields[actual[name]] = min(had, most)
-    _few_layers(fields, config)
-    fields |= {"dtype": "float32", "max_position_embeddings": 4096}
-    return type(config)(**fields)
+    return type(config)(**_shrunk(config.to_dict(), config))
 
 
-def _few_layers(fields: dict, config: PretrainedConfig) -> None:
+def _shrunk(fields: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
+    """The fields of ``config`` made tiny, those of configs within it too."""
+    named = {name: getattr(type(config), "attribute_map", {}).get(name, name) for name in (*_SIZES, *_AT_MOST)}
+    every_head = getattr(config, "num_key_value_heads", None) == getattr(config, "num_attention_heads", None)
+    for name, value in {**_SIZES, **_AT_MOST}.items():
+        had = fields.get(named[name])
+        if isinstance(had, int) and not isinstance(had, bool):
+            fields[named[name]] = value if name in _SIZES else min(had, value)
+    if fields.get("kv_lora_rank") is not None:  # latent attention: the size of rotated heads, one key a head
+        fields |= {"head_dim": 8} if "head_dim" in fields else {}
+        every_head = True
+    if every_head and named["num_key_value_heads"] in fields:
+        fields[named["num_key_value_heads"]] = _HEADS
+    for name, value in fields.items():
+        if name.endswith("_token_id"):
+            fields[name] = 0 if isinstance(value, int) else [0] if isinstance(value, list) else value
+    for name in config.sub_configs:
+        if isinstance(fields.get(name), dict):
+            fields[name] = _shrunk(fields[name], getattr(config, name))
+    if "num_hidden_layers" in fields or "num_hidden_layers" in getattr(type(config), "attribute_map", {}):
+        _few_layers(fields, config)
+    _short_rotations(fields)
+    return fields | {"dtype": "float32"}
+
+
+def _few_layers(fields: dict[str, Any], config: PretrainedConfig) -> None:
     """Cut lists of one entry a layer, and the number of layers, to the first that show every combination."""
     count = config.num_hidden_layers
     lists = {name: each for name, each in fields.items() if isinstance(each, list) and len(each) == count}
-    kinds = [tuple(repr(each[layer]) for each in lists.values()) for layer in range(count)]
-    few = max(kinds.index(kind) for kind in set(kinds)) + 1
-    few = min(count, max(few, _LAYERS))
+    single = fields.get("per_layer_config") or {}
+    kinds = [(*(repr(each[n]) for each in lists.values()), repr(single.get(n))) for n in range(count)]
+    few = min(count, max(_LAYERS, 1 + max(kinds.index(kind) for kind in set(kinds))))
     fields.update({name: each[:few] for name, each in lists.items()})
-    fields["num_hidden_layers"] = few
+    fields[getattr(type(config), "attribute_map", {}).get("num_hidden_layers", "num_hidden_layers")] = few
+    if single:
+        small = {**_SIZES, **_AT_MOST}
+        fields["per_layer_config"] = {
+            n: {name: small.get(name, value) for name, value in each.items()} for n, each in single.items() if n < few
+        }
+
+
+def _short_rotations(fields: dict[str, Any]) -> None:
+    """Fit lists of one entry a frequency, or of numbers of frequencies, to the small heads."""
+    rope = fields.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return
+    half = int(fields.get("head_dim", 16) * rope.get("partial_rotary_factor", 1.0)) // 2
+    for name in ("long_factor", "short_factor"):
+        if name in rope:
+            rope[name] = rope[name][:half]
+    if "mrope_section" in rope:
+        parts = len(rope["mrope_section"])
+        rope["mrope_section"] = [half - half // parts * (parts - 1), *[half // parts] * (parts - 1)]
 
 
 def self_test(config: PretrainedConfig, *, seed: int = 0) -> Verdict:
@@ -249,12 +285,19 @@ def _relative(logits: Tensor, expected: Tensor) -> float:
 
 
 def _random(config: PretrainedConfig) -> nn.Module:
-    """A model of ``config`` in float32 with random weights of every parameter, eager throughout."""
-    from transformers import AutoModelForCausalLM
-
-    module = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
-    module = module.eval().float().requires_grad_(False)
-    for weight in module.parameters():
+    """A model of ``config`` on the CPU in float32 with random weights of every parameter, eager throughout."""
+    module = on_meta(config).eval().requires_grad_(False)
+    use(module, "eager")
+    for part in module.modules():
+        for name, weight in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+            if not weight.is_meta:
+                continue
+            new = torch.empty(weight.shape, dtype=torch.float32 if weight.is_floating_point() else weight.dtype)
+            setattr(part, name, nn.Parameter(new, requires_grad=False) if name in part._parameters else new)
+    module.tie_weights()
+    with torch.no_grad():
+        module.initialize_weights()
+    for name, weight in module.named_parameters():
         if weight.ndim > 1:
             weight.normal_(0, 0.15)
         else:

@@ -82,14 +82,14 @@ class StatefulModule:
             mine = {name: _part(each, number, start, count, total) for name, each in arguments.items()}
             results.append(self._one(state, mine, count))
             start += count
-        return _joined(results)
+        return _joined(results, apart=self.spec.opaque)
 
     def _one(self, state: State, arguments: dict[str, Any], count: int) -> Any:
         if state.cache is None:
             state.cache = self._new_cache()
         if count > 1 and self.spec.stepwise and self._continues(state):
             steps = [{name: _part(each, 0, row, 1, count) for name, each in arguments.items()} for row in range(count)]
-            return _joined([self._call(state, each, 1) for each in steps])
+            return _joined([self._call(state, each, 1) for each in steps], apart=False)
         return self._call(state, arguments, count)
 
     def _call(self, state: State, arguments: dict[str, Any], count: int) -> Any:
@@ -146,15 +146,14 @@ def _part(value: Any, number: int, start: int, count: int, total: int) -> Any:
     return value
 
 
-def _joined(results: list[Any]) -> Any:
-    """Results of consecutive rows as one: the first tensor of each joined, what comes beside it kept apart."""
-    if len(results) == 1 and isinstance(results[0], Tensor):
-        return results[0]
+def _joined(results: list[Any], *, apart: bool) -> Any:
+    """Results of consecutive rows as one: tensors [1, n, ...] joined; with ``apart``, those beside the first are kept
+    one a sequence."""
     if isinstance(results[0], Tensor):
-        return torch.cat(results, dim=1)
-    first, *rest = zip(*results, strict=True)
-    apart = [None if each[0] is None else PerSequence(each) for each in rest]
-    return (first[0] if len(first) == 1 else torch.cat(first, dim=1), *apart)
+        return results[0] if len(results) == 1 else torch.cat(results, dim=1)
+    columns = list(zip(*results, strict=True))
+    rest = [None if each[0] is None else PerSequence(each) if apart else torch.cat(each, dim=1) for each in columns[1:]]
+    return (torch.cat(columns[0], dim=1), *rest)
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
