@@ -1,4 +1,4 @@
-"""How the stored bytes of one expert lie in its page, and where each kind of experts module keeps its matrices.
+"""How the stored bytes of one expert lie in its page.
 
 Shapes: E experts, H hidden, I expert width. Matrices are given as a linear layer has them: gate and up [I, H], down
 [H, I], biases [I] and [H]; the page keeps the order of the checkpoint, which strides describe.
@@ -10,10 +10,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from moelight.core.errors import ConfigError
 from moelight.models.graph.boxes import Box, Boxes, Shape
+from moelight.models.graph.families import ExpertForm
 from moelight.weights.source import TensorInfo
 
 
@@ -61,96 +61,32 @@ class PageLayout:
         return Matrix(offset=gate.offset, shape=(2 * gate.shape[0], gate.shape[1]), strides=gate.strides)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertsForm:
-    """The parameters of an experts module that hold its matrices, by their paths; each has all E experts.
-
-    Attributes:
-        first: the gate and up in one, or each of them, or up alone.
-        gated: there is a gate.
-        concatenated: in one: first the gate, then up; else they take turns.
-        first_transposed, down_transposed: [inputs, outputs] instead of [outputs, inputs].
-        biases: the biases of ``first`` and ``down``, in one each; empty if there are none.
-        by_rows: the experts follow each other in the first dimension: [E x I, H].
-    """
-
-    first: tuple[str, ...]
-    down: str
-    gated: bool = True
-    concatenated: bool = True
-    first_transposed: bool = False
-    down_transposed: bool = False
-    biases: tuple[str, ...] = ()
-    by_rows: bool = False
-
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """All paths, in the order of a page."""
-        return (*self.first, self.down, *self.biases)
-
-
-_UNDECORATED = {
-    # Experts modules of transformers that say nothing of their form, by the name of their class.
-    "DbrxExperts": ExpertsForm(first=("mlp.w1", "mlp.v1"), down="mlp.w2", down_transposed=True, by_rows=True),
-    "JetMoeMoE": ExpertsForm(first=("input_linear.weight",), down="output_linear.weight"),
-    "Llama4TextExperts": ExpertsForm(
-        first=("gate_up_proj",), down="down_proj", first_transposed=True, down_transposed=True
-    ),
-    "LongcatFlashExperts": ExpertsForm(first=("gate_up_proj",), down="down_proj"),
-    "Step3p7Experts": ExpertsForm(first=("gate_up_proj",), down="down_proj"),
-}
-
-
-def experts_form(module: nn.Module) -> ExpertsForm:
-    """Where ``module`` keeps its experts: as transformers' decorator ``use_experts_implementation`` says, or by class.
-    Raises ConfigError for a module of unknown form."""
-    known = _UNDECORATED.get(type(module).__name__)
-    if known is not None:
-        return known
-    try:
-        gated, bias, transposed = module.has_gate, module.has_bias, module.is_transposed
-        concatenated = module.is_concatenated
-    except AttributeError:
-        raise ConfigError(f"{type(module).__name__}: experts of a form that moelight does not know") from None
-    first = "gate_up_proj" if gated else "up_proj"
-    return ExpertsForm(
-        first=(first,),
-        down="down_proj",
-        gated=bool(gated),
-        concatenated=bool(concatenated),
-        first_transposed=bool(transposed),
-        down_transposed=bool(transposed),
-        biases=(f"{first}_bias", "down_proj_bias") if bias else (),
-    )
-
-
-def matrices(form: ExpertsForm, tensors: Mapping[str, Boxes]) -> dict[str, Boxes]:
-    """The matrices of one expert, by their names in `PageLayout`, of its ``tensors`` by their paths."""
-    first = [_upright(tensors[path], form.first_transposed) for path in form.first]
-    found = dict(zip(_names(form), _halves(first, form), strict=True))
-    found["down"] = _upright(tensors[form.down], form.down_transposed)
-    if form.biases:
-        biases = _halves([tensors[form.biases[0]]], form)
-        found |= {f"{name}_bias": bias for name, bias in zip(_names(form), biases, strict=True)}
-        found["down_bias"] = tensors[form.biases[1]]
+def matrices(form: ExpertForm, tensors: Mapping[str, Boxes]) -> dict[str, Boxes]:
+    """The matrices of one expert by their names in `PageLayout`, of its ``tensors`` by the names in ``form``."""
+    names = ("gate", "up") if form.gated else ("up",)
+    inward = [_upright(tensors[each.name], each.transposed) for each in form.inward]
+    found = dict(zip(names, _divided(inward, form), strict=True))
+    found["down"] = _upright(tensors[form.outward.name], form.outward.transposed)
+    if biases := [tensors[each.bias] for each in form.inward if each.bias is not None]:
+        found |= {f"{name}_bias": bias for name, bias in zip(names, _divided(biases, form), strict=True)}
+    if form.outward.bias is not None:
+        found["down_bias"] = tensors[form.outward.bias]
     return found
-
-
-def _names(form: ExpertsForm) -> tuple[str, ...]:
-    return ("gate", "up") if form.gated else ("up",)
 
 
 def _upright(tensor: Boxes, transposed: bool) -> Boxes:
     return tensor.permute((1, 0)) if transposed else tensor
 
 
-def _halves(first: Sequence[Boxes], form: ExpertsForm) -> Sequence[Boxes]:
-    if len(first) == len(_names(form)):
-        return first
-    whole, width = first[0], first[0].shape[0] // 2
-    if form.concatenated:
-        return whole.split(0, (width, width))
-    return whole.view((width, 2, *whole.shape[1:])).unbind(1)
+def _divided(inward: Sequence[Boxes], form: ExpertForm) -> Sequence[Boxes]:
+    """The gate and up: given as two, or one after the other in one, or by turns in one."""
+    if len(inward) == 1 + form.gated:
+        return inward
+    both = inward[0]
+    width = both.shape[0] // 2
+    if form.interleaved:
+        return both.view((width, 2, *both.shape[1:])).unbind(1)
+    return both.split(0, (width, width))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

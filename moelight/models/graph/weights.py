@@ -26,8 +26,9 @@ from moelight.core.schedule import Page
 from moelight.core.units import align_up
 from moelight.hrm.costs import TENSOR_ALIGNMENT
 from moelight.models.graph.boxes import Box, Boxes, BoxTensor, NotMovedError, UnequalError
+from moelight.models.graph.families import ExpertForm
 from moelight.models.graph.model import fill_buffers
-from moelight.models.graph.page_layout import ExpertsForm, PageLayout, experts_form, lay_out, matrices
+from moelight.models.graph.page_layout import PageLayout, lay_out, matrices
 from moelight.weights.load import BOUNCE_BYTES, TensorReader, check_bytes, check_tie
 from moelight.weights.source import Checkpoint, TensorInfo
 from moelight.weights.tensor_map import raise_first
@@ -54,6 +55,15 @@ class Model(Protocol):
 
     module: nn.Module
     experts: tuple[nn.Module, ...]
+    forms: tuple[ExpertForm, ...]
+
+
+def paged(model: Model) -> Iterator[tuple[ExpertForm, dict[str, str]]]:
+    """For each experts effect of ``model``: the form of its experts, and by the names of their parameters in the form
+    those in ``model.module``."""
+    paths = {part: path for path, part in model.module.named_modules()}
+    for part, form in zip(model.experts, model.forms, strict=True):
+        yield form, {name: f"{paths[part]}.{name}" for name in form.names()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +130,6 @@ def locate(directory: Path, model: Model) -> GraphWeightMap:
     Raises:
         CheckpointError: for the first fault (missing, stored twice, left over, mis-shaped, of an unsupported or another
             dtype, quantised, experts in pieces), with the number of the others.
-        ConfigError: for an experts module of unknown form.
     """
     checkpoint = Checkpoint.open(directory)
     _refuse_quantized(checkpoint, model.module)
@@ -314,9 +323,8 @@ class _Audit:
         self._module: Any = model.module
         self._faults = found.faults
         self._state = model.module.state_dict(keep_vars=True)
-        names = {id(module): name for name, module in model.module.named_modules()}
-        self._forms = [(names[id(module)], module, experts_form(module)) for module in model.experts]
-        self._of_pages = {f"{prefix}.{path}" for prefix, _, form in self._forms for path in form.parameters}
+        self._paged = list(paged(model))
+        self._of_pages = {path for _, paths in self._paged for path in paths.values()}
 
     def weight_map(self) -> GraphWeightMap:
         """The map; raises CheckpointError for the first fault."""
@@ -324,8 +332,8 @@ class _Audit:
         dtype = self._dtype()
         dense, initial = self._dense(dtype)
         layouts, pages = [], {}
-        for layer, (prefix, module, form) in enumerate(self._forms):
-            rows = self._rows(prefix, module, form)
+        for layer, (form, paths) in enumerate(self._paged):
+            rows = self._experts(form, paths)
             if rows and (found := self._laid_out(form, rows)):
                 layouts.append(found[0])
                 pages.update({Page(layer=layer, expert=expert): runs for expert, runs in enumerate(found[1])})
@@ -433,29 +441,29 @@ class _Audit:
         self._faults.append(f"{infos[0].file}: {what}, but config.json asks for {list(shapes[0])}")
         return False
 
-    def _rows(self, prefix: str, module: Any, form: ExpertsForm) -> list[dict[str, Boxes]] | None:
-        """The tensors of each expert of ``module`` by their paths; None, and faults, if they are not as they should."""
-        paths = {path: self._state[f"{prefix}.{path}"] for path in form.parameters}
-        count = _experts_of(module, form, paths)
-        rows: dict[str, list[Boxes]] = {}
-        for path, tensor in paths.items():
-            name, shape = f"{prefix}.{path}", tuple(tensor.shape)
-            if name not in self._found.tensors:
-                if name not in self._found.sources:
-                    self._faults.append(self._found.missing(name))
+    def _experts(self, form: ExpertForm, paths: Mapping[str, str]) -> list[dict[str, Boxes]] | None:
+        """The tensors of each expert by their names in ``form``, which are at ``paths`` of the module; None, and faults,
+        if they are not as they should."""
+        found: dict[str, list[Boxes]] = {}
+        for name, path in paths.items():
+            shape = tuple(self._state[path].shape)
+            if path not in self._found.tensors:
+                if path not in self._found.sources:
+                    self._faults.append(self._found.missing(path))
                 continue
-            # Experts beyond the count do nothing and have no page.
-            shapes = [shape] if form.by_rows else [shape, (count, *shape[1:])]
-            if self._shaped(name, shapes):
-                found = self._found.tensors[name]
-                whole = found.view((count, shape[0] // count, *shape[1:])) if form.by_rows else found
-                rows[path] = whole.unbind(0)[:count]
-        if len(rows) < len(paths):
+            stacked = shape[0] % form.count == 0 and len(shape) == 2 and name not in _biases(form)
+            # Experts from the count on have no page, so they need not be stored.
+            if self._shaped(path, [shape] if stacked else [shape, (form.count, *shape[1:])]):
+                tensor = self._found.tensors[path]
+                if stacked:
+                    tensor = tensor.view((form.count, shape[0] // form.count, *shape[1:]))
+                found[name] = tensor.unbind(0)
+        if len(found) < len(paths):
             return None
-        return [{path: each[expert] for path, each in rows.items()} for expert in range(count)]
+        return [{name: each[expert] for name, each in found.items()} for expert in range(form.count)]
 
     def _laid_out(
-        self, form: ExpertsForm, experts: Sequence[dict[str, Boxes]]
+        self, form: ExpertForm, experts: Sequence[dict[str, Boxes]]
     ) -> tuple[PageLayout, list[tuple[TensorInfo, ...]]] | None:
         """The layout of the pages of ``experts``, given the tensors of each by their paths, and the stored runs
         of each page; None, and a fault, if there are none or they differ."""
@@ -496,9 +504,8 @@ def _run_of(base: Box, begin: int, count: int) -> TensorInfo:
     return replace(info, shape=(count,), offset=info.offset + (base.offset + begin) * size, nbytes=count * size)
 
 
-def _experts_of(module: Any, form: ExpertsForm, paths: Mapping[str, Tensor]) -> int:
-    """The number of experts that have weights."""
-    return int(module.num_experts) if form.by_rows else min(tensor.shape[0] for tensor in paths.values())
+def _biases(form: ExpertForm) -> set[str | None]:
+    return {each.bias for each in (*form.inward, form.outward)}
 
 
 def _no_longer_stored(module: nn.Module) -> Iterator[str]:
@@ -557,7 +564,7 @@ def fill(model: Model, found: GraphWeightMap, arena: Tensor, dtype: torch.dtype)
                 )
             if tensor.spare is not None:
                 check_tie(reader, tensor.boxes[0].info, tensor.spare)
-    _check_filled(module, {id(part) for part in model.experts})
+    _check_filled(module, {path for _, paths in paged(model) for path in paths.values()})
 
 
 def _read(reader: TensorReader, box: Box, whole: Tensor, common: torch.dtype) -> None:
@@ -608,12 +615,10 @@ def _compute_buffers(module: Any, dtype: torch.dtype, device: torch.device) -> N
                 part._buffers[name] = buffer.to(device)
 
 
-def _check_filled(module: Any, experts: set[int]) -> None:
-    """Raise ConfigError if a tensor outside expert pages has no numbers: what the family computes is not known."""
+def _check_filled(module: Any, in_pages: set[str]) -> None:
+    """Raise ConfigError if a tensor other than those ``in_pages`` has no numbers: how it is computed is not known."""
     for path, part in module.named_modules():
-        own = {**part._parameters, **part._buffers, **vars(part)}
-        for name, tensor in own.items():
-            if isinstance(tensor, Tensor) and tensor.is_meta and id(part) not in experts:
-                raise ConfigError(
-                    f"{module.config.model_type}: {path}.{name} is neither stored nor computed by its initialisation"
-                )
+        for name, tensor in {**part._parameters, **part._buffers, **vars(part)}.items():
+            place = f"{path}.{name}".lstrip(".")
+            if isinstance(tensor, Tensor) and tensor.is_meta and place not in in_pages:
+                raise ConfigError(f"{module.config.model_type}: {place} is neither stored nor computed when it is made")
