@@ -21,7 +21,16 @@ from torch import Tensor, nn
 
 from moelight.core.errors import ConfigError, MoelightError
 from moelight.models.graph.effects import Attend, Effect, Ended, Experts
-from moelight.models.graph.families import OUTSIDE, STATEFUL, ExpertForm, interface_form, refusal, rotary_length
+from moelight.models.graph.families import (
+    ATTENTION,
+    ENCODERS,
+    OUTSIDE,
+    STATEFUL,
+    ExpertForm,
+    interface_form,
+    refusal,
+    rotary_length,
+)
 from moelight.models.graph.state import State, StatefulModule, StateSpec, own_config
 
 if TYPE_CHECKING:
@@ -57,12 +66,12 @@ class GraphModel:
         """Make ``module`` suspend; raises ConfigError, naming what the graph does that runs cannot serve."""
         _register()
         self.module = module.eval().requires_grad_(False)
-        self._decoder = module.get_decoder()
+        self._decoder = decoder_of(module)
         self.config: PretrainedConfig = self._decoder.config
         if (reason := refusal(self.config)) is not None:
             raise ConfigError(f"{self.config.model_type}: {reason}")
         self._body = self._decoder.forward
-        module.model.forward = _given_hidden
+        next(child for child in module.children() if self._decoder in set(child.modules())).forward = _given_hidden
         self.forms: tuple[ExpertForm, ...] = ()
         self.experts: tuple[nn.Module, ...] = ()
         self.stateful = self._hook()
@@ -101,7 +110,9 @@ class GraphModel:
             if (spec := STATEFUL.get(name)) is not None and part not in within:
                 within.update(part.modules())
                 stateful = True
-                _run_per_sequence(part, spec, self.config)
+                _run_per_sequence(part, spec, self._decoder)
+            elif name in ATTENTION:
+                ATTENTION[name].prepare(part)
             elif (outside := OUTSIDE.get(name)) is not None:
                 if outside.forward is not None:
                     part.forward = partial(outside.forward, part, _mix)
@@ -138,6 +149,7 @@ class GraphRun:
 
     Attributes:
         sequences: whose consecutive rows the run has.
+        positions: int64 [T], of the rows.
         kinds: of the mixers passed so far.
         module: that issued the last effect.
     """
@@ -153,6 +165,7 @@ class GraphRun:
         self.kinds: list[MixerKind] = []
         self.experts = 0
         self.module: nn.Module
+        self.positions = positions
         self._inputs = {"input_ids": token_ids[None], "position_ids": positions[None], "use_cache": False}
         self._body = body
         self._greenlet: Any = None
@@ -206,12 +219,29 @@ def on_meta(config: PretrainedConfig) -> nn.Module:
         )
     with torch.device("meta"):
         module = kind.from_config(config, trust_remote_code=False)
-    decoder = module.get_decoder()
-    for name, child in list(module.model.named_children()):
-        if module.model is not decoder and child is not decoder:
-            setattr(module.model, name, None)
+    _leave_out_encoders(module)
     fill_buffers(module)
     return module
+
+
+def decoder_of(module: nn.Module) -> nn.Module:
+    """The text model within a causal language model."""
+    decoder = module.get_decoder()
+    return module.model if decoder is module else decoder
+
+
+def _leave_out_encoders(module: nn.Module) -> None:
+    decoder = decoder_of(module)
+    for part in list(module.modules()):
+        if part is decoder:
+            break
+        if decoder in part.children():
+            for name, child in list(part.named_children()):
+                if child is not decoder and part is not module:
+                    setattr(part, name, None)
+    for part in decoder.modules():
+        for name in ENCODERS.get(type(part).__name__, ()):
+            setattr(part, name, None)
 
 
 def use(module: nn.Module, name: str) -> None:
@@ -288,12 +318,12 @@ def _form(experts: nn.Module) -> ExpertForm:
     return interface_form(experts) if outside is None else outside.form(experts)
 
 
-def _run_per_sequence(module: nn.Module, spec: StateSpec, config: PretrainedConfig) -> None:
+def _run_per_sequence(module: nn.Module, spec: StateSpec, decoder: nn.Module) -> None:
     """Let ``module`` run once for each sequence of the run that it is called in, counted if it is a mixer."""
     kind = MixerKind.OPAQUE if spec.opaque else MixerKind.RECURRENT
     if spec.opaque:
         own_config(module)
-    stateful = StatefulModule(module, spec, config)
+    stateful = StatefulModule(module, spec, decoder)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         run = _running()
@@ -354,6 +384,8 @@ def _attend(
         softcap=softcap,
     )
     run.kinds.append(MixerKind.ATTENTION)
+    if (more := ATTENTION.get(type(module).__name__)) is not None:
+        more.complete(module, effect, run.positions)
     return run.suspend(module, effect)[None], None
 
 

@@ -28,12 +28,14 @@ class StateSpec:
         mixer: it is the mixer of its layer; else a part of one whose attention suspends the run.
         opaque: it holds attention, which needs a mask and computes itself.
         stepwise: after a context it takes one row at a time.
+        all_positions: it takes the rotary embedding of the whole sequence, not of the rows alone.
         cache: name of the cache class in the family's module; transformers' `DynamicCache` if None.
     """
 
     mixer: bool = True
     opaque: bool = False
     stepwise: bool = False
+    all_positions: bool = False
     cache: str | None = None
 
 
@@ -61,10 +63,10 @@ class PerSequence(list):
 class StatefulModule:
     """The forward of ``module`` over the rows of several sequences, each with the cache of its own state."""
 
-    def __init__(self, module: nn.Module, spec: StateSpec, config: Any) -> None:
+    def __init__(self, module: nn.Module, spec: StateSpec, decoder: nn.Module) -> None:
         self.spec = spec
         self._module = module
-        self._config = config
+        self._decoder = decoder
         self._forward = module.forward
         self._signature = inspect.signature(module.forward)
         names = list(self._signature.parameters)
@@ -95,8 +97,12 @@ class StatefulModule:
     def _call(self, state: State, arguments: dict[str, Any], count: int) -> Any:
         if self._cache_name is not None:
             arguments[self._cache_name] = state.cache
+        hidden = arguments[self._first]
+        if self.spec.all_positions:
+            past = state.cache.get_query_offset(self._module.layer_idx)
+            positions = torch.arange(past + count, device=hidden.device)[None]
+            arguments["position_embeddings"] = self._decoder.rotary_emb(hidden, positions)
         if self._has_mask:
-            hidden = arguments[self._first]
             arguments["attention_mask"] = self._mask(state, hidden, count) if self.spec.opaque else None
         return self._forward(**arguments)
 
@@ -108,7 +114,7 @@ class StatefulModule:
             return getattr(sys.modules[type(self._module).__module__], self.spec.cache)()
         from transformers import DynamicCache
 
-        return DynamicCache(config=self._config)
+        return DynamicCache(config=self._decoder.config)
 
     def _mask(self, state: State, hidden: Tensor, count: int) -> Tensor:
         """What to add to logits of the last ``count`` rows [1, 1, n, L]: causal, within the module's window."""
