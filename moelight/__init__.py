@@ -51,6 +51,8 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'moelight' has no attribute {name!r}")
+    if name in ("Engine", "optimize", "simulate"):
+        importlib.import_module("moelight.models.graph.profile").know_other_families()
     return getattr(importlib.import_module(_MODULES[name]), name)
 
 

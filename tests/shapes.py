@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moelight.core.dtypes import FLOAT32
 from moelight.core.policy import Policy, Shares
 from moelight.hrm.costs import PAGE_ALIGNMENT
-from moelight.profiles.model import AttentionSpec, ExpertSpec, ModelProfile, RouterSpec
+from moelight.profiles.model import AttentionSpec, ExpertSpec, LatentSpec, LayerSpec, ModelProfile, RouterSpec
 from moelight.profiles.names import MIXTRAL_STYLE
 from moelight.profiles.tensor_list import pages
 from moelight.scheduler.layout import Layout, MicroBatchShape, layout_of
@@ -97,10 +97,33 @@ def small_layout(
 
 @st.composite
 def models(draw: st.DrawFn) -> ModelProfile:
-    """One to four layers, at least one of them with one to five experts."""
+    """One to four layers, at least one of them with one to five experts; they may differ in what they keep."""
     moe_layers = draw(st.lists(st.booleans(), min_size=1, max_size=4).filter(any))
     width = draw(st.sampled_from((12, PARTS_OF_4_KIB)))
-    return small_model(moe_layers, experts=draw(st.integers(1, 5)), width=width, tie=draw(st.booleans()))
+    model = small_model(moe_layers, experts=draw(st.integers(1, 5)), width=width, tie=draw(st.booleans()))
+    return replace(model, layers=tuple(draw(layer_specs()) for _ in moe_layers)) if draw(st.booleans()) else model
+
+
+NO_ATTENTION = AttentionSpec(num_heads=0, num_kv_heads=0, head_dim=0)
+LATENT = LatentSpec(q_lora_rank=None, kv_lora_rank=16, nope_head_dim=8, rope_head_dim=8, value_head_dim=8)
+ATTENTIONS = (  # padded to 16 numbers a head with a window; latents; with sinks; a state instead
+    AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=12, value_head_dim=8, window=20, scale=0.2),
+    AttentionSpec(num_heads=3, num_kv_heads=3, head_dim=16, latent=LATENT),
+    AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=8, sinks=True, softcap=2.0),
+    NO_ATTENTION,
+)
+
+
+def layer_specs() -> st.SearchStrategy[LayerSpec]:
+    """Layers of every kind; those without attention keep a state."""
+
+    def spec(attention: AttentionSpec, before: int, after: int) -> LayerSpec:
+        kept = 0 if attention.num_heads else 640
+        return LayerSpec(
+            attention=attention, before=before, after=after, state_bytes=kept, state_token_bytes=kept // 20
+        )
+
+    return st.builds(spec, st.sampled_from(ATTENTIONS), st.integers(0, 500), st.integers(0, 500))
 
 
 @st.composite

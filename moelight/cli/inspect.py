@@ -95,6 +95,8 @@ def inspection_as_dict(
         "page_bytes": parts.page_bytes,
         "pages": parts.pages,
         "kv_token_bytes": parts.kv_token_bytes,
+        "state_bytes": parts.state_bytes,
+        "state_token_bytes": parts.state_token_bytes,
     }
     if plan is not None:
         from moelight.optimizer.plan import plan_as_dict
@@ -116,9 +118,14 @@ def _print(model: ModelProfile, parts: Inventory, plan: Plan | None, least: dict
         f", {count_text(parts.active)} ({share_text(parts.active / parts.total_parameters)}) active for a token; "
         f"{format_bytes(parts.total_bytes)} of weights",
     )
+    kept = {
+        "keys and values of one token": parts.kv_token_bytes or None,
+        "states of one sequence": parts.state_bytes or None,
+        "more of one token": parts.state_token_bytes or None,
+    }
     page = text(
         f"one expert of one layer (a page): {format_bytes(parts.page_bytes)}, {parts.pages:,} of them; "
-        f"keys and values of one token: {format_bytes(parts.kv_token_bytes)}"
+        + "; ".join(f"{what}: {format_bytes(size)}" for what, size in kept.items() if size)
     )
     show(
         open_console(),

@@ -161,8 +161,10 @@ def load_machine(hw: str, model: str) -> HardwareProfile:
 
 def load_model(model: str) -> ModelProfile:
     """Return the profile of a known model, of a directory's ``config.json``, or of ``demo``, the bundled model."""
+    from moelight.models.graph.profile import know_other_families
     from moelight.profiles.model_files import load_model_profile
 
+    know_other_families()
     if model == DEMO:
         from moelight.weights.source import resolve_model
 

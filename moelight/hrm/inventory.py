@@ -21,7 +21,8 @@ ENDS, ATTENTION, DENSE_LAYERS, SHARED, EXPERTS = (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inventory:
     """Parameters and bytes of a model by kind, experts in ``dtype``. ``active``: parameters that one token uses,
-    embedding and head included. ``kv_token_bytes``: over all layers."""
+    embedding and head included. ``kv_token_bytes``: over all layers; ``state_bytes`` of a sequence and
+    ``state_token_bytes`` of each of its tokens, both beside the paged cache, likewise."""
 
     dtype: str
     parameters: dict[str, int]
@@ -30,6 +31,8 @@ class Inventory:
     pages: int
     page_bytes: int
     kv_token_bytes: int
+    state_bytes: int
+    state_token_bytes: int
 
     @property
     def total_parameters(self) -> int:
@@ -51,6 +54,7 @@ def inventory(model: ModelProfile, *, weight_dtype: DType | None = None, kv_dtyp
     pages = model.num_moe_layers * model.experts.num_experts
     active = sum(parameters.values()) + model.num_moe_layers * model.router.top_k * per_page
     sizes = {kind: count * own.itemsize for kind, count in parameters.items()}
+    state_bytes, state_token_bytes = costs.state_bytes(model)
     return Inventory(
         dtype=page_dtype.name,
         parameters={**parameters, EXPERTS: pages * per_page},
@@ -59,11 +63,15 @@ def inventory(model: ModelProfile, *, weight_dtype: DType | None = None, kv_dtyp
         pages=pages,
         page_bytes=costs.page_bytes(model, page_dtype),
         kv_token_bytes=costs.kv_token_bytes(model, cache_dtype),
+        state_bytes=state_bytes,
+        state_token_bytes=state_token_bytes,
     )
 
 
 def _kind(tensor: StackedTensor) -> str:
     if tensor.layer < 0:
         return ENDS
+    if kind := tensor.parts[0].kind:
+        return kind
     family = tensor.name.partition("_")[0]
     return {"dense": DENSE_LAYERS, "shared": SHARED}.get(family, ATTENTION)

@@ -245,6 +245,7 @@ class ModelProfile:
         return self.layers[layer].attention if self.layers else self.attention
 
 
+OTHER_FAMILIES = "families without a decoder of its own"
 # Features that the engine does not compute: a model with one of them can be planned for, not run.
 NOT_COMPUTED: dict[str, Callable[[ModelProfile], bool]] = {
     "latent attention": lambda model: model.attention.latent is not None,
@@ -266,9 +267,9 @@ NOT_COMPUTED: dict[str, Callable[[ModelProfile], bool]] = {
 
 
 def not_computed(model: ModelProfile) -> tuple[str, ...]:
-    """The features of ``model`` that the engine does not compute; empty if the model runs, as its own graph does."""
+    """The features of ``model`` that the engine does not compute; empty if the model runs."""
     if model.layers:
-        return ()
+        return (OTHER_FAMILIES,)
     return tuple(feature for feature, asked in NOT_COMPUTED.items() if asked(model))
 
 

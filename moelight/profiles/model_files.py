@@ -112,7 +112,7 @@ NESTED_KEYS = {
 
 
 def load_model_profile(name_or_path: str) -> ModelProfile:
-    """The profile of a named model, of a YAML file, or of the checkpoint in a directory.
+    """The profile of a named model, of a YAML file, or of the checkpoint in a directory (also of its config.json).
 
     Names take precedence over directories. Raises CheckpointError if a directory has no readable ``config.json``.
     """
@@ -134,6 +134,8 @@ def model_config(name_or_path: str) -> dict[str, Any]:
 def _place(name_or_path: str) -> Path:
     """The directory or YAML file of ``name_or_path``."""
     path = Path(name_or_path)
+    if path.name == "config.json" and path.is_file():
+        return path.parent
     if path.name != name_or_path or path.suffix in (".yaml", ".yml"):
         if not path.exists():
             raise ConfigError(f"no model at {name_or_path!r}: no such directory or file")

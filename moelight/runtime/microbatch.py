@@ -78,7 +78,7 @@ class StagingBuffers:
 
     def attention_output(self, shape: torch.Size) -> Tensor:
         """View of ``up`` as ``[T, Hq, D]``."""
-        return self.up.view(self.dtype).view(shape)
+        return self.up.view(-1).view(self.dtype)[: shape.numel()].view(shape)
 
     def experts_output(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """View of ``experts`` as ``[T, H]`` in ``dtype``, as wide as that of the inputs."""

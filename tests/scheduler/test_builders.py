@@ -106,18 +106,19 @@ def crossings(layout: Layout, micro_batch: MicroBatchShape, layer: int) -> list[
     if layout.attention == "gpu":
         up, down = micro_batch.context - micro_batch.device_context, n - micro_batch.device_tokens
         if layout.kv_host and up and not micro_batch.prefill_only:
-            moved.append((Lane.H2D, costs.kv_bytes(model, dtype, up)))
+            moved.append((Lane.H2D, costs.kv_bytes(model, dtype, up, layer)))
         if layout.kv_host and down:
-            moved.append((Lane.D2H, costs.kv_bytes(model, dtype, down)))
+            moved.append((Lane.D2H, costs.kv_bytes(model, dtype, down, layer)))
     elif micro_batch.prefill_only:
-        moved.append((Lane.D2H, costs.kv_bytes(model, dtype, n)))
+        moved.append((Lane.D2H, costs.kv_bytes(model, dtype, n, layer)))
     else:
-        moved += [(Lane.D2H, costs.qkv_bytes(model, dtype, n)), (Lane.H2D, costs.hidden_bytes(model, dtype, n))]
+        moved.append((Lane.D2H, costs.qkv_bytes(model, dtype, n, layer)))
+        moved.append((Lane.H2D, costs.hidden_bytes(model, dtype, n, layer)))
     some_on_cpu = layout.experts == "host" or any(page.layer == layer for page in layout.computed)
     if model.moe_layers[layer] and some_on_cpu:
         residual = n * model.hidden_size * dtype.itemsize
         moved += [(Lane.D2H, residual + n * 8 * model.router.top_k), (Lane.H2D, residual)]
-    return moved
+    return [(lane, size) for lane, size in moved if size]
 
 
 def check_crossings(layout: Layout, shape: PassShape, schedule: Schedule) -> None:

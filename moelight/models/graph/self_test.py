@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moelight.models.graph.effects import Attend, Ended, Experts
+from moelight.models.graph.effects import Attend, Ended, Experts, Latents
 from moelight.models.graph.families import ExpertForm
 from moelight.models.graph.model import GraphModel, GraphRun, on_meta, use
 from moelight.models.graph.state import State
@@ -79,6 +79,14 @@ def serve_attention(effect: Attend, rows: Rows) -> Tensor:
     return torch.cat(out)
 
 
+def serve_latents(effect: Latents, rows: Rows) -> Tensor:
+    """As `serve_attention`, of one shared key a position, whose first part is its value too."""
+    size = effect.q.shape[2]
+    k = effect.latent[:, None]
+    plain = Attend(effect.layer, torch.cat((effect.q, effect.q_rope), dim=-1), k, k[..., :size], effect.scale)
+    return serve_attention(plain, rows)
+
+
 def _attention(effect: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q [n, Hq, D] are the last n of k [L, Hkv, D] and v [L, Hkv, Dv] -> [n, Hq, Dv]."""
     groups = q.shape[1] // k.shape[1]
@@ -129,7 +137,9 @@ class Bench:
         positions = torch.cat([torch.arange(sequence.done, sequence.done + count) for sequence, count in rows])
         return self.model.start(ids, positions, [(sequence.state, count) for sequence, count in rows])
 
-    def _serve(self, effect: Attend | Experts, rows: Rows) -> Tensor:
+    def _serve(self, effect: Attend | Latents | Experts, rows: Rows) -> Tensor:
+        if isinstance(effect, Latents):
+            return serve_latents(effect, rows)
         if isinstance(effect, Experts):
             return serve_experts(effect, self.model.forms[effect.index], self.pages[effect.index])
         return serve_attention(effect, rows)
@@ -201,6 +211,7 @@ def tiny(config: PretrainedConfig) -> PretrainedConfig:
 def _shrunk(fields: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
     """The fields of ``config`` made tiny, those of configs within it too."""
     named = {name: getattr(type(config), "attribute_map", {}).get(name, name) for name in (*_SIZES, *_AT_MOST)}
+    index_per_key = "index_n_heads" in fields and fields["index_n_heads"] == fields.get(named["num_key_value_heads"])
     every_head = fields.get(named["num_key_value_heads"]) == fields.get(named["num_attention_heads"])
     for name, value in {**_SIZES, **_AT_MOST}.items():
         had = fields.get(named[name])
@@ -209,7 +220,7 @@ def _shrunk(fields: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
         elif isinstance(had, list) and name in _SIZES and not isinstance(had[0], str):
             fields[named[name]] = [value] * len(had)
     if latent := fields.get("kv_lora_rank") is not None:  # the size of rotated heads, one key a head
-        if isinstance(had := vars(config).get("head_dim"), int):
+        if isinstance(had := vars(config).get("head_dim"), int) and config.qk_rope_head_dim:
             fields["head_dim"] = had * _SIZES["qk_rope_head_dim"] // config.qk_rope_head_dim
         every_head = True
     if every_head and named["num_key_value_heads"] in fields:
@@ -217,7 +228,7 @@ def _shrunk(fields: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
     for name, value in fields.items():
         if name.endswith("_token_id"):
             fields[name] = 0 if isinstance(value, int) else [0] if isinstance(value, list) else value
-    if getattr(config, "index_n_heads", None) == getattr(config, "num_key_value_heads", 0) and not latent:
+    if index_per_key and not latent:
         fields["index_n_heads"] = fields[named["num_key_value_heads"]]
     for name in config.sub_configs:
         if isinstance(fields.get(name), dict):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,18 +163,14 @@ def _joined(results: list[Any], *, apart: bool) -> Any:
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """All tensors within caches of transformers, their layers, and plain containers."""
     if isinstance(value, Tensor):
         yield value
-    elif id(value) not in seen:
+    elif id(value) not in seen and isinstance(value, dict | list | tuple):
         seen.add(id(value))
-        inner: Callable[[], Any] | None = None
-        if isinstance(value, dict):
-            inner = value.values
-        elif isinstance(value, list | tuple):
-            inner = value.__iter__
-        elif type(value).__module__.startswith("transformers.") and hasattr(value, "layers"):
-            inner = vars(value).values
-        elif hasattr(value, "is_initialized") or hasattr(value, "conv_states"):
-            inner = vars(value).values
-        for each in inner() if inner is not None else ():
+        for each in value.values() if isinstance(value, dict) else value:
             yield from _tensors(each, seen)
+    elif id(value) not in seen and type(value).__module__.startswith("transformers."):
+        seen.add(id(value))
+        if type(value).__name__.endswith(("Cache", "Layer")):
+            yield from _tensors(vars(value), seen)

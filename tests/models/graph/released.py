@@ -21,7 +21,14 @@ RELEASED: dict[str, dict[str, Any]] = {
             "num_experts_per_tok": 6,
         }
     },
-    "deepseek_v2": {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3, "n_routed_experts": 160},
+    "deepseek_v2": {
+        "topk_method": "group_limited_greedy",
+        "n_group": 8,
+        "topk_group": 3,
+        "n_routed_experts": 160,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+    },
     "dots1": {
         "n_routed_experts": 128,
         "n_shared_experts": 2,

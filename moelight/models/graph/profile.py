@@ -1,0 +1,282 @@
+"""The `ModelProfile` of a module graph on the meta device: what its layers store, keep and multiply, found by a run
+over a few rows that computes nothing. Torch and transformers are imported on first use."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moelight.core.errors import ConfigError, quoted
+from moelight.hrm.inventory import ATTENTION, DENSE_LAYERS, ENDS, SHARED
+from moelight.profiles.families import read_other_families
+from moelight.profiles.hf_config import HFConfig
+from moelight.profiles.model import (
+    MOST_EXPERTS,
+    MOST_LAYERS,
+    MOST_PARAMETERS,
+    AttentionSpec,
+    ExpertSpec,
+    LatentSpec,
+    LayerSpec,
+    ModelProfile,
+    RouterSpec,
+    StoredTensor,
+)
+from moelight.profiles.names import TensorNames
+from moelight.profiles.tensor_list import page_shapes
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig
+
+    from moelight.models.graph.effects import Attend, Latents
+    from moelight.models.graph.model import GraphModel
+    from moelight.models.graph.state import State
+
+_ROWS = 64  # of a dry run: a block of the linear attentions, which compute in blocks
+_DTYPE = "bfloat16"  # of a checkpoint whose config names none
+_NO_ATTENTION = AttentionSpec(num_heads=0, num_kv_heads=0, head_dim=0)
+
+
+def know_other_families() -> None:
+    """Let transformers say what a ``config.json`` of any family means that is none of `profiles.families`."""
+    read_other_families(profile_of_directory)
+
+
+def profile_of_directory(directory: Path) -> ModelProfile | None:
+    """The profile of ``directory/config.json`` by its module graph; None if transformers does not know its family.
+
+    Raises:
+        ConfigError: transformers is missing, or the graph is not served.
+    """
+    config = HFConfig.from_file(directory / "config.json")
+    try:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    except ImportError:
+        raise config.error(
+            f"model_type {quoted(config.find('model_type'))} is no family of moelight's own, and transformers, which "
+            "reads the others, is not installed: pip install 'moelight[graph]'"
+        ) from None
+    if config.find("model_type") not in CONFIG_MAPPING_NAMES:
+        return None
+    from moelight.models.graph.model import GraphModel, on_meta, read_config
+
+    config.refuse_quantised()
+    theirs = read_config(directory)
+    if not 1 <= (layers := getattr(theirs.get_text_config(), "num_hidden_layers", 1)) <= MOST_LAYERS:
+        raise config.error(f"num_hidden_layers must be an integer from 1 to {MOST_LAYERS}, not {layers}")
+    return profile_of(GraphModel(on_meta(theirs)), name=directory.resolve().name, where=config.where)
+
+
+def profile_of(model: GraphModel, *, name: str, where: str) -> ModelProfile:
+    """The profile of ``model``, whose parameters are on the meta device; errors name the file ``where``."""
+    if not any(model.moe_layers):
+        raise ConfigError(f"{where}: no layer has experts, so this is a dense model")
+    run, config = _DryRun.of(model), model.config
+    layers = tuple(run.layer(number) for number in range(len(model.mixers)))
+    tensors = tuple(_tensors(model, run.owners))
+    head = model.module.get_output_embeddings().weight
+    profile = ModelProfile(
+        name=name,
+        model_type=config.model_type,
+        num_layers=len(layers),
+        hidden_size=head.shape[1],
+        vocab_size=head.shape[0],
+        max_positions=config.max_position_embeddings,
+        norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+        tie_embeddings=head is model.module.get_input_embeddings().weight,
+        dtype=_DTYPE if config.dtype is None else str(config.dtype).removeprefix("torch."),
+        attention=max((layer.attention for layer in layers), key=lambda spec: spec.cache_width),
+        router=RouterSpec(top_k=run.top_k, normalize=False, weights_in_model_dtype=False),
+        experts=_experts(model, run, where),
+        moe_layers=model.moe_layers,
+        names=TensorNames(router=()),
+        layers=layers,
+        tensors=tensors,
+    )
+    _check(profile, where)
+    return profile
+
+
+def _check(profile: ModelProfile, where: str) -> None:
+    count, pages = profile.experts.num_experts, profile.num_moe_layers * profile.experts.num_experts
+    numbers = sum(each.elements for each in profile.tensors)
+    numbers += pages * sum(map(math.prod, page_shapes(profile).values()))
+    if count > MOST_EXPERTS or numbers > MOST_PARAMETERS:
+        raise ConfigError(
+            f"{where}: {count} experts a layer and {numbers:.0e} parameters are more than can be planned for"
+        )
+
+
+@dataclass
+class _DryRun:
+    """What a pass over `_ROWS` rows of one sequence, and another over as many after them, showed.
+
+    Attributes:
+        attention: of each layer that suspends the run there; ``owners``: the modules that did.
+        before, after: flops of the second pass up to the attention of each layer, and from there on to its experts;
+            what follows them belongs to the next layer, at the end to the last one.
+        grown: bytes by which the state grew in each layer, in either pass.
+        top_k, expert_input: experts of a row, and the width of what they are given.
+    """
+
+    attention: dict[int, AttentionSpec] = field(default_factory=dict)
+    owners: set[nn.Module] = field(default_factory=set)
+    before: Counter[int] = field(default_factory=Counter)
+    after: Counter[int] = field(default_factory=Counter)
+    grown: tuple[Counter[int], Counter[int]] = field(default_factory=lambda: (Counter(), Counter()))
+    top_k: int = 0
+    expert_input: int = 0
+
+    @classmethod
+    def of(cls, model: GraphModel) -> _DryRun:
+        from moelight.models.graph.state import State
+
+        run, state = cls(), State()
+        run._pass(model, state, 0)
+        run._pass(model, state, 1)
+        return run
+
+    def layer(self, number: int) -> LayerSpec:
+        first, second = (grown[number] for grown in self.grown)
+        each = second // _ROWS
+        return LayerSpec(
+            attention=self.attention.get(number, _NO_ATTENTION),
+            before=self.before[number] // (2 * _ROWS),
+            after=self.after[number] // (2 * _ROWS),
+            state_bytes=first - _ROWS * each,
+            state_token_bytes=each,
+        )
+
+    def _pass(self, model: GraphModel, state: State, number: int) -> None:
+        import torch
+        from torch.utils.flop_counter import FlopCounterMode
+
+        from moelight.models.graph.effects import Ended, Experts
+
+        start, ids = number * _ROWS, torch.zeros(_ROWS, dtype=torch.int64, device="meta")
+        run = model.start(ids, torch.arange(start, start + _ROWS, device="meta"), [(state, _ROWS)])
+        value, counted, kept = None, 0, state.nbytes
+        with FlopCounterMode(display=False) as flops:
+            while True:
+                effect = run.resume(value)
+                layer, total, now = len(run.kinds) - 1, flops.get_total_flops(), state.nbytes
+                attends = not isinstance(effect, Experts | Ended)
+                if number:
+                    (self.before if attends else self.after)[layer] += total - counted
+                self.grown[number][layer] += now - kept
+                counted, kept = total, now
+                if isinstance(effect, Ended):
+                    return
+                if isinstance(effect, Experts):
+                    self.top_k = max(self.top_k, effect.ids.shape[1])
+                    self.expert_input = effect.x.shape[1]
+                    value = torch.zeros_like(effect.x)
+                else:
+                    self.owners.add(run.module)
+                    self.attention[layer] = _attention(effect, model.config)
+                    value = effect.q.new_zeros((*effect.q.shape[:2], _value_width(effect)))
+
+
+def _attention(effect: Attend | Latents, config: PretrainedConfig) -> AttentionSpec:
+    from moelight.models.graph.effects import Latents
+
+    _, heads, width = effect.q.shape
+    if isinstance(effect, Latents):
+        latent = LatentSpec(
+            q_lora_rank=None,
+            kv_lora_rank=width,
+            nope_head_dim=config.qk_nope_head_dim,
+            rope_head_dim=effect.q_rope.shape[2],
+            value_head_dim=config.v_head_dim,
+        )
+        wide = latent.nope_head_dim + latent.rope_head_dim
+        return AttentionSpec(num_heads=heads, num_kv_heads=heads, head_dim=wide, latent=latent, scale=effect.scale)
+    value_width = _value_width(effect)
+    return AttentionSpec(
+        num_heads=heads,
+        num_kv_heads=effect.k.shape[1],
+        head_dim=width,
+        value_head_dim=None if value_width == width else value_width,
+        scale=None if effect.scale == width**-0.5 else float(effect.scale),
+        sinks=effect.sinks is not None,
+        window=effect.window,
+        softcap=effect.softcap,
+    )
+
+
+def _value_width(effect: Attend | Latents) -> int:
+    from moelight.models.graph.effects import Latents
+
+    return effect.q.shape[2] if isinstance(effect, Latents) else effect.v.shape[2]
+
+
+def _experts(model: GraphModel, run: _DryRun, where: str) -> ExpertSpec:
+    """Of all layers; raises ConfigError if they differ."""
+    found = set[ExpertSpec]()
+    for form, module in zip(model.forms, model.experts, strict=True):
+        page = form.page(module, 0)
+        outward = page[form.outward.name]
+        found.add(
+            ExpertSpec(
+                num_experts=form.count,
+                intermediate_size=outward.shape[0 if form.outward.transposed else 1],
+                gated=form.gated,
+                bias=form.outward.bias is not None,
+                input_size=None if run.expert_input == model.config.hidden_size else run.expert_input,
+                transposed=form.outward.transposed and form.inward[0].transposed,
+                interleaved=form.interleaved,
+            )
+        )
+    if len(found) > 1:
+        raise ConfigError(f"{where}: its layers have experts of {len(found)} sizes, and pages have one")
+    return found.pop()
+
+
+def _tensors(model: GraphModel, owners: Collection[nn.Module]) -> Iterator[StoredTensor]:
+    """Everything that a checkpoint stores outside the experts: parameters and persistent buffers.
+
+    Attention is what lies in a mixer, vectors, and routers; the other matrices of a layer are shared experts beside
+    experts, else a dense feed-forward.
+    """
+    from torch import nn
+
+    from moelight.models.graph.families import STATEFUL
+
+    modules = {module: name for name, module in model.module.named_modules()}
+    experts = [modules[module] for module in model.experts]
+    stacks = (name for module, name in modules.items() if isinstance(module, nn.ModuleList))
+    stack = next(name for name in stacks if experts[0].startswith(f"{name}."))
+    mixers = [name for module, name in modules.items() if module in owners or type(module).__name__ in STATEFUL]
+    inside = tuple(f"{name}." for name in mixers)
+    paged = {f"{name}.{part}" for name, form in zip(experts, model.forms, strict=True) for part in form.names()}
+    sparse = {_layer_of(name, stack) for name in experts}
+    mixers_each, own = len(model.mixers) / len(model.module.get_submodule(stack)), model.module.dtype.itemsize
+    held = set()
+    for name, tensor in model.module.state_dict(keep_vars=True).items():
+        if name in paged or tensor in held:  # tied
+            continue
+        held.add(tensor)
+        layer, kind = _layer_of(name, stack), ATTENTION
+        if layer is None:
+            kind = ENDS
+        elif tensor.ndim > 1 and tensor.shape[0] != model.forms[0].count and not name.startswith(inside):
+            kind = SHARED if layer in sparse else DENSE_LAYERS
+        size = tensor.element_size()
+        yield StoredTensor(
+            name=name,
+            layer=-1 if layer is None else int(layer * mixers_each),
+            shape=tuple(tensor.shape),
+            itemsize=None if size == own else size,
+            kind=kind,
+        )
+
+
+def _layer_of(name: str, stack: str) -> int | None:
+    """The index in the list of layers ``stack`` of what is called ``name``; None outside."""
+    within = name.removeprefix(f"{stack}.")
+    return None if within == name else int(within.partition(".")[0])
