@@ -12,7 +12,7 @@ INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt $(CSRC)
 # Byte code is written once, not compiled anew in each of the hundreds of processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test cards test-crash coverage sanitize gpu wheels shown docs check format size clean
+.PHONY: help demo test thorough test-crash coverage sanitize gpu wheels shown docs check format size clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -45,8 +45,8 @@ WORKERS := 2
 test: $(STAMP)  ## run all tests (those marked gpu only where there is a device)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
-cards: $(STAMP)  ## compile the GPU's kernels for compute capability 7.5 to 10.0; needs no card
-	$(BIN)/python -m pytest -n $(WORKERS) -m cards $(ARGS) tests/kernels
+thorough: $(STAMP)  ## run the tests that `make test` leaves out because they take long; CI does too
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m thorough $(ARGS)
 
 test-crash: $(STAMP)  ## kill jobs 60 times at random moments and compare their output
 	$(BIN)/python tests/batch/crash.py $(ARGS)

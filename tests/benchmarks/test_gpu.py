@@ -52,6 +52,7 @@ def inside(name: str, arguments: list[str], seconds: float, environment: Mapping
     return setting.Ended(code=code, out=out.getvalue(), err=err.getvalue(), seconds=0.0)
 
 
+@pytest.mark.thorough
 def test_cheap_parts_run_on_a_twin(module: Any, tmp_path: Path) -> None:
     changes = {
         "gpu_sections.setting.run_module": inside,

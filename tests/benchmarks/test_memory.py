@@ -29,11 +29,13 @@ def _run(command: list[str], **options: Any) -> CompletedProcess[str]:
     return moelight_inside(*command[3:]) if refused else run(command, **options)  # noqa: PLW1510 - as told
 
 
+@pytest.mark.thorough
 def test_the_resident_set_stays_within_the_budget(report: dict[str, Any]) -> None:
     for row in report["budgets"]:
         assert row["peak_rss_bytes"] <= row["bound_bytes"]
 
 
+@pytest.mark.thorough
 def test_the_least_budget_that_a_refusal_names_is_enough_and_streams(report: dict[str, Any]) -> None:
     least = report["budgets"][-1]
     assert least["passes"] > 0

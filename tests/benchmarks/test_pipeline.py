@@ -217,6 +217,7 @@ def test_growth_is_from_the_settled_state_to_the_end(module: Any) -> None:
     assert (found["growth_bytes"], found["share"]) == (100, 0.7)
 
 
+@pytest.mark.thorough
 def test_a_small_run_end_to_end(tmp_path: Path) -> None:
     """Without peers: refill, overhead and long on a tiny model; figures are there, and those that must be equal are."""
     model = tmp_path / "model"

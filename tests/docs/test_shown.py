@@ -27,7 +27,17 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("plans")
 
 
-@pytest.mark.parametrize("document", [path for path in DOCUMENTS if steps_of(path)], ids=place)
+LONG = ("docs/guides/planning.md",)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        pytest.param(path, id=place(path), marks=[pytest.mark.thorough] if place(path) in LONG else [])
+        for path in DOCUMENTS
+        if steps_of(path)
+    ],
+)
 def test_what_is_shown_is_so(document: Path, cache: Path) -> None:
     with stage(cache):
         differences = play(document)

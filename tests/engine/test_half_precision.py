@@ -52,7 +52,7 @@ def quantiles(errors: Tensor) -> Tensor:
     return torch.quantile(errors[..., ::5].flatten(), QUANTILES)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_product_or_norm_rounds_earlier_than_in_transformers(family: str, dtype: str, tiny: Tiny) -> None:
     """Median, 90th and 99th percentile of 384 positions' errors are at most transformers', by its eager attention;
@@ -98,6 +98,7 @@ def chosen_by_theirs(model: PreTrainedModel, sequence: list[int]) -> Tensor:
     return torch.stack(found)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_routers_choose_others_no_more_often_than_in_transformers(dtype: str, tiny: Tiny) -> None:
     """Of qwen3_moe with 16 experts, 4 a token: choices that are not those in float32, of 9,600 over 4 checkpoints."""

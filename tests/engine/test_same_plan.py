@@ -25,7 +25,10 @@ from moelight.runtime.machine import Machine
 from moelight.weights.tensor_map import OpenCheckpoint
 
 RUNNABLE = [name for name in profile_names("model") if not not_computed(load_model_profile(name))]
-PAIRS = list(zip(profile_names("hardware"), cycle(RUNNABLE), strict=False))
+PAIRS = [
+    pytest.param(*pair, marks=[] if number % 3 == 0 else pytest.mark.thorough)
+    for number, pair in enumerate(zip(profile_names("hardware"), cycle(RUNNABLE), strict=False))
+]
 
 
 @pytest.mark.parametrize(("machine", "model"), PAIRS)

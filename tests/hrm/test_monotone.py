@@ -56,6 +56,7 @@ def test_no_policy_is_slower_on_a_faster_machine(seed: int, by: float) -> None:
             assert np.all(priced(problem, some, speeds) <= before * (1 + 1e-9)), (name, order)
 
 
+@pytest.mark.thorough
 @examples(5)
 @given(seed=st.integers(0, 1 << 30), by=st.floats(1.2, 8.0))
 def test_no_plan_is_slower_on_a_better_machine(seed: int, by: float) -> None:

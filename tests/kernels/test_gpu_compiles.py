@@ -18,10 +18,9 @@ from tests.kernels.turing import BFLOAT, HALF, INT4, INT8
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("card", "variants"),
-    [(80, "few"), *(pytest.param(card, "whole", marks=pytest.mark.cards) for card in (75, 80, 86, 89, 90, 100))],
+    [(80, "few"), *(pytest.param(card, "whole", marks=pytest.mark.thorough) for card in (75, 80, 86, 89, 90, 100))],
 )
 def test_compiles(card: int, variants: str, tmp_path: Path) -> None:
     if not serving.triton_available():
@@ -51,12 +50,11 @@ def test_compiles(card: int, variants: str, tmp_path: Path) -> None:
             assert row["mma.sync"] or row["wgmma"] or row["tcgen05.mma"], f"no tensor units: {row}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stored", "grouped"),
     [
         (BFLOAT, False),
-        *(pytest.param(*each, marks=pytest.mark.cards) for each in ((HALF, False), (INT8, True), (INT4, True))),
+        *(pytest.param(*each, marks=pytest.mark.thorough) for each in ((HALF, False), (INT8, True), (INT4, True))),
     ],
 )
 @pytest.mark.parametrize("gated", [True, False])

@@ -337,7 +337,6 @@ def test_imports_and_serves_without_triton(monkeypatch):
     assert anew["routing"].route(torch.randn(2, 4), 2, normalize=True)[1].dtype == torch.int32
 
 
-@pytest.mark.slow
 def test_interpreted_in_a_process_of_its_own():
     """Where something imported Triton before it was told to interpret, the tests above that need it run here."""
     if not serving.triton_available():

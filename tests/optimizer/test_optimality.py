@@ -31,7 +31,7 @@ def with_tokens(problem: Problem, seed: int) -> Problem:
     return replace(problem, fixed={**problem.fixed, "micro_batch_tokens": tokens})
 
 
-@examples(40)
+@examples(20)
 @given(seed=st.integers(0, 1 << 30))
 def test_the_optimizer_equals_enumeration(seed: int) -> None:
     problem = with_tokens(drawn_problem(seed), seed)
@@ -55,6 +55,7 @@ def test_the_optimizer_equals_enumeration(seed: int) -> None:
     )
 
 
+@pytest.mark.thorough
 @examples(15)
 @given(seed=st.integers(0, 1 << 30))
 def test_no_enumerated_policy_beats_a_free_choice_or_its_bound(seed: int) -> None:

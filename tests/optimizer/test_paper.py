@@ -177,6 +177,7 @@ def test_what_cannot_win_is_pruned_and_not_lost() -> None:
     assert result.policy.batch_size > 10**6
 
 
+@pytest.mark.thorough
 def test_every_shipped_machine_and_model_is_planned() -> None:
     machines = [load_hardware_profile(name) for name in profile_names("hardware")]
     models = [load_model_profile(name) for name in profile_names("model")]

@@ -116,6 +116,7 @@ def test_as_many_prompts_ride_in_a_pass_as_pay() -> None:
     held(problem, free, samples=2000)
 
 
+@pytest.mark.thorough
 def test_no_value_of_a_key_is_better_than_the_plan() -> None:
     """A value that somebody fixes never gives more than a plan that was free to choose it."""
     values = {
@@ -141,6 +142,7 @@ def test_small_prompt_micro_batches_leave_memory_for_more_sequences() -> None:
     assert free.estimate.tokens_per_s > 1.05 * wider.estimate.tokens_per_s
 
 
+@pytest.mark.thorough
 def test_eight_cards_that_hold_all_experts_are_planned_as_fast_as_any_order_is() -> None:
     """Nothing moves, so no lane waits for the routers, whatever the order's name."""
     problem = problem_of("h100", "mixtral-8x7b", "mtbench")

@@ -82,6 +82,7 @@ def test_paging_removes_most_of_the_binding_lanes_idle_time(ablation: ModuleType
         assert each.removed > 0.5
 
 
+@pytest.mark.thorough
 def test_forty_runs_are_ranked_as_they_were_measured(ablation: ModuleType, rows: Any) -> None:
     assert len(rows) == 40
     assert ablation.rank_correlation(rows) >= 0.9
