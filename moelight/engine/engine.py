@@ -21,6 +21,7 @@ from moelight.core.timeline import Timeline
 from moelight.core.units import parse_bytes
 from moelight.engine.adaptation import PassAdaptation
 from moelight.engine.batcher import Batcher
+from moelight.engine.checkpoints import open_model
 from moelight.engine.constraints import Constraints
 from moelight.engine.experts import choices_for
 from moelight.engine.loaded_model import weight_dtype
@@ -43,7 +44,7 @@ from moelight.runtime.machine import (
     watch_device_memory,
 )
 from moelight.runtime.measure import peak_rss_bytes
-from moelight.weights.tensor_map import OpenCheckpoint, open_checkpoint
+from moelight.weights.tensor_map import OpenCheckpoint
 
 _log = logging.getLogger(__name__)
 Prompt: TypeAlias = str | Mapping[str, Any] | Sequence[int]
@@ -150,7 +151,7 @@ class Engine:
         self.plan = policy if isinstance(policy, Plan) else None
         given = policy.policy if isinstance(policy, Plan) else policy
         machine = find_machine("cpu" if device == "auto" and not given.discrete else device)
-        source = source or open_checkpoint(given.model)
+        source = source or open_model(given.model)
         self.profile, self._machine, self._overlaps = source.profile, machine, machine.discrete
         resolved = resolve(given, self.profile, discrete=machine.discrete)
         options, dtype = experts or ExpertOptions(), weight_dtype(resolved, source, machine)
@@ -228,7 +229,7 @@ class Engine:
             CheckpointError: the model is missing or unusable.
             BudgetError: no policy fits the memory limits.
         """
-        source = open_checkpoint(str(model))
+        source = open_model(str(model))
         plan = plan_for(
             str(model),
             source,

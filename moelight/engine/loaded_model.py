@@ -30,7 +30,7 @@ from moelight.hrm.placement import place, slot_table
 from moelight.kernels.gpu.attention import prompt_form
 from moelight.kernels.products import Workspace
 from moelight.kernels.reads import FileReader, ReadPart
-from moelight.models.decoder import NativeDecoder
+from moelight.models.decoder import Decoder, NativeDecoder
 from moelight.paging.arena import typed
 from moelight.paging.kv import BlockPool, paged_cache, token_cache
 from moelight.paging.ring import RingPager
@@ -45,7 +45,7 @@ from moelight.runtime.moe_ops import MoEOps
 from moelight.runtime.ops import Operations
 from moelight.runtime.warm_up import warm_up
 from moelight.scheduler.layout import layout_of
-from moelight.weights.load import PageReader, load_dense, page_files, page_views
+from moelight.weights.load import ModelWeights, PageReader, load_dense, page_files, page_views
 from moelight.weights.tensor_map import OpenCheckpoint
 from moelight.weights.torch_dtypes import to_torch
 
@@ -102,8 +102,8 @@ class LoadedModel:
                 self.kept = SavedActivations.in_arena(
                     arenas["mixture"], tokens=tokens, hidden=hidden, top_k=top_k, dtype=dtype
                 )
-            self.weights = load_dense(source.weight_map, self.profile, arenas["dense"], dtype)
-            self.pages = self._page_store(arenas, experts)
+            make_decoder = self._load_dense(source, arenas["dense"], dtype)
+            self.pages = self._page_store(source, arenas, experts)
             self.pager: RingPager | None = None
             if experts is not None and self.layout.streamed:
                 leave = experts.leave if policy.ffn_device == "split" else None
@@ -114,9 +114,11 @@ class LoadedModel:
             spec = self.profile.attention
             heads = (spec.num_heads, spec.num_kv_heads, spec.cached_head_dim) if spec.num_heads else (1, 1, 8)
             self.prompt_form = prompt_form(machine.device, dtype, *heads)
-            self.operations = self._operations(policy, machine, arenas)
-            self.graphs = graphs_of(machine.device, int(tokens)) if cuda_graphs else None
-            self._load_pages(partial(self._warm_up, policy, runners[Lane.DEVICE]) if machine.compiles else None)
+            self.operations = self._operations(policy, machine, arenas, make_decoder)
+            recorded = cuda_graphs and source.graph is None
+            self.graphs = graphs_of(machine.device, int(tokens)) if recorded else None
+            warms = machine.compiles and self.weights is not None  # a graph runs whole, or not at all
+            self._load_pages(partial(self._warm_up, policy, runners[Lane.DEVICE]) if warms else None)
             machine.synchronize()  # lanes do not wait for the stream on which weights and pools were filled
             self._opened = opened.pop_all()
 
@@ -125,8 +127,19 @@ class LoadedModel:
             self.pager.land()
         self._opened.close()
 
-    def _page_store(self, arenas: Mapping[str, Tensor], experts: ExpertRuntime | None) -> PageStore:
+    def _load_dense(self, source: OpenCheckpoint, arena: Tensor, dtype: torch.dtype) -> Callable[[Workspace], Decoder]:
+        """All weights outside experts, in ``arena``; returns what makes the decoder of them."""
+        self.weights: ModelWeights | None = None
+        if source.graph is not None:
+            return source.graph.decoder(self.profile, arena, dtype)
+        self.weights = load_dense(source.weight_map, self.profile, arena, dtype)
+        return partial(NativeDecoder, self.profile, self.weights)
+
+    def _page_store(
+        self, source: OpenCheckpoint, arenas: Mapping[str, Tensor], experts: ExpertRuntime | None
+    ) -> PageStore:
         profile, fast_tier, dtype = self.profile, self.placement.fast_tier, to_torch(self.dtype.page_dtype)
+        views = partial(page_views, model=profile) if source.graph is None else source.graph.expert
         return PageStore(
             arenas,
             slot_table(self.placement, profile) if experts is None else experts.residency.table,
@@ -134,7 +147,7 @@ class LoadedModel:
             far=offloaded_pages(self.placement) if fast_tier == "device" else (),
             parts=self.layout.parts,
             slot_bytes=costs.page_slot_bytes(profile, self.dtype.page_dtype),
-            view=lambda slot: page_views(slot, profile, dtype),
+            view=partial(views, dtype=dtype),
         )
 
     def _load_pages(self, warm: Callable[[Collection[int]], Ticket] | None) -> None:
@@ -149,7 +162,8 @@ class LoadedModel:
     def _kinds(self) -> list[int]:
         """The first layer of each kind: others launch no other kernels."""
         found: dict[tuple[object, ...], int] = {}
-        for layer, (moe, mine) in enumerate(zip(self.profile.moe_layers, self.weights.layers, strict=True)):
+        layers = () if self.weights is None else self.weights.layers
+        for layer, (moe, mine) in enumerate(zip(self.profile.moe_layers, layers, strict=True)):
             given = (getattr(mine, field.name) for field in fields(mine))
             dtypes = (None if tensor is None else tensor.dtype for tensor in given)
             found.setdefault((moe, layer in self._reader.wide_layers, *dtypes), layer)
@@ -173,7 +187,13 @@ class LoadedModel:
         )
         return lane.submit(work, ())
 
-    def _operations(self, policy: Policy, machine: Machine, arenas: Mapping[str, Tensor]) -> Operations:
+    def _operations(
+        self,
+        policy: Policy,
+        machine: Machine,
+        arenas: Mapping[str, Tensor],
+        make_decoder: Callable[[Workspace], Decoder],
+    ) -> Operations:
         profile, dtype = self.profile, to_torch(self.dtype)
         spaces = {}
         for name in {"work", "host_work"} & set(arenas):
@@ -181,12 +201,12 @@ class LoadedModel:
             kind = self.dtype if name == "work" else self.dtype.page_dtype
             sizes = costs.expert_workspace(profile, policy.micro_batch_tokens, kind, grouped=grouped)
             spaces[name] = Workspace(arenas[name], sizes, profile.hidden_size, to_torch(kind), mixed=bool(kind.pages))
-        decoder, most_rows = NativeDecoder(profile, self.weights, spaces["work"]), policy.micro_batch_tokens
+        decoder, most_rows = make_decoder(spaces["work"]), policy.micro_batch_tokens
         host_space = spaces.get("host_work")
         return Operations(
             decoder,
             self.pages,
-            attention=self._attention(policy, arenas, dtype),
+            attention=self._attention(policy, arenas, dtype, decoder.sinks),
             moe_ops=MoEOps(
                 decoder,
                 self.pages,
@@ -201,13 +221,15 @@ class LoadedModel:
             score_rows=policy.micro_batch_size,
         )
 
-    def _attention(self, policy: Policy, arenas: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[TaskKind, Act]:
+    def _attention(
+        self, policy: Policy, arenas: Mapping[str, Tensor], dtype: torch.dtype, sinks: Mapping[int, Tensor]
+    ) -> Mapping[TaskKind, Act]:
         """On the host over its KV cache, or on the device over blocks in either memory."""
         specs = [self.profile.attention_of(layer) for layer in range(self.profile.num_layers)]
         blocks, size = self.pool.blocks, policy.kv_block_size
         if policy.attention_device == "cpu":
             paged = paged_cache(arenas["kv"], specs, blocks=blocks, block_size=size, dtype=dtype)
-            return HostAttention(specs, paged, form=self.prompt_form).table
+            return HostAttention(specs, paged, form=self.prompt_form, sinks=sinks).table
 
         def cache(name: str, blocks: int) -> list[Tensor]:
             return token_cache(arenas[name], specs, slots=blocks * size, dtype=dtype)
@@ -218,6 +240,7 @@ class LoadedModel:
             specs,
             typed(arenas["kv_buffer"], dtype, shape),
             form=self.prompt_form,
+            sinks=sinks,
             on_host=cache("kv", host) if self.layout.context_crosses else None,
             on_device=cache("device_kv", there) if there else None,
         ).table

@@ -106,11 +106,11 @@ class LazyModel:
 
     def plan(self, options: EngineOptions, workload: Workload) -> PlannedModel:
         """Audit the checkpoint; return the given policy, or the fastest for ``workload`` (BudgetError if none fits)."""
+        from moelight.engine.checkpoints import open_model
         from moelight.engine.planning import plan_for
         from moelight.runtime.machine import find_machine
-        from moelight.weights.tensor_map import open_checkpoint
 
-        source = open_checkpoint(self.name)
+        source = open_model(self.name)
         if options.policy is not None:
             policy = replace(options.policy, model=self.name)
             return PlannedModel(source=source, policy=policy, plan=None, workload=workload, options=options)

@@ -21,10 +21,10 @@ from moelight import __version__
 from moelight.core.errors import ConfigError, InputError, did_you_mean
 from moelight.core.request import Completion, Request, SamplingParams
 from moelight.engine.chat import DEFAULT, Conversation, check_messages
+from moelight.engine.checkpoints import open_model
 from moelight.engine.tokenizer import Tokenizer
 from moelight.optimizer.plan import policy_as_dict
 from moelight.profiles.workload import Workload
-from moelight.weights.tensor_map import open_checkpoint
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -85,7 +85,7 @@ class MoELightLM(TemplateLM):
         self._name = pretrained if isinstance(pretrained, str) else pretrained.policy.model
         self.engine: Engine | None = None if isinstance(pretrained, str) else pretrained
         self._scores = False  # True if the engine was planned for scoring
-        source = open_checkpoint(self._name)
+        source = open_model(self._name)
         self.profile = source.profile
         self.tokenizer = Tokenizer.from_dir(source.directory)
         self.max_length = max_length or self.profile.max_positions

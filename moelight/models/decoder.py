@@ -6,8 +6,9 @@ Legend: T tokens, H hidden, Hq query heads, Hkv key/value heads, D head size, V 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -65,6 +66,7 @@ class Decoder(Protocol):
         finite: float32 [layers + 1]: entry n is not finite once hidden states were not that entered layer n (the last:
             the head). None unless in mixed precision.
         predicts: whether `predict_experts` may be called.
+        sinks: float [Hq] of the layers whose attention has them; complete once a layer has been computed.
     """
 
     model: ModelProfile
@@ -72,6 +74,7 @@ class Decoder(Protocol):
     space: Workspace
     finite: Tensor | None
     predicts: bool
+    sinks: Mapping[int, Tensor]
 
     def begin(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, rows: Sequence[Rows]) -> Running:
         """Begin with ``token_ids`` int64 [T] at ``positions`` int64 [T], which are ``rows`` of sequences."""
@@ -81,26 +84,27 @@ class Decoder(Protocol):
         """Everything up to the attention of ``layer``, whose inputs `split_heads` finds in the result."""
         ...
 
-    def split_heads(self, found: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """The result of `pre_attention` as views: q [T, Hq, D], k and v [T, Hkv, D]."""
+    def split_heads(self, found: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The result of `pre_attention` as views: q [T, Hq, D], k and v [T, Hkv, D]; None if the mixer of the layer is
+        no attention over the paged cache."""
         ...
 
     def post_attention(
         self,
         layer: int,
         hidden: Tensor,
-        attention: Tensor,
+        attention: Tensor | None,
         experts: Experts,
         running: Running,
         watch: Watch | None = None,
         *,
         wide: bool = False,
     ) -> None:
-        """Everything after ``attention`` [T, Hq, D] of ``layer``, with its experts, if any; ``wide`` as for
-        `moe_forward`. ``watch`` is called with the routing."""
+        """Everything after ``attention`` [T, Hq, D] of ``layer`` (None as by `split_heads`), with its experts, if any;
+        ``wide`` as for `moe_forward`. ``watch`` is called with the routing."""
         ...
 
-    def route(self, layer: int, hidden: Tensor, attention: Tensor, running: Running) -> Routed:
+    def route(self, layer: int, hidden: Tensor, attention: Tensor | None, running: Running) -> Routed:
         """Everything after ``attention`` [T, Hq, D] of ``layer`` up to its experts: their input and routing. Their
         weighted sum is to be added to ``hidden`` before the next phase."""
         ...
@@ -131,6 +135,7 @@ class NativeDecoder:
     """
 
     predicts = True
+    sinks: Mapping[int, Tensor] = MappingProxyType({})
 
     def __init__(self, model: ModelProfile, weights: ModelWeights, space: Workspace) -> None:
         self.model = model
@@ -173,7 +178,7 @@ class NativeDecoder:
         self,
         layer: int,
         hidden: Tensor,
-        attention: Tensor,
+        attention: Tensor | None,
         experts: Experts,
         running: Running,  # noqa: ARG002
         watch: Watch | None = None,
@@ -193,7 +198,7 @@ class NativeDecoder:
             watch(layer, routed)
         moe_forward(routed, experts, self.space, into=hidden, wide=wide)
 
-    def route(self, layer: int, hidden: Tensor, attention: Tensor, running: Running) -> Routed:  # noqa: ARG002
+    def route(self, layer: int, hidden: Tensor, attention: Tensor | None, running: Running) -> Routed:  # noqa: ARG002
         """hidden [T, H] += o(attention [T, Hq, D]), in place; returns the input and routing of the layer's experts."""
         return self._routed(self._after_attention(layer, hidden, attention), self._router(layer))
 
@@ -220,8 +225,9 @@ class NativeDecoder:
             out[:, first : first + rows] = linear(x, head[first : first + rows])
         return out
 
-    def _after_attention(self, layer: int, hidden: Tensor, attention: Tensor) -> Tensor:
+    def _after_attention(self, layer: int, hidden: Tensor, attention: Tensor | None) -> Tensor:
         mine = self.weights.layers[layer]
+        assert attention is not None, "every layer attends"
         projected = linear(attention.flatten(1), mine.o, mine.o_bias)
         return self._norm(hidden, mine.post_norm, add=projected)
 

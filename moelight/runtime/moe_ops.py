@@ -27,7 +27,7 @@ from moelight.models.moe import (
 from moelight.paging.store import PageStore
 from moelight.runtime.host_copy import HostCopy
 from moelight.runtime.lanes import SKIPPED, Outcome
-from moelight.runtime.microbatch import SavedActivations, require
+from moelight.runtime.microbatch import MicroBatch, SavedActivations, require
 from moelight.runtime.on_demand import PassPages
 
 CPU_ROWS = 256  # torch caches a CPU kernel per row count, and more rows at once are no faster
@@ -109,10 +109,10 @@ class MoEOps:
 
     def _post_attention(self, task: Task, pass_pages: PassPages) -> None:
         mb = pass_pages.micro_batches[task.micro_batch]
-        experts, attention = self._layer_experts(task.layer, pass_pages), require(mb.attn)
+        experts, attention = self._layer_experts(task.layer, pass_pages), self._attended(task.layer, mb)
         wide = task.layer in self._wide_layers
 
-        def compute(attention: Tensor) -> Sequence[Tensor]:
+        def compute(attention: Tensor | None) -> Sequence[Tensor]:
             running, watch = require(mb.running), pass_pages.watch
             self._decoder.post_attention(task.layer, mb.hidden, attention, experts, running, watch, wide=wide)
             return ()
@@ -121,13 +121,17 @@ class MoEOps:
             compute(attention)
         else:  # the index of the pages is kept, so its address names no other one
             key = task.kind, task.layer, mb.row, mb.tokens, wide, id(experts) if experts else None
-            mb.graphs.run(key, compute, (attention,), name="after", row=mb.row, keeps=experts)
+            mb.graphs.run(key, compute, (require(attention),), name="after", row=mb.row, keeps=experts)
         if mb.crossing is None:
             mb.attn = None
 
+    def _attended(self, layer: int, mb: MicroBatch) -> Tensor | None:
+        """The attention output of ``layer``; None if it has no attention over the paged cache."""
+        return require(mb.attn) if self._decoder.model.attention_of(layer).num_heads else None
+
     def _route(self, task: Task, pass_pages: PassPages) -> None:
         mb = pass_pages.micro_batches[task.micro_batch]
-        routed = self._decoder.route(task.layer, mb.hidden, require(mb.attn), require(mb.running))
+        routed = self._decoder.route(task.layer, mb.hidden, self._attended(task.layer, mb), require(mb.running))
         if mb.crossing is None:
             mb.attn = None
         if pass_pages.watch is not None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, Protocol
 
 from moelight.core.dtypes import BY_SAFETENSORS, FLOAT32, DType
 from moelight.core.errors import CheckpointError
@@ -60,6 +61,19 @@ class OpenCheckpoint:
     directory: Path
     profile: ModelProfile
     weight_map: WeightMap
+    graph: OpenGraph | None = None
+
+
+class OpenGraph(Protocol):
+    """The module graph of a family that is none of `profiles.families` (`models.graph.checkpoint`)."""
+
+    def decoder(self, profile: ModelProfile, arena: Any, dtype: Any) -> Callable[[Any], Any]:
+        """Read all weights outside pages into ``arena``; returns what makes the decoder with a workspace."""
+        ...
+
+    def expert(self, slot: Any, dtype: Any) -> Any:
+        """The expert whose page is in ``slot``, as numbers of ``dtype``."""
+        ...
 
 
 def open_checkpoint(model: str) -> OpenCheckpoint:

@@ -5,7 +5,7 @@ Legend: T rows of the micro-batch, H hidden, Hq query heads, Hkv key/value heads
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -17,8 +17,8 @@ from moelight.core.errors import MoelightError, ScheduleError
 from moelight.kernels.products import Workspace
 from moelight.models.decoder import Rows, Watch
 from moelight.models.graph.effects import Attend, Effect, Ended, Experts
+from moelight.models.graph.experts import PageExpert
 from moelight.models.graph.model import GraphModel, GraphRun
-from moelight.models.graph.page_layout import GraphExpert
 from moelight.models.graph.state import State
 from moelight.models.moe import Experts as Pages
 from moelight.models.moe import ExpertWeights, Routed, moe_forward
@@ -56,8 +56,8 @@ class Running:
 
 
 class GraphDecoder:
-    """`Decoder` over suspended runs of one graph. The mixture of a layer's experts is summed in ``hidden``, which the run
-    is resumed with; a mixer with state of its own runs within the segment before it would attend.
+    """`Decoder` over suspended runs of one graph. The mixture of a layer's experts is summed in ``hidden``, with which
+    the run is resumed; a mixer with state of its own runs within the segment before it would attend.
     """
 
     predicts = False
@@ -65,6 +65,7 @@ class GraphDecoder:
 
     def __init__(self, model: ModelProfile, graph: GraphModel, space: Workspace) -> None:
         self.model, self.space, self.dtype = model, space, space.inputs.dtype
+        self.sinks: dict[int, Tensor] = {}
         self._graph = graph
         self._states: dict[int, State] = {}  # of the running sequences, by place
         self._empty = State()
@@ -82,6 +83,8 @@ class GraphDecoder:
         if not isinstance(effect, Attend) or effect.layer != layer:
             return ()
         running.effect = None
+        if effect.sinks is not None:
+            self.sinks[layer] = effect.sinks
         return effect.q, effect.k, effect.v
 
     def split_heads(self, found: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -128,7 +131,7 @@ class GraphDecoder:
         form = self._forms[layer]
         if form is None:
             return ()
-        return [partial(page.forward, form) if isinstance(page, GraphExpert) else page for page in pages]
+        return [partial(page.forward, form) if isinstance(page, PageExpert) else page for page in pages]
 
     def predict_experts(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
         raise MoelightError(f"the graph of {self.model.model_type} predicts no experts (layer {layer}, {hidden.shape})")
@@ -152,6 +155,3 @@ class GraphDecoder:
         if rows.start == 0 or rows.place not in self._states:
             self._states[rows.place] = State()
         return self._states[rows.place]
-
-
-Fill = Callable[[Tensor, torch.dtype], None]

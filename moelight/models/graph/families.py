@@ -112,7 +112,7 @@ class ExpertForm:
         found = {}
         for each in (*self.inward, self.outward):
             weight = module.get_parameter(each.name)
-            stacked = weight.unflatten(0, (self.count, -1)) if weight.ndim == 2 else weight  # noqa: PLR2004
+            stacked = weight.unflatten(0, (self.count, -1)) if weight.ndim == 2 else weight
             found[each.name] = stacked[expert]
             if each.bias is not None:
                 found[each.bias] = module.get_parameter(each.bias)[expert]

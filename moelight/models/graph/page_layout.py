@@ -54,11 +54,23 @@ class PageLayout:
 
     @property
     def gate_up(self) -> Matrix | None:
-        """The gate and up as one matrix [2 I, H], if up's rows follow the gate's; else None."""
+        """The gate and up as one matrix [2 I, H]: up's rows follow the gate's, or take turns with them; else None."""
         gate, up = self.gate, self.up
-        if gate is None or gate.strides != up.strides or up.offset != gate.offset + gate.shape[0] * gate.strides[0]:
-            return None
-        return Matrix(offset=gate.offset, shape=(2 * gate.shape[0], gate.shape[1]), strides=gate.strides)
+        return None if gate is None else _joined(gate, up, turns=self.interleaved)
+
+    @property
+    def gate_up_bias(self) -> Matrix | None:
+        """The biases [2 I] of `gate_up`; None if there are none, or they do not lie so."""
+        gate, up = self.gate_bias, self.up_bias
+        return None if gate is None or up is None else _joined(gate, up, turns=self.interleaved)
+
+
+def _joined(gate: Matrix, up: Matrix, *, turns: bool) -> Matrix | None:
+    rows, *columns = gate.shape
+    step = gate.strides[0] // 2 if turns else gate.strides[0]
+    if gate.strides != up.strides or up.offset != gate.offset + step * (1 if turns else rows):
+        return None
+    return Matrix(offset=gate.offset, shape=(2 * rows, *columns), strides=(step, *gate.strides[1:]))
 
 
 def matrices(form: ExpertForm, tensors: Mapping[str, Boxes]) -> dict[str, Boxes]:

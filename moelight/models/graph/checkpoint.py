@@ -1,0 +1,63 @@
+"""A checkpoint of any family of transformers, opened: its graph on the meta device, and the place of every weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from moelight.core.errors import ConfigError
+from moelight.core.schedule import Page
+from moelight.kernels.products import Workspace
+from moelight.models.graph.decoder import GraphDecoder
+from moelight.models.graph.experts import PageExpert, PageViews
+from moelight.models.graph.model import GraphModel
+from moelight.models.graph.profile import profile_of
+from moelight.models.graph.weights import GraphWeightMap, fill, locate
+from moelight.models.moe import ExpertWeights
+from moelight.profiles.model import ModelProfile
+from moelight.weights.tensor_map import OpenCheckpoint, WeightMap
+
+
+@dataclass(frozen=True, slots=True)
+class GraphCheckpoint:
+    """`OpenGraph` of one checkpoint; ``views`` find the matrices of its experts."""
+
+    model: GraphModel
+    weights: GraphWeightMap
+    views: PageViews
+
+    def decoder(self, profile: ModelProfile, arena: Tensor, dtype: torch.dtype) -> Callable[[Workspace], GraphDecoder]:
+        """Read all weights outside pages into ``arena`` (uint8, any device) as ``dtype``."""
+        fill(self.model, self.weights, arena, dtype)
+        return partial(GraphDecoder, profile, self.model)
+
+    def expert(self, slot: Tensor, dtype: torch.dtype) -> ExpertWeights | PageExpert:
+        """The expert whose page is in ``slot`` (uint8)."""
+        numbers = self.weights.layouts[0].numbers
+        return self.views.of(slot[: numbers * dtype.itemsize].view(dtype))
+
+
+def open_graph(directory: Path) -> OpenCheckpoint:
+    """Open the checkpoint in ``directory`` as its module graph; nothing is read but headers.
+
+    Raises:
+        ConfigError: transformers is missing, does not know the family, or the graph is not served.
+        CheckpointError: a tensor is missing, left over, or not as the config asks for it.
+    """
+    where = str(directory / "config.json")
+    model = GraphModel.from_config(directory)
+    profile = profile_of(model, name=directory.resolve().name, where=where)
+    weights = locate(directory, model)
+    if len(set(weights.layouts)) > 1:
+        raise ConfigError(f"{where}: the experts of its layers lie in {len(set(weights.layouts))} ways; pages have one")
+    layers = [layer for layer, moe in enumerate(model.moe_layers) if moe]
+    pages = {Page(layer=layers[page.layer], expert=page.expert): infos for page, infos in weights.pages.items()}
+    found = WeightMap(dtype=weights.dtype, parts=MappingProxyType({}), pages=MappingProxyType(pages), spare_head=None)
+    graph = GraphCheckpoint(model, weights, PageViews(weights.layouts[0], model.forms[0]))
+    return OpenCheckpoint(directory=directory, profile=profile, weight_map=found, graph=graph)
