@@ -48,7 +48,7 @@ STATEFUL: Mapping[str, StateSpec] = {
     "DeepseekV4Attention": _OPAQUE,
     "Dots3NoteTextAttention": _OPAQUE,
     "DogeAttention": _OPAQUE,
-    "Glm5NextTextAttention": _OPAQUE,
+    "Glm5NextTextAttention": StateSpec(opaque=True, own_mask=True),
     "GlmMoeDsaAttention": _OPAQUE,
     "HYV4Attention": _OPAQUE,
     "InklingAttention": _OPAQUE,
@@ -112,7 +112,7 @@ class ExpertForm:
         found = {}
         for each in (*self.inward, self.outward):
             weight = module.get_parameter(each.name)
-            stacked = weight.unflatten(0, (self.count, -1)) if weight.ndim == 2 else weight  # noqa: PLR2004
+            stacked = weight.unflatten(0, (self.count, -1)) if weight.ndim == 2 else weight
             found[each.name] = stacked[expert]
             if each.bias is not None:
                 found[each.bias] = module.get_parameter(each.bias)[expert]

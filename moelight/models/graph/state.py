@@ -28,6 +28,7 @@ class StateSpec:
         mixer: it is the mixer of its layer; else a part of one whose attention suspends the run.
         opaque: it holds attention, which needs a mask and computes itself.
         stepwise: after a context it takes one row at a time.
+        own_mask: its mask is the one that the graph gives it.
         all_positions: it takes the rotary embedding of the whole sequence, not of the rows alone.
         cache: name of the cache class in the family's module; transformers' `DynamicCache` if None.
     """
@@ -35,6 +36,7 @@ class StateSpec:
     mixer: bool = True
     opaque: bool = False
     stepwise: bool = False
+    own_mask: bool = False
     all_positions: bool = False
     cache: str | None = None
 
@@ -102,7 +104,7 @@ class StatefulModule:
             past = state.cache.get_query_offset(self._module.layer_idx)
             positions = torch.arange(past + count, device=hidden.device)[None]
             arguments["position_embeddings"] = self._decoder.rotary_emb(hidden, positions)
-        if self._has_mask:
+        if self._has_mask and not self.spec.own_mask:
             arguments["attention_mask"] = self._mask(state, hidden, count) if self.spec.opaque else None
         return self._forward(**arguments)
 
@@ -170,7 +172,9 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
         seen.add(id(value))
         for each in value.values() if isinstance(value, dict) else value:
             yield from _tensors(each, seen)
-    elif id(value) not in seen and type(value).__module__.startswith("transformers."):
+    elif id(value) not in seen and value is not None:
+        from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
+
         seen.add(id(value))
-        if type(value).__name__.endswith(("Cache", "Layer")):
+        if isinstance(value, Cache | CacheLayerMixin | LinearAttentionCacheLayerMixin):
             yield from _tensors(vars(value), seen)

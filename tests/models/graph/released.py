@@ -61,6 +61,12 @@ RELEASED: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 4,
         "ple_layer_ids": [1, 2],
         "eos_token_id": 0,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10],
+        },
     },
     "step3p7": {"text_config": {"layer_types": _ALTERNATE * 11 + ["full_attention"], "sliding_window": 512}},
 }
