@@ -29,6 +29,7 @@ STATEFUL: Mapping[str, StateSpec] = {
     "KimiLinearDeltaAttention": _RECURRENT,
     "Lfm2MoeShortConv": _RECURRENT,
     "Lfm2ShortConv": _RECURRENT,
+    "Lfm3ShortConv": _RECURRENT,
     "MiniMaxLightningAttention": StateSpec(cache="MiniMaxCache"),
     "NemotronHMamba2Mixer": _RECURRENT,
     "OlmoHybridGatedDeltaNet": _RECURRENT,
@@ -37,7 +38,7 @@ STATEFUL: Mapping[str, StateSpec] = {
     "Qwen3_5MoeGatedDeltaNet": _RECURRENT,
     "Qwen4ExpTextGatedDeltaNet": _RECURRENT,
     # Parts of attention, or of the embedding, that look back
-    "Qwen4ExpTextNGramEmbedding": _PART,
+    "Qwen4ExpTextPLELayer": _PART,
     "Inkling2DynamicShortConvolution": _PART,
     "Inkling2ShortConvolution": _PART,
     "InklingShortConvolution": _PART,
