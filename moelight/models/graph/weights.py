@@ -262,9 +262,10 @@ class _Conversion:
         """A fault: tensor ``name`` is missing."""
         shape = f" {list(self._state[name].shape)}" if name in self._state else ""
         config: Any = self._module.config
+        layers = config.get_text_config().num_hidden_layers
         return (
             f"{self._checkpoint.listing}: tensor {name!r}{shape} is missing, but config.json asks for it (model_type "
-            f"{config.model_type}, num_hidden_layers {config.num_hidden_layers}); correct config.json or fetch the "
+            f"{config.model_type}, num_hidden_layers {layers}); correct config.json or fetch the "
             "whole checkpoint"
         )
 
@@ -369,11 +370,12 @@ class _Audit:
             for target, info in self._found.left.items()
             if not any(re.search(pattern, target) for pattern in ignored)
         }
-        elsewhere = _of_other_parts(self._checkpoint.directory, self._module, left.values()) if left else set()
+        elsewhere = _of_other_parts(self._checkpoint.directory, left.values()) if left else set()
         config = self._module.config
+        layers = config.get_text_config().num_hidden_layers
         self._faults.extend(
             f"{info.file}: tensor {info.name!r} {list(info.shape)} has no place in the model config.json describes "
-            f"({config.model_type}, num_hidden_layers {config.num_hidden_layers})"
+            f"({config.model_type}, num_hidden_layers {layers})"
             for info in left.values()
             if info.name not in elsewhere
         )
@@ -442,8 +444,8 @@ class _Audit:
         return False
 
     def _experts(self, form: ExpertForm, paths: Mapping[str, str]) -> list[dict[str, Boxes]] | None:
-        """The tensors of each expert by their names in ``form``, which are at ``paths`` of the module; None, and faults,
-        if they are not as they should."""
+        """The tensors of each expert by their names in ``form``, which are at ``paths`` of the module; None, and
+        faults, if they are not as they should."""
         found: dict[str, list[Boxes]] = {}
         for name, path in paths.items():
             shape = tuple(self._state[path].shape)
@@ -517,14 +519,14 @@ def _no_longer_stored(module: nn.Module) -> Iterator[str]:
         yield r"(^|\.)position_ids$"
 
 
-def _of_other_parts(directory: Path, module: nn.Module, left: Iterable[TensorInfo]) -> set[str]:
+def _of_other_parts(directory: Path, left: Iterable[TensorInfo]) -> set[str]:
     """The names of those tensors of ``left`` that belong to other parts (vision, audio) of the composite model that
-    config.json of ``directory`` describes, of which ``module`` is the text model."""
+    config.json of ``directory`` describes."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     whole = getattr(transformers, (config.architectures or [""])[0], None)
-    if not config.sub_configs or whole is None or isinstance(module, whole):
+    if not config.sub_configs or whole is None:
         return set()
     with torch.device("meta"):
         state = whole(config).state_dict()
