@@ -27,8 +27,7 @@ from moelight.core.units import align_up
 from moelight.hrm.costs import TENSOR_ALIGNMENT
 from moelight.models.graph.boxes import Box, Boxes, BoxTensor, NotMovedError, UnequalError
 from moelight.models.graph.families import ExpertForm
-from moelight.models.graph.model import fill_buffers
-from moelight.models.graph.page_layout import PageLayout, lay_out, matrices
+from moelight.models.graph.page_layout import PageLayout, ScatteredError, lay_out, matrices
 from moelight.weights.load import BOUNCE_BYTES, TensorReader, check_bytes, check_tie
 from moelight.weights.source import Checkpoint, TensorInfo
 from moelight.weights.tensor_map import raise_first
@@ -482,13 +481,13 @@ class _Audit:
             places = [(order[box.info.name], box.offset - first[box.info.name].offset) for _, box in boxes]
             key = tuple((path, box.start, box.shape, box.strides) for path, box in boxes), tuple(places)
             if key != known:
-                found = lay_out(matrices(form, tensors))
-                if found is None or (layout is not None and found[0] != layout):
-                    self._faults.append(
-                        f"{bases[0].info.file}: tensor {bases[0].info.name!r}: the bytes of expert {expert} "
-                        f"{'are not together' if found is None else 'lie in another order than those of the others'}; "
-                        "save the model again with transformers 5"
-                    )
+                try:
+                    found = lay_out(matrices(form, tensors))
+                except ScatteredError as error:
+                    self._faults.append(_not_a_page(error.info, f"the bytes of expert {expert} are not together"))
+                    return None
+                if layout not in (None, found[0]):
+                    self._faults.append(_not_a_page(bases[0].info, f"expert {expert} lies otherwise than those before"))
                     return None
                 layout, known = found[0], key
                 runs = tuple(
@@ -496,6 +495,10 @@ class _Audit:
                 )
             pages.append(tuple(_run_of(bases[place], begin, count) for place, begin, count in runs))
         return (layout, pages) if layout else None
+
+
+def _not_a_page(info: TensorInfo, reason: str) -> str:
+    return f"{info.file}: tensor {info.name!r}: {reason}, so they are no page; save the model again with transformers 5"
 
 
 def _run_of(base: Box, begin: int, count: int) -> TensorInfo:
@@ -529,8 +532,9 @@ def _of_other_parts(directory: Path, left: Iterable[TensorInfo]) -> set[str]:
     if not config.sub_configs or whole is None:
         return set()
     with torch.device("meta"):
-        state = whole(config).state_dict()
-    rename, _ = renamer(whole, state)
+        module = whole(config)
+    state = module.state_dict()
+    rename, _ = renamer(module, state)
     return {info.name for info in left if rename(info.name)[0] in state}
 
 
@@ -603,18 +607,45 @@ def _place(module: nn.Module, names: Sequence[str], view: Tensor) -> None:
 
 
 def _compute_buffers(module: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Compute the buffers that checkpoints do not hold, those of the module's own dtype in ``dtype``, on ``device``."""
-    own = module.dtype
-    for part in module.modules():
-        for name in part._non_persistent_buffers_set:
-            buffer = part._buffers.get(name)
-            if buffer is not None and buffer.dtype == own != torch.float32:
-                part._buffers[name] = buffer.to(dtype)
-    fill_buffers(module)
-    for part in module.modules():
-        for name in part._non_persistent_buffers_set:
-            if (buffer := part._buffers.get(name)) is not None:
-                part._buffers[name] = buffer.to(device)
+    """Compute the buffers that checkpoints do not hold by the family's own initialisation, those of the module's own
+    dtype in ``dtype``, and move them to ``device``. Raises ConfigError for one that is not computed."""
+    from transformers import PreTrainedModel
+
+    own, owner = module.dtype, {}
+    for model in module.modules():
+        if isinstance(model, PreTrainedModel):
+            owner.update(dict.fromkeys(model.modules(), model))  # the innermost last
+    for part, model in owner.items():
+        held = {name: part._buffers.get(name) for name in part._non_persistent_buffers_set}
+        fresh = {name: _unwritten(buffer, own, dtype) for name, buffer in held.items() if buffer is not None}
+        if not fresh:
+            continue
+        part._buffers.update(fresh)
+        with torch.no_grad():
+            model._init_weights(part)
+        for name in fresh:
+            found = part._buffers[name]
+            if not isinstance(found, Tensor) or _is_unwritten(found):
+                raise ConfigError(
+                    f"{module.config.model_type}: buffer {name!r} of {type(part).__name__} is neither stored nor "
+                    "computed by its initialisation"
+                )
+            part._buffers[name] = found.to(device)
+
+
+def _unwritten(buffer: Tensor, own: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """Memory for ``buffer`` on the CPU, of numbers that no family computes."""
+    if not buffer.is_floating_point():
+        least = False if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).min
+        return torch.full(buffer.shape, least, dtype=buffer.dtype)
+    kind = dtype if buffer.dtype == own != torch.float32 else buffer.dtype
+    return torch.full(buffer.shape, torch.nan, dtype=kind)
+
+
+def _is_unwritten(buffer: Tensor) -> bool:
+    if buffer.is_floating_point():
+        return bool(buffer.isnan().any())
+    return buffer.dtype != torch.bool and bool((buffer == torch.iinfo(buffer.dtype).min).any())
 
 
 def _check_filled(module: Any, in_pages: set[str]) -> None:
@@ -623,4 +654,4 @@ def _check_filled(module: Any, in_pages: set[str]) -> None:
         for name, tensor in {**part._parameters, **part._buffers, **vars(part)}.items():
             place = f"{path}.{name}".lstrip(".")
             if isinstance(tensor, Tensor) and tensor.is_meta and place not in in_pages:
-                raise ConfigError(f"{module.config.model_type}: {place} is neither stored nor computed when it is made")
+                raise ConfigError(f"{module.config.model_type}: {place} is not in the checkpoint")
