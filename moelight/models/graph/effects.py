@@ -1,7 +1,7 @@
 """What a suspended run of a module graph waits for. Does not depend on transformers, nor on how an effect is served.
 
 Legend: T rows of the micro-batch, H hidden, Hq query heads, Hkv key/value heads, D head size of queries and keys, Dv of
-values, k experts per token. Tensors have the dtype and device of the module; they are views that the graph does not
+values, R the size of a latent, Rr of a rotated key, k experts per token. Tensors have the dtype and device of the module; they are views that the graph does not
 write again.
 """
 
@@ -40,6 +40,30 @@ class Attend:
 
 
 @dataclass(slots=True)
+class Latents:
+    """Causal latent attention over the cache of mixer ``layer``, which keeps latents; resume with [T, Hq, R].
+
+    A cached row is a latent c [R] and a rotated key r [Rr], shared by all heads. The logit of a position is
+    scale · (q · c + q_rope · r), and the result of a head the sum of softmax weights times c: what
+    `kernels.attention.cpu_mla_decode` computes and `cpu_mla_append` keeps. The graph itself multiplies queries and
+    results by the matrices that expand latents to keys and values. R + Rr numbers a token instead of Hq · (D + Dv).
+
+    Attributes:
+        layer: number of the mixer effect in the order of the graph.
+        q: [T, Hq, R], queries times the matrix that expands latents to keys.
+        q_rope: [T, Hq, Rr], after the rotary embedding.
+        latent: [T, R + Rr], to be appended to the cache: c, then r.
+        scale: of the logits.
+    """
+
+    layer: int
+    q: Tensor
+    q_rope: Tensor
+    latent: Tensor
+    scale: float
+
+
+@dataclass(slots=True)
 class Experts:
     """The mixture of routed experts after mixer ``layer``; resume with [T, H] in the dtype of ``x``.
 
@@ -65,4 +89,4 @@ class Ended:
     hidden: Tensor
 
 
-Effect = Attend | Experts | Ended
+Effect = Attend | Latents | Experts | Ended

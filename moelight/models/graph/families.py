@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moelight.models.graph.effects import Attend
 from moelight.models.graph.state import StateSpec
 
 _RECURRENT = StateSpec()
@@ -55,7 +56,7 @@ STATEFUL: Mapping[str, StateSpec] = {
     "Inkling2SlidingAttention": _OPAQUE,
     "MiniMaxM3VLAttention": _OPAQUE,
     "MistralLarge4TextAttention": _OPAQUE,
-    "Qwen4ExpTextAttention": _OPAQUE,
+    "Qwen4ExpTextAttention": StateSpec(opaque=True, all_positions=True),
 }
 
 
@@ -238,6 +239,39 @@ OUTSIDE: Mapping[str, OutsideExperts] = {
     "LongcatFlashExperts": OutsideExperts(
         forward=_longcat, form=lambda module: _gate_up(module.act_fn, module.num_routed_experts)
     ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionNotes:
+    """What a class of attention leaves to masks or counts from the start of the rows, which an effect must say.
+
+    Attributes:
+        prepare: ``prepare(module)``, once.
+        complete: ``complete(module, effect, positions [T])``, for each effect.
+    """
+
+    prepare: Callable[[nn.Module], None]
+    complete: Callable[[nn.Module, Attend, Tensor], None]
+
+
+def _llama4_prepare(module: nn.Module) -> None:
+    module.attn_temperature_tuning = False  # it counts positions from the first row of the run
+
+
+def _llama4_complete(module: nn.Module, effect: Attend, positions: Tensor) -> None:
+    if module.use_rope:
+        effect.chunk = module.config.attention_chunk_size
+    elif module.config.attn_temperature_tuning:
+        scales = torch.log1p(((positions.float() + 1.0) / module.floor_scale).floor()) * module.attn_scale + 1.0
+        effect.q = (effect.q * scales[:, None, None]).to(effect.q.dtype)
+
+
+ATTENTION: Mapping[str, AttentionNotes] = {
+    "Llama4TextAttention": AttentionNotes(prepare=_llama4_prepare, complete=_llama4_complete),
+}
+ENCODERS: Mapping[str, tuple[str, ...]] = {  # modules within text models that text never reaches
+    "Ernie4_5_VLMoeMoeBlock": ("vision_moe",),
 }
 
 

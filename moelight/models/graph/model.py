@@ -20,8 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from moelight.core.errors import ConfigError, MoelightError
-from moelight.models.graph.effects import Attend, Effect, Ended, Experts
-from moelight.models.graph.families import OUTSIDE, STATEFUL, ExpertForm, interface_form, refusal, rotary_length
+from moelight.models.graph.effects import Attend, Effect, Ended, Experts, Latents
+from moelight.models.graph.families import (
+    ATTENTION,
+    ENCODERS,
+    OUTSIDE,
+    STATEFUL,
+    ExpertForm,
+    interface_form,
+    refusal,
+    rotary_length,
+)
 from moelight.models.graph.state import State, StatefulModule, StateSpec, own_config
 
 if TYPE_CHECKING:
@@ -36,6 +45,7 @@ class MixerKind(Enum):
     """How the mixer of a layer is served."""
 
     ATTENTION = "attention"  # the run is suspended
+    LATENT = "latent"  # the run is suspended; the cache keeps latents
     RECURRENT = "recurrent"  # within the segment, with the state of each sequence
     OPAQUE = "opaque"  # within the segment, with transformers' cache of each sequence
 
@@ -53,19 +63,23 @@ class GraphModel:
         stateful: whether a sequence keeps state beside paged keys and values.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        """Make ``module`` suspend; raises ConfigError, naming what the graph does that runs cannot serve."""
+    def __init__(self, module: nn.Module, *, latents: bool = True) -> None:
+        """Make ``module`` suspend; latent attention as `Latents`, or as `Attend` of expanded keys and values.
+
+        Raises:
+            ConfigError: the graph does something that runs cannot serve; the text names it.
+        """
         _register()
         self.module = module.eval().requires_grad_(False)
-        self._decoder = module.get_decoder()
+        self._decoder = decoder_of(module)
         self.config: PretrainedConfig = self._decoder.config
         if (reason := refusal(self.config)) is not None:
             raise ConfigError(f"{self.config.model_type}: {reason}")
         self._body = self._decoder.forward
-        module.model.forward = _given_hidden
+        next(child for child in module.children() if self._decoder in set(child.modules())).forward = _given_hidden
         self.forms: tuple[ExpertForm, ...] = ()
         self.experts: tuple[nn.Module, ...] = ()
-        self.stateful = self._hook()
+        self.stateful = self._hook(latents=latents)
         self.mixers, self.moe_layers = self._dry_run()
 
     @classmethod
@@ -87,13 +101,9 @@ class GraphModel:
         with torch.inference_mode():
             return self.module(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0].float()
 
-    def _hook(self) -> bool:
+    def _hook(self, *, latents: bool) -> bool:
         """Let attention, experts and modules with state reach the run; returns whether there are such modules."""
-        for config in {
-            id(part.config): part.config for part in self.module.modules() if hasattr(part, "config")
-        }.values():
-            config._attn_implementation = config._experts_implementation = NAME
-            config.output_router_logits = False
+        use(self.module, NAME)
         stateful = False
         within: set[nn.Module] = set()
         for part in self._decoder.modules():
@@ -101,7 +111,14 @@ class GraphModel:
             if (spec := STATEFUL.get(name)) is not None and part not in within:
                 within.update(part.modules())
                 stateful = True
-                _run_per_sequence(part, spec, self.config)
+                _run_per_sequence(part, spec, self._decoder)
+            elif part in within:
+                continue
+            elif latents and hasattr(part, "expand_kv"):
+                part.expand_kv = _keep_latents
+                part.keeps_latents = True
+            elif name in ATTENTION:
+                ATTENTION[name].prepare(part)
             elif (outside := OUTSIDE.get(name)) is not None:
                 if outside.forward is not None:
                     part.forward = partial(outside.forward, part, _mix)
@@ -126,6 +143,8 @@ class GraphModel:
                 follows.append(effect.layer)
                 modules.append(run.module)
                 value = torch.zeros_like(effect.x)
+            elif isinstance(effect, Latents):
+                value = torch.zeros_like(effect.q)
             else:
                 value = effect.q.new_zeros((*effect.q.shape[:2], effect.v.shape[2]))
         self.experts = tuple(modules)
@@ -138,6 +157,7 @@ class GraphRun:
 
     Attributes:
         sequences: whose consecutive rows the run has.
+        positions: int64 [T], of the rows.
         kinds: of the mixers passed so far.
         module: that issued the last effect.
     """
@@ -153,6 +173,7 @@ class GraphRun:
         self.kinds: list[MixerKind] = []
         self.experts = 0
         self.module: nn.Module
+        self.positions = positions
         self._inputs = {"input_ids": token_ids[None], "position_ids": positions[None], "use_cache": False}
         self._body = body
         self._greenlet: Any = None
@@ -206,12 +227,29 @@ def on_meta(config: PretrainedConfig) -> nn.Module:
         )
     with torch.device("meta"):
         module = kind.from_config(config, trust_remote_code=False)
-    decoder = module.get_decoder()
-    for name, child in list(module.model.named_children()):
-        if module.model is not decoder and child is not decoder:
-            setattr(module.model, name, None)
+    _leave_out_encoders(module)
     fill_buffers(module)
     return module
+
+
+def decoder_of(module: nn.Module) -> nn.Module:
+    """The text model within a causal language model."""
+    decoder = module.get_decoder()
+    return module.model if decoder is module else decoder
+
+
+def _leave_out_encoders(module: nn.Module) -> None:
+    decoder = decoder_of(module)
+    for part in list(module.modules()):
+        if part is decoder:
+            break
+        if decoder in part.children():
+            for name, child in list(part.named_children()):
+                if child is not decoder and part is not module:
+                    setattr(part, name, None)
+    for part in decoder.modules():
+        for name in ENCODERS.get(type(part).__name__, ()):
+            setattr(part, name, None)
 
 
 def use(module: nn.Module, name: str) -> None:
@@ -288,12 +326,12 @@ def _form(experts: nn.Module) -> ExpertForm:
     return interface_form(experts) if outside is None else outside.form(experts)
 
 
-def _run_per_sequence(module: nn.Module, spec: StateSpec, config: PretrainedConfig) -> None:
+def _run_per_sequence(module: nn.Module, spec: StateSpec, decoder: nn.Module) -> None:
     """Let ``module`` run once for each sequence of the run that it is called in, counted if it is a mixer."""
     kind = MixerKind.OPAQUE if spec.opaque else MixerKind.RECURRENT
     if spec.opaque:
         own_config(module)
-    stateful = StatefulModule(module, spec, config)
+    stateful = StatefulModule(module, spec, decoder)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         run = _running()
@@ -343,18 +381,46 @@ def _attend(
             raise ConfigError(f"{type(module).__name__}: attention with {name} is not served")
     if attention_mask is not None:
         raise ConfigError(f"{type(module).__name__}: attention with a mask of its own is not served")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if getattr(module, "keeps_latents", False):
+        return _attend_latents(run, module, query[0], key[0, 0], value[0, 0], scale), None
     effect = Attend(
         layer=len(run.kinds),
         q=query[0].transpose(0, 1),
         k=key[0].transpose(0, 1),
         v=value[0].transpose(0, 1),
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        scale=scale,
         window=sliding_window,
         sinks=s_aux,
         softcap=softcap,
     )
     run.kinds.append(MixerKind.ATTENTION)
+    if (more := ATTENTION.get(type(module).__name__)) is not None:
+        more.complete(module, effect, run.positions)
     return run.suspend(module, effect)[None], None
+
+
+def _keep_latents(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+    """In place of a module's ``expand_kv``: latents [1, 1, T, R] and rotated keys [1, 1, T, Rr] go on as they are."""
+    return latent, rotated
+
+
+def _attend_latents(
+    run: GraphRun, module: nn.Module, query: Tensor, latent: Tensor, rotated: Tensor, scale: float
+) -> Tensor:
+    """query [Hq, T, Dn + Rr], latent [T, R] and rotated [T, Rr] -> [1, T, Hq, Dv]."""
+    nope = query.shape[2] - rotated.shape[1]
+    expand = module.kv_b_proj.weight.unflatten(0, (query.shape[0], -1))  # [Hq, Dn + Dv, R]
+    effect = Latents(
+        layer=len(run.kinds),
+        q=torch.bmm(query[:, :, :nope], expand[:, :nope]).transpose(0, 1),
+        q_rope=query[:, :, nope:].transpose(0, 1),
+        latent=torch.cat((latent, rotated), dim=-1),
+        scale=scale,
+    )
+    run.kinds.append(MixerKind.LATENT)
+    mixed = run.suspend(module, effect)
+    return torch.bmm(mixed.transpose(0, 1), expand[:, nope:].transpose(1, 2)).transpose(0, 1)[None]
 
 
 def _mix(module: nn.Module, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

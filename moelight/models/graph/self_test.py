@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moelight.models.graph.effects import Attend, Ended, Experts
+from moelight.models.graph.effects import Attend, Ended, Experts, Latents
 from moelight.models.graph.families import ExpertForm
 from moelight.models.graph.model import GraphModel, GraphRun, on_meta, use
 from moelight.models.graph.state import State
@@ -79,6 +79,14 @@ def serve_attention(effect: Attend, rows: Rows) -> Tensor:
     return torch.cat(out)
 
 
+def serve_latents(effect: Latents, rows: Rows) -> Tensor:
+    """As `serve_attention`, of one shared key a position, whose first part is its value too."""
+    size = effect.q.shape[2]
+    k = effect.latent[:, None]
+    plain = Attend(effect.layer, torch.cat((effect.q, effect.q_rope), dim=-1), k, k[..., :size], effect.scale)
+    return serve_attention(plain, rows)
+
+
 def _attention(effect: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q [n, Hq, D] are the last n of k [L, Hkv, D] and v [L, Hkv, Dv] -> [n, Hq, Dv]."""
     groups = q.shape[1] // k.shape[1]
@@ -129,7 +137,9 @@ class Bench:
         positions = torch.cat([torch.arange(sequence.done, sequence.done + count) for sequence, count in rows])
         return self.model.start(ids, positions, [(sequence.state, count) for sequence, count in rows])
 
-    def _serve(self, effect: Attend | Experts, rows: Rows) -> Tensor:
+    def _serve(self, effect: Attend | Latents | Experts, rows: Rows) -> Tensor:
+        if isinstance(effect, Latents):
+            return serve_latents(effect, rows)
         if isinstance(effect, Experts):
             return serve_experts(effect, self.model.forms[effect.index], self.pages[effect.index])
         return serve_attention(effect, rows)
@@ -153,12 +163,14 @@ _SIZES: dict[str, int] = {  # fields that are sizes alone and what they become; 
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), _VOCABULARY),
     **dict.fromkeys(("hidden_size", "embed_dim"), 64),
     **dict.fromkeys(("intermediate_size", "prefix_dense_intermediate_size", "dense_intermediate_size"), 96),
+    **dict.fromkeys(("ffn_hidden_size",), 96),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 32),
     **dict.fromkeys(("moe_shared_expert_intermediate_size", "moe_shared_intermediate_size"), 32),
     **dict.fromkeys(("mamba_d_head",), 32),
     **dict.fromkeys(("num_attention_heads", "swa_num_attention_heads", "mamba_num_heads", "mamba_n_heads"), _HEADS),
     **dict.fromkeys(("linear_num_value_heads", "linear_num_heads", "num_linear_attention_heads"), _HEADS),
     **dict.fromkeys(("head_dim", "v_head_dim", "swa_head_dim", "swa_v_head_dim", "kv_channels", "index_head_dim"), 16),
+    **dict.fromkeys(("indexer_head_dim",), 16),
     **dict.fromkeys(("qk_nope_head_dim", "kv_lora_rank", "o_lora_rank", "mamba_head_dim", "global_head_dim"), 16),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 16),
     **dict.fromkeys(("hidden_size_per_layer_input",), 16),
@@ -166,7 +178,9 @@ _SIZES: dict[str, int] = {  # fields that are sizes alone and what they become; 
     **dict.fromkeys(("q_lora_rank", "qk_head_dim"), 24),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
     **dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads", "num_global_key_value_heads"), 2),
-    **dict.fromkeys(("linear_num_key_heads", "n_groups", "mamba_n_groups", "o_groups", "index_n_heads"), 2),
+    **dict.fromkeys(("kv_n_heads", "num_sliding_attention_heads"), 2),
+    **dict.fromkeys(("linear_num_key_heads", "n_groups", "mamba_n_groups", "o_groups"), 2),
+    **dict.fromkeys(("index_n_heads",), 16),  # with few, scores after a ReLU tie at zero
 }
 _AT_MOST: dict[str, int] = {  # counts of which a few are enough, and lengths that prompts of the test must exceed
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2),
@@ -177,9 +191,16 @@ _AT_MOST: dict[str, int] = {  # counts of which a few are enough, and lengths th
     **dict.fromkeys(("n_group", "num_expert_group"), 2),
     **dict.fromkeys(("topk_group",), 1),
     **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_chunk_size", "index_topk", "block_size"), 8),
-    **dict.fromkeys(("index_block_size", "rel_extent", "zero_expert_num"), 4),
+    **dict.fromkeys(("index_block_size", "rel_extent", "zero_expert_num", "index_kpool"), 4),
+    **dict.fromkeys(("floor_scale", "indexer_budget"), 8),
+    **dict.fromkeys(("indexer_compress_ratio",), 2),
+    **dict.fromkeys(("hc_lowrank", "indexer_n_heads"), 16),
+    **dict.fromkeys(("ngram_vocab_size_base",), 256),
+    **dict.fromkeys(("split_ngram_parts",), 2),
+    **dict.fromkeys(("make_ngram_vocab_size_divisible_by",), 2),
     **dict.fromkeys(("index_topk_blocks",), 3),
 }
+_FITS = ("out_hidden_size",)  # sizes of encoders that are the text model's
 
 
 def tiny(config: PretrainedConfig) -> PretrainedConfig:
@@ -190,22 +211,32 @@ def tiny(config: PretrainedConfig) -> PretrainedConfig:
 def _shrunk(fields: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
     """The fields of ``config`` made tiny, those of configs within it too."""
     named = {name: getattr(type(config), "attribute_map", {}).get(name, name) for name in (*_SIZES, *_AT_MOST)}
-    every_head = getattr(config, "num_key_value_heads", None) == getattr(config, "num_attention_heads", None)
+    index_per_key = "index_n_heads" in fields and fields["index_n_heads"] == fields.get(named["num_key_value_heads"])
+    every_head = fields.get(named["num_key_value_heads"]) == fields.get(named["num_attention_heads"])
     for name, value in {**_SIZES, **_AT_MOST}.items():
         had = fields.get(named[name])
-        if isinstance(had, int) and not isinstance(had, bool):
+        if isinstance(had, int | float) and not isinstance(had, bool):
             fields[named[name]] = value if name in _SIZES else min(had, value)
-    if fields.get("kv_lora_rank") is not None:  # latent attention: the size of rotated heads, one key a head
-        fields |= {"head_dim": 8} if "head_dim" in fields else {}
+        elif isinstance(had, list) and name in _SIZES and not isinstance(had[0], str):
+            fields[named[name]] = [value] * len(had)
+    if latent := fields.get("kv_lora_rank") is not None:  # the size of rotated heads, one key a head
+        if isinstance(had := vars(config).get("head_dim"), int) and config.qk_rope_head_dim:
+            fields["head_dim"] = had * _SIZES["qk_rope_head_dim"] // config.qk_rope_head_dim
         every_head = True
     if every_head and named["num_key_value_heads"] in fields:
         fields[named["num_key_value_heads"]] = _HEADS
     for name, value in fields.items():
         if name.endswith("_token_id"):
             fields[name] = 0 if isinstance(value, int) else [0] if isinstance(value, list) else value
+    if index_per_key and not latent:
+        fields["index_n_heads"] = fields[named["num_key_value_heads"]]
     for name in config.sub_configs:
         if isinstance(fields.get(name), dict):
-            fields[name] = _shrunk(fields[name], getattr(config, name))
+            within = getattr(config, name)
+            if config.get_text_config() in (config, within):
+                fields[name] = _shrunk(fields[name], within)
+            else:  # an encoder, which is left out: it must only fit
+                fields[name] |= {each: _SIZES["hidden_size"] for each in _FITS if each in fields[name]}
     if "num_hidden_layers" in fields or "num_hidden_layers" in getattr(type(config), "attribute_map", {}):
         _few_layers(fields, config)
     _short_rotations(fields)
@@ -217,14 +248,18 @@ def _few_layers(fields: dict[str, Any], config: PretrainedConfig) -> None:
     count = config.num_hidden_layers
     lists = {name: each for name, each in fields.items() if isinstance(each, list) and len(each) == count}
     single = fields.get("per_layer_config") or {}
-    kinds = [(*(repr(each[n]) for each in lists.values()), repr(single.get(n))) for n in range(count)]
+    kinds = [
+        (*(repr(each[n]) for each in lists.values()), repr(single.get(n, single.get(str(n))))) for n in range(count)
+    ]
     few = min(count, max(_LAYERS, 1 + max(kinds.index(kind) for kind in set(kinds))))
     fields.update({name: each[:few] for name, each in lists.items()})
     fields[getattr(type(config), "attribute_map", {}).get("num_hidden_layers", "num_hidden_layers")] = few
     if single:
         small = {**_SIZES, **_AT_MOST}
         fields["per_layer_config"] = {
-            n: {name: small.get(name, value) for name, value in each.items()} for n, each in single.items() if n < few
+            n: {name: small.get(name, value) for name, value in each.items()}
+            for n, each in single.items()
+            if int(n) < few
         }
 
 
@@ -233,13 +268,13 @@ def _short_rotations(fields: dict[str, Any]) -> None:
     rope = fields.get("rope_parameters")
     if not isinstance(rope, dict):
         return
-    half = int(fields.get("head_dim", 16) * rope.get("partial_rotary_factor", 1.0)) // 2
+    half = int((fields.get("head_dim") or 16) * rope.get("partial_rotary_factor", 1.0)) // 2
     for name in ("long_factor", "short_factor"):
         if name in rope:
             rope[name] = rope[name][:half]
     if "mrope_section" in rope:
         parts = len(rope["mrope_section"])
-        rope["mrope_section"] = [half - half // parts * (parts - 1), *[half // parts] * (parts - 1)]
+        rope["mrope_section"] = [*[half // parts] * (parts - 1), half - half // parts * (parts - 1)]
 
 
 def self_test(config: PretrainedConfig, *, seed: int = 0) -> Verdict:

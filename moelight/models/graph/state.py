@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +28,14 @@ class StateSpec:
         mixer: it is the mixer of its layer; else a part of one whose attention suspends the run.
         opaque: it holds attention, which needs a mask and computes itself.
         stepwise: after a context it takes one row at a time.
+        all_positions: it takes the rotary embedding of the whole sequence, not of the rows alone.
         cache: name of the cache class in the family's module; transformers' `DynamicCache` if None.
     """
 
     mixer: bool = True
     opaque: bool = False
     stepwise: bool = False
+    all_positions: bool = False
     cache: str | None = None
 
 
@@ -61,10 +63,10 @@ class PerSequence(list):
 class StatefulModule:
     """The forward of ``module`` over the rows of several sequences, each with the cache of its own state."""
 
-    def __init__(self, module: nn.Module, spec: StateSpec, config: Any) -> None:
+    def __init__(self, module: nn.Module, spec: StateSpec, decoder: nn.Module) -> None:
         self.spec = spec
         self._module = module
-        self._config = config
+        self._decoder = decoder
         self._forward = module.forward
         self._signature = inspect.signature(module.forward)
         names = list(self._signature.parameters)
@@ -95,8 +97,12 @@ class StatefulModule:
     def _call(self, state: State, arguments: dict[str, Any], count: int) -> Any:
         if self._cache_name is not None:
             arguments[self._cache_name] = state.cache
+        hidden = arguments[self._first]
+        if self.spec.all_positions:
+            past = state.cache.get_query_offset(self._module.layer_idx)
+            positions = torch.arange(past + count, device=hidden.device)[None]
+            arguments["position_embeddings"] = self._decoder.rotary_emb(hidden, positions)
         if self._has_mask:
-            hidden = arguments[self._first]
             arguments["attention_mask"] = self._mask(state, hidden, count) if self.spec.opaque else None
         return self._forward(**arguments)
 
@@ -108,7 +114,7 @@ class StatefulModule:
             return getattr(sys.modules[type(self._module).__module__], self.spec.cache)()
         from transformers import DynamicCache
 
-        return DynamicCache(config=self._config)
+        return DynamicCache(config=self._decoder.config)
 
     def _mask(self, state: State, hidden: Tensor, count: int) -> Tensor:
         """What to add to logits of the last ``count`` rows [1, 1, n, L]: causal, within the module's window."""
@@ -157,18 +163,14 @@ def _joined(results: list[Any], *, apart: bool) -> Any:
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """All tensors within caches of transformers, their layers, and plain containers."""
     if isinstance(value, Tensor):
         yield value
-    elif id(value) not in seen:
+    elif id(value) not in seen and isinstance(value, dict | list | tuple):
         seen.add(id(value))
-        inner: Callable[[], Any] | None = None
-        if isinstance(value, dict):
-            inner = value.values
-        elif isinstance(value, list | tuple):
-            inner = value.__iter__
-        elif type(value).__module__.startswith("transformers.") and hasattr(value, "layers"):
-            inner = vars(value).values
-        elif hasattr(value, "is_initialized") or hasattr(value, "conv_states"):
-            inner = vars(value).values
-        for each in inner() if inner is not None else ():
+        for each in value.values() if isinstance(value, dict) else value:
             yield from _tensors(each, seen)
+    elif id(value) not in seen and type(value).__module__.startswith("transformers."):
+        seen.add(id(value))
+        if type(value).__name__.endswith(("Cache", "Layer")):
+            yield from _tensors(vars(value), seen)
