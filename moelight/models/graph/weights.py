@@ -53,16 +53,18 @@ class Model(Protocol):
     """What of a `GraphModel` is needed here."""
 
     module: nn.Module
+    moe_layers: tuple[bool, ...]
     experts: tuple[nn.Module, ...]
     forms: tuple[ExpertForm, ...]
 
 
-def paged(model: Model) -> Iterator[tuple[ExpertForm, dict[str, str]]]:
-    """For each experts effect of ``model``: the form of its experts, and by the names of their parameters in the form
-    those in ``model.module``."""
+def paged(model: Model) -> Iterator[tuple[int, ExpertForm, dict[str, str]]]:
+    """Each layer of ``model`` with experts: its number, the form of its experts, and by the names of their parameters in
+    the form those in ``model.module``."""
     paths = {part: path for path, part in model.module.named_modules()}
-    for part, form in zip(model.experts, model.forms, strict=True):
-        yield form, {name: f"{paths[part]}.{name}" for name in form.names()}
+    layers = [layer for layer, follow in enumerate(model.moe_layers) if follow]
+    for layer, part, form in zip(layers, model.experts, model.forms, strict=True):
+        yield layer, form, {name: f"{paths[part]}.{name}" for name in form.names()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,15 +104,15 @@ class GraphWeightMap:
         dtype: of the expert pages, and of most other tensors.
         dense: all tensors outside expert pages, in the order of the module; each at a multiple of 64 bytes of
             the arena.
-        pages: the runs of stored bytes that make each expert's page, in order; ``layer`` counts the experts effects.
-        layouts: how the pages of each experts effect lie.
+        pages: the runs of stored bytes that make each expert's page, in order.
+        layouts: how the pages of each layer with experts lie.
         initial: persistent buffers that the checkpoint may lack and does, which the family's initialisation computes.
     """
 
     dtype: DType
     dense: tuple[DenseTensor, ...]
     pages: Mapping[Page, tuple[TensorInfo, ...]]
-    layouts: tuple[PageLayout, ...]
+    layouts: Mapping[int, PageLayout]
     initial: tuple[str, ...]
 
     def dense_bytes(self, dtype: torch.dtype) -> int:
@@ -118,7 +120,7 @@ class GraphWeightMap:
         return sum(align_up(tensor.nbytes(dtype), TENSOR_ALIGNMENT) for tensor in self.dense)
 
     def page_bytes(self, layer: int) -> int:
-        """Bytes of each page of the experts effect ``layer``."""
+        """Bytes of each page of ``layer``."""
         return self.layouts[layer].numbers * self.dtype.itemsize
 
 
@@ -164,14 +166,14 @@ class _Conversion:
     Attributes:
         tensors: by the parameter's name, all that were found.
         sources: the stored tensors of each, for messages.
-        left: stored tensors that no rule assigns, and the names that the rules give them.
+        left: stored tensors that no rule assigns, with the names that the rules give them.
         faults: one line each.
     """
 
     def __init__(self, checkpoint: Checkpoint, module: nn.Module) -> None:
         self.tensors: dict[str, Boxes] = {}
         self.sources: dict[str, list[TensorInfo]] = {}
-        self.left: dict[str, TensorInfo] = {}
+        self.left: list[tuple[str, TensorInfo]] = []
         self.faults: list[str] = []
         self._checkpoint, self._module = checkpoint, module
         self._state = module.state_dict()
@@ -191,7 +193,7 @@ class _Conversion:
             if target in self._state:
                 groups.setdefault(target, _Sources()).by_pattern.setdefault(pattern, []).append(info)
             else:
-                self.left[target] = info
+                self.left.append((target, info))
         converters = [each for each in transforms if isinstance(each, WeightConverter)]
         return groups, {pattern: each for each in converters for pattern in each.source_patterns}
 
@@ -252,7 +254,7 @@ class _Conversion:
         else:
             for name, tensor in found.items():
                 if name not in self._state:
-                    self.left[name] = first
+                    self.left.append((name, first))
                     continue
                 self.tensors[name] = (tensor[0] if isinstance(tensor, list) else tensor).boxes
                 self.sources[name] = group.infos()
@@ -324,25 +326,26 @@ class _Audit:
         self._faults = found.faults
         self._state = model.module.state_dict(keep_vars=True)
         self._paged = list(paged(model))
-        self._of_pages = {path for _, paths in self._paged for path in paths.values()}
+        self._of_pages = {path for _, _, paths in self._paged for path in paths.values()}
 
     def weight_map(self) -> GraphWeightMap:
         """The map; raises CheckpointError for the first fault."""
         self._left_over()
         dtype = self._dtype()
         dense, initial = self._dense(dtype)
-        layouts, pages = [], {}
-        for layer, (form, paths) in enumerate(self._paged):
+        layouts: dict[int, PageLayout] = {}
+        pages: dict[Page, tuple[TensorInfo, ...]] = {}
+        for layer, form, paths in self._paged:
             rows = self._experts(form, paths)
             if rows and (found := self._laid_out(form, rows)):
-                layouts.append(found[0])
+                layouts[layer] = found[0]
                 pages.update({Page(layer=layer, expert=expert): runs for expert, runs in enumerate(found[1])})
         raise_first(self._faults)
         return GraphWeightMap(
             dtype=dtype,
             dense=dense,
             pages=MappingProxyType(pages),
-            layouts=tuple(layouts),
+            layouts=MappingProxyType(layouts),
             initial=initial,
         )
 
@@ -364,18 +367,14 @@ class _Audit:
 
     def _left_over(self) -> None:
         ignored = [*(self._module._keys_to_ignore_on_load_unexpected or ()), *_no_longer_stored(self._module)]
-        left = {
-            target: info
-            for target, info in self._found.left.items()
-            if not any(re.search(pattern, target) for pattern in ignored)
-        }
-        elsewhere = _of_other_parts(self._checkpoint.directory, left.values()) if left else set()
+        left = [info for name, info in self._found.left if not any(re.search(pattern, name) for pattern in ignored)]
+        elsewhere = _of_other_parts(self._checkpoint.directory, left) if left else set()
         config = self._module.config
         layers = config.get_text_config().num_hidden_layers
         self._faults.extend(
             f"{info.file}: tensor {info.name!r} {list(info.shape)} has no place in the model config.json describes "
             f"({config.model_type}, num_hidden_layers {layers})"
-            for info in left.values()
+            for info in left
             if info.name not in elsewhere
         )
 
@@ -570,7 +569,7 @@ def fill(model: Model, found: GraphWeightMap, arena: Tensor, dtype: torch.dtype)
                 )
             if tensor.spare is not None:
                 check_tie(reader, tensor.boxes[0].info, tensor.spare)
-    _check_filled(module, {path for _, paths in paged(model) for path in paths.values()})
+    _check_filled(module, {path for _, _, paths in paged(model) for path in paths.values()})
 
 
 def _read(reader: TensorReader, box: Box, whole: Tensor, common: torch.dtype) -> None:

@@ -45,25 +45,56 @@ USUAL = (
 )
 OTHERS = (
     *("afmoe", "aria", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v2"),
-    *("deepseek_v32", "deepseek_v4", "dots1", "dots3_note_text", "ernie4_5_moe", "ernie4_5_vl_moe", "exaone_moe"),
-    *("flex_olmo", "flint", "gemma4", "gemma4_text", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm5_next"),
+    *("deepseek_v32", "deepseek_v4", "dots1", "ernie4_5_moe", "ernie4_5_vl_moe", "exaone_moe"),
+    *("flex_olmo", "flint", "gemma4", "gemma4_text", "glm4_moe", "glm4_moe_lite", "glm4v_moe"),
     *("glm_moe_dsa", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hy_v4"),
     *("inkling_mm_model", "inkling_text", "kimi_k25", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "llama4_text"),
     *("mellum", "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl", "minimax_m3_vl_text", "mistral4"),
     *("mistral_large4", "mixtral", "muse_spark", "olmoe", "phimoe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"),
-    *("qwen3_vl_moe", "qwen4_exp", "qwen4_exp_text", "solar_open", "step3p7", "zaya"),
+    *("qwen3_vl_moe", "qwen4_exp", "qwen4_exp_text", "solar_open", "zaya"),
 )
-# What a family's config needs to be made tiny.
+GEMMA4 = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}
+QWEN4 = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+    "ple_layer_ids": [1],
+    "ple_embed_dim": 32,
+    "ngram_vocab_size_base": 50,
+    "split_ngram_parts": 4,
+    "heads_per_ngram": 2,
+    "make_ngram_vocab_size_divisible_by": 8,
+    "hc_lowrank": 8,
+    "eos_token_id": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
+# What a family's config needs to be made tiny, or fast.
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2},
     },
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "gemma4_text": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32},
+    "ernie4_5_vl_moe": {
+        "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 4]}}
+    },
+    "gemma4": {"text_config": GEMMA4},
+    "gemma4_text": GEMMA4,
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 8, "moe_topk": 2, "moe_intermediate_size": 32},
-    "mixtral": {"head_dim": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
+    "llama4": {"text_config": {"num_hidden_layers": 4}},
+    "llama4_text": {"num_hidden_layers": 4},
+    "muse_spark": {
+        "text_config": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+        "audio_config": {"out_hidden_size": 64},
+    },
+    "qwen4_exp": {"text_config": QWEN4},
+    "qwen4_exp_text": QWEN4,
 }
 EXPERTS = ("DbrxExperts", "JetMoeMoE", "Llama4TextExperts", "LongcatFlashExperts")
 
@@ -75,6 +106,7 @@ class Graph:
         self.module = on_meta(config).eval()
         self.experts = tuple(part for part in self.module.modules() if _holds_experts(part))
         self.forms = tuple(_form(part) for part in self.experts)
+        self.moe_layers = (False, *[True] * len(self.experts))
 
 
 def _holds_experts(part: nn.Module) -> bool:
@@ -169,7 +201,7 @@ def assert_the_same(directory: Path) -> None:
     theirs = expected(directory)
     graph, found = filled(directory)
     ours, wanted = tensors(graph.module), tensors(theirs)
-    in_pages = {path for _, paths in paged(graph) for path in paths.values()}
+    in_pages = {path for _, _, paths in paged(graph) for path in paths.values()}
     for name, tensor in ours.items():
         if name in in_pages:
             assert tensor.is_meta, name
@@ -180,7 +212,7 @@ def assert_the_same(directory: Path) -> None:
             assert torch.equal(tensor, wanted[name]), name
     paths = {part: path for path, part in graph.module.named_modules()}
     count = 0
-    for layer, (part, form) in enumerate(zip(graph.experts, graph.forms, strict=True)):
+    for layer, (part, form) in enumerate(zip(graph.experts, graph.forms, strict=True), start=1):
         for expert in range(form.count):
             numbers = read_page(found, Page(layer=layer, expert=expert))
             for name, matrix in matrices(form, theirs.get_submodule(paths[part]), expert).items():
@@ -216,7 +248,8 @@ def test_the_graph_and_the_page_reader_take_them(tmp_path: Path) -> None:
     places = [(each.data_ptr(), each.data_ptr() % 64) for name, each in state.items() if not each.is_meta]
     assert all(begin <= place < end and offset == begin % 64 for place, offset in places)
     assert len(places) == len(found.dense)
-    assert [layout.gate_up is not None for layout in found.layouts] == [True] * len(model.experts)
+    assert [layer in found.layouts for layer in range(len(model.moe_layers))] == list(model.moe_layers)
+    assert all(layout.gate_up is not None for layout in found.layouts.values())
 
 
 def test_weights_are_rounded_to_the_dtype_of_the_computation(tmp_path: Path) -> None:
@@ -249,6 +282,16 @@ def test_a_router_bias_stays_float32_among_bfloat16(tmp_path: Path) -> None:
         buffers = [each for name, each in graph.module.named_buffers() if name.endswith("e_score_correction_bias")]
         assert found.dtype.name == "bfloat16"
         assert buffers and all(torch.equal(each, exact) for each in buffers)
+
+
+def test_a_buffer_that_checkpoints_may_lack_is_initialised(tmp_path: Path) -> None:
+    directory = save(tiny_module("axk1", num_hidden_layers=2), tmp_path)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    edit(directory, lambda state: state.pop(bias))
+    graph, found = filled(directory)
+    assert found.initial == (bias,)
+    assert torch.equal(graph.module.get_buffer(bias), torch.zeros(8))
+    assert_the_same(directory)
 
 
 def test_tied_weights_have_one_place(tmp_path: Path) -> None:
