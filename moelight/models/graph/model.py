@@ -297,7 +297,8 @@ def _register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, _mix)
 
 
-def _running() -> GraphRun:
+def running() -> GraphRun:
+    """The run that the caller is within."""
     from greenlet import getcurrent
 
     return getcurrent().run_of_graph
@@ -334,7 +335,7 @@ def _run_per_sequence(module: nn.Module, spec: StateSpec, decoder: nn.Module) ->
     stateful = StatefulModule(module, spec, decoder)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        run = _running()
+        run = running()
         if spec.mixer:
             run.kinds.append(kind)
         return stateful(run.sequences, *args, **kwargs)
@@ -348,7 +349,7 @@ def _rotate_per_sequence(module: nn.Module, length: int) -> None:
 
     def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         out, start = [], 0
-        for _, count in _running().sequences:
+        for _, count in running().sequences:
             module.max_seq_len_cached = length  # forget what other sequences needed
             some = position_ids[:, start : start + count]
             some = some if some.device.type != "meta" else torch.arange(count)[None]
@@ -375,7 +376,7 @@ def _attend(
     **others: object,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query [1, Hq, T, D], key and value [1, Hkv, T, D or Dv] -> [1, T, Hq, Dv]."""
-    run = _running()
+    run = running()
     for name, other in others.items():
         if isinstance(other, Tensor) and name not in _HARMLESS:
             raise ConfigError(f"{type(module).__name__}: attention with {name} is not served")
@@ -425,7 +426,7 @@ def _attend_latents(
 
 def _mix(module: nn.Module, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """transformers' experts function: hidden [..., H], ids and weights [..., k] -> [..., H]."""
-    run = _running()
+    run = running()
     k = ids.shape[-1]
     x = hidden.reshape(-1, hidden.shape[-1])
     effect = Experts(len(run.kinds) - 1, run.experts, x, ids.reshape(-1, k), weights.reshape(-1, k).float())
