@@ -229,12 +229,14 @@ class BoxTensor(Tensor):
 
     @staticmethod
     def over(boxes: Boxes, dtype: torch.dtype) -> BoxTensor:
-        made = Tensor._make_wrapper_subclass(BoxTensor, boxes.shape, dtype=dtype, device="meta")  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(BoxTensor, boxes.shape, dtype=dtype, device=torch.device("meta"))
         made.boxes = boxes
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as a function of the module
+        cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = str(func.overloadpacket).removeprefix("aten.")
         if name not in _OPERATIONS:
             raise NotMovedError(f"the operation {name}")

@@ -110,20 +110,30 @@ class Run:
     count: int
 
 
-def lay_out(parts: Mapping[str, Boxes]) -> tuple[PageLayout, tuple[Run, ...]] | None:
-    """The layout of a page of the matrices ``parts``, and the runs of stored numbers that make the page, in order; None
-    if one is not a box of stored numbers, or other numbers lie between theirs."""
-    if any(len(part.boxes) != 1 for part in parts.values()):
-        return None
+class ScatteredError(Exception):
+    """An expert's part of the stored tensor ``info`` is not one run of numbers."""
+
+    def __init__(self, info: TensorInfo) -> None:
+        super().__init__(info)
+        self.info = info
+
+
+def lay_out(parts: Mapping[str, Boxes]) -> tuple[PageLayout, tuple[Run, ...]]:
+    """The layout of a page of the matrices ``parts``, and the runs of stored numbers that make the page, in order.
+    Raises ScatteredError if one is not a box of stored numbers, or other numbers lie between theirs."""
+    for part in parts.values():
+        if len(part.boxes) != 1:
+            raise ScatteredError(part.boxes[0].info)
     boxes = {name: part.boxes[0] for name, part in parts.items()}
     runs = _runs(list(boxes.values()))
-    if sum(run.count for run in runs) != sum(math.prod(box.shape) for box in boxes.values()):
-        return None
+    for info in {id(run.info): run.info for run in runs}.values():
+        stored = sum(run.count for run in runs if run.info is info)
+        if stored != sum(math.prod(box.shape) for box in boxes.values() if box.info is info):
+            raise ScatteredError(info)
     places = {
         name: Matrix(offset=_place(box, runs), shape=box.shape, strides=box.strides) for name, box in boxes.items()
     }
-    numbers = sum(run.count for run in runs)
-    return PageLayout(numbers=numbers, **places), tuple(runs)
+    return PageLayout(numbers=sum(run.count for run in runs), **places), tuple(runs)
 
 
 def _runs(boxes: Sequence[Box]) -> list[Run]:

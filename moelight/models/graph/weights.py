@@ -27,8 +27,7 @@ from moelight.core.units import align_up
 from moelight.hrm.costs import TENSOR_ALIGNMENT
 from moelight.models.graph.boxes import Box, Boxes, BoxTensor, NotMovedError, UnequalError
 from moelight.models.graph.families import ExpertForm
-from moelight.models.graph.model import fill_buffers
-from moelight.models.graph.page_layout import PageLayout, lay_out, matrices
+from moelight.models.graph.page_layout import PageLayout, ScatteredError, lay_out, matrices
 from moelight.weights.load import BOUNCE_BYTES, TensorReader, check_bytes, check_tie
 from moelight.weights.source import Checkpoint, TensorInfo
 from moelight.weights.tensor_map import raise_first
@@ -54,16 +53,18 @@ class Model(Protocol):
     """What of a `GraphModel` is needed here."""
 
     module: nn.Module
+    moe_layers: tuple[bool, ...]
     experts: tuple[nn.Module, ...]
     forms: tuple[ExpertForm, ...]
 
 
-def paged(model: Model) -> Iterator[tuple[ExpertForm, dict[str, str]]]:
-    """For each experts effect of ``model``: the form of its experts, and by the names of their parameters in the form
-    those in ``model.module``."""
+def paged(model: Model) -> Iterator[tuple[int, ExpertForm, dict[str, str]]]:
+    """Each layer of ``model`` with experts: its number, the form of its experts, and by the names of their parameters in
+    the form those in ``model.module``."""
     paths = {part: path for path, part in model.module.named_modules()}
-    for part, form in zip(model.experts, model.forms, strict=True):
-        yield form, {name: f"{paths[part]}.{name}" for name in form.names()}
+    layers = [layer for layer, follow in enumerate(model.moe_layers) if follow]
+    for layer, part, form in zip(layers, model.experts, model.forms, strict=True):
+        yield layer, form, {name: f"{paths[part]}.{name}" for name in form.names()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,15 +104,15 @@ class GraphWeightMap:
         dtype: of the expert pages, and of most other tensors.
         dense: all tensors outside expert pages, in the order of the module; each at a multiple of 64 bytes of
             the arena.
-        pages: the runs of stored bytes that make each expert's page, in order; ``layer`` counts the experts effects.
-        layouts: how the pages of each experts effect lie.
+        pages: the runs of stored bytes that make each expert's page, in order.
+        layouts: how the pages of each layer with experts lie.
         initial: persistent buffers that the checkpoint may lack and does, which the family's initialisation computes.
     """
 
     dtype: DType
     dense: tuple[DenseTensor, ...]
     pages: Mapping[Page, tuple[TensorInfo, ...]]
-    layouts: tuple[PageLayout, ...]
+    layouts: Mapping[int, PageLayout]
     initial: tuple[str, ...]
 
     def dense_bytes(self, dtype: torch.dtype) -> int:
@@ -119,7 +120,7 @@ class GraphWeightMap:
         return sum(align_up(tensor.nbytes(dtype), TENSOR_ALIGNMENT) for tensor in self.dense)
 
     def page_bytes(self, layer: int) -> int:
-        """Bytes of each page of the experts effect ``layer``."""
+        """Bytes of each page of ``layer``."""
         return self.layouts[layer].numbers * self.dtype.itemsize
 
 
@@ -165,14 +166,14 @@ class _Conversion:
     Attributes:
         tensors: by the parameter's name, all that were found.
         sources: the stored tensors of each, for messages.
-        left: stored tensors that no rule assigns, and the names that the rules give them.
+        left: stored tensors that no rule assigns, with the names that the rules give them.
         faults: one line each.
     """
 
     def __init__(self, checkpoint: Checkpoint, module: nn.Module) -> None:
         self.tensors: dict[str, Boxes] = {}
         self.sources: dict[str, list[TensorInfo]] = {}
-        self.left: dict[str, TensorInfo] = {}
+        self.left: list[tuple[str, TensorInfo]] = []
         self.faults: list[str] = []
         self._checkpoint, self._module = checkpoint, module
         self._state = module.state_dict()
@@ -192,7 +193,7 @@ class _Conversion:
             if target in self._state:
                 groups.setdefault(target, _Sources()).by_pattern.setdefault(pattern, []).append(info)
             else:
-                self.left[target] = info
+                self.left.append((target, info))
         converters = [each for each in transforms if isinstance(each, WeightConverter)]
         return groups, {pattern: each for each in converters for pattern in each.source_patterns}
 
@@ -253,7 +254,7 @@ class _Conversion:
         else:
             for name, tensor in found.items():
                 if name not in self._state:
-                    self.left[name] = first
+                    self.left.append((name, first))
                     continue
                 self.tensors[name] = (tensor[0] if isinstance(tensor, list) else tensor).boxes
                 self.sources[name] = group.infos()
@@ -262,9 +263,10 @@ class _Conversion:
         """A fault: tensor ``name`` is missing."""
         shape = f" {list(self._state[name].shape)}" if name in self._state else ""
         config: Any = self._module.config
+        layers = config.get_text_config().num_hidden_layers
         return (
             f"{self._checkpoint.listing}: tensor {name!r}{shape} is missing, but config.json asks for it (model_type "
-            f"{config.model_type}, num_hidden_layers {config.num_hidden_layers}); correct config.json or fetch the "
+            f"{config.model_type}, num_hidden_layers {layers}); correct config.json or fetch the "
             "whole checkpoint"
         )
 
@@ -324,25 +326,26 @@ class _Audit:
         self._faults = found.faults
         self._state = model.module.state_dict(keep_vars=True)
         self._paged = list(paged(model))
-        self._of_pages = {path for _, paths in self._paged for path in paths.values()}
+        self._of_pages = {path for _, _, paths in self._paged for path in paths.values()}
 
     def weight_map(self) -> GraphWeightMap:
         """The map; raises CheckpointError for the first fault."""
         self._left_over()
         dtype = self._dtype()
         dense, initial = self._dense(dtype)
-        layouts, pages = [], {}
-        for layer, (form, paths) in enumerate(self._paged):
+        layouts: dict[int, PageLayout] = {}
+        pages: dict[Page, tuple[TensorInfo, ...]] = {}
+        for layer, form, paths in self._paged:
             rows = self._experts(form, paths)
             if rows and (found := self._laid_out(form, rows)):
-                layouts.append(found[0])
+                layouts[layer] = found[0]
                 pages.update({Page(layer=layer, expert=expert): runs for expert, runs in enumerate(found[1])})
         raise_first(self._faults)
         return GraphWeightMap(
             dtype=dtype,
             dense=dense,
             pages=MappingProxyType(pages),
-            layouts=tuple(layouts),
+            layouts=MappingProxyType(layouts),
             initial=initial,
         )
 
@@ -364,17 +367,14 @@ class _Audit:
 
     def _left_over(self) -> None:
         ignored = [*(self._module._keys_to_ignore_on_load_unexpected or ()), *_no_longer_stored(self._module)]
-        left = {
-            target: info
-            for target, info in self._found.left.items()
-            if not any(re.search(pattern, target) for pattern in ignored)
-        }
-        elsewhere = _of_other_parts(self._checkpoint.directory, self._module, left.values()) if left else set()
+        left = [info for name, info in self._found.left if not any(re.search(pattern, name) for pattern in ignored)]
+        elsewhere = _of_other_parts(self._checkpoint.directory, left) if left else set()
         config = self._module.config
+        layers = config.get_text_config().num_hidden_layers
         self._faults.extend(
             f"{info.file}: tensor {info.name!r} {list(info.shape)} has no place in the model config.json describes "
-            f"({config.model_type}, num_hidden_layers {config.num_hidden_layers})"
-            for info in left.values()
+            f"({config.model_type}, num_hidden_layers {layers})"
+            for info in left
             if info.name not in elsewhere
         )
 
@@ -442,8 +442,8 @@ class _Audit:
         return False
 
     def _experts(self, form: ExpertForm, paths: Mapping[str, str]) -> list[dict[str, Boxes]] | None:
-        """The tensors of each expert by their names in ``form``, which are at ``paths`` of the module; None, and faults,
-        if they are not as they should."""
+        """The tensors of each expert by their names in ``form``, which are at ``paths`` of the module; None, and
+        faults, if they are not as they should."""
         found: dict[str, list[Boxes]] = {}
         for name, path in paths.items():
             shape = tuple(self._state[path].shape)
@@ -480,13 +480,13 @@ class _Audit:
             places = [(order[box.info.name], box.offset - first[box.info.name].offset) for _, box in boxes]
             key = tuple((path, box.start, box.shape, box.strides) for path, box in boxes), tuple(places)
             if key != known:
-                found = lay_out(matrices(form, tensors))
-                if found is None or (layout is not None and found[0] != layout):
-                    self._faults.append(
-                        f"{bases[0].info.file}: tensor {bases[0].info.name!r}: the bytes of expert {expert} "
-                        f"{'are not together' if found is None else 'lie in another order than those of the others'}; "
-                        "save the model again with transformers 5"
-                    )
+                try:
+                    found = lay_out(matrices(form, tensors))
+                except ScatteredError as error:
+                    self._faults.append(_not_a_page(error.info, f"the bytes of expert {expert} are not together"))
+                    return None
+                if layout not in (None, found[0]):
+                    self._faults.append(_not_a_page(bases[0].info, f"expert {expert} lies otherwise than those before"))
                     return None
                 layout, known = found[0], key
                 runs = tuple(
@@ -494,6 +494,10 @@ class _Audit:
                 )
             pages.append(tuple(_run_of(bases[place], begin, count) for place, begin, count in runs))
         return (layout, pages) if layout else None
+
+
+def _not_a_page(info: TensorInfo, reason: str) -> str:
+    return f"{info.file}: tensor {info.name!r}: {reason}, so they are no page; save the model again with transformers 5"
 
 
 def _run_of(base: Box, begin: int, count: int) -> TensorInfo:
@@ -517,18 +521,19 @@ def _no_longer_stored(module: nn.Module) -> Iterator[str]:
         yield r"(^|\.)position_ids$"
 
 
-def _of_other_parts(directory: Path, module: nn.Module, left: Iterable[TensorInfo]) -> set[str]:
+def _of_other_parts(directory: Path, left: Iterable[TensorInfo]) -> set[str]:
     """The names of those tensors of ``left`` that belong to other parts (vision, audio) of the composite model that
-    config.json of ``directory`` describes, of which ``module`` is the text model."""
+    config.json of ``directory`` describes."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     whole = getattr(transformers, (config.architectures or [""])[0], None)
-    if not config.sub_configs or whole is None or isinstance(module, whole):
+    if not config.sub_configs or whole is None:
         return set()
     with torch.device("meta"):
-        state = whole(config).state_dict()
-    rename, _ = renamer(whole, state)
+        module = whole(config)
+    state = module.state_dict()
+    rename, _ = renamer(module, state)
     return {info.name for info in left if rename(info.name)[0] in state}
 
 
@@ -564,7 +569,7 @@ def fill(model: Model, found: GraphWeightMap, arena: Tensor, dtype: torch.dtype)
                 )
             if tensor.spare is not None:
                 check_tie(reader, tensor.boxes[0].info, tensor.spare)
-    _check_filled(module, {path for _, paths in paged(model) for path in paths.values()})
+    _check_filled(module, {path for _, _, paths in paged(model) for path in paths.values()})
 
 
 def _read(reader: TensorReader, box: Box, whole: Tensor, common: torch.dtype) -> None:
@@ -601,18 +606,45 @@ def _place(module: nn.Module, names: Sequence[str], view: Tensor) -> None:
 
 
 def _compute_buffers(module: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Compute the buffers that checkpoints do not hold, those of the module's own dtype in ``dtype``, on ``device``."""
-    own = module.dtype
-    for part in module.modules():
-        for name in part._non_persistent_buffers_set:
-            buffer = part._buffers.get(name)
-            if buffer is not None and buffer.dtype == own != torch.float32:
-                part._buffers[name] = buffer.to(dtype)
-    fill_buffers(module)
-    for part in module.modules():
-        for name in part._non_persistent_buffers_set:
-            if (buffer := part._buffers.get(name)) is not None:
-                part._buffers[name] = buffer.to(device)
+    """Compute the buffers that checkpoints do not hold by the family's own initialisation, those of the module's own
+    dtype in ``dtype``, and move them to ``device``. Raises ConfigError for one that is not computed."""
+    from transformers import PreTrainedModel
+
+    own, owner = module.dtype, {}
+    for model in module.modules():
+        if isinstance(model, PreTrainedModel):
+            owner.update(dict.fromkeys(model.modules(), model))  # the innermost last
+    for part, model in owner.items():
+        held = {name: part._buffers.get(name) for name in part._non_persistent_buffers_set}
+        fresh = {name: _unwritten(buffer, own, dtype) for name, buffer in held.items() if buffer is not None}
+        if not fresh:
+            continue
+        part._buffers.update(fresh)
+        with torch.no_grad():
+            model._init_weights(part)
+        for name in fresh:
+            found = part._buffers[name]
+            if not isinstance(found, Tensor) or _is_unwritten(found):
+                raise ConfigError(
+                    f"{module.config.model_type}: buffer {name!r} of {type(part).__name__} is neither stored nor "
+                    "computed by its initialisation"
+                )
+            part._buffers[name] = found.to(device)
+
+
+def _unwritten(buffer: Tensor, own: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """Memory for ``buffer`` on the CPU, of numbers that no family computes."""
+    if not buffer.is_floating_point():
+        least = False if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).min
+        return torch.full(buffer.shape, least, dtype=buffer.dtype)
+    kind = dtype if buffer.dtype == own != torch.float32 else buffer.dtype
+    return torch.full(buffer.shape, torch.nan, dtype=kind)
+
+
+def _is_unwritten(buffer: Tensor) -> bool:
+    if buffer.is_floating_point():
+        return bool(buffer.isnan().any())
+    return buffer.dtype != torch.bool and bool((buffer == torch.iinfo(buffer.dtype).min).any())
 
 
 def _check_filled(module: Any, in_pages: set[str]) -> None:
@@ -621,4 +653,4 @@ def _check_filled(module: Any, in_pages: set[str]) -> None:
         for name, tensor in {**part._parameters, **part._buffers, **vars(part)}.items():
             place = f"{path}.{name}".lstrip(".")
             if isinstance(tensor, Tensor) and tensor.is_meta and place not in in_pages:
-                raise ConfigError(f"{module.config.model_type}: {place} is neither stored nor computed when it is made")
+                raise ConfigError(f"{module.config.model_type}: {place} is not in the checkpoint")

@@ -1,0 +1,443 @@
+"""What a graph model holds is bit for bit what transformers loads, in either spelling; damage is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+pytest.importorskip("greenlet")
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.core_model_loading import Transpose, WeightConverter
+
+from moelight.core.errors import CheckpointError, ConfigError
+from moelight.core.schedule import Page
+from moelight.models.graph.families import OUTSIDE, ExpertForm, Projection, interface_form
+from moelight.models.graph.model import GraphModel, on_meta
+from moelight.models.graph.self_test import tiny
+from moelight.models.graph.weights import GraphWeightMap, fill, locate, paged
+from moelight.weights.load import TensorReader
+from moelight.weights.torch_dtypes import to_torch
+
+# Every way that experts lie: loose and fused, transposed, by turns, with biases, in rows, without a gate, of two kinds.
+USUAL = (
+    "qwen2_moe",
+    "gpt_oss",
+    "dbrx",
+    "deepseek_v3",
+    "granitemoe",
+    "inkling2_text",
+    "jamba",
+    "jetmoe",
+    "llama4",
+    "longcat_flash",
+    "nemotron_h",
+    "qwen3_5_moe",
+)
+OTHERS = (
+    *("afmoe", "aria", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v2"),
+    *("deepseek_v32", "deepseek_v4", "dots1", "ernie4_5_moe", "ernie4_5_vl_moe", "exaone_moe"),
+    *("flex_olmo", "flint", "gemma4", "gemma4_text", "glm4_moe", "glm4_moe_lite", "glm4v_moe"),
+    *("glm_moe_dsa", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hy_v4"),
+    *("inkling_mm_model", "inkling_text", "kimi_k25", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "llama4_text"),
+    *("mellum", "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl", "minimax_m3_vl_text", "mistral4"),
+    *("mistral_large4", "mixtral", "muse_spark", "olmoe", "phimoe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"),
+    *("qwen3_vl_moe", "qwen4_exp", "qwen4_exp_text", "solar_open", "zaya"),
+)
+GEMMA4 = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}
+QWEN4 = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+    "ple_layer_ids": [1],
+    "ple_embed_dim": 32,
+    "ngram_vocab_size_base": 50,
+    "split_ngram_parts": 4,
+    "heads_per_ngram": 2,
+    "make_ngram_vocab_size_divisible_by": 8,
+    "hc_lowrank": 8,
+    "eos_token_id": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
+# What a family's config needs to be made tiny, or fast.
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2},
+    },
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "ernie4_5_vl_moe": {
+        "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 4]}}
+    },
+    "gemma4": {"text_config": GEMMA4},
+    "gemma4_text": GEMMA4,
+    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 8, "moe_topk": 2, "moe_intermediate_size": 32},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
+    "llama4": {"text_config": {"num_hidden_layers": 4}},
+    "llama4_text": {"num_hidden_layers": 4},
+    "muse_spark": {
+        "text_config": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+        "audio_config": {"out_hidden_size": 64},
+    },
+    "qwen4_exp": {"text_config": QWEN4},
+    "qwen4_exp_text": QWEN4,
+}
+EXPERTS = ("DbrxExperts", "JetMoeMoE", "Llama4TextExperts", "LongcatFlashExperts")
+
+
+class Graph:
+    """The module of a config on the meta device and its experts, in the order of modules."""
+
+    def __init__(self, config: Any) -> None:
+        self.module = on_meta(config).eval()
+        self.experts = tuple(part for part in self.module.modules() if _holds_experts(part))
+        self.forms = tuple(_form(part) for part in self.experts)
+        self.moe_layers = (False, *[True] * len(self.experts))
+
+
+def _holds_experts(part: nn.Module) -> bool:
+    return type(part).__name__ in EXPERTS or hasattr(part, "has_post_expert_norm")
+
+
+def _form(part: nn.Module) -> ExpertForm:
+    outside = OUTSIDE.get(type(part).__name__)
+    return outside.form(part) if outside else interface_form(part)
+
+
+def tiny_module(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """A tiny model of ``family`` with random weights and buffers."""
+    torch.manual_seed(0)
+    config = tiny(AutoConfig.for_model(family, **{**OPTIONS.get(family, {}), **options}))
+    config.dtype = dtype
+    # With its encoders, if it has some.
+    auto = AutoModelForImageTextToText
+    module = (auto if type(config) in auto._model_mapping else AutoModelForCausalLM).from_config(config).eval()
+    stored = module.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for tensor in stored.values():
+            tensor.normal_(0, 0.1) if tensor.is_floating_point() else tensor.random_(0, 3)
+    return module
+
+
+def save(module: Any, directory: Path, *, new: bool = False, sharded: bool = False) -> Path:
+    size = "300KB" if sharded else "5GB"
+    module.save_pretrained(directory, save_original_format=not new, max_shard_size=size)
+    return directory
+
+
+def expected(directory: Path) -> Any:
+    """What transformers loads."""
+    auto = AutoModelForCausalLM
+    if type(AutoConfig.from_pretrained(directory)) not in auto._model_mapping:
+        auto = AutoModelForImageTextToText
+    return auto.from_pretrained(directory)
+
+
+def opened(directory: Path) -> tuple[Graph, GraphWeightMap]:
+    graph = Graph(AutoConfig.from_pretrained(directory))
+    return graph, locate(directory, graph)
+
+
+def filled(directory: Path, dtype: torch.dtype | None = None) -> tuple[Graph, GraphWeightMap]:
+    graph, found = opened(directory)
+    dtype = dtype or to_torch(found.dtype)
+    arena = torch.full((found.dense_bytes(dtype),), 0xFF, dtype=torch.uint8)
+    fill(graph, found, arena, dtype)
+    return graph, found
+
+
+def tensors(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+def read_page(found: GraphWeightMap, page: Page) -> Tensor:
+    runs = found.pages[page]
+    with TensorReader([run.file for run in runs], found.dtype) as reader:
+        pieces = [torch.empty(run.nbytes, dtype=torch.uint8) for run in runs]
+        for run, piece in zip(runs, pieces, strict=True):
+            reader.fill(run, 0, piece)
+    whole = torch.cat(pieces)
+    assert whole.numel() == found.page_bytes(page.layer)
+    return whole.view(to_torch(found.dtype))
+
+
+def matrices(form: ExpertForm, module: nn.Module, expert: int) -> dict[str, Tensor]:
+    """An expert's matrices, of what transformers loaded, by their names in a layout."""
+    page = form.page(module, expert)
+    names = ("gate", "up") if form.gated else ("up",)
+
+    def upright(each: Projection) -> Tensor:
+        return page[each.name].T if each.transposed else page[each.name]
+
+    def two(parts: list[Tensor]) -> list[Tensor]:
+        if len(parts) == len(names):
+            return parts
+        return [parts[0][0::2], parts[0][1::2]] if form.interleaved else list(parts[0].chunk(2))
+
+    found = dict(zip(names, two([upright(each) for each in form.inward]), strict=True))
+    found["down"] = upright(form.outward)
+    if form.outward.bias:
+        biases = two([page[each.bias] for each in form.inward if each.bias])
+        found |= {f"{name}_bias": bias for name, bias in zip(names, biases, strict=True)}
+        found["down_bias"] = page[form.outward.bias]
+    return found
+
+
+def assert_the_same(directory: Path) -> None:
+    theirs = expected(directory)
+    graph, found = filled(directory)
+    ours, wanted = tensors(graph.module), tensors(theirs)
+    in_pages = {path for _, _, paths in paged(graph) for path in paths.values()}
+    for name, tensor in ours.items():
+        if name in in_pages:
+            assert tensor.is_meta, name
+        elif name.endswith("balancing_biases"):  # the last is what transformers sets whatever the checkpoint says
+            assert torch.equal(tensor[:-1], wanted[name][:-1])
+        else:
+            assert tensor.dtype == wanted[name].dtype, name
+            assert torch.equal(tensor, wanted[name]), name
+    paths = {part: path for path, part in graph.module.named_modules()}
+    count = 0
+    for layer, (part, form) in enumerate(zip(graph.experts, graph.forms, strict=True), start=1):
+        for expert in range(form.count):
+            numbers = read_page(found, Page(layer=layer, expert=expert))
+            for name, matrix in matrices(form, theirs.get_submodule(paths[part]), expert).items():
+                assert torch.equal(getattr(found.layouts[layer], name).of(numbers), matrix), (layer, expert, name)
+            count += 1
+    assert count == len(found.pages) > 0
+
+
+@pytest.mark.parametrize("new", [False, True], ids=["old", "new"])
+@pytest.mark.parametrize("family", USUAL)
+def test_all_weights_are_those_that_transformers_loads(family: str, new: bool, tmp_path: Path) -> None:
+    dtype = torch.float32 if new else torch.bfloat16
+    assert_the_same(save(tiny_module(family, dtype), tmp_path, new=new, sharded=new))
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", sorted((*USUAL, *OTHERS)))
+def test_all_weights_of_every_family(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    module = tiny_module(family, dtype)
+    for new in (False, True):
+        assert_the_same(save(module, tmp_path / str(new), new=new, sharded=new))
+
+
+def test_the_graph_and_the_page_reader_take_them(tmp_path: Path) -> None:
+    directory = save(tiny_module("qwen3_moe"), tmp_path)
+    model = GraphModel.from_config(directory)
+    found = locate(directory, model)
+    arena = torch.empty(found.dense_bytes(torch.float32), dtype=torch.uint8)
+    fill(model, found, arena, torch.float32)
+    begin, end = arena.data_ptr(), arena.data_ptr() + arena.numel()
+    state = model.module.state_dict()
+    places = [(each.data_ptr(), each.data_ptr() % 64) for name, each in state.items() if not each.is_meta]
+    assert all(begin <= place < end and offset == begin % 64 for place, offset in places)
+    assert len(places) == len(found.dense)
+    assert [layer in found.layouts for layer in range(len(model.moe_layers))] == list(model.moe_layers)
+    assert all(layout.gate_up is not None for layout in found.layouts.values())
+
+
+def test_weights_are_rounded_to_the_dtype_of_the_computation(tmp_path: Path) -> None:
+    directory = save(tiny_module("qwen2_moe", torch.bfloat16), tmp_path)
+    stored = tensors(expected(directory))
+    for dtype in (torch.float32, torch.float16):
+        for name, tensor in tensors(filled(directory, dtype)[0].module).items():
+            if not tensor.is_meta and "inv_freq" not in name:
+                assert tensor.dtype == dtype
+                assert torch.equal(tensor, stored[name].to(dtype)), name
+
+
+def test_numbers_beyond_float16_are_refused(tmp_path: Path) -> None:
+    directory = save(tiny_module("qwen2_moe"), tmp_path)
+    edit(directory, lambda state: state["model.norm.weight"].fill_(1e6))
+    with pytest.raises(CheckpointError, match=r"'model\.norm\.weight' has numbers that float16 does not hold"):
+        filled(directory, torch.float16)
+
+
+def test_a_router_bias_stays_float32_among_bfloat16(tmp_path: Path) -> None:
+    for family in ("deepseek_v3", "minimax_m2"):
+        directory = save(tiny_module(family, torch.bfloat16), tmp_path / family)
+        exact = torch.rand(8)
+
+        def widen(state: dict[str, Tensor], exact: Tensor = exact) -> None:
+            state.update({name: exact.clone() for name in state if name.endswith("e_score_correction_bias")})
+
+        edit(directory, widen)
+        graph, found = filled(directory)
+        buffers = [each for name, each in graph.module.named_buffers() if name.endswith("e_score_correction_bias")]
+        assert found.dtype.name == "bfloat16"
+        assert buffers and all(torch.equal(each, exact) for each in buffers)
+
+
+def test_a_buffer_that_checkpoints_may_lack_is_initialised(tmp_path: Path) -> None:
+    directory = save(tiny_module("axk1", num_hidden_layers=2), tmp_path)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    edit(directory, lambda state: state.pop(bias))
+    graph, found = filled(directory)
+    assert found.initial == (bias,)
+    assert torch.equal(graph.module.get_buffer(bias), torch.zeros(8))
+    assert_the_same(directory)
+
+
+def test_tied_weights_have_one_place(tmp_path: Path) -> None:
+    directory = save(tiny_module("qwen2_moe", tie_word_embeddings=True), tmp_path)
+    embed, head = "model.embed_tokens.weight", "lm_head.weight"
+    assert head not in load_file(directory / SINGLE)
+    graph, found = filled(directory)
+    assert graph.module.lm_head.weight is graph.module.model.embed_tokens.weight
+    assert sum(len(tensor.names) == 2 for tensor in found.dense) == 1
+    edit(directory, lambda state: state.update({head: state[embed].clone()}))
+    twice, again = filled(directory)
+    assert torch.equal(twice.module.lm_head.weight, graph.module.lm_head.weight)
+    assert again.dense_bytes(torch.float32) == found.dense_bytes(torch.float32)
+    edit(directory, lambda state: state.pop(embed))
+    assert torch.equal(filled(directory)[0].module.model.embed_tokens.weight, graph.module.lm_head.weight)
+    edit(directory, lambda state: state.update({embed: state[head] + 1}))
+    with pytest.raises(CheckpointError, match="differs from"):
+        filled(directory)
+
+
+SINGLE = "model.safetensors"
+EXPERT = "model.layers.1.mlp.experts.{}.{}_proj.weight"
+
+
+def edit(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    state = load_file(directory / SINGLE)
+    change(state)
+    save_file(state, directory / SINGLE)
+
+
+def fuse(state: dict[str, Tensor]) -> None:
+    state["model.layers.1.mlp.experts.down_proj"] = torch.stack([state[EXPERT.format(e, "down")] for e in range(8)])
+
+
+def one_more(state: dict[str, Tensor]) -> None:
+    state.update({EXPERT.format(8, part): state[EXPERT.format(7, part)].clone() for part in ("gate", "up", "down")})
+
+
+DAMAGE: Mapping[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
+    "an expert's matrix is missing": (lambda state: state.pop(EXPERT.format(3, "up")), EXPERT.format(3, "up")),
+    "the last expert is missing": (lambda state: state.pop(EXPERT.format(7, "down")), r"experts\.0\.down_proj.* make "),
+    "a matrix of all experts is missing": (
+        lambda state: [state.pop(EXPERT.format(e, "up")) for e in range(8)],
+        EXPERT.format(0, "up"),
+    ),
+    "all experts of a layer are missing": (
+        lambda state: [state.pop(EXPERT.format(e, part)) for e in range(8) for part in ("gate", "up", "down")],
+        r"model\.layers\.1\.mlp\.experts\.gate_up_proj' \[8, 64, 64\] is missing.*1 more fault",
+    ),
+    "a norm is missing": (lambda state: state.pop("model.norm.weight"), r"'model\.norm\.weight' \[64\] is missing"),
+    "one expert too many": (one_more, r"make .* \[9, 64, 64\], but config\.json asks for \[8, 64, 64\].*1 more fault"),
+    "an expert of another width": (
+        lambda state: state.update({EXPERT.format(5, "gate"): torch.zeros(31, 64)}),
+        rf"{EXPERT.format(5, 'gate')}' \(F32 \[31, 64\]\) differs from",
+    ),
+    "a norm of another width": (
+        lambda state: state.update({"model.norm.weight": torch.zeros(63)}),
+        r"'model\.norm\.weight' has shape \[63\], but config\.json asks for \[64\]",
+    ),
+    "a tensor is left over": (
+        lambda state: state.update({"model.layers.9.input_layernorm.weight": torch.zeros(64)}),
+        r"'model\.layers\.9\.input_layernorm\.weight' \[64\] has no place .*qwen2_moe, num_hidden_layers 4",
+    ),
+    "experts are stored twice": (fuse, "two spellings of the same weights"),
+    "an expert of another dtype": (
+        lambda state: state.update({EXPERT.format(0, "down"): torch.zeros(64, 32, dtype=torch.bfloat16)}),
+        r"\(F32 \[64, 32\]\) differs from .*\(BF16",
+    ),
+    "a norm of another dtype": (
+        lambda state: state.update({"model.norm.weight": torch.zeros(64, dtype=torch.bfloat16)}),
+        r"'model\.norm\.weight' has dtype BF16, the others F32",
+    ),
+    "an unsupported dtype": (
+        lambda state: state.update({EXPERT.format(0, "up"): torch.zeros(32, 64, dtype=torch.float8_e4m3fn)}),
+        rf"{EXPERT.format(0, 'up')}' has dtype F8_E4M3; supported: F32, BF16, F16",
+    ),
+    "whole numbers": (
+        lambda state: state.update({"model.norm.weight": torch.zeros(64, dtype=torch.int64)}),
+        r"'model\.norm\.weight' has dtype I64; supported",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tiny_module("qwen2_moe"), tmp_path_factory.mktemp("good"))
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_refused_by_name(damage: str, good: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(good, tmp_path / "damaged")
+    change, says = DAMAGE[damage]
+    edit(directory, change)
+    with pytest.raises(CheckpointError, match=says) as caught:
+        opened(directory)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_quantised_checkpoint_is_refused_by_name(good: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(good, tmp_path / "quantised")
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"quantised \(mxfp4\)"):
+        opened(directory)
+
+
+def test_what_computes_no_weights_is_refused_by_name(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Halve(Transpose):
+        def convert(self, input_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
+            return {"mlp.experts.down_proj": torch.stack(next(iter(input_dict.values()))) / 2}
+
+    converting(monkeypatch, [Halve()])
+    with pytest.raises(CheckpointError, match=r"becomes .*down_proj' by the operation div, which moelight does not do"):
+        opened(good)
+
+
+def test_experts_whose_bytes_are_apart_are_refused_by_name(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def together(state: dict[str, Tensor]) -> None:
+        for layer in range(4):
+            parts = [state.pop(f"model.layers.{layer}.mlp.experts.{e}.down_proj.weight") for e in range(8)]
+            state[f"model.layers.{layer}.mlp.experts.all_down"] = torch.stack(parts, dim=1)
+
+    directory = shutil.copytree(good, good.parent / "apart")
+    edit(directory, together)
+    converting(monkeypatch, [Transpose(0, 1)], source="mlp.experts.all_down")
+    with pytest.raises(CheckpointError, match=r"all_down': the bytes of expert 0 are not together"):
+        opened(directory)
+
+
+def converting(monkeypatch: pytest.MonkeyPatch, operations: list[Any], source: str = "") -> None:
+    """Let transformers' rules make down_proj by ``operations``, of ``source`` or of the usual tensors."""
+    from transformers import conversion_mapping
+
+    usual = conversion_mapping.get_model_conversion_mapping
+    down = "mlp.experts.down_proj"
+
+    def mapping(*given: Any, **named: Any) -> list[Any]:
+        converter = WeightConverter(source or "mlp.experts.*.down_proj.weight", down, operations=operations)
+        return [converter, *(each for each in usual(*given, **named) if each.target_patterns != [down])]
+
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", mapping)
+
+
+def test_buffers_that_nothing_computes_are_named(good: Path) -> None:
+    graph, found = opened(good)
+    graph.module.model.register_buffer("table", torch.empty(3, device="meta"), persistent=False)
+    with pytest.raises(ConfigError, match=r"'table' of Qwen2MoeModel is neither stored nor computed"):
+        fill(graph, found, torch.empty(found.dense_bytes(torch.float32), dtype=torch.uint8), torch.float32)
