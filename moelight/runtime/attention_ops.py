@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -141,6 +142,9 @@ class HostAttention:
         k_cache, v_cache = self._cache[task.layer]
         scale, window, softcap = spec.product_scale, spec.window, spec.softcap
         sinks = self._layers.sinks(task.layer, q.device)
+        if spec.chunk is not None and int(mb.positions.max()) >= spec.chunk:
+            mb.attn = self._attend_in_chunks(task.layer, mb, q, out, sinks)
+            return
         if n := mb.decoding:
             own = (q[:n], k_cache, v_cache, mb.block_tables, mb.seq_lens, scale)
             cpu_gqa_decode(*own, window=window, sinks=sinks, softcap=softcap, out=out[:n])
@@ -155,6 +159,16 @@ class HostAttention:
                 out=out[n:],
             )
         mb.attn = out if mb.crossing is not None else _narrowed(out, spec)
+
+    def _attend_in_chunks(self, layer: int, mb: MicroBatch, q: Tensor, out: Tensor, sinks: Tensor | None) -> Tensor:
+        """Rows by the positions that they see of their chunk, each row by itself: prompts this long are rare."""
+        spec, (tables, lens) = self._layers.specs[layer], mb.row_tables()
+        windows = (lens - 1) % require(spec.chunk) + 1
+        for window in windows.unique().tolist():
+            rows = (windows == window).nonzero().flatten()
+            own = (q[rows], *self._cache[layer], tables[rows], lens[rows], spec.product_scale)
+            out[rows] = cpu_gqa_decode(*own, window=window, sinks=sinks, softcap=spec.softcap)
+        return out if mb.crossing is not None else _narrowed(out, spec)
 
     def _load_hidden(self, task: Task, mb: MicroBatch) -> None:
         if (spec := self._layers.specs[task.layer]).num_heads:
@@ -261,10 +275,13 @@ def _attend_on_device(
     if spec.latent is not None:
         mb.attn = latents_in_torch(q, k, v, batch, spec.product_scale, cache=cache, buffer=buffer)
         return
-    if not layers.kernels_take(layer, q, k, form):
-        attend = attend_in_torch
     sinks = layers.sinks(layer, q.device)
-    rest = {"window": spec.window, "sinks": sinks, "softcap": spec.softcap, "cache": cache, "buffer": buffer}
+    rest: dict[str, Any] = {"window": spec.window, "sinks": sinks, "softcap": spec.softcap}
+    rest |= {"cache": cache, "buffer": buffer}
+    if spec.chunk is not None and any(start + last - first > spec.chunk for first, last, start, _ in batch.spans):
+        attend, rest["chunk"] = attend_in_torch, spec.chunk
+    elif not layers.kernels_take(layer, q, k, form):
+        attend = attend_in_torch
     mb.attn = _narrowed(attend(q, k, v, batch, spec.product_scale, **rest), spec)
 
 
