@@ -121,9 +121,10 @@ class HostAttention:
 
     def _append(self, layer: int, mb: MicroBatch, k: Tensor, v: Tensor) -> None:
         if self._layers.specs[layer].latent is None:
-            cpu_kv_append(*self._cache[layer], k, v, mb.cache_slots)
+            k_cache, v_cache = self._cache[layer]
+            cpu_kv_append(k_cache, v_cache, k, v, mb.cache_slots)
         else:
-            cpu_mla_append(*self._cache[layer], v[:, 0], mb.cache_slots)
+            cpu_mla_append(self._cache[layer][0], v[:, 0], mb.cache_slots)
 
     def _cpu_attention(self, task: Task, mb: MicroBatch) -> None:
         """Append this layer's keys and values to the cache before attention: decode rows paged, prompts packed."""
@@ -137,7 +138,8 @@ class HostAttention:
         out = torch.empty_like(q) if mb.crossing is None else mb.crossing.attention_output(q.shape)
         if spec.latent is not None:
             tables, lens = mb.row_tables()
-            mb.attn = cpu_mla_decode(q, k, *self._cache[task.layer], tables, lens, spec.product_scale, out=out)
+            (cache,) = self._cache[task.layer]
+            mb.attn = cpu_mla_decode(q, k, cache, tables, lens, spec.product_scale, out=out)
             return
         k_cache, v_cache = self._cache[task.layer]
         scale, window, softcap = spec.product_scale, spec.window, spec.softcap
@@ -163,10 +165,10 @@ class HostAttention:
     def _attend_in_chunks(self, layer: int, mb: MicroBatch, q: Tensor, out: Tensor, sinks: Tensor | None) -> Tensor:
         """Rows by the positions that they see of their chunk, each row by itself: prompts this long are rare."""
         spec, (tables, lens) = self._layers.specs[layer], mb.row_tables()
-        windows = (lens - 1) % require(spec.chunk) + 1
+        windows, (k_cache, v_cache) = (lens - 1) % require(spec.chunk) + 1, self._cache[layer]
         for window in windows.unique().tolist():
             rows = (windows == window).nonzero().flatten()
-            own = (q[rows], *self._cache[layer], tables[rows], lens[rows], spec.product_scale)
+            own = (q[rows], k_cache, v_cache, tables[rows], lens[rows], spec.product_scale)
             out[rows] = cpu_gqa_decode(*own, window=window, sinks=sinks, softcap=spec.softcap)
         return out if mb.crossing is not None else _narrowed(out, spec)
 
@@ -224,14 +226,12 @@ class DeviceAttention:
 
     def _store_kv(self, task: Task, mb: MicroBatch) -> None:
         if self._layers.specs[task.layer].num_heads:
-            _, *kept = require(mb.qkv_host)
-            self._append_in_torch(task.layer, *kept, require(self._host)[task.layer], require(mb.added).host_slots)
-
-    def _append_in_torch(self, layer: int, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
-        if self._layers.specs[layer].latent is None:
-            append_in_torch(k, v, cache, slots)
-        else:
-            cache[:, 0].index_copy_(0, slots, v)
+            _, k, v = require(mb.qkv_host)
+            cache, slots = require(self._host)[task.layer], require(mb.added).host_slots
+            if self._layers.specs[task.layer].latent is None:
+                append_in_torch(k, v, cache, slots)
+            else:
+                cache[:, 0].index_copy_(0, slots, v)
 
     def _attention(self, task: Task, mb: MicroBatch) -> None:
         given, added = self._layers.given(task.layer, mb), require(mb.added)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from moelight.core.errors import ConfigError, quoted
 from moelight.hrm.inventory import ATTENTION, DENSE_LAYERS, ENDS, SHARED
@@ -30,6 +30,7 @@ from moelight.profiles.names import TensorNames
 from moelight.profiles.tensor_list import page_shapes
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from transformers import PretrainedConfig
 
@@ -80,7 +81,8 @@ def profile_of(model: GraphModel, *, name: str, where: str) -> ModelProfile:
     run, config = _DryRun.of(model), model.config
     layers = tuple(run.layer(number) for number in range(len(model.mixers)))
     tensors = tuple(_tensors(model, run.owners))
-    head = model.module.get_output_embeddings().weight
+    module: Any = model.module
+    head = module.get_output_embeddings().weight
     profile = ModelProfile(
         name=name,
         model_type=config.model_type,
@@ -89,7 +91,7 @@ def profile_of(model: GraphModel, *, name: str, where: str) -> ModelProfile:
         vocab_size=head.shape[0],
         max_positions=config.max_position_embeddings,
         norm_eps=getattr(config, "rms_norm_eps", 1e-6),
-        tie_embeddings=head is model.module.get_input_embeddings().weight,
+        tie_embeddings=head is module.get_input_embeddings().weight,
         dtype=_DTYPE if config.dtype is None else str(config.dtype).removeprefix("torch."),
         attention=max((layer.attention for layer in layers), key=lambda spec: spec.cache_width),
         router=RouterSpec(top_k=run.top_k, normalize=False, weights_in_model_dtype=False),
@@ -266,7 +268,8 @@ def _tensors(model: GraphModel, owners: Collection[nn.Module]) -> Iterator[Store
     inside = tuple(f"{name}." for name in mixers)
     paged = {f"{name}.{part}" for name, form in zip(experts, model.forms, strict=True) for part in form.names()}
     sparse = {_layer_of(name, stack) for name in experts}
-    mixers_each, own = len(model.mixers) / len(model.module.get_submodule(stack)), model.module.dtype.itemsize
+    children = list(model.module.get_submodule(stack).children())
+    mixers_each, own = len(model.mixers) / len(children), cast("torch.dtype", model.module.dtype).itemsize
     held = set()
     for name, tensor in model.module.state_dict(keep_vars=True).items():
         if name in paged or tensor in held:  # tied
