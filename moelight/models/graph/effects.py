@@ -1,8 +1,8 @@
 """What a suspended run of a module graph waits for. Does not depend on transformers, nor on how an effect is served.
 
 Legend: T rows of the micro-batch, H hidden, Hq query heads, Hkv key/value heads, D head size of queries and keys, Dv of
-values, R the size of a latent, Rr of a rotated key, k experts per token. Tensors have the dtype and device of the module; they are views that the graph does not
-write again.
+values, R size of a latent, Rr of a rotated key, k experts per token. Tensors have the dtype and device of the module;
+they are views that the graph does not write again.
 """
 
 from __future__ import annotations

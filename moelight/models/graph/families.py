@@ -29,6 +29,7 @@ STATEFUL: Mapping[str, StateSpec] = {
     "KimiLinearDeltaAttention": _RECURRENT,
     "Lfm2MoeShortConv": _RECURRENT,
     "Lfm2ShortConv": _RECURRENT,
+    "Lfm3ShortConv": _RECURRENT,
     "MiniMaxLightningAttention": StateSpec(cache="MiniMaxCache"),
     "NemotronHMamba2Mixer": _RECURRENT,
     "OlmoHybridGatedDeltaNet": _RECURRENT,
@@ -37,7 +38,7 @@ STATEFUL: Mapping[str, StateSpec] = {
     "Qwen3_5MoeGatedDeltaNet": _RECURRENT,
     "Qwen4ExpTextGatedDeltaNet": _RECURRENT,
     # Parts of attention, or of the embedding, that look back
-    "Qwen4ExpTextNGramEmbedding": _PART,
+    "Qwen4ExpTextPLELayer": _PART,
     "Inkling2DynamicShortConvolution": _PART,
     "Inkling2ShortConvolution": _PART,
     "InklingShortConvolution": _PART,
@@ -48,7 +49,7 @@ STATEFUL: Mapping[str, StateSpec] = {
     "DeepseekV4Attention": _OPAQUE,
     "Dots3NoteTextAttention": _OPAQUE,
     "DogeAttention": _OPAQUE,
-    "Glm5NextTextAttention": _OPAQUE,
+    "Glm5NextTextAttention": StateSpec(opaque=True, own_mask=True, returns=3),
     "GlmMoeDsaAttention": _OPAQUE,
     "HYV4Attention": _OPAQUE,
     "InklingAttention": _OPAQUE,
@@ -56,7 +57,7 @@ STATEFUL: Mapping[str, StateSpec] = {
     "Inkling2SlidingAttention": _OPAQUE,
     "MiniMaxM3VLAttention": _OPAQUE,
     "MistralLarge4TextAttention": _OPAQUE,
-    "Qwen4ExpTextAttention": StateSpec(opaque=True, all_positions=True),
+    "Qwen4ExpTextAttention": StateSpec(opaque=True, all_positions=True, returns=2),
 }
 
 
@@ -112,7 +113,7 @@ class ExpertForm:
         found = {}
         for each in (*self.inward, self.outward):
             weight = module.get_parameter(each.name)
-            stacked = weight.unflatten(0, (self.count, -1)) if weight.ndim == 2 else weight  # noqa: PLR2004
+            stacked = weight.unflatten(0, (self.count, -1)) if weight.ndim == 2 else weight
             found[each.name] = stacked[expert]
             if each.bias is not None:
                 found[each.bias] = module.get_parameter(each.bias)[expert]
@@ -189,7 +190,16 @@ def _dbrx_form(module: nn.Module) -> ExpertForm:
     )
 
 
-def _dbrx(module: nn.Module, mix: Mix, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def _step3p7_form(module: nn.Module) -> ExpertForm:
+    return ExpertForm(
+        count=module.num_experts,
+        inward=(Projection(name="gate_up_proj"),),
+        outward=Projection(name="down_proj"),
+        activate=module._apply_gate,
+    )
+
+
+def _as_called(module: nn.Module, mix: Mix, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     return mix(module, hidden, ids, weights)
 
 
@@ -224,7 +234,7 @@ def _jetmoe_gating(module: nn.Module, _: Mix, hidden: Tensor) -> tuple[Any, ...]
 
 
 OUTSIDE: Mapping[str, OutsideExperts] = {
-    "DbrxExperts": OutsideExperts(forward=_dbrx, form=_dbrx_form),
+    "DbrxExperts": OutsideExperts(forward=_as_called, form=_dbrx_form),
     "JetMoeMoE": OutsideExperts(
         forward=_jetmoe,
         form=lambda module: _gate_up(
@@ -239,6 +249,7 @@ OUTSIDE: Mapping[str, OutsideExperts] = {
     "LongcatFlashExperts": OutsideExperts(
         forward=_longcat, form=lambda module: _gate_up(module.act_fn, module.num_routed_experts)
     ),
+    "Step3p7Experts": OutsideExperts(forward=_as_called, form=_step3p7_form),
 }
 
 
@@ -273,6 +284,7 @@ ATTENTION: Mapping[str, AttentionNotes] = {
 ENCODERS: Mapping[str, tuple[str, ...]] = {  # modules within text models that text never reaches
     "Ernie4_5_VLMoeMoeBlock": ("vision_moe",),
 }
+OWN_EXPERTS = ("DogeCDMoE", "NllbMoeSparseMLP", "SwitchTransformersSparseMLP")  # that no effect carries
 
 
 def refusal(config: Any) -> str | None:

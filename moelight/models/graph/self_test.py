@@ -7,7 +7,8 @@ prompts beside decode rows, two micro-batches interleaved at every suspension, e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from moelight.models.graph.effects import Attend, Ended, Experts, Latents
 from moelight.models.graph.families import ExpertForm
-from moelight.models.graph.model import GraphModel, GraphRun, on_meta, use
+from moelight.models.graph.model import GraphModel, GraphRun, decoder_of, on_meta, running, use
 from moelight.models.graph.state import State
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ _AT_MOST: dict[str, int] = {  # counts of which a few are enough, and lengths th
     **dict.fromkeys(("make_ngram_vocab_size_divisible_by",), 2),
     **dict.fromkeys(("index_topk_blocks",), 3),
 }
-_FITS = ("out_hidden_size",)  # sizes of encoders that are the text model's
+_FITS = ("out_hidden_size", "adapter_out_dim")  # sizes of encoders that are the text model's
 
 
 def tiny(config: PretrainedConfig) -> PretrainedConfig:
@@ -210,26 +211,11 @@ def tiny(config: PretrainedConfig) -> PretrainedConfig:
 
 def _shrunk(fields: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
     """The fields of ``config`` made tiny, those of configs within it too."""
-    named = {name: getattr(type(config), "attribute_map", {}).get(name, name) for name in (*_SIZES, *_AT_MOST)}
-    index_per_key = "index_n_heads" in fields and fields["index_n_heads"] == fields.get(named["num_key_value_heads"])
-    every_head = fields.get(named["num_key_value_heads"]) == fields.get(named["num_attention_heads"])
-    for name, value in {**_SIZES, **_AT_MOST}.items():
-        had = fields.get(named[name])
-        if isinstance(had, int | float) and not isinstance(had, bool):
-            fields[named[name]] = value if name in _SIZES else min(had, value)
-        elif isinstance(had, list) and name in _SIZES and not isinstance(had[0], str):
-            fields[named[name]] = [value] * len(had)
-    if latent := fields.get("kv_lora_rank") is not None:  # the size of rotated heads, one key a head
-        if isinstance(had := vars(config).get("head_dim"), int) and config.qk_rope_head_dim:
-            fields["head_dim"] = had * _SIZES["qk_rope_head_dim"] // config.qk_rope_head_dim
-        every_head = True
-    if every_head and named["num_key_value_heads"] in fields:
-        fields[named["num_key_value_heads"]] = _HEADS
+    named = getattr(type(config), "attribute_map", {})
+    fields = _small(fields, named)
     for name, value in fields.items():
         if name.endswith("_token_id"):
             fields[name] = 0 if isinstance(value, int) else [0] if isinstance(value, list) else value
-    if index_per_key and not latent:
-        fields["index_n_heads"] = fields[named["num_key_value_heads"]]
     for name in config.sub_configs:
         if isinstance(fields.get(name), dict):
             within = getattr(config, name)
@@ -237,30 +223,47 @@ def _shrunk(fields: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
                 fields[name] = _shrunk(fields[name], within)
             else:  # an encoder, which is left out: it must only fit
                 fields[name] |= {each: _SIZES["hidden_size"] for each in _FITS if each in fields[name]}
-    if "num_hidden_layers" in fields or "num_hidden_layers" in getattr(type(config), "attribute_map", {}):
-        _few_layers(fields, config)
+    if "num_hidden_layers" in fields or "num_hidden_layers" in named:
+        _few_layers(fields, config, named)
     _short_rotations(fields)
     return fields | {"dtype": "float32"}
 
 
-def _few_layers(fields: dict[str, Any], config: PretrainedConfig) -> None:
+def _small(fields: dict[str, Any], named: Mapping[str, str]) -> dict[str, Any]:
+    """``fields`` with sizes and counts made small, in proportions that families rely on."""
+    had, fields = fields, dict(fields)
+    heads, keys = (named.get(name, name) for name in ("num_attention_heads", "num_key_value_heads"))
+    for name, value in {**_SIZES, **_AT_MOST}.items():
+        old = had.get(field := named.get(name, name))
+        if isinstance(old, int | float) and not isinstance(old, bool) and old:
+            fields[field] = value if name in _SIZES else min(old, value)
+        elif isinstance(old, list) and name in _SIZES and old and not isinstance(old[0], str):
+            fields[field] = [value] * len(old)
+    latent = had.get("kv_lora_rank") is not None
+    if latent and had.get("qk_rope_head_dim"):
+        for each in ("head_dim", "qk_nope_head_dim", "qk_head_dim"):
+            if had.get(each):
+                fields[each] = had[each] * _SIZES["qk_rope_head_dim"] // had["qk_rope_head_dim"]
+    if keys in had and (latent or had[keys] == had.get(heads)):
+        fields[keys] = _HEADS
+    if "index_n_heads" in had and had["index_n_heads"] == had.get(keys) and not latent:
+        fields["index_n_heads"] = fields[keys]
+    return fields
+
+
+def _few_layers(fields: dict[str, Any], config: PretrainedConfig, named: Mapping[str, str]) -> None:
     """Cut lists of one entry a layer, and the number of layers, to the first that show every combination."""
     count = config.num_hidden_layers
     lists = {name: each for name, each in fields.items() if isinstance(each, list) and len(each) == count}
-    single = fields.get("per_layer_config") or {}
-    kinds = [
-        (*(repr(each[n]) for each in lists.values()), repr(single.get(n, single.get(str(n))))) for n in range(count)
-    ]
+    single = {int(layer): each for layer, each in (fields.get("per_layer_config") or {}).items()}
+    kinds = [(*(repr(each[n]) for each in lists.values()), repr(single.get(n))) for n in range(count)]
     few = min(count, max(_LAYERS, 1 + max(kinds.index(kind) for kind in set(kinds))))
     fields.update({name: each[:few] for name, each in lists.items()})
-    fields[getattr(type(config), "attribute_map", {}).get("num_hidden_layers", "num_hidden_layers")] = few
+    fields[named.get("num_hidden_layers", "num_hidden_layers")] = few
     if single:
-        small = {**_SIZES, **_AT_MOST}
-        fields["per_layer_config"] = {
-            n: {name: small.get(name, value) for name, value in each.items()}
-            for n, each in single.items()
-            if int(n) < few
-        }
+        whole = config.to_dict()
+        small = {n: _small({**whole, **each}, named) for n, each in single.items() if n < few}
+        fields["per_layer_config"] = {n: {name: small[n][name] for name in single[n]} for n in small}
 
 
 def _short_rotations(fields: dict[str, Any]) -> None:
@@ -279,26 +282,83 @@ def _short_rotations(fields: dict[str, Any]) -> None:
 
 def self_test(config: PretrainedConfig, *, seed: int = 0) -> Verdict:
     """Compare suspended runs of ``config``'s graph, made tiny, with transformers' eager forward, in float32."""
-    torch.manual_seed(seed)
-    module = _random(tiny(config))
-    prompts = [torch.randint(3, 150, (length,)) for length in _LENGTHS]
+    small = tiny(config)
+    expected, _ = _eager(small, seed, names=())
+    got, _ = _suspended(small, seed, names=())
+    error = max(_relative(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
+    pairs = zip(got, expected, strict=True)
+    greedy = all(bool((mine.argmax(-1) == theirs.argmax(-1)).all()) for mine, theirs in pairs)
+    differs = None if error <= TOLERANCE and greedy else _first_difference(small, seed)
+    return Verdict(error=error, greedy=greedy, differs=differs)
+
+
+Outputs = dict[str, list[Tensor]]  # of modules by name: rows of each sequence [n, ...]
+
+
+def _eager(config: PretrainedConfig, seed: int, names: Collection[str]) -> tuple[list[Tensor], Outputs]:
+    """Logits [n, V] of each sequence by transformers alone, and what modules ``names`` returned."""
+    module = random_model(config, seed)
+    outputs: Outputs = {name: [] for name in names}
+    for name in names:
+        module.get_submodule(name).register_forward_hook(lambda _, __, out, name=name: outputs[name].append(_rows(out)))
     with torch.inference_mode():
-        expected = [module(input_ids=each[None], use_cache=False).logits[0].float() for each in prompts]
-    bench = Bench(module)
-    sequences = [Tokens(each) for each in prompts]
-    got: list[list[Tensor]] = [[] for _ in prompts]
+        return [module(input_ids=each[None], use_cache=False).logits[0].float() for each in _prompts(seed)], outputs
+
+
+def _suspended(config: PretrainedConfig, seed: int, names: Collection[str]) -> tuple[list[Tensor], Outputs]:
+    """As `_eager`, by suspended runs."""
+    bench = Bench(random_model(config, seed))
+    sequences = [Tokens(each) for each in _prompts(seed)]
+    numbers = {id(each.state): number for number, each in enumerate(sequences)}
+    outputs = {name: [[] for _ in sequences] for name in names}
+
+    def record(name: str, out: Any) -> None:
+        counts = [count for _, count in running().sequences]
+        for (state, _), part in zip(running().sequences, _rows(out).split(counts), strict=True):
+            outputs[name][numbers[id(state)]].append(part)
+
+    for name in names:
+        bench.model.module.get_submodule(name).register_forward_hook(lambda _, __, out, name=name: record(name, out))
+    logits: list[list[Tensor]] = [[] for _ in sequences]
     for micro_batches in _PASSES:
         rows = [[(sequences[number], count) for number, count in each] for each in micro_batches]
-        for logits, batch in zip(bench.run(rows), micro_batches, strict=True):
-            for part, (number, count) in zip(logits.split([count for _, count in batch]), batch, strict=True):
-                assert part.shape[0] == count
-                got[number].append(part)
-    error, greedy = 0.0, True
-    for mine, theirs in zip(got, expected, strict=True):
-        logits = torch.cat(mine)
-        error = max(error, _relative(logits, theirs))
-        greedy &= bool((logits.argmax(-1) == theirs.argmax(-1)).all())
-    return Verdict(error=error, greedy=greedy, differs=None if error <= TOLERANCE and greedy else "?")
+        for found, batch in zip(bench.run(rows), micro_batches, strict=True):
+            for part, (number, _) in zip(found.split([count for _, count in batch]), batch, strict=True):
+                logits[number].append(part)
+    whole = {name: [torch.cat(each) for each in parts] for name, parts in outputs.items()}
+    return [torch.cat(each) for each in logits], whole
+
+
+def _first_difference(config: PretrainedConfig, seed: int) -> str:
+    """The first module, in the order of the eager forward, whose output is another one in suspended runs."""
+    module = random_model(config, seed)
+    decoder = decoder_of(module)
+    prefix = next(name for name, part in module.named_modules() if part is decoder)
+    layers = [name for name, part in module.named_modules() if isinstance(part, nn.ModuleList) and name.count(".") < 3]
+    names = [
+        f"{layer}.{n}.{child}"
+        for layer in layers[:1]
+        for n, part in module.get_submodule(layer).named_children()
+        for child, _ in part.named_children()
+    ]
+    theirs, mine = _eager(config, seed, names)[1], _suspended(config, seed, names)[1]
+    for name in sorted(names, key=lambda name: [int(part) if part.isdigit() else 0 for part in name.split(".")]):
+        pairs = list(zip(mine[name], theirs[name], strict=False))
+        error = max((float((a - b).abs().max() / b.abs().max().clamp_min(1e-9)) for a, b in pairs), default=0.0)
+        if not error <= TOLERANCE:
+            return f"{name} ({type(module.get_submodule(name)).__name__}) differs by {error:.1e}"
+    return f"what follows the layers of {prefix}"
+
+
+def _rows(out: Any) -> Tensor:
+    """The rows [n, ...] of a module's output."""
+    out = out[0] if isinstance(out, tuple) else out
+    return out[0] if out.ndim > 2 and out.shape[0] == 1 else out
+
+
+def _prompts(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, _VOCABULARY - 10, (length,), generator=generator) for length in _LENGTHS]
 
 
 _PASSES: tuple[tuple[tuple[tuple[int, int], ...], ...], ...] = (  # micro-batches of (sequence, rows)
@@ -319,8 +379,10 @@ def _relative(logits: Tensor, expected: Tensor) -> float:
     return float(error.nan_to_num(nan=float("inf")).max())
 
 
-def _random(config: PretrainedConfig) -> nn.Module:
+def random_model(config: PretrainedConfig, seed: int) -> nn.Module:
     """A model of ``config`` on the CPU in float32 with random weights of every parameter, eager throughout."""
+    torch.manual_seed(seed)
+    config = copy.deepcopy(config)
     module = on_meta(config).eval().requires_grad_(False)
     use(module, "eager")
     for part in module.modules():
@@ -332,7 +394,7 @@ def _random(config: PretrainedConfig) -> nn.Module:
     module.tie_weights()
     with torch.no_grad():
         module.initialize_weights()
-    for name, weight in module.named_parameters():
+    for weight in module.parameters():
         if weight.ndim > 1:
             weight.normal_(0, 0.15)
         else:

@@ -28,6 +28,8 @@ class StateSpec:
         mixer: it is the mixer of its layer; else a part of one whose attention suspends the run.
         opaque: it holds attention, which needs a mask and computes itself.
         stepwise: after a context it takes one row at a time.
+        returns: how many values it returns; the first is of hidden states, the others may be None.
+        own_mask: its mask is the one that the graph gives it.
         all_positions: it takes the rotary embedding of the whole sequence, not of the rows alone.
         cache: name of the cache class in the family's module; transformers' `DynamicCache` if None.
     """
@@ -35,6 +37,8 @@ class StateSpec:
     mixer: bool = True
     opaque: bool = False
     stepwise: bool = False
+    returns: int = 1
+    own_mask: bool = False
     all_positions: bool = False
     cache: str | None = None
 
@@ -79,12 +83,48 @@ class StatefulModule:
         arguments = dict(self._signature.bind(*args, **kwargs).arguments)
         arguments |= arguments.pop("kwargs", {})
         total = sum(count for _, count in sequences)
-        results, start = [], 0
-        for number, (state, count) in enumerate(sequences):
-            mine = {name: _part(each, number, start, count, total) for name, each in arguments.items()}
-            results.append(self._one(state, mine, count))
+        parts, start = [], 0
+        for number, (_, count) in enumerate(sequences):
+            parts.append({name: _part(each, number, start, count, total) for name, each in arguments.items()})
             start += count
-        return _joined(results, apart=self.spec.opaque)
+        decoding = [number for number, (state, count) in enumerate(sequences) if count == 1 and self._joins(state)]
+        results: dict[int, Any] = {}
+        if len(decoding) > 1:
+            states = [sequences[number][0] for number in decoding]
+            results = dict(zip(decoding, self._together(states, [parts[n] for n in decoding]), strict=True))
+        for number, (state, count) in enumerate(sequences):
+            if number not in results:
+                results[number] = self._one(state, parts[number], count)
+        return _joined([results[number] for number in range(len(sequences))], apart=self.spec.opaque)
+
+    def _joins(self, state: State) -> bool:
+        """Whether a row of ``state`` can be computed in one batch with rows of other sequences."""
+        if self.spec.opaque or self.spec.cache is not None or state.cache is None:
+            return False
+        layer = state.cache.layers[self._module.layer_idx]
+        return any(each is not None for kept in (layer.conv_states, layer.recurrent_states) for each in kept.values())
+
+    def _together(self, states: list[State], parts: list[dict[str, Any]]) -> list[Any]:
+        """One row of each of several sequences as one batch, whose states are joined before and parted after."""
+        number = self._module.layer_idx
+        layers = [state.cache.layers[number] for state in states]
+        layer, cache = copy.copy(layers[0]), copy.copy(states[0].cache)
+        for name in ("conv_states", "recurrent_states"):
+            columns = {index: [getattr(each, name)[index] for each in layers] for index in getattr(layer, name)}
+            setattr(layer, name, {i: None if each[0] is None else torch.cat(each) for i, each in columns.items()})
+        cache.layers = [*cache.layers]
+        cache.layers[number] = layer
+        whole = State()
+        whole.cache = cache
+        result = self._call(whole, {name: _stacked([part[name] for part in parts]) for name in parts[0]}, 1)
+        for name in ("conv_states", "recurrent_states"):
+            for index, joined in getattr(layer, name).items():
+                for row, each in enumerate(layers):
+                    if joined is not None:
+                        getattr(each, name)[index].copy_(joined[row : row + 1])
+        if isinstance(result, Tensor):
+            return list(result.split(1))
+        return list(zip(*(each.split(1) for each in result), strict=True))
 
     def _one(self, state: State, arguments: dict[str, Any], count: int) -> Any:
         if state.cache is None:
@@ -102,9 +142,14 @@ class StatefulModule:
             past = state.cache.get_query_offset(self._module.layer_idx)
             positions = torch.arange(past + count, device=hidden.device)[None]
             arguments["position_embeddings"] = self._decoder.rotary_emb(hidden, positions)
-        if self._has_mask:
+        if self._has_mask and not self.spec.own_mask:
             arguments["attention_mask"] = self._mask(state, hidden, count) if self.spec.opaque else None
-        return self._forward(**arguments)
+        try:
+            return self._forward(**arguments)
+        except NotImplementedError:
+            if not hidden.is_meta:
+                raise
+            return (torch.zeros_like(hidden), *[None] * (self.spec.returns - 1))  # its shapes depend on values
 
     def _continues(self, state: State) -> bool:
         return state.cache.get_recurrent_state(self._module.layer_idx, state_idx=0) is not None
@@ -152,6 +197,15 @@ def _part(value: Any, number: int, start: int, count: int, total: int) -> Any:
     return value
 
 
+def _stacked(values: list[Any]) -> Any:
+    """One argument of several sequences, of one row each, as one of a batch."""
+    if isinstance(values[0], Tensor):
+        return torch.cat(values)
+    if isinstance(values[0], tuple):
+        return tuple(_stacked(list(each)) for each in zip(*values, strict=True))
+    return values[0]
+
+
 def _joined(results: list[Any], *, apart: bool) -> Any:
     """Results of consecutive rows as one: tensors [1, n, ...] joined; with ``apart``, those beside the first are kept
     one a sequence."""
@@ -170,7 +224,9 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
         seen.add(id(value))
         for each in value.values() if isinstance(value, dict) else value:
             yield from _tensors(each, seen)
-    elif id(value) not in seen and type(value).__module__.startswith("transformers."):
+    elif id(value) not in seen and value is not None:
+        from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
+
         seen.add(id(value))
-        if type(value).__name__.endswith(("Cache", "Layer")):
+        if isinstance(value, Cache | CacheLayerMixin | LinearAttentionCacheLayerMixin):
             yield from _tensors(vars(value), seen)
