@@ -106,10 +106,11 @@ def models(draw: st.DrawFn) -> ModelProfile:
 
 NO_ATTENTION = AttentionSpec(num_heads=0, num_kv_heads=0, head_dim=0)
 LATENT = LatentSpec(q_lora_rank=None, kv_lora_rank=16, nope_head_dim=8, rope_head_dim=8, value_head_dim=8)
-ATTENTIONS = (  # padded to 16 numbers a head with a window; latents; with sinks; a state instead
+ATTENTIONS = (  # padded to 16 numbers a head with a window; latents; with sinks; in chunks; a state instead
     AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=12, value_head_dim=8, window=20, scale=0.2),
     AttentionSpec(num_heads=3, num_kv_heads=3, head_dim=16, latent=LATENT),
     AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=8, sinks=True, softcap=2.0),
+    AttentionSpec(num_heads=4, num_kv_heads=1, head_dim=8, chunk=22),
     NO_ATTENTION,
 )
 

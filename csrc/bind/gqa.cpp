@@ -46,7 +46,7 @@ Cache check_caches(const Array& k_cache, const Array& v_cache) {
   if (std::find(std::begin(kBlockSizes), std::end(kBlockSizes), cache.block_size) == std::end(kBlockSizes))
     refuse("k_cache", "block size must be 16, 32, 64 or 128, shape is " + shape_of(k_cache));
   if (cache.head_dim < 8 || cache.head_dim > kMaxHeadDim || cache.head_dim % 8 != 0)
-    refuse("k_cache", "head size must be a multiple of 8 from 8 to 256, shape is " + shape_of(k_cache));
+    refuse("k_cache", "head size must be a multiple of 8 from 8 to 512, shape is " + shape_of(k_cache));
   return cache;
 }
 

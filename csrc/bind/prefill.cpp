@@ -18,7 +18,7 @@ using namespace nb::literals;
 
 using MaybeIn = std::optional<In>;
 
-constexpr int64_t kMaxPrefillHeadDim = 256;
+constexpr int64_t kMaxPrefillHeadDim = 512;
 
 const int32_t* check_ints(const char* name, const In& array, int64_t count) {
   check_layout(name, array, 1);
@@ -43,7 +43,7 @@ void check_prompts(PrefillArgs& args, const In& q, const In& k, const In& v, con
   const auto tokens = static_cast<int64_t>(q.shape(0));
   args.q_heads = static_cast<int64_t>(q.shape(1)), args.head_dim = static_cast<int64_t>(q.shape(2));
   if (args.head_dim < 8 || args.head_dim > kMaxPrefillHeadDim || args.head_dim % 8 != 0)
-    refuse("q", "head size must be a multiple of 8 from 8 to 256, shape is " + shape_of(q));
+    refuse("q", "head size must be a multiple of 8 from 8 to 512, shape is " + shape_of(q));
   check_layout("k", k, 3);
   args.kv_heads = static_cast<int64_t>(k.shape(1));
   if (args.kv_heads < 1) refuse("k", "has no heads: shape " + shape_of(k));

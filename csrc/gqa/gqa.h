@@ -68,7 +68,7 @@ struct AppendArgs {
 
 void kv_append(const AppendArgs& args);
 
-constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kMaxHeadDim = 512;
 constexpr int64_t kBlockSizes[] = {16, 32, 64, 128};
 
 // A context is cut at multiples of kChunk tokens whatever the batch and the threads: the order of summation of a

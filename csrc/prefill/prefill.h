@@ -42,7 +42,7 @@ struct PrefillArgs {
   int threads;
 };
 
-// Expects checked arguments: D a multiple of 8 up to 256, every needed table entry in range.
+// Expects checked arguments: D a multiple of 8 up to 512, every needed table entry in range.
 void prefill(const PrefillArgs& args);
 
 // Keys are taken this many at a time, counted from position 0 of the sequence: a row's order of summation depends on

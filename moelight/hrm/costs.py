@@ -114,10 +114,12 @@ class AttentionKind:
     layers: int
 
     def seen(self, context: Any) -> Any:
-        """Positions that a token after ``context`` tokens attends to, summed over the layers: all, or a window."""
+        """Positions that a token after ``context`` tokens attends to, summed over the layers: all, a window, or at
+        most a chunk."""
         spec = self.spec
-        windowed = 0 if spec.window is None else sum(spec.window_layers) if spec.window_layers else self.layers
-        window = context if spec.window is None else np.minimum(context, spec.window)
+        most = spec.chunk if spec.window is None else spec.window
+        windowed = 0 if most is None else sum(spec.window_layers) if spec.window_layers else self.layers
+        window = context if most is None else np.minimum(context, most)
         return (self.layers - windowed) * context + windowed * window
 
     def seen_on_average(self, context: Any) -> Any:

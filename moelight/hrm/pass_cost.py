@@ -187,13 +187,12 @@ def _beside_a_gpu(
     on_cpu, attention_on_cpu = _computed_share(cost_model, placed), float(cost_model.attention_device == "cpu")
     per_batch = 0.0 if whole else 1.0 - on_cpu
     act = phases_s(cost_model, decode.tokens) + _experts_s(cost_model, unit, decode.tokens, per_batch)
-    act = act + cost_model.states_s(decode.tokens, kind.context, 0.0, kind.prompt_len)
+    act = act + cost_model.states_s(decode.tokens, kind.context, 0.0, 1.0)
     prompt_act = phases_s(cost_model, prompts.tokens) + _experts_s(cost_model, unit, prompts.tokens, per_batch)
     prompt_act = prompt_act + _where(prompts, _prompts_attend_s(cost_model, unit, prompts.tokens, kind.prompt_len))
     tokens = kind.decode_tokens + kind.prompt_tokens
     experts = _experts_s(cost_model, unit, tokens, 1.0 - on_cpu) if whole else np.zeros_like(act)
-    where = speeds.cpu if attention_on_cpu else unit
-    attend = _where(decode, _attend_s(cost_model, where, decode.tokens, kind.context))
+    attend = _where(decode, _attend_s(cost_model, decode.tokens, kind.context))
     count = np.maximum(decode.count + prompts.count, 1.0)
     head = count * cost_model.head_s((kind.decode_tokens + kind.prompts) / count)
     device = decode.count * act + prompts.count * prompt_act + experts + head
@@ -208,8 +207,8 @@ def _beside_a_gpu(
     cross_s = decode.count * one_cross_s + prompts.count * prompt_cross_s
     pages_s, staged_bytes = _transfers(cost_model, placed)
     pages, page = tuple(share * seconds for seconds in pages_s), cost_model.page_bytes()
-    read = attention_on_cpu * _kv_read_bytes(cost_model, kind)
     read_by_experts = decode.count * one_met * page + prompts.count * prompt_met * page
+    read = _kv_read_bytes(cost_model, kind, attention_on_cpu)
     touched = read + up_bytes + down_bytes + read_by_experts + share * staged_bytes
     resident_s, offloaded_s = act + attend * (1.0 - attention_on_cpu), attend * attention_on_cpu + one_s
     chain = resident_s + offloaded_s + 2.0 * one_cross_s + _where(decode, each_up + each_down)
@@ -274,9 +273,10 @@ def _cpu_experts(cost_model: CostModel, batches: _MicroBatches, share: Any) -> t
     return _where(batches, compute), _where(batches, cross), met
 
 
-def _attend_s(cost_model: CostModel, unit: Unit, tokens: Any, context: Any) -> Any:
-    """Attention of ``tokens`` decoding sequences in all layers."""
+def _attend_s(cost_model: CostModel, tokens: Any, context: Any) -> Any:
+    """Attention of ``tokens`` decoding sequences in all layers, where the policy says."""
     kinds = costs.attention_kinds(cost_model.model)
+    unit = cost_model.speeds.cpu if cost_model.attention_device == "cpu" else cost_model.expert_unit
     return sum(kind.layers * cost_model.decode_attention_s(unit, tokens, context, kind) for kind in kinds)
 
 

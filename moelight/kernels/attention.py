@@ -24,7 +24,7 @@ from moelight.kernels.reference import Cache
 
 __all__ = ["cpu_gqa_decode", "cpu_kv_append", "cpu_mla_append", "cpu_mla_decode", "cpu_prefill_attention"]
 
-_MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM = 512
 
 
 def cpu_gqa_decode(
@@ -47,7 +47,7 @@ def cpu_gqa_decode(
 ) -> Tensor:
     """Softmax(scale * q k^T) v of one query per sequence over its paged context -> `out` (may be `q`), or a new tensor.
 
-    q, out        [B, Hq, D]: float32, bfloat16 or float16, Hq a multiple of Hkv, D a multiple of 8 up to 256
+    q, out        [B, Hq, D]: float32, bfloat16 or float16, Hq a multiple of Hkv, D a multiple of 8 up to 512
     k_cache, v_cache  [blocks, Hkv, P, D]: dtype of q, or int8; P one of 16, 32, 64 and 128
     block_tables  int32 [B, max_blocks]; entries beyond a sequence's blocks, or before its window, are ignored
     seq_lens      int32 [B], 0 to max_blocks * P; 0 gives zeros
@@ -188,7 +188,7 @@ def cpu_prefill_attention(
 ) -> Tensor:
     """Causal softmax(scale * q k^T) v of packed prompts -> `out` (may be `q`), or a new tensor.
 
-    q, out      [T, Hq, D]: float32, bfloat16 or float16, Hq a multiple of Hkv, D a multiple of 8 up to 256
+    q, out      [T, Hq, D]: float32, bfloat16 or float16, Hq a multiple of Hkv, D a multiple of 8 up to 512
     k, v        [T, Hkv, D], dtype of q
     cu_seqlens  int32 [S + 1], ascending from 0 to T: sequence s has rows cu_seqlens[s] to cu_seqlens[s + 1]
     window      a row attends to the last `window` positions, its own included; None for all

@@ -37,6 +37,7 @@ class AttentionSpec:
         value_head_dim: the width of a value, if not that of a key.
         scale: of the products of queries and keys; None: head_dim^-0.5.
         softcap: scores become softcap * tanh(score / softcap).
+        chunk: a token at position p attends to none before p // chunk * chunk.
         qk_norm: ``none``, ``head`` (RMSNorm over each head) or ``projection`` (over all heads before the split).
         clip_qkv: bound of q, k and v in absolute value.
         qkv_bias: with ``latent``, biases of the projections into the latents.
@@ -64,6 +65,7 @@ class AttentionSpec:
     value_head_dim: int | None = None
     scale: float | None = None
     softcap: float | None = None
+    chunk: int | None = None
 
     @property
     def product_scale(self) -> float:

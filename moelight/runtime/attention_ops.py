@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,9 +121,10 @@ class HostAttention:
 
     def _append(self, layer: int, mb: MicroBatch, k: Tensor, v: Tensor) -> None:
         if self._layers.specs[layer].latent is None:
-            cpu_kv_append(*self._cache[layer], k, v, mb.cache_slots)
+            k_cache, v_cache = self._cache[layer]
+            cpu_kv_append(k_cache, v_cache, k, v, mb.cache_slots)
         else:
-            cpu_mla_append(*self._cache[layer], v[:, 0], mb.cache_slots)
+            cpu_mla_append(self._cache[layer][0], v[:, 0], mb.cache_slots)
 
     def _cpu_attention(self, task: Task, mb: MicroBatch) -> None:
         """Append this layer's keys and values to the cache before attention: decode rows paged, prompts packed."""
@@ -136,11 +138,15 @@ class HostAttention:
         out = torch.empty_like(q) if mb.crossing is None else mb.crossing.attention_output(q.shape)
         if spec.latent is not None:
             tables, lens = mb.row_tables()
-            mb.attn = cpu_mla_decode(q, k, *self._cache[task.layer], tables, lens, spec.product_scale, out=out)
+            (cache,) = self._cache[task.layer]
+            mb.attn = cpu_mla_decode(q, k, cache, tables, lens, spec.product_scale, out=out)
             return
         k_cache, v_cache = self._cache[task.layer]
         scale, window, softcap = spec.product_scale, spec.window, spec.softcap
         sinks = self._layers.sinks(task.layer, q.device)
+        if spec.chunk is not None and int(mb.positions.max()) >= spec.chunk:
+            mb.attn = self._attend_in_chunks(task.layer, mb, q, out, sinks)
+            return
         if n := mb.decoding:
             own = (q[:n], k_cache, v_cache, mb.block_tables, mb.seq_lens, scale)
             cpu_gqa_decode(*own, window=window, sinks=sinks, softcap=softcap, out=out[:n])
@@ -155,6 +161,16 @@ class HostAttention:
                 out=out[n:],
             )
         mb.attn = out if mb.crossing is not None else _narrowed(out, spec)
+
+    def _attend_in_chunks(self, layer: int, mb: MicroBatch, q: Tensor, out: Tensor, sinks: Tensor | None) -> Tensor:
+        """Rows by the positions that they see of their chunk, each row by itself: prompts this long are rare."""
+        spec, (tables, lens) = self._layers.specs[layer], mb.row_tables()
+        windows, (k_cache, v_cache) = (lens - 1) % require(spec.chunk) + 1, self._cache[layer]
+        for window in windows.unique().tolist():
+            rows = (windows == window).nonzero().flatten()
+            own = (q[rows], k_cache, v_cache, tables[rows], lens[rows], spec.product_scale)
+            out[rows] = cpu_gqa_decode(*own, window=window, sinks=sinks, softcap=spec.softcap)
+        return out if mb.crossing is not None else _narrowed(out, spec)
 
     def _load_hidden(self, task: Task, mb: MicroBatch) -> None:
         if (spec := self._layers.specs[task.layer]).num_heads:
@@ -210,14 +226,12 @@ class DeviceAttention:
 
     def _store_kv(self, task: Task, mb: MicroBatch) -> None:
         if self._layers.specs[task.layer].num_heads:
-            _, *kept = require(mb.qkv_host)
-            self._append_in_torch(task.layer, *kept, require(self._host)[task.layer], require(mb.added).host_slots)
-
-    def _append_in_torch(self, layer: int, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
-        if self._layers.specs[layer].latent is None:
-            append_in_torch(k, v, cache, slots)
-        else:
-            cache[:, 0].index_copy_(0, slots, v)
+            _, k, v = require(mb.qkv_host)
+            cache, slots = require(self._host)[task.layer], require(mb.added).host_slots
+            if self._layers.specs[task.layer].latent is None:
+                append_in_torch(k, v, cache, slots)
+            else:
+                cache[:, 0].index_copy_(0, slots, v)
 
     def _attention(self, task: Task, mb: MicroBatch) -> None:
         given, added = self._layers.given(task.layer, mb), require(mb.added)
@@ -261,10 +275,13 @@ def _attend_on_device(
     if spec.latent is not None:
         mb.attn = latents_in_torch(q, k, v, batch, spec.product_scale, cache=cache, buffer=buffer)
         return
-    if not layers.kernels_take(layer, q, k, form):
-        attend = attend_in_torch
     sinks = layers.sinks(layer, q.device)
-    rest = {"window": spec.window, "sinks": sinks, "softcap": spec.softcap, "cache": cache, "buffer": buffer}
+    rest: dict[str, Any] = {"window": spec.window, "sinks": sinks, "softcap": spec.softcap}
+    rest |= {"cache": cache, "buffer": buffer}
+    if spec.chunk is not None and any(start + last - first > spec.chunk for first, last, start, _ in batch.spans):
+        attend, rest["chunk"] = attend_in_torch, spec.chunk
+    elif not layers.kernels_take(layer, q, k, form):
+        attend = attend_in_torch
     mb.attn = _narrowed(attend(q, k, v, batch, spec.product_scale, **rest), spec)
 
 

@@ -38,7 +38,7 @@ def truth(call, window=None):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_head_size(server, dtype):
-    for head_dim in [8, 24, 40, 64, 80, 96, 128, 192, 256]:
+    for head_dim in [8, 24, 40, 64, 80, 96, 128, 192, 256, 512]:
         call = paged([1, 33, 200], q_heads=6, kv_heads=2, head_dim=head_dim, dtype=dtype)
         out = cpu_gqa_decode(*call.arguments)
         assert out.dtype == dtype
@@ -275,7 +275,7 @@ def test_softcap(server, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_int8_every_head_size(server, dtype):
-    for head_dim in [8, 24, 40, 64, 80, 96, 128, 192, 256]:
+    for head_dim in [8, 24, 40, 64, 80, 96, 128, 192, 256, 512]:
         call, scales = quantised(paged([1, 33, 0, 200], q_heads=6, kv_heads=2, head_dim=head_dim), dtype)
         out = cpu_gqa_decode(*call.arguments, **scales)
         assert out.dtype == dtype

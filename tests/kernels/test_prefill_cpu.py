@@ -21,7 +21,7 @@ EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 @EVERY_DTYPE
 def test_every_head_size(server, dtype):
-    for head_dim in [8, 24, 40, 64, 80, 96, 128, 192, 256]:
+    for head_dim in [8, 24, 40, 64, 80, 96, 128, 192, 256, 512]:
         call = prompts([1, 33, 70], q_heads=6, head_dim=head_dim, dtype=dtype)
         found = call.run()
         assert found.dtype == dtype

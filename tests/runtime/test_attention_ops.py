@@ -94,6 +94,8 @@ class History:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
         row, key = torch.arange(start, len(k)).unsqueeze(1), torch.arange(len(k))
         seen = (key <= row) & (key > row - (spec.window or len(k)))
+        if spec.chunk is not None:
+            seen &= key >= row // spec.chunk * spec.chunk
         scores = scores.masked_fill(~seen, float("-inf"))
         if self.sinks is not None:
             column = self.sinks.double().view(-1, 1, 1).expand(-1, scores.shape[1], 1)
@@ -210,4 +212,4 @@ def test_a_window_of_some_layers_hides_nothing_from_the_others() -> None:
     model = mixed_model()
     assert model.window is None
     windowed = replace(model.layers[0], attention=replace(ATTENTIONS[0], window=30))
-    assert replace(model, layers=(model.layers[0], windowed, model.layers[3])).window == 30
+    assert replace(model, layers=(model.layers[0], windowed, model.layers[-1])).window == 30

@@ -231,9 +231,11 @@ def attend_in_torch(
     buffer_scale: Tensor | None = None,
     out: Tensor | None = None,
     only: Sequence[int] | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """`attend` through torch's fused attention, one sequence after another, or ``only`` some; of a context it gathers
-    at most `GATHER_BYTES` at a time, or one head."""
+    at most `GATHER_BYTES` at a time, or one head. ``chunk``: a row at position p attends to none before
+    p // chunk * chunk."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     group, pools = q.shape[1] // k.shape[1], ((cache, cache_scale), (buffer, buffer_scale))
     for s in range(len(batch.spans)) if only is None else only:
@@ -246,7 +248,12 @@ def attend_in_torch(
             if start > lowest:
                 keys, values = _with_context((keys, values), batch, s, pools, heads)
             sink = None if sinks is None else sinks[mine]
-            out[first:last, mine] = _attend_one(q[first:last, mine], keys, values, scale, window, sink, softcap)
+            end, each = start + last - first, chunk or start + last - first
+            for begin in range(start // each * each, end, each):  # rows and keys of one chunk after another
+                rows = slice(first + max(begin, start) - start, first + min(begin + each, end) - start)
+                seen = slice(max(begin - lowest, 0), begin + each - lowest)
+                own = q[rows, mine], keys[seen], values[seen]
+                out[rows, mine] = _attend_one(*own, scale, window, sink, softcap)
     return out
 
 

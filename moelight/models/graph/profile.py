@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from moelight.core.errors import ConfigError, quoted
 from moelight.hrm.inventory import ATTENTION, DENSE_LAYERS, ENDS, SHARED
@@ -30,6 +30,7 @@ from moelight.profiles.names import TensorNames
 from moelight.profiles.tensor_list import page_shapes
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from transformers import PretrainedConfig
 
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
     from moelight.models.graph.model import GraphModel
     from moelight.models.graph.state import State
 
-_ROWS = 64  # of a dry run: a block of the linear attentions, which compute in blocks
+_ROWS = 64  # of a dry run: as many as the blocks of linear attention
+_STATE_ROWS = 1024  # more than windows and compression lengths of attention that keeps a cache of its own
 _DTYPE = "bfloat16"  # of a checkpoint whose config names none
 _NO_ATTENTION = AttentionSpec(num_heads=0, num_kv_heads=0, head_dim=0)
 
@@ -79,7 +81,8 @@ def profile_of(model: GraphModel, *, name: str, where: str) -> ModelProfile:
     run, config = _DryRun.of(model), model.config
     layers = tuple(run.layer(number) for number in range(len(model.mixers)))
     tensors = tuple(_tensors(model, run.owners))
-    head = model.module.get_output_embeddings().weight
+    module: Any = model.module
+    head = module.get_output_embeddings().weight
     profile = ModelProfile(
         name=name,
         model_type=config.model_type,
@@ -88,7 +91,7 @@ def profile_of(model: GraphModel, *, name: str, where: str) -> ModelProfile:
         vocab_size=head.shape[0],
         max_positions=config.max_position_embeddings,
         norm_eps=getattr(config, "rms_norm_eps", 1e-6),
-        tie_embeddings=head is model.module.get_input_embeddings().weight,
+        tie_embeddings=head is module.get_input_embeddings().weight,
         dtype=_DTYPE if config.dtype is None else str(config.dtype).removeprefix("torch."),
         attention=max((layer.attention for layer in layers), key=lambda spec: spec.cache_width),
         router=RouterSpec(top_k=run.top_k, normalize=False, weights_in_model_dtype=False),
@@ -114,13 +117,13 @@ def _check(profile: ModelProfile, where: str) -> None:
 
 @dataclass
 class _DryRun:
-    """What a pass over `_ROWS` rows of one sequence, and another over as many after them, showed.
+    """What passes over the rows of one sequence showed.
 
     Attributes:
         attention: of each layer that suspends the run there; ``owners``: the modules that did.
-        before, after: flops of the second pass up to the attention of each layer, and from there on to its experts;
-            what follows them belongs to the next layer, at the end to the last one.
-        grown: bytes by which the state grew in each layer, in either pass.
+        before, after: flops of the first pass up to the attention of each layer, and from there on to its experts; what
+            follows them belongs to the next layer, at the end to the last one.
+        kept: bytes of the state of each layer after a first part of the rows; ``grown``: in the last ``rows`` of them.
         top_k, expert_input: experts of a row, and the width of what they are given.
     """
 
@@ -128,48 +131,57 @@ class _DryRun:
     owners: set[nn.Module] = field(default_factory=set)
     before: Counter[int] = field(default_factory=Counter)
     after: Counter[int] = field(default_factory=Counter)
-    grown: tuple[Counter[int], Counter[int]] = field(default_factory=lambda: (Counter(), Counter()))
+    kept: Counter[int] = field(default_factory=Counter)
+    grown: Counter[int] = field(default_factory=Counter)
+    rows: int = 1
+    begun: int = 0
     top_k: int = 0
     expert_input: int = 0
 
     @classmethod
     def of(cls, model: GraphModel) -> _DryRun:
+        from moelight.models.graph.model import MixerKind
         from moelight.models.graph.state import State
 
         run, state = cls(), State()
-        run._pass(model, state, 0)
-        run._pass(model, state, 1)
+        run._pass(model, state, _ROWS, run.kept)
+        flops = run.before.copy(), run.after.copy()
+        if model.stateful:
+            if MixerKind.OPAQUE in model.mixers:  # beyond windows
+                run.rows = _STATE_ROWS
+                run._pass(model, state, run.rows, run.kept)
+            run._pass(model, state, run.rows, run.grown)
+        run.before, run.after = flops
         return run
 
     def layer(self, number: int) -> LayerSpec:
-        first, second = (grown[number] for grown in self.grown)
-        each = second // _ROWS
+        of_token = max(0, self.grown[number]) // self.rows
         return LayerSpec(
             attention=self.attention.get(number, _NO_ATTENTION),
             before=self.before[number] // (2 * _ROWS),
             after=self.after[number] // (2 * _ROWS),
-            state_bytes=first - _ROWS * each,
-            state_token_bytes=each,
+            state_bytes=self.kept[number] + self.grown[number] - self.begun * of_token,
+            state_token_bytes=of_token,
         )
 
-    def _pass(self, model: GraphModel, state: State, number: int) -> None:
+    def _pass(self, model: GraphModel, state: State, rows: int, grown: Counter[int]) -> None:
         import torch
         from torch.utils.flop_counter import FlopCounterMode
 
         from moelight.models.graph.effects import Ended, Experts
 
-        start, ids = number * _ROWS, torch.zeros(_ROWS, dtype=torch.int64, device="meta")
-        run = model.start(ids, torch.arange(start, start + _ROWS, device="meta"), [(state, _ROWS)])
-        value, counted, kept = None, 0, state.nbytes
+        start, ids = self.begun, torch.zeros(rows, dtype=torch.int64, device="meta")
+        self.begun += rows
+        run = model.start(ids, torch.arange(start, self.begun, device="meta"), [(state, rows)])
+        value, counted, held = None, 0, state.nbytes
         with FlopCounterMode(display=False) as flops:
             while True:
                 effect = run.resume(value)
                 layer, total, now = len(run.kinds) - 1, flops.get_total_flops(), state.nbytes
                 attends = not isinstance(effect, Experts | Ended)
-                if number:
-                    (self.before if attends else self.after)[layer] += total - counted
-                self.grown[number][layer] += now - kept
-                counted, kept = total, now
+                (self.before if attends else self.after)[layer] += total - counted
+                grown[layer] += now - held
+                counted, held = total, now
                 if isinstance(effect, Ended):
                     return
                 if isinstance(effect, Experts):
@@ -206,6 +218,7 @@ def _attention(effect: Attend | Latents, config: PretrainedConfig) -> AttentionS
         sinks=effect.sinks is not None,
         window=effect.window,
         softcap=effect.softcap,
+        chunk=effect.chunk,
     )
 
 
@@ -255,7 +268,8 @@ def _tensors(model: GraphModel, owners: Collection[nn.Module]) -> Iterator[Store
     inside = tuple(f"{name}." for name in mixers)
     paged = {f"{name}.{part}" for name, form in zip(experts, model.forms, strict=True) for part in form.names()}
     sparse = {_layer_of(name, stack) for name in experts}
-    mixers_each, own = len(model.mixers) / len(model.module.get_submodule(stack)), model.module.dtype.itemsize
+    children = list(model.module.get_submodule(stack).children())
+    mixers_each, own = len(model.mixers) / len(children), cast("torch.dtype", model.module.dtype).itemsize
     held = set()
     for name, tensor in model.module.state_dict(keep_vars=True).items():
         if name in paged or tensor in held:  # tied

@@ -1,0 +1,158 @@
+"""Profiles of module graphs: those of `profiles.families` where both know a model, and every number of the others."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("greenlet")
+
+from moelight.core.dtypes import BFLOAT16
+from moelight.core.errors import ConfigError
+from moelight.hrm import costs
+from moelight.hrm.inventory import Inventory, inventory
+from moelight.models.graph.profile import know_other_families, profile_of, profile_of_directory
+from moelight.profiles.families import profile_from_config
+from moelight.profiles.hf_config import HFConfig
+from moelight.profiles.model import ModelProfile
+from moelight.profiles.model_files import load_model_profile
+from moelight.profiles.tensor_list import page_shapes
+from tests.models.graph.released import RELEASED
+from tests.profiles.theirs import their_config
+
+KNOWN_TO_BOTH = ("deepseek-v2", "deepseek-v3", "gpt-oss-20b", "dbrx", "glm-4.5-air", "phi-3.5-moe", "qwen2-57b-a14b")
+TOTALS = ("parameters", "active", "bytes", "pages", "page_bytes", "kv_token_bytes", "state_bytes")
+
+
+def of_config(config: dict[str, Any]) -> ModelProfile:
+    from transformers import AutoConfig
+
+    from moelight.models.graph.model import GraphModel, on_meta
+
+    return profile_of(GraphModel(on_meta(AutoConfig.for_model(**config))), name="it", where="config.json")
+
+
+@functools.cache
+def tiny_profile(model_type: str) -> tuple[ModelProfile, Any]:
+    from transformers import AutoConfig
+
+    from moelight.models.graph.model import GraphModel, on_meta
+    from moelight.models.graph.self_test import tiny
+
+    graph = GraphModel(on_meta(tiny(AutoConfig.for_model(model_type, **RELEASED.get(model_type, {})))))
+    return profile_of(graph, name="it", where="config.json"), graph
+
+
+def directory(place: Path, **config: Any) -> Path:
+    (place / "config.json").write_text(json.dumps(config))
+    return place
+
+
+def totals(parts: Inventory) -> dict[str, Any]:
+    return {name: getattr(parts, name) for name in TOTALS}
+
+
+@pytest.mark.parametrize("name", KNOWN_TO_BOTH)
+def test_four_layers_have_the_totals_of_the_family_that_is_data(name: str) -> None:
+    config = their_config(name)
+    config["n_layers" if name == "dbrx" else "num_hidden_layers"] = 4
+    config.pop("layer_types", None)
+    ours, graph = profile_from_config(HFConfig(config, where=name), name="it"), of_config(config)
+    assert totals(inventory(graph)) == totals(inventory(ours))
+    assert graph.moe_layers == ours.moe_layers
+    assert costs.seen_positions(graph, 5000.0) == costs.seen_positions(ours, 5000.0)
+    products = [
+        sum(each.before_attention + each.after_attention for each in costs.layer_elements(model))
+        for model in (graph, ours)
+    ]
+    assert products[0] == products[1]
+
+
+@pytest.mark.peer
+@pytest.mark.skipif(int(os.environ.get("MOELIGHT_EXAMPLES", "40")) <= 40, reason="half a minute: MOELIGHT_EXAMPLES")
+@pytest.mark.parametrize("name", KNOWN_TO_BOTH)
+def test_released_models_have_the_totals_of_the_family_that_is_data(name: str) -> None:
+    assert totals(inventory(of_config(their_config(name)))) == totals(inventory(load_model_profile(name)))
+
+
+@pytest.mark.parametrize("model_type", ["gemma4_text", "qwen3_next", "deepseek_v32", "nemotron_h"])
+def test_every_number_of_the_module_is_in_a_page_or_a_tensor(model_type: str) -> None:
+    profile, graph = tiny_profile(model_type)
+    stored = set(graph.module.state_dict(keep_vars=True).values())
+    in_pages = profile.num_moe_layers * profile.experts.num_experts * sum(map(math.prod, page_shapes(profile).values()))
+    assert sum(tensor.elements for tensor in profile.tensors) + in_pages == sum(each.numel() for each in stored)
+    assert profile.num_layers == len(profile.layers) == len(profile.moe_layers)
+
+
+def test_layers_keep_what_their_mixers_keep() -> None:
+    """Gemma 4: windows of 8 but in the last of six layers; Qwen3-Next: a state in three of four layers, float32 heads
+    of 16 x 16 and three positions of a convolution over 128 channels; DeepSeek-V3.2: keys of its own."""
+    gemma, _ = tiny_profile("gemma4_text")
+    assert [layer.attention.window for layer in gemma.layers[:6]] == [8] * 5 + [None]
+    assert costs.seen_positions(gemma, 100) == 2 * 100 + 10 * 8
+    recurrent, graph = tiny_profile("qwen3_next")
+    config = graph.config
+    channels = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    channels += config.linear_num_value_heads * config.linear_value_head_dim
+    heads = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+    assert recurrent.layers[0].state_bytes == 4 * (heads + channels * config.linear_conv_kernel_dim)
+    assert [bool(layer.attention.num_heads) for layer in recurrent.layers] == [False, False, False, True]
+    assert costs.kv_token_bytes(recurrent, BFLOAT16) == 2 * recurrent.layers[3].attention.cache_width
+    opaque, _ = tiny_profile("deepseek_v32")
+    assert costs.kv_token_bytes(opaque, BFLOAT16) == 0
+    assert costs.state_bytes(opaque)[0] == 0
+    assert costs.state_bytes(opaque)[1] > 0
+
+
+def test_a_directory_of_any_family_is_planned_for(tmp_path: Path) -> None:
+    from moelight.optimizer.api import optimize, simulate
+
+    know_other_families()
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 1000}
+    place = directory(tmp_path, model_type="minimax_m2", num_local_experts=8, **sizes)
+    model = load_model_profile(str(place / "config.json"))
+    assert model == load_model_profile(str(place))
+    assert (model.model_type, model.num_layers, model.experts.num_experts) == ("minimax_m2", 4, 8)
+    plan = optimize("cpu-amx", model, cache=False)
+    assert plan.estimate.tokens_per_s > 0
+    assert simulate(plan, model=model).spans
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "mixtrall"}, r"is not a Mixture-of-Experts family moelight knows \(did you mean 'mixtral'"),
+        ({"model_type": "llama", "num_hidden_layers": 2}, "no layer has experts, so this is a dense model"),
+        ({"model_type": "minimax_m2", "num_hidden_layers": 10**9}, "num_hidden_layers must be an integer from 1 to"),
+        (
+            {"model_type": "minimax_m2", "quantization_config": {"quant_method": "fp8"}},
+            "the weights are quantised 'fp8'",
+        ),
+        (
+            {"model_type": "minimax_m2", "num_local_experts": 10**6, "num_hidden_layers": 2},
+            "are more than can be planned for",
+        ),
+    ],
+)
+def test_what_is_no_profile_is_refused_in_one_line(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
+    know_other_families()
+    with pytest.raises(ConfigError, match=reason) as caught:
+        load_model_profile(str(directory(tmp_path, **config)))
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_without_transformers_other_families_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.models.auto.configuration_auto", None)
+    with pytest.raises(ConfigError, match=r"'minimax_m2' .* not installed: pip install 'moelight\[graph\]'"):
+        profile_of_directory(directory(tmp_path, model_type="minimax_m2"))
