@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from moelight.core.errors import ConfigError
-from moelight.core.schedule import Page
 from moelight.kernels.products import Workspace
 from moelight.models.graph.decoder import GraphDecoder
 from moelight.models.graph.experts import PageExpert, PageViews
@@ -39,8 +38,7 @@ class GraphCheckpoint:
 
     def expert(self, slot: Tensor, dtype: torch.dtype) -> ExpertWeights | PageExpert:
         """The expert whose page is in ``slot`` (uint8)."""
-        numbers = self.weights.layouts[0].numbers
-        return self.views.of(slot[: numbers * dtype.itemsize].view(dtype))
+        return self.views.of(slot[: self.views.numbers * dtype.itemsize].view(dtype))
 
 
 def open_graph(directory: Path) -> OpenCheckpoint:
@@ -54,10 +52,9 @@ def open_graph(directory: Path) -> OpenCheckpoint:
     model = GraphModel.from_config(directory)
     profile = profile_of(model, name=directory.resolve().name, where=where)
     weights = locate(directory, model)
-    if len(set(weights.layouts)) > 1:
-        raise ConfigError(f"{where}: the experts of its layers lie in {len(set(weights.layouts))} ways; pages have one")
-    layers = [layer for layer, moe in enumerate(model.moe_layers) if moe]
-    pages = {Page(layer=layers[page.layer], expert=page.expert): infos for page, infos in weights.pages.items()}
-    found = WeightMap(dtype=weights.dtype, parts=MappingProxyType({}), pages=MappingProxyType(pages), spare_head=None)
-    graph = GraphCheckpoint(model, weights, PageViews(weights.layouts[0], model.forms[0]))
+    layouts = list(weights.layouts.values())
+    if len(set(layouts)) > 1:
+        raise ConfigError(f"{where}: the experts of its layers lie in {len(set(layouts))} ways; pages have one")
+    found = WeightMap(dtype=weights.dtype, parts=MappingProxyType({}), pages=weights.pages, spare_head=None)
+    graph = GraphCheckpoint(model, weights, PageViews(layouts[0], model.forms[0]))
     return OpenCheckpoint(directory=directory, profile=profile, weight_map=found, graph=graph)

@@ -16,7 +16,7 @@ from torch import Tensor
 from moelight.core.errors import MoelightError, ScheduleError
 from moelight.kernels.products import Workspace
 from moelight.models.decoder import Rows, Watch
-from moelight.models.graph.effects import Attend, Effect, Ended, Experts
+from moelight.models.graph.effects import Attend, Effect, Ended, Experts, Latents
 from moelight.models.graph.experts import PageExpert
 from moelight.models.graph.model import GraphModel, GraphRun
 from moelight.models.graph.state import State
@@ -77,12 +77,14 @@ class GraphDecoder:
         return Running(self._graph.start(token_ids, positions, [(self._state(each), each.count) for each in rows]))
 
     def pre_attention(self, layer: int, hidden: Tensor, running: Running) -> Sequence[Tensor]:  # noqa: ARG002
-        """Up to the attention of ``layer``: q [T, Hq, D], k and v [T, Hkv, D]; through the mixer and nothing if it has
-        state of its own."""
+        """Up to the attention of ``layer``: q [T, Hq, D], k and v [T, Hkv, D], or of latent attention absorbed queries
+        [T, Hq, R], their rotary part and the row of the cache; through a mixer with state of its own, and nothing."""
         effect = running.next()
-        if not isinstance(effect, Attend) or effect.layer != layer:
+        if not isinstance(effect, Attend | Latents) or effect.layer != layer:
             return ()
         running.effect = None
+        if isinstance(effect, Latents):
+            return effect.q, effect.q_rope, effect.latent.unsqueeze(1)
         if effect.sinks is not None:
             self.sinks[layer] = effect.sinks
         return effect.q, effect.k, effect.v

@@ -40,10 +40,10 @@ class PageExpert:
 
 
 class PageViews:
-    """Finds the expert in a page. ``native``: the native kernels compute it."""
+    """Finds the expert in a page of ``numbers``. ``native``: the native kernels compute it."""
 
     def __init__(self, layout: PageLayout, form: ExpertForm) -> None:
-        self._layout = layout
+        self._layout, self.numbers = layout, layout.numbers
         gate_up, gate_up_bias = layout.gate_up, layout.gate_up_bias
         self._inward: Sequence[tuple[Matrix, Matrix | None]]
         if len(form.inward) > 1:
