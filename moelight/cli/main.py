@@ -149,6 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # default of 300,000 costs 3 to 4 % of a run on two cores. Read when torch is first imported; a value set by the
     # user is kept.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its hints are on packages for GPUs
     shield_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
