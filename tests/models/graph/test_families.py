@@ -160,6 +160,20 @@ def test_latents_are_what_a_cache_keeps() -> None:
     assert expanded.k.shape[2] != expanded.v.shape[2]
 
 
+def test_a_rotary_embedding_that_depends_on_length_sees_one_sequence() -> None:
+    """Of prompts on both sides of the length from which factors are other ones, each has its own."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 64, "long_factor": [8.0] * 64}
+    rope |= {"original_max_position_embeddings": 8, "short_mscale": 1.0, "long_mscale": 1.5, "factor": 32.0}
+    config = self_test.tiny(config_of("phimoe", head_dim=128, rope_parameters=rope))
+    prompts = [torch.arange(3, 3 + length) for length in (5, 20, 7)]
+    eager = self_test.random_model(config, 0)
+    with torch.inference_mode():
+        expected = torch.cat([eager(input_ids=each[None], use_cache=False).logits[0] for each in prompts])
+    bench = self_test.Bench(self_test.random_model(config, 0))
+    (logits,) = bench.run([[(self_test.Tokens(each), len(each)) for each in prompts]])
+    assert (logits - expected).abs().max() / expected.abs().max() < self_test.TOLERANCE
+
+
 def test_state_counts_its_bytes() -> None:
     graph = self_test.Bench(self_test.random_model(self_test.tiny(config_of("qwen3_next")), 0))
     tokens = self_test.Tokens(torch.arange(9))
