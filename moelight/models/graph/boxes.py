@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moelight.weights.source import TensorInfo
 
-_MOST_BOXES = 1 << 16
+_MOST_BOXES = 1 << 13
 Shape = tuple[int, ...]
 
 
@@ -154,10 +154,13 @@ class Boxes:
         return found
 
     def _each(self, at: int, removed: int, sizes: Shape, cut: Callable[[Box], Iterable[Box]]) -> Boxes:
-        boxes = tuple(piece for box in self.boxes for piece in cut(box))
-        if len(boxes) > _MOST_BOXES:
-            raise NotMovedError("numbers moved one by one")
-        return Boxes((*self.shape[:at], *sizes, *self.shape[at + removed :]), boxes)
+        boxes: list[Box] = []
+        for box in self.boxes:
+            for piece in cut(box):
+                boxes.append(piece)
+                if len(boxes) > _MOST_BOXES:
+                    raise NotMovedError("moving numbers one by one")
+        return Boxes((*self.shape[:at], *sizes, *self.shape[at + removed :]), tuple(boxes))
 
 
 def row_major(shape: Shape) -> Shape:

@@ -59,8 +59,8 @@ class Model(Protocol):
 
 
 def paged(model: Model) -> Iterator[tuple[int, ExpertForm, dict[str, str]]]:
-    """Each layer of ``model`` with experts: its number, the form of its experts, and by the names of their parameters in
-    the form those in ``model.module``."""
+    """Each layer of ``model`` with experts: its number, the form of its experts, and by the names of their parameters
+    in the form those in ``model.module``."""
     paths = {part: path for path, part in model.module.named_modules()}
     layers = [layer for layer, follow in enumerate(model.moe_layers) if follow]
     for layer, part, form in zip(layers, model.experts, model.forms, strict=True):

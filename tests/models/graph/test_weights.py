@@ -87,8 +87,9 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "gemma4_text": GEMMA4,
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 8, "moe_topk": 2, "moe_intermediate_size": 32},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
-    "llama4": {"text_config": {"num_hidden_layers": 4}},
-    "llama4_text": {"num_hidden_layers": 4},
+    "llama4": {"text_config": {"num_hidden_layers": 2}},
+    "llama4_text": {"num_hidden_layers": 2},
+    "longcat_flash": {"num_layers": 2},
     "muse_spark": {
         "text_config": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
         "audio_config": {"out_hidden_size": 64},
@@ -118,10 +119,20 @@ def _form(part: nn.Module) -> ExpertForm:
     return outside.form(part) if outside else interface_form(part)
 
 
+def tiny_config(family: str, **options: Any) -> Any:
+    """A tiny config of ``family``, its encoders too."""
+    config = AutoConfig.for_model(family, **{**OPTIONS.get(family, {}), **options})
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is not None and part is not config.get_text_config():
+            setattr(config, name, tiny(part))
+    return tiny(config)
+
+
 def tiny_module(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     """A tiny model of ``family`` with random weights and buffers."""
     torch.manual_seed(0)
-    config = tiny(AutoConfig.for_model(family, **{**OPTIONS.get(family, {}), **options}))
+    config = tiny_config(family, **options)
     config.dtype = dtype
     # With its encoders, if it has some.
     auto = AutoModelForImageTextToText
