@@ -284,6 +284,7 @@ ATTENTION: Mapping[str, AttentionNotes] = {
 ENCODERS: Mapping[str, tuple[str, ...]] = {  # modules within text models that text never reaches
     "Ernie4_5_VLMoeMoeBlock": ("vision_moe",),
 }
+OWN_EXPERTS = ("DogeCDMoE", "NllbMoeSparseMLP", "SwitchTransformersSparseMLP")  # that no effect carries
 
 
 def refusal(config: Any) -> str | None:

@@ -203,7 +203,7 @@ class GraphRun:
 
 def read_config(directory: Path) -> PretrainedConfig:
     """The text model's config of ``directory/config.json``; raises ConfigError."""
-    transformers = _transformers()
+    transformers = transformers_of_graphs()
     path = directory / "config.json"
     try:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -218,13 +218,10 @@ def on_meta(config: PretrainedConfig) -> nn.Module:
 
     Of a model that also sees or hears, the encoders are left out.
     """
-    transformers = _transformers()
-    kinds = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
-    kind = next((each for each in kinds if type(config) in each._model_mapping), None)
-    if kind is None:
-        raise ConfigError(
-            f"{config.model_type}: transformers {transformers.__version__} has no causal language model of it"
-        )
+    transformers = transformers_of_graphs()
+    if (kind := language_model(type(config))) is None:
+        version = transformers.__version__
+        raise ConfigError(f"{config.model_type}: transformers {version} has no causal language model of it")
     with torch.device("meta"):
         module = kind.from_config(config, trust_remote_code=False)
     _leave_out_encoders(module)
@@ -250,6 +247,14 @@ def _leave_out_encoders(module: nn.Module) -> None:
     for part in decoder.modules():
         for name in ENCODERS.get(type(part).__name__, ()):
             setattr(part, name, None)
+
+
+def language_model(config: type) -> Any:
+    """The auto class of transformers that builds a language model of a class of configs, or None."""
+    import transformers
+
+    kinds = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
+    return next((kind for kind in kinds if config in kind._model_mapping), None)
 
 
 def use(module: nn.Module, name: str) -> None:
@@ -278,7 +283,8 @@ def fill_buffers(module: nn.Module) -> None:
             model._init_weights(part)
 
 
-def _transformers() -> Any:
+def transformers_of_graphs() -> Any:
+    """The module transformers; raises ConfigError if it, or greenlet, is missing."""
     try:
         importlib.import_module("greenlet")
         return importlib.import_module("transformers")
@@ -289,7 +295,7 @@ def _transformers() -> Any:
 
 
 def _register() -> None:
-    _transformers()
+    transformers_of_graphs()
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -380,6 +386,8 @@ def _attend(
     for name, other in others.items():
         if isinstance(other, Tensor) and name not in _HARMLESS:
             raise ConfigError(f"{type(module).__name__}: attention with {name} is not served")
+    if not getattr(module, "is_causal", True):
+        raise ConfigError(f"{type(module).__name__}: attention to later tokens is not served")
     if attention_mask is not None:
         raise ConfigError(f"{type(module).__name__}: attention with a mask of its own is not served")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -297,7 +297,7 @@ Outputs = dict[str, list[Tensor]]  # of modules by name: rows of each sequence [
 
 def _eager(config: PretrainedConfig, seed: int, names: Collection[str]) -> tuple[list[Tensor], Outputs]:
     """Logits [n, V] of each sequence by transformers alone, and what modules ``names`` returned."""
-    module = _random(config, seed)
+    module = random_model(config, seed)
     outputs: Outputs = {name: [] for name in names}
     for name in names:
         module.get_submodule(name).register_forward_hook(lambda _, __, out, name=name: outputs[name].append(_rows(out)))
@@ -307,7 +307,7 @@ def _eager(config: PretrainedConfig, seed: int, names: Collection[str]) -> tuple
 
 def _suspended(config: PretrainedConfig, seed: int, names: Collection[str]) -> tuple[list[Tensor], Outputs]:
     """As `_eager`, by suspended runs."""
-    bench = Bench(_random(config, seed))
+    bench = Bench(random_model(config, seed))
     sequences = [Tokens(each) for each in _prompts(seed)]
     numbers = {id(each.state): number for number, each in enumerate(sequences)}
     outputs = {name: [[] for _ in sequences] for name in names}
@@ -331,7 +331,7 @@ def _suspended(config: PretrainedConfig, seed: int, names: Collection[str]) -> t
 
 def _first_difference(config: PretrainedConfig, seed: int) -> str:
     """The first module, in the order of the eager forward, whose output is another one in suspended runs."""
-    module = _random(config, seed)
+    module = random_model(config, seed)
     decoder = decoder_of(module)
     prefix = next(name for name, part in module.named_modules() if part is decoder)
     layers = [name for name, part in module.named_modules() if isinstance(part, nn.ModuleList) and name.count(".") < 3]
@@ -379,7 +379,7 @@ def _relative(logits: Tensor, expected: Tensor) -> float:
     return float(error.nan_to_num(nan=float("inf")).max())
 
 
-def _random(config: PretrainedConfig, seed: int) -> nn.Module:
+def random_model(config: PretrainedConfig, seed: int) -> nn.Module:
     """A model of ``config`` on the CPU in float32 with random weights of every parameter, eager throughout."""
     torch.manual_seed(seed)
     config = copy.deepcopy(config)

@@ -37,7 +37,9 @@ RELEASED: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
     },
-    "gemma4_text": {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
+    "gemma4": {
+        "text_config": {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+    },
     "glm4v_moe": {
         "text_config": {
             "head_dim": 128,
@@ -56,20 +58,22 @@ RELEASED: dict[str, dict[str, Any]] = {
     },
     "hunyuan_v1_moe": {"head_dim": 128},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 6, "num_hidden_layers": 24},
-    "qwen4_exp_text": {
-        "indexer_n_heads": 16,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 128,
-        "indexer_budget": 2048,
-        "indexer_compress_ratio": 4,
-        "ple_layer_ids": [1, 2],
-        "eos_token_id": 0,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e7,
-            "partial_rotary_factor": 0.25,
-            "mrope_section": [11, 11, 10],
-        },
+    "qwen4_exp": {
+        "text_config": {
+            "indexer_n_heads": 16,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 128,
+            "indexer_budget": 2048,
+            "indexer_compress_ratio": 4,
+            "ple_layer_ids": [1, 2],
+            "eos_token_id": 0,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e7,
+                "partial_rotary_factor": 0.25,
+                "mrope_section": [11, 11, 10],
+            },
+        }
     },
     "step3p7": {"text_config": {"layer_types": _ALTERNATE * 11 + ["full_attention"], "sliding_window": 512}},
 }

@@ -1,20 +1,226 @@
-"""Families of transformers as suspended graphs: logits and greedy tokens of transformers' eager forward."""
+"""Families of transformers as suspended graphs: logits and greedy tokens of transformers' eager forward.
+
+`-m families` tests every family with experts that the installed transformers has.
+"""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("greenlet")
 
-from moelight.models.graph.self_test import TOLERANCE, self_test
+from moelight.core.errors import ConfigError, MoelightError
+from moelight.models.graph import model, self_test
+from moelight.models.graph.effects import Attend, Ended, Experts, Latents
+from moelight.models.graph.families import STATEFUL
+from moelight.models.graph.model import GraphModel, MixerKind, on_meta
+from moelight.models.graph.state import State
+from moelight.models.graph.support import moe_families, support
+from tests.models.graph.released import RELEASED
+
+MECHANISMS = {  # one family for each
+    "mixtral": "attention and experts",
+    "gpt_oss": "sinks, windows, biased and interleaved experts",
+    "deepseek_v2": "latents",
+    "dbrx": "experts in stacked rows, outside the interface",
+    "llama4": "chunks of attention, scaled inputs of experts",
+    "qwen3_next": "recurrent state",
+    "jamba": "state that takes one row at a time",
+    "minimax": "a cache class of its own",
+    "zaya": "convolutions within attention",
+    "deepseek_v32": "attention that selects keys",
+    "gemma4": "layers of several shapes",
+    "llama": "dense",
+}
+WITHOUT = {  # a language model, or one that is causal
+    "diffusion_gemma": "attention to later tokens",
+    "nllb_moe": "no causal language model",
+    "openai_privacy_filter": "no causal language model",
+    "switch_transformers": "no causal language model",
+}
+KINDS = sorted(moe_families().values())
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "gpt_oss", "llama"])
-def test_a_suspended_graph_equals_transformers(model_type: str) -> None:
+def config_of(model_type: str, **changes: Any) -> Any:
     from transformers import AutoConfig
 
-    verdict = self_test(AutoConfig.for_model(model_type))
+    return AutoConfig.for_model(model_type, **{**RELEASED.get(model_type, {}), **changes})
+
+
+def assert_equal(model_type: str) -> None:
+    verdict = self_test.self_test(config_of(model_type))
     assert verdict.differs is None
-    assert verdict.error <= TOLERANCE
+    assert verdict.error <= self_test.TOLERANCE
     assert verdict.greedy
+
+
+@pytest.mark.parametrize("model_type", MECHANISMS)
+def test_a_suspended_graph_equals_transformers(model_type: str) -> None:
+    assert_equal(model_type)
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("model_type", KINDS)
+def test_every_family_equals_transformers_or_says_why_not(model_type: str) -> None:
+    if model_type not in WITHOUT:
+        return assert_equal(model_type)
+    found = support(config_of(model_type))
+    assert found.how is None
+    assert found.reason is not None
+    assert WITHOUT[model_type] in found.reason
+    return None
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("model_type", [each for each in KINDS if each not in WITHOUT])
+def test_the_whole_graph_runs_dry_and_its_buffers_are_transformers_own(model_type: str) -> None:
+    assert support(config_of(model_type)).how is not None
+    assert_buffers(model_type)
+
+
+def assert_buffers(model_type: str) -> None:
+    """Buffers of a model made on the meta device are those of one made on the CPU."""
+    from transformers.initialization import no_init_weights
+
+    config = self_test.tiny(config_of(model_type))
+    kind = model.language_model(type(config))
+    with no_init_weights():
+        expected = dict(kind.from_config(config).named_buffers())
+    found = {name: each for name, each in on_meta(config).named_buffers() if not each.is_meta}
+    for name, each in found.items():
+        assert torch.equal(each, expected[name]), name
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "gemma4", "llama4"])
+def test_buffers_that_no_checkpoint_holds_are_transformers_own(model_type: str) -> None:
+    assert_buffers(model_type)
+
+
+def test_the_self_test_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("mixtral", sliding_window=4096)
+    serve = self_test.serve_attention
+
+    def without_window(effect: Attend, rows: self_test.Rows) -> torch.Tensor:
+        assert effect.window is not None
+        effect.window = None
+        return serve(effect, rows)
+
+    monkeypatch.setattr(self_test, "serve_attention", without_window)
+    differs = self_test.self_test(config).differs
+    assert differs is not None
+    assert differs.startswith("model.layers.0.self_attn (MixtralAttention)")
+    monkeypatch.setattr(self_test, "serve_attention", serve)
+    experts = self_test.serve_experts
+    monkeypatch.setattr(self_test, "serve_experts", lambda *given: experts(*given) * 1.01)
+    differs = self_test.self_test(config).differs
+    assert differs is not None
+    assert differs.startswith("model.layers.0.mlp (MixtralSparseMoeBlock)")
+
+
+def tiny_graph(model_type: str, **changes: Any) -> GraphModel:
+    return GraphModel(on_meta(self_test.tiny(config_of(model_type, **changes))))
+
+
+def test_effects_have_the_shapes_of_the_family() -> None:
+    graph = tiny_graph("gpt_oss")
+    assert graph.mixers == (MixerKind.ATTENTION,) * 4
+    assert graph.moe_layers == (True,) * 4
+    assert not graph.stateful
+    assert len(graph.experts) == len(graph.forms) == 4
+    rows = torch.zeros(5, dtype=torch.int64, device="meta")
+    run = graph.start(rows, rows, [(State(), 3), (State(), 2)])
+    effect = run.resume(None)
+    assert isinstance(effect, Attend)
+    assert (effect.q.shape, effect.k.shape, effect.v.shape) == ((5, 4, 16), (5, 2, 16), (5, 2, 16))
+    assert effect.window == 8  # the first layer's
+    assert effect.sinks is not None
+    assert not torch.is_inference_mode_enabled()
+    effect = run.resume(torch.zeros(5, 4, 16, device="meta"))
+    assert isinstance(effect, Experts)
+    assert (effect.layer, effect.index, effect.x.shape, effect.ids.shape) == (0, 0, (5, 64), (5, 2))
+    assert effect.weights.dtype == torch.float32
+    effect = run.resume(effect.x)
+    assert isinstance(effect, Attend)
+    assert (effect.layer, effect.window) == (1, None)
+
+
+def test_latents_are_what_a_cache_keeps() -> None:
+    config = self_test.tiny(config_of("deepseek_v3"))
+    rows = torch.zeros(3, dtype=torch.int64, device="meta")
+    effect = GraphModel(on_meta(config)).start(rows, rows, [(State(), 3)]).resume(None)
+    assert isinstance(effect, Latents)
+    assert effect.latent.shape == (3, config.kv_lora_rank + config.qk_rope_head_dim)
+    assert effect.q.shape == (3, config.num_attention_heads, config.kv_lora_rank)
+    expanded = GraphModel(on_meta(config), latents=False).start(rows, rows, [(State(), 3)]).resume(None)
+    assert isinstance(expanded, Attend)
+    assert expanded.k.shape[2] != expanded.v.shape[2]
+
+
+def test_state_counts_its_bytes() -> None:
+    graph = self_test.Bench(self_test.random_model(self_test.tiny(config_of("qwen3_next")), 0))
+    tokens = self_test.Tokens(torch.arange(9))
+    assert tokens.state.nbytes == 0
+    graph.run([[(tokens, 4)]])
+    kept = tokens.state.nbytes
+    assert kept > 0
+    graph.run([[(tokens, 1)]])
+    assert tokens.state.nbytes == kept
+    assert graph.model.stateful
+
+
+def test_a_run_ends_once() -> None:
+    graph = tiny_graph("llama")
+    rows = torch.zeros(2, dtype=torch.int64, device="meta")
+    run = graph.start(rows, rows, [(State(), 2)])
+    effect = run.resume(None)
+    while isinstance(effect, Attend):
+        effect = run.resume(torch.zeros_like(effect.q))
+    assert isinstance(effect, Ended)
+    assert effect.hidden.shape == (2, 64)
+    with pytest.raises(MoelightError, match="ended"):
+        run.resume(None)
+
+
+def test_experts_ids_without_a_page_add_nothing() -> None:
+    x = torch.ones(1, 4)
+    ids, weights = torch.tensor([[7, 9]]), torch.ones(1, 2)
+    graph = tiny_graph("mixtral")
+    assert not self_test.serve_experts(Experts(0, 0, x, ids, weights), graph.forms[0], [{}] * 7).any()
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "no_such_family"}, "no_such_family"),
+        ({"model_type": "mine", "auto_map": {"AutoConfig": "a.B"}}, "mine"),
+        ({"model_type": "t5"}, "no causal language model"),
+        ({"model_type": "llama4_text", "num_experts_per_tok": 2}, "num_experts_per_tok 2"),
+        ({}, "model_type"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(tmp_path: Path, config: dict[str, Any], says: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=says) as error:
+        GraphModel.from_config(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_library_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "greenlet", None)
+    with pytest.raises(ConfigError, match=r"moelight\[graph\]"):
+        GraphModel.from_config(tmp_path)
+
+
+def test_every_stateful_class_is_one_of_transformers() -> None:
+    """A name that transformers has no more would let a module run without its state."""
+    import transformers
+
+    sources = (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    assert [name for name in STATEFUL if f"class {name}(" not in text] == []
