@@ -209,7 +209,7 @@ def _merged(box: Box, at: int, inner: int) -> Iterable[Box]:
         stride = step if columns == 1 and rows > 1 else stride
         return [box.with_dimensions(at, 2, [(o * inner + i, rows * columns, stride)])]
     lines = (box.along(at, row, row + 1) for row in range(rows))
-    return [line.with_dimensions(at, 2, [((o + row) * inner + i, columns, stride)]) for row, line in enumerate(lines)]
+    return (line.with_dimensions(at, 2, [((o + row) * inner + i, columns, stride)]) for row, line in enumerate(lines))
 
 
 def _divided(box: Box, at: int, inner: int) -> Iterable[Box]:
