@@ -25,7 +25,7 @@ from moelight.models.graph.families import OUTSIDE, ExpertForm, Projection, inte
 from moelight.models.graph.model import GraphModel, on_meta
 from moelight.models.graph.self_test import tiny
 from moelight.models.graph.support import moe_families
-from moelight.models.graph.weights import GraphWeightMap, fill, locate, paged
+from moelight.models.graph.weights import GraphWeightMap, fill_weights, locate_weights, paged
 from moelight.weights.load import TensorReader
 from moelight.weights.torch_dtypes import to_torch
 from tests.models.graph.released import RELEASED
@@ -51,8 +51,9 @@ MORE = ("aria_text", "gemma4_text", "inkling_text", "kimi_k25", "llama4_text", "
 # No causal language model, or no experts that are matrices.
 WITHOUT = ("diffusion_gemma", "doge", "nllb_moe", "openai_privacy_filter", "switch_transformers")
 ALL = sorted({*moe_families().values(), *TEXT, *MORE} - {*WITHOUT, "dots3_note", "inkling2"})
-# Fewer layers, where all are alike but tiny models keep them all.
-FEW: Mapping[str, Mapping[str, Any]] = {
+# With experts, and fewer layers where all are alike but tiny models keep them all.
+CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "gemma4_text": RELEASED["gemma4"]["text_config"],
     "llama4": {"text_config": {"num_hidden_layers": 2}},
     "llama4_text": {"num_hidden_layers": 2},
     "longcat_flash": {"num_layers": 2},
@@ -81,7 +82,7 @@ def _form(part: nn.Module) -> ExpertForm:
 
 def tiny_config(family: str, **options: Any) -> Any:
     """A tiny config of ``family``, its encoders too."""
-    config = AutoConfig.for_model(family, **{**RELEASED.get(family, {}), **FEW.get(family, {}), **options})
+    config = AutoConfig.for_model(family, **{**RELEASED.get(family, {}), **CHANGES.get(family, {}), **options})
     for name in config.sub_configs:
         part = getattr(config, name, None)
         if part is not None and part is not config.get_text_config():
@@ -120,14 +121,14 @@ def expected(directory: Path) -> Any:
 
 def opened(directory: Path) -> tuple[Graph, GraphWeightMap]:
     graph = Graph(AutoConfig.from_pretrained(directory))
-    return graph, locate(directory, graph)
+    return graph, locate_weights(directory, graph)
 
 
 def filled(directory: Path, dtype: torch.dtype | None = None) -> tuple[Graph, GraphWeightMap]:
     graph, found = opened(directory)
     dtype = dtype or to_torch(found.dtype)
     arena = torch.full((found.dense_bytes(dtype),), 0xFF, dtype=torch.uint8)
-    fill(graph, found, arena, dtype)
+    fill_weights(graph, found, arena, dtype)
     return graph, found
 
 
@@ -211,9 +212,9 @@ def test_all_weights_of_every_family(family: str, dtype: torch.dtype, tmp_path: 
 def test_the_graph_and_the_page_reader_take_them(tmp_path: Path) -> None:
     directory = save(tiny_module("qwen3_moe"), tmp_path)
     model = GraphModel.from_config(directory)
-    found = locate(directory, model)
+    found = locate_weights(directory, model)
     arena = torch.empty(found.dense_bytes(torch.float32), dtype=torch.uint8)
-    fill(model, found, arena, torch.float32)
+    fill_weights(model, found, arena, torch.float32)
     begin, end = arena.data_ptr(), arena.data_ptr() + arena.numel()
     state = model.module.state_dict()
     places = [(each.data_ptr(), each.data_ptr() % 64) for name, each in state.items() if not each.is_meta]
@@ -411,4 +412,4 @@ def test_buffers_that_nothing_computes_are_named(good: Path) -> None:
     graph, found = opened(good)
     graph.module.model.register_buffer("table", torch.empty(3, device="meta"), persistent=False)
     with pytest.raises(ConfigError, match=r"'table' of Qwen2MoeModel is neither stored nor computed"):
-        fill(graph, found, torch.empty(found.dense_bytes(torch.float32), dtype=torch.uint8), torch.float32)
+        fill_weights(graph, found, torch.empty(found.dense_bytes(torch.float32), dtype=torch.uint8), torch.float32)
