@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 _CACHE_NAMES = ("cache_params", "past_key_values")
 
@@ -67,7 +67,7 @@ class PerSequence(list):
 class StatefulModule:
     """The forward of ``module`` over the rows of several sequences, each with the cache of its own state."""
 
-    def __init__(self, module: nn.Module, spec: StateSpec, decoder: nn.Module) -> None:
+    def __init__(self, module: Any, spec: StateSpec, decoder: Any) -> None:
         self.spec = spec
         self._module = module
         self._decoder = decoder
@@ -176,7 +176,7 @@ class StatefulModule:
         return torch.zeros(seen.shape, dtype=hidden.dtype, device=hidden.device).masked_fill(~seen, lowest)[None, None]
 
 
-def own_config(module: nn.Module) -> None:
+def own_config(module: Any) -> None:
     """Let attention within ``module`` be transformers' eager one, whatever the rest of the graph uses."""
     for part in module.modules():
         if hasattr(part, "config"):
