@@ -25,10 +25,10 @@ from moelight.core.errors import CheckpointError, ConfigError
 from moelight.core.schedule import Page
 from moelight.core.units import align_up
 from moelight.hrm.costs import TENSOR_ALIGNMENT
-from moelight.models.graph.boxes import Box, Boxes, BoxTensor, NotMovedError, UnequalError
 from moelight.models.graph.families import ExpertForm
-from moelight.models.graph.page_layout import PageLayout, ScatteredError, lay_out, matrices
+from moelight.weights.boxes import Box, NotMovedError, Tiled, TiledTensor, UnequalError
 from moelight.weights.load import BOUNCE_BYTES, TensorReader, check_bytes, check_tie
+from moelight.weights.page_layout import PageLayout, ScatteredError, lay_out
 from moelight.weights.source import Checkpoint, TensorInfo
 from moelight.weights.tensor_map import raise_first
 from moelight.weights.torch_dtypes import to_torch
@@ -59,8 +59,8 @@ class Model(Protocol):
 
 
 def paged(model: Model) -> Iterator[tuple[int, ExpertForm, dict[str, str]]]:
-    """Each layer of ``model`` with experts: its number, the form of its experts, and by the names of their parameters in
-    the form those in ``model.module``."""
+    """Each layer of ``model`` with experts: its number, the form of its experts, and by the names of their parameters
+    in the form those in ``model.module``."""
     paths = {part: path for path, part in model.module.named_modules()}
     layers = [layer for layer, follow in enumerate(model.moe_layers) if follow]
     for layer, part, form in zip(layers, model.experts, model.forms, strict=True):
@@ -124,7 +124,7 @@ class GraphWeightMap:
         return self.layouts[layer].numbers * self.dtype.itemsize
 
 
-def locate(directory: Path, model: Model) -> GraphWeightMap:
+def locate_weights(directory: Path, model: Model) -> GraphWeightMap:
     """Find every weight of ``model`` in the checkpoint of ``directory``: under the names of transformers 4 or 5, with
     experts loose or fused.
 
@@ -171,7 +171,7 @@ class _Conversion:
     """
 
     def __init__(self, checkpoint: Checkpoint, module: nn.Module) -> None:
-        self.tensors: dict[str, Boxes] = {}
+        self.tensors: dict[str, Tiled] = {}
         self.sources: dict[str, list[TensorInfo]] = {}
         self.left: list[tuple[str, TensorInfo]] = []
         self.faults: list[str] = []
@@ -209,7 +209,7 @@ class _Conversion:
                 "two spellings of the same weights; save the model again, with one of them"
             )
         elif not patterns:
-            self.tensors[target] = Boxes.of(infos[0])
+            self.tensors[target] = Tiled.of(infos[0])
         elif absent := self._absent(target, group, converters[patterns[0]]):
             self.faults.append(self.missing(absent))
         else:
@@ -230,7 +230,7 @@ class _Conversion:
         converter = deepcopy(converter)
         for pattern, infos in group.by_pattern.items():
             for info in infos:
-                tensor = BoxTensor.over(Boxes.of(info), _STORED[info.dtype])
+                tensor = TiledTensor.over(Tiled.of(info), _STORED[info.dtype])
                 converter.add_tensor(target, info.name, pattern, tensor)
         first = group.infos()[0]
         try:
@@ -256,7 +256,7 @@ class _Conversion:
                 if name not in self._state:
                     self.left.append((name, first))
                     continue
-                self.tensors[name] = (tensor[0] if isinstance(tensor, list) else tensor).boxes
+                self.tensors[name] = (tensor[0] if isinstance(tensor, list) else tensor).tiled
                 self.sources[name] = group.infos()
 
     def missing(self, name: str) -> str:
@@ -271,7 +271,7 @@ class _Conversion:
         )
 
 
-def renamer(module: nn.Module, state: Mapping[str, Tensor]) -> tuple[Any, Sequence[Any]]:
+def renamer(module: nn.Module, state: dict[str, Any]) -> tuple[Any, Sequence[Any]]:
     """transformers' rules for ``module``, whose parameters are ``state``: a function from a stored name to the name of
     a parameter and the pattern of the conversion that makes it, or None; and all rules."""
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -441,10 +441,10 @@ class _Audit:
         self._faults.append(f"{infos[0].file}: {what}, but config.json asks for {list(shapes[0])}")
         return False
 
-    def _experts(self, form: ExpertForm, paths: Mapping[str, str]) -> list[dict[str, Boxes]] | None:
+    def _experts(self, form: ExpertForm, paths: Mapping[str, str]) -> list[dict[str, Tiled]] | None:
         """The tensors of each expert by their names in ``form``, which are at ``paths`` of the module; None, and
         faults, if they are not as they should."""
-        found: dict[str, list[Boxes]] = {}
+        found: dict[str, list[Tiled]] = {}
         for name, path in paths.items():
             shape = tuple(self._state[path].shape)
             if path not in self._found.tensors:
@@ -463,7 +463,7 @@ class _Audit:
         return [{name: each[expert] for name, each in found.items()} for expert in range(form.count)]
 
     def _laid_out(
-        self, form: ExpertForm, experts: Sequence[dict[str, Boxes]]
+        self, form: ExpertForm, experts: Sequence[dict[str, Tiled]]
     ) -> tuple[PageLayout, list[tuple[TensorInfo, ...]]] | None:
         """The layout of the pages of ``experts``, given the tensors of each by their paths, and the stored runs
         of each page; None, and a fault, if there are none or they differ."""
@@ -481,7 +481,7 @@ class _Audit:
             key = tuple((path, box.start, box.shape, box.strides) for path, box in boxes), tuple(places)
             if key != known:
                 try:
-                    found = lay_out(matrices(form, tensors))
+                    found = lay_out(_matrices(form, tensors))
                 except ScatteredError as error:
                     self._faults.append(_not_a_page(error.info, f"the bytes of expert {expert} are not together"))
                     return None
@@ -494,6 +494,34 @@ class _Audit:
                 )
             pages.append(tuple(_run_of(bases[place], begin, count) for place, begin, count in runs))
         return (layout, pages) if layout else None
+
+
+def _matrices(form: ExpertForm, tensors: Mapping[str, Tiled]) -> dict[str, Tiled]:
+    """The matrices of one expert by their names in `PageLayout`, of its ``tensors`` by the names in ``form``."""
+    names = ("gate", "up") if form.gated else ("up",)
+    inward = [_upright(tensors[each.name], each.transposed) for each in form.inward]
+    found = dict(zip(names, _gate_and_up(inward, form), strict=True))
+    found["down"] = _upright(tensors[form.outward.name], form.outward.transposed)
+    if biases := [tensors[each.bias] for each in form.inward if each.bias is not None]:
+        found |= {f"{name}_bias": bias for name, bias in zip(names, _gate_and_up(biases, form), strict=True)}
+    if form.outward.bias is not None:
+        found["down_bias"] = tensors[form.outward.bias]
+    return found
+
+
+def _upright(tensor: Tiled, transposed: bool) -> Tiled:
+    return tensor.permute((1, 0)) if transposed else tensor
+
+
+def _gate_and_up(inward: Sequence[Tiled], form: ExpertForm) -> Sequence[Tiled]:
+    """The gate and up: given as two, or one after the other in one, or by turns in one."""
+    if len(inward) == 1 + form.gated:
+        return inward
+    both = inward[0]
+    width = both.shape[0] // 2
+    if form.interleaved:
+        return both.view((width, 2, *both.shape[1:])).unbind(1)
+    return both.split(0, (width, width))
 
 
 def _not_a_page(info: TensorInfo, reason: str) -> str:
@@ -537,7 +565,7 @@ def _of_other_parts(directory: Path, left: Iterable[TensorInfo]) -> set[str]:
     return {info.name for info in left if rename(info.name)[0] in state}
 
 
-def fill(model: Model, found: GraphWeightMap, arena: Tensor, dtype: torch.dtype) -> None:
+def fill_weights(model: Model, found: GraphWeightMap, arena: Tensor, dtype: torch.dtype) -> None:
     """Read all weights outside expert pages: the module's parameters and buffers become views of ``arena`` (uint8, at
     least ``found.dense_bytes(dtype)``, contiguous, any device), computed buffers are on its device, and the experts'
     matrices stay on the meta device. Raises CheckpointError for an unreadable file, for tied weights that are stored

@@ -24,9 +24,11 @@ from moelight.core.schedule import Page
 from moelight.models.graph.families import OUTSIDE, ExpertForm, Projection, interface_form
 from moelight.models.graph.model import GraphModel, on_meta
 from moelight.models.graph.self_test import tiny
-from moelight.models.graph.weights import GraphWeightMap, fill, locate, paged
+from moelight.models.graph.support import moe_families
+from moelight.models.graph.weights import GraphWeightMap, fill_weights, locate_weights, paged
 from moelight.weights.load import TensorReader
 from moelight.weights.torch_dtypes import to_torch
+from tests.models.graph.released import RELEASED
 
 # Every way that experts lie: loose and fused, transposed, by turns, with biases, in rows, without a gate, of two kinds.
 USUAL = (
@@ -43,60 +45,20 @@ USUAL = (
     "nemotron_h",
     "qwen3_5_moe",
 )
-OTHERS = (
-    *("afmoe", "aria", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v2"),
-    *("deepseek_v32", "deepseek_v4", "dots1", "ernie4_5_moe", "ernie4_5_vl_moe", "exaone_moe"),
-    *("flex_olmo", "flint", "gemma4", "gemma4_text", "glm4_moe", "glm4_moe_lite", "glm4v_moe"),
-    *("glm_moe_dsa", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hy_v4"),
-    *("inkling_mm_model", "inkling_text", "kimi_k25", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "llama4_text"),
-    *("mellum", "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl", "minimax_m3_vl_text", "mistral4"),
-    *("mistral_large4", "mixtral", "muse_spark", "olmoe", "phimoe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"),
-    *("qwen3_vl_moe", "qwen4_exp", "qwen4_exp_text", "solar_open", "zaya"),
-)
-GEMMA4 = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}
-QWEN4 = {
-    "head_dim": 16,
-    "num_hidden_layers": 4,
-    "layer_types": ["linear_attention", "full_attention"] * 2,
-    "indexer_n_heads": 2,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 16,
-    "indexer_budget": 16,
-    "indexer_compress_ratio": 4,
-    "ple_layer_ids": [1],
-    "ple_embed_dim": 32,
-    "ngram_vocab_size_base": 50,
-    "split_ngram_parts": 4,
-    "heads_per_ngram": 2,
-    "make_ngram_vocab_size_divisible_by": 8,
-    "hc_lowrank": 8,
-    "eos_token_id": 0,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+# Families whose config has a vision tower, by their language models: the tower is of the size of the released one.
+TEXT = ("dots3_note_text", "inkling2_text")
+MORE = ("aria_text", "gemma4_text", "inkling_text", "kimi_k25", "llama4_text", "minimax_m3_vl_text", "qwen3_5_moe_text")
+# No causal language model, or no experts that are matrices.
+WITHOUT = ("diffusion_gemma", "doge", "nllb_moe", "openai_privacy_filter", "switch_transformers")
+ALL = sorted({*moe_families().values(), *TEXT, *MORE} - {*WITHOUT, "dots3_note", "inkling2"})
+# With experts, and fewer layers where all are alike but tiny models keep them all.
+CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "gemma4_text": RELEASED["gemma4"]["text_config"],
+    "llama4": {"text_config": {"num_hidden_layers": 2}},
+    "llama4_text": {"num_hidden_layers": 2},
+    "longcat_flash": {"num_layers": 2},
 }
-# What a family's config needs to be made tiny, or fast.
-OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
-        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2},
-    },
-    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "ernie4_5_vl_moe": {
-        "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 4]}}
-    },
-    "gemma4": {"text_config": GEMMA4},
-    "gemma4_text": GEMMA4,
-    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 8, "moe_topk": 2, "moe_intermediate_size": 32},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
-    "llama4": {"text_config": {"num_hidden_layers": 4}},
-    "llama4_text": {"num_hidden_layers": 4},
-    "muse_spark": {
-        "text_config": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
-        "audio_config": {"out_hidden_size": 64},
-    },
-    "qwen4_exp": {"text_config": QWEN4},
-    "qwen4_exp_text": QWEN4,
-}
-EXPERTS = ("DbrxExperts", "JetMoeMoE", "Llama4TextExperts", "LongcatFlashExperts")
+EXPERTS = ("DbrxExperts", "JetMoeMoE", "Llama4TextExperts", "LongcatFlashExperts", "Step3p7Experts")
 
 
 class Graph:
@@ -118,10 +80,20 @@ def _form(part: nn.Module) -> ExpertForm:
     return outside.form(part) if outside else interface_form(part)
 
 
+def tiny_config(family: str, **options: Any) -> Any:
+    """A tiny config of ``family``, its encoders too."""
+    config = AutoConfig.for_model(family, **{**RELEASED.get(family, {}), **CHANGES.get(family, {}), **options})
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is not None and part is not config.get_text_config():
+            setattr(config, name, tiny(part))
+    return tiny(config)
+
+
 def tiny_module(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     """A tiny model of ``family`` with random weights and buffers."""
     torch.manual_seed(0)
-    config = tiny(AutoConfig.for_model(family, **{**OPTIONS.get(family, {}), **options}))
+    config = tiny_config(family, **options)
     config.dtype = dtype
     # With its encoders, if it has some.
     auto = AutoModelForImageTextToText
@@ -149,14 +121,14 @@ def expected(directory: Path) -> Any:
 
 def opened(directory: Path) -> tuple[Graph, GraphWeightMap]:
     graph = Graph(AutoConfig.from_pretrained(directory))
-    return graph, locate(directory, graph)
+    return graph, locate_weights(directory, graph)
 
 
 def filled(directory: Path, dtype: torch.dtype | None = None) -> tuple[Graph, GraphWeightMap]:
     graph, found = opened(directory)
     dtype = dtype or to_torch(found.dtype)
     arena = torch.full((found.dense_bytes(dtype),), 0xFF, dtype=torch.uint8)
-    fill(graph, found, arena, dtype)
+    fill_weights(graph, found, arena, dtype)
     return graph, found
 
 
@@ -228,9 +200,9 @@ def test_all_weights_are_those_that_transformers_loads(family: str, new: bool, t
     assert_the_same(save(tiny_module(family, dtype), tmp_path, new=new, sharded=new))
 
 
-@pytest.mark.families
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("family", sorted((*USUAL, *OTHERS)))
+@pytest.mark.parametrize("family", ALL)
 def test_all_weights_of_every_family(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     module = tiny_module(family, dtype)
     for new in (False, True):
@@ -240,9 +212,9 @@ def test_all_weights_of_every_family(family: str, dtype: torch.dtype, tmp_path: 
 def test_the_graph_and_the_page_reader_take_them(tmp_path: Path) -> None:
     directory = save(tiny_module("qwen3_moe"), tmp_path)
     model = GraphModel.from_config(directory)
-    found = locate(directory, model)
+    found = locate_weights(directory, model)
     arena = torch.empty(found.dense_bytes(torch.float32), dtype=torch.uint8)
-    fill(model, found, arena, torch.float32)
+    fill_weights(model, found, arena, torch.float32)
     begin, end = arena.data_ptr(), arena.data_ptr() + arena.numel()
     state = model.module.state_dict()
     places = [(each.data_ptr(), each.data_ptr() % 64) for name, each in state.items() if not each.is_meta]
@@ -440,4 +412,4 @@ def test_buffers_that_nothing_computes_are_named(good: Path) -> None:
     graph, found = opened(good)
     graph.module.model.register_buffer("table", torch.empty(3, device="meta"), persistent=False)
     with pytest.raises(ConfigError, match=r"'table' of Qwen2MoeModel is neither stored nor computed"):
-        fill(graph, found, torch.empty(found.dense_bytes(torch.float32), dtype=torch.uint8), torch.float32)
+        fill_weights(graph, found, torch.empty(found.dense_bytes(torch.float32), dtype=torch.uint8), torch.float32)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moelight.weights.source import TensorInfo
 
-_MOST_BOXES = 1 << 16
+_MOST_BOXES = 1 << 13
 Shape = tuple[int, ...]
 
 
@@ -80,19 +80,19 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Boxes:
+class Tiled:
     """A tensor of ``shape``, tiled by ``boxes``."""
 
     shape: Shape
     boxes: tuple[Box, ...]
 
     @classmethod
-    def of(cls, info: TensorInfo) -> Boxes:
+    def of(cls, info: TensorInfo) -> Tiled:
         """The whole stored tensor."""
         shape = info.shape
         return cls(shape, (Box((0,) * len(shape), shape, info, 0, row_major(shape)),))
 
-    def permute(self, dims: Sequence[int]) -> Boxes:
+    def permute(self, dims: Sequence[int]) -> Tiled:
         def moved(values: Shape) -> Shape:
             return tuple(values[dim] for dim in dims)
 
@@ -100,34 +100,34 @@ class Boxes:
             replace(box, start=moved(box.start), shape=moved(box.shape), strides=moved(box.strides))
             for box in self.boxes
         )
-        return Boxes(moved(self.shape), tuple(boxes))
+        return Tiled(moved(self.shape), tuple(boxes))
 
-    def slice(self, dim: int, begin: int, end: int) -> Boxes:
+    def slice(self, dim: int, begin: int, end: int) -> Tiled:
         boxes = []
         for box in self.boxes:
             first = max(begin - box.start[dim], 0)
             last = min(end - box.start[dim], box.shape[dim])
             if first < last:
                 boxes.append(box.along(dim, first, last).moved(dim, -begin))
-        return Boxes((*self.shape[:dim], end - begin, *self.shape[dim + 1 :]), tuple(boxes))
+        return Tiled((*self.shape[:dim], end - begin, *self.shape[dim + 1 :]), tuple(boxes))
 
-    def unbind(self, dim: int) -> list[Boxes]:
+    def unbind(self, dim: int) -> list[Tiled]:
         """The tensors along ``dim``."""
         found: list[list[Box]] = [[] for _ in range(self.shape[dim])]
         for box in self.boxes:
             for index in range(box.shape[dim]):
                 found[box.start[dim] + index].append(box.along(dim, index, index + 1).with_dimensions(dim, 1, ()))
         shape = (*self.shape[:dim], *self.shape[dim + 1 :])
-        return [Boxes(shape, tuple(boxes)) for boxes in found]
+        return [Tiled(shape, tuple(boxes)) for boxes in found]
 
-    def split(self, dim: int, sizes: Iterable[int]) -> list[Boxes]:
+    def split(self, dim: int, sizes: Iterable[int]) -> list[Tiled]:
         found, begin = [], 0
         for size in sizes:
             found.append(self.slice(dim, begin, begin + size))
             begin += size
         return found
 
-    def view(self, shape: Shape) -> Boxes:
+    def view(self, shape: Shape) -> Tiled:
         """The same numbers in ``shape``; dimensions are merged and split within groups of equal products."""
         found, at = self, 0
         for count, sizes in _groups(self.shape, shape):
@@ -135,7 +135,7 @@ class Boxes:
             at += len(sizes)
         return found
 
-    def _regrouped(self, at: int, count: int, sizes: Shape) -> Boxes:
+    def _regrouped(self, at: int, count: int, sizes: Shape) -> Tiled:
         """``count`` dimensions from ``at`` on merged into one, and that split into ``sizes``."""
         found = self
         if found.shape[at : at + count] == sizes:
@@ -153,11 +153,14 @@ class Boxes:
             found = found._each(dim, 1, new, lambda box, dim=dim, inner=inner: _divided(box, dim, inner))  # type: ignore[misc]
         return found
 
-    def _each(self, at: int, removed: int, sizes: Shape, cut: Callable[[Box], Iterable[Box]]) -> Boxes:
-        boxes = tuple(piece for box in self.boxes for piece in cut(box))
-        if len(boxes) > _MOST_BOXES:
-            raise NotMovedError("numbers moved one by one")
-        return Boxes((*self.shape[:at], *sizes, *self.shape[at + removed :]), boxes)
+    def _each(self, at: int, removed: int, sizes: Shape, cut: Callable[[Box], Iterable[Box]]) -> Tiled:
+        boxes: list[Box] = []
+        for box in self.boxes:
+            for piece in cut(box):
+                boxes.append(piece)
+                if len(boxes) > _MOST_BOXES:
+                    raise NotMovedError("moving numbers one by one")
+        return Tiled((*self.shape[:at], *sizes, *self.shape[at + removed :]), tuple(boxes))
 
 
 def row_major(shape: Shape) -> Shape:
@@ -169,7 +172,7 @@ def row_major(shape: Shape) -> Shape:
     return tuple(reversed(strides))
 
 
-def concatenated(parts: Sequence[Boxes], dim: int) -> Boxes:
+def concatenated(parts: Sequence[Tiled], dim: int) -> Tiled:
     """The ``parts`` one behind the other along ``dim``; raises UnequalError for another dtype or shape."""
     boxes: list[Box] = []
     begin, first = 0, parts[0]
@@ -183,7 +186,7 @@ def concatenated(parts: Sequence[Boxes], dim: int) -> Boxes:
             raise UnequalError(part.boxes[0].info, first.boxes[0].info)
         boxes.extend(box.moved(dim, begin) for box in part.boxes)
         begin += part.shape[dim]
-    return Boxes((*first.shape[:dim], begin, *first.shape[dim + 1 :]), tuple(boxes))
+    return Tiled((*first.shape[:dim], begin, *first.shape[dim + 1 :]), tuple(boxes))
 
 
 def _groups(old: Shape, new: Shape) -> Iterator[tuple[int, Shape]]:
@@ -206,7 +209,7 @@ def _merged(box: Box, at: int, inner: int) -> Iterable[Box]:
         stride = step if columns == 1 and rows > 1 else stride
         return [box.with_dimensions(at, 2, [(o * inner + i, rows * columns, stride)])]
     lines = (box.along(at, row, row + 1) for row in range(rows))
-    return [line.with_dimensions(at, 2, [((o + row) * inner + i, columns, stride)]) for row, line in enumerate(lines)]
+    return (line.with_dimensions(at, 2, [((o + row) * inner + i, columns, stride)]) for row, line in enumerate(lines))
 
 
 def _divided(box: Box, at: int, inner: int) -> Iterable[Box]:
@@ -222,15 +225,15 @@ def _divided(box: Box, at: int, inner: int) -> Iterable[Box]:
         done += rows * columns
 
 
-class BoxTensor(Tensor):
-    """`Boxes` as a torch tensor without data. It is contiguous whatever was done to it: reshape and view agree."""
+class TiledTensor(Tensor):
+    """A `Tiled` as a torch tensor without data. It is contiguous whatever was done to it: reshape and view agree."""
 
-    boxes: Boxes
+    tiled: Tiled
 
     @staticmethod
-    def over(boxes: Boxes, dtype: torch.dtype) -> BoxTensor:
-        made = Tensor._make_wrapper_subclass(BoxTensor, boxes.shape, dtype=dtype, device=torch.device("meta"))
-        made.boxes = boxes
+    def over(tiled: Tiled, dtype: torch.dtype) -> TiledTensor:
+        made = Tensor._make_wrapper_subclass(TiledTensor, tiled.shape, dtype=dtype, device=torch.device("meta"))
+        made.tiled = tiled
         return made
 
     @classmethod
@@ -242,71 +245,71 @@ class BoxTensor(Tensor):
             raise NotMovedError(f"the operation {name}")
         first = args[0] if isinstance(args[0], Tensor) else args[0][0]
         found = _OPERATIONS[name](*args, **(kwargs or {}))
-        if isinstance(found, Boxes):
-            return BoxTensor.over(found, first.dtype)
-        return [BoxTensor.over(each, first.dtype) for each in found]
+        if isinstance(found, Tiled):
+            return TiledTensor.over(found, first.dtype)
+        return [TiledTensor.over(each, first.dtype) for each in found]
 
 
-def _permute(tensor: BoxTensor, dims: Sequence[int]) -> Boxes:
-    return tensor.boxes.permute([dim % tensor.dim() for dim in dims])
+def _permute(tensor: TiledTensor, dims: Sequence[int]) -> Tiled:
+    return tensor.tiled.permute([dim % tensor.dim() for dim in dims])
 
 
-def _transpose(tensor: BoxTensor, first: int = 0, second: int = 1) -> Boxes:
+def _transpose(tensor: TiledTensor, first: int = 0, second: int = 1) -> Tiled:
     dims = list(range(tensor.dim()))
     dims[first], dims[second] = dims[second], dims[first]
-    return tensor.boxes.permute(dims)
+    return tensor.tiled.permute(dims)
 
 
-def _slice(tensor: BoxTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Boxes:
+def _slice(tensor: TiledTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tiled:
     if step != 1:
         raise NotMovedError(f"a slice of every {step}. number")
     begin, end, _ = slice(start, end).indices(tensor.shape[dim])
-    return tensor.boxes.slice(dim % tensor.dim(), begin, max(begin, end))
+    return tensor.tiled.slice(dim % tensor.dim(), begin, max(begin, end))
 
 
-def _select(tensor: BoxTensor, dim: int, index: int) -> Boxes:
-    return tensor.boxes.unbind(dim % tensor.dim())[index]
+def _select(tensor: TiledTensor, dim: int, index: int) -> Tiled:
+    return tensor.tiled.unbind(dim % tensor.dim())[index]
 
 
-def _split(tensor: BoxTensor, size: int | Sequence[int], dim: int = 0) -> list[Boxes]:
+def _split(tensor: TiledTensor, size: int | Sequence[int], dim: int = 0) -> list[Tiled]:
     dim %= tensor.dim()
     whole = tensor.shape[dim]
     sizes = [min(size, whole - begin) for begin in range(0, whole, size)] if isinstance(size, int) else size
-    return tensor.boxes.split(dim, sizes)
+    return tensor.tiled.split(dim, sizes)
 
 
-def _view(tensor: BoxTensor, shape: Sequence[int], *_: Any) -> Boxes:
+def _view(tensor: TiledTensor, shape: Sequence[int], *_: Any) -> Tiled:
     known = -math.prod(shape) if -1 in shape else 1
-    return tensor.boxes.view(tuple(tensor.numel() // known if size == -1 else size for size in shape))
+    return tensor.tiled.view(tuple(tensor.numel() // known if size == -1 else size for size in shape))
 
 
-def _unsqueeze(tensor: BoxTensor, dim: int) -> Boxes:
+def _unsqueeze(tensor: TiledTensor, dim: int) -> Tiled:
     dim %= tensor.dim() + 1
-    return tensor.boxes.view((*tensor.shape[:dim], 1, *tensor.shape[dim:]))
+    return tensor.tiled.view((*tensor.shape[:dim], 1, *tensor.shape[dim:]))
 
 
-def _squeeze(tensor: BoxTensor, dim: int | Sequence[int] | None = None) -> Boxes:
+def _squeeze(tensor: TiledTensor, dim: int | Sequence[int] | None = None) -> Tiled:
     dims = range(tensor.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
     gone = {each % tensor.dim() for each in dims if tensor.shape[each] == 1}
-    found = tensor.boxes
+    found = tensor.tiled
     for each in sorted(gone, reverse=True):
         found = found.unbind(each)[0]
     return found
 
 
-def _cat(tensors: Sequence[BoxTensor], dim: int = 0) -> Boxes:
-    return concatenated([each.boxes for each in tensors], dim % tensors[0].dim())
+def _cat(tensors: Sequence[TiledTensor], dim: int = 0) -> Tiled:
+    return concatenated([each.tiled for each in tensors], dim % tensors[0].dim())
 
 
-def _stack(tensors: Sequence[BoxTensor], dim: int = 0) -> Boxes:
+def _stack(tensors: Sequence[TiledTensor], dim: int = 0) -> Tiled:
     return concatenated([_unsqueeze(each, dim) for each in tensors], dim % (tensors[0].dim() + 1))
 
 
-def _same(tensor: BoxTensor, **_: Any) -> Boxes:
-    return tensor.boxes
+def _same(tensor: TiledTensor, **_: Any) -> Tiled:
+    return tensor.tiled
 
 
-_OPERATIONS: dict[str, Callable[..., Boxes | list[Boxes]]] = {
+_OPERATIONS: dict[str, Callable[..., Tiled | list[Tiled]]] = {
     "permute": _permute,
     "transpose": _transpose,
     "t": _transpose,
@@ -314,7 +317,7 @@ _OPERATIONS: dict[str, Callable[..., Boxes | list[Boxes]]] = {
     "select": _select,
     "split": _split,
     "split_with_sizes": _split,
-    "unbind": lambda tensor, dim=0: tensor.boxes.unbind(dim % tensor.dim()),
+    "unbind": lambda tensor, dim=0: tensor.tiled.unbind(dim % tensor.dim()),
     "view": _view,
     "_unsafe_view": _view,
     "_reshape_alias": _view,

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moelight.models.graph.boxes import Box, Boxes, Shape
-from moelight.models.graph.families import ExpertForm
+from moelight.weights.boxes import Box, Shape, Tiled
 from moelight.weights.source import TensorInfo
 
 
@@ -73,34 +72,6 @@ def _joined(gate: Matrix, up: Matrix, *, turns: bool) -> Matrix | None:
     return Matrix(offset=gate.offset, shape=(2 * rows, *columns), strides=(step, *gate.strides[1:]))
 
 
-def matrices(form: ExpertForm, tensors: Mapping[str, Boxes]) -> dict[str, Boxes]:
-    """The matrices of one expert by their names in `PageLayout`, of its ``tensors`` by the names in ``form``."""
-    names = ("gate", "up") if form.gated else ("up",)
-    inward = [_upright(tensors[each.name], each.transposed) for each in form.inward]
-    found = dict(zip(names, _divided(inward, form), strict=True))
-    found["down"] = _upright(tensors[form.outward.name], form.outward.transposed)
-    if biases := [tensors[each.bias] for each in form.inward if each.bias is not None]:
-        found |= {f"{name}_bias": bias for name, bias in zip(names, _divided(biases, form), strict=True)}
-    if form.outward.bias is not None:
-        found["down_bias"] = tensors[form.outward.bias]
-    return found
-
-
-def _upright(tensor: Boxes, transposed: bool) -> Boxes:
-    return tensor.permute((1, 0)) if transposed else tensor
-
-
-def _divided(inward: Sequence[Boxes], form: ExpertForm) -> Sequence[Boxes]:
-    """The gate and up: given as two, or one after the other in one, or by turns in one."""
-    if len(inward) == 1 + form.gated:
-        return inward
-    both = inward[0]
-    width = both.shape[0] // 2
-    if form.interleaved:
-        return both.view((width, 2, *both.shape[1:])).unbind(1)
-    return both.split(0, (width, width))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
     """``count`` stored numbers of ``info`` from number ``begin`` on."""
@@ -118,7 +89,7 @@ class ScatteredError(Exception):
         self.info = info
 
 
-def lay_out(parts: Mapping[str, Boxes]) -> tuple[PageLayout, tuple[Run, ...]]:
+def lay_out(parts: Mapping[str, Tiled]) -> tuple[PageLayout, tuple[Run, ...]]:
     """The layout of a page of the matrices ``parts``, and the runs of stored numbers that make the page, in order.
     Raises ScatteredError if one is not a box of stored numbers, or other numbers lie between theirs."""
     for part in parts.values():
