@@ -62,10 +62,11 @@ def dense_bytes(model: ModelProfile, dtype: DType) -> int:
 
 @lru_cache(maxsize=64)
 def widest_matrix(model: ModelProfile) -> tuple[int, int]:
-    """Rows of the widest matrix that multiplies every token of a layer, and the numbers of the largest one."""
+    """Rows of the widest matrix that multiplies every token of a layer, and the numbers of the largest one (a module
+    graph multiplies by its whole head at once, too)."""
     if model.tensors:
         shapes = [tensor.shape for tensor in model.tensors if tensor.layer >= 0 and len(tensor.shape) > 1]
-        return max(shape[0] for shape in shapes), max(math.prod(shape) for shape in shapes)
+        return max(shape[0] for shape in shapes), max(head_elements(model), *(math.prod(shape) for shape in shapes))
     width = max(model.experts.intermediate_size, model.dense_intermediate_size)
     spec, hidden = model.attention, model.hidden_size
     return 2 * width, max(2 * width * hidden, (spec.query_width + spec.cache_width) * hidden)
