@@ -128,11 +128,15 @@ class AttentionKind:
         return self.seen(context) / self.layers
 
 
-@lru_cache(maxsize=64)
 def attention_kinds(model: ModelProfile) -> tuple[AttentionKind, ...]:
     """Each kind of attention; layers without attention over the paged cache have none."""
-    if not model.layers:
-        return (AttentionKind(spec=model.attention, layers=model.num_layers),)
+    if model.layers:
+        return _different_kinds(model)
+    return (AttentionKind(spec=model.attention, layers=model.num_layers),)
+
+
+@lru_cache(maxsize=64)
+def _different_kinds(model: ModelProfile) -> tuple[AttentionKind, ...]:
     kinds = Counter(layer.attention for layer in model.layers if layer.attention.num_heads)
     return tuple(AttentionKind(spec=spec, layers=layers) for spec, layers in kinds.items())
 
@@ -167,9 +171,13 @@ def layer_states(model: ModelProfile) -> tuple[tuple[int, int], ...]:
     return own or ((0, 0),) * model.num_layers
 
 
-@lru_cache(maxsize=64)
 def state_bytes(model: ModelProfile) -> tuple[int, int]:
     """`layer_states` over all layers."""
+    return _sum_of_states(model) if model.layers else (0, 0)
+
+
+@lru_cache(maxsize=64)
+def _sum_of_states(model: ModelProfile) -> tuple[int, int]:
     each, of_token = zip(*layer_states(model), strict=True)
     return sum(each), sum(of_token)
 

@@ -202,8 +202,8 @@ class ModelProfile:
     or ``layer`` (LayerNorm), which may have a ``norm_bias``; ``head_bias``: the logits have a bias.
 
     Where layers differ (graph models) ``layers`` holds each of them and ``tensors`` all that is stored outside the
-    experts; ``attention`` is then that of the widest cache. Empty: all follow from the other fields. Both are left out
-    of the hash, which is asked for often.
+    experts; ``attention`` is then that of the widest cache. Empty: all follow from the other fields. Both and the
+    names are left out of the hash, which is asked for often.
     """
 
     name: str
@@ -219,7 +219,7 @@ class ModelProfile:
     router: RouterSpec
     experts: ExpertSpec
     moe_layers: tuple[bool, ...]
-    names: TensorNames
+    names: TensorNames = field(hash=False)
     dense_intermediate_size: int = 0
     norm: str = "rms"
     norm_bias: bool = False
