@@ -108,7 +108,7 @@ class ExpertForm:
         every = (*self.inward, self.outward)
         return [each.name for each in every] + [each.bias for each in every if each.bias is not None]
 
-    def page(self, module: nn.Module, expert: int) -> dict[str, Tensor]:
+    def page(self, module: Any, expert: int) -> dict[str, Tensor]:
         """Views of the parameters of one expert of ``module``."""
         found = {}
         for each in (*self.inward, self.outward):
@@ -131,7 +131,7 @@ Mix = Callable[
 ]  # experts module, x [T, H], ids and weights [T, k] -> [T, H]
 
 
-def interface_form(module: nn.Module) -> ExpertForm:
+def interface_form(module: Any) -> ExpertForm:
     """The form of a module that transformers' ``use_experts_implementation`` decorates."""
 
     def projection(name: str) -> Projection:
@@ -160,7 +160,7 @@ class OutsideExperts:
     """
 
     forward: Callable[..., Any] | None = None
-    form: Callable[[nn.Module], ExpertForm] = interface_form
+    form: Callable[[Any], ExpertForm] = interface_form
 
 
 def _gate_up(
@@ -180,7 +180,7 @@ def _gate_up(
     return ExpertForm(count=count, inward=(inward,), outward=outward, activate=activate)
 
 
-def _dbrx_form(module: nn.Module) -> ExpertForm:
+def _dbrx_form(module: Any) -> ExpertForm:
     act = module.mlp.activation_fn
     return ExpertForm(
         count=module.num_experts,
@@ -190,7 +190,7 @@ def _dbrx_form(module: nn.Module) -> ExpertForm:
     )
 
 
-def _step3p7_form(module: nn.Module) -> ExpertForm:
+def _step3p7_form(module: Any) -> ExpertForm:
     return ExpertForm(
         count=module.num_experts,
         inward=(Projection(name="gate_up_proj"),),
@@ -199,17 +199,17 @@ def _step3p7_form(module: nn.Module) -> ExpertForm:
     )
 
 
-def _as_called(module: nn.Module, mix: Mix, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def _as_called(module: Any, mix: Mix, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     return mix(module, hidden, ids, weights)
 
 
-def _longcat(module: nn.Module, mix: Mix, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def _longcat(module: Any, mix: Mix, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Experts from ``num_routed_experts`` on return their input."""
     same = (weights * (ids >= module.num_routed_experts)).sum(-1, keepdim=True).to(hidden.dtype)
     return mix(module, hidden, ids, weights) + hidden * same
 
 
-def _llama4(module: nn.Module, mix: Mix, hidden: Tensor) -> tuple[Tensor, Tensor]:
+def _llama4(module: Any, mix: Mix, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """A token's one expert is applied to the token times its score."""
     x = hidden.reshape(-1, module.hidden_dim)
     scores, logits = module.router(x)
@@ -218,13 +218,13 @@ def _llama4(module: nn.Module, mix: Mix, hidden: Tensor) -> tuple[Tensor, Tensor
     return module.shared_expert(x) + mixture, logits
 
 
-def _jetmoe(module: nn.Module, mix: Mix, hidden: Tensor) -> Tensor:
+def _jetmoe(module: Any, mix: Mix, hidden: Tensor) -> Tensor:
     logits = module.router.layer(hidden.reshape(-1, module.input_size)).float()
     chosen, ids = logits.topk(module.router.top_k, dim=1)
     return mix(module, hidden, ids, chosen.softmax(dim=1).type_as(hidden)) + module.bias
 
 
-def _jetmoe_gating(module: nn.Module, _: Mix, hidden: Tensor) -> tuple[Any, ...]:
+def _jetmoe_gating(module: Any, _: Mix, hidden: Tensor) -> tuple[Any, ...]:
     """The router of attention's own experts, which stay resident: transformers' own, with counts on the meta device."""
     if hidden.device.type != "meta":
         return type(module).forward(module, hidden)
@@ -262,15 +262,15 @@ class AttentionNotes:
         complete: ``complete(module, effect, positions [T])``, for each effect.
     """
 
-    prepare: Callable[[nn.Module], None]
-    complete: Callable[[nn.Module, Attend, Tensor], None]
+    prepare: Callable[[Any], None]
+    complete: Callable[[Any, Attend, Tensor], None]
 
 
-def _llama4_prepare(module: nn.Module) -> None:
+def _llama4_prepare(module: Any) -> None:
     module.attn_temperature_tuning = False  # it counts positions from the first row of the run
 
 
-def _llama4_complete(module: nn.Module, effect: Attend, positions: Tensor) -> None:
+def _llama4_complete(module: Any, effect: Attend, positions: Tensor) -> None:
     if module.use_rope:
         effect.chunk = module.config.attention_chunk_size
     elif module.config.attn_temperature_tuning:
@@ -284,17 +284,22 @@ ATTENTION: Mapping[str, AttentionNotes] = {
 ENCODERS: Mapping[str, tuple[str, ...]] = {  # modules within text models that text never reaches
     "Ernie4_5_VLMoeMoeBlock": ("vision_moe",),
 }
+REFUSED: Mapping[str, str] = {
+    "diffusion_gemma": "its tokens are not made one after another",
+}
 OWN_EXPERTS = ("DogeCDMoE", "NllbMoeSparseMLP", "SwitchTransformersSparseMLP")  # that no effect carries
 
 
 def refusal(config: Any) -> str | None:
     """Why a graph of ``config`` is not served, in words; None if nothing is known against it."""
+    if config.model_type in REFUSED:
+        return REFUSED[config.model_type]
     if config.model_type == "llama4_text" and config.num_experts_per_tok != 1:
         return f"num_experts_per_tok {config.num_experts_per_tok}: experts of one token have different inputs"
     return None
 
 
-def rotary_length(module: nn.Module) -> int | None:
+def rotary_length(module: Any) -> int | None:
     """The length of sequences that ``module``, a rotary embedding, was made for, if its frequencies depend on the
     length of each; else None."""
     kinds = getattr(module, "rope_type", None)

@@ -10,6 +10,7 @@ Legend: T rows of the micro-batch, H hidden, V vocabulary; others as in `effects
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moelight.core.errors import ConfigError, MoelightError
+from moelight.core.errors import ConfigError, MoelightError, quoted
 from moelight.models.graph.effects import Attend, Effect, Ended, Experts, Latents
 from moelight.models.graph.families import (
     ATTENTION,
@@ -63,14 +64,14 @@ class GraphModel:
         stateful: whether a sequence keeps state beside paged keys and values.
     """
 
-    def __init__(self, module: nn.Module, *, latents: bool = True) -> None:
+    def __init__(self, module: Any, *, latents: bool = True) -> None:
         """Make ``module`` suspend; latent attention as `Latents`, or as `Attend` of expanded keys and values.
 
         Raises:
             ConfigError: the graph does something that runs cannot serve; the text names it.
         """
         _register()
-        self.module = module.eval().requires_grad_(False)
+        self.module: Any = module.eval().requires_grad_(False)
         self._decoder = decoder_of(module)
         self.config: PretrainedConfig = self._decoder.config
         if (reason := refusal(self.config)) is not None:
@@ -172,7 +173,7 @@ class GraphRun:
         self.sequences = sequences
         self.kinds: list[MixerKind] = []
         self.experts = 0
-        self.module: nn.Module
+        self.module: Any
         self.positions = positions
         self._inputs = {"input_ids": token_ids[None], "position_ids": positions[None], "use_cache": False}
         self._body = body
@@ -192,7 +193,7 @@ class GraphRun:
             self._greenlet.parent = getcurrent()
             return self._greenlet.switch(value)
 
-    def suspend(self, module: nn.Module, effect: Effect) -> Tensor:
+    def suspend(self, module: Any, effect: Effect) -> Tensor:
         """Called within the run: hand ``effect`` of ``module`` out, return the value that the run is resumed with."""
         self.module = module
         return self._greenlet.parent.switch(effect)
@@ -206,14 +207,18 @@ def read_config(directory: Path) -> PretrainedConfig:
     transformers = transformers_of_graphs()
     path = directory / "config.json"
     try:
-        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        said = json.loads(path.read_bytes())
+        if "auto_map" in said and said.get("model_type") not in transformers.CONFIG_MAPPING:
+            kind = quoted(said.get("model_type"))
+            raise ConfigError(f"{path}: model_type {kind} is code of its own repository, which is never run")
+        return transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"{path}: transformers {transformers.__version__} cannot read it: {first}") from None
-    return config
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        version = transformers.__version__
+        raise ConfigError(f"{path}: transformers {version} cannot read it: {lines[0]}") from None
 
 
-def on_meta(config: PretrainedConfig) -> nn.Module:
+def on_meta(config: PretrainedConfig) -> Any:
     """The causal language model of ``config`` with parameters on the meta device and computed buffers on the CPU.
 
     Of a model that also sees or hears, the encoders are left out.
@@ -222,20 +227,25 @@ def on_meta(config: PretrainedConfig) -> nn.Module:
     if (kind := language_model(type(config))) is None:
         version = transformers.__version__
         raise ConfigError(f"{config.model_type}: transformers {version} has no causal language model of it")
-    with torch.device("meta"):
-        module = kind.from_config(config, trust_remote_code=False)
+    if (reason := refusal(config)) is not None:
+        raise ConfigError(f"{config.model_type}: {reason}")
+    try:
+        with torch.device("meta"):
+            module = kind.from_config(config, trust_remote_code=False)
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise ConfigError(f"{config.model_type}: transformers cannot build the model of this config: {error}") from None
     _leave_out_encoders(module)
     fill_buffers(module)
     return module
 
 
-def decoder_of(module: nn.Module) -> nn.Module:
+def decoder_of(module: Any) -> Any:
     """The text model within a causal language model."""
     decoder = module.get_decoder()
     return module.model if decoder is module else decoder
 
 
-def _leave_out_encoders(module: nn.Module) -> None:
+def _leave_out_encoders(module: Any) -> None:
     decoder = decoder_of(module)
     for part in list(module.modules()):
         if part is decoder:
@@ -257,7 +267,7 @@ def language_model(config: type) -> Any:
     return next((kind for kind in kinds if config in kind._model_mapping), None)
 
 
-def use(module: nn.Module, name: str) -> None:
+def use(module: Any, name: str) -> None:
     """Let all attention and experts of ``module`` be those registered as ``name``."""
     configs = {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}
     for config in configs.values():
@@ -265,7 +275,7 @@ def use(module: nn.Module, name: str) -> None:
         config.output_router_logits = False
 
 
-def fill_buffers(module: nn.Module) -> None:
+def fill_buffers(module: Any) -> None:
     """Compute the buffers that checkpoints do not hold, by the family's own initialisation, on the CPU."""
     from transformers import PreTrainedModel
 
@@ -333,7 +343,7 @@ def _form(experts: nn.Module) -> ExpertForm:
     return interface_form(experts) if outside is None else outside.form(experts)
 
 
-def _run_per_sequence(module: nn.Module, spec: StateSpec, decoder: nn.Module) -> None:
+def _run_per_sequence(module: Any, spec: StateSpec, decoder: Any) -> None:
     """Let ``module`` run once for each sequence of the run that it is called in, counted if it is a mixer."""
     kind = MixerKind.OPAQUE if spec.opaque else MixerKind.RECURRENT
     if spec.opaque:
@@ -349,7 +359,7 @@ def _run_per_sequence(module: nn.Module, spec: StateSpec, decoder: nn.Module) ->
     module.forward = forward
 
 
-def _rotate_per_sequence(module: nn.Module, length: int) -> None:
+def _rotate_per_sequence(module: Any, length: int) -> None:
     """Let a rotary embedding whose frequencies depend on the length of the sequence see one sequence at a time."""
     whole = module.forward
 
@@ -369,7 +379,7 @@ def _rotate_per_sequence(module: nn.Module, length: int) -> None:
 
 
 def _attend(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -414,9 +424,7 @@ def _keep_latents(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
     return latent, rotated
 
 
-def _attend_latents(
-    run: GraphRun, module: nn.Module, query: Tensor, latent: Tensor, rotated: Tensor, scale: float
-) -> Tensor:
+def _attend_latents(run: GraphRun, module: Any, query: Tensor, latent: Tensor, rotated: Tensor, scale: float) -> Tensor:
     """query [Hq, T, Dn + Rr], latent [T, R] and rotated [T, Rr] -> [1, T, Hq, Dv]."""
     nope = query.shape[2] - rotated.shape[1]
     expand = module.kv_b_proj.weight.unflatten(0, (query.shape[0], -1))  # [Hq, Dn + Dv, R]
@@ -432,7 +440,7 @@ def _attend_latents(
     return torch.bmm(mixed.transpose(0, 1), expand[:, nope:].transpose(1, 2)).transpose(0, 1)[None]
 
 
-def _mix(module: nn.Module, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def _mix(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """transformers' experts function: hidden [..., H], ids and weights [..., k] -> [..., H]."""
     run = running()
     k = ids.shape[-1]

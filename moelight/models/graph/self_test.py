@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moelight.models.graph.effects import Attend, Ended, Experts, Latents
 from moelight.models.graph.families import ExpertForm
-from moelight.models.graph.model import GraphModel, GraphRun, decoder_of, on_meta, running, use
+from moelight.models.graph.model import GraphModel, GraphRun, on_meta, running, use
 from moelight.models.graph.state import State
 
 if TYPE_CHECKING:
@@ -189,6 +189,7 @@ _AT_MOST: dict[str, int] = {  # counts of which a few are enough, and lengths th
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 2),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 1),
     **dict.fromkeys(("num_nextn_predict_layers",), 0),
+    **dict.fromkeys(("num_layers",), 2),
     **dict.fromkeys(("n_group", "num_expert_group"), 2),
     **dict.fromkeys(("topk_group",), 1),
     **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_chunk_size", "index_topk", "block_size"), 8),
@@ -201,7 +202,7 @@ _AT_MOST: dict[str, int] = {  # counts of which a few are enough, and lengths th
     **dict.fromkeys(("make_ngram_vocab_size_divisible_by",), 2),
     **dict.fromkeys(("index_topk_blocks",), 3),
 }
-_FITS = ("out_hidden_size", "adapter_out_dim")  # sizes of encoders that are the text model's
+_FITS = ("out_hidden_size", "adapter_out_dim", "text_hidden_size")  # sizes of encoders that are the text model's
 
 
 def tiny(config: PretrainedConfig) -> PretrainedConfig:
@@ -254,16 +255,28 @@ def _small(fields: dict[str, Any], named: Mapping[str, str]) -> dict[str, Any]:
 def _few_layers(fields: dict[str, Any], config: PretrainedConfig, named: Mapping[str, str]) -> None:
     """Cut lists of one entry a layer, and the number of layers, to the first that show every combination."""
     count = config.num_hidden_layers
-    lists = {name: each for name, each in fields.items() if isinstance(each, list) and len(each) == count}
+    whole = {name: each for name, each in fields.items() if isinstance(each, list) and each}
+    numbers = {name: each for name, each in whole.items() if _are_layers(each, count)}
+    lists = {name: each for name, each in whole.items() if len(each) == count and name not in numbers}
     single = {int(layer): each for layer, each in (fields.get("per_layer_config") or {}).items()}
-    kinds = [(*(repr(each[n]) for each in lists.values()), repr(single.get(n))) for n in range(count)]
+    kinds = [
+        (*(repr(each[n]) for each in lists.values()), *(n in each for each in numbers.values()), repr(single.get(n)))
+        for n in range(count)
+    ]
     few = min(count, max(_LAYERS, 1 + max(kinds.index(kind) for kind in set(kinds))))
+    fields.update({name: [n for n in each if n < few] for name, each in numbers.items()})
     fields.update({name: each[:few] for name, each in lists.items()})
     fields[named.get("num_hidden_layers", "num_hidden_layers")] = few
     if single:
         whole = config.to_dict()
         small = {n: _small({**whole, **each}, named) for n, each in single.items() if n < few}
         fields["per_layer_config"] = {n: {name: small[n][name] for name in single[n]} for n in small}
+
+
+def _are_layers(values: list[Any], count: int) -> bool:
+    """Whether a field lists numbers of layers, not one value a layer."""
+    ints = all(isinstance(each, int) and not isinstance(each, bool) for each in values)
+    return ints and values == sorted(set(values)) and len(values) > 1 and values[-1] < count
 
 
 def _short_rotations(fields: dict[str, Any]) -> None:
@@ -310,7 +323,7 @@ def _suspended(config: PretrainedConfig, seed: int, names: Collection[str]) -> t
     bench = Bench(random_model(config, seed))
     sequences = [Tokens(each) for each in _prompts(seed)]
     numbers = {id(each.state): number for number, each in enumerate(sequences)}
-    outputs = {name: [[] for _ in sequences] for name in names}
+    outputs: dict[str, list[list[Tensor]]] = {name: [[] for _ in sequences] for name in names}
 
     def record(name: str, out: Any) -> None:
         counts = [count for _, count in running().sequences]
@@ -332,8 +345,6 @@ def _suspended(config: PretrainedConfig, seed: int, names: Collection[str]) -> t
 def _first_difference(config: PretrainedConfig, seed: int) -> str:
     """The first module, in the order of the eager forward, whose output is another one in suspended runs."""
     module = random_model(config, seed)
-    decoder = decoder_of(module)
-    prefix = next(name for name, part in module.named_modules() if part is decoder)
     layers = [name for name, part in module.named_modules() if isinstance(part, nn.ModuleList) and name.count(".") < 3]
     names = [
         f"{layer}.{n}.{child}"
@@ -347,7 +358,7 @@ def _first_difference(config: PretrainedConfig, seed: int) -> str:
         error = max((float((a - b).abs().max() / b.abs().max().clamp_min(1e-9)) for a, b in pairs), default=0.0)
         if not error <= TOLERANCE:
             return f"{name} ({type(module.get_submodule(name)).__name__}) differs by {error:.1e}"
-    return f"what follows the layers of {prefix}"
+    return "the head, or what else is outside of layers"
 
 
 def _rows(out: Any) -> Tensor:
@@ -379,7 +390,7 @@ def _relative(logits: Tensor, expected: Tensor) -> float:
     return float(error.nan_to_num(nan=float("inf")).max())
 
 
-def random_model(config: PretrainedConfig, seed: int) -> nn.Module:
+def random_model(config: PretrainedConfig, seed: int) -> Any:
     """A model of ``config`` on the CPU in float32 with random weights of every parameter, eager throughout."""
     torch.manual_seed(seed)
     config = copy.deepcopy(config)

@@ -12,10 +12,11 @@ import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 _CACHE_NAMES = ("cache_params", "past_key_values")
 
@@ -67,7 +68,7 @@ class PerSequence(list):
 class StatefulModule:
     """The forward of ``module`` over the rows of several sequences, each with the cache of its own state."""
 
-    def __init__(self, module: nn.Module, spec: StateSpec, decoder: nn.Module) -> None:
+    def __init__(self, module: Any, spec: StateSpec, decoder: Any) -> None:
         self.spec = spec
         self._module = module
         self._decoder = decoder
@@ -83,18 +84,21 @@ class StatefulModule:
         arguments = dict(self._signature.bind(*args, **kwargs).arguments)
         arguments |= arguments.pop("kwargs", {})
         total = sum(count for _, count in sequences)
-        parts, start = [], 0
-        for number, (_, count) in enumerate(sequences):
-            parts.append({name: _part(each, number, start, count, total) for name, each in arguments.items()})
-            start += count
-        decoding = [number for number, (state, count) in enumerate(sequences) if count == 1 and self._joins(state)]
+        joined = [number for number, (state, count) in enumerate(sequences) if count == 1 and self._joins(state)]
         results: dict[int, Any] = {}
-        if len(decoding) > 1:
-            states = [sequences[number][0] for number in decoding]
-            results = dict(zip(decoding, self._together(states, [parts[n] for n in decoding]), strict=True))
+        if len(joined) > 1:
+            starts = list(accumulate((count for _, count in sequences), initial=0))
+            rows = slice(None) if len(joined) == total else [starts[number] for number in joined]
+            result = self._together([sequences[number][0] for number in joined], arguments, rows, total)
+            if len(joined) == total:
+                return _turned(result)
+            results = {number: _turned(_row(result, row)) for row, number in enumerate(joined)}
+        start = 0
         for number, (state, count) in enumerate(sequences):
             if number not in results:
-                results[number] = self._one(state, parts[number], count)
+                mine = {name: _part(each, number, start, count, total) for name, each in arguments.items()}
+                results[number] = self._one(state, mine, count)
+            start += count
         return _joined([results[number] for number in range(len(sequences))], apart=self.spec.opaque)
 
     def _joins(self, state: State) -> bool:
@@ -104,8 +108,11 @@ class StatefulModule:
         layer = state.cache.layers[self._module.layer_idx]
         return any(each is not None for kept in (layer.conv_states, layer.recurrent_states) for each in kept.values())
 
-    def _together(self, states: list[State], parts: list[dict[str, Any]]) -> list[Any]:
-        """One row of each of several sequences as one batch, whose states are joined before and parted after."""
+    def _together(
+        self, states: list[State], arguments: dict[str, Any], rows: slice | list[int], total: int
+    ) -> Tensor | tuple[Tensor, ...]:
+        """One row of each of several sequences as one batch [n, 1, ...], whose states are joined before and parted
+        after."""
         number = self._module.layer_idx
         layers = [state.cache.layers[number] for state in states]
         layer, cache = copy.copy(layers[0]), copy.copy(states[0].cache)
@@ -116,15 +123,12 @@ class StatefulModule:
         cache.layers[number] = layer
         whole = State()
         whole.cache = cache
-        result = self._call(whole, {name: _stacked([part[name] for part in parts]) for name in parts[0]}, 1)
+        result = self._call(whole, {name: _stacked(each, rows, total) for name, each in arguments.items()}, 1)
         for name in ("conv_states", "recurrent_states"):
             for index, joined in getattr(layer, name).items():
-                for row, each in enumerate(layers):
-                    if joined is not None:
-                        getattr(each, name)[index].copy_(joined[row : row + 1])
-        if isinstance(result, Tensor):
-            return list(result.split(1))
-        return list(zip(*(each.split(1) for each in result), strict=True))
+                if joined is not None:
+                    torch._foreach_copy_([getattr(each, name)[index] for each in layers], list(joined.split(1)))
+        return result
 
     def _one(self, state: State, arguments: dict[str, Any], count: int) -> Any:
         if state.cache is None:
@@ -176,7 +180,7 @@ class StatefulModule:
         return torch.zeros(seen.shape, dtype=hidden.dtype, device=hidden.device).masked_fill(~seen, lowest)[None, None]
 
 
-def own_config(module: nn.Module) -> None:
+def own_config(module: Any) -> None:
     """Let attention within ``module`` be transformers' eager one, whatever the rest of the graph uses."""
     for part in module.modules():
         if hasattr(part, "config"):
@@ -197,13 +201,27 @@ def _part(value: Any, number: int, start: int, count: int, total: int) -> Any:
     return value
 
 
-def _stacked(values: list[Any]) -> Any:
-    """One argument of several sequences, of one row each, as one of a batch."""
-    if isinstance(values[0], Tensor):
-        return torch.cat(values)
-    if isinstance(values[0], tuple):
-        return tuple(_stacked(list(each)) for each in zip(*values, strict=True))
-    return values[0]
+def _stacked(value: Any, rows: slice | list[int], total: int) -> Any:
+    """Of an argument for ``total`` rows, ``rows`` as a batch: tensors [1, total, ...] -> [n, 1, ...]."""
+    if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, total):
+        return value[0, rows].unsqueeze(1)
+    if isinstance(value, tuple):
+        return tuple(_stacked(each, rows, total) for each in value)
+    return value
+
+
+def _row(result: Tensor | tuple[Tensor, ...], row: int) -> Tensor | tuple[Tensor, ...]:
+    """One of a batch of results [n, 1, ...]."""
+    if isinstance(result, Tensor):
+        return result[row : row + 1]
+    return tuple(each[row : row + 1] for each in result)
+
+
+def _turned(result: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+    """A batch of results [n, 1, ...] as rows [1, n, ...]."""
+    if isinstance(result, Tensor):
+        return result.transpose(0, 1)
+    return tuple(each.transpose(0, 1) for each in result)
 
 
 def _joined(results: list[Any], *, apart: bool) -> Any:

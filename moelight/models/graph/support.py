@@ -48,7 +48,7 @@ def support(config: PretrainedConfig) -> Support:
 
 def moe_families() -> dict[str, str]:
     """The families of the installed transformers that have experts, by the name of their folder, and of each the
-    ``model_type`` of its language model; of a family without one, the folder's name."""
+    ``model_type`` of its language model; of a family without one, its first."""
     transformers = transformers_of_graphs()
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
 
@@ -57,7 +57,7 @@ def moe_families() -> dict[str, str]:
         types = [each for each in CONFIG_MAPPING if model_type_to_module_name(each) == folder]
         models = [each for each in types if language_model(CONFIG_MAPPING[each]) is not None]
         text = [each for each in models if each != folder]  # of a family that sees too, the text model's
-        families[folder] = (folder if folder in models else None) or next(iter(text), folder)
+        families[folder] = (folder if folder in models else None) or next(iter(text), types[0])
     return families
 
 

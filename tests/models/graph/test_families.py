@@ -18,7 +18,7 @@ pytest.importorskip("greenlet")
 from moelight.core.errors import ConfigError, MoelightError
 from moelight.models.graph import model, self_test
 from moelight.models.graph.effects import Attend, Ended, Experts, Latents
-from moelight.models.graph.families import STATEFUL
+from moelight.models.graph.families import ATTENTION, ENCODERS, OUTSIDE, OWN_EXPERTS, STATEFUL
 from moelight.models.graph.model import GraphModel, MixerKind, on_meta
 from moelight.models.graph.state import State
 from moelight.models.graph.support import moe_families, support
@@ -39,8 +39,8 @@ MECHANISMS = {  # one family for each
     "llama": "dense",
 }
 WITHOUT = {  # a language model, or one that is causal
-    "diffusion_gemma": "attention to later tokens",
-    "nllb_moe": "no causal language model",
+    "diffusion_gemma": "not made one after another",
+    "nllb-moe": "no causal language model",
     "openai_privacy_filter": "no causal language model",
     "switch_transformers": "no causal language model",
 }
@@ -88,13 +88,11 @@ def assert_buffers(model_type: str) -> None:
     """Buffers of a model made on the meta device are those of one made on the CPU."""
     from transformers.initialization import no_init_weights
 
-    config = self_test.tiny(config_of(model_type))
-    kind = model.language_model(type(config))
+    found = model.decoder_of(on_meta(self_test.tiny(config_of(model_type))))
     with no_init_weights():
-        expected = dict(kind.from_config(config).named_buffers())
-    found = {name: each for name, each in on_meta(config).named_buffers() if not each.is_meta}
-    for name, each in found.items():
-        assert torch.equal(each, expected[name]), name
+        expected = dict(type(found)(found.config).named_buffers())
+    for name, each in found.named_buffers():
+        assert each.is_meta or torch.equal(each, expected[name]), name
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "gemma4", "llama4"])
@@ -162,6 +160,20 @@ def test_latents_are_what_a_cache_keeps() -> None:
     assert expanded.k.shape[2] != expanded.v.shape[2]
 
 
+def test_a_rotary_embedding_that_depends_on_length_sees_one_sequence() -> None:
+    """Of prompts on both sides of the length from which factors are other ones, each has its own."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 64, "long_factor": [8.0] * 64}
+    rope |= {"original_max_position_embeddings": 8, "short_mscale": 1.0, "long_mscale": 1.5, "factor": 32.0}
+    config = self_test.tiny(config_of("phimoe", head_dim=128, rope_parameters=rope))
+    prompts = [torch.arange(3, 3 + length) for length in (5, 20, 7)]
+    eager = self_test.random_model(config, 0)
+    with torch.inference_mode():
+        expected = torch.cat([eager(input_ids=each[None], use_cache=False).logits[0] for each in prompts])
+    bench = self_test.Bench(self_test.random_model(config, 0))
+    (logits,) = bench.run([[(self_test.Tokens(each), len(each)) for each in prompts]])
+    assert (logits - expected).abs().max() / expected.abs().max() < self_test.TOLERANCE
+
+
 def test_state_counts_its_bytes() -> None:
     graph = self_test.Bench(self_test.random_model(self_test.tiny(config_of("qwen3_next")), 0))
     tokens = self_test.Tokens(torch.arange(9))
@@ -198,7 +210,7 @@ def test_experts_ids_without_a_page_add_nothing() -> None:
     ("config", "says"),
     [
         ({"model_type": "no_such_family"}, "no_such_family"),
-        ({"model_type": "mine", "auto_map": {"AutoConfig": "a.B"}}, "mine"),
+        ({"model_type": "mine", "auto_map": {"AutoConfig": "a.B"}}, "'mine' is code of its own repository"),
         ({"model_type": "t5"}, "no causal language model"),
         ({"model_type": "llama4_text", "num_experts_per_tok": 2}, "num_experts_per_tok 2"),
         ({}, "model_type"),
@@ -217,10 +229,11 @@ def test_a_missing_library_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
         GraphModel.from_config(tmp_path)
 
 
-def test_every_stateful_class_is_one_of_transformers() -> None:
-    """A name that transformers has no more would let a module run without its state."""
+def test_every_class_of_the_tables_is_one_of_transformers() -> None:
+    """A module whose name is another one would run without its state, its chunks or its pages."""
     import transformers
 
     sources = (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
-    assert [name for name in STATEFUL if f"class {name}(" not in text] == []
+    named = {*STATEFUL, *OUTSIDE, *ATTENTION, *ENCODERS, *OWN_EXPERTS}
+    assert [name for name in named if f"class {name}(" not in text] == []
