@@ -62,10 +62,11 @@ def dense_bytes(model: ModelProfile, dtype: DType) -> int:
 
 @lru_cache(maxsize=64)
 def widest_matrix(model: ModelProfile) -> tuple[int, int]:
-    """Rows of the widest matrix that multiplies every token of a layer, and the numbers of the largest one."""
+    """Rows of the widest matrix that multiplies every token of a layer, and the numbers of the largest one (a module
+    graph multiplies by its whole head at once, too)."""
     if model.tensors:
         shapes = [tensor.shape for tensor in model.tensors if tensor.layer >= 0 and len(tensor.shape) > 1]
-        return max(shape[0] for shape in shapes), max(math.prod(shape) for shape in shapes)
+        return max(shape[0] for shape in shapes), max(head_elements(model), *(math.prod(shape) for shape in shapes))
     width = max(model.experts.intermediate_size, model.dense_intermediate_size)
     spec, hidden = model.attention, model.hidden_size
     return 2 * width, max(2 * width * hidden, (spec.query_width + spec.cache_width) * hidden)
@@ -127,11 +128,15 @@ class AttentionKind:
         return self.seen(context) / self.layers
 
 
-@lru_cache(maxsize=64)
 def attention_kinds(model: ModelProfile) -> tuple[AttentionKind, ...]:
     """Each kind of attention; layers without attention over the paged cache have none."""
-    if not model.layers:
-        return (AttentionKind(spec=model.attention, layers=model.num_layers),)
+    if model.layers:
+        return _different_kinds(model)
+    return (AttentionKind(spec=model.attention, layers=model.num_layers),)
+
+
+@lru_cache(maxsize=64)
+def _different_kinds(model: ModelProfile) -> tuple[AttentionKind, ...]:
     kinds = Counter(layer.attention for layer in model.layers if layer.attention.num_heads)
     return tuple(AttentionKind(spec=spec, layers=layers) for spec, layers in kinds.items())
 
@@ -166,9 +171,13 @@ def layer_states(model: ModelProfile) -> tuple[tuple[int, int], ...]:
     return own or ((0, 0),) * model.num_layers
 
 
-@lru_cache(maxsize=64)
 def state_bytes(model: ModelProfile) -> tuple[int, int]:
     """`layer_states` over all layers."""
+    return _sum_of_states(model) if model.layers else (0, 0)
+
+
+@lru_cache(maxsize=64)
+def _sum_of_states(model: ModelProfile) -> tuple[int, int]:
     each, of_token = zip(*layer_states(model), strict=True)
     return sum(each), sum(of_token)
 

@@ -202,8 +202,8 @@ class ModelProfile:
     or ``layer`` (LayerNorm), which may have a ``norm_bias``; ``head_bias``: the logits have a bias.
 
     Where layers differ (graph models) ``layers`` holds each of them and ``tensors`` all that is stored outside the
-    experts; ``attention`` is then that of the widest cache. Empty: all follow from the other fields. Both are left out
-    of the hash, which is asked for often.
+    experts; ``attention`` is then that of the widest cache. Empty: all follow from the other fields. Both and the
+    names are left out of the hash, which is asked for often.
     """
 
     name: str
@@ -219,7 +219,7 @@ class ModelProfile:
     router: RouterSpec
     experts: ExpertSpec
     moe_layers: tuple[bool, ...]
-    names: TensorNames
+    names: TensorNames = field(hash=False)
     dense_intermediate_size: int = 0
     norm: str = "rms"
     norm_bias: bool = False
@@ -247,10 +247,13 @@ class ModelProfile:
         return self.layers[layer].attention if self.layers else self.attention
 
 
-OTHER_FAMILIES = "families without a decoder of its own"
-# Features that the engine does not compute: a model with one of them can be planned for, not run.
+# Features that the engine does not compute: a model with one of them can be planned for, not run. A module graph is one
+# feature, whatever its layers are.
+_GRAPH = "module graphs of other families"
 NOT_COMPUTED: dict[str, Callable[[ModelProfile], bool]] = {
+    _GRAPH: lambda model: bool(model.layers or model.tensors),
     "latent attention": lambda model: model.attention.latent is not None,
+    "values of another width than keys": lambda model: model.attention.value_head_dim is not None,
     "attention sinks": lambda model: model.attention.sinks,
     "a window in some layers only": lambda model: not all(model.attention.window_layers),
     "stretched positions other than linear": lambda model: model.attention.rope_type not in ("default", "linear"),
@@ -261,6 +264,9 @@ NOT_COMPUTED: dict[str, Callable[[ModelProfile], bool]] = {
     "a router bias": lambda model: model.router.bias or model.router.selection_bias,
     "shared experts": lambda model: model.experts.shared_intermediate_size > 0,
     "expert biases": lambda model: model.experts.bias,
+    "experts without a gate": lambda model: not model.experts.gated,
+    "experts of another width than the hidden states": lambda model: model.experts.input_size is not None,
+    "transposed or interleaved experts": lambda model: model.experts.transposed or model.experts.interleaved,
     "clamped experts": lambda model: model.experts.clamp is not None,
     "LayerNorm": lambda model: model.norm != "rms",
     "norm biases": lambda model: model.norm_bias,
@@ -270,8 +276,8 @@ NOT_COMPUTED: dict[str, Callable[[ModelProfile], bool]] = {
 
 def not_computed(model: ModelProfile) -> tuple[str, ...]:
     """The features of ``model`` that the engine does not compute; empty if the model runs."""
-    if model.layers:
-        return (OTHER_FAMILIES,)
+    if NOT_COMPUTED[_GRAPH](model):
+        return (_GRAPH,)
     return tuple(feature for feature, asked in NOT_COMPUTED.items() if asked(model))
 
 

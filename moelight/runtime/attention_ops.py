@@ -195,7 +195,8 @@ class DeviceAttention:
         given; ``form``: of prompts."""
         self._layers, self._host, self._device, self._buffers = _Layers(specs, sinks), on_host, on_device, buffers
         self._form, self._kernels = form, kernels_of(buffers.device)
-        self._fetches = on_host is not None and self._kernels.fetches(on_host[0], buffers.device)[0]
+        some = next((each for each in on_host or () if each.numel()), None)
+        self._fetches = some is not None and self._kernels.fetches(some, buffers.device)[0]
         self.table: Mapping[TaskKind, Act] = {
             TaskKind.LOAD_KV: self._load_kv,
             TaskKind.ATTENTION: self._attention,

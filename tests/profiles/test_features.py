@@ -16,8 +16,10 @@ from moelight.profiles.model import (
     AttentionSpec,
     ExpertSpec,
     LatentSpec,
+    LayerSpec,
     ModelProfile,
     RouterSpec,
+    StoredTensor,
     require_computable,
 )
 from moelight.profiles.model_files import load_model_profile, model_config
@@ -25,9 +27,12 @@ from moelight.weights.tensor_map import open_checkpoint
 from tests.shapes import small_model
 
 LATENT = LatentSpec(q_lora_rank=None, kv_lora_rank=8, nope_head_dim=8, rope_head_dim=4, value_head_dim=8)
+LAYERS = (LayerSpec(attention=small_model().attention, before=1, after=1),) * 2
+TENSORS = (StoredTensor(name="it", layer=0, shape=(8, 8)),)
 # What a field has to say for the feature to be asked for; an empty part is the profile itself.
 ASKED: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "latent attention": [("attention", {"latent": LATENT})],
+    "values of another width than keys": [("attention", {"value_head_dim": 4})],
     "attention sinks": [("attention", {"sinks": True})],
     "a window in some layers only": [("attention", {"window": 4, "window_layers": (True, False)})],
     "stretched positions other than linear": [
@@ -45,15 +50,20 @@ ASKED: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("experts", {"shared_intermediate_size": 8, "shared_gate": True}),
     ],
     "expert biases": [("experts", {"bias": True})],
+    "experts without a gate": [("experts", {"gated": False})],
+    "experts of another width than the hidden states": [("experts", {"input_size": 4})],
+    "transposed or interleaved experts": [("experts", {"transposed": True}), ("experts", {"interleaved": True})],
     "clamped experts": [("experts", {"clamp": 7.0})],
     "LayerNorm": [("", {"norm": "layer"})],
     "norm biases": [("", {"norm_bias": True})],
     "a bias of the output matrix": [("", {"head_bias": True})],
+    "module graphs of other families": [("", {"layers": LAYERS}), ("", {"layers": LAYERS, "tensors": TENSORS})],
 }
 # What the decoder computes whatever it says (a field that is not here must be in the table).
 COMPUTED = {
     AttentionSpec: (
-        "num_heads num_kv_heads head_dim qk_norm clip_qkv qkv_bias output_bias window rope_theta rope_factor"
+        "num_heads num_kv_heads head_dim qk_norm clip_qkv qkv_bias output_bias window rope_theta rope_factor "
+        "scale softcap chunk"
     ),
     RouterSpec: "top_k normalize weights_in_model_dtype",
     ExpertSpec: "num_experts intermediate_size activation",

@@ -65,13 +65,20 @@ def profile_of_directory(directory: Path) -> ModelProfile | None:
         ) from None
     if config.find("model_type") not in CONFIG_MAPPING_NAMES:
         return None
+    from transformers.utils import logging
+
     from moelight.models.graph.model import GraphModel, on_meta, read_config
 
     config.refuse_quantised()
     theirs = read_config(directory)
     if not 1 <= (layers := getattr(theirs.get_text_config(), "num_hidden_layers", 1)) <= MOST_LAYERS:
         raise config.error(f"num_hidden_layers must be an integer from 1 to {MOST_LAYERS}, not {layers}")
-    return profile_of(GraphModel(on_meta(theirs)), name=directory.resolve().name, where=config.where)
+    loud = logging.get_verbosity()
+    logging.set_verbosity_error()  # it says which kernels it would like, and computes nothing here
+    try:
+        return profile_of(GraphModel(on_meta(theirs)), name=directory.resolve().name, where=config.where)
+    finally:
+        logging.set_verbosity(loud)
 
 
 def profile_of(model: GraphModel, *, name: str, where: str) -> ModelProfile:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.tensor_list import page_shapes
-from tests.models.graph.released import RELEASED
+from tests.models.graph.test_families import KINDS, WITHOUT, config_of
 from tests.profiles.theirs import their_config
 
 KNOWN_TO_BOTH = ("deepseek-v2", "deepseek-v3", "gpt-oss-20b", "dbrx", "glm-4.5-air", "phi-3.5-moe", "qwen2-57b-a14b")
@@ -42,12 +41,10 @@ def of_config(config: dict[str, Any]) -> ModelProfile:
 
 @functools.cache
 def tiny_profile(model_type: str) -> tuple[ModelProfile, Any]:
-    from transformers import AutoConfig
-
     from moelight.models.graph.model import GraphModel, on_meta
     from moelight.models.graph.self_test import tiny
 
-    graph = GraphModel(on_meta(tiny(AutoConfig.for_model(model_type, **RELEASED.get(model_type, {})))))
+    graph = GraphModel(on_meta(tiny(config_of(model_type))))
     return profile_of(graph, name="it", where="config.json"), graph
 
 
@@ -76,20 +73,38 @@ def test_four_layers_have_the_totals_of_the_family_that_is_data(name: str) -> No
     assert products[0] == products[1]
 
 
-@pytest.mark.peer
-@pytest.mark.skipif(int(os.environ.get("MOELIGHT_EXAMPLES", "40")) <= 40, reason="half a minute: MOELIGHT_EXAMPLES")
+@pytest.mark.families
 @pytest.mark.parametrize("name", KNOWN_TO_BOTH)
 def test_released_models_have_the_totals_of_the_family_that_is_data(name: str) -> None:
     assert totals(inventory(of_config(their_config(name)))) == totals(inventory(load_model_profile(name)))
 
 
+def assert_complete(model_type: str) -> None:
+    """Every number of the module is in a page or a tensor; LongCat's has rows of experts that have no weights."""
+    profile, graph = tiny_profile(model_type)
+    spare = {f"{name}.gate_up_proj" for name, each in graph.module.named_modules() if hasattr(each, "zero_expert_num")}
+    stored = {each: name for name, each in graph.module.state_dict(keep_vars=True).items()}
+    numbers = sum(each.numel() for each, name in stored.items() if name not in spare)
+    spared = sum(each[: profile.experts.num_experts].numel() for each, name in stored.items() if name in spare)
+    in_page = sum(map(math.prod, page_shapes(profile).values()))
+    in_pages = profile.num_moe_layers * profile.experts.num_experts * in_page
+    assert sum(tensor.elements for tensor in profile.tensors) + in_pages == numbers + spared
+    assert profile.num_layers == len(profile.layers) == len(profile.moe_layers)
+    assert all(
+        min(layer.before, layer.after, layer.state_bytes, layer.state_token_bytes) >= 0 for layer in profile.layers
+    )
+    assert costs.kv_token_bytes(profile, BFLOAT16) or any(costs.state_bytes(profile))
+
+
 @pytest.mark.parametrize("model_type", ["gemma4_text", "qwen3_next", "deepseek_v32", "nemotron_h"])
 def test_every_number_of_the_module_is_in_a_page_or_a_tensor(model_type: str) -> None:
-    profile, graph = tiny_profile(model_type)
-    stored = set(graph.module.state_dict(keep_vars=True).values())
-    in_pages = profile.num_moe_layers * profile.experts.num_experts * sum(map(math.prod, page_shapes(profile).values()))
-    assert sum(tensor.elements for tensor in profile.tensors) + in_pages == sum(each.numel() for each in stored)
-    assert profile.num_layers == len(profile.layers) == len(profile.moe_layers)
+    assert_complete(model_type)
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("model_type", [each for each in KINDS if each not in WITHOUT])
+def test_every_family_has_a_complete_profile(model_type: str) -> None:
+    assert_complete(model_type)
 
 
 def test_layers_keep_what_their_mixers_keep() -> None:
