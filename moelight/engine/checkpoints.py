@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from moelight.core.errors import ConfigError
+from moelight.kernels.products import Workspace
+from moelight.models.graph.decoder import GraphDecoder
+from moelight.models.graph.experts import PageExpert, PageViews
+from moelight.models.graph.model import GraphModel
+from moelight.models.graph.profile import profile_of
+from moelight.models.graph.self_test import prove
+from moelight.models.graph.weights import GraphWeightMap, fill_weights, locate_weights
+from moelight.models.moe import ExpertWeights
 from moelight.profiles.families import FAMILIES, profile_from_dir
 from moelight.profiles.hf_config import HFConfig
-from moelight.profiles.model import not_computed
+from moelight.profiles.model import ModelProfile, not_computed
 from moelight.weights.source import resolve_model
-from moelight.weights.tensor_map import OpenCheckpoint, open_checkpoint
+from moelight.weights.tensor_map import OpenCheckpoint, WeightMap, open_checkpoint
 
 
 def open_model(model: str) -> OpenCheckpoint:
@@ -22,7 +40,44 @@ def open_model(model: str) -> OpenCheckpoint:
     ours = isinstance(model_type, str) and model_type in FAMILIES
     if ours and not not_computed(profile_from_dir(directory)):
         return open_checkpoint(model)
-    from moelight.models.graph.checkpoint import open_graph
-
     config.refuse_quantised()
-    return open_graph(directory)
+    return _open_graph(directory)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphCheckpoint:
+    """`OpenGraph` of one checkpoint; ``views`` find the matrices of its experts."""
+
+    model: GraphModel
+    weights: GraphWeightMap
+    views: PageViews
+
+    def decoder(self, profile: ModelProfile, arena: Tensor, dtype: torch.dtype) -> Callable[[Workspace], GraphDecoder]:
+        """Read all weights outside pages into ``arena`` (uint8, any device) as ``dtype``."""
+        fill_weights(self.model, self.weights, arena, dtype)
+        return partial(GraphDecoder, profile, self.model)
+
+    def expert(self, slot: Tensor, dtype: torch.dtype) -> ExpertWeights | PageExpert:
+        """The expert whose page is in ``slot`` (uint8)."""
+        return self.views.of(slot[: self.views.numbers * dtype.itemsize].view(dtype))
+
+
+def _open_graph(directory: Path) -> OpenCheckpoint:
+    """Open the checkpoint in ``directory`` as its module graph; nothing is read but headers.
+
+    Raises:
+        ConfigError: transformers is missing, does not know the family, or the graph is not served or fails its
+            self-test.
+        CheckpointError: a tensor is missing, left over, or not as the config asks for it.
+    """
+    where = str(directory / "config.json")
+    model = GraphModel.from_config(directory)
+    profile = profile_of(model, name=directory.resolve().name, where=where)
+    weights = locate_weights(directory, model)
+    prove(directory)
+    layouts = list(weights.layouts.values())
+    if len(set(layouts)) > 1:
+        raise ConfigError(f"{where}: the experts of its layers lie in {len(set(layouts))} ways; pages have one")
+    found = WeightMap(dtype=weights.dtype, parts=MappingProxyType({}), pages=weights.pages, spare_head=None)
+    graph = GraphCheckpoint(model, weights, PageViews(layouts[0], model.forms[0]))
+    return OpenCheckpoint(directory=directory, profile=profile, weight_map=found, graph=graph)

@@ -31,7 +31,6 @@ from moelight.engine.planning import choose_residents, plan_for, resolve, resolv
 from moelight.engine.tokenizer import Tokenizer
 from moelight.experts.options import ExpertOptions
 from moelight.experts.profile import save_profile
-from moelight.hrm.costs import state_bytes
 from moelight.observe.stats import Binding, LaneTotals, RunStats
 from moelight.optimizer.plan import Plan
 from moelight.paging.arena import PinningError
@@ -140,8 +139,7 @@ class Engine:
             adapt: True: N, μ and look-ahead may change between passes if other values prove faster; False: they are
                 fixed; None: True for a plan, False for a policy. Values that the user fixed in the plan are kept.
             experts: residency of experts in on-demand passes, and what is recorded of it; None: the default policy.
-            prefix_caching: compute common prefixes of prompts once, in whole blocks; not done for models whose
-                sequences have a state beside their keys and values.
+            prefix_caching: compute common prefixes of prompts once, in whole blocks; not of stateful models.
             cuda_graphs: launch small passes that repeat, on CUDA, from recorded graphs (`runtime.graphs`).
 
         Raises:
@@ -167,7 +165,7 @@ class Engine:
         self._guard_device_memory()
         self._passes: PassRunner | None = self._load(source, lanes, dtype, cuda_graphs)
         window, pool, discrete = self.profile.window, self._passes.pool, machine.discrete
-        shares = prefix_caching and not any(state_bytes(self.profile))  # nobody has the state after a shared prefix
+        shares = prefix_caching and not self.profile.stateful
         self._batcher = Batcher(self.policy, pool, discrete=discrete, window=window, prefix_caching=shares)
         self._adapting: PassAdaptation | None = None
         # Under static admission, one pass does not predict the next.

@@ -228,6 +228,11 @@ class ModelProfile:
     tensors: tuple[StoredTensor, ...] = field(default=(), hash=False)
 
     @property
+    def stateful(self) -> bool:
+        """True if a sequence keeps more than keys and values, which nobody has after a prefix of it."""
+        return any(layer.state_bytes or layer.state_token_bytes for layer in self.layers)
+
+    @property
     def num_moe_layers(self) -> int:
         return sum(self.moe_layers)
 

@@ -44,7 +44,7 @@ class OnDemandPass:
     def __init__(self, pager: RingPager, micro_batches: Sequence[MicroBatch]) -> None:
         self._pager, self._micro_batches = pager, micro_batches
         self._demands: dict[int, LayerDemand] = {}
-        self._experts: dict[int, list[ExpertWeights | None]] = {}
+        self._experts: dict[int, Sequence[ExpertWeights | None]] = {}
         self._hints: defaultdict[int, list[HostCopy]] = defaultdict(list)  # predicted routing of each layer
         self._ahead: dict[int, int] = {}  # bytes prefetched for each layer
         self._turn = pager.residency.turn
@@ -60,7 +60,7 @@ class OnDemandPass:
                     self._demands[layer] = self._pager.demand(layer, ids, weights)
         return self._demands[layer]
 
-    def experts(self, layer: int) -> list[ExpertWeights | None]:
+    def experts(self, layer: int) -> Sequence[ExpertWeights | None]:
         """Weights of the demanded experts of ``layer``; None for the others."""
         if layer not in self._experts:
             self._experts[layer] = self._pager.store.weights_at(self.demand(layer).memory)

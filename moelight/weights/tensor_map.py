@@ -65,7 +65,7 @@ class OpenCheckpoint:
 
 
 class OpenGraph(Protocol):
-    """The module graph of a family that is none of `profiles.families` (`models.graph.checkpoint`)."""
+    """The module graph of a family that is none of `profiles.families` (`engine.checkpoints`)."""
 
     def decoder(self, profile: ModelProfile, arena: Any, dtype: Any) -> Callable[[Any], Any]:
         """Read all weights outside pages into ``arena``; returns what makes the decoder with a workspace."""

@@ -12,10 +12,13 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("greenlet")
 
+from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import SamplingParams
+from moelight.engine.checkpoints import open_model
 from moelight.engine.engine import Engine
-from moelight.models.graph.self_test import tiny
+from moelight.models.graph import self_test
+from moelight.models.graph.self_test import Verdict, tiny
 from tests.models.graph.released import RELEASED
 from tests.tiny import save_byte_tokenizer
 
@@ -119,3 +122,26 @@ def test_a_recurrent_model_shares_no_prefix(checkpoints: Any) -> None:
         found = engine.generate(same, HOW)
     assert {each.cached_tokens for each in found} == {0}
     assert len({tuple(each.token_ids) for each in found}) == 1
+
+
+def test_a_family_that_fails_its_self_test_is_refused(
+    checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the operation that differs; what has agreed is not tested again by the same versions."""
+    directory, _ = checkpoints("qwen2_moe")
+    monkeypatch.setenv("MOELIGHT_CACHE", str(tmp_path))
+    asked = []
+
+    def differs(config: Any) -> Verdict:
+        asked.append(config.model_type)
+        return Verdict(error=0.5, greedy=False, differs="experts of layer 1")
+
+    monkeypatch.setattr(self_test, "self_test", differs)
+    with pytest.raises(ConfigError, match=r"qwen2_moe differs from transformers \S+ in experts of layer 1"):
+        open_model(str(directory))
+    monkeypatch.undo()
+    monkeypatch.setenv("MOELIGHT_CACHE", str(tmp_path))
+    open_model(str(directory))
+    monkeypatch.setattr(self_test, "self_test", differs)
+    open_model(str(directory))
+    assert asked == ["qwen2_moe"]

@@ -18,6 +18,7 @@ from moelight.kernels.products import Workspace
 from moelight.models.decoder import Rows, Watch
 from moelight.models.graph.effects import Attend, Effect, Ended, Experts, Latents
 from moelight.models.graph.experts import PageExpert
+from moelight.models.graph.families import ExpertForm
 from moelight.models.graph.model import GraphModel, GraphRun
 from moelight.models.graph.state import State
 from moelight.models.moe import Experts as Pages
@@ -70,7 +71,7 @@ class GraphDecoder:
         self._states: dict[int, State] = {}  # of the running sequences, by place
         self._empty = State()
         forms = iter(graph.forms)
-        self._forms = [next(forms) if moe else None for moe in graph.moe_layers]
+        self._forms: list[ExpertForm | None] = [next(forms) if moe else None for moe in graph.moe_layers]
 
     def begin(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, rows: Sequence[Rows]) -> Running:  # noqa: ARG002
         """Nothing is computed yet: the run starts with the first layer."""
@@ -130,8 +131,7 @@ class GraphDecoder:
         )
 
     def experts(self, layer: int, pages: Sequence[ExpertWeights | None]) -> Sequence[ExpertWeights | None]:
-        form = self._forms[layer]
-        if form is None:
+        if (form := self._forms[layer]) is None:
             return ()
         return [partial(page.forward, form) if isinstance(page, PageExpert) else page for page in pages]
 

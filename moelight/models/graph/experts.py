@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from moelight.models.graph.families import ExpertForm
-from moelight.models.graph.page_layout import Matrix, PageLayout
 from moelight.models.moe import ExpertWeights
+from moelight.weights.page_layout import Matrix, PageLayout
 
 _PROBE = 64  # rows and width of what an activation is recognised by
 

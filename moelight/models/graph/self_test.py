@@ -1,5 +1,6 @@
 """A family proves itself before it runs: a tiny model with the switches of the user's config, transformers' eager
-forward of each sequence alone against suspended runs of the graph. Does not depend on checkpoints or the engine.
+forward of each sequence alone against suspended runs of the graph; what has agreed is kept by versions. Does not
+depend on checkpoints or the engine.
 
 The runs share micro-batches in all the ways that the engine uses: ragged prompts, prompts in parts after a context,
 prompts beside decode rows, two micro-batches interleaved at every suspension, experts that the graph does not hold.
@@ -7,17 +8,31 @@ prompts beside decode rows, two micro-batches interleaved at every suspension, e
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from moelight import __version__
+from moelight.core.errors import ConfigError
+from moelight.core.paths import cache_directory, write_whole
 from moelight.models.graph.effects import Attend, Ended, Experts, Latents
 from moelight.models.graph.families import ExpertForm
-from moelight.models.graph.model import GraphModel, GraphRun, on_meta, running, use
+from moelight.models.graph.model import (
+    GraphModel,
+    GraphRun,
+    on_meta,
+    read_config,
+    running,
+    transformers_of_graphs,
+    use,
+)
 from moelight.models.graph.state import State
 
 if TYPE_CHECKING:
@@ -411,3 +426,23 @@ def random_model(config: PretrainedConfig, seed: int) -> Any:
         else:
             weight.add_(torch.randn_like(weight), alpha=0.1)
     return module
+
+
+def prove(directory: Path) -> None:
+    """Compare the graph of ``directory/config.json``, made tiny, with transformers' eager forward; done before with
+    the same versions, nothing. Raises ConfigError with the operation that differs."""
+    path = directory / "config.json"
+    versions = transformers_of_graphs().__version__, torch.__version__, __version__
+    key = hashlib.sha256("\0".join((*versions, path.read_text(encoding="utf-8"))).encode()).hexdigest()
+    kept = cache_directory("self-tests", f"{key[:32]}.txt")
+    if kept.exists():
+        return
+    config = read_config(directory)
+    verdict = self_test(config)
+    if verdict.differs is not None:
+        raise ConfigError(
+            f"{path}: the graph of {config.model_type} differs from transformers {versions[0]} in {verdict.differs} "
+            f"(relative error {verdict.error:.1e}), so it is not run; report it with this config.json"
+        )
+    with contextlib.suppress(OSError):
+        write_whole(kept, f"{config.model_type} {verdict.error:.1e}\n")
