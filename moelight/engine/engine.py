@@ -164,9 +164,8 @@ class Engine:
         self._device_limit = self.plan.use_of("device").capacity_bytes if self.plan and machine.discrete else 0
         self._guard_device_memory()
         self._passes: PassRunner | None = self._load(source, lanes, dtype, cuda_graphs)
-        window, pool, discrete = self.profile.window, self._passes.pool, machine.discrete
-        shares = prefix_caching and not self.profile.stateful
-        self._batcher = Batcher(self.policy, pool, discrete=discrete, window=window, prefix_caching=shares)
+        pool, share, discrete = self._passes.pool, prefix_caching and not self.profile.stateful, machine.discrete
+        self._batcher = Batcher(self.policy, pool, discrete=discrete, window=self.profile.window, prefix_caching=share)
         self._adapting: PassAdaptation | None = None
         # Under static admission, one pass does not predict the next.
         if (self.plan is not None if adapt is None else adapt) and self.policy.admission == "refill":

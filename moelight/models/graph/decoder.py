@@ -130,7 +130,7 @@ class GraphDecoder:
             ids=ids.clamp(max=form.count - 1).to(torch.int32),
         )
 
-    def experts(self, layer: int, pages: Sequence[ExpertWeights | None]) -> Sequence[ExpertWeights | None]:
+    def experts(self, layer: int, pages: Sequence[ExpertWeights | PageExpert | None]) -> Sequence[ExpertWeights | None]:
         if (form := self._forms[layer]) is None:
             return ()
         return [partial(page.forward, form) if isinstance(page, PageExpert) else page for page in pages]
