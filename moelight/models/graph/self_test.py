@@ -388,14 +388,14 @@ def _prompts(seed: int) -> list[Tensor]:
 
 
 _PASSES: tuple[tuple[tuple[tuple[int, int], ...], ...], ...] = (  # micro-batches of (sequence, rows)
-    (((0, 9), (1, 12)), ((2, 5),)),  # prompts, ragged; the second in part
+    (((0, 9), (1, 12)), ((2, 5), (4, 1))),  # prompts, ragged; the second in part; one of a single token
     (((0, 1), (1, 13)), ((3, 70), (2, 1))),  # the rest of it after its context; a prompt beside decode rows
-    (((0, 1), (2, 1), (3, 1)), ((1, 2),)),
-    (((1, 1), (0, 4), (2, 1)), ((3, 1),)),  # several rows of a sequence that has decoded
+    (((0, 1), (4, 1), (2, 1), (3, 1)), ((1, 2),)),
+    (((1, 1), (0, 4), (2, 1)), ((3, 1), (4, 1))),  # several rows of a sequence that has decoded
 )
 _LENGTHS = tuple(
     sum(count for each in _PASSES for batch in each for number, count in batch if number == sequence)
-    for sequence in range(4)
+    for sequence in range(1 + max(number for each in _PASSES for batch in each for number, _ in batch))
 )
 
 

@@ -186,6 +186,16 @@ def test_state_counts_its_bytes() -> None:
     assert graph.model.stateful
 
 
+@pytest.mark.parametrize(
+    ("model_type", "how"),
+    [("mixtral", "native"), ("gpt_oss", "graph"), ("deepseek_v32", "opaque"), ("openai_privacy_filter", None)],
+)
+def test_how_a_family_runs(model_type: str, how: str | None) -> None:
+    found = support(self_test.tiny(config_of(model_type)))
+    assert (found.model_type, found.how) == (model_type, how)
+    assert (found.reason is None) == (how is not None)
+
+
 def test_a_run_ends_once() -> None:
     graph = tiny_graph("llama")
     rows = torch.zeros(2, dtype=torch.int64, device="meta")
