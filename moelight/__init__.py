@@ -51,7 +51,7 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'moelight' has no attribute {name!r}")
-    if name in ("Engine", "optimize", "simulate"):
+    if name in ("optimize", "simulate"):  # which plan for families that the engine does not run
         importlib.import_module("moelight.models.graph.profile").know_other_families()
     return getattr(importlib.import_module(_MODULES[name]), name)
 

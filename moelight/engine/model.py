@@ -17,7 +17,6 @@ from moelight.core.small_files import open_regular, read_bytes, read_error_text
 from moelight.engine.constraints import Constraints
 from moelight.engine.tokenizer import MOST_TOKENIZER_BYTES, Tokenizer
 from moelight.experts.options import ExpertOptions
-from moelight.models.graph.profile import know_other_families
 from moelight.optimizer.plan import Plan
 from moelight.optimizer.simulation import SimulationSetup
 from moelight.profiles.families import profile_from_dir
@@ -77,7 +76,6 @@ class LazyModel:
 
     @cached_property
     def profile(self) -> ModelProfile:
-        know_other_families()
         return profile_from_dir(self.directory)
 
     @cached_property

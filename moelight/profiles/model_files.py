@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from moelight.core.errors import ConfigError
-from moelight.profiles.families import profile_from_config, profile_from_dir
+from moelight.profiles.families import FAMILIES, profile_from_config, profile_from_dir
 from moelight.profiles.files import YamlNode, find_profile, profile_names, read_yaml
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile
@@ -111,6 +112,14 @@ NESTED_KEYS = {
 }
 
 
+_other_families: list[Callable[[Path], ModelProfile | None]] = []
+
+
+def read_other_families(reader: Callable[[Path], ModelProfile | None]) -> None:
+    """Let ``reader`` give the profile of a directory whose family is none of `FAMILIES`; None: it does not know it."""
+    _other_families[:] = [reader]
+
+
 def load_model_profile(name_or_path: str) -> ModelProfile:
     """The profile of a named model, of a YAML file, or of the checkpoint in a directory (also of its config.json).
 
@@ -118,7 +127,9 @@ def load_model_profile(name_or_path: str) -> ModelProfile:
     """
     path = _place(name_or_path)
     if path.is_dir():
-        return profile_from_dir(path)
+        family = HFConfig.from_file(path / "config.json").find("model_type")
+        others = _other_families if isinstance(family, str) and family not in FAMILIES else ()
+        return next((found for reader in others if (found := reader(path))), None) or profile_from_dir(path)
     name, config = _read(path)
     return profile_from_config(HFConfig(config, where=str(path)), name=name)
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from moelight.core.errors import ConfigError, quoted
 from moelight.hrm.inventory import ATTENTION, DENSE_LAYERS, ENDS, SHARED
-from moelight.profiles.families import read_other_families
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import (
     MOST_EXPERTS,
@@ -26,6 +25,7 @@ from moelight.profiles.model import (
     RouterSpec,
     StoredTensor,
 )
+from moelight.profiles.model_files import read_other_families
 from moelight.profiles.names import TensorNames
 from moelight.profiles.tensor_list import page_shapes
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from moelight.models.graph.state import State
 
 _ROWS = 64  # of a dry run: as many as the blocks of linear attention
-_STATE_ROWS = 1024  # more than windows and compression lengths of attention that keeps a cache of its own
+_STATE_ROWS = 256  # windows and compression lengths of attention that keeps a cache of its own, as a rule
 _DTYPE = "bfloat16"  # of a checkpoint whose config names none
 _NO_ATTENTION = AttentionSpec(num_heads=0, num_kv_heads=0, head_dim=0)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -248,17 +247,4 @@ def profile_from_config(config: HFConfig, *, name: str) -> ModelProfile:
 
 def profile_from_dir(directory: Path) -> ModelProfile:
     """The profile of the checkpoint in ``directory``; reads its ``config.json`` only."""
-    config = HFConfig.from_file(directory / "config.json")
-    if isinstance(config.find("model_type"), str) and config.find("model_type") not in FAMILIES:
-        for reader in _readers:
-            if (found := reader(directory)) is not None:
-                return found
-    return profile_from_config(config, name=directory.resolve().name)
-
-
-_readers: list[Callable[[Path], ModelProfile | None]] = []
-
-
-def read_other_families(reader: Callable[[Path], ModelProfile | None]) -> None:
-    """Let ``reader`` give the profile of a directory whose family is none of `FAMILIES`; None: it does not know it."""
-    _readers[:] = [reader]
+    return profile_from_config(HFConfig.from_file(directory / "config.json"), name=directory.resolve().name)
