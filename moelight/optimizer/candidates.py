@@ -85,9 +85,13 @@ def around(problem: Problem, beam: Candidates, *, step: float) -> Candidates:
     prefills = _prefill_over(problem, beam, n, _PASSES)
     for shares in (requested, (*requested[:3], 0.0)):
         moves += [(n, parts, tokens, prefill, *shares), (n, parts, t, np.ceil(prefills / t), *shares)]
-    for other in (n + 1, n - 1):  # the prompts of as many sequences as there will be, which take memory, too
-        spread = _prefill_over(problem, beam, other, _PASSES) / t
-        moves += [(other, np.ceil(other / mu), t, whole(spread), *requested) for whole in (np.floor, np.ceil)]
+    others = [n + 1, n - 1, *(-(-requests // np.maximum(waves + more, 1)) for more in (-1, 1))]
+    homes: list[Any] = [requested]
+    if cache_is_open(problem, beam):  # more sequences may need all memory that pages have
+        homes.append((requested[0], np.nan, 0.0, requested[3]))
+    for other, shares in product(others, homes):  # with the prompts of as many sequences, which take memory, too
+        spread = np.concatenate((_prefill_over(problem, beam, other, _PASSES) / t, p * other / n), axis=1)
+        moves += [(other, np.ceil(other / mu), t, whole(spread), *shares) for whole in (np.floor, np.ceil)]
     for many in (p, p + 1.0, np.maximum(p - 1.0, 1.0)):
         moves += [(n, parts, np.ceil(prefills / many), many, *requested)]
     moves += [(n, parts, t, p, *shares) for shares in (*near, *alone)]
