@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 NAME = "moelight"
 _DRY_ROWS = 2
+_UNSAID = -1  # the window of attention that leaves it to masks
 _HARMLESS = frozenset(("position_ids", "cache_position"))  # tensors of attention calls that say nothing new
 
 
@@ -77,7 +78,8 @@ class GraphModel:
         if (reason := refusal(self.config)) is not None:
             raise ConfigError(f"{self.config.model_type}: {reason}")
         self._body = self._decoder.forward
-        next(child for child in module.children() if self._decoder in set(child.modules())).forward = _given_hidden
+        outer = next(child for child in module.children() if self._decoder in set(child.modules()))
+        outer.forward = self._decoder.forward = _given_hidden
         self.forms: tuple[ExpertForm, ...] = ()
         self.experts: tuple[nn.Module, ...] = ()
         self.stateful = self._hook(latents=latents)
@@ -135,7 +137,7 @@ class GraphModel:
         follows: list[int] = []
         modules: list[nn.Module] = []
         value = None
-        while not isinstance(effect := run.resume(value), Ended):
+        while not isinstance(effect := self._dry_resume(run, value), Ended):
             if isinstance(effect, Experts):
                 if effect.layer < 0:
                     raise ConfigError(f"{family}: experts before the first mixer are not served")
@@ -151,6 +153,13 @@ class GraphModel:
         self.experts = tuple(modules)
         self.forms = tuple(_form(each) for each in modules)
         return tuple(run.kinds), tuple(layer in follows for layer in range(len(run.kinds)))
+
+    def _dry_resume(self, run: GraphRun, value: Tensor | None) -> Effect:
+        try:
+            return run.resume(value)
+        except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            line = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ConfigError(f"{self.config.model_type}: its graph does not run without masks: {line}") from error
 
 
 class GraphRun:
@@ -333,7 +342,7 @@ class _Given:
         return None
 
 
-def _given_hidden(*, inputs_embeds: Tensor, **_: object) -> _Given:
+def _given_hidden(*_: object, inputs_embeds: Tensor, **__: object) -> _Given:
     """In place of the body while the head is computed: what is given are the body's hidden states."""
     return _Given(inputs_embeds)
 
@@ -386,7 +395,7 @@ def _attend(
     attention_mask: Tensor | None = None,
     *,
     scaling: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | None = _UNSAID,
     s_aux: Tensor | None = None,
     softcap: float | None = None,
     **others: object,
@@ -409,7 +418,7 @@ def _attend(
         k=key[0].transpose(0, 1),
         v=value[0].transpose(0, 1),
         scale=scale,
-        window=sliding_window,
+        window=getattr(module, "sliding_window", None) if sliding_window == _UNSAID else sliding_window,
         sinks=s_aux,
         softcap=softcap,
     )

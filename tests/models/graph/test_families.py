@@ -53,8 +53,8 @@ def config_of(model_type: str, **changes: Any) -> Any:
     return AutoConfig.for_model(model_type, **{**RELEASED.get(model_type, {}), **changes})
 
 
-def assert_equal(model_type: str) -> None:
-    verdict = self_test.self_test(config_of(model_type))
+def assert_equal(model_type: str, **changes: Any) -> None:
+    verdict = self_test.self_test(config_of(model_type, **changes))
     assert verdict.differs is None
     assert verdict.error <= self_test.TOLERANCE
     assert verdict.greedy
@@ -63,6 +63,19 @@ def assert_equal(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", MECHANISMS)
 def test_a_suspended_graph_equals_transformers(model_type: str) -> None:
     assert_equal(model_type)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}),  # only masks say it
+        ("gemma4_text", {"num_kv_shared_layers": 18, "hidden_size_per_layer_input": 256}),
+        ("deepseek_v2", {"topk_method": "greedy", "q_lora_rank": None}),
+        ("hunyuan_v1_moe", {"num_experts": 64, "moe_topk": [8] * 32}),
+    ],
+)
+def test_a_switch_is_kept_and_equals_transformers(model_type: str, changes: dict[str, Any]) -> None:
+    assert_equal(model_type, **changes)
 
 
 @pytest.mark.thorough
