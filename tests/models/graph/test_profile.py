@@ -80,7 +80,7 @@ def test_four_layers_have_the_totals_of_the_family_that_is_data(name: str) -> No
     assert products[0] == products[1]
 
 
-@pytest.mark.families
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", KNOWN_TO_BOTH)
 def test_released_models_have_the_totals_of_the_family_that_is_data(name: str) -> None:
     assert totals(inventory(of_config(their_config(name)))) == totals(inventory(load_model_profile(name)))
@@ -108,7 +108,7 @@ def test_every_number_of_the_module_is_in_a_page_or_a_tensor(model_type: str) ->
     assert_complete(model_type)
 
 
-@pytest.mark.families
+@pytest.mark.thorough
 @pytest.mark.parametrize("model_type", [each for each in KINDS if each not in {*WITHOUT, "doge"}])
 def test_every_family_has_a_complete_profile(model_type: str) -> None:
     assert_complete(model_type)
