@@ -206,7 +206,10 @@ def kv_token_bytes(model: ModelProfile, dtype: DType) -> int:
 def qkv_bytes(model: ModelProfile, dtype: DType, tokens: int, layer: int | None = None) -> int:
     """D1 (section 4.1): bytes of queries, keys and values of ``tokens`` tokens of one layer (None: of the widest),
     device to host."""
-    return tokens * (attention_width(model, layer) + cache_width(model, layer)) * dtype.itemsize
+    if layer is None:
+        return tokens * (attention_width(model) + cache_width(model)) * dtype.itemsize
+    spec = model.attention_of(layer)
+    return tokens * (spec.query_width + spec.cache_width) * dtype.itemsize
 
 
 def kv_bytes(model: ModelProfile, dtype: DType, tokens: int, layer: int | None = None) -> int:
@@ -218,7 +221,8 @@ def kv_bytes(model: ModelProfile, dtype: DType, tokens: int, layer: int | None =
 def hidden_bytes(model: ModelProfile, dtype: DType, tokens: int, layer: int | None = None) -> int:
     """D2 (section 4.1): bytes of the attention output of ``tokens`` tokens of one layer (None: of the widest), host to
     device."""
-    return tokens * attention_out_width(model, layer) * dtype.itemsize
+    width = attention_out_width(model) if layer is None else model.attention_of(layer).output_width
+    return tokens * width * dtype.itemsize
 
 
 def residual_bytes(model: ModelProfile, dtype: DType, tokens: int) -> int:
@@ -238,27 +242,31 @@ def routing_bytes(model: ModelProfile) -> int:
 
 def attention_width(model: ModelProfile, layer: int | None = None) -> int:
     """Numbers in the queries of one token in one layer (None: the widest)."""
-    return max(spec.query_width for spec in _attention_specs(model, layer))
+    if layer is not None or not model.layers:
+        return model.attention_of(layer or 0).query_width
+    return max(spec.query_width for spec in _attention_specs(model))
 
 
 def attention_out_width(model: ModelProfile, layer: int | None = None) -> int:
     """Numbers in the attention output of one token in one layer (None: the widest)."""
-    return max(spec.output_width for spec in _attention_specs(model, layer))
+    if layer is not None or not model.layers:
+        return model.attention_of(layer or 0).output_width
+    return max(spec.output_width for spec in _attention_specs(model))
 
 
 def cache_width(model: ModelProfile, layer: int | None = None) -> int:
     """Numbers per token in the KV cache of one layer (None: the widest)."""
-    return max(spec.cache_width for spec in _attention_specs(model, layer))
+    if layer is not None or not model.layers:
+        return model.attention_of(layer or 0).cache_width
+    return max(spec.cache_width for spec in _attention_specs(model))
 
 
 def widest_head(model: ModelProfile) -> int:
     """Width of a key of any layer."""
-    return max(spec.head_dim for spec in _attention_specs(model, None))
+    return max(spec.head_dim for spec in _attention_specs(model))
 
 
-def _attention_specs(model: ModelProfile, layer: int | None) -> Iterable[AttentionSpec]:
-    if layer is not None or not model.layers:
-        return (model.attention_of(layer or 0),)
+def _attention_specs(model: ModelProfile) -> Iterable[AttentionSpec]:
     return [kind.spec for kind in attention_kinds(model)] or [model.attention]
 
 

@@ -84,7 +84,9 @@ class AttentionSpec:
     def cached_head_dim(self) -> int:
         """Width of a key, and of a value, in the cache and in the kernels, which take one multiple of 8 for both: the
         narrower ones are padded with zeros."""
-        widest = max(self.head_dim, self.value_head_dim or 0)
+        widest, values = self.head_dim, self.value_head_dim
+        if values is not None and values > widest:
+            widest = values
         return -(-widest // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
 
     @property
