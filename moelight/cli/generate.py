@@ -196,17 +196,11 @@ def read_constraint(given: JobArguments) -> StructuredOutputs | None:
 
 def read_policy(path: Path, given: JobArguments) -> Policy:
     """Return the policy in ``path``; an option of `_PLANNED` or a policy that the engine cannot run is refused."""
-    from moelight.optimizer.runnable import policy_faults, why_not
-    from moelight.profiles.files import profile_names
-    from moelight.profiles.model_files import ALIASES, load_model_profile
+    from moelight.optimizer.runnable import policy_faults
     from moelight.profiles.policy_files import load_policy
 
     refuse_beside(f"--policy {path}", given, _PLANNED, "the policy says how to run")
     policy = load_policy(path)
-    faults = policy_faults(policy)
-    known = policy.model in (*profile_names("model"), *ALIASES) and not Path(policy.model).is_dir()
-    if given.model is None and known:
-        faults = why_not(policy, load_model_profile(policy.model))
-    if faults:
+    if faults := policy_faults(policy):
         raise ConfigError(f"--policy {path} cannot be run: {'; '.join(faults)}")
     return policy

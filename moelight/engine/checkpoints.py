@@ -73,6 +73,11 @@ def _open_graph(directory: Path) -> OpenCheckpoint:
     where = str(directory / "config.json")
     model = GraphModel.from_config(directory)
     profile = profile_of(model, name=directory.resolve().name, where=where)
+    if profile.experts.input_size is not None:
+        raise ConfigError(
+            f"{where}: {profile.model_type}: experts of inputs of {profile.experts.input_size} numbers beside hidden "
+            f"states of {profile.hidden_size} are not computed"
+        )
     weights = locate_weights(directory, model)
     prove(directory)
     layouts = list(weights.layouts.values())

@@ -71,7 +71,7 @@ class Plan:
         solve_s: seconds that the original solution took.
         speeds: the machine's speeds in the estimate; None for plans of the paper estimator.
         fixed: keys of the policy that the user fixed.
-        why_not: the features of the policy or its model that the engine does not support; empty if the plan runs.
+        why_not: the features of the policy that the engine does not support; empty if the plan runs.
     """
 
     policy: Policy

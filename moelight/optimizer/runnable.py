@@ -1,18 +1,10 @@
-"""The features that can be planned but not run: one list for plans, policy files and the engine. Depends only on
-policies and models; the engine checks the devices of the machine."""
+"""The features of policies that can be planned but not run: one list for plans, policy files and the engine. Depends
+only on policies; the engine checks the devices of the machine."""
 
 from __future__ import annotations
 
 from moelight.core.dtypes import dtype_named
 from moelight.core.policy import Policy
-from moelight.profiles.model import ModelProfile, not_computed
-
-
-def why_not(policy: Policy, model: ModelProfile) -> tuple[str, ...]:
-    """The reasons why the engine refuses ``policy`` for ``model``, a clause each; empty if the policy runs."""
-    missing = not_computed(model)
-    of_model = (f"the engine does not compute {', '.join(missing)} ({model.model_type})",) if missing else ()
-    return (*of_model, *policy_faults(policy))
 
 
 def policy_faults(policy: Policy) -> tuple[str, ...]:

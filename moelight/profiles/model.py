@@ -254,11 +254,8 @@ class ModelProfile:
         return self.layers[layer].attention if self.layers else self.attention
 
 
-# Features that the engine does not compute: a model with one of them can be planned for, not run. A module graph is one
-# feature, whatever its layers are.
-_GRAPH = "module graphs of other families"
+# Features that the native decoder does not compute: a model with one of them runs as its module graph.
 NOT_COMPUTED: dict[str, Callable[[ModelProfile], bool]] = {
-    _GRAPH: lambda model: bool(model.layers or model.tensors),
     "latent attention": lambda model: model.attention.latent is not None,
     "values of another width than keys": lambda model: model.attention.value_head_dim is not None,
     "attention sinks": lambda model: model.attention.sinks,
@@ -282,14 +279,11 @@ NOT_COMPUTED: dict[str, Callable[[ModelProfile], bool]] = {
 
 
 def not_computed(model: ModelProfile) -> tuple[str, ...]:
-    """The features of ``model`` that the engine does not compute; empty if the model runs."""
-    if NOT_COMPUTED[_GRAPH](model):
-        return (_GRAPH,)
+    """The features of ``model`` that the native decoder does not compute; such a model runs as its module graph."""
     return tuple(feature for feature, asked in NOT_COMPUTED.items() if asked(model))
 
 
 def require_computable(model: ModelProfile, *, where: str) -> None:
-    """Raise ConfigError, naming the file ``where``, if the engine does not compute a feature of ``model``."""
+    """Raise ConfigError, naming the file ``where``, if the native decoder does not compute a feature of ``model``."""
     if missing := ", ".join(not_computed(model)):
-        plan = f"{model.model_type} can be planned for but not run yet"
-        raise ConfigError(f"{where}: {plan}: the engine does not compute {missing}")
+        raise ConfigError(f"{where}: the native decoder of {model.model_type} does not compute {missing}")

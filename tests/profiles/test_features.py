@@ -16,10 +16,8 @@ from moelight.profiles.model import (
     AttentionSpec,
     ExpertSpec,
     LatentSpec,
-    LayerSpec,
     ModelProfile,
     RouterSpec,
-    StoredTensor,
     require_computable,
 )
 from moelight.profiles.model_files import load_model_profile, model_config
@@ -27,8 +25,6 @@ from moelight.weights.tensor_map import open_checkpoint
 from tests.shapes import small_model
 
 LATENT = LatentSpec(q_lora_rank=None, kv_lora_rank=8, nope_head_dim=8, rope_head_dim=4, value_head_dim=8)
-LAYERS = (LayerSpec(attention=small_model().attention, before=1, after=1),) * 2
-TENSORS = (StoredTensor(name="it", layer=0, shape=(8, 8)),)
 # What a field has to say for the feature to be asked for; an empty part is the profile itself.
 ASKED: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "latent attention": [("attention", {"latent": LATENT})],
@@ -57,7 +53,6 @@ ASKED: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "LayerNorm": [("", {"norm": "layer"})],
     "norm biases": [("", {"norm_bias": True})],
     "a bias of the output matrix": [("", {"head_bias": True})],
-    "module graphs of other families": [("", {"layers": LAYERS}), ("", {"layers": LAYERS, "tensors": TENSORS})],
 }
 # What the decoder computes whatever it says (a field that is not here must be in the table).
 COMPUTED = {
@@ -85,9 +80,7 @@ def changed(part: str, values: dict[str, Any]) -> ModelProfile:
 def test_each_feature_is_refused_by_its_name_alone(feature: str, part: str, values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         require_computable(changed(part, values), where="some/config.json")
-    assert str(caught.value) == (
-        "some/config.json: mixtral can be planned for but not run yet: the engine does not compute " + feature
-    )
+    assert str(caught.value) == ("some/config.json: the native decoder of mixtral does not compute " + feature)
 
 
 def test_every_field_of_a_profile_is_computed_or_in_the_table() -> None:
@@ -122,7 +115,7 @@ def test_three_families_can_be_run(name: str) -> None:
     if model.model_type in ("mixtral", "qwen3_moe", "olmoe"):
         require_computable(model, where="here")
     else:
-        with pytest.raises(ConfigError, match=f"here: {model.model_type} can be planned for but not run yet"):
+        with pytest.raises(ConfigError, match=f"here: the native decoder of {model.model_type} does not compute"):
             require_computable(model, where="here")
 
 
