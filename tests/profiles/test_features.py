@@ -64,7 +64,7 @@ COMPUTED = {
     ExpertSpec: "num_experts intermediate_size activation",
     ModelProfile: (
         "name model_type num_layers hidden_size vocab_size max_positions norm_eps tie_embeddings dtype attention "
-        "router experts moe_layers dense_intermediate_size names"
+        "router experts moe_layers dense_intermediate_size names layers tensors"
     ),
 }
 
