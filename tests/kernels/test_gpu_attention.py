@@ -258,9 +258,9 @@ def test_torch_gathers_a_long_context_by_heads(monkeypatch: pytest.MonkeyPatch) 
     inner = attention._with_context
     monkeypatch.setattr(attention, "GATHER_BYTES", 50 * 2 * 16 * 4 * 3)
 
-    def watched(k: torch.Tensor, *rest: Any) -> Any:
-        gathered.append(k.shape[1])
-        return inner(k, *rest)
+    def watched(new: Any, *rest: Any) -> Any:
+        gathered.append(new[0].shape[1])
+        return inner(new, *rest)
 
     monkeypatch.setattr(attention, "_with_context", watched)
     case = ragged([Sequence(start=49, count=1, decodes=True), Sequence(start=300, count=2)], heads=6, kv_heads=3)
