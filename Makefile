@@ -22,7 +22,8 @@ help:  ## show this list
 # A failure shows the log.
 PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --no-compile
 BUILD_TOOLS := cmake ninja 'nanobind>=2.9' 'scikit-build-core>=1.1'
-DEPENDENCIES = $(shell sed -n '/^dependencies = /,/^]/s/^  \("[^"]*"\).*/\1/p' pyproject.toml)
+DEPENDENCIES = $(shell sed -n '/^dependencies = /,/^]/s/^  \("[^"]*"\).*/\1/p' pyproject.toml) \
+  $(shell sed -n 's/^graph = \["\(.*\)", "\(.*\)"\].*/"\1" "\2"/p' pyproject.toml)
 define install
 	@echo 'installing $(1) into $(VENV) (log: $(VENV)/install.log)'
 	@{ $(2); } > $(VENV)/install.log 2>&1 || { tail -n 40 $(VENV)/install.log; exit 1; }
