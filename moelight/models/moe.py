@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -19,7 +20,7 @@ from moelight.kernels.gpu import routing as gpu_routing
 from moelight.kernels.gpu import serving
 from moelight.kernels.gpu.grouped import expert_ffn
 from moelight.kernels.gpu.pages import PageTable
-from moelight.kernels.products import Workspace, feed_forward, rows_computed
+from moelight.kernels.products import Workspace, feed_forward, padded_rows, rows_computed
 from moelight.kernels.reference import route_topk
 from moelight.kernels.routing import cpu_gather_rows, cpu_route, cpu_scatter_sum, cpu_sort_by_expert
 from moelight.profiles.model import RouterSpec
@@ -215,12 +216,12 @@ def add_experts(
         if expert is None or not mine.numel():
             continue
         for part in mine.split(min(most_rows, EXPERT_ROWS)):
-            tokens, rows = part // top_k, space.inputs[: rows_computed(routed.x, part.numel())]
+            # torch keeps a kernel, and memory for it, of each number of rows
+            padded = padded_rows if callable(expert) and native.on_cpu(routed.x) else partial(rows_computed, routed.x)
+            tokens, rows = part // top_k, space.inputs[: padded(part.numel())]
             torch.index_select(routed.x, 0, tokens, out=rows[: part.numel()])
-            if isinstance(expert, tuple):
-                out = feed_forward(rows, *expert, space, wide=wide)[: part.numel()]
-            else:
-                out = expert(rows[: part.numel()])
+            out = feed_forward(rows, *expert, space, wide=wide) if isinstance(expert, tuple) else expert(rows)
+            out = out[: part.numel()]
             sums.index_copy_(0, tokens, sums[tokens] + out.float() * weights[part].unsqueeze(1))
 
 
