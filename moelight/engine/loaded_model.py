@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moelight.core.dtypes import DType, computed_in, dtype_named
-from moelight.core.errors import CheckpointError
+from moelight.core.errors import CheckpointError, ConfigError
 from moelight.core.policy import Policy
 from moelight.core.schedule import Lane, TaskKind
 from moelight.engine.batcher import places
@@ -162,8 +162,8 @@ class LoadedModel:
     def _kinds(self) -> list[int]:
         """The first layer of each kind: others launch no other kernels."""
         found: dict[tuple[object, ...], int] = {}
-        layers = () if self.weights is None else self.weights.layers
-        for layer, (moe, mine) in enumerate(zip(self.profile.moe_layers, layers, strict=True)):
+        assert self.weights is not None, "a module graph is not warmed up"
+        for layer, (moe, mine) in enumerate(zip(self.profile.moe_layers, self.weights.layers, strict=True)):
             given = (getattr(mine, field.name) for field in fields(mine))
             dtypes = (None if tensor is None else tensor.dtype for tensor in given)
             found.setdefault((moe, layer in self._reader.wide_layers, *dtypes), layer)
@@ -267,8 +267,12 @@ def _page_reader(source: OpenCheckpoint, dtype: DType, policy: Policy, opened: E
 
 def weight_dtype(policy: Policy, source: OpenCheckpoint, machine: Machine) -> DType:
     """The dtype of weights in memory: the policy's, or the checkpoint's as far as the machine supports it. float16 over
-    a bfloat16 checkpoint is mixed precision."""
-    stored = source.weight_map.dtype
-    if policy.weight_dtype == "auto":
-        return machine.native_dtype(stored)
-    return computed_in(dtype_named(policy.weight_dtype), stored)
+    a bfloat16 checkpoint is mixed precision, which a module graph does not compute (ConfigError)."""
+    stored, asked = source.weight_map.dtype, policy.weight_dtype
+    found = machine.native_dtype(stored) if asked == "auto" else computed_in(dtype_named(asked), stored)
+    if source.graph is not None and found.pages:
+        raise ConfigError(
+            f"{source.directory / 'config.json'}: {source.profile.model_type} runs as its module graph, which does not "
+            "compute a bfloat16 checkpoint in float16; run a policy with weight_dtype float32, or use --device cpu"
+        )
+    return found

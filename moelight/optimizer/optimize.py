@@ -22,7 +22,7 @@ from moelight.optimizer.fixed_values import check_extent, check_fixes
 from moelight.optimizer.placement import Found
 from moelight.optimizer.plan import Plan, TierUse, key_of, store_plan, stored_plan
 from moelight.optimizer.problem import COUNTS, Fixed, Problem
-from moelight.optimizer.runnable import policy_faults
+from moelight.optimizer.runnable import why_not
 from moelight.optimizer.search import AS_GOOD, search
 from moelight.profiles.hardware import HardwareProfile, with_gpus
 from moelight.profiles.model import ModelProfile
@@ -87,7 +87,7 @@ def make_plan(
     gpu = hardware.processor("gpu")
     policy = replace(found.policy, gpus=gpu.count if gpu is not None and found.policy.discrete else 1)
     speeds = None if estimator == "paper" else speeds_of(hardware)
-    return replace(found, policy=policy, why_not=policy_faults(policy), speeds=speeds)
+    return replace(found, policy=policy, why_not=why_not(policy, model, compute_dtype(model, hardware)), speeds=speeds)
 
 
 def best_plan(problem: Problem, hardware: HardwareProfile, limits: Mapping[str, int], *, proof: bool = True) -> Plan:

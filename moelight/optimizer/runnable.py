@@ -1,10 +1,21 @@
 """The features of policies that can be planned but not run: one list for plans, policy files and the engine. Depends
-only on policies; the engine checks the devices of the machine."""
+only on policies and models; the engine checks the devices of the machine."""
 
 from __future__ import annotations
 
-from moelight.core.dtypes import dtype_named
+from moelight.core.dtypes import DType, dtype_named
 from moelight.core.policy import Policy
+from moelight.profiles.model import ModelProfile, not_computed
+
+
+def why_not(policy: Policy, model: ModelProfile, dtype: DType) -> tuple[str, ...]:
+    """The reasons why the engine refuses ``policy`` for ``model``, computed in ``dtype``, a clause each; empty if the
+    policy runs. Only the native decoder computes in mixed precision."""
+    graph = bool(model.layers) or bool(not_computed(model))
+    if not (graph and dtype.pages and policy.weight_dtype in ("auto", dtype.name)):
+        return policy_faults(policy)
+    narrow = f"{model.model_type} runs as its module graph, which is not computed in float16 on a GPU without bfloat16"
+    return (narrow, *policy_faults(policy))
 
 
 def policy_faults(policy: Policy) -> tuple[str, ...]:

@@ -3,6 +3,7 @@ in every order, with experts in memory and streamed, and on the twin of a GPU.""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("greenlet")
+
+from safetensors.torch import load_file, save_file
 
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy, Shares
@@ -122,6 +125,17 @@ def test_a_recurrent_model_shares_no_prefix(checkpoints: Any) -> None:
         found = engine.generate(same, HOW)
     assert {each.cached_tokens for each in found} == {0}
     assert len({tuple(each.token_ids) for each in found}) == 1
+
+
+def test_a_bfloat16_graph_on_a_float16_card_is_refused_or_computed_in_float32(checkpoints: Any, tmp_path: Path) -> None:
+    directory, _ = checkpoints("qwen2_moe")
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    state = {name: each.bfloat16() for name, each in load_file(directory / "model.safetensors").items()}
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="does not compute a bfloat16 checkpoint in float16; run a policy with"):
+        tokens(tmp_path, "twin:fp16", ffn_device="gpu")
+    wide = {"ffn_device": "gpu", "weight_dtype": "float32"}
+    assert tokens(tmp_path, "twin:fp16", **wide) == tokens(tmp_path, weight_dtype="float32")
 
 
 def test_a_family_that_fails_its_self_test_is_refused(

@@ -54,6 +54,16 @@ def test_what_is_not_listed_is_not_refused() -> None:
         resolve(policy, small_model(), discrete=True)
 
 
+@pytest.mark.parametrize(
+    ("machine", "model", "runs"),
+    [("t4", "deepseek-v2-lite", False), ("l4", "deepseek-v2-lite", True), ("t4", "olmoe-1b-7b", True)],
+)
+def test_module_graphs_need_a_card_with_bfloat16(machine: str, model: str, runs: bool) -> None:
+    plan = optimize(machine, model, WORK, cache=False)
+    assert plan.runs == runs
+    assert runs or "not computed in float16 on a GPU without bfloat16" in plan.why_not[0]
+
+
 def test_a_plan_says_whether_it_runs_also_from_the_cache() -> None:
     model = small_model()
     for _ in range(2):
