@@ -109,7 +109,7 @@ def count_launches(monkeypatch: pytest.MonkeyPatch) -> Counted:
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", run_program)
     monkeypatch.setattr(Operations, "bind", bound)
     monkeypatch.setattr(native, "on_cpu", lambda _: threading.current_thread().name != "moelight-device")
-    monkeypatch.setattr(moe_ops, "grouped_pages", lambda weights, _: PageTable.of(*zip(*weights, strict=True)))
+    monkeypatch.setattr(moe_ops, "grouped_pages", lambda weights, *_: PageTable.of(*zip(*weights, strict=True)))
     for module in (arguments, routing):  # indices in a device's memory are not checked
         monkeypatch.setattr(module, "check_indices", lambda *_, **__: None)
     monkeypatch.setattr(arguments, "check_offsets", lambda *_: None)

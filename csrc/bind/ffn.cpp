@@ -54,13 +54,25 @@ void check_group_size(int64_t group_size) {
     refuse("group_size", "must be a positive multiple of 32 or None, is " + std::to_string(group_size));
 }
 
+// Whether a matrix lies across: by its inputs, the outputs of each beside each other.
+bool lies_across(const In& array) {
+  return array.ndim() == 2 && array.shape(1) > 1 && array.stride(1) != 1 && array.stride(0) == 1;
+}
+
 Weight check_weight(const char* name, const In& array, const Format& format) {
-  check_layout(name, array, 2);
+  if (format.across) {
+    if (array.device_type() != nb::device::cpu::value) refuse(name, "must be in CPU memory");
+    if (!lies_across(array)) refuse(name, "its tensors must lie one way: all across, or none");
+    if (array.stride(1) < static_cast<int64_t>(array.shape(0))) refuse(name, "its columns overlap");
+    if (has_scale(format.type)) refuse(name, "integers must be contiguous beyond their first dimension");
+  } else {
+    check_layout(name, array, 2);
+  }
   if (weight_type(name, array) != format.type) refuse(name, "its tensors must have one dtype");
   check_dim(name, array, 0, format.rows, "rows");
   const int64_t columns = format.type == WeightType::kInt4 ? format.depth / 2 : format.depth;
   check_dim(name, array, 1, columns, "columns");
-  return {array.data(), array.stride(0) * stored_bytes(format.type), nullptr, nullptr};
+  return {array.data(), array.stride(format.across ? 1 : 0) * stored_bytes(format.type), nullptr, nullptr};
 }
 
 const float* check_scale(const char* name, const In& array, const Format& format) {
@@ -74,11 +86,10 @@ const float* check_scale(const char* name, const In& array, const Format& format
   return static_cast<const float*>(array.data());
 }
 
-// Biases share one type: float32 or that of x.
-const void* check_bias(const char* name, const In& array, Format& format, DType x, bool& seen) {
+// Biases share one type.
+const void* check_bias(const char* name, const In& array, Format& format, bool& seen) {
   check_layout(name, array, 1);
   const DType type = float_type(name, array);
-  if (type != DType::kFloat32 && type != x) refuse(name, "must be float32 or have the dtype of x");
   if (seen && type != format.bias_type) refuse(name, "its tensors must have one dtype");
   check_dim(name, array, 0, format.rows, "rows");
   if (array.shape(0) > 1 && array.stride(0) != 1) refuse(name, "must be contiguous");
@@ -116,7 +127,7 @@ void linear(const In& x, const In& weight, nb::object bias, nb::object scale, in
   In bias_array, scale_array;
   if (!bias.is_none()) {
     bias_array = to_array("bias", bias);
-    args.weight.bias = check_bias("bias", bias_array, args.format, args.tokens.type, seen);
+    args.weight.bias = check_bias("bias", bias_array, args.format, seen);
   }
   if (!scale.is_none()) {
     scale_array = to_array("scale", scale);
@@ -166,7 +177,7 @@ class Experts {
     return found;
   }
 
-  std::vector<Weight> check(const Lists& lists, const std::vector<In>& arrays, Format& format, DType x) {
+  std::vector<Weight> check(const Lists& lists, const std::vector<In>& arrays, Format& format) {
     std::vector<Weight> weights(static_cast<size_t>(count_), Weight{nullptr, 0, nullptr, nullptr});
     const std::vector<In> biases = this->arrays(lists.bias_name, lists.bias);
     const std::vector<In> scales = this->arrays(lists.scale_name, lists.scale);
@@ -176,7 +187,7 @@ class Experts {
       if (!busy(e)) continue;
       const auto i = static_cast<size_t>(e);
       weights[i] = check_weight(lists.name, arrays[i], format);
-      if (!lists.bias.is_none()) weights[i].bias = check_bias(lists.bias_name, biases[i], format, x, seen);
+      if (!lists.bias.is_none()) weights[i].bias = check_bias(lists.bias_name, biases[i], format, seen);
       if (!lists.scale.is_none()) weights[i].scale = check_scale(lists.scale_name, scales[i], format);
     }
     for (const auto& some : {biases, scales}) kept_.insert(kept_.end(), some.begin(), some.end());
@@ -214,44 +225,96 @@ class Experts {
   std::vector<In> kept_;  // biases and scales, for as long as the product runs
 };
 
-Activation activation_named(const std::string& name) {
-  if (name == "silu") return Activation::kSilu;
-  if (name == "gelu_tanh") return Activation::kGeluTanh;
-  if (name == "swiglu_oai") return Activation::kSwigluOai;
-  refuse("activation", "must be silu, gelu_tanh or swiglu_oai, is '" + name + "'");
+Activation activation_named(const std::string& curve, double alpha, double limit, double shift, bool late) {
+  Activation found = {
+      .alpha = static_cast<float>(alpha),
+      .limit = static_cast<float>(limit),
+      .shift = static_cast<float>(shift),
+      .late = late,
+  };
+  const char* const names[] = {"silu", "gelu", "gelu_tanh", "relu2"};
+  for (int i = 0; i < 4; ++i) {
+    if (curve != names[i]) continue;
+    found.curve = static_cast<Curve>(i);
+    return found;
+  }
+  refuse("activation", "must be silu, gelu, gelu_tanh or relu2, is '" + curve + "'");
 }
 
-// Only experts with tokens are looked at.
-void expert_ffn(const In& x, nb::object gate_up, nb::object down, const In& offsets, const std::string& activation,
-                nb::object gate_up_bias, nb::object down_bias, nb::object gate_up_scale, nb::object down_scale,
-                int64_t group_size, const Out& out, int64_t threads) {
+// A list's format by its first tensor with tokens.
+Format format_of(const char* name, const In& first, int64_t rows, int64_t depth, int64_t group_size) {
+  if (first.ndim() != 2) check_layout(name, first, 2);
+  Format format = make_format(name, weight_type(name, first), rows, depth, group_size);
+  format.across = lies_across(first);
+  return format;
+}
+
+// The parts of one weight of 2 rows_each rows, of which the second begins `rows_each` rows after the first.
+std::vector<Weight> second_half(const std::vector<Weight>& weights, const Format& format, int64_t rows_each) {
+  std::vector<Weight> found = weights;
+  for (Weight& weight : found) {
+    if (weight.data == nullptr) continue;
+    const int64_t step = format.across ? stored_bytes(format.type) : weight.row_bytes;
+    weight.data = static_cast<const char*>(weight.data) + rows_each * step;
+    if (weight.scale != nullptr) weight.scale += rows_each * format.groups;
+    if (weight.bias != nullptr)
+      weight.bias = static_cast<const char*>(weight.bias) + rows_each * dtype_bytes(format.bias_type);
+  }
+  return found;
+}
+
+// Only experts with tokens are looked at. `up` None: gate_up has both, by turns if `turns`, or `ungated` up alone.
+void expert_ffn(const In& x, nb::object gate_up, nb::object up, nb::object down, const In& offsets,
+                nb::tuple activation, const std::string& pairing, nb::object gate_up_bias, nb::object up_bias,
+                nb::object down_bias, nb::object gate_up_scale, nb::object down_scale, int64_t group_size,
+                const Out& out, int64_t threads) {
   check_group_size(group_size);
   check_layout("x", x, 2);
   const int64_t hidden = size_of(x, 1);
   Experts experts(offsets, size_of(x, 0));
-  const Lists up_lists = {"gate_up", "gate_up_bias", "gate_up_scale", gate_up, gate_up_bias, gate_up_scale};
+  const Lists first_lists = {"gate_up", "gate_up_bias", "gate_up_scale", gate_up, gate_up_bias, gate_up_scale};
+  const Lists up_lists = {"up", "up_bias", "up_scale", up, up_bias, nb::none()};
   const Lists down_lists = {"down", "down_bias", "down_scale", down, down_bias, down_scale};
-  experts.check_lengths(up_lists);
+  const bool apart = !up.is_none(), joined = !apart && pairing == "joined";
+  experts.check_lengths(first_lists);
+  if (apart) experts.check_lengths(up_lists);
   experts.check_lengths(down_lists);
   ExpertArgs args;
-  args.activation = activation_named(activation);
+  args.activation =
+      activation_named(nb::cast<std::string>(activation[0]), nb::cast<double>(activation[1]),
+                       nb::cast<double>(activation[2]), nb::cast<double>(activation[3]), nb::cast<bool>(activation[4]));
+  args.pairing = apart || joined ? Pairing::kApart : pairing == "turns" ? Pairing::kTurns : Pairing::kUngated;
   args.threads = checked_threads(threads);
   args.tokens = check_tokens(x, out, hidden);
   const int64_t busy = experts.first_busy();
   if (busy < 0) return;
 
-  const std::vector<In> up_arrays = experts.arrays("gate_up", gate_up), down_arrays = experts.arrays("down", down);
-  const In &first_up = up_arrays[static_cast<size_t>(busy)], &first_down = down_arrays[static_cast<size_t>(busy)];
-  check_layout("gate_up", first_up, 2);
-  if (first_up.shape(0) % 2 != 0) refuse("gate_up", "must have an even number of rows, shape is " + shape_of(first_up));
-  const int64_t inner = size_of(first_up, 0) / 2;
-  args.up_format = make_format("gate_up", weight_type("gate_up", first_up), 2 * inner, hidden, group_size);
-  args.down_format = make_format("down", weight_type("down", first_down), hidden, inner, group_size);
-  const std::vector<Weight> up = experts.check(up_lists, up_arrays, args.up_format, args.tokens.type);
-  const std::vector<Weight> downs = experts.check(down_lists, down_arrays, args.down_format, args.tokens.type);
+  const std::vector<In> first_arrays = experts.arrays("gate_up", gate_up), down_arrays = experts.arrays("down", down);
+  const In &first = first_arrays[static_cast<size_t>(busy)], &first_down = down_arrays[static_cast<size_t>(busy)];
+  if (first.ndim() != 2) check_layout("gate_up", first, 2);
+  const bool both = joined || args.pairing == Pairing::kTurns;
+  if (both && first.shape(0) % 2 != 0)
+    refuse("gate_up", "must have an even number of rows, shape is " + shape_of(first));
+  const int64_t rows = size_of(first, 0), inner = both ? rows / 2 : rows;
+  args.up_format = format_of("gate_up", first, rows, hidden, group_size);
+  args.down_format = format_of("down", first_down, hidden, inner, group_size);
+  const std::vector<Weight> firsts = experts.check(first_lists, first_arrays, args.up_format);
+  const std::vector<Weight> downs = experts.check(down_lists, down_arrays, args.down_format);
+  const std::vector<In> up_arrays = experts.arrays("up", up);
+  std::vector<Weight> ups;
+  if (joined) {
+    args.up_format.rows = inner;
+    ups = second_half(firsts, args.up_format, inner);
+  } else if (apart) {
+    const DType bias_type = args.up_format.bias_type;
+    ups = experts.check(up_lists, up_arrays, args.up_format);
+    if (gate_up_bias.is_none() != up_bias.is_none() || args.up_format.bias_type != bias_type)
+      refuse("up_bias", "must be given as gate_up_bias is, with its dtype");
+  }
   args.offsets = experts.offsets();
   args.experts = experts.count();
-  args.up = up.data();
+  args.gate = args.pairing == Pairing::kApart ? firsts.data() : nullptr;
+  args.up = args.pairing == Pairing::kApart ? ups.data() : firsts.data();
   args.down = downs.data();
   nb::gil_scoped_release release;
   moelight::expert_ffn(args);
@@ -263,11 +326,12 @@ int64_t linear_workspace(int x, int weight, int64_t tokens, int64_t outputs, int
   return moelight::linear_workspace(static_cast<DType>(x), format, tokens, checked_threads(threads));
 }
 
-int64_t expert_ffn_workspace(int x, int weight, int64_t tokens, int64_t hidden, int64_t intermediate, int64_t experts,
-                             int64_t threads) {
+int64_t expert_ffn_workspace(int x, int weight, bool across, int64_t tokens, int64_t hidden, int64_t intermediate,
+                             int64_t experts, int64_t threads) {
   const auto type = static_cast<WeightType>(weight);
-  const Format up = make_format("gate_up", type, 2 * intermediate, hidden, 0);
-  const Format down = make_format("down", type, hidden, intermediate, 0);
+  Format up = make_format("gate_up", type, 2 * intermediate, hidden, 0);
+  Format down = make_format("down", type, hidden, intermediate, 0);
+  up.across = down.across = across;
   return moelight::expert_ffn_workspace(static_cast<DType>(x), up, down, tokens, experts, checked_threads(threads));
 }
 
@@ -275,14 +339,14 @@ int64_t expert_ffn_workspace(int x, int weight, int64_t tokens, int64_t hidden, 
 
 void add_ffn(nb::module_& module) {
   module.def("linear_workspace", linear_workspace, "x"_a, "weight"_a, "tokens"_a, "outputs"_a, "inputs"_a, "threads"_a);
-  module.def("expert_ffn_workspace", expert_ffn_workspace, "x"_a, "weight"_a, "tokens"_a, "hidden"_a, "intermediate"_a,
-             "experts"_a, "threads"_a);
+  module.def("expert_ffn_workspace", expert_ffn_workspace, "x"_a, "weight"_a, "across"_a, "tokens"_a, "hidden"_a,
+             "intermediate"_a, "experts"_a, "threads"_a);
   module.def("ffn_workspace_kept", moelight::ffn_workspace_kept);
   module.def("linear", linear, "x"_a, "weight"_a, "bias"_a.none(), "scale"_a.none(), "group_size"_a, "out"_a,
              "threads"_a);
-  module.def("expert_ffn", expert_ffn, "x"_a, "gate_up"_a, "down"_a, "offsets"_a, "activation"_a,
-             "gate_up_bias"_a.none(), "down_bias"_a.none(), "gate_up_scale"_a.none(), "down_scale"_a.none(),
-             "group_size"_a, "out"_a, "threads"_a);
+  module.def("expert_ffn", expert_ffn, "x"_a, "gate_up"_a, "up"_a.none(), "down"_a, "offsets"_a, "activation"_a,
+             "pairing"_a, "gate_up_bias"_a.none(), "up_bias"_a.none(), "down_bias"_a.none(), "gate_up_scale"_a.none(),
+             "down_scale"_a.none(), "group_size"_a, "out"_a, "threads"_a);
 }
 
 }  // namespace moelight::bind

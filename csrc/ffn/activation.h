@@ -1,4 +1,4 @@
-// The gated activations over a SIMD type S. Internal linkage: every instruction set has its own copy.
+// The activations over a SIMD type S. Internal linkage: every instruction set has its own copy.
 #pragma once
 
 #include "ffn.h"
@@ -24,33 +24,60 @@ typename S::V sigmoid(typename S::V x) {
   return S::set(1.0f) / S::add(S::set(1.0f), y);
 }
 
+// Curves of the gate, or of what has none; `alpha` is silu's alone.
 template <class S>
 struct Silu {
-  static typename S::V apply(typename S::V gate, typename S::V up) {
-    return S::mul(S::mul(gate, sigmoid<S>(gate)), up);
-  }
+  static typename S::V apply(typename S::V x, float alpha) { return S::mul(x, sigmoid<S>(S::mul(x, S::set(alpha)))); }
 };
 
 // x (1 + tanh(u)) / 2 = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
 template <class S>
 struct GeluTanh {
-  static typename S::V apply(typename S::V gate, typename S::V up) {
-    const auto cubic = S::fma(S::mul(gate, gate), S::set(0.044715f), S::set(1.0f));
-    const auto twice = S::mul(S::mul(gate, S::set(1.5957691216057308f)), cubic);
-    return S::mul(S::mul(gate, sigmoid<S>(twice)), up);
+  static typename S::V apply(typename S::V x, float) {
+    const auto cubic = S::fma(S::mul(x, x), S::set(0.044715f), S::set(1.0f));
+    const auto twice = S::mul(S::mul(x, S::set(1.5957691216057308f)), cubic);
+    return S::mul(x, sigmoid<S>(twice));
   }
 };
 
-// gpt-oss: (up + 1) gate sigmoid(1.702 gate), gate at most 7, up within 7 of zero
+// x (1 + erf(x / sqrt(2))) / 2 by Abramowitz and Stegun 7.1.26, erf within 1.5e-7: with z = |x| / sqrt(2), half of
+// erfc(z) is the share below zero and one less the share above.
 template <class S>
-struct SwigluOai {
-  static typename S::V apply(typename S::V gate, typename S::V up) {
-    gate = at_most<S>(gate, 7.0f);
-    up = at_least<S>(at_most<S>(up, 7.0f), -7.0f);
-    const auto swish = S::mul(gate, sigmoid<S>(S::mul(gate, S::set(1.702f))));
-    return S::mul(S::add(up, S::set(1.0f)), swish);
+struct Gelu {
+  static typename S::V apply(typename S::V x, float) {
+    const auto magnitude = at_most<S>(S::max(x, S::sub(S::zero(), x)), 1e30f);
+    const auto z = S::mul(magnitude, S::set(0.7071067811865476f));
+    const auto t = S::set(1.0f) / S::fma(z, S::set(0.3275911f), S::set(1.0f));
+    auto y = S::fma(t, S::set(1.061405429f), S::set(-1.453152027f));
+    y = S::fma(y, t, S::set(1.421413741f));
+    y = S::fma(y, t, S::set(-0.284496736f));
+    y = S::mul(S::fma(y, t, S::set(0.254829592f)), t);
+    const auto below = S::mul(S::mul(y, exp2<S>(S::mul(S::mul(z, z), S::set(-kLog2E)))), S::set(0.5f));
+    // max(x, 0) (1 - below) + min(x, 0) below = max(x, 0) - |x| below
+    return S::sub(S::max(S::zero(), x), S::mul(magnitude, below));
   }
 };
+
+template <class S>
+struct SquaredRelu {
+  static typename S::V apply(typename S::V x, float) {
+    const auto positive = S::max(S::zero(), x);
+    return S::mul(positive, positive);
+  }
+};
+
+template <class S, class C>
+typename S::V curve(const Activation& by, typename S::V x) {
+  if (!by.late) x = at_most<S>(x, by.limit);
+  const auto y = C::apply(x, by.alpha);
+  return by.late ? at_most<S>(y, by.limit) : y;
+}
+
+template <class S, class C>
+typename S::V gated(const Activation& by, typename S::V gate, typename S::V up) {
+  up = at_least<S>(at_most<S>(up, by.limit), -by.limit);
+  return S::mul(S::add(up, S::set(by.shift)), curve<S, C>(by, gate));
+}
 
 }  // namespace
 }  // namespace moelight

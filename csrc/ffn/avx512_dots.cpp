@@ -12,6 +12,8 @@ Kernel dots_kernel(void (*product)(const Product&, void*, float*)) {
           .in_place = Stored::kInPlace,
           .scratch_bytes = std::max(kRows * kBufferRow, kStreamRoom),
           .multiply = product,
+          .multiply_across = nullptr,
+          .turn = nullptr,
           .prepare = prepare<Stored>,
           .store = store<Avx512, Bf16>,
           .activate = activate<Avx512, Bf16>};

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "moelight/half.h"
 
@@ -19,7 +20,18 @@ constexpr int kWeightTypes = 5;
 
 constexpr bool has_scale(WeightType type) { return type == WeightType::kInt8 || type == WeightType::kInt4; }
 
-enum class Activation : int { kSilu = 0, kGeluTanh = 1, kSwigluOai = 2 };
+enum class Curve : int { kSilu = 0, kGelu = 1, kGeluTanh = 2, kSquaredRelu = 3 };
+
+// curve(gate) (up + shift), or the curve alone where there is no gate: gate at most `limit` (`late`: its curve), up
+// within +-limit, silu(x) = x sigmoid(alpha x).
+struct Activation {
+  Curve curve = Curve::kSilu;
+  float alpha = 1.0f, limit = std::numeric_limits<float>::infinity(), shift = 0.0f;
+  bool late = false;
+};
+
+// How gate and up are given: two weights; one, of which their rows take turns; or up alone.
+enum class Pairing : int { kApart = 0, kTurns = 1, kUngated = 2 };
 
 // Two values of a row, the earlier in the low four bits; the number meant is the value less 8.
 struct Int4 {
@@ -33,13 +45,14 @@ struct Format {
   int64_t group;   // elements that share a scale: a multiple of kGroupStep, or at least depth
   int64_t groups;  // scales from one row to the next
   DType bias_type;
+  bool across = false;  // floats alone: the weight lies as [depth, rows]
 };
 
 constexpr int64_t kGroupStep = 32;
 
 struct Weight {
-  const void* data;  // [rows, depth], rows row_bytes apart; null for an expert that is not there
-  int64_t row_bytes;
+  const void* data;    // [rows, depth], or across [depth, rows]; null for an expert that is not there
+  int64_t row_bytes;   // from one line of these to the next
   const float* scale;  // [rows, groups]; null for floats
   const void* bias;    // [rows] or null
 };
@@ -68,8 +81,10 @@ struct ExpertArgs {
   const int32_t* offsets;  // [E + 1], rising from 0 to T
   int64_t experts;
   Activation activation;
+  Pairing pairing;
   Format up_format, down_format;
-  const Weight* up;    // [E] of [2I, H], gate rows first
+  const Weight* gate;  // [E] of [I, H]; null unless kApart
+  const Weight* up;    // [E] of [I, H], or [2I, H] by kTurns, of the gate first
   const Weight* down;  // [E] of [H, I]
   int threads;
 };
@@ -92,7 +107,8 @@ constexpr int64_t kTokenBlock = 96;
 constexpr int64_t kUnitRows = 64;
 constexpr int64_t kUpColumn = kUnitRows / 2;  // where the sums of up rows begin beside those of their gates
 
-// Some rows of a weight times some tokens.
+// Some rows of a weight times some tokens. Of a weight across, rows may be more than kUnitRows: their sums are then
+// block after block of so many, each of `tokens` lines.
 struct Product {
   const char* weight;  // the first of the rows
   int64_t row_bytes;
@@ -115,13 +131,18 @@ struct Kernel {
   int64_t scratch_bytes;  // of `multiply`
   // sums[t][r] += x[t] . weight[r], sums kUnitRows apart and zero before; scratch aligned to 64 bytes.
   void (*multiply)(const Product&, void* scratch, float* sums);
+  // The same with a weight across; null: it is turned, part by part, into rows for `multiply`.
+  void (*multiply_across)(const Product&, void* scratch, float* sums);
+  // Where there is no multiply_across: `count` (at most kUnitRows) columns of `depth` lines, as rows row_bytes apart.
+  void (*turn)(const char* from, int64_t line_bytes, int64_t count, int64_t depth, char* to, int64_t row_bytes);
   // `count` rows of x, x_bytes apart, to prepared ones and zero ones up to the next multiple of the token step.
   void (*prepare)(const void* x, int64_t x_bytes, int64_t count, int64_t depth, void* out);
   // sums + bias, rounded to the type of x; rows of out are `stride` elements apart.
   void (*store)(const float* sums, const float* bias, int64_t rows, int64_t tokens, void* out, int64_t stride);
-  // The activation of gate and up, rounded to the type of x.
-  void (*activate)(Activation, const float* sums, const float* bias, int64_t columns, int64_t tokens, void* out,
-                   int64_t stride);
+  // The activation of `columns` gates and ups, rounded to the type of x. kTurns: both are among sums and bias by turns;
+  // kUngated: sums and bias are those of up.
+  void (*activate)(const Activation&, Pairing, const float* sums, const float* ups, const float* bias,
+                   const float* up_bias, int64_t columns, int64_t tokens, void* out, int64_t stride);
 };
 
 Kernel ffn_scalar(DType x, WeightType weight);

@@ -28,29 +28,41 @@ void store(const float* sums, const float* bias, int64_t rows, int64_t tokens, v
   }
 }
 
-template <class S, class X, class A>
-void activate_as(const float* sums, const float* bias, int64_t columns, int64_t tokens, void* out, int64_t stride) {
-  alignas(64) float line[kUpColumn];
-  for (int64_t t = 0; t < tokens; ++t, sums += kUnitRows) {
+template <class S, class X, class C>
+void activate_as(const Activation& by, Pairing pairing, const float* sums, const float* ups, const float* bias,
+                 const float* up_bias, int64_t columns, int64_t tokens, void* out, int64_t stride) {
+  alignas(64) float line[kUnitRows];
+  const auto biased = [&](int64_t i) { return S::add(S::load(sums + i), S::load(bias + i)); };
+  for (int64_t t = 0; t < tokens; ++t, sums += kUnitRows, ups += kUnitRows) {
     for (int64_t i = 0; i < columns; i += S::kWidth) {
-      const auto gate = S::add(S::load(sums + i), S::load(bias + i));
-      const auto up = S::add(S::load(sums + kUpColumn + i), S::load(bias + kUpColumn + i));
-      S::store(line + i, A::apply(gate, up));
+      typename S::V gate, up;
+      if (pairing == Pairing::kUngated) {
+        S::store(line + i, curve<S, C>(by, biased(i)));
+        continue;
+      }
+      if (pairing == Pairing::kTurns) {
+        S::unzip(biased(2 * i), biased(2 * i + S::kWidth), gate, up);
+      } else {
+        gate = biased(i), up = S::add(S::load(ups + i), S::load(up_bias + i));
+      }
+      S::store(line + i, gated<S, C>(by, gate, up));
     }
     narrow<S>(line, columns, static_cast<X*>(out) + t * stride);
   }
 }
 
 template <class S, class X>
-void activate(Activation activation, const float* sums, const float* bias, int64_t columns, int64_t tokens, void* out,
-              int64_t stride) {
-  switch (activation) {
-    case Activation::kSilu:
-      return activate_as<S, X, Silu<S>>(sums, bias, columns, tokens, out, stride);
-    case Activation::kGeluTanh:
-      return activate_as<S, X, GeluTanh<S>>(sums, bias, columns, tokens, out, stride);
-    case Activation::kSwigluOai:
-      return activate_as<S, X, SwigluOai<S>>(sums, bias, columns, tokens, out, stride);
+void activate(const Activation& by, Pairing pairing, const float* sums, const float* ups, const float* bias,
+              const float* up_bias, int64_t columns, int64_t tokens, void* out, int64_t stride) {
+  switch (by.curve) {
+    case Curve::kSilu:
+      return activate_as<S, X, Silu<S>>(by, pairing, sums, ups, bias, up_bias, columns, tokens, out, stride);
+    case Curve::kGelu:
+      return activate_as<S, X, Gelu<S>>(by, pairing, sums, ups, bias, up_bias, columns, tokens, out, stride);
+    case Curve::kGeluTanh:
+      return activate_as<S, X, GeluTanh<S>>(by, pairing, sums, ups, bias, up_bias, columns, tokens, out, stride);
+    case Curve::kSquaredRelu:
+      return activate_as<S, X, SquaredRelu<S>>(by, pairing, sums, ups, bias, up_bias, columns, tokens, out, stride);
   }
 }
 

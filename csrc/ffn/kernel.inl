@@ -7,8 +7,10 @@
 // meets them there; weights of the same type are read where they lie. Whoever reads a tile from memory fetches the
 // next.
 
+#include <algorithm>
 #include <type_traits>
 
+#include "across.inl"
 #include "ffn.h"
 #include "finish.h"
 #include "lanes.h"
@@ -199,13 +201,17 @@ void prepare(const void* x, int64_t x_bytes, int64_t count, int64_t depth, void*
 template <class L, class X, class W>
 Kernel kernel() {
   using S = typename L::Simd;
+  void (*across)(const Product&, void*, float*) = nullptr;
+  if constexpr (!kScaled<W>) across = multiply_across<S, W>;
   return {.step = L::kStep,
           .element_bytes = sizeof(float),
           .head_bytes = 0,
           .token_step = 1,
           .in_place = std::is_same_v<X, float>,
-          .scratch_bytes = kRowTile * kBlockBytes,
+          .scratch_bytes = std::max(kRowTile * kBlockBytes, kScaled<W> ? 0 : kAcrossScratch),
           .multiply = multiply<L, W>,
+          .multiply_across = across,
+          .turn = nullptr,
           .prepare = prepare<L, X>,
           .store = store<S, X>,
           .activate = activate<S, X>};

@@ -22,16 +22,25 @@ constexpr int64_t kFewTokens = 24;
 constexpr int64_t kUnitBytes = 256 << 10;
 // Tokens that one thread prepares at a time.
 constexpr int64_t kPreparedTokens = 32;
+// Of a weight across a unit is stretches of its lines: up to kWideBlocks times kUnitRows at once, as many as have sums
+// that stay in the first-level cache.
+constexpr int64_t kWideBlocks = 8;
+// Elements of K turned at a time, and bytes of a row of them, which fall into different cache sets.
+constexpr int64_t kTurnedDepth = 1024, kTurnedRow = 2 * kTurnedDepth + 64;
 // Less work than this is done before a second thread wakes: bytes to read, and products to sum.
 constexpr int64_t kSmallBytes = 128 << 10, kSmallProducts = 1 << 20;
 
-Kernel kernel_for(DType x, WeightType weight) {
+// Weights across meet dot products of float32 rather than of pairs of bfloat16, which take two lines of K at once; for
+// tiles they are turned.
+Kernel kernel_for(DType x, const Format& format) {
+  const WeightType weight = format.type;
 #if defined(__x86_64__)
   switch (active_isa()) {
     case Isa::kAvx512:
       if (x == DType::kBFloat16 && weight != WeightType::kFloat32 && weight != WeightType::kFloat16) {
         switch (bf16_products()) {
           case Bf16Products::kPairs:
+            if (format.across) break;
             return ffn_avx512_dots(weight);
           case Bf16Products::kTiles:
             return ffn_amx(weight);
@@ -68,7 +77,7 @@ struct Side {
   bool in_place = false;
   Span source = {}, prepared = {};
 
-  Side(DType type, const Format& format) : kernel(kernel_for(type, format.type)), format(format), type(type) {}
+  Side(DType type, const Format& format) : kernel(kernel_for(type, format)), format(format), type(type) {}
 
   bool takes(int64_t depth) const { return kernel.in_place && depth % kernel.step == 0; }
   int64_t prepared_bytes() const {
@@ -92,10 +101,28 @@ struct Side {
     kernel.prepare(source.row(from), source.stride, count, format.depth, prepared.row(to));
   }
 
+  int64_t element_bytes() const { return format.type == WeightType::kFloat32 ? 4 : 2; }  // of floats
+  bool whole_across() const { return format.across && kernel.multiply_across != nullptr; }
+  // Times kUnitRows: rows that are multiplied at once.
+  int64_t wide(int64_t tokens) const {
+    return whole_across() ? std::clamp<int64_t>(kUnitRows / std::max<int64_t>(tokens, 1), 1, kWideBlocks) : 1;
+  }
+  int64_t scratch_bytes() const {
+    return Workspace::aligned(kernel.scratch_bytes) + (kernel.turn == nullptr ? 0 : kUnitRows * kTurnedRow);
+  }
+  // Of one row.
+  int64_t read_bytes(const Weight& weight) const {
+    return format.across ? format.depth * element_bytes() : weight.row_bytes;
+  }
+  Span rows_of(const Weight& weight, int64_t row) const {
+    if (format.across) return {nullptr, 0};
+    return {const_cast<char*>(static_cast<const char*>(weight.data)) + row * weight.row_bytes, weight.row_bytes};
+  }
+
   void multiply(const Weight& weight, int64_t row, int64_t rows, int64_t token, int64_t tokens, const Span& next,
                 char* scratch, float* sums) const {
     const Product product = {
-        .weight = static_cast<const char*>(weight.data) + row * weight.row_bytes,
+        .weight = static_cast<const char*>(weight.data) + row * (format.across ? element_bytes() : weight.row_bytes),
         .row_bytes = weight.row_bytes,
         .scale = weight.scale == nullptr ? nullptr : weight.scale + row * format.groups,
         .group = format.group,
@@ -108,7 +135,17 @@ struct Side {
         .next = next.data,
         .next_bytes = next.stride,
     };
-    kernel.multiply(product, scratch, sums);
+    if (!format.across) return kernel.multiply(product, scratch, sums);
+    if (kernel.multiply_across != nullptr) return kernel.multiply_across(product, scratch, sums);
+    char* const turned = scratch + Workspace::aligned(kernel.scratch_bytes);
+    for (int64_t k = 0; k < format.depth; k += kTurnedDepth) {
+      Product part = product;
+      part.depth = std::min(kTurnedDepth, format.depth - k);
+      kernel.turn(product.weight + k * product.row_bytes, product.row_bytes, rows, part.depth, turned, kTurnedRow);
+      part.weight = turned, part.row_bytes = kTurnedRow, part.next = nullptr;
+      part.x = product.x + k * kernel.element_bytes * kernel.token_step;
+      kernel.multiply(part, scratch, sums);
+    }
   }
 
   void read_bias(const Weight& weight, int64_t row, int64_t rows, float* bias) const {
@@ -132,7 +169,7 @@ struct Side {
 // Some tokens of one expert. `first` counts rows of x and of the intermediate from the start of the group, `place`
 // prepared tokens.
 struct Piece {
-  const Weight *up, *down;
+  const Weight *gate, *up, *down;  // no gate unless it is apart
   int64_t first, tokens, place_up, place_down;
 };
 
@@ -141,19 +178,25 @@ struct Worker {
   float* sums;
   char* scratch;
 
-  static constexpr int64_t kSumsBytes = kTokenBlock * kUnitRows * static_cast<int64_t>(sizeof(float));
+  void clear(int64_t tokens, int64_t wide) const {
+    std::memset(sums, 0, static_cast<size_t>(tokens * wide * kUnitRows) * sizeof(float));
+  }
+
+  // Twice those of kUnitRows: of gates and of ups.
+  static constexpr int64_t kSumsBytes = 2 * kTokenBlock * kUnitRows * static_cast<int64_t>(sizeof(float));
   static int64_t bytes(int64_t scratch) { return kSumsBytes + Workspace::aligned(scratch); }
 };
 
 // One group of tokens on its way through one product or two. A linear layer is a group without an up side.
 class Group {
  public:
-  Group(const std::vector<Piece>& pieces, const Side* up, const Side& down, Activation activation, const Span& inner,
-        const Span& out, char* workers, int64_t worker_bytes)
+  Group(const std::vector<Piece>& pieces, const Side* up, const Side& down, const Activation& activation,
+        Pairing pairing, const Span& inner, const Span& out, char* workers, int64_t worker_bytes)
       : pieces_(pieces),
         up_(up),
         down_(down),
         activation_(activation),
+        pairing_(pairing),
         inner_(inner),
         out_(out),
         workers_(workers),
@@ -164,10 +207,10 @@ class Group {
     const int64_t useful = small() ? 1 : threads;
     if (up_ != nullptr) {
       add_preparation(work, *up_, kPrepareX);
-      add_products(work, up_->format.rows / 2, 2, kUp, useful);
+      add_products(work, *up_, down_.format.depth, pairing_ == Pairing::kUngated ? 1 : 2, kUp, useful);
     }
     add_preparation(work, down_, kPrepareInner);
-    add_products(work, down_.format.rows, 1, kDown, useful);
+    add_products(work, down_, down_.format.rows, 1, kDown, useful);
     work.run(static_cast<int>(useful), [this](const Unit& unit, const Unit* next, int worker) {
       char* const room = workers_ + worker * worker_bytes_;
       const Worker own = {reinterpret_cast<float*>(room), room + Worker::kSumsBytes};
@@ -176,7 +219,7 @@ class Group {
         case kPrepareX:
           return up_->prepare(piece.first + unit.token, piece.place_up + unit.token, unit.tokens);
         case kUp:
-          return gate_and_up(unit, piece, next, own);
+          return activate(unit, piece, next, own);
         case kPrepareInner:
           return down_.prepare(piece.first + unit.token, piece.place_down + unit.token, unit.tokens);
         case kDown:
@@ -202,16 +245,17 @@ class Group {
         work.add({stage, static_cast<int32_t>(p), 0, 0, t, std::min(kPreparedTokens, pieces_[p].tokens - t)});
   }
 
-  // `rows` of each piece, of which each stands for `each` rows of the weight.
-  void add_products(Work& work, int64_t rows, int64_t each, Stage stage, int64_t threads) const {
+  // `rows` of each piece, of which each stands for `each` rows of its weights.
+  void add_products(Work& work, const Side& side, int64_t rows, int64_t each, Stage stage, int64_t threads) const {
     const int64_t step = kUnitRows / each, all = rows * static_cast<int64_t>(pieces_.size());
     for (size_t p = 0; p < pieces_.size(); ++p) {
       const Piece& piece = pieces_[p];
       int64_t some = step;
       if (piece.tokens <= kFewTokens) {
-        const int64_t bytes = each * (stage == kUp ? piece.up : piece.down)->row_bytes;
-        const int64_t fair = rounded_up(all / (threads * 8) + 1, step);
-        some = std::max<int64_t>(std::min(fair, kUnitBytes / std::max<int64_t>(bytes, 1) / step * step), step / 2);
+        const int64_t bytes = each * side.read_bytes(stage == kUp ? *piece.up : *piece.down);
+        const int64_t lines = kWideBlocks * (pairing_ == Pairing::kTurns && stage == kUp ? step : kUnitRows);
+        const int64_t most = side.whole_across() ? lines : kUnitBytes / std::max<int64_t>(bytes, 1) / step * step;
+        some = std::max<int64_t>(std::min(rounded_up(all / (threads * 8) + 1, step), most), step / 2);
       }
       for (int64_t r = 0; r < rows; r += some)
         for (int64_t t = 0; t < piece.tokens; t += kUnitTokens)
@@ -224,51 +268,82 @@ class Group {
   Span first_rows(const Unit* unit) const {
     if (unit == nullptr || unit->stage == kPrepareX || unit->stage == kPrepareInner) return {nullptr, 0};
     const Piece& piece = pieces_[static_cast<size_t>(unit->piece)];
-    return rows_of(unit->stage == kUp ? *piece.up : *piece.down, unit->row);
+    return unit->stage == kUp ? up_rows(piece, unit->row) : down_.rows_of(*piece.down, unit->row);
   }
-
-  static Span rows_of(const Weight& weight, int64_t row) {
-    return {const_cast<char*>(static_cast<const char*>(weight.data)) + row * weight.row_bytes, weight.row_bytes};
+  Span up_rows(const Piece& piece, int64_t row) const {
+    if (pairing_ == Pairing::kTurns) return up_->rows_of(*piece.up, 2 * row);
+    return up_->rows_of(piece.gate == nullptr ? *piece.up : *piece.gate, row);
   }
 
   // activation(x gate^T + bias, x up^T + bias), rounded to the type of x.
-  void gate_and_up(const Unit& unit, const Piece& piece, const Unit* next, const Worker& own) const {
-    const int64_t inner = up_->format.rows / 2, end = unit.row + unit.rows;
-    const int64_t bytes = dtype_bytes(up_->type), count = blocks(unit.tokens);
-    for (int64_t row = unit.row; row < end; row += kUpColumn) {
-      const int64_t rows = std::min(kUpColumn, end - row);
-      const Span after = row + rows < end ? rows_of(*piece.up, row + rows) : first_rows(next);
-      float bias[kUnitRows] = {};
-      up_->read_bias(*piece.up, row, rows, bias);
-      up_->read_bias(*piece.up, inner + row, rows, bias + kUpColumn);
+  void activate(const Unit& unit, const Piece& piece, const Unit* next, const Worker& own) const {
+    const int64_t bytes = dtype_bytes(up_->type), count = blocks(unit.tokens), end = unit.row + unit.rows;
+    const bool halves = pairing_ == Pairing::kTurns || (pairing_ == Pairing::kApart && !up_->whole_across());
+    const int64_t block = halves ? kUpColumn : kUnitRows, step = block * up_->wide(unit.tokens);
+    for (int64_t row = unit.row; row < end; row += step) {
+      const int64_t rows = std::min(step, end - row);
+      const Span after = row + rows < end ? up_rows(piece, row + rows) : first_rows(next);
       for (int64_t b = 0; b < count; ++b) {
         const int64_t t = unit.token + cut(unit.tokens, count, b),
                       some = cut(unit.tokens, count, b + 1) - (t - unit.token);
-        const int64_t place = piece.place_up + t;
-        std::memset(own.sums, 0, static_cast<size_t>(some * kUnitRows) * sizeof(float));
-        up_->multiply(*piece.up, row, rows, place, some, rows_of(*piece.up, inner + row), own.scratch, own.sums);
-        up_->multiply(*piece.up, inner + row, rows, place, some, b + 1 < count ? rows_of(*piece.up, row) : after,
-                      own.scratch, own.sums + kUpColumn);
-        up_->kernel.activate(activation_, own.sums, bias, rows, some, inner_.row(piece.first + t) + row * bytes,
-                             inner_.stride / bytes);
+        multiply_up(piece, row, rows, t, some, b + 1 < count ? up_rows(piece, row) : after, own);
+        const float* sums = own.sums;
+        for (int64_t at = row; at < row + rows; at += block, sums += some * kUnitRows) {
+          float bias[kUnitRows] = {}, up_bias[kUnitRows] = {};
+          const int64_t columns = std::min(block, row + rows - at);
+          read_up_bias(piece, at, columns, bias, up_bias);
+          up_->kernel.activate(activation_, pairing_, sums, sums + to_ups(some), bias, up_bias, columns, some,
+                               inner_.row(piece.first + t) + at * bytes, inner_.stride / bytes);
+        }
       }
     }
+  }
+
+  // From the sums of gates to those of ups: beside them in one block, or after all blocks.
+  int64_t to_ups(int64_t tokens) const {
+    return up_->whole_across() ? up_->wide(tokens) * tokens * kUnitRows : kUpColumn;
+  }
+
+  // The sums of `rows` gates and ups.
+  void multiply_up(const Piece& piece, int64_t row, int64_t rows, int64_t token, int64_t tokens, const Span& after,
+                   const Worker& own) const {
+    const int64_t place = piece.place_up + token;
+    own.clear(tokens, up_->wide(tokens) * (pairing_ == Pairing::kApart && up_->whole_across() ? 2 : 1));
+    if (pairing_ == Pairing::kTurns)
+      return up_->multiply(*piece.up, 2 * row, 2 * rows, place, tokens, after, own.scratch, own.sums);
+    if (pairing_ == Pairing::kUngated)
+      return up_->multiply(*piece.up, row, rows, place, tokens, after, own.scratch, own.sums);
+    const Span up_first = up_->rows_of(*piece.up, row);
+    up_->multiply(*piece.gate, row, rows, place, tokens, up_first, own.scratch, own.sums);
+    up_->multiply(*piece.up, row, rows, place, tokens, after, own.scratch, own.sums + to_ups(tokens));
+  }
+
+  void read_up_bias(const Piece& piece, int64_t row, int64_t rows, float* bias, float* up_bias) const {
+    if (pairing_ == Pairing::kTurns) return up_->read_bias(*piece.up, 2 * row, 2 * rows, bias);
+    if (pairing_ == Pairing::kUngated) return up_->read_bias(*piece.up, row, rows, bias);
+    up_->read_bias(*piece.gate, row, rows, bias);
+    up_->read_bias(*piece.up, row, rows, up_bias);
   }
 
   // x W^T + bias, rounded to the type of x.
   void project(const Unit& unit, const Piece& piece, const Unit* next, const Worker& own) const {
     const int64_t bytes = dtype_bytes(down_.type), end = unit.row + unit.rows, count = blocks(unit.tokens);
-    for (int64_t row = unit.row; row < end; row += kUnitRows) {
-      const int64_t rows = std::min(kUnitRows, end - row);
-      const Span after = row + rows < end ? rows_of(*piece.down, row + rows) : first_rows(next);
-      float bias[kUnitRows] = {};
-      down_.read_bias(*piece.down, row, rows, bias);
+    const int64_t step = kUnitRows * down_.wide(unit.tokens);
+    for (int64_t row = unit.row; row < end; row += step) {
+      const int64_t rows = std::min(step, end - row);
+      const Span after = row + rows < end ? down_.rows_of(*piece.down, row + rows) : first_rows(next);
       for (int64_t b = 0; b < count; ++b) {
         const int64_t t = unit.token + cut(unit.tokens, count, b),
                       some = cut(unit.tokens, count, b + 1) - (t - unit.token);
-        std::memset(own.sums, 0, static_cast<size_t>(some * kUnitRows) * sizeof(float));
+        own.clear(some, down_.wide(some));
         down_.multiply(*piece.down, row, rows, piece.place_down + t, some, after, own.scratch, own.sums);
-        down_.kernel.store(own.sums, bias, rows, some, out_.row(piece.first + t) + row * bytes, out_.stride / bytes);
+        const float* sums = own.sums;
+        for (int64_t at = row; at < row + rows; at += kUnitRows, sums += some * kUnitRows) {
+          float bias[kUnitRows] = {};
+          const int64_t columns = std::min(kUnitRows, row + rows - at);
+          down_.read_bias(*piece.down, at, columns, bias);
+          down_.kernel.store(sums, bias, columns, some, out_.row(piece.first + t) + at * bytes, out_.stride / bytes);
+        }
       }
     }
   }
@@ -283,6 +358,7 @@ class Group {
   const Side* up_;
   const Side& down_;
   Activation activation_;
+  Pairing pairing_;
   Span inner_, out_;
   char* workers_;
   int64_t worker_bytes_;
@@ -298,7 +374,8 @@ int64_t next_group(const ExpertArgs& args, const Side& up, const Side& down, int
     if (left > kGroupTokens - rows && rows > 0) break;
     const int64_t some = std::min(left, kGroupTokens);
     if (some > 0)
-      pieces.push_back({args.up + expert, args.down + expert, rows, some, up.takes(up.format.depth) ? rows : place_up,
+      pieces.push_back({args.gate == nullptr ? nullptr : args.gate + expert, args.up + expert, args.down + expert, rows,
+                        some, up.takes(up.format.depth) ? rows : place_up,
                         down.takes(down.format.depth) ? rows : place_down});
     rows += some;
     place_up += rounded_up(some, up.kernel.token_step), place_down += rounded_up(some, down.kernel.token_step);
@@ -320,7 +397,7 @@ struct Rooms {
 
 Rooms rooms_of(const Side* up, const Side& down, int64_t tokens, int64_t experts) {
   const int64_t most = std::min(tokens, kGroupTokens), pieces = std::min(most, experts);
-  const int64_t scratch = std::max(down.kernel.scratch_bytes, up == nullptr ? 0 : up->kernel.scratch_bytes);
+  const int64_t scratch = std::max(down.scratch_bytes(), up == nullptr ? 0 : up->scratch_bytes());
   return {.x = up == nullptr ? 0 : up->room(most, pieces),
           .inner = up == nullptr ? 0 : Workspace::aligned(most * down.format.depth * dtype_bytes(down.type)),
           .prepared = down.room(most, pieces),
@@ -339,8 +416,9 @@ void linear(const LinearArgs& args) {
   const Span out = {static_cast<char*>(tokens.out), tokens.out_stride * bytes};
   for (int64_t first = 0; first < tokens.count; first += kGroupTokens) {
     side.enter({x.row(first), x.stride}, room);
-    const std::vector<Piece> pieces = {{nullptr, &args.weight, 0, std::min(kGroupTokens, tokens.count - first), 0, 0}};
-    Group(pieces, nullptr, side, Activation::kSilu, {}, {out.row(first), out.stride}, room + rooms.prepared,
+    const std::vector<Piece> pieces = {
+        {nullptr, nullptr, &args.weight, 0, std::min(kGroupTokens, tokens.count - first), 0, 0}};
+    Group(pieces, nullptr, side, {}, Pairing::kApart, {}, {out.row(first), out.stride}, room + rooms.prepared,
           rooms.worker)
         .run(args.threads);
   }
@@ -361,8 +439,8 @@ void expert_ffn(const ExpertArgs& args) {
     rows = next_group(args, up, down, first, expert, pieces);
     up.enter({x.row(first), x.stride}, room);
     down.enter(inner, prepared);
-    Group(pieces, &up, down, args.activation, inner, {out.row(first), out.stride}, prepared + rooms.prepared,
-          rooms.worker)
+    Group(pieces, &up, down, args.activation, args.pairing, inner, {out.row(first), out.stride},
+          prepared + rooms.prepared, rooms.worker)
         .run(args.threads);
   }
 }

@@ -156,6 +156,8 @@ Kernel tile_kernel() {
           .in_place = false,
           .scratch_bytes = sizeof(TileRoom),
           .multiply = multiply_tiles<Tile, Stored>,
+          .multiply_across = nullptr,
+          .turn = turn16,
           .prepare = prepare_tiles<Stored>,
           .store = store<Avx512, Bf16>,
           .activate = activate<Avx512, Bf16>};

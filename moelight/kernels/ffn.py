@@ -19,16 +19,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moelight.kernels import arguments, native, reference
+from moelight.kernels.activations import Activation, activation_of
 from moelight.kernels.arguments import FLOATS, INTEGERS, as_dlpack, check_tensor, lend, lend_given, stored
 
 Tensors = Sequence[Tensor | None]
 _GROUP_STEP = 32
 _STORED = FLOATS + INTEGERS
+_OPTIONAL = ("gate_up_bias", "up_bias", "down_bias", "gate_up_scale", "down_scale")
 
 
 def cpu_linear(
@@ -45,7 +48,7 @@ def cpu_linear(
 
     x           [T, K]: float32, bfloat16 or float16
     weight      [N, K], any of the stored forms above; uint8 is [N, K / 2]
-    bias        [N]: float32 or the dtype of x
+    bias        [N], of any float
     scale       float32 [N], or [N, ceil(K / group_size)]: for int8 and uint8 only
     group_size  a multiple of 32; None for one scale per row
     out         [T, N], dtype of x; must not overlap x
@@ -55,8 +58,8 @@ def cpu_linear(
     if extension is None:
         tokens, inputs = check_tensor("x", x, FLOATS, (None, None))
         outputs, _ = check_tensor("weight", weight, _STORED, (None, None))
-        names, bias_dtypes = ("weight", "bias", "scale"), (torch.float32, x.dtype)
-        _check_weight(names, (weight, bias, scale), (outputs, inputs), group_size, weight.dtype, bias_dtypes)
+        names = ("weight", "bias", "scale")
+        _check_weight(names, (weight, bias, scale), (outputs, inputs), group_size, weight.dtype, FLOATS)
         if out is not None:
             check_tensor("out", out, x.dtype, (tokens, outputs))
         return stored(reference.linear(x, weight, bias, scale=scale, group_size=group_size), out)
@@ -73,8 +76,11 @@ def cpu_expert_ffn(
     down: Tensors,
     offsets: Tensor,
     *,
-    activation: str = "silu",
+    up: Tensors | None = None,
+    activation: str | Activation = "silu",
+    turns: bool = False,
     gate_up_bias: Tensors | None = None,
+    up_bias: Tensors | None = None,
     down_bias: Tensors | None = None,
     gate_up_scale: Tensors | None = None,
     down_scale: Tensors | None = None,
@@ -85,39 +91,58 @@ def cpu_expert_ffn(
     """down(activation(gate(x), up(x))) of every expert over its own rows of x -> `out` (may be x), or a new [T, H].
 
     x, out        [T, H] of one dtype, sorted by expert: float32, bfloat16 or float16
-    gate_up       E tensors [2I, H], gate rows before up rows, at any address; uint8 is [2I, H / 2]
+    gate_up       E tensors [2I, H], gate rows before up rows, at any address; uint8 is [2I, H / 2]. Beside ``up`` the
+                  gate [I, H] alone; with an activation that is not gated up alone
     down          E tensors [H, I]; uint8 is [H, I / 2]
+    up            E tensors [I, H], if apart; floats alone
     offsets       int32 [E + 1]: expert e has rows offsets[e] to offsets[e + 1]
-    activation    silu: silu(gate) up; gelu_tanh: gelu(gate) up; swiglu_oai: gpt-oss's, clamped at 7
-    gate_up_bias, down_bias    E tensors [2I] and [H]: float32 or the dtype of x
-    gate_up_scale, down_scale  E tensors float32, as in `cpu_linear`: for int8 and uint8 only
+    activation    or a name: silu, gelu_tanh (gelu(gate) up), swiglu_oai (gpt-oss's, clamped at 7)
+    turns         rows of gate and up take turns in ``gate_up``, and in its bias
+    gate_up_bias, up_bias, down_bias  E tensors of one float, one number a row
+    gate_up_scale, down_scale         E tensors float32, as in `cpu_linear`: for int8 and uint8 only
     group_size    of both weights: a multiple of 32; None for one scale per row
 
-    All entries of an expert without rows may be None. The tensors of a list share their shape and dtype. The activation
+    Floats may lie across: the tensor of a matrix is then the transpose of rows that are contiguous. All entries of an
+    expert without rows may be None. The tensors of a list share their shape, dtype and the way they lie. The activation
     is rounded to the dtype of x. The GIL is released.
     """
     group_size, threads = _check_group_size(group_size), arguments.check_threads(threads)
-    if activation not in tuple(reference.ACTIVATIONS):
-        raise ValueError(f"activation: must be one of {', '.join(reference.ACTIVATIONS)}, is {activation!r}")
-    optional = {
-        "gate_up_bias": gate_up_bias,
-        "down_bias": down_bias,
-        "gate_up_scale": gate_up_scale,
-        "down_scale": down_scale,
-    }
+    act = _check_form(activation, up, gate_up_bias, up_bias, turns=turns)
+    given = (gate_up_bias, up_bias, down_bias, gate_up_scale, down_scale)
+    optional = dict(zip(_OPTIONAL, given, strict=True))
     extension = native.extension()
     if extension is None:
-        cuts = _check_experts(x, gate_up, down, offsets, optional, group_size, out)
-        result = reference.expert_ffn(x, gate_up, down, cuts, activation=activation, group_size=group_size, **optional)
-        return stored(result, out)
+        both = act.gated and up is None
+        cuts = _check_experts(x, gate_up, down, offsets, {"up": up} | optional, group_size, out, both=both)
+        options: dict[str, Any] = {"activation": act, "turns": turns, "group_size": group_size, "up": up} | optional
+        return stored(reference.expert_ffn(x, gate_up, down, cuts, **options), out)
     rows = as_dlpack("x", x)
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    lists = (_export("gate_up", gate_up), _export("down", down))
+    wide, second, narrow = (
+        None if tensors is None else _export(name, tensors)
+        for name, tensors in (("gate_up", gate_up), ("up", up), ("down", down))
+    )
     rest = [None if tensors is None else _export(name, tensors) for name, tensors in optional.items()]
     bounds, into = lend(offsets=offsets, out=out)
-    extension.expert_ffn(rows, *lists, bounds, activation, *rest, group_size or 0, into, threads)
+    by = (act.curve, act.alpha, act.limit, act.shift, act.late)
+    pairing = "turns" if turns else "joined" if act.gated else "ungated"
+    extension.expert_ffn(rows, wide, second, narrow, bounds, by, pairing, *rest, group_size or 0, into, threads)
     return out
+
+
+def _check_form(
+    activation: str | Activation, up: object, gate_up_bias: object, up_bias: object, *, turns: bool
+) -> Activation:
+    """Check that parts of experts are given where their form has them."""
+    act = activation_of(activation)
+    if turns and (up is not None or not act.gated):
+        raise ValueError("turns: gate and up take turns in one matrix only")
+    if up is not None and not act.gated:
+        raise ValueError("up: without a gate, up is given as gate_up")
+    if (up_bias is None) != (up is None or gate_up_bias is None):
+        raise ValueError("up_bias: must be given beside up where gate_up_bias is, and only there")
+    return act
 
 
 def cpu_linear_workspace(
@@ -146,14 +171,16 @@ def cpu_expert_ffn_workspace(
     experts: int,
     dtype: torch.dtype = torch.bfloat16,
     weight_dtype: torch.dtype = torch.bfloat16,
+    across: bool = False,
     threads: int | None = None,
 ) -> int:
-    """Bytes that `cpu_expert_ffn` keeps, see `cpu_linear_workspace`; ``tokens``: rows of x, all experts together."""
+    """Bytes that `cpu_expert_ffn` keeps, see `cpu_linear_workspace`; ``tokens``: rows of x, all experts together;
+    ``across``: how weights lie."""
     types = _check_sizes(dtype, weight_dtype, tokens=tokens, hidden=hidden, intermediate=intermediate, experts=experts)
     threads, extension = arguments.check_threads(threads), native.extension()
     if extension is None:
         return 0
-    return int(extension.expert_ffn_workspace(*types, tokens, hidden, intermediate, experts, threads))
+    return int(extension.expert_ffn_workspace(*types, across, tokens, hidden, intermediate, experts, threads))
 
 
 def _rows(name: str, tensor: object) -> int:
@@ -192,8 +219,10 @@ def _check_experts(
     optional: Mapping[str, Tensors | None],
     group_size: int | None,
     out: Tensor | None,
+    *,
+    both: bool,
 ) -> list[int]:
-    """Check the arguments of `cpu_expert_ffn`; return the offsets."""
+    """Check the arguments of `cpu_expert_ffn`, where ``both`` are in ``gate_up``; return the offsets."""
     tokens, hidden = check_tensor("x", x, FLOATS, (None, None))
     check_tensor("offsets", offsets, torch.int32, (None,))
     cuts = arguments.check_offsets("offsets", offsets, tokens)
@@ -211,18 +240,30 @@ def _check_experts(
                 arguments.check_dense(name, tensor)
     if not busy:
         return cuts
-    rows, _ = check_tensor("gate_up", gate_up[busy[0]], _STORED, (None, None))
-    if rows % 2:
+    wide = _upright("gate_up", gate_up[busy[0]])
+    rows, _ = check_tensor("gate_up", wide, _STORED, (None, None))
+    rows = rows if wide is gate_up[busy[0]] else wide.shape[1]
+    if both and rows % 2:
         raise ValueError(f"gate_up: must have an even number of rows, has {rows}")
-    for name, shape in (("gate_up", (rows, hidden)), ("down", (hidden, rows // 2))):
+    inner = rows // 2 if both else rows
+    for name, shape in (("gate_up", (rows, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
+        if name not in lists:
+            continue
         names = (name, f"{name}_bias", f"{name}_scale")
         dtype = arguments.check_dense(name, lists[name][busy[0]]).dtype
-        bias_dtypes: tuple[torch.dtype, ...] = (torch.float32, x.dtype)
+        bias_dtypes: tuple[torch.dtype, ...] = FLOATS
         for expert in busy:
             weight, bias, scale = (lists[each][expert] if each in lists else None for each in names)
             _check_weight(names, (weight, bias, scale), shape, group_size, dtype, bias_dtypes)
             bias_dtypes = bias_dtypes if bias is None else (bias.dtype,)
     return cuts
+
+
+def _upright(name: str, weight: Tensor | None) -> Tensor:
+    """``weight``, or its transpose if that has the contiguous rows."""
+    weight = arguments.check_dense(name, weight)
+    across = weight.ndim == 2 and weight.shape[1] > 1 and weight.stride(1) != 1 and weight.stride(0) == 1
+    return weight.t() if across and weight.is_floating_point() else weight
 
 
 def _check_weight(
@@ -238,7 +279,9 @@ def _check_weight(
     packing = 2 if dtype == torch.uint8 else 1
     if rows < 1 or depth < 1 or depth % packing:
         raise ValueError(f"{names[0]}: {'two values a byte fill no row' if rows and depth else 'is empty'}: {shape}")
-    check_tensor(names[0], weight, dtype if dtype in _STORED else _STORED, (rows, depth // packing))
+    upright = _upright(names[0], weight)
+    sizes = (rows, depth // packing) if upright is weight else (depth, rows)
+    check_tensor(names[0], upright, dtype if dtype in _STORED else _STORED, sizes)
     if bias is not None:
         check_tensor(names[1], bias, bias_dtypes, (rows,))
     if (scale is None) != (dtype in FLOATS):

@@ -8,12 +8,14 @@ latent attention H heads, R the size of the latent, Rr of the rotary part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from moelight.kernels.activations import SILU, Activation
 
 Cache = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -242,26 +244,17 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | Non
     return functional.linear(x.to(wide), numbers.to(wide), None if bias is None else bias.to(wide))
 
 
-def _swiglu_oai(gate: Tensor, up: Tensor, clamp: float) -> Tensor:
-    gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
-    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
-
-
-ACTIVATIONS: Mapping[str, Callable[[Tensor, Tensor, float], Tensor]] = {
-    "silu": lambda gate, up, _: functional.silu(gate) * up,
-    "gelu_tanh": lambda gate, up, _: functional.gelu(gate, approximate="tanh") * up,
-    "swiglu_oai": _swiglu_oai,
-}
-
-
 def expert_ffn(
     x: Tensor,
     gate_up: Sequence[Tensor | None],
     down: Sequence[Tensor | None],
     offsets: Sequence[int],
     *,
-    activation: str = "silu",
+    up: Sequence[Tensor | None] | None = None,
+    activation: Activation = SILU,
+    turns: bool = False,
     gate_up_bias: Sequence[Tensor | None] | None = None,
+    up_bias: Sequence[Tensor | None] | None = None,
     down_bias: Sequence[Tensor | None] | None = None,
     gate_up_scale: Sequence[Tensor | None] | None = None,
     down_scale: Sequence[Tensor | None] | None = None,
@@ -273,13 +266,24 @@ def expert_ffn(
         wide, narrow = gate_up[e], down[e]
         if first == last or wide is None or narrow is None:
             continue
-        up_bias, up_scale, bias, scale = (
-            None if each is None else each[e] for each in (gate_up_bias, gate_up_scale, down_bias, down_scale)
+        first_bias, second_bias, first_scale, bias, scale = (
+            None if each is None else each[e] for each in (gate_up_bias, up_bias, gate_up_scale, down_bias, down_scale)
         )
-        gate, up = _product(x[first:last], wide, up_bias, up_scale, group_size).chunk(2, dim=-1)
-        inner = ACTIVATIONS[activation](gate, up, 7.0).to(x.dtype)
+        rows = x[first:last]
+        given = [_product(rows, wide, first_bias, first_scale, group_size)]
+        if up is not None and (second := up[e]) is not None:
+            given.append(_product(rows, second, second_bias, None, None))
+        elif activation.gated:
+            given = list(gate_and_up(given[0], turns=turns))
+        inner = activation(*given).to(x.dtype)
         out[first:last] = linear(inner, narrow, bias, scale=scale, group_size=group_size)
     return out
+
+
+def gate_and_up(both: Tensor, *, turns: bool) -> tuple[Tensor, Tensor]:
+    """Views of both [n, 2I]: one after the other, or by ``turns``."""
+    gate, up = (both[..., ::2], both[..., 1::2]) if turns else both.chunk(2, dim=-1)
+    return gate, up
 
 
 def route(logits: Tensor, top_k: int, *, normalize: bool, round_weights: bool) -> tuple[Tensor, Tensor]:

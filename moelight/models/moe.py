@@ -8,36 +8,70 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from moelight.hrm.costs import EXPERT_ROWS
 from moelight.kernels import native
+from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.ffn import cpu_expert_ffn
 from moelight.kernels.gpu import routing as gpu_routing
 from moelight.kernels.gpu import serving
 from moelight.kernels.gpu.grouped import expert_ffn
-from moelight.kernels.gpu.pages import PageTable
+from moelight.kernels.gpu.pages import ALIGNMENT_BYTES, PageTable
 from moelight.kernels.products import Workspace, feed_forward, padded_rows, rows_computed
 from moelight.kernels.reference import route_topk
 from moelight.kernels.routing import cpu_gather_rows, cpu_route, cpu_scatter_sum, cpu_sort_by_expert
 from moelight.profiles.model import RouterSpec
 
-# gate_up and down of a gated SiLU; or of another kind, as a function of rows [n, H] -> [n, H].
-ExpertWeights: TypeAlias = tuple[Tensor, Tensor] | Callable[[Tensor], Tensor]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Matrices:
+    """Views of an expert's matrices and biases, by the names of `cpu_expert_ffn`, whose form is any that it takes."""
+
+    gate_up: Tensor
+    down: Tensor
+    up: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    turns: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FormedExpert:
+    """An expert of another form than gated SiLU: ``matrices`` with ``activation`` between their products, or None where
+    that is no activation of the kernels. ``forward``: the expert by torch, rows [n, H] -> [n, H]; ``finish``: what it
+    does last, the same for all experts of a layer, each row by itself."""
+
+    matrices: Matrices
+    activation: Activation | None
+    forward: Callable[[Tensor], Tensor]
+    finish: Callable[[Tensor], Tensor] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+
+# gate_up and down of a gated SiLU, or an expert of another form; of a dense layer, what puts its page in place.
+ExpertWeights: TypeAlias = tuple[Tensor, Tensor] | FormedExpert | Callable[[Tensor], Tensor]
 # A layer's experts, None for one computed elsewhere; or, for grouped kernels, their pages.
 Experts: TypeAlias = Sequence[ExpertWeights | None] | PageTable
+MATRICES = ("gate_up", "up", "down")
+PARTS = (*MATRICES, "gate_up_bias", "up_bias", "down_bias")  # of `Matrices`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routed:
-    """Input of the experts: ``x`` [T, H], ``weights`` float32 [T, k], ``ids`` [T, k] in ascending order."""
+    """Input of the experts: ``x`` [T, H], ``weights`` float32 [T, k], ``ids`` [T, k] in ascending order. ``resume``: of
+    a dense layer, which is one expert: computes it with its page, in place of all else."""
 
     x: Tensor
     weights: Tensor
     ids: Tensor
+    resume: Callable[[Experts], None] | None = None
 
 
 def route_tokens(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
@@ -55,18 +89,39 @@ def route_tokens(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
     return weights.gather(-1, rank), ids.to(torch.int32)
 
 
-def grouped_pages(weights: Sequence[ExpertWeights], dtype: torch.dtype) -> PageTable | None:
-    """The pages of ``weights``, if the grouped kernels compute with them where they are, on rows of ``dtype``; else
-    None. Waits for the device: called at loading."""
-    pairs = [each for each in weights if isinstance(each, tuple)]
-    if not pairs or not pairs[0][0].is_cuda or not serving.serves(pairs[0][0].device, dtype)[0]:
+def grouped_pages(
+    weights: Sequence[tuple[Tensor, Tensor] | Matrices],
+    dtype: torch.dtype,
+    activations: Sequence[Activation | None] = (SILU,),
+) -> PageTable | None:
+    """The pages of ``weights``, if the grouped kernels compute with them where they are, on rows of ``dtype`` and by
+    all of the layers' ``activations``; else None. Waits for the device: called at loading."""
+    first = next((each.gate_up if isinstance(each, Matrices) else each[0] for each in weights), None)
+    if first is None or not first.is_cuda or not serving.serves(first.device, dtype)[0]:
         return None
-    return PageTable.of([gate_up for gate_up, _ in pairs], [down for _, down in pairs])
+    return table_of(weights, activations)
+
+
+def table_of(
+    weights: Sequence[tuple[Tensor, Tensor] | Matrices], activations: Sequence[Activation | None]
+) -> PageTable | None:
+    """The pages of ``weights``; None if the grouped kernels do not compute with them or by all ``activations``."""
+    known = [each for each in activations if each is not None]
+    if not known or len(known) < len(activations):
+        return None
+    pages = [each if isinstance(each, Matrices) else Matrices(gate_up=each[0], down=each[1]) for each in weights]
+    parts: dict[str, Any] = {
+        name: [getattr(each, name) for each in pages] for name in PARTS if getattr(pages[0], name) is not None
+    }
+    if any(t.data_ptr() % ALIGNMENT_BYTES for name in MATRICES for t in parts.get(name, ())):
+        return None
+    return PageTable.of(**parts, activation=known[0], turns=pages[0].turns)
 
 
 def _natively(x: Tensor, experts: Sequence[ExpertWeights | None]) -> bool:
     """True if the native kernels compute ``experts``."""
-    return native.on_cpu(x) and native.available() and not any(map(callable, experts))
+    formed = (each for each in experts if isinstance(each, FormedExpert))
+    return native.on_cpu(x) and native.available() and all(each.activation is not None for each in formed)
 
 
 def moe_forward(
@@ -79,6 +134,9 @@ def moe_forward(
     The experts of a token are summed in float32 in the order of their ids, so a token's result does not depend on the
     other tokens of the batch beyond the rounding of each product.
     """
+    if routed.resume is not None:
+        routed.resume(experts)
+        return routed.x
     if isinstance(experts, PageTable):
         return grouped_forward(routed, experts, space, into, wide=wide)
     if _natively(routed.x, experts):
@@ -146,10 +204,28 @@ class SplitMoE:
 def _expert_ffn_in_place(rows: Tensor, experts: Sequence[ExpertWeights | None], offsets: Tensor) -> None:
     """``offsets`` int32 [E + 1]: the rows of each expert; one that is None has none."""
     # Exporting the weights of an expert without rows to the kernel would cost as much as those of a busy one.
-    counts = offsets.diff().tolist()
-    pairs = (expert if isinstance(expert, tuple) else (None, None) for expert in experts)
-    busy = [pair if count else (None, None) for pair, count in zip(pairs, counts, strict=True)]
-    cpu_expert_ffn(rows, [gate_up for gate_up, _ in busy], [down for _, down in busy], offsets, out=rows)
+    busy = [expert if count else None for expert, count in zip(experts, offsets.diff().tolist(), strict=True)]
+    formed = next((each for each in busy if isinstance(each, FormedExpert)), None)
+    if formed is None:
+        pairs = [expert if isinstance(expert, tuple) else (None, None) for expert in busy]
+        cpu_expert_ffn(rows, [gate_up for gate_up, _ in pairs], [down for _, down in pairs], offsets, out=rows)
+        return
+    assert formed.activation is not None
+    matrices = [each.matrices if isinstance(each, FormedExpert) else None for each in busy]
+    given: dict[str, Any] = {
+        name: [None if each is None else getattr(each, name) for each in matrices]
+        for name in PARTS
+        if getattr(formed.matrices, name) is not None
+    }
+    options: dict[str, Any] = {
+        "activation": formed.activation,
+        "turns": formed.matrices.turns,
+        "offsets": offsets,
+        "out": rows,
+    }
+    cpu_expert_ffn(rows, **given, **options)
+    if formed.finish is not None:
+        rows.copy_(formed.finish(rows))
 
 
 def grouped_forward(
@@ -222,7 +298,7 @@ def add_experts(
             torch.index_select(routed.x, 0, tokens, out=rows[: part.numel()])
             out = feed_forward(rows, *expert, space, wide=wide) if isinstance(expert, tuple) else expert(rows)
             out = out[: part.numel()]
-            sums.index_copy_(0, tokens, sums[tokens] + out.float() * weights[part].unsqueeze(1))
+            sums.index_add_(0, tokens, out.float() * weights[part].unsqueeze(1))
 
 
 def _accumulate_natively(

@@ -61,8 +61,14 @@ def facts(
     **options: int,
 ) -> dict[str, Any]:
     """What the launch of ``kernel`` with these would compile to: its shared memory, registers, bytes of registers that
-    spill, and which instructions are there. Sizes and addresses, but those of ``unaligned``, are multiples of 16."""
+    spill, and which instructions are there. Sizes and addresses, but those of ``unaligned``, are multiples of 16; a
+    step of one is a constant, as it is in a launch."""
     signature, divisible = {}, {}
+    constants = constants | {
+        name: value
+        for name, value in zip(kernel.arg_names, arguments, strict=False)
+        if type(value) is int and value == 1 and name not in kernel.do_not_specialize
+    }
     for position, (name, value) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
         if isinstance(value, torch.Tensor):
             signature[name] = f"*{NAMES[value.dtype]}"
@@ -130,7 +136,7 @@ def product(
     )
     slots = torch.empty((16, 3), dtype=torch.int32)
     tokens = torch.empty(ROWS, dtype=torch.int64) if part == "gate_up" else None
-    arguments, constants = grouped.arguments_of(pages, part, x, out, slots, tokens, tile, "silu", 7.0, wide=wide)
+    arguments, constants = grouped.arguments_of(pages, part, x, out, slots, tokens, tile, pages.activation, wide=wide)
     constants |= {"PRODUCT": grouped.triton_dtype(torch.float32 if wide else dtype), "BY_HAND": False}
     what = f"{'fp32' if wide else NAMES[dtype]} {NAMES[stored] if stored else form} {part} {mean_rows}"
     options = {"num_warps": tile.warps, "num_stages": tile.stages}

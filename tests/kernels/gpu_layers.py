@@ -6,16 +6,16 @@ Without a device Triton must be told to interpret its kernels before it is first
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from moelight.kernels.activations import Activation, activation_of
 from moelight.kernels.gpu.pages import PageTable
 
 
@@ -28,20 +28,15 @@ class Layer:
     pages: PageTable
     biases: tuple[list[Tensor], list[Tensor]] | None = None
 
-    def truth(self, x: Tensor, counts: tuple[int, ...], activation: str = "silu", clamp: float = 7.0) -> Tensor:
+    def truth(self, x: Tensor, counts: tuple[int, ...], activation: str | Activation | None = None) -> Tensor:
         out = torch.zeros(x.shape[0], self.pages.hidden, dtype=torch.float64)
         for e, (first, last) in enumerate(pairwise(accumulate(counts, initial=0))):
             wide = x[first:last].double().cpu() @ self.gate_up[e].t()
             if self.biases:
                 wide = wide + self.biases[0][e]
             gate, up = wide.chunk(2, dim=-1)
-            if activation == "swiglu_oai":
-                gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
-                active = gate * torch.sigmoid(1.702 * gate) * (up + 1)
-            elif activation == "gelu_tanh":
-                active = functional.gelu(gate, approximate="tanh") * up
-            else:
-                active = functional.silu(gate) * up
+            by = activation_of(activation or self.pages.activation)
+            active = by(gate, up) if by.gated else by(wide)
             out[first:last] = active @ self.down[e].t()
             if self.biases:
                 out[first:last] += self.biases[1][e]
@@ -64,6 +59,30 @@ def floats(
     )
     doubled = None if biases is None else ([b.double() for b in biases[0]], [b.double() for b in biases[1]])
     return Layer(gate_up=[w.double() for w in gate_up], down=[w.double() for w in down], pages=pages, biases=doubled)
+
+
+def across(weight: Tensor) -> Tensor:
+    """The same matrix, its columns contiguous."""
+    return weight.t().contiguous().t()
+
+
+def in_form(layer: Layer, form: str, activation: Activation, device: torch.device) -> Layer:
+    """``layer`` of floats, its pages in another form: "apart" (gate and up, down across), "across", and "turns"."""
+    parts: dict[str, list[Tensor]] = {name: list(tensors) for name, tensors in layer.pages.parts.items() if tensors}
+    if form == "turns":
+        for name in ("gate_up", "gate_up_bias"):
+            parts[name] = [torch.stack(each.chunk(2), 1).flatten(0, 1) for each in parts.get(name, ())]
+    if form == "apart":
+        for first, second in (("gate_up", "up"), ("gate_up_bias", "up_bias")):
+            parts[first], parts[second] = ([each.chunk(2)[i] for each in parts.get(first, ())] for i in (0, 1))
+    if form in {"apart", "across", "turns"}:
+        parts["down"] = [across(each) for each in parts["down"]]
+    if form in {"across", "turns"}:
+        parts["gate_up"] = [across(each) for each in parts["gate_up"]]
+    given = {name: [each.to(device) for each in tensors] for name, tensors in parts.items() if tensors}
+    if form == "apart":  # views of the joined ones: as far behind in every page
+        given |= {name: parts[name] for name in ("gate_up", "up", "gate_up_bias", "up_bias") if parts[name]}
+    return replace(layer, pages=PageTable.of(**given, activation=activation, turns=form == "turns"))  # type: ignore[arg-type]
 
 
 def integers(

@@ -13,13 +13,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moelight.kernels import reference
+from moelight.kernels.activations import Activation, activation_of
 from moelight.kernels.ffn import cpu_expert_ffn
 from tests.fuzz import fuzz
 from tests.kernels.paged import TOLERANCE, relative_error
 from tests.kernels.stored import KINDS, LANES, Stored, generator, refused, serving, stored
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")
+ACTIVATIONS = (
+    "silu",
+    "gelu_tanh",
+    "swiglu_oai",
+    Activation("gelu"),
+    Activation("relu2", shift=0.5),
+    Activation(limit=0.5),
+    Activation(limit=0.5, late=True),
+)
 
 
 @pytest.fixture(params=[*LANES, "torch"])
@@ -69,7 +78,7 @@ class Layer:
             "group_size": self.up[0].group_size if self.up else None,
         }
 
-    def truth(self, activation: str) -> Tensor:
+    def truth(self, activation: str | Activation) -> Tensor:
         def wide(tensors: Sequence[Tensor] | None) -> list[Tensor] | None:
             return None if tensors is None else [tensor.double() for tensor in tensors]
 
@@ -83,7 +92,7 @@ class Layer:
         )
         arguments = exact.arguments()
         arguments["offsets"] = arguments["offsets"].tolist()
-        return reference.expert_ffn(**arguments, activation=activation)
+        return reference.expert_ffn(**arguments, activation=activation_of(activation))
 
 
 def layer(
@@ -108,7 +117,7 @@ def layer(
     )
 
 
-def check(call: Layer, activation: str = "silu", **rest: Any) -> None:
+def check(call: Layer, activation: str | Activation = "silu", **rest: Any) -> None:
     found, expected = cpu_expert_ffn(**call.arguments(), activation=activation, **rest), call.truth(activation)
     assert found.dtype == call.x.dtype
     first = 0
@@ -126,7 +135,7 @@ def test_every_stored_form_and_size(server, kind, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_activations_and_biases(server, dtype, activation):
     for bias in (None, torch.float32, dtype):
         call = layer([3, 0, 20], 66, 48, dtype=dtype, bias=bias)
@@ -176,7 +185,7 @@ def test_out_may_be_x_and_rows_may_be_strided(server, dtype):
     assert not fused[:, 75:].any()
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_large_gates_saturate(server, activation):
     call = layer([8], 64, 64, dtype=torch.float32, kind="float32")
     for factor in (1e-6, 50.0, 1000.0):
@@ -185,7 +194,7 @@ def test_large_gates_saturate(server, activation):
         assert relative_error(found, scaled.truth(activation)) <= 1e-5
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_poison_stays_where_it_is(server, activation):
     call = layer([10, 10], 64, 32)
     call.x[3, 5] = float("nan")
@@ -208,6 +217,111 @@ def test_a_token_is_the_same_in_any_company(lanes, kind, dtype):
         chosen = chosen[owner[chosen].argsort(stable=True)]
         some = replace(call, x=call.x[chosen], counts=torch.bincount(owner[chosen], minlength=len(counts)).tolist())
         assert torch.equal(cpu_expert_ffn(**some.arguments(), threads=threads), together[chosen])
+
+
+FORMS = ("across", "across by turns", "turns", "apart", "apart, down across", "gate_up across")
+MIXES = pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *((str(dtype).removeprefix("torch."), dtype) for dtype in DTYPES),
+        ("bfloat16", DTYPES[0]),
+        ("float32", DTYPES[1]),
+    ],
+    ids=str,
+)
+
+
+def across(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The same matrices, their columns contiguous and apart."""
+
+    def turned(weight: Tensor) -> Tensor:
+        rows, depth = weight.shape
+        room = torch.full((depth, rows + 5), 99.0).to(weight.dtype)
+        room[:, 2 : 2 + rows] = weight.t()
+        return room[:, 2 : 2 + rows].t()
+
+    return [None if weight is None else turned(weight) for weight in tensors]
+
+
+def by_turns(tensors: Sequence[Tensor | None] | None) -> list[Tensor | None] | None:
+    """Rows of the second half between those of the first."""
+
+    def mixed(both: Tensor) -> Tensor:
+        return torch.stack(both.chunk(2), dim=1).flatten(0, 1)
+
+    return None if tensors is None else [None if each is None else mixed(each) for each in tensors]
+
+
+def in_form(call: Layer, form: str) -> dict[str, Any]:
+    """The arguments of ``call``, its experts in another form."""
+    given = call.arguments()
+    if "turns" in form:
+        given |= {name: by_turns(given[name]) for name in ("gate_up", "gate_up_bias")} | {"turns": True}
+    if form.startswith("apart"):
+        for first, second in (("gate_up", "up"), ("gate_up_bias", "up_bias")):
+            if (both := given[first]) is not None:
+                halves = [(None, None) if each is None else each.chunk(2) for each in both]
+                given[first], given[second] = ([pair[i] for pair in halves] for i in (0, 1))
+    if form in {"across", "across by turns", "gate_up across"}:
+        given["gate_up"] = across(given["gate_up"])
+    if form in {"across", "across by turns", "apart, down across"}:
+        given["down"] = across(given["down"])
+    return given
+
+
+@MIXES
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form(server, form, kind, dtype):
+    for number, sizes in enumerate(((64, 32), (34, 70), (200, 130), (3, 1))):
+        call = layer([1, 0, 7, 30, 3], *sizes, kind=kind, dtype=dtype, bias=(None, dtype, torch.float32)[number % 3])
+        found = cpu_expert_ffn(**in_form(call, form), activation="swiglu_oai", threads=2)
+        assert relative_error(found, call.truth("swiglu_oai")) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("curve", ["relu2", "silu"])
+def test_without_a_gate(server, curve, dtype):
+    activation = Activation(curve, gated=False)
+    for bias in (None, dtype):
+        call = layer([2, 0, 40, 130], 66, 70, dtype=dtype, bias=bias)
+        halves = replace(call, up=[replace(kept, weight=kept.weight[:70]) for kept in call.up])
+        if call.up_bias is not None:
+            halves = replace(halves, up_bias=[each[:70] for each in call.up_bias])
+        check(halves, activation)
+        given = halves.arguments()
+        found = cpu_expert_ffn(**(given | {"gate_up": across(given["gate_up"])}), activation=activation)
+        assert relative_error(found, halves.truth(activation)) <= TOLERANCE[dtype]
+
+
+@MIXES
+@pytest.mark.parametrize("form", ["across", "across by turns", "apart, down across"])
+def test_a_token_is_the_same_in_any_company_in_other_forms(lanes, form, kind, dtype):
+    counts = [1, 100, 0, 7, 97, 3, 24, 25, 48, 13]
+    call = layer(counts, 96, 330, kind=kind, dtype=dtype, bias=dtype)
+    together = cpu_expert_ffn(**in_form(call, form), threads=2)
+    owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    source = torch.Generator().manual_seed(7)
+    for many, threads in ((1, 1), (5, 2), (20, 3), (60, 1), (250, 2)):
+        chosen = torch.randperm(len(owner), generator=source)[:many]
+        chosen = chosen[owner[chosen].argsort(stable=True)]
+        some = replace(call, x=call.x[chosen], counts=torch.bincount(owner[chosen], minlength=len(counts)).tolist())
+        assert torch.equal(cpu_expert_ffn(**in_form(some, form), threads=threads), together[chosen])
+
+
+def test_other_forms_are_refused_where_they_are_none(checker):
+    call = layer([2, 0, 3], 64, 32, kind="float32", dtype=torch.float32, bias=torch.float32)
+    apart, turned = in_form(call, "apart"), in_form(call, "across")
+    for wrong, name in (
+        (apart | {"turns": True}, "turns"),
+        (apart | {"activation": Activation(gated=False)}, "up"),
+        (apart | {"up_bias": None}, "up_bias"),
+        (call.arguments() | {"up_bias": call.arguments()["gate_up_bias"]}, "up_bias"),
+        (apart | {"up": [*apart["up"][:-1], apart["up"][-1][:-1]]}, "up"),
+        (turned | {"gate_up": [each if each is None else each[:, ::2] for each in turned["gate_up"]]}, "gate_up"),
+    ):
+        refused(cpu_expert_ffn, wrong, {name})
+    whole = arguments()
+    refused(cpu_expert_ffn, whole | {"gate_up": across(whole["gate_up"])}, {"gate_up"})
 
 
 def arguments() -> dict[str, Any]:

@@ -6,6 +6,7 @@ import importlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -13,13 +14,14 @@ import pytest
 import torch
 
 from moelight import kernels
+from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.gpu import routing, serving, tiles
-from moelight.kernels.gpu.grouped import ACTIVATIONS, expert_ffn
+from moelight.kernels.gpu.grouped import expert_ffn, expert_ffn_in_torch
 from moelight.kernels.gpu.pages import PageTable
 from moelight.kernels.gpu.routing import by_expert, combine, route
 from moelight.models import moe
 from moelight.profiles.model import RouterSpec
-from tests.kernels.gpu_layers import distance, floats, integers, rows_of
+from tests.kernels.gpu_layers import distance, floats, in_form, integers, rows_of
 
 DTYPES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 EVERY_DTYPE = pytest.mark.parametrize(("dtype", "tolerance"), DTYPES.items(), ids=str)
@@ -66,14 +68,71 @@ def test_experts_in_integers(device, form, dtype, counts, hidden, width):
 
 @pytest.mark.parametrize(
     ("activation", "dtype"),
-    [*((each, torch.float32) for each in ACTIVATIONS), ("silu", torch.float16), ("swiglu_oai", torch.bfloat16)],
+    [
+        ("silu", torch.float32),
+        ("gelu_tanh", torch.float32),
+        (Activation("silu", 1.702, 0.7, 1.0), torch.float32),
+        (Activation("gelu"), torch.float32),
+        (Activation("silu", limit=0.5, late=True), torch.float32),
+        ("silu", torch.float16),
+        (Activation("silu", 1.702, 0.7, 1.0), torch.bfloat16),
+    ],
+    ids=str,
 )
 def test_activations_and_biases(device, activation, dtype):
     counts = COUNTS["empty experts"]
     layer = floats(len(counts), 48, 40, dtype, device, bias=True)
     x, offsets = rows_of(counts, 48, dtype, device)
-    found = expert_ffn(x, layer.pages, offsets, activation=activation, clamp=0.7)
-    assert distance(found, layer.truth(x, counts, activation, 0.7)) <= DTYPES[dtype]
+    found = expert_ffn(x, layer.pages, offsets, activation=activation)
+    assert distance(found, layer.truth(x, counts, activation)) <= DTYPES[dtype]
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype", "bias"),
+    [
+        ("across", torch.float32, False),
+        ("turns", torch.float32, True),
+        ("apart", torch.float32, True),
+        ("turns", torch.bfloat16, True),
+        ("apart", torch.float16, False),
+    ],
+    ids=str,
+)
+def test_every_form(device, form, dtype, bias):
+    counts, by = COUNTS["empty experts"], Activation("silu", 1.702, 0.7, 1.0)
+    layer = in_form(floats(len(counts), 40, 36, dtype, device, bias=bias), form, by, device)
+    x, offsets = rows_of(counts, 40, dtype, device)
+    assert distance(expert_ffn(x, layer.pages, offsets), layer.truth(x, counts)) <= DTYPES[dtype]
+    by_torch = expert_ffn_in_torch(
+        x, layer.pages, offsets, activation=by, tokens=None, out=torch.empty(x.shape, dtype=dtype, device=device)
+    )
+    assert distance(by_torch, layer.truth(x, counts)) <= DTYPES[dtype]
+
+
+def test_without_a_gate(device):
+    counts, by = COUNTS["ragged"], Activation("relu2", gated=False)
+    whole = floats(len(counts), 40, 36, torch.float32, device, bias=True)
+    parts = {name: list(tensors) for name, tensors in whole.pages.parts.items() if tensors}
+    down = [torch.randn(40, 72, device=device) for _ in counts]
+    pages = PageTable.of(**(parts | {"down": down}), activation=by)
+    layer = replace(whole, pages=pages, down=[each.double().cpu() for each in down])
+    x, offsets = rows_of(counts, 40, torch.float32, device)
+    assert distance(expert_ffn(x, pages, offsets), layer.truth(x, counts)) <= DTYPES[torch.float32]
+
+
+def test_forms_that_the_table_cannot_hold(device):
+    layer = in_form(floats(2, 32, 16, torch.float32, device), "apart", SILU, device)
+    parts = {name: list(tensors) for name, tensors in layer.pages.parts.items() if tensors}
+    for wrong in (
+        {"up": [parts["up"][0], parts["up"][1].clone()]},
+        {"up": parts["up"][:1]},
+        {"up": [parts["up"][0], None]},
+    ):
+        with pytest.raises(ValueError, match=r"^up: "):
+            PageTable.of(**(parts | wrong))
+    with pytest.raises(ValueError, match=r"^activation: "):
+        x, offsets = rows_of((1, 1), 32, torch.float32, device)
+        expert_ffn(x, layer.pages, offsets, activation=Activation(gated=False))
 
 
 LOUD = pytest.mark.filterwarnings(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moelight.kernels.activations import SILU, Activation, activation_of
 from moelight.kernels.gpu import grouped, grouped_cuda, serving
 from moelight.kernels.gpu.pages import PageTable
 from tests.kernels.gpu_layers import distance, floats, integers, rows_of
@@ -38,14 +39,13 @@ def ffn(
     pages: PageTable,
     offsets: Tensor,
     *,
-    activation: str = "silu",
-    clamp: float = 7.0,
+    activation: str | Activation = "silu",
     tokens: Tensor | None = None,
 ) -> Tensor:
     """`expert_ffn` of float16 rows with matrices of any dtype."""
     rows = x.shape[0] if tokens is None else len(tokens)
     active, out = (torch.full((rows, size), torch.nan, dtype=x.dtype) for size in (pages.width, pages.hidden))
-    grouped._launch_cuda(x, pages, offsets, activation, clamp, tokens, active, out)
+    grouped._launch_cuda(x, pages, offsets, activation_of(activation), tokens, active, out)
     return out
 
 
@@ -72,13 +72,13 @@ def test_more_slots_than_a_band(player):
     assert distance(ffn(x, layer.pages, offsets), layer.truth(x, counts)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", Activation("silu", 1.702, 0.7, 1.0)], ids=str)
 def test_activations_and_biases_over_bfloat16(player, activation):
     counts = (40, 26)
     layer = floats(2, 48, 40, torch.bfloat16, CPU, bias=True)
     x, offsets = rows_of(counts, 48, torch.float16, CPU)
-    found = ffn(x, layer.pages, offsets, activation=activation, clamp=0.7)
-    assert distance(found, layer.truth(x, counts, activation, 0.7)) <= TOLERANCE
+    found = ffn(x, layer.pages, offsets, activation=activation)
+    assert distance(found, layer.truth(x, counts, activation)) <= TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_factors_and_results_in_float32(player, dtype, size):
     slots = grouped._slots(offsets, layer.pages, 66, 32)
     active, out = torch.empty(66, size, dtype=torch.float16), torch.empty(66, size)
     for part, source, into, factor in (("gate_up", x, active, 2**-4), ("down", active, out, 2**4)):
-        call = player.call_of(layer.pages, part, source, into, slots, offsets, None, 32, "silu", 7.0, factor)
+        call = player.call_of(layer.pages, part, source, into, slots, offsets, None, 32, SILU, factor)
         player.launch(*call)
     assert distance(out, layer.truth(x, counts)) <= TOLERANCE
     assert (out != out.half()).any()
@@ -130,7 +130,7 @@ def product(player: Player, x: Tensor, pages: PageTable, offsets: Tensor) -> Ten
     """x times the matrices ``down``."""
     out = torch.full((len(x), pages.hidden), torch.nan, dtype=torch.float16)
     slots = grouped._slots(offsets, pages, len(x), player.rows)
-    call = player.call_of(pages, "down", x, out, slots, offsets, None, player.rows, "silu", 7.0)
+    call = player.call_of(pages, "down", x, out, slots, offsets, None, player.rows, SILU)
     player.launch(*call)
     return out
 
@@ -177,11 +177,11 @@ def test_nothing_outside_is_touched(player):
     offsets = torch.tensor([0, 40, 40, 40], dtype=torch.int32)
     out, active = torch.empty(40, 17, dtype=torch.float16), torch.empty(40, 33, dtype=torch.float16)
     slots = grouped._slots(offsets, layer.pages, 40, 32)
-    call = player.call_of(layer.pages, "gate_up", x, active, slots, offsets, None, 32, "silu", 7.0)
+    call = player.call_of(layer.pages, "gate_up", x, active, slots, offsets, None, 32, SILU)
     player.spans[-1].bytes -= 2
     with pytest.raises(RuntimeError, match="a write outside"):
         player.launch(*call)
-    call = player.call_of(layer.pages, "down", active, out, slots, offsets, None, 32, "silu", 7.0)
+    call = player.call_of(layer.pages, "down", active, out, slots, offsets, None, 32, SILU)
     player.spans[0].bytes -= 1
     with pytest.raises(RuntimeError, match="a read outside"):
         player.launch(*call)

@@ -79,6 +79,18 @@ def test_experts_are_summed_whoever_computes_them(tokens: int, here: list[bool],
     torch.testing.assert_close(sums.double(), one_by_one(what, weights), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("extension", [False, True])
+def test_an_expert_that_a_row_names_twice_counts_twice(extension: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not extension:
+        monkeypatch.setattr(native, "available", lambda: False)
+    what, weights = routed(12), experts()
+    what = replace(what, ids=what.ids.sort(dim=-1).values.index_fill(1, torch.tensor([1]), 4).sort(dim=-1).values)
+    sums = torch.zeros(12, HIDDEN)
+    add_experts(sums, what, weights, space(12), most_rows=12)
+    for found in (sums, moe_forward(what, weights, space(12))):
+        torch.testing.assert_close(found.double(), one_by_one(what, weights), rtol=1e-4, atol=1e-4)
+
+
 def pages_of(weights: Sequence[ExpertWeights], order: Sequence[int], here: Sequence[bool]) -> PageTable:
     """The pages of ``weights`` in ``order``, and where each expert finds its own; -1 where it is not ``here``."""
     table = PageTable.of([weights[each][0] for each in order], [weights[each][1] for each in order])

@@ -55,6 +55,20 @@ struct Avx2 {
     _mm_storeu_si128(halves, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
     _mm_storeu_si128(halves + 1, _mm256_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT));
   }
+  static void load2_in_order(const float* p, V& a, V& b) { load2(p, a, b); }
+  static void load2_in_order(const Fp16* p, V& a, V& b) { load2(p, a, b); }
+  static void load2_in_order(const Bf16* p, V& a, V& b) {
+    const auto* halves = reinterpret_cast<const __m128i*>(p);
+    a = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(halves)), 16));
+    b = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(halves + 1)), 16));
+  }
+  // Of the numbers of a, then b, the even ones and the odd ones.
+  static void unzip(V a, V b, V& even, V& odd) {
+    const __m256i order = _mm256_setr_epi32(0, 1, 4, 5, 2, 3, 6, 7);
+    even = _mm256_permutevar8x32_ps(_mm256_shuffle_ps(a, b, 0x88), order);
+    odd = _mm256_permutevar8x32_ps(_mm256_shuffle_ps(a, b, 0xdd), order);
+  }
+
   static void load2(const int8_t* p, V& a, V& b) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     a = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));

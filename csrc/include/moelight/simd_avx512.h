@@ -56,6 +56,20 @@ struct Avx512 {
   }
   static void store2_part(Fp16* p, int64_t count, V a, V b) { _mm512_mask_storeu_epi16(p, first(count), narrow(a, b)); }
 
+  static void load2_in_order(const float* p, V& a, V& b) { load2(p, a, b); }
+  static void load2_in_order(const Fp16* p, V& a, V& b) { load2(p, a, b); }
+  static void load2_in_order(const Bf16* p, V& a, V& b) {
+    const auto* halves = reinterpret_cast<const __m256i*>(p);
+    a = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(halves)), 16));
+    b = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(halves + 1)), 16));
+  }
+  // Of the numbers of a, then b, the even ones and the odd ones.
+  static void unzip(V a, V b, V& even, V& odd) {
+    const __m512i first = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    even = _mm512_permutex2var_ps(a, first, b);
+    odd = _mm512_permutex2var_ps(a, _mm512_add_epi32(first, _mm512_set1_epi32(1)), b);
+  }
+
   static void load2(const int8_t* p, V& a, V& b) {
     const auto* bytes = reinterpret_cast<const __m128i*>(p);
     a = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes)));

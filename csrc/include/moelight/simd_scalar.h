@@ -35,6 +35,11 @@ struct Scalar {
     a = to_float(p[0]), b = to_float(p[1]);
   }
   template <class T>
+  static void load2_in_order(const T* p, V& a, V& b) {
+    load2(p, a, b);
+  }
+  static void unzip(V a, V b, V& even, V& odd) { even = a, odd = b; }
+  template <class T>
   static void store2(T* p, V a, V b) {
     from_float(a, p[0]), from_float(b, p[1]);
   }

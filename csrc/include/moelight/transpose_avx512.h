@@ -31,5 +31,33 @@ inline void transpose16(const __m512i (&x)[16], float* to, int64_t to_stride) {
   }
 }
 
+// to[column][line] = the 16-bit words from[line][column]: columns to_bytes and lines from_bytes apart. Pairs of lines
+// are joined word by word, and blocks of sixteen such pairs transposed.
+inline void turn16(const char* from, int64_t from_bytes, int64_t columns, int64_t lines, char* to, int64_t to_bytes) {
+  for (int64_t line = 0; line < lines; line += 32) {
+    for (int64_t i = 32; i < 64; ++i) {  // what is read next, or by the caller after this
+      _mm_prefetch(from + (line + i) * from_bytes, _MM_HINT_T0);
+      _mm_prefetch(from + (line + i) * from_bytes + 2 * (columns - 1), _MM_HINT_T0);
+    }
+    for (int64_t column = 0; column < columns; column += 16) {
+      const auto some = static_cast<__mmask16>((uint32_t{1} << (columns - column < 16 ? columns - column : 16)) - 1);
+      const auto load = [&](int64_t i) {
+        const char* const at = from + (line + i) * from_bytes + 2 * column;
+        return line + i < lines ? _mm256_maskz_loadu_epi16(some, at) : _mm256_setzero_si256();
+      };
+      __m512i pairs[16];
+      for (int64_t i = 0; i < 16; ++i)
+        pairs[i] = _mm512_or_si512(_mm512_cvtepu16_epi32(load(2 * i)),
+                                   _mm512_slli_epi32(_mm512_cvtepu16_epi32(load(2 * i + 1)), 16));
+      alignas(64) float turned[16][16];
+      transpose16(pairs, turned[0], 16);
+      const int64_t left = lines - line;
+      const auto there = left >= 32 ? ~__mmask32{0} : (__mmask32{1} << left) - 1;
+      for (int64_t c = 0; c < 16 && column + c < columns; ++c)
+        _mm512_mask_storeu_epi16(to + (column + c) * to_bytes + 2 * line, there, _mm512_load_si512(turned[c]));
+    }
+  }
+}
+
 }  // namespace
 }  // namespace moelight

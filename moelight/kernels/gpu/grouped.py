@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import astuple
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -19,11 +20,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from moelight.kernels import arguments
+from moelight.kernels.activations import Activation, activation_of
 from moelight.kernels.arguments import FLOATS, check_tensor
 from moelight.kernels.gpu import grouped_cuda, serving, tiles
 from moelight.kernels.gpu.pages import PageTable
 from moelight.kernels.products import SHRINK
-from moelight.kernels.reference import ACTIVATIONS, dequantized
+from moelight.kernels.reference import dequantized, gate_and_up
 
 _MAP_NUMBERS = 4096
 _MIXED = (torch.float16, torch.bfloat16)  # dtypes of x and of the matrices in mixed precision
@@ -34,8 +36,7 @@ def expert_ffn(
     pages: PageTable,
     offsets: Tensor,
     *,
-    activation: str = "silu",
-    clamp: float = 7.0,
+    activation: str | Activation | None = None,
     tokens: Tensor | None = None,
     out: Tensor | None = None,
     scratch: Tensor | None = None,
@@ -49,8 +50,7 @@ def expert_ffn(
              (mixed precision: rounded to float16 as they are loaded)
     offsets  int32 [E + 1]: expert e has the rows offsets[e] to offsets[e + 1], from 0 to R
     tokens   int64 [R]: row r is x[tokens[r]]; None: R is T and row r is x[r]
-    activation  ``silu``, ``gelu_tanh``, or ``swiglu_oai`` (gpt-oss: gate at most ``clamp``, up within ±``clamp``,
-                gate * sigmoid(1.702 gate) * (up + 1))
+    activation  or the name of one (`activations.NAMED`); None: that of ``pages``
     out      [R, H] in x's dtype, or float32 in mixed precision; contiguous; may be x where ``tokens`` is None
     scratch  [R, I] in x's dtype, contiguous: overwritten; None: allocated by torch
     mean_rows  expected rows of an expert that has any, by which the kernels choose their tiles; None: R / min(R, E)
@@ -61,7 +61,9 @@ def expert_ffn(
     computes the expert. On a device ``offsets`` and ``tokens`` are not checked, because that would synchronize it; they
     are bounded, so wrong ones make the result wrong and touch no other memory.
     """
-    rows = _check(x, pages, offsets, activation, clamp, tokens)
+    rows, by = _check(x, pages, offsets, tokens), pages.activation if activation is None else activation_of(activation)
+    if by.gated != pages.activation.gated:
+        raise ValueError("activation: must have a gate as the pages do")
     result = torch.float32 if (x.dtype, pages.stored) == _MIXED else x.dtype
     for name, buffer, dtype, columns in (
         ("out", out, result, pages.hidden),
@@ -74,15 +76,14 @@ def expert_ffn(
     if rows == 0:
         return out
     mean_rows = rows / min(rows, pages.experts) if mean_rows is None else mean_rows
-    kernel, _ = serving.expert_kernel(x.device, torch.float32 if wide else x.dtype, mean_rows)
+    plain = pages.plain and grouped_cuda.activation_number(by) is not None
+    kernel, _ = serving.expert_kernel(x.device, torch.float32 if wide else x.dtype, mean_rows, plain=plain)
     if kernel == "torch":
-        return expert_ffn_in_torch(
-            x, pages, offsets, activation=activation, clamp=clamp, tokens=tokens, out=out, wide=wide
-        )
+        return expert_ffn_in_torch(x, pages, offsets, activation=by, tokens=tokens, out=out, wide=wide)
     with on_device(x.device):
         active = torch.empty((rows, pages.width), dtype=x.dtype, device=x.device) if scratch is None else scratch
         launch = _launch_cuda if kernel == "cuda" else partial(_launch, mean_rows=mean_rows, wide=wide)
-        launch(x, pages, offsets, activation, float(clamp), tokens, active, out)
+        launch(x, pages, offsets, by, tokens, active, out)
     return out
 
 
@@ -91,8 +92,7 @@ def expert_ffn_in_torch(
     pages: PageTable,
     offsets: Tensor,
     *,
-    activation: str,
-    clamp: float,
+    activation: Activation,
     tokens: Tensor | None,
     out: Tensor,
     wide: bool = False,
@@ -104,8 +104,12 @@ def expert_ffn_in_torch(
     kind = torch.float32 if wide else x.dtype
     for page, (first, last) in zip(pages.index.tolist(), pairwise(offsets.tolist()), strict=True):
         if first < last and 0 <= page < pages.pages and pages.parts["gate_up"][page] is not None:
-            gate, up = _linear(source[first:last].to(kind), pages, "gate_up", page).float().chunk(2, dim=-1)
-            active = ACTIVATIONS[activation](gate, up, clamp)
+            given = [_linear(source[first:last].to(kind), pages, "gate_up", page).float()]
+            if pages.parts.get("up"):
+                given.append(_linear(source[first:last].to(kind), pages, "up", page).float())
+            elif activation.gated:
+                given = list(gate_and_up(given[0], turns=pages.turns))
+            active = activation(*given)
             active = active if factor == 1 else active * factor
             result[first:last] = _linear(active.to(x.dtype).to(kind), pages, "down", page, 1 / factor)
     return out.copy_(result)
@@ -119,7 +123,7 @@ def shrink(dtype: torch.dtype, pages: PageTable) -> float:
 def _linear(x: Tensor, pages: PageTable, part: str, page: int, factor: float = 1.0) -> Tensor:
     """x times the matrix times ``factor``, plus the bias."""
     weight, scale, bias = (
-        pages.parts[name][page] if pages.parts[name] else None for name in (part, f"{part}_scale", f"{part}_bias")
+        pages.parts[name][page] if pages.parts.get(name) else None for name in (part, f"{part}_scale", f"{part}_bias")
     )
     assert weight is not None
     dense = (weight if scale is None else dequantized(weight, scale, pages.group or None)).to(x.dtype)
@@ -134,9 +138,7 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _check(
-    x: Tensor, pages: PageTable, offsets: Tensor, activation: object, clamp: object, tokens: Tensor | None
-) -> int:
+def _check(x: Tensor, pages: PageTable, offsets: Tensor, tokens: Tensor | None) -> int:
     """Check the arguments; return R."""
     if not isinstance(pages, PageTable):
         raise ValueError(f"pages: must be a PageTable, is {type(pages).__name__}")
@@ -152,10 +154,6 @@ def _check(
     check_tensor("offsets", offsets, torch.int32, (pages.experts + 1,), device=device)
     if offsets.device.type == "cpu":
         arguments.check_offsets("offsets", offsets, rows)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation: must be one of {', '.join(ACTIVATIONS)}, is {activation!r}")
-    if not isinstance(clamp, (int, float)) or not math.isfinite(clamp) or clamp <= 0:
-        raise ValueError(f"clamp: must be a positive number, is {clamp!r}")
     return rows
 
 
@@ -163,8 +161,7 @@ def _launch(
     x: Tensor,
     pages: PageTable,
     offsets: Tensor,
-    activation: str,
-    clamp: float,
+    activation: Activation,
     tokens: Tensor | None,
     active: Tensor,
     out: Tensor,
@@ -178,13 +175,13 @@ def _launch(
     card = tiles.UNITS_SINCE if x.device.type == "cpu" else serving.capability(x.device.index)
     itemsize = torch.float32.itemsize if wide else x.element_size()
     choose = partial(tiles.choose, card, itemsize=itemsize, mean_rows=mean_rows, group=pages.group)
-    double, single = choose(matrices=2), choose(matrices=1)
+    double, single = choose(matrices=2 if activation.gated else 1), choose(matrices=1)
     slots = _slots(offsets, pages, rows, single.rows)
     for part, source, into, index, tile in (
         ("gate_up", x, active, tokens, double),
         ("down", active, out, None, single),
     ):
-        given, constants = arguments_of(pages, part, source, into, slots, index, tile, activation, clamp, wide=wide)
+        given, constants = arguments_of(pages, part, source, into, slots, index, tile, activation, wide=wide)
         blocks = -(-into.shape[1] // tile.columns)
         grid = (len(slots) * blocks,)
         grouped_triton.grouped[grid](*given, **constants, num_warps=tile.warps, num_stages=tile.stages)
@@ -194,8 +191,7 @@ def _launch_cuda(
     x: Tensor,
     pages: PageTable,
     offsets: Tensor,
-    activation: str,
-    clamp: float,
+    activation: Activation,
     tokens: Tensor | None,
     active: Tensor,
     out: Tensor,
@@ -206,7 +202,7 @@ def _launch_cuda(
         ("gate_up", x, active, tokens, factor),
         ("down", active, out, None, 1 / factor),
     ):
-        call = grouped_cuda.call_of(pages, part, source, into, slots, offsets, index, height, activation, clamp, by)
+        call = grouped_cuda.call_of(pages, part, source, into, slots, offsets, index, height, activation, by)
         grouped_cuda.launch(*call)
 
 
@@ -235,8 +231,7 @@ def arguments_of(
     slots: Tensor,
     tokens: Tensor | None,
     tile: tiles.Tile,
-    activation: str,
-    clamp: float,
+    activation: Activation,
     *,
     wide: bool = False,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -259,13 +254,13 @@ def arguments_of(
         depth,
         columns,
         depth // 2 if pages.packed else depth,
+        *astuple(pages.steps[part]),
         -(-depth // pages.group) if pages.group else 1,
         slots.shape[0],
-        clamp,
+        activation.limit,
     )
     constants = {
-        "GATED": part == "gate_up",
-        "ACTIVATION": activation,
+        **_constants_of(activation, active=part == "gate_up"),
         "GATHERED": tokens is not None,
         "STORED": triton_dtype(pages.stored),
         "SCALE": triton_dtype(pages.dtype_of(f"{part}_scale")),
@@ -285,6 +280,19 @@ def arguments_of(
         "BAND": tile.band,
     }
     return arguments, constants
+
+
+def _constants_of(activation: Activation, *, active: bool) -> dict[str, Any]:
+    """``active``: the activation follows the product."""
+    return {
+        "ACTIVE": active,
+        "GATED": active and activation.gated,
+        "CURVE": activation.curve,
+        "ALPHA": activation.alpha,
+        "SHIFT": activation.shift,
+        "LIMITED": activation.limit < math.inf,
+        "LATE": activation.late,
+    }
 
 
 def triton_dtype(dtype: torch.dtype) -> Any:

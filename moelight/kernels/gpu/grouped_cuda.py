@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,14 @@ import torch
 from torch import Tensor
 
 from moelight.core.paths import cache_directory, write_whole
+from moelight.kernels.activations import NAMED, Activation
 from moelight.kernels.gpu.pages import PARTS, PageTable
 
 SOURCE = Path(__file__).with_name("grouped_turing.cu")
 ARCHITECTURE = "sm_75"
 THREADS = 128
 _NUMBERS = {torch.float16: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3, torch.float32: 4}
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2}
+_ACTIVATIONS = [replace(NAMED[name], limit=math.inf) for name in ("silu", "gelu_tanh", "swiglu_oai")]  # by number
 _MATRIX_ROWS = 128
 _INVALID_CONTEXT = 201
 _SHARED_MEMORY_SHARE = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
@@ -66,6 +68,14 @@ def rows_of_slot(group: int) -> int:
     return 64 if group else 128
 
 
+def activation_number(activation: Activation) -> int | None:
+    """Its number in `grouped_turing.cu`; None if it is not there."""
+    boundless = replace(activation, limit=math.inf)
+    number = _ACTIVATIONS.index(boundless) if boundless in _ACTIVATIONS else None
+    limited = activation.limit < math.inf
+    return number if limited == (number == len(_ACTIVATIONS) - 1) else None
+
+
 def call_of(
     pages: PageTable,
     part: str,
@@ -75,8 +85,7 @@ def call_of(
     offsets: Tensor,
     tokens: Tensor | None,
     rows: int,
-    activation: str,
-    clamp: float,
+    activation: Activation,
     factor: float = 1.0,
 ) -> tuple[Variant, Call, int]:
     """Kernel, arguments and blocks of the product of float16 ``x`` with the matrices ``part`` -> ``out``, in float16 or
@@ -110,11 +119,11 @@ def call_of(
         columns=columns,
         group=pages.group,
         groups=-(-depth // pages.group) if pages.group else 1,
-        activation=_ACTIVATIONS[activation],
+        activation=activation_number(activation),
         scale_dtype=_NUMBERS[pages.dtype_of(f"{part}_scale")],
         bias_dtype=_NUMBERS[pages.dtype_of(f"{part}_bias")],
         out_dtype=_NUMBERS[out.dtype],
-        clamp=clamp,
+        clamp=activation.limit,
         factor=factor,
     )
     return variant, call, slots.shape[0] * -(-columns // (_MATRIX_ROWS // 2 if gated else _MATRIX_ROWS))
@@ -239,5 +248,5 @@ def _is_right(device: torch.device) -> bool:
     slots = torch.tensor([(1, 0, rows), (1, height, rows), (-1, 0, 0)], dtype=torch.int32, device=device)
     offsets = torch.tensor([0, 0, rows], dtype=torch.int32, device=device)
     out = torch.full((rows, hidden), 9.0, dtype=torch.float16, device=device)
-    launch(*call_of(pages, "down", x, out, slots, offsets, None, height, "silu", 7.0))
+    launch(*call_of(pages, "down", x, out, slots, offsets, None, height, NAMED["silu"]))
     return torch.equal(out.float(), x.float() @ down.float().t())

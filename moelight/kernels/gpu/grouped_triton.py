@@ -70,16 +70,35 @@ def rounded(value, DTYPE: tl.constexpr, BY_HAND: tl.constexpr):
 
 
 @triton.jit
-def activated(gate, up, clamp, ACTIVATION: tl.constexpr):
-    """act(gate) * up in float32."""
-    if ACTIVATION == "silu":
-        result = gate * tl.sigmoid(gate) * up
-    elif ACTIVATION == "gelu_tanh":
-        result = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
+def activated(
+    gate,
+    up,
+    limit,
+    CURVE: tl.constexpr,
+    ALPHA: tl.constexpr,
+    SHIFT: tl.constexpr,
+    LIMITED: tl.constexpr,
+    LATE: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """`kernels.activations.Activation` in float32."""
+    if LIMITED and not LATE:
+        gate = tl.minimum(gate, limit)
+    if CURVE == "silu":
+        result = gate * tl.sigmoid(ALPHA * gate)
+    elif CURVE == "gelu_tanh":
+        result = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    elif CURVE == "gelu":
+        result = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     else:
-        gate = tl.minimum(gate, clamp)
-        up = tl.minimum(tl.maximum(up, -clamp), clamp)
-        result = gate * tl.sigmoid(1.702 * gate) * (up + 1.0)
+        positive = tl.maximum(gate, 0.0)
+        result = positive * positive
+    if LIMITED and LATE:
+        result = tl.minimum(result, limit)
+    if GATED:
+        if LIMITED:
+            up = tl.minimum(tl.maximum(up, -limit), limit)
+        result = result * (up + SHIFT)
     return result
 
 
@@ -92,6 +111,8 @@ def step_of_product(
     column,
     step,
     row_elements,
+    row_step,
+    column_step,
     groups,
     INT4: tl.constexpr,
     GROUP: tl.constexpr,
@@ -104,7 +125,7 @@ def step_of_product(
     """total [BM, BN] + a [BM, BK] times the rows ``column`` [BN] of the matrix at ``weight``, inputs step * BK on."""
     width: tl.constexpr = BK // 2 if INT4 else BK
     k = step * width + tl.arange(0, width)
-    pointers = weight + column[None, :] * row_elements + k[:, None]
+    pointers = weight + column[None, :] * row_step + k[:, None] * column_step
     stored = tl.load(pointers) if EVEN else tl.load(pointers, mask=(k < row_elements)[:, None], other=0)
     if INT4:
         even, odd = tl.split(tl.reshape(a, (BM, BK // 2, 2)))
@@ -122,16 +143,18 @@ def step_of_product(
 
 
 @triton.jit
-def finished(total, scale, bias, there, column, SCALED: tl.constexpr, GROUP: tl.constexpr, BIASED: tl.constexpr):
+def finished(
+    total, scale, bias, bias_step, there, column, SCALED: tl.constexpr, GROUP: tl.constexpr, BIASED: tl.constexpr
+):
     """Apply the scale per row, if there are no groups, and the bias."""
     if SCALED and GROUP == 0:
         total = total * tl.load(scale + column, mask=there, other=0.0).to(tl.float32)[None, :]
     if BIASED:
-        total += tl.load(bias + column, mask=there, other=0.0).to(tl.float32)[None, :]
+        total += tl.load(bias + column * bias_step, mask=there, other=0.0).to(tl.float32)[None, :]
     return total
 
 
-@triton.jit(do_not_specialize=["x_rows", "slot_count", "clamp"])
+@triton.jit(do_not_specialize=["x_rows", "slot_count", "limit", "up_bias"])
 def grouped(
     x,
     tokens,
@@ -145,11 +168,21 @@ def grouped(
     depth,
     columns,
     row_elements,
+    row_step,
+    column_step,
+    up_step,
+    bias_step,
+    up_bias,
     groups,
     slot_count,
-    clamp,
+    limit,
+    ACTIVE: tl.constexpr,
     GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    CURVE: tl.constexpr,
+    ALPHA: tl.constexpr,
+    SHIFT: tl.constexpr,
+    LIMITED: tl.constexpr,
+    LATE: tl.constexpr,
     GATHERED: tl.constexpr,
     STORED: tl.constexpr,
     SCALE: tl.constexpr,
@@ -168,12 +201,12 @@ def grouped(
     BK: tl.constexpr,
     BAND: tl.constexpr,
 ):
-    """out [R, columns] = rows of x times the matrix of their expert, through the activation where GATED.
+    """out [R, columns] = rows of x times the matrix of their expert, through the activation where ACTIVE.
 
     weights, scales and biases are int64 addresses, one per page; 0 for an expert that is computed elsewhere, whose
-    rows are zeros. A GATED matrix has 2 * columns rows, gate before up; its activation, or else the product, is
-    multiplied by FACTOR. Programs go over BAND slots for one block of
-    columns, then the next: rows are in the cache while a band's weights are read once.
+    rows are zeros. Rows of a matrix are row_step and its columns column_step apart; where GATED the number of up is
+    up_step behind that of its gate. The activation, or else the product, is multiplied by FACTOR. Programs go over BAND
+    slots for one block of columns, then the next: rows are in the cache while a band's weights are read once.
     """
     program = tl.program_id(0)
     blocks = tl.cdiv(columns, BN)
@@ -197,14 +230,14 @@ def grouped(
     column = tl.minimum(tl.arange(0, BN), columns - 1 - first)
     begin = first.to(tl.int64)
     matrix = tl.multiple_of(address.to(tl.pointer_type(STORED)), 16)
-    weight = matrix + begin * row_elements
-    weight_up = matrix + (begin + columns) * row_elements
+    weight = matrix + begin * row_step
+    weight_up = weight + up_step
     scale = x
     bias = x
     if SCALED:
         scale = tl.load(scales + page).to(tl.pointer_type(SCALE)) + begin * groups
     if BIASED:
-        bias = tl.load(biases + page).to(tl.pointer_type(BIAS)) + begin
+        bias = tl.load(biases + page).to(tl.pointer_type(BIAS)) + begin * bias_step
     total = tl.zeros((BM, BN), dtype=tl.float32)
     total_up = tl.zeros((BM, BN), dtype=tl.float32)
     for step in range(tl.cdiv(tl.where(address != 0, depth, 0), BK)):
@@ -215,17 +248,22 @@ def grouped(
         else:
             a = tl.load(pointers, mask=(k < depth)[None, :], other=0.0).to(PRODUCT)
         total = step_of_product(
-            total, a, weight, scale, column, step, row_elements, groups, INT4, GROUP, EVEN, PRODUCT, PRECISION, BM, BK
-        )
+            total, a, weight, scale, column, step, row_elements, row_step, column_step, groups,
+            INT4, GROUP, EVEN, PRODUCT, PRECISION, BM, BK,
+        )  # fmt: skip
         if GATED:
             total_up = step_of_product(
-                total_up, a, weight_up, scale + columns * groups, column, step, row_elements, groups,
-                INT4, GROUP, EVEN, PRODUCT, PRECISION, BM, BK,
+                total_up, a, weight_up, scale + columns * groups, column, step, row_elements, row_step, column_step,
+                groups, INT4, GROUP, EVEN, PRODUCT, PRECISION, BM, BK,
             )  # fmt: skip
-    total = finished(total * (1.0 if GATED else FACTOR), scale, bias, there, column, SCALED, GROUP, BIASED)
+    total *= 1.0 if ACTIVE else FACTOR
+    total = finished(total, scale, bias, bias_step, there, column, SCALED, GROUP, BIASED)
     if GATED:
-        total_up = finished(total_up, scale + columns * groups, bias + columns, there, column, SCALED, GROUP, BIASED)
-        total = activated(total, total_up, clamp, ACTIVATION) * FACTOR
+        total_up = finished(
+            total_up, scale + columns * groups, bias + up_bias, bias_step, there, column, SCALED, GROUP, BIASED
+        )
+    if ACTIVE:
+        total = activated(total, total_up, limit, CURVE, ALPHA, SHIFT, LIMITED, LATE, GATED) * FACTOR
     column = first + tl.arange(0, BN)
     pointers = out + rows.to(tl.int64)[:, None] * columns + column[None, :]
     result = rounded(total, out.dtype.element_ty, BY_HAND)

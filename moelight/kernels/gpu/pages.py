@@ -15,13 +15,31 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.arguments import FLOATS, INTEGERS, check_tensor
 
 MATRICES = FLOATS + INTEGERS
 PARTS = ("gate_up", "down", "gate_up_scale", "down_scale", "gate_up_bias", "down_bias")
-_ALIGNMENT_BYTES = 16
+ALIGNMENT_BYTES = 16
 
 Parts = Sequence[Tensor | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Steps:
+    """Numbers from one to another in the matrices of every page: ``row`` and ``column`` of a matrix, ``up``: from a
+    gate's number to its up's; ``bias`` and ``up_bias`` the same of biases."""
+
+    row: int
+    column: int = 1
+    up: int = 0
+    bias: int = 1
+    up_bias: int = 0
+
+    @property
+    def plain(self) -> bool:
+        """True if rows are contiguous, and those of up follow those of the gate."""
+        return self.column == self.bias == 1 and self.up == self.up_bias * self.row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -31,7 +49,7 @@ class PageTable:
     ``table`` int64 [6, P + 1]: addresses in the order of PARTS, 0 for absent ones; the last column is the page of
     experts without one. ``index`` int32 [E]: the page of each expert; any other number: none, because another processor
     computes the expert. ``group``: inputs with one scale, 0 if a row has one or none. ``parts`` has for each part a
-    tuple of P tensors or None, or an empty tuple.
+    tuple of P tensors or None, or an empty tuple. ``steps``: within gate_up and down. ``activation``: between them.
     """
 
     hidden: int
@@ -41,6 +59,14 @@ class PageTable:
     parts: dict[str, tuple[Tensor | None, ...]]
     table: Tensor
     index: Tensor
+    steps: dict[str, Steps]
+    activation: Activation = SILU
+    turns: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """True if rows of the gate, then of up, are one matrix, and all rows are contiguous."""
+        return self.activation.gated and all(steps.plain for steps in self.steps.values())
 
     @property
     def experts(self) -> int:
@@ -68,24 +94,28 @@ class PageTable:
         """Dtype of a part's tensors; float32 if there are none."""
         return next((tensor.dtype for tensor in self.parts[part] if tensor is not None), torch.float32)
 
-    def chosen_by(self, index: Tensor) -> PageTable:
+    def chosen_by(self, index: Tensor, activation: Activation | None = None) -> PageTable:
         """The same pages for the experts of ``index`` int32 [E], on the same device; E at least 1. The numbers are read
-        when kernels run."""
+        when kernels run. ``activation``: of these experts, if another."""
         check_tensor("index", index, torch.int32, (None,), device=self.table.device, gap=False)
         if not index.numel():
             raise ValueError("index: names the page of no expert")
-        return replace(self, index=index)
+        return replace(self, index=index, activation=activation or self.activation)
 
     @staticmethod
     def of(
         gate_up: Parts,
         down: Parts,
         *,
+        up: Parts | None = None,
         gate_up_scale: Parts | None = None,
         down_scale: Parts | None = None,
         gate_up_bias: Parts | None = None,
+        up_bias: Parts | None = None,
         down_bias: Parts | None = None,
         group_size: int | None = None,
+        activation: Activation = SILU,
+        turns: bool = False,
     ) -> PageTable:
         """Table of one tensor per page, at any addresses of one device, where expert e has page e; None for an expert
         computed elsewhere. Waits for its copy to the device: tables are made at loading.
@@ -96,41 +126,97 @@ class PageTable:
         *_scale   for int8 and uint8: [rows] without ``group_size``, else [rows, inputs / group_size rounded up]
         *_bias    [2I] and [H]
         group_size  a multiple of 16 (int8) or 32 (uint8, where it is needed)
+        up, up_bias, turns  as in `cpu_expert_ffn`; up as far behind its gate in every page
 
-        Contiguous; matrices begin at multiples of 16 bytes. Scales and biases: float32, bfloat16 or float16.
+        Contiguous, or transposes of what is (floats); matrices begin at multiples of 16 bytes. Scales and biases:
+        float32, bfloat16 or float16.
         """
         given = (gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias)
         parts = {name: _tuple(name, tensors) for name, tensors in zip(PARTS, given, strict=True)}
+        others = {"up": _tuple("up", up), "up_bias": _tuple("up_bias", up_bias)}
         first = next((tensor for tensor in parts["gate_up"] if tensor is not None), None)
         if first is None:
             raise ValueError("gate_up: no expert has weights")
-        check_tensor("gate_up", first, MATRICES, (None, None), device=None, gap=False)
-        packing = 2 if first.dtype == torch.uint8 else 1
-        hidden, width = first.shape[1] * packing, first.shape[0] // 2
-        if first.shape[0] % 2 or width % packing or not first.numel():
+        check_tensor("gate_up", _upright(first), MATRICES, (None, None), device=None, gap=False)
+        packing, halves = 2 if first.dtype == torch.uint8 else 1, 2 if activation.gated and up is None else 1
+        hidden, width = first.shape[1] * packing, first.shape[0] // halves
+        if first.shape[0] % halves or width % packing or not first.numel():
             raise ValueError(
                 f"gate_up: must have shape [2I, inputs], has {list(first.shape)}; two values a byte need an even I"
             )
         group = _group(group_size, first.dtype)
         _check_presence(parts, scaled=not first.dtype.is_floating_point)
-        for name, rows, inputs in (("gate_up", 2 * width, hidden), ("down", hidden, width)):
-            _check_tensors(name, parts[name], (rows, inputs // packing), first, matrix=True)
-            scales = (rows, -(-inputs // group)) if group else (rows,)
-            _check_tensors(f"{name}_scale", parts[f"{name}_scale"], scales, first)
-            _check_tensors(f"{name}_bias", parts[f"{name}_bias"], (rows,), first)
-        addresses = [
-            [*([0 if t is None else t.data_ptr() for t in tensors] or [0] * len(gate_up)), 0]
-            for tensors in parts.values()
-        ]
+        sizes = {"gate_up": (halves * width, hidden), "down": (hidden, width)}
+        steps = {name: _steps_of(name, parts, each, group, first) for name, each in sizes.items()}
+        if activation.gated:
+            steps["gate_up"] = _steps_to_up(steps["gate_up"], parts | others, width, first, turns=turns)
+        addresses = [[*(map(_address, tensors) if tensors else [0] * len(gate_up)), 0] for tensors in parts.values()]
         return PageTable(
             hidden=hidden,
             width=width,
             stored=first.dtype,
             group=group,
-            parts=parts,
+            parts=parts | {name: tensors for name, tensors in others.items() if tensors},
+            steps=steps,
+            activation=activation,
+            turns=turns,
             table=torch.tensor(addresses, dtype=torch.int64).to(first.device),
             index=torch.arange(len(gate_up), dtype=torch.int32, device=first.device),
         )
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _steps_of(
+    name: str, parts: dict[str, tuple[Tensor | None, ...]], size: tuple[int, int], group: int, first: Tensor
+) -> Steps:
+    """Check the matrices ``name`` of ``size``, their scales and biases."""
+    (rows, inputs), packing = size, 2 if first.dtype == torch.uint8 else 1
+    _check_tensors(name, parts[name], (rows, inputs // packing), first, matrix=True)
+    scales = (rows, -(-inputs // group)) if group else (rows,)
+    _check_tensors(f"{name}_scale", parts[f"{name}_scale"], scales, first)
+    _check_tensors(f"{name}_bias", parts[f"{name}_bias"], (rows,), first)
+    across = {_upright(tensor) is not tensor for tensor in parts[name] if tensor is not None}
+    if len(across) > 1:
+        raise ValueError(f"{name}: its tensors must lie one way: rows contiguous, or columns")
+    return Steps(row=1, column=rows) if True in across else Steps(row=inputs // packing)
+
+
+def _upright(matrix: object) -> object:
+    """``matrix``, or its transpose where that is what is contiguous."""
+    if not isinstance(matrix, Tensor):
+        return matrix
+    across = matrix.ndim == 2 and matrix.is_floating_point() and matrix.shape[1] > 1 and matrix.stride(0) == 1
+    return matrix.t() if across and matrix.stride(1) != 1 else matrix
+
+
+def _steps_to_up(
+    steps: Steps, parts: dict[str, tuple[Tensor | None, ...]], width: int, first: Tensor, *, turns: bool
+) -> Steps:
+    """``steps`` of the gate, with those to up: by turns, after the gate's ``width`` rows, or as far as ``up`` is."""
+    if not parts["up"]:
+        if turns:
+            return Steps(row=2 * steps.row, column=steps.column, up=steps.row, bias=2, up_bias=1)
+        return replace(steps, up=width * steps.row, up_bias=width)
+    shape = (width, first.shape[1])
+    _check_tensors("up", parts["up"], shape, first, matrix=True)
+    found = [_distances("up", parts["gate_up"], parts["up"]), {0}]
+    if parts["gate_up_bias"]:
+        _check_tensors("up_bias", parts["up_bias"], shape[:1], first)
+        found[1] = _distances("up_bias", parts["gate_up_bias"], parts["up_bias"])
+    if any(len(each) > 1 for each in found):
+        raise ValueError("up: must be as far behind gate_up in every page")
+    return replace(steps, up=found[0].pop(), up_bias=found[1].pop())
+
+
+def _distances(name: str, gates: Sequence[Tensor | None], ups: Sequence[Tensor | None]) -> set[int]:
+    """Numbers from each gate to its up."""
+    if len(gates) != len(ups) or any((gate is None) != (up is None) for gate, up in zip(gates, ups, strict=True)):
+        raise ValueError(f"{name}: must have the entries of the gate")
+    pairs = ((gate, up) for gate, up in zip(gates, ups, strict=True) if gate is not None and up is not None)
+    return {(up.data_ptr() - gate.data_ptr()) // up.element_size() for gate, up in pairs}
 
 
 def _tuple(name: str, tensors: object) -> tuple[Tensor | None, ...]:
@@ -174,7 +260,9 @@ def _check_tensors(
     dtypes = (like.dtype,) if matrix else FLOATS
     for e, tensor in enumerate(tensors):
         if tensor is not None:
-            check_tensor(f"{name}: entry {e}", tensor, dtypes, shape, device=like.device, gap=False)
+            upright = _upright(tensor) if matrix else tensor
+            sizes = shape if upright is tensor else shape[::-1]
+            check_tensor(f"{name}: entry {e}", upright, dtypes, sizes, device=like.device, gap=False)
             dtypes = (tensor.dtype,)
-            if matrix and tensor.data_ptr() % _ALIGNMENT_BYTES:
-                raise ValueError(f"{name}: entry {e} must begin at a multiple of {_ALIGNMENT_BYTES} bytes")
+            if matrix and tensor.data_ptr() % ALIGNMENT_BYTES:
+                raise ValueError(f"{name}: entry {e} must begin at a multiple of {ALIGNMENT_BYTES} bytes")

@@ -127,11 +127,12 @@ def card_serves(card: tuple[int, int], dtype: str) -> tuple[bool, str]:
     return True, f"{triton_reason()}, {name}" + ("" if card >= UNITS_SINCE else ", without its tensor units")
 
 
-def expert_kernel(device: torch.device, dtype: torch.dtype, mean_rows: float) -> tuple[str, str]:
+def expert_kernel(device: torch.device, dtype: torch.dtype, mean_rows: float, *, plain: bool = True) -> tuple[str, str]:
     """The implementation of the product of experts with ``mean_rows`` rows each, and the reason in one clause.
 
     ``cuda`` (`grouped_cuda`, whose first use compiles it), ``triton``, or ``torch``, which alone reads the rows of each
-    expert on the host.
+    expert on the host. ``plain``: gate and up are one matrix of contiguous rows, and the activation one of
+    `activations.NAMED`.
     """
     fault = None
     if device.type == "cuda" and serves(device, dtype)[0]:
@@ -139,7 +140,9 @@ def expert_kernel(device: torch.device, dtype: torch.dtype, mean_rows: float) ->
         if wants_cuda(card, str(dtype).removeprefix("torch."), mean_rows):
             from moelight.kernels.gpu import grouped_cuda
 
-            fault = grouped_cuda.failure(device.index)
+            fault = (
+                grouped_cuda.failure(device.index) if plain else "the CUDA kernel computes gate and up as one matrix"
+            )
             if fault is None:
                 return (
                     "cuda",

@@ -1,0 +1,65 @@
+"""What lies between the two products of an expert, as numbers that every kernel takes. Imports torch alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+CURVES: Mapping[str, Callable[[Tensor, float], Tensor]] = {
+    "silu": lambda x, alpha: x * torch.sigmoid(alpha * x),
+    "gelu": lambda x, _: functional.gelu(x),
+    "gelu_tanh": lambda x, _: functional.gelu(x, approximate="tanh"),
+    "relu2": lambda x, _: functional.relu(x).square(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """curve(min(gate, limit)) * (clamp(up, -limit, limit) + shift), or of an expert without a gate curve(up).
+
+    Attributes:
+        curve: of `CURVES`; silu is x sigmoid(alpha x).
+        late: the limit is on what the curve makes of the gate, not on the gate.
+        gated: False: up alone enters.
+    """
+
+    curve: str = "silu"
+    alpha: float = 1.0
+    limit: float = math.inf
+    shift: float = 0.0
+    late: bool = False
+    gated: bool = True
+
+    def __post_init__(self) -> None:
+        if self.curve not in CURVES:
+            raise ValueError(f"activation: must be one of {', '.join(CURVES)}, is {self.curve!r}")
+        if not (math.isfinite(self.alpha) and math.isfinite(self.shift) and self.limit > 0):
+            raise ValueError(f"activation: needs finite numbers and a positive limit, is {self!r}")
+        if not self.gated and (self.shift, self.limit) != (0.0, math.inf):
+            raise ValueError(f"activation: without a gate there is neither shift nor limit, is {self!r}")
+
+    def __call__(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
+        """gate and up [n, I] -> [n, I]; of one without a gate, up alone is given."""
+        curve = CURVES[self.curve]
+        if self.late:
+            active = curve(gate, self.alpha).clamp(max=self.limit)
+        else:
+            active = curve(gate.clamp(max=self.limit), self.alpha)
+        return active if up is None else (up.clamp(-self.limit, self.limit) + self.shift) * active
+
+
+SILU = Activation()
+NAMED = {"silu": SILU, "gelu_tanh": Activation("gelu_tanh"), "swiglu_oai": Activation("silu", 1.702, 7.0, 1.0)}
+
+
+def activation_of(given: object) -> Activation:
+    """``given``, or the one of its name in `NAMED`."""
+    found = NAMED.get(given) if isinstance(given, str) else given
+    if not isinstance(found, Activation):
+        raise ValueError(f"activation: must be an Activation or one of {', '.join(NAMED)}, is {given!r}")
+    return found
