@@ -14,12 +14,14 @@ from torch import Tensor
 from moelight.core.errors import ConfigError
 from moelight.kernels.products import Workspace
 from moelight.models.graph.decoder import GraphDecoder
-from moelight.models.graph.experts import PageExpert, PageViews
+from moelight.models.graph.experts import PageViews
+from moelight.models.graph.leaves import use_kernels
 from moelight.models.graph.model import GraphModel
 from moelight.models.graph.profile import profile_of
 from moelight.models.graph.self_test import prove
+from moelight.models.graph.support import refuse_unserved
 from moelight.models.graph.weights import GraphWeightMap, fill_weights, locate_weights
-from moelight.models.moe import ExpertWeights
+from moelight.models.moe import Matrices
 from moelight.profiles.families import FAMILIES, profile_from_dir
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile, not_computed
@@ -38,27 +40,34 @@ def open_model(model: str) -> OpenCheckpoint:
     config = HFConfig.from_file(directory / "config.json")
     model_type = config.find("model_type")
     ours = isinstance(model_type, str) and model_type in FAMILIES
+    config.refuse_quantised()
     if ours and not not_computed(profile_from_dir(directory)):
         return open_checkpoint(model)
-    config.refuse_quantised()
     return _open_graph(directory)
 
 
 @dataclass(frozen=True, slots=True)
 class GraphCheckpoint:
-    """`OpenGraph` of one checkpoint; ``views`` find the matrices of its experts."""
+    """`OpenGraph` of one checkpoint; ``views`` find the matrices of its experts; None of a dense model."""
 
     model: GraphModel
     weights: GraphWeightMap
-    views: PageViews
+    views: PageViews | None
+
+    @property
+    def predicts(self) -> bool:
+        return self.model.predicts
 
     def decoder(self, profile: ModelProfile, arena: Tensor, dtype: torch.dtype) -> Callable[[Workspace], GraphDecoder]:
         """Read all weights outside pages into ``arena`` (uint8, any device) as ``dtype``."""
         fill_weights(self.model, self.weights, arena, dtype)
-        return partial(GraphDecoder, profile, self.model)
+        activations = self.views.activations if self.views is not None else ()
+        return partial(GraphDecoder, profile, self.model, activations, self.weights.matrices)
 
-    def expert(self, slot: Tensor, dtype: torch.dtype) -> ExpertWeights | PageExpert:
-        """The expert whose page is in ``slot`` (uint8)."""
+    def expert(self, slot: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | Matrices | Tensor:
+        """The expert whose page is in ``slot`` (uint8); of a dense model the numbers of the page."""
+        if self.views is None:
+            return slot.view(dtype)
         return self.views.of(slot[: self.views.numbers * dtype.itemsize].view(dtype))
 
 
@@ -73,16 +82,14 @@ def _open_graph(directory: Path) -> OpenCheckpoint:
     where = str(directory / "config.json")
     model = GraphModel.from_config(directory)
     profile = profile_of(model, name=directory.resolve().name, where=where)
-    if profile.experts.input_size is not None:
-        raise ConfigError(
-            f"{where}: {profile.model_type}: experts of inputs of {profile.experts.input_size} numbers beside hidden "
-            f"states of {profile.hidden_size} are not computed"
-        )
+    refuse_unserved(profile, where=where)
     weights = locate_weights(directory, model)
     prove(directory)
+    use_kernels(model.module)
     layouts = list(weights.layouts.values())
     if len(set(layouts)) > 1:
         raise ConfigError(f"{where}: the experts of its layers lie in {len(set(layouts))} ways; pages have one")
     found = WeightMap(dtype=weights.dtype, parts=MappingProxyType({}), pages=weights.pages, spare_head=None)
-    graph = GraphCheckpoint(model, weights, PageViews(layouts[0], model.forms[0]))
+    views = PageViews(layouts[0], model.forms) if layouts else None
+    graph = GraphCheckpoint(model, weights, views)
     return OpenCheckpoint(directory=directory, profile=profile, weight_map=found, graph=graph)

@@ -13,8 +13,9 @@ from moelight.core.errors import CheckpointError, InputError, UserError
 from moelight.core.panics import panics_as
 from moelight.core.small_files import read_bytes, read_error_text, read_object, read_text
 from moelight.core.units import MiB
-from moelight.engine.chat import ChatTemplate, Conversation, read_chat_template, read_part
+from moelight.engine.chat import DEFAULT, ChatTemplate, Conversation, read_chat_template, read_part
 from moelight.engine.detokenizer import TokenBytes
+from moelight.profiles.gguf import read_gguf
 
 if TYPE_CHECKING:
     import tokenizers
@@ -27,6 +28,14 @@ _READ_BY_TRANSFORMERS = ("config.json", "tokenizer_config.json", "special_tokens
 _PROBES = ("The quick brown fox", "two  blanks", "a\n\tb", "é 世 🦊")
 _ORDINARY = "The quick brown fox jumps over the lazy dog"  # enough to reveal a pattern that backtracks for ever
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_GGUF_ROLES = {
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "eot_token": "eot",
+    "unk_token": "unknown",
+    "pad_token": "padding",
+}
+_LONGEST_REASON = 200
 _LEAST_CONTEXT, _MOST_CONTEXT = 4, 24  # tokens before a text that affect how it begins
 _LETTERS = 4  # per token of an ordinary text; a text with fewer letters than this per allowed token is encoded at once
 _LONG_LETTERS = 1 << 16  # texts this long take so long to encode that silencing the library's stderr pays
@@ -81,6 +90,38 @@ class Tokenizer:
             for probe in (*_PROBES, _ORDINARY):
                 inner.decode(inner.encode(probe).ids)
             return cls(inner, template=template, eos_token_ids=eos_token_ids, named=named)
+
+    @classmethod
+    def from_gguf(cls, path: Path, chat_template: Path | None = None) -> Tokenizer:
+        """The tokenizer in the metadata of the GGUF file ``path``, with its chat template unless ``chat_template`` is
+        given. Raises CheckpointError if the file is damaged, has none, or one that transformers cannot convert."""
+        metadata = read_gguf(path).metadata
+        tokens = metadata.get("tokenizer.ggml.tokens")
+
+        def unusable(said: str) -> CheckpointError:
+            return CheckpointError(f"{path}: its vocabulary is no usable tokenizer ({said})")
+
+        if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
+            raise unusable("tokenizer.ggml.tokens must be a list of texts")
+        ids: dict[str, Any] = {
+            role: metadata.get(f"tokenizer.ggml.{key}_token_id") for role, key in _GGUF_ROLES.items()
+        }
+        named = {role: tokens[one] for role, one in ids.items() if type(one) is int and 0 <= one < len(tokens)}
+        given = metadata.get("tokenizer.chat_template")
+        if chat_template is None:
+            template = ChatTemplate({DEFAULT: given}, special_tokens=named) if isinstance(given, str) else None
+        else:
+            template = ChatTemplate.from_file(chat_template, special_tokens=named)
+        with _library_errors(unusable, quiet=True):
+            inner = _convert_vocabulary(metadata, unusable)
+            begins = metadata.get("tokenizer.ggml.add_bos_token", metadata.get("tokenizer.ggml.model") == "llama")
+            if begins is True and "bos_token" in named:
+                inner.post_processor = _beginning_with(named["bos_token"], ids["bos_token"])
+            for probe in (*_PROBES, _ORDINARY):
+                inner.decode(inner.encode(probe).ids)
+            ends = (each for role in ("eos_token", "eot_token") if role in named and (each := ids[role]) is not None)
+            named.pop("eot_token", None)
+            return cls(inner, template=template, eos_token_ids=frozenset(ends), named=named)
 
     @property
     def vocab_size(self) -> int:
@@ -219,6 +260,26 @@ def _convert_pieces(directory: Path) -> tokenizers.Tokenizer:
     if inner is None or any(inner.encode(text, add_special_tokens=False).ids != model.encode(text) for text in _PROBES):
         raise CheckpointError(f"{only}transformers reads it otherwise than SentencePiece; put a {TOKENIZER} beside it")
     return cast("tokenizers.Tokenizer", inner)
+
+
+def _convert_vocabulary(metadata: Mapping[str, Any], unusable: Callable[[str], UserError]) -> tokenizers.Tokenizer:
+    """Needs transformers, whose conversion goes by the kind of vocabulary that the file states."""
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
+    except ImportError:
+        raise unusable("to convert it takes transformers from 5.23 on: pip install 'moelight[graph]'") from None
+    keys = GGUF_TOKENIZER_MAPPING["tokenizer"]
+    given = {name: metadata[f"tokenizer.{key}"] for key, name in keys.items() if f"tokenizer.{key}" in metadata}
+    try:
+        return convert_gguf_tokenizer(str(metadata.get("general.architecture")), given)[0]
+    except (AttributeError, LookupError, OverflowError, TypeError, UnicodeError, ValueError) as error:
+        raise unusable(" ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__) from None
+
+
+def _beginning_with(token: str, number: Any) -> Any:
+    from tokenizers.processors import TemplateProcessing
+
+    return TemplateProcessing(single=f"{token} $A", special_tokens=[(token, number)])
 
 
 def _add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:

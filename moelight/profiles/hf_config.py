@@ -15,7 +15,7 @@ from moelight.core.small_files import read_error_text, read_object
 
 _MOST = 1 << 24  # above every real size; a hostile config must not exhaust memory
 _LEAST_NUMBER, _MOST_NUMBER = 1e-30, 1e30
-_QUANTISED_KEYS = ("quantization_config", "compression_config")
+QUANTISED_KEYS = ("quantization_config", "compression_config")
 _LONGEST_NAME = 40
 _ABSENT = object()
 
@@ -115,12 +115,18 @@ class HFConfig:
                 raise self.error(f"{key} is not supported: {because}")
 
     def refuse_quantised(self) -> None:
-        for key in _QUANTISED_KEYS:
-            if (value := self.find(key)) is not None:
-                method = value.get("quant_method") if isinstance(value, dict) else None
-                named = f" {method!r}" if isinstance(method, str) and len(method) <= _LONGEST_NAME else ""
-                instead = "and such formats are not read yet; use the checkpoint that is not quantised"
-                raise self.error(f"{key} says that the weights are quantised{named}, {instead}")
+        """Check that the weights are not quantised, which the engine does not compute."""
+        for key in QUANTISED_KEYS:
+            if self.find(key) is not None:
+                raise self.quantised_error(key, "which inspect and optimize count and nothing runs yet")
+
+    def quantised_error(self, key: str, but: str) -> ConfigError:
+        """A `ConfigError` that refuses the quantised weights that ``key`` describes."""
+        value = self.find(key)
+        method = value.get("quant_method") if isinstance(value, dict) else None
+        named = f" {method!r}" if isinstance(method, str) and len(method) <= _LONGEST_NAME else ""
+        instead = "use the checkpoint that is not quantised"
+        return self.error(f"{key} says that the weights are quantised{named}, {but}; {instead}")
 
     def refuse_two_names(self) -> None:
         """Check that no family-specific key contradicts its usual name."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from moelight.core.errors import ConfigError
 from moelight.profiles.names import TensorNames
+from moelight.profiles.stored import StoredWeights
 
 HEAD_DIM_MULTIPLE = 8
 # Limits on sizes; published models have up to 126 layers, and up to 512 experts per layer.
@@ -143,6 +144,7 @@ class ExpertSpec:
         clamp: bound of gate and up, with ``(up + 1) * gate * sigmoid(1.702 gate)`` for the product (gpt-oss).
         input_size: width of what experts read and write, if not the hidden size.
         transposed: matrices lie as ``[in, out]``; ``interleaved``: gate and up are one matrix whose outputs alternate.
+        by_torch: no kernel of ours computes their activation.
     """
 
     num_experts: int
@@ -156,6 +158,7 @@ class ExpertSpec:
     input_size: int | None = None
     transposed: bool = False
     interleaved: bool = False
+    by_torch: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,8 +207,12 @@ class ModelProfile:
     or ``layer`` (LayerNorm), which may have a ``norm_bias``; ``head_bias``: the logits have a bias.
 
     Where layers differ (graph models) ``layers`` holds each of them and ``tensors`` all that is stored outside the
-    experts; ``attention`` is then that of the widest cache. Empty: all follow from the other fields. Both and the
-    names are left out of the hash, which is asked for often.
+    pages; ``attention`` is then that of the widest cache. Empty: all follow from the other fields. These and the
+    names are left out of the hash, which is asked for often. ``stored``: the bytes of quantised weights; None: all
+    weights have ``dtype``.
+
+    A layer of a dense model is one expert, which every token is routed to: ``page_tensors`` are the matrices of its
+    page, each from the mixer of the layer to the next one; `LayerSpec` counts what remains. Empty with experts.
     """
 
     name: str
@@ -228,6 +235,13 @@ class ModelProfile:
     head_bias: bool = False
     layers: tuple[LayerSpec, ...] = field(default=(), hash=False)
     tensors: tuple[StoredTensor, ...] = field(default=(), hash=False)
+    page_tensors: tuple[StoredTensor, ...] = field(default=(), hash=False)
+    stored: StoredWeights | None = field(default=None, hash=False)
+
+    @property
+    def dense(self) -> bool:
+        """True if a layer's page is the layer, and no experts are chosen."""
+        return bool(self.page_tensors)
 
     @property
     def stateful(self) -> bool:
@@ -272,6 +286,7 @@ NOT_COMPUTED: dict[str, Callable[[ModelProfile], bool]] = {
     "experts of another width than the hidden states": lambda model: model.experts.input_size is not None,
     "transposed or interleaved experts": lambda model: model.experts.transposed or model.experts.interleaved,
     "clamped experts": lambda model: model.experts.clamp is not None,
+    "experts that torch computes": lambda model: model.experts.by_torch,
     "LayerNorm": lambda model: model.norm != "rms",
     "norm biases": lambda model: model.norm_bias,
     "a bias of the output matrix": lambda model: model.head_bias,

@@ -12,9 +12,11 @@ from typing import Any
 from moelight.core.errors import ConfigError
 from moelight.profiles.families import FAMILIES, profile_from_config, profile_from_dir
 from moelight.profiles.files import YamlNode, find_profile, profile_names, read_yaml
+from moelight.profiles.gguf_models import open_gguf
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile
 
+GGUF = ".gguf"
 ALIASES = {"mixtral": "mixtral-8x7b"}
 
 CONFIG_KEYS = (
@@ -63,6 +65,7 @@ CONFIG_KEYS = (
     "qk_nope_head_dim",
     "qk_rope_head_dim",
     "qkv_bias",
+    "quantization_config",
     "rms_norm_eps",
     "rope_parameters",
     "rope_scaling",
@@ -121,11 +124,14 @@ def read_other_families(reader: Callable[[Path], ModelProfile | None]) -> None:
 
 
 def load_model_profile(name_or_path: str) -> ModelProfile:
-    """The profile of a named model, of a YAML file, or of the checkpoint in a directory (also of its config.json).
+    """The profile of a named model, of a YAML file, of a GGUF file, or of the checkpoint in a directory (also of its
+    config.json).
 
     Names take precedence over directories. Raises CheckpointError if a directory has no readable ``config.json``.
     """
     path = _place(name_or_path)
+    if path.suffix == GGUF:
+        return open_gguf(path).profile
     if path.is_dir():
         family = HFConfig.from_file(path / "config.json").find("model_type")
         others = _other_families if isinstance(family, str) and family not in FAMILIES else ()
@@ -137,6 +143,8 @@ def load_model_profile(name_or_path: str) -> ModelProfile:
 def model_config(name_or_path: str) -> dict[str, Any]:
     """The raw ``config.json`` values of the model that `load_model_profile` finds; raises the same errors."""
     path = _place(name_or_path)
+    if path.suffix == GGUF:
+        return dict(open_gguf(path).config.values)
     if path.is_dir():
         return dict(HFConfig.from_file(path / "config.json").values)
     return _read(path)[1]
@@ -147,7 +155,7 @@ def _place(name_or_path: str) -> Path:
     path = Path(name_or_path)
     if path.name == "config.json" and path.is_file():
         return path.parent
-    if path.name != name_or_path or path.suffix in (".yaml", ".yml"):
+    if path.name != name_or_path or path.suffix in (".yaml", ".yml", GGUF):
         if not path.exists():
             raise ConfigError(f"no model at {name_or_path!r}: no such directory or file")
         return path

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from moelight.core.schedule import Page
 from moelight.profiles.model import AttentionSpec, LatentSpec, ModelProfile, StoredTensor
@@ -60,8 +62,10 @@ def page_shapes(model: ModelProfile) -> dict[str, tuple[int, int]]:
 
     Without a gate there is no such matrix; gate and up are one ``gate_up`` if interleaved or transposed, and transposed
     matrices are ``[H, I]``, ``[H, 2I]``, ``[I, H]``. Biases are ``[1, 2I]`` (gate and up; else ``up_bias`` ``[1, I]``)
-    and ``[1, H]``.
+    and ``[1, H]``. Of a dense model, the numbers ``[1, N]`` of the largest page.
     """
+    if model.dense:
+        return {"layer": (1, max(layer_numbers(model).values()))}
     spec = model.experts
     hidden, width, wide = model.expert_input, spec.intermediate_size, "gate_up" if spec.gated else "up"
     shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
@@ -72,6 +76,15 @@ def page_shapes(model: ModelProfile) -> dict[str, tuple[int, int]]:
     if spec.bias:
         shapes |= {f"{wide}_bias": (1, width * (2 if spec.gated else 1)), "down_bias": (1, hidden)}
     return shapes
+
+
+@lru_cache(maxsize=64)
+def layer_numbers(model: ModelProfile) -> Counter[int]:
+    """Numbers in the page of each layer of a dense model."""
+    found = Counter[int]()
+    for tensor in model.page_tensors:
+        found[tensor.layer] += tensor.elements
+    return found
 
 
 def pages(model: ModelProfile) -> tuple[Page, ...]:

@@ -271,8 +271,8 @@ class PageReader(TensorReader):
         check_bytes(dest, 1, "the slot")
         numbers = dest[: self.page_bytes - begin].view(self._dtype)
         pieces = self._pieces(page, begin // self._dtype.itemsize, numbers.numel())
-        sizes = [piece.nbytes // self._stored.itemsize for piece in pieces]
-        reads = list(zip(pieces, numbers.split(sizes), strict=True))
+        sizes = [piece.nbytes // self._stored.itemsize for piece in pieces]  # a layer's page may be shorter than others
+        reads = list(zip(pieces, numbers[: sum(sizes)].split(sizes), strict=True))
         examine = partial(self._examine, (page, begin, numbers.numel()), reads)
         if self._submit is not None and dest.device.type == "cpu":
             parts = [(piece.file, piece.offset, into.view(torch.uint8)) for piece, into in reads]

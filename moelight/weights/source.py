@@ -52,6 +52,10 @@ def resolve_model(model: str) -> Path:
     try:
         if path.is_dir():
             return path
+        if path.suffix == ".gguf" and path.exists():
+            raise CheckpointError(
+                f"{model}: inspect and optimize count GGUF files, and nothing runs them yet; use one in safetensors"
+            )
         if path.exists():
             raise CheckpointError(f"{model}: a model is a directory with config.json and safetensors, not a file")
     except (OSError, ValueError) as error:

@@ -15,6 +15,7 @@ from moelight.core.dtypes import BY_SAFETENSORS, FLOAT32, DType
 from moelight.core.errors import CheckpointError
 from moelight.core.schedule import Page
 from moelight.profiles.families import FAMILIES, profile_from_dir
+from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile, StoredTensor, require_computable
 from moelight.profiles.tensor_list import dense_tensors, page_shapes
 from moelight.weights.source import Checkpoint, TensorInfo, resolve_model
@@ -65,7 +66,13 @@ class OpenCheckpoint:
 
 
 class OpenGraph(Protocol):
-    """The module graph of a family that is none of `profiles.families` (`engine.checkpoints`)."""
+    """The module graph of a family that is none of `profiles.families` (`engine.checkpoints`).
+
+    ``predicts``: its routers can be asked for experts of a later layer.
+    """
+
+    @property
+    def predicts(self) -> bool: ...
 
     def decoder(self, profile: ModelProfile, arena: Any, dtype: Any) -> Callable[[Any], Any]:
         """Read all weights outside pages into ``arena``; returns what makes the decoder with a workspace."""
@@ -79,6 +86,7 @@ class OpenGraph(Protocol):
 def open_checkpoint(model: str) -> OpenCheckpoint:
     """Find ``model`` and audit it: every tensor present, of the right shape, none left over; else CheckpointError."""
     directory = resolve_model(model)
+    HFConfig.from_file(directory / "config.json").refuse_quantised()
     profile = profile_from_dir(directory)
     require_computable(profile, where=str(directory / "config.json"))
     return OpenCheckpoint(directory=directory, profile=profile, weight_map=locate(Checkpoint.open(directory), profile))

@@ -50,6 +50,7 @@ ASKED: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "experts of another width than the hidden states": [("experts", {"input_size": 4})],
     "transposed or interleaved experts": [("experts", {"transposed": True}), ("experts", {"interleaved": True})],
     "clamped experts": [("experts", {"clamp": 7.0})],
+    "experts that torch computes": [("experts", {"by_torch": True})],
     "LayerNorm": [("", {"norm": "layer"})],
     "norm biases": [("", {"norm_bias": True})],
     "a bias of the output matrix": [("", {"head_bias": True})],
@@ -64,7 +65,8 @@ COMPUTED = {
     ExpertSpec: "num_experts intermediate_size activation",
     ModelProfile: (
         "name model_type num_layers hidden_size vocab_size max_positions norm_eps tie_embeddings dtype attention "
-        "router experts moe_layers dense_intermediate_size names layers tensors"
+        "router experts moe_layers dense_intermediate_size names layers tensors "
+        "page_tensors stored"
     ),
 }
 

@@ -17,6 +17,7 @@ from moelight.profiles.model import (
     RouterSpec,
 )
 from moelight.profiles.names import QWEN_STYLE, TensorNames
+from moelight.profiles.quantization import read_quantization, with_stored
 
 # All rope types of transformers. Their constants change no size, so the planner supports them all.
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
@@ -88,7 +89,7 @@ class ModelFamily:
 def read_profile(config: HFConfig, family: ModelFamily, *, name: str) -> ModelProfile:
     """The `ModelProfile` that ``config`` describes, read by the rules of ``family``."""
     config = config.with_keys(family.keys)
-    config.refuse_quantised()
+    quantization = read_quantization(config)
     config.refuse(_ELSEWHERE, "the model is read from the keys beside it, which it would change")
     config.refuse_two_names()
     for key, known in family.only.items():
@@ -116,7 +117,9 @@ def read_profile(config: HFConfig, family: ModelFamily, *, name: str) -> ModelPr
         head_bias=family.head_bias and config.flag("lm_head_bias", default=False),
     )
     _check(profile, config)
-    return profile
+    if quantization is None:
+        return profile
+    return with_stored(profile, quantization.format_of, config.where)
 
 
 def _attention(config: HFConfig, family: ModelFamily, layers: int) -> AttentionSpec:

@@ -1,0 +1,271 @@
+"""Parser of GGUF headers: metadata and the places of tensors, in one file or in numbered parts. The input is untrusted:
+the result is a list of tensors inside the file, or a CheckpointError that names file and tensor; no claim of the file
+allocates more than its own bytes. Tensors' numbers are not read. (ggml/docs/gguf.md.)"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from moelight.core.errors import CheckpointError, quoted
+from moelight.core.small_files import open_regular, read_error_text
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_MOST_HEADER = 1 << 28  # bytes; vocabularies of 256,000 tokens take some 10 MB
+_MOST_ELEMENTS = 1 << 24  # of an array
+_MOST_TENSORS = 1 << 20
+_MOST_PARTS = 1 << 12
+_MOST_DIMENSIONS = 4
+_MOST_SIZE = 1 << 48
+_LONGEST_NAME = 1 << 10
+_LONGEST_SHOWN = 80
+_ALIGNMENT = 32
+_MOST_ALIGNMENT = 1 << 20
+_AGAIN = "the file is damaged, fetch it again"
+_PART = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+
+# Types by number: name, numbers of a block, bytes of a block (ggml/include/ggml.h, ggml-common.h).
+GGML_TYPES = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    9: ("Q8_1", 32, 40),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1),
+    25: ("I16", 1, 2),
+    26: ("I32", 1, 4),
+    27: ("I64", 1, 8),
+    28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GGMLTensor:
+    """The place of a tensor: ``nbytes`` bytes at ``offset`` of ``file``, row-major, of the ggml type ``type``.
+    ``shape`` has the outermost dimension first, as torch has it."""
+
+    name: str
+    file: Path
+    type: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GGUFFile:
+    """Metadata and tensors of a model in ``path``, all its parts together."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GGMLTensor]
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """The model whose file, or any numbered part of it, is ``path``; raises CheckpointError for a part that is missing,
+    truncated or malformed."""
+    metadata, tensors = _read_part(path)
+    count = metadata.get("split.count", 1)
+    if type(count) is not int or not 1 <= count <= _MOST_PARTS:
+        raise CheckpointError(f"{path}: split.count is {quoted(count)}; {_AGAIN}")
+    found = _PART.fullmatch(path.name)
+    if count > 1:
+        if found is None or int(found["count"]) != count:
+            raise CheckpointError(
+                f"{path}: this is one of {count} parts, whose names must end in -00001-of-{count:05}.gguf and so on; "
+                "give it its own name again"
+            )
+        parts = [path.with_name(f"{found['name']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+        metadata, tensors = _joined(parts)
+    if not tensors:
+        raise CheckpointError(f"{path}: holds no tensors; fetch it again")
+    return GGUFFile(path=path, metadata=MappingProxyType(metadata), tensors=MappingProxyType(tensors))
+
+
+def _joined(parts: list[Path]) -> tuple[dict[str, Any], dict[str, GGMLTensor]]:
+    """The metadata of the first part, and the tensors of all."""
+    first: dict[str, Any] = {}
+    tensors: dict[str, GGMLTensor] = {}
+    for number, part in enumerate(parts):
+        metadata, found = _read_part(part)
+        if (metadata.get("split.no"), metadata.get("split.count")) != (number, len(parts)):
+            raise CheckpointError(
+                f"{part}: says that it is part {quoted(metadata.get('split.no'))} of "
+                f"{quoted(metadata.get('split.count'))}, counted from 0; fetch all parts again"
+            )
+        first = first or metadata
+        if twice := next(iter(found.keys() & tensors.keys()), None):
+            raise CheckpointError(f"{part}: tensor {quoted(twice)} is in {tensors[twice].file.name} too; {_AGAIN}")
+        tensors |= found
+    total = first.get("split.tensors.count", len(tensors))
+    if total != len(tensors):
+        raise CheckpointError(
+            f"{parts[0]}: split.tensors.count is {quoted(total)}, and the parts hold {len(tensors)}; fetch them again"
+        )
+    return first, tensors
+
+
+def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, GGMLTensor]]:
+    try:
+        with open(open_regular(path), "rb") as file:
+            return _Header(file, path, os.fstat(file.fileno()).st_size).read()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; fetch the missing part of the model") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({read_error_text(error)})") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}; {_AGAIN}") from None
+
+
+class _Header:
+    """A reader of one file's header; ValueErrors say what is wrong."""
+
+    def __init__(self, file: Any, path: Path, size: int) -> None:
+        self._file, self._path, self._size = file, path, size
+        self._position, self._most = 0, min(size, _MOST_HEADER)
+
+    def read(self) -> tuple[dict[str, Any], dict[str, GGMLTensor]]:
+        if self._size < len(_MAGIC) or self._bytes(len(_MAGIC)) != _MAGIC:
+            raise ValueError("does not begin as a GGUF file does")
+        version = self._number("I")
+        if version not in _VERSIONS:
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
+            order = ", with its bytes in big-endian order" if swapped else ""
+            raise CheckpointError(
+                f"{self._path}: GGUF version {version}{order} is not read; known: 2, 3 (little-endian)"
+            )
+        num_tensors, num_pairs = self._number("Q"), self._number("Q")
+        if num_tensors > _MOST_TENSORS:
+            raise ValueError(f"claims {num_tensors} tensors")
+        metadata: dict[str, Any] = {}
+        for _ in range(num_pairs):  # each takes bytes of the header, whose end ends the loop
+            key = self._string(_LONGEST_NAME)
+            if key in metadata:
+                raise ValueError(f"the metadata names {quoted(key)} twice")
+            metadata[key] = self._value(self._number("I"), key)
+        alignment = metadata.get("general.alignment", _ALIGNMENT)
+        if type(alignment) is not int or not 8 <= alignment <= _MOST_ALIGNMENT or alignment & (alignment - 1):
+            raise ValueError(f"general.alignment is {quoted(alignment)}, not a power of 2 from 8 on")
+        entries = [self._tensor() for _ in range(num_tensors)]
+        start = -(-self._position // alignment) * alignment
+        return metadata, self._placed(entries, start, alignment)
+
+    def _tensor(self) -> tuple[str, int, tuple[int, ...], int]:
+        name, dimensions = self._string(_LONGEST_NAME), self._number("I")
+        if not 1 <= dimensions <= _MOST_DIMENSIONS:
+            raise ValueError(
+                f"tensor {_shown(name)} has {dimensions} dimensions, from 1 to {_MOST_DIMENSIONS} are known"
+            )
+        shape = tuple(self._number("Q") for _ in range(dimensions))
+        if not all(1 <= size < _MOST_SIZE for size in shape) or math.prod(shape) >= _MOST_SIZE:
+            raise ValueError(f"tensor {_shown(name)} has the sizes {list(shape)}")
+        return name, self._number("I"), shape[::-1], self._number("Q")
+
+    def _placed(self, entries: list[Any], start: int, alignment: int) -> dict[str, GGMLTensor]:
+        """Tensors by name; checks that they lie in the file, aligned and apart."""
+        found: dict[str, GGMLTensor] = {}
+        for name, number, shape, offset in entries:
+            if number not in GGML_TYPES:
+                raise CheckpointError(
+                    f"{self._path}: tensor {_shown(name)} has the ggml type {number}, which moelight does not know; "
+                    "use a file of another quantisation, such as Q4_K_M or Q8_0"
+                )
+            kind, block, block_bytes = GGML_TYPES[number]
+            if shape[-1] % block:
+                raise ValueError(
+                    f"tensor {_shown(name)}: rows of {shape[-1]} numbers are no blocks of {block} ({kind})"
+                )
+            if name in found:
+                raise ValueError(f"tensor {_shown(name)} is listed twice")
+            if offset % alignment:
+                raise ValueError(f"tensor {_shown(name)} is at {offset}, no multiple of {alignment}")
+            nbytes = math.prod(shape) // block * block_bytes
+            found[name] = GGMLTensor(
+                name=name, file=self._path, type=kind, shape=shape, offset=start + offset, nbytes=nbytes
+            )
+        end, previous = start, ""
+        for each in sorted(found.values(), key=lambda tensor: tensor.offset):
+            if each.offset < end:
+                raise ValueError(f"tensor {_shown(each.name)} overlaps tensor {_shown(previous)}")
+            end, previous = each.offset + each.nbytes, each.name
+            if end > self._size:
+                raise ValueError(f"cut short: tensor {_shown(each.name)} ends at byte {end}, the file at {self._size}")
+        return found
+
+    def _value(self, kind: int, key: str) -> Any:
+        if kind == _STRING:
+            return self._string(self._most)
+        if kind == _BOOL:
+            return bool(self._number("B"))
+        if kind in _NUMBERS:
+            return self._number(_NUMBERS[kind])
+        if kind != _ARRAY:
+            raise ValueError(f"the value of {quoted(key)} has the type {kind}, from 0 to 12 are known")
+        element, count = self._number("I"), self._number("Q")
+        if count > _MOST_ELEMENTS:
+            raise ValueError(f"{quoted(key)} claims {count} elements")
+        if element == _STRING:
+            return [self._string(self._most) for _ in range(count)]
+        letter = "?" if element == _BOOL else _NUMBERS.get(element)
+        if letter is None:
+            raise ValueError(f"{quoted(key)} is an array of values of type {element}")
+        return list(struct.unpack(f"<{count}{letter}", self._bytes(count * struct.calcsize(f"<{letter}"))))
+
+    def _string(self, most: int) -> str:
+        length = self._number("Q")
+        if length > most:
+            raise ValueError(f"at byte {self._position} claims a text of {length} bytes")
+        return bytes(self._bytes(length)).decode("utf-8", errors="surrogateescape")
+
+    def _number(self, letter: str) -> Any:
+        return struct.unpack(f"<{letter}", self._bytes(struct.calcsize(f"<{letter}")))[0]
+
+    def _bytes(self, count: int) -> bytes:
+        if self._position + count > self._most:
+            if self._size > _MOST_HEADER:
+                raise ValueError(f"has a header of more than {_MOST_HEADER >> 20} MiB")
+            raise ValueError(f"cut short: its header goes on beyond its {self._size} bytes")
+        found = self._file.read(count)
+        if len(found) != count:
+            raise ValueError("ended inside its header")
+        self._position += count
+        return bytes(found)
+
+
+def _shown(name: str) -> str:
+    return quoted(name[:_LONGEST_SHOWN])

@@ -1,0 +1,300 @@
+"""What the ``quantization_config`` of a config.json says: the stored format of each module, and the bytes that follow.
+
+The input is untrusted: names and patterns are bounded, and what is not known is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from moelight.core.dtypes import DType, dtype_named
+from moelight.core.errors import ConfigError, did_you_mean
+from moelight.profiles import stored as formats
+from moelight.profiles.hf_config import QUANTISED_KEYS, HFConfig
+from moelight.profiles.model import ModelProfile
+from moelight.profiles.stored import StoredFormat, StoredWeights
+from moelight.profiles.tensor_list import dense_tensors, page_shapes
+
+_MOST_RULES = 1 << 12
+_MOST_GROUP = 1 << 20
+_LONGEST_PATTERN = 200
+_MOST_REPEATS = 4
+_REPEATED_GROUP = re.compile(r"\)[*+{]")
+_REPEAT = re.compile(r"(?<!\\)(?:[*+]|\{\d*,)")
+# Modules that no method quantises unless its config names them.
+_NEVER = re.compile(r"(?:.*\.)?(?:embed_tokens|embed_positions|word_embeddings|embeddings|wte|lm_head)")
+_ROUTERS = re.compile(r"(?:.*\.)?(?:gate|router|wg|shared_expert_gate|router\.layer)")
+
+
+class ModuleRule(NamedTuple):
+    """Modules whose whole name ``pattern`` matches are stored as ``stored``; None: in the model's dtype."""
+
+    pattern: re.Pattern[str]
+    stored: StoredFormat | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantization:
+    """The formats of a checkpoint's modules, by the first of ``rules`` that matches; without one, a module has the
+    model's dtype."""
+
+    rules: tuple[ModuleRule, ...]
+
+    def format_of(self, module: str) -> StoredFormat | None:
+        """The format of the matrix of ``module``, a name on disk without its last part (``.weight``)."""
+        return next((rule.stored for rule in self.rules if rule.pattern.fullmatch(module)), None)
+
+
+CompressedReader = Callable[[Mapping[str, Any], str], Iterable[ModuleRule]]
+_compressed_readers: list[CompressedReader] = []
+
+
+def read_compressed_tensors(reader: CompressedReader) -> None:
+    """Let ``reader`` give the rules of a config of the method ``compressed-tensors`` for the dtype of its scales; its
+    ValueErrors say what is wrong."""
+    _compressed_readers[:] = [reader]
+
+
+def read_quantization(config: HFConfig) -> Quantization | None:
+    """The quantisation that ``config`` states, or None.
+
+    Raises ConfigError for a method, a format or a setting that is not known.
+    """
+    key = next((key for key in QUANTISED_KEYS if config.find(key) is not None), None)
+    if key is None:
+        return None
+    values = config.find(key)
+    method = values.get("quant_method") if isinstance(values, dict) else None
+    if key == "compression_config" and method is None:
+        method = "compressed-tensors"
+    if not isinstance(values, dict) or not isinstance(method, str) or method not in _METHODS:
+        hint = did_you_mean(method[:40], _METHODS) if isinstance(method, str) else ""
+        raise config.quantised_error(key, f"by none of the methods read ({', '.join(_METHODS)}){hint}")
+    try:
+        rules = tuple(_METHODS[method](_Settings(values), _scale_dtype(config)))
+        if len(rules) > _MOST_RULES:
+            raise ValueError(f"has {len(rules):,} rules")
+    except ValueError as error:
+        raise config.quantised_error(key, f"and {error}") from None
+    return Quantization(rules=rules)
+
+
+def with_stored(profile: ModelProfile, format_of: Callable[[str], StoredFormat | None], where: str) -> ModelProfile:
+    """``profile`` with the bytes of a checkpoint whose modules are stored as ``format_of`` says; None: in the
+    model's dtype. All experts of a layer are stored as its first one. Raises ConfigError, naming the file ``where``, if
+    a matrix cannot be."""
+    counted = _Count(profile, format_of, where)
+    pages = tuple(counted.page(layer) if moe else 0 for layer, moe in enumerate(profile.moe_layers))
+    experts = tuple(counted.named)
+    dense = tuple(
+        (part.name, part.layer, size)
+        for tensor in dense_tensors(profile)
+        for part in tensor.parts
+        if len(part.shape) == 2
+        and (size := counted.matrix(_module(profile, part.name, part.layer), *part.shape)) is not None
+    )
+    elements, largest = sum(rows * columns for rows, columns in page_shapes(profile).values()), max(pages)
+    bits = max(1, 8 * largest // elements)
+    rest = largest - -(-elements * bits // 8)
+    found = StoredWeights(
+        name=", ".join(counted.named) or profile.dtype,
+        pages=pages,
+        dtype=DType(name=", ".join(experts) or profile.dtype, bits=bits, group=elements, scale_bytes=max(0, rest)),
+        dense=dense,
+    )
+    return replace(profile, stored=found)
+
+
+class _Count:
+    """Bytes of the matrices of a model; ``named``: the formats met, in order."""
+
+    def __init__(self, profile: ModelProfile, format_of: Callable[[str], StoredFormat | None], where: str) -> None:
+        self._profile, self._format_of, self._where = profile, format_of, where
+        self._itemsize = dtype_named(profile.dtype).itemsize
+        self.named: dict[str, None] = {}
+
+    def matrix(self, module: str, rows: int, columns: int) -> int | None:
+        """Bytes of the matrix [rows, columns] of ``module``; None in the model's dtype."""
+        stored = self._format_of(module)
+        if stored is None:
+            return None
+        try:
+            size = stored.bytes_for(rows, columns)
+        except ConfigError as error:
+            raise ConfigError(f"{self._where}: {module}: {error}; config and weights do not fit") from None
+        self.named[stored.name] = None
+        return size
+
+    def page(self, layer: int) -> int:
+        """Bytes of an expert of ``layer``."""
+        spec, total = self._profile.experts, 0
+        for name, shape in page_shapes(self._profile).items():
+            rows, columns = shape[::-1] if spec.transposed else shape
+            plain_bytes = rows * columns * self._itemsize
+            module = expert_module(self._profile, layer, name, 0)
+            found = None if name.endswith("_bias") else self.matrix(module, rows, columns)
+            total += plain_bytes if found is None else found
+        return total
+
+
+def expert_module(profile: ModelProfile, layer: int, matrix: str, expert: int | None) -> str:
+    """The module of a matrix of an expert, a name on disk; ``expert`` None: of the stack of all experts."""
+    spellings = getattr(profile.names, matrix, ())
+    place = "{expert}." if expert is not None else ""
+    name = spellings[0] if spellings else f"model.layers.{{layer}}.mlp.experts.{place}{matrix}_proj"
+    return str(name).format(layer=layer, expert=expert).removesuffix(".weight")
+
+
+def _module(profile: ModelProfile, name: str, layer: int) -> str:
+    spellings = getattr(profile.names, name, ())
+    return (str(spellings[0]).format(layer=layer) if spellings else name).removesuffix(".weight")
+
+
+class _Settings:
+    """Typed look-ups in a ``quantization_config``; ValueErrors name the key."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+
+    def integer(self, key: str, default: int, known: Callable[[int], bool], wanted: str) -> int:
+        value = self.values.get(key, default)
+        if type(value) is not int or not known(value):
+            raise ValueError(f"{key} there must be {wanted}")
+        return value
+
+    def group(self) -> int:
+        """Columns that share a scale; 0: all."""
+        size = self.integer("group_size", 128, lambda size: size == -1 or 1 <= size <= _MOST_GROUP, "-1 or a size")
+        return 0 if size == -1 else size
+
+    def only(self, keys: tuple[str, ...], known: tuple[object, ...]) -> Any:
+        """The value of the first of ``keys`` that is there, which must be one of ``known``, the default first."""
+        key = next((key for key in keys if self.values.get(key) is not None), None)
+        if key is None:
+            return known[0]
+        value = self.values[key]
+        value = value.lower() if isinstance(value, str) else value
+        if not any(type(value) is type(each) and value == each for each in known):
+            raise ValueError(f"of {key} only {', '.join(map(str, known))} is read")
+        return value
+
+    def words(self, *keys: str) -> list[str]:
+        """The texts in the list under the first of ``keys`` that is there."""
+        found: Any = next((value for key in keys if (value := self.values.get(key)) is not None), [])
+        if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
+            raise ValueError(f"{keys[0]} there must be a list of names")
+        return found
+
+
+def pattern_of(text: str) -> re.Pattern[str]:
+    """The regular expression ``text``; raises ValueError for one that is wrong, or could take long to match."""
+    hard = len(text) > _LONGEST_PATTERN or _REPEATED_GROUP.search(text) or len(_REPEAT.findall(text)) > _MOST_REPEATS
+    try:
+        if not hard:
+            return re.compile(text)
+    except (re.error, OverflowError, RecursionError):
+        pass
+    raise ValueError("a pattern there is no regular expression, or too long a one")
+
+
+def _within(name: str) -> re.Pattern[str]:
+    """Modules whose names contain ``name``, a regular expression, in whole parts."""
+    pattern_of(name)
+    return re.compile(rf"(?:.*\.)?(?:{name})(?:\..*)?")
+
+
+def _scale_dtype(config: HFConfig) -> str:
+    """The safetensors name of the model's dtype, which scales have by default."""
+    return {"float16": "F16", "float32": "F32"}.get(config.dtype(default="bfloat16"), "BF16")
+
+
+def _gptq(settings: _Settings, _: str) -> Iterable[ModuleRule]:
+    settings.only(("quant_method",), ("gptq",))
+    version = settings.only(("checkpoint_format", "format"), ("gptq", "gptq_v2"))
+    settings.only(("pack_dtype",), ("int32",))
+    settings.only(("is_marlin_format",), (False,))
+    bias = 1 if version == "gptq" else 0
+    whole = _gptq_format(settings, bias)
+    dynamic = settings.values.get("dynamic") or {}
+    if not isinstance(dynamic, dict):
+        raise ValueError("dynamic there must be an object")
+    for pattern, overrides in dynamic.items():
+        kept = pattern.startswith("-:")
+        of = re.compile(rf"(?:{pattern_of(pattern.removeprefix('-:').removeprefix('+:')).pattern}).*")
+        given = {**settings.values, **overrides} if isinstance(overrides, dict) else settings.values
+        yield ModuleRule(of, None if kept else _gptq_format(_Settings(given), bias))
+    if settings.only(("lm_head",), (False, True)):
+        yield ModuleRule(re.compile(r"lm_head"), whole)
+    yield from (ModuleRule(_NEVER, None), ModuleRule(_ROUTERS, None))
+    blocks = settings.values.get("modules_in_block_to_quantize")
+    if blocks is None:
+        yield ModuleRule(re.compile(r".*"), whole)
+        return
+    if not isinstance(blocks, list):
+        raise ValueError("modules_in_block_to_quantize there must be a list")
+    for block in blocks:
+        for name in _Settings({"it": block if isinstance(block, list) else [block]}).words("it"):
+            yield ModuleRule(_within(re.escape(name)), whole)
+
+
+def _gptq_format(settings: _Settings, bias: int) -> StoredFormat:
+    bits = settings.integer("bits", 0, lambda bits: bits in (2, 4, 8), "2, 4 or 8")
+    return formats.gptq(bits=bits, group=settings.group(), zero_bias=bias)
+
+
+def _awq(settings: _Settings, _: str) -> Iterable[ModuleRule]:
+    settings.integer("bits", 4, lambda bits: bits == 4, "4")
+    settings.only(("version", "format"), ("gemm",))
+    settings.only(("zero_point",), (True,))
+    yield from (ModuleRule(_within(name), None) for name in settings.words("modules_to_not_convert"))
+    yield from (ModuleRule(_NEVER, None), ModuleRule(_ROUTERS, None))
+    yield ModuleRule(re.compile(r".*"), formats.awq(group=settings.group()))
+
+
+def _fp8(settings: _Settings, _: str) -> Iterable[ModuleRule]:
+    settings.only(("fmt", "weight_fmt"), ("e4m3", "float8_e4m3fn"))
+    settings.only(("expert_dtype",), ("fp8",))
+    scale = "F8_E8M0" if settings.only(("scale_fmt",), ("float", "ue8m0")) == "ue8m0" else "F32"
+    block = settings.values.get("weight_block_size")
+    stored = formats.fp8(block=(0, 0), scale=scale, suffix=".weight_scale")
+    if block is not None:
+        sizes = isinstance(block, list) and len(block) == 2
+        if not sizes or not all(type(size) is int and 1 <= size <= _MOST_GROUP for size in block):
+            raise ValueError("weight_block_size there must be a list of two sizes")
+        stored = formats.fp8(block=(block[0], block[1]), scale=scale)
+    yield from _unless(settings, stored)
+
+
+def _fbgemm(settings: _Settings, _: str) -> Iterable[ModuleRule]:
+    return _unless(settings, formats.fp8(block=(1, 0), scale="F32", suffix=".weight_scale"))
+
+
+def _unless(settings: _Settings, stored: StoredFormat) -> Iterable[ModuleRule]:
+    yield from (ModuleRule(_within(name), None) for name in settings.words("modules_to_not_convert", "ignored_layers"))
+    yield from (ModuleRule(_NEVER, None), ModuleRule(_ROUTERS, None))
+    yield ModuleRule(re.compile(r".*"), stored)
+
+
+def _mxfp4(settings: _Settings, _: str) -> Iterable[ModuleRule]:
+    """Of gpt-oss: expert matrices, whatever else is left out."""
+    settings.words("modules_to_not_convert")
+    yield ModuleRule(re.compile(r".*\.experts\..*"), formats.mxfp4(("_blocks", "_scales")))
+
+
+def _compressed(settings: _Settings, scale: str) -> Iterable[ModuleRule]:
+    if not _compressed_readers:
+        raise ValueError("no reader of compressed-tensors is there; use the command line")
+    return _compressed_readers[0](settings.values, scale)
+
+
+_METHODS: Mapping[str, Callable[[_Settings, str], Iterable[ModuleRule]]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm,
+    "mxfp4": _mxfp4,
+    "compressed-tensors": _compressed,
+}

@@ -1,0 +1,276 @@
+"""How checkpoints store the numbers of a matrix: formats as data, the tensors that each takes, their exact bytes.
+
+A matrix has one row for each output and one column for each input, whatever the order on disk. `weights.unpack` gives
+the numbers, `quantization` says which matrix of a checkpoint has which format.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from moelight.core.dtypes import DType
+from moelight.core.errors import ConfigError, did_you_mean
+
+PLAIN, SCALED, PACKED, GPTQ, AWQ, MXFP4, GGML = "plain", "scaled", "packed", "gptq", "awq", "mxfp4", "ggml"
+# Bytes of a number by its safetensors name.
+ITEM_BYTES = {
+    **dict.fromkeys(("F8_E4M3", "F8_E8M0", "I8", "U8"), 1),
+    **dict.fromkeys(("BF16", "F16"), 2),
+    **dict.fromkeys(("F32", "I32"), 4),
+    "I64": 8,
+}
+MX_GROUP = 32  # columns of a block of MXFP4
+_WORD = 32  # bits
+_FLOATS, _EXPONENTS = ("F16", "BF16", "F32"), ("U8", "F8_E8M0")  # of scales; exponents of two, biased by 127
+
+
+class StoredPart(NamedTuple):
+    """A tensor that holds a part of a matrix: its name is that of the module and ``suffix``; ``dtypes`` are the
+    safetensors names that it may have, the one that is counted first."""
+
+    suffix: str
+    dtypes: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtypes[0]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredFormat:
+    """How the numbers of a matrix [rows, columns] are stored.
+
+    Attributes:
+        name: for people; of a ggml format that of its type (``Q4_K``).
+        kind: what `weights.unpack` distinguishes. ``plain``: numbers. ``scaled``: 8-bit codes times scales. ``packed``:
+            codes in 32-bit words along a row, the lowest bits first (compressed-tensors). ``gptq``: the same along a
+            column, so [columns, rows]. ``awq``: [columns, rows], eight 4-bit codes of a word in the order 0, 2, 4, 6,
+            1, 3, 5, 7 of its rows. ``mxfp4``: two E2M1 numbers a byte, the lower bits first, and a power of two for
+            each 32. ``ggml``: rows of blocks, scales inside.
+        bits: of a code.
+        codes: safetensors name of the stored codes.
+        scale: that of the scales, where a config says it; a checkpoint may have any of `StoredPart.dtypes`.
+        group, group_rows: columns and rows that share a scale; 0: all of them.
+        zero_points: each scale has a zero point, of ``bits`` bits; else codes are signed, or biased by half their range
+            where they are packed.
+        zero_bias: added to stored zero points, modulo 2^bits (1: the first version of GPTQ's format).
+        order: of GPTQ: each column says its group (``g_idx``), as columns may be quantised in another order.
+        names: suffixes of codes, scales, zero points, order.
+        block, block_bytes: numbers and bytes of a ggml block.
+    """
+
+    name: str
+    kind: str
+    bits: int
+    codes: str = ""
+    scale: str = ""
+    group: int = 0
+    group_rows: int = 1
+    zero_points: bool = False
+    zero_bias: int = 0
+    order: bool = False
+    names: tuple[str, ...] = (".weight", ".weight_scale", ".weight_zero_point")
+    block: int = 1
+    block_bytes: int = 0
+
+    @property
+    def transposed(self) -> bool:
+        """True if a stored row holds one input of all outputs."""
+        return self.kind in (GPTQ, AWQ)
+
+    @property
+    def per_word(self) -> int:
+        """Codes of a 32-bit word."""
+        return _WORD // self.bits
+
+    def groups(self, columns: int) -> int:
+        """Groups of columns."""
+        return -(-columns // self.group) if self.group else 1
+
+    def row_groups(self, rows: int) -> int:
+        return -(-rows // self.group_rows) if self.group_rows else 1
+
+    def parts(self, rows: int, columns: int) -> tuple[StoredPart, ...]:
+        """The tensors of a matrix, all of them required; raises ConfigError if a matrix of this size has no such
+        format."""
+        self._check(rows, columns)
+        weight, scales, zeros, order = (*self.names, "", "", "")[:4]
+        groups = self.groups(columns)
+        scale_dtypes = _first(self.scale, _EXPONENTS if self.kind == MXFP4 else _FLOATS)
+        if self.kind == PLAIN:
+            return (StoredPart(weight, (self.codes,), (rows, columns)),)
+        if self.kind == GGML:
+            return (StoredPart(weight, ("U8",), (rows, columns // self.block * self.block_bytes)),)
+        if self.kind == MXFP4:
+            return (
+                StoredPart(weight, ("U8",), (rows, columns // 2)),
+                StoredPart(scales, scale_dtypes, (rows, groups)),
+            )
+        words, bits = -(-columns * self.bits // _WORD), self.bits
+        if self.kind == PACKED:
+            found = [StoredPart(weight, ("I32",), (rows, words)), StoredPart(scales, scale_dtypes, (rows, groups))]
+            if self.zero_points:
+                found.append(StoredPart(zeros, ("I32",), (-(-rows * bits // _WORD), groups)))
+            return (*found, StoredPart(".weight_shape", ("I64", "I32"), (2,)))
+        if self.kind == SCALED:
+            grid = (self.row_groups(rows), groups)
+            found = [
+                StoredPart(weight, (self.codes,), (rows, columns)),
+                StoredPart(scales, _first(self.scale, (*_FLOATS, *_EXPONENTS)), grid),
+            ]
+            return (*found, *([StoredPart(zeros, (self.codes,), grid)] if self.zero_points else []))
+        stored = (columns, rows * bits // _WORD) if self.kind == AWQ else (words, rows)
+        found = [
+            StoredPart(weight, ("I32",), stored),
+            StoredPart(scales, scale_dtypes, (groups, rows)),
+            StoredPart(zeros, ("I32",), (groups, rows * bits // _WORD)),
+        ]
+        return (*found, *([StoredPart(order, ("I32",), (columns,))] if self.order else []))
+
+    def bytes_for(self, rows: int, columns: int) -> int:
+        """Bytes of a matrix, scales, zero points and order included; raises as `parts` does."""
+        return sum(part.nbytes for part in self.parts(rows, columns))
+
+    def bits_per_weight(self, rows: int, columns: int) -> float:
+        return 8 * self.bytes_for(rows, columns) / (rows * columns)
+
+    def _check(self, rows: int, columns: int) -> None:
+        """Raise ConfigError unless blocks, groups and words come out even where the format has no other rule."""
+        step_rows = step_columns = 1
+        if self.kind == GGML:
+            step_columns = self.block
+        elif self.kind == MXFP4:
+            step_columns = MX_GROUP
+        elif self.kind == GPTQ:
+            step_rows = step_columns = self.per_word
+        elif self.kind == AWQ:
+            step_rows, step_columns = self.per_word, self.group or 1
+        elif self.kind == PACKED:
+            step_columns = self.group or 1
+        for what, size, step in (("rows", rows, step_rows), ("columns", columns, step_columns)):
+            if size % step:
+                raise ConfigError(f"{self.name} needs a multiple of {step} {what}, and a matrix has {size}")
+
+
+def _first(dtype: str, others: tuple[str, ...]) -> tuple[str, ...]:
+    return (dtype, *(each for each in others if each != dtype))
+
+
+def plain(dtype: str) -> StoredFormat:
+    """Numbers of the safetensors dtype ``dtype``."""
+    return StoredFormat(name=dtype, kind=PLAIN, bits=8 * ITEM_BYTES[dtype], codes=dtype)
+
+
+def gptq(*, bits: int, group: int, order: bool = True, zero_bias: int = 1) -> StoredFormat:
+    """GPTQ: zero points always stored, also symmetric ones; ``order`` as ``g_idx`` is, also without ``desc_act``."""
+    return StoredFormat(
+        name=f"GPTQ int{bits}{_of(group)}",
+        kind=GPTQ,
+        bits=bits,
+        codes="I32",
+        scale="F16",
+        group=group,
+        zero_points=True,
+        zero_bias=zero_bias,
+        order=order,
+        names=(".qweight", ".scales", ".qzeros", ".g_idx"),
+    )
+
+
+def awq(*, group: int) -> StoredFormat:
+    """AWQ in 4 bits, of the ``gemm`` version."""
+    return StoredFormat(
+        name=f"AWQ int4{_of(group)}",
+        kind=AWQ,
+        bits=4,
+        codes="I32",
+        scale="F16",
+        group=group,
+        zero_points=True,
+        names=(".qweight", ".scales", ".qzeros"),
+    )
+
+
+def fp8(*, block: tuple[int, int], scale: str, suffix: str = ".weight_scale_inv") -> StoredFormat:
+    """E4M3 numbers times a scale for each ``block`` of (rows, columns); 0: all of them."""
+    named = {(1, 0): " per channel", (0, 0): " per tensor"}.get(block, f" in blocks of {block[0]}x{block[1]}")
+    return StoredFormat(
+        name=f"FP8{named}",
+        kind=SCALED,
+        bits=8,
+        codes="F8_E4M3",
+        scale=scale,
+        group_rows=block[0],
+        group=block[1],
+        names=(".weight", suffix, ".weight_zero_point"),
+    )
+
+
+def mxfp4(names: tuple[str, str]) -> StoredFormat:
+    """MXFP4 under the suffixes ``names`` of codes and scales."""
+    return StoredFormat(name="MXFP4", kind=MXFP4, bits=4, codes="U8", scale="U8", group=MX_GROUP, names=names)
+
+
+def _of(group: int) -> str:
+    return f" in groups of {group}" if group else " per channel"
+
+
+# Types of ggml that are read: bits of a code, numbers of a block, bytes of a block.
+_GGML = {
+    "Q4_0": (4, 32, 18),
+    "Q4_1": (4, 32, 20),
+    "Q5_0": (5, 32, 22),
+    "Q5_1": (5, 32, 24),
+    "Q8_0": (8, 32, 34),
+    "Q2_K": (2, 256, 84),
+    "Q3_K": (3, 256, 110),
+    "Q4_K": (4, 256, 144),
+    "Q5_K": (5, 256, 176),
+    "Q6_K": (6, 256, 210),
+    "IQ4_NL": (4, 32, 18),
+    "IQ4_XS": (4, 256, 136),
+    "MXFP4": (4, 32, 17),
+}
+GGML_FORMATS = {
+    **{name: plain(name) for name in _FLOATS},
+    **{
+        name: StoredFormat(
+            name=name, kind=GGML, bits=bits, codes="U8", names=(".weight",), block=block, block_bytes=size
+        )
+        for name, (bits, block, size) in _GGML.items()
+    },
+}
+
+
+def ggml_format(name: str) -> StoredFormat:
+    """The format of the ggml type ``name``; raises ConfigError for one that is not read."""
+    if name not in GGML_FORMATS:
+        known = f"{did_you_mean(name, GGML_FORMATS)}; known: {', '.join(GGML_FORMATS)}"
+        raise ConfigError(f"numbers of the ggml type {name} are not read{known}")
+    return GGML_FORMATS[name]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredWeights:
+    """The stored bytes of a quantised model.
+
+    Attributes:
+        name: the formats, for people; experts first.
+        pages: bytes of an expert of each layer, 0 without experts.
+        dtype: the experts as a number format for prices: `DType.bytes_for` all numbers of an expert is the largest
+            page.
+        dense: quantised tensors outside the experts: name, layer and bytes; the others have the model's dtype.
+    """
+
+    name: str
+    pages: tuple[int, ...]
+    dtype: DType
+    dense: tuple[tuple[str, int, int], ...] = ()
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of the largest expert."""
+        return max(self.pages)

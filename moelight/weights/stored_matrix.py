@@ -1,0 +1,221 @@
+"""One quantised matrix of a checkpoint: its tensors, found and checked, their bytes and their numbers. Every fault is a
+CheckpointError that names tensor and file. `unpack` gives the numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moelight.core.dtypes import dtype_named
+from moelight.core.errors import CheckpointError, ConfigError
+from moelight.core.small_files import open_regular, read_error_text
+from moelight.profiles.gguf import GGMLTensor
+from moelight.profiles.gguf_models import GGUFModel
+from moelight.profiles.model import ModelProfile
+from moelight.profiles.quantization import expert_module
+from moelight.profiles.stored import GGML, MXFP4, SCALED, StoredFormat, StoredPart, ggml_format, plain
+from moelight.profiles.tensor_list import page_shapes
+from moelight.weights.source import Checkpoint, TensorInfo
+
+_TORCH = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+# Every suffix under which a format keeps something: a matrix with one that its format has not is stored otherwise.
+_SUFFIXES = (
+    *(".weight", ".weight_scale", ".weight_scale_inv", ".weight_zero_point", ".weight_g_idx", ".weight_packed"),
+    *(".weight_global_scale", ".weight_shape", ".qweight", ".qzeros", ".scales", ".g_idx", "_blocks", "_scales"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredMatrix:
+    """A matrix [``rows``, ``columns``] of ``module``, by the places of its tensors."""
+
+    module: str
+    stored: StoredFormat
+    rows: int
+    columns: int
+    places: Mapping[str, TensorInfo]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the checkpoint, with the dtypes that it has."""
+        return sum(info.nbytes for info in self.places.values())
+
+    def read(self) -> dict[str, Tensor]:
+        """The tensors by suffix, as stored; checks the values that say where others are."""
+        found = {suffix: _read(info) for suffix, info in self.places.items()}
+        self._check(found)
+        return found
+
+    def _check(self, values: Mapping[str, Tensor]) -> None:
+        shape = values.get(".weight_shape")
+        if shape is not None and shape.tolist() != [self.rows, self.columns]:
+            raise self._error(".weight_shape", f"says {shape.tolist()}, and the matrix is {[self.rows, self.columns]}")
+        if not self.stored.order:
+            return
+        order, groups = values[self.stored.names[3]], self.stored.groups(self.columns)
+        least, most = int(order.min()), int(order.max())
+        if least < 0 or most >= groups:
+            wrong = least if least < 0 else most
+            raise self._error(self.stored.names[3], f"puts a column into group {wrong}, and there are {groups}")
+
+    def _error(self, suffix: str, complaint: str) -> CheckpointError:
+        info = self.places[suffix]
+        return CheckpointError(f"{info.file}: tensor {info.name!r} {complaint}; fetch the checkpoint again")
+
+
+def find_matrix(
+    tensors: Mapping[str, TensorInfo],
+    module: str,
+    stored: StoredFormat,
+    rows: int,
+    columns: int,
+    *,
+    listing: str,
+    expert: tuple[int, int] | None = None,
+) -> StoredMatrix:
+    """The matrix of ``module`` among ``tensors``, which the file ``listing`` lists. ``expert``: the number of an expert
+    and of all experts, whose matrices are stacked."""
+    try:
+        wanted = stored.parts(rows, columns)
+    except ConfigError as error:
+        raise CheckpointError(f"{listing}: tensor {module!r}: {error}; config.json does not fit the weights") from None
+    extra = [suffix for suffix in _SUFFIXES if suffix not in {part.suffix for part in wanted}]
+    for suffix in extra:
+        if module + suffix in tensors:
+            raise CheckpointError(
+                f"{tensors[module + suffix].file}: tensor {module + suffix!r} has no place in {stored.name}, which "
+                "config.json says of it; correct quantization_config or fetch the checkpoint again"
+            )
+    places = {part.suffix: _place(tensors, module, part, stored, listing, expert) for part in wanted}
+    return StoredMatrix(module=module, stored=stored, rows=rows, columns=columns, places=places)
+
+
+def expert_matrices(
+    checkpoint: Checkpoint,
+    profile: ModelProfile,
+    format_of: Callable[[str], StoredFormat | None],
+    layer: int,
+    expert: int,
+) -> dict[str, StoredMatrix]:
+    """The matrices of an expert's page by the names of `page_shapes`. Where a family's names are of stacks (gpt-oss),
+    gate and up are one matrix ``gate_up`` whose rows take turns."""
+    shapes, spec = page_shapes(profile), profile.experts
+    stack = None if profile.names.gate else (expert, spec.num_experts)
+    if stack is not None:
+        shapes = {"gate_up": (2 * spec.intermediate_size, profile.hidden_size), "down": shapes["down"]}
+    found, own = {}, plain(dtype_named(profile.dtype).safetensors)
+    for name, (rows, columns) in shapes.items():
+        if name.endswith("_bias"):
+            continue
+        module = expert_module(profile, layer, name, None if stack else expert)
+        stored, listing = format_of(module) or own, str(checkpoint.listing)
+        found[name] = find_matrix(checkpoint.tensors, module, stored, rows, columns, listing=listing, expert=stack)
+    return found
+
+
+def gguf_expert_matrices(model: GGUFModel, layer: int, expert: int) -> dict[str, StoredMatrix]:
+    """The same of a GGUF model, whose gate, up and down are stacks of their own."""
+    return {name: ggml_matrix(model.tensors[name, layer], expert=expert) for name in ("gate", "up", "down")}
+
+
+def ggml_matrix(tensor: GGMLTensor, *, expert: int | None = None) -> StoredMatrix:
+    """A matrix of a GGUF file: ``tensor`` [rows, columns], or number ``expert`` of a stack of them. Raises
+    CheckpointError for a type that is not read."""
+    try:
+        stored = ggml_format(tensor.type)
+    except ConfigError as error:
+        raise CheckpointError(f"{tensor.file}: tensor {tensor.name!r}: {error}") from None
+    *stack, rows, columns = (1, *tensor.shape) if len(tensor.shape) == 1 else tensor.shape
+    part = stored.parts(rows, columns)[0]
+    info = TensorInfo(
+        name=tensor.name,
+        file=tensor.file,
+        dtype=part.dtypes[0],
+        shape=(math.prod(stack) * rows, *part.shape[1:]),
+        offset=tensor.offset,
+        nbytes=tensor.nbytes,
+    )
+    if expert is not None:
+        info = info.part(expert, math.prod(stack))
+    return StoredMatrix(module=tensor.name, stored=stored, rows=rows, columns=columns, places={".weight": info})
+
+
+def _place(
+    tensors: Mapping[str, TensorInfo],
+    module: str,
+    part: StoredPart,
+    stored: StoredFormat,
+    listing: str,
+    expert: tuple[int, int] | None,
+) -> TensorInfo:
+    name, shown = module + part.suffix, stored.name
+    if name not in tensors:
+        there = next((suffix for suffix in _SUFFIXES if module + suffix in tensors), None)
+        but = f", though {module + there!r} is there" if there else ""
+        raise CheckpointError(
+            f"{listing}: tensor {name!r} {list(part.shape)} is missing{but}; config.json says that it is "
+            f"stored as {shown}: correct quantization_config or fetch the whole checkpoint"
+        )
+    info = tensors[name]
+    if info.dtype not in part.dtypes:
+        raise CheckpointError(
+            f"{info.file}: tensor {name!r} has dtype {info.dtype}, and {shown} has {' or '.join(part.dtypes)} there; "
+            "correct quantization_config or fetch the checkpoint again"
+        )
+    if expert is not None:
+        index, count = expert
+        if not info.shape or info.shape[0] != count:
+            raise CheckpointError(
+                f"{info.file}: tensor {name!r} has shape {list(info.shape)}, and there are {count} experts; "
+                "correct config.json or fetch the checkpoint again"
+            )
+        info = info.part(index, count)
+    if not _alike(info.shape, part.shape, stored):
+        raise CheckpointError(
+            f"{info.file}: tensor {name!r} has shape {list(info.shape)}, and {shown} asks for {list(part.shape)}; "
+            "correct quantization_config or fetch the checkpoint again"
+        )
+    return replace(info, shape=part.shape)
+
+
+def _alike(shape: tuple[int, ...], wanted: tuple[int, ...], stored: StoredFormat) -> bool:
+    """True if ``shape`` holds ``wanted`` in its order: scales may leave out dimensions of size 1, stacks of experts add
+    one, blocks of MXFP4 are a dimension of their own."""
+    if stored.kind == MXFP4 and len(shape) > len(wanted):
+        *outer, blocks, width = shape
+        shape = (
+            (*outer, blocks * width) if math.prod(shape) == math.prod(wanted) and outer[-1:] == [wanted[0]] else shape
+        )
+    if stored.kind in (GGML, SCALED, MXFP4) or math.prod(wanted) == max(wanted, default=1):
+        return tuple(size for size in shape if size != 1) == tuple(size for size in wanted if size != 1)
+    return shape == wanted
+
+
+def _read(info: TensorInfo) -> Tensor:
+    """The tensor at ``info`` [its shape]."""
+    raw = torch.empty(info.nbytes, dtype=torch.uint8)
+    try:
+        with open(open_regular(info.file), "rb", buffering=0) as file:
+            file.seek(info.offset)
+            view, done = raw.numpy().data, 0
+            while done < info.nbytes and (count := file.readinto(view[done:])):
+                done += count
+    except OSError as error:
+        raise CheckpointError(f"{info.file}: cannot be read ({read_error_text(error)})") from None
+    if done < info.nbytes:
+        raise CheckpointError(f"{info.file}: cut short inside tensor {info.name!r}; fetch the file again")
+    return raw.view(_TORCH[info.dtype]).view(info.shape)

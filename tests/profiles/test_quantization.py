@@ -1,0 +1,207 @@
+"""What a ``quantization_config`` says of each module, and the bytes that a model has by it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moelight.cli.main import main
+from moelight.core.errors import ConfigError
+from moelight.hrm import costs
+from moelight.hrm.inventory import inventory
+from moelight.optimizer.optimize import make_plan
+from moelight.profiles import stored as formats
+from moelight.profiles.families import profile_from_config
+from moelight.profiles.hardware import load_hardware_profile
+from moelight.profiles.hf_config import HFConfig
+from moelight.profiles.model import ModelProfile
+from moelight.profiles.model_files import load_model_profile, model_config
+from moelight.profiles.quantization import Quantization, read_quantization
+from moelight.profiles.stored import StoredFormat
+from moelight.profiles.workload import load_workload
+
+QWEN3 = "qwen3-30b-a3b"
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+
+
+def read(quantization: dict[str, Any]) -> Quantization:
+    found = read_quantization(HFConfig({"quantization_config": quantization}, where="config.json"))
+    assert found is not None
+    return found
+
+
+def profile(name: str, quantization: dict[str, Any] | None) -> ModelProfile:
+    config = {**model_config(name), "quantization_config": quantization}
+    return profile_from_config(HFConfig(config, where="config.json"), name=name)
+
+
+def released(stem: str) -> str:
+    from moelight.profiles.files import profile_names
+
+    return next(name for name in profile_names("model") if stem in name)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "stored"),
+    [
+        (GPTQ, formats.gptq(bits=4, group=128)),
+        ({**GPTQ, "bits": 8, "group_size": -1, "desc_act": True}, formats.gptq(bits=8, group=0)),
+        (AWQ, formats.awq(group=128)),
+        (FP8, formats.fp8(block=(128, 128), scale="F32")),
+        ({**FP8, "scale_fmt": "ue8m0"}, formats.fp8(block=(128, 128), scale="F8_E8M0")),
+        ({"quant_method": "fp8"}, formats.fp8(block=(0, 0), scale="F32", suffix=".weight_scale")),
+        ({"quant_method": "fbgemm_fp8"}, formats.fp8(block=(1, 0), scale="F32", suffix=".weight_scale")),
+    ],
+)
+def test_a_model_has_the_bytes_of_its_tensors(quantization: dict[str, Any], stored: StoredFormat) -> None:
+    """Counted here from the shapes in the config; experts, attention and the rest apart."""
+    name = released("qwen3-30b")
+    own, found = profile(name, None), profile(name, quantization)
+    hidden, width, experts = own.hidden_size, own.experts.intermediate_size, own.experts.num_experts
+    page = 2 * stored.bytes_for(width, hidden) + stored.bytes_for(hidden, width)
+    assert found.stored is not None and found.stored.page_bytes == page
+    spec = own.attention
+    attention = stored.bytes_for(spec.q_dim, hidden) + stored.bytes_for(hidden, spec.q_dim)
+    attention += 2 * stored.bytes_for(spec.kv_dim, hidden)
+    others = 2 * (experts * hidden + 2 * hidden + 2 * spec.head_dim)  # router and norms, in bfloat16
+    ends = 2 * (2 * own.vocab_size * hidden + hidden)
+    parts = inventory(found)
+    assert parts.bytes["experts"] == own.num_layers * experts * page
+    assert parts.total_bytes == own.num_layers * (experts * page + attention + others) + ends
+    assert parts.dtype == stored.name and parts.parameters == inventory(own).parameters
+    pages = costs.page_dtype(found, found.stored.dtype)
+    assert costs.page_bytes(found, pages) == page == pages.bytes_for(costs.page_elements(found))
+    assert costs.page_bytes(found, costs.page_dtype(found, pages, "int8")) < costs.page_bytes(own, formats_of(own))
+
+
+def formats_of(own: ModelProfile) -> Any:
+    from moelight.core.dtypes import dtype_named
+
+    return dtype_named(own.dtype)
+
+
+def test_mxfp4_of_gpt_oss_is_that_of_its_experts() -> None:
+    name = released("gpt-oss-20b")
+    own, found = profile(name, None), profile(name, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    hidden, width = own.hidden_size, own.experts.intermediate_size
+    assert found.stored is not None and found.stored.dense == ()
+    assert found.stored.page_bytes == 3 * hidden * width * 17 // 32 + 2 * (2 * width + hidden)
+    assert 12.5e9 < inventory(found).total_bytes < 14e9  # the released one takes 13.8 GB
+
+
+def test_modules_of_gptq() -> None:
+    found = read(GPTQ)
+    assert found.format_of("lm_head") is None and found.format_of("model.embed_tokens") is None
+    assert found.format_of("model.layers.0.mlp.gate") is None
+    assert found.format_of("model.layers.0.mlp.shared_expert_gate") is None
+    assert found.format_of("model.layers.0.mlp.gate_proj") == formats.gptq(bits=4, group=128)
+    assert read({**GPTQ, "lm_head": True}).format_of("lm_head") is not None
+    second = read({**GPTQ, "checkpoint_format": "gptq_v2"}).format_of("x")
+    assert second == formats.gptq(bits=4, group=128, zero_bias=0)
+    changed = read({**GPTQ, "dynamic": {"-:.*self_attn": {}, r"+:.*\.down_proj": {"bits": 8, "group_size": 32}}})
+    assert changed.format_of("model.layers.1.self_attn.q_proj") is None
+    assert changed.format_of("model.layers.1.mlp.experts.3.down_proj") == formats.gptq(bits=8, group=32)
+    assert changed.format_of("model.layers.1.mlp.experts.3.up_proj") == formats.gptq(bits=4, group=128)
+    some = read({**GPTQ, "modules_in_block_to_quantize": [["mlp.experts.0.up_proj"], ["self_attn.o_proj"]]})
+    assert some.format_of("model.layers.1.self_attn.o_proj") is not None
+    assert some.format_of("model.layers.1.self_attn.q_proj") is None
+
+
+def test_modules_that_are_not_converted() -> None:
+    found = read({**AWQ, "modules_to_not_convert": ["gate", "self_attn.q_proj", "model.layers.1"]})
+    assert found.format_of("model.layers.0.block_sparse_moe.gate") is None
+    assert found.format_of("model.layers.0.self_attn.q_proj") is None
+    assert found.format_of("model.layers.1.mlp.up_proj") is None
+    assert found.format_of("model.layers.10.mlp.up_proj") is not None
+    assert found.format_of("model.layers.0.mlp.gate_proj") is not None
+    some = read({**FP8, "ignored_layers": ["model.layers.*.self_attn"]})
+    assert some.format_of("model.layers.3.self_attn.q_proj") is None
+    assert some.format_of("model.layers.3.mlp.up_proj") is not None
+
+
+@pytest.mark.parametrize(
+    ("quantization", "complaint"),
+    [
+        ({"quant_method": "gptqq"}, "did you mean 'gptq'"),
+        ({"quant_method": "bitsandbytes"}, "by none of the methods read (gptq, awq, fp8"),
+        ({**GPTQ, "bits": 3}, "bits there must be 2, 4 or 8"),
+        ({**GPTQ, "bits": True}, "bits there must be"),
+        ({**GPTQ, "group_size": 0}, "group_size there must be -1 or a size"),
+        ({**GPTQ, "group_size": 1 << 70}, "group_size there must be"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "of checkpoint_format only gptq, gptq_v2 is read"),
+        ({**GPTQ, "dynamic": {"(x+)+": {}}}, "no regular expression"),
+        ({**GPTQ, "dynamic": [1]}, "dynamic there must be an object"),
+        ({**AWQ, "version": "gemv"}, "of version only gemm is read"),
+        ({**AWQ, "zero_point": False}, "of zero_point only True is read"),
+        ({**AWQ, "bits": 8}, "bits there must be 4"),
+        ({**AWQ, "modules_to_not_convert": "gate"}, "a list of names"),
+        ({**AWQ, "modules_to_not_convert": ["x" * 1000]}, "no regular expression"),
+        ({**FP8, "weight_block_size": [128]}, "a list of two sizes"),
+        ({**FP8, "weight_block_size": [0, 128]}, "a list of two sizes"),
+        ({**FP8, "fmt": "e5m2"}, "of fmt only e4m3"),
+        ({**FP8, "expert_dtype": "fp4"}, "of expert_dtype only fp8"),
+        ({"quant_method": "fp8", "ignored_layers": ["a"] * 20_000}, "has 20,003 rules"),
+    ],
+)
+def test_unknown_settings_are_refused_by_name(quantization: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(quantization)
+    message = str(caught.value)
+    assert complaint in message and message.isprintable() and len(message) < 400
+    assert message.startswith("config.json: quantization_config says that the weights are quantised")
+
+
+def test_sizes_that_do_not_fit_the_format_name_the_matrix() -> None:
+    name = released("qwen3-30b")
+    config = {**model_config(name), "moe_intermediate_size": 760, "quantization_config": AWQ}
+    with pytest.raises(ConfigError, match=r"down_proj: AWQ int4 in groups of 128 needs a multiple of 128 columns"):
+        profile_from_config(HFConfig(config, where="config.json"), name=name)
+
+
+@pytest.mark.parametrize("columns", [256, 130])
+@pytest.mark.parametrize(
+    "stored",
+    [
+        formats.gptq(bits=4, group=128),
+        formats.awq(group=128),
+        formats.fp8(block=(128, 128), scale="F32"),
+        formats.mxfp4(("_blocks", "_scales")),
+        *formats.GGML_FORMATS.values(),
+    ],
+)
+def test_bits_a_weight_count_every_byte(stored: StoredFormat, columns: int) -> None:
+    try:
+        size = stored.bytes_for(64, columns)
+    except ConfigError as error:
+        assert "needs a multiple of" in str(error) and columns == 130
+        return
+    assert stored.bits_per_weight(64, columns) == 8 * size / (64 * columns)
+    assert size == sum(part.nbytes for part in stored.parts(64, columns))
+
+
+def test_commands_count_what_nothing_runs_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = released("qwen3-30b")
+    (tmp_path / "config.json").write_text(json.dumps({**model_config(name), "quantization_config": GPTQ}))
+    assert main(["inspect", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["bytes"] == inventory(load_model_profile(str(tmp_path))).total_bytes < 18e9
+    assert found["dtype"] == "GPTQ int4 in groups of 128"
+
+
+def test_a_plan_reckons_with_stored_bytes_and_cannot_be_run() -> None:
+    """On a T4, where the link binds: 4.2 bits instead of 16."""
+    hardware, work = load_hardware_profile("t4"), load_workload("mtbench")
+    fix = {"schedule": "cgopipe", "attention_device": "gpu", "ffn_device": "gpu", "batch_size": 64}
+    plans = [
+        make_plan(hardware, profile(released("qwen3-30b"), given), work, name="x", fix=fix, cache=False, proof=False)
+        for given in (None, GPTQ)
+    ]
+    own, stored = plans
+    assert not own.why_not
+    assert stored.why_not == ("the engine does not compute with weights stored as GPTQ int4 in groups of 128",)
+    assert stored.estimate.tokens_per_s > 2 * own.estimate.tokens_per_s

@@ -1,0 +1,242 @@
+"""Tiny models of transformers as GGUF files, written by the ``gguf`` package as llama.cpp's converter does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf.quants import quantize
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+_MOE = {"moe_intermediate_size": 32, "norm_topk_prob": True}
+_DEEPSEEK = {
+    **_MOE,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "routed_scaling_factor": 1.5,
+}
+# By architecture of llama.cpp: the family and its config.
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("mixtral", {"num_local_experts": 4, "sliding_window": None}),
+    "qwen3moe": ("qwen3_moe", {**_MOE, "num_experts": 4}),
+    "qwen2moe": (
+        "qwen2_moe",
+        {**_MOE, "norm_topk_prob": False, "num_experts": 4, "shared_expert_intermediate_size": 64, "head_dim": None},
+    ),
+    "olmoe": ("olmoe", {"num_experts": 4, "norm_topk_prob": False}),
+    "deepseek2": (
+        "deepseek_v3",
+        {
+            **_DEEPSEEK,
+            "n_group": 4,
+            "topk_group": 2,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "q_lora_rank": 32,
+        },
+    ),
+    "deepseek2 softmax": (
+        "deepseek_v2",
+        {
+            **_DEEPSEEK,
+            "norm_topk_prob": False,
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "sliding_window": 16}),
+}
+
+
+def tiny(architecture: str) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A random model and its raw config."""
+    family, values = CONFIGS[architecture]
+    config = {**_SMALL, "model_type": family, "dtype": "bfloat16", **values}
+    if family == "gpt_oss":
+        config["rope_parameters"] = {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 64,
+            "rope_theta": 150000.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        }
+    torch.manual_seed(1)
+    left_out = {"dtype"} | ({"head_dim"} if config["head_dim"] is None else set())
+    theirs = AutoConfig.for_model(**{key: value for key, value in config.items() if key not in left_out})
+    model = AutoModelForCausalLM.from_config(theirs, dtype=torch.float32)
+    with torch.no_grad():
+        for weight in (*model.parameters(), *model.buffers()):
+            if weight.is_floating_point():
+                weight.normal_()
+    return model, config
+
+
+def write_gguf(
+    path: Path, architecture: str, *, halves: bool = True, shard: int = 0, experts: str = "Q4_0", vocab: bool = False
+) -> dict[str, Tensor]:
+    """Write `tiny` of ``architecture`` to ``path``, at most ``shard`` tensors a part; returns tensors before they were
+    quantised. ``halves``: DeepSeek's kv_b in two parts, as newer converters write it."""
+    model, config = tiny(architecture)
+    name = architecture.partition(" ")[0]
+    writer = gguf.GGUFWriter(path, name, split_max_tensors=shard)
+    _metadata(writer, config)
+    if vocab:
+        _vocabulary(writer, config["vocab_size"])
+    written = _tensors(name, model, config, halves)
+    for key, tensor in written.items():
+        kind = gguf.GGMLQuantizationType.F32
+        if tensor.ndim > 1 and "_b.weight" not in key:
+            kind = gguf.GGMLQuantizationType[experts if "_exps." in key else "Q8_0"]
+        kind = gguf.GGMLQuantizationType.F32 if key.endswith(".bias") or "gate_inp." in key else kind
+        data = tensor.float().contiguous().numpy()
+        if kind == gguf.GGMLQuantizationType.F32:
+            writer.add_tensor(key, data)
+        else:
+            writer.add_tensor(key, quantize(data, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return written
+
+
+def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    family = config["model_type"]
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    rope = config["rope_parameters"]
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_count(
+        next(config[key] for key in ("num_local_experts", "num_experts", "n_routed_experts") if key in config)
+    )
+    writer.add_feed_forward_length(config["intermediate_size"])
+    if "deepseek" in family:
+        _latent_metadata(writer, config)
+        return
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    if family == "mixtral":
+        writer.add_rope_dimension_count(config["head_dim"])
+    if config["head_dim"]:
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    if "moe_intermediate_size" in config:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if family == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if family == "gpt_oss":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def _latent_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """`DeepseekV2Model.set_gguf_parameters`: keys and values as absorbed attention has them, and in full."""
+    rope, nope = config["qk_rope_head_dim"], config["qk_nope_head_dim"]
+    writer.add_head_count_kv(1)
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    if config["q_lora_rank"] is not None:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(config["kv_lora_rank"])
+    writer.add_key_length(config["kv_lora_rank"] + rope)
+    writer.add_value_length(config["kv_lora_rank"])
+    writer.add_key_length_mla(nope + rope)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    sigmoid = config.get("scoring_func") == "sigmoid"
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if sigmoid else gguf.ExpertGatingFuncType.SOFTMAX)
+    if config["n_group"] > 1:
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+    writer.add_rope_dimension_count(rope)
+
+
+def _vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
+    from tokenizers import pre_tokenizers
+
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())[: size - 2]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list([*tokens, "<|end|>", "<|pad|>"])
+    writer.add_token_types([1] * len(tokens) + [3, 3])
+    writer.add_token_merges([])
+    writer.add_eos_token_id(size - 2)
+
+
+def _tensors(name: str, model: PreTrainedModel, config: dict[str, Any], halves: bool) -> dict[str, Tensor]:
+    arch = next(arch for arch, theirs in gguf.MODEL_ARCH_NAMES.items() if theirs == name)
+    names, found = gguf.get_tensor_name_map(arch, config["num_hidden_layers"]), dict[str, Tensor]()
+    heads = config["num_attention_heads"]
+    for own, tensor in model.state_dict().items():
+        layer, value = own.split(".")[2] if "layers" in own else "", tensor
+        key = own.replace("e_score_correction_bias", "e_score_correction.bias")
+        if ".experts." in key:
+            found |= _experts(f"blk.{layer}.ffn_", key.rpartition(".")[2], value, config["model_type"])
+        elif "kv_b_proj" in key and halves:
+            both = value.view(heads, config["qk_nope_head_dim"] + config["v_head_dim"], config["kv_lora_rank"])
+            k, v = both.split([config["qk_nope_head_dim"], config["v_head_dim"]], dim=1)
+            found |= {f"blk.{layer}.attn_k_b.weight": k.transpose(1, 2), f"blk.{layer}.attn_v_b.weight": v}
+        else:
+            if name == "llama" and (".q_proj" in key or ".k_proj" in key):
+                count = heads if ".q_proj" in key else config["num_key_value_heads"]
+                value = tensor.view(count, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+            theirs = names.get_name(key, try_suffixes=(".weight", ".bias"))
+            assert theirs is not None, key
+            found[theirs if theirs.endswith((".weight", ".bias")) else f"{theirs}.weight"] = value
+    return found
+
+
+def _experts(prefix: str, matrix: str, value: Tensor, family: str) -> dict[str, Tensor]:
+    """Of fused tensors, as transformers keeps them in memory."""
+    kind = "bias" if matrix.endswith("_bias") else "weight"
+    if family == "gpt_oss" and kind == "weight":
+        value = value.transpose(1, 2)
+    if matrix.startswith("down"):
+        return {f"{prefix}down_exps.{kind}": value}
+    gate, up = (value[:, ::2], value[:, 1::2]) if family == "gpt_oss" else value.chunk(2, dim=1)
+    return {f"{prefix}gate_exps.{kind}": gate, f"{prefix}up_exps.{kind}": up}
+
+
+def as_written(tensor: Tensor, kind: str) -> Tensor:
+    """The numbers of ``tensor`` after a round trip through ``kind``."""
+    from gguf.quants import dequantize
+
+    number = gguf.GGMLQuantizationType[kind]
+    raw = quantize(np.ascontiguousarray(tensor.float().numpy()), number)
+    return torch.from_numpy(dequantize(raw, number)).view(tensor.shape)

@@ -1,0 +1,57 @@
+"""Matrices packed as AutoGPTQ, GPTQModel and AutoAWQ write them, by their specification; equality to the bit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moelight.weights.stored_matrix import StoredMatrix
+from moelight.weights.unpack import row_blocks
+
+BIT_COUNTS = (2, 4, 8)
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def same_bits(found: Tensor, wanted: Tensor) -> None:
+    """Equal to the bit, except that any NaN equals any other."""
+    assert found.dtype == wanted.dtype and found.shape == wanted.shape
+    lost = found.isnan() & wanted.isnan()
+    whole = torch.int32 if found.dtype == torch.float32 else torch.int16
+    assert torch.equal(found.view(whole)[~lost], wanted.view(whole)[~lost])
+
+
+def numbers(matrix: StoredMatrix, *, most: int = 256) -> Tensor:
+    """All numbers of ``matrix``, unpacked in blocks of ``most`` rows."""
+    blocks = row_blocks(matrix.stored, matrix.read(), matrix.rows, matrix.columns, most=most)
+    return torch.cat([block for _, block in blocks])
+
+
+def pack_rows(codes: Tensor, bits: int) -> Tensor:
+    """Codes [n, m] as int32 words [n x bits / 32, m]: the first row is in the lowest bits."""
+    per_word = 32 // bits
+    words = torch.zeros(len(codes) // per_word, codes.shape[1], dtype=torch.int64)
+    for place in range(per_word):
+        words |= codes[place::per_word].long() << (bits * place)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+
+
+def pack_gptq(codes: Tensor, zeros: Tensor, scales: Tensor, order: Tensor, bits: int, bias: int) -> dict[str, Tensor]:
+    """Of codes [rows, columns], zero points and scales [groups, rows], the group of each column: GPTQModel's
+    ``pack_original``; before, version 1 subtracts one of each zero point."""
+    stored = (zeros - bias) & ((1 << bits) - 1)
+    return {
+        ".qweight": pack_rows(codes.t(), bits),
+        ".qzeros": pack_rows(stored.t(), bits).t().contiguous(),
+        ".scales": scales,
+        ".g_idx": order.int(),
+    }
+
+
+def pack_awq(codes: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
+    """Of codes [rows, columns], zero points and scales [groups, rows]: AutoAWQ's ``WQLinear_GEMM.from_linear``."""
+
+    def interleaved(values: Tensor) -> Tensor:
+        ordered = values.view(len(values), -1, 8)[:, :, list(_AWQ_ORDER)].flatten(1)
+        return pack_rows(ordered.t(), 4).t().contiguous()
+
+    return {".qweight": interleaved(codes.t().contiguous()), ".qzeros": interleaved(zeros), ".scales": scales}
