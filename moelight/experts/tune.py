@@ -243,7 +243,7 @@ def room_for_experts(model: ModelProfile, hardware: HardwareProfile, batch_size:
         "keys and values": sizes.kv_tokens * costs.kv_token_bytes(model, dtype),
         "work": working,
     }
-    page = costs.page_slot_bytes(model, dtype)
+    page = costs.page_slot_bytes(model, costs.page_dtype(model, dtype))
     ring = _ring_pages(model, (capacity - sum(taken.values()) - RESERVE_BYTES) // page)
     return ExpertMemory(tier=tier.name, capacity_bytes=capacity, taken={**taken, "pages on their way": ring * page})
 
@@ -264,7 +264,7 @@ def auto_policy(model: ModelProfile, hardware: HardwareProfile, *, name: str, ba
     machine = MachineCosts(model, hardware)
     room = room_for_experts(model, hardware, batch_size)
     layers, experts, active = model.num_moe_layers, model.experts.num_experts, model.router.top_k
-    page = costs.page_slot_bytes(model, dtype_named(model.dtype))
+    page = costs.page_slot_bytes(model, costs.page_dtype(model, dtype_named(model.dtype)))
     plan = plan_slots(
         layers=layers,
         num_experts=experts,

@@ -17,6 +17,7 @@ from torch import Tensor
 from moelight.core.errors import MoelightError
 from moelight.hrm.footprint import HEAD_CHUNK_BYTES
 from moelight.kernels import native
+from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.norm import finish_heads, rms_norm, rms_norm_mixed
 from moelight.kernels.products import Workspace, feed_forward, linear, parts, rows_computed
 from moelight.models.moe import Experts, ExpertWeights, Routed, moe_forward, route_tokens
@@ -67,6 +68,7 @@ class Decoder(Protocol):
             the head). None unless in mixed precision.
         predicts: whether `predict_experts` may be called.
         sinks: float [Hq] of the layers whose attention has them; complete once a layer has been computed.
+        activations: of the experts of each layer; None if no kernel computes it, or there are none.
     """
 
     model: ModelProfile
@@ -75,6 +77,7 @@ class Decoder(Protocol):
     finite: Tensor | None
     predicts: bool
     sinks: Mapping[int, Tensor]
+    activations: Sequence[Activation | None]
 
     def begin(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, rows: Sequence[Rows]) -> Running:
         """Begin with ``token_ids`` int64 [T] at ``positions`` int64 [T], which are ``rows`` of sequences."""
@@ -113,9 +116,9 @@ class Decoder(Protocol):
         """The experts of ``layer`` whose ``pages`` are given."""
         ...
 
-    def predict_experts(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Route hidden [T, H] of an earlier layer by the router of ``layer``, as a prediction: weights float32 [T, k]
-        and ids int32 [T, k]. ``hidden`` is not modified."""
+    def predict_experts(self, layer: int, hidden: Tensor, running: Running) -> tuple[Tensor, Tensor]:
+        """Route hidden [T, H] of the layer with experts before by the router of ``layer``, as a prediction: weights
+        float32 [T, k] and ids int32 [T, k]. ``hidden`` is not modified."""
         ...
 
     def end(self, hidden: Tensor, running: Running) -> None:
@@ -142,6 +145,7 @@ class NativeDecoder:
         self.weights = weights
         self.space = space
         self.dtype = space.inputs.dtype
+        self.activations: Sequence[Activation | None] = [SILU if moe else None for moe in model.moe_layers]
         self.finite: Tensor | None = None
         if space.rows.dtype != self.dtype:
             self.finite = torch.zeros(model.num_layers + 1, dtype=torch.float32, device=space.rows.device)
@@ -205,7 +209,7 @@ class NativeDecoder:
     def experts(self, layer: int, pages: Sequence[ExpertWeights | None]) -> Sequence[ExpertWeights | None]:  # noqa: ARG002
         return pages
 
-    def predict_experts(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def predict_experts(self, layer: int, hidden: Tensor, running: Running) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         x = self._norm(hidden, self.weights.layers[layer].post_norm)
         return route_tokens(linear(x, self._router(layer)), self.model.router)
 

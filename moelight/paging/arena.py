@@ -26,7 +26,7 @@ _PAGE = 4096
 _PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
 _PINNED = frozenset({"pinned_ring", "crossing"})
 _IN_SLOTS = frozenset({"pinned_ring", "host_experts"})
-_BOUNDS_ONLY = frozenset({"transient", "host_transient", "states", "runtime", "device_runtime"})
+_BOUNDS_ONLY = frozenset({"transient", "host_transient", "states", "runtime", "transformers", "device_runtime"})
 
 
 class PinningError(BudgetError):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moelight.core.schedule import Task, TaskKind
 from moelight.core.units import align_up
+from moelight.kernels.activations import Activation
 from moelight.kernels.copies import pinned
 from moelight.kernels.gpu.pages import PageTable
 from moelight.kernels.products import Workspace
@@ -43,10 +44,11 @@ class LayerPages:
     kernels that read its former contents and ahead of those that read the new ones, so no thread waits for either.
     """
 
-    def __init__(self, pages: PageTable, layers: int, experts: int) -> None:
+    def __init__(self, pages: PageTable, activations: Sequence[Activation | None], experts: int) -> None:
+        """``activations``: of every layer."""
         rows = align_up(experts, _INDEX_ROW)
-        self._index = torch.full((layers, rows), -1, dtype=torch.int32, device=pages.table.device)
-        self._layers = [pages.chosen_by(row[:experts]) for row in self._index]
+        self._index = torch.full((len(activations), rows), -1, dtype=torch.int32, device=pages.table.device)
+        self._layers = [pages.chosen_by(row[:experts], by) for row, by in zip(self._index, activations, strict=True)]
         self._of_pass: tuple[Hashable, np.ndarray] = (None, np.zeros(0, dtype=np.int32))
         self._holds: np.ndarray | None = None  # the numbers that were copied last
 
@@ -91,8 +93,9 @@ class MoEOps:
         self._host_space, self._hidden, self._wide_layers = host_space, hidden, wide_layers
         self._moe, self._num_experts = decoder.model.moe_layers, decoder.model.experts.num_experts
         self._top_k, self._discrete = decoder.model.router.top_k, pages.fast_tier == "device"
-        table = grouped_pages(pages.weights, decoder.dtype) if self._discrete else None
-        self._grouped = None if table is None else LayerPages(table, len(self._moe), self._num_experts)
+        by = [each for each, moe in zip(decoder.activations, self._moe, strict=True) if moe]
+        table = grouped_pages(pages.weights, decoder.dtype, by) if self._discrete else None
+        self._grouped = None if table is None else LayerPages(table, decoder.activations, self._num_experts)
         self._found: dict[tuple[int, int], list[Sequence[ExpertWeights | None]]] = {}
         self._residents = 0
         self.table: Mapping[TaskKind, MoEOperation] = {
@@ -148,7 +151,8 @@ class MoEOps:
     def _predict_experts(self, task: Task, pass_pages: PassPages) -> None:
         """Run the router of the next MoE layer on the hidden state without this layer's experts."""
         coming = next(other for other in range(task.layer + 1, len(self._moe)) if self._moe[other])
-        weights, ids = self._decoder.predict_experts(coming, pass_pages.micro_batches[task.micro_batch].hidden)
+        mb = pass_pages.micro_batches[task.micro_batch]
+        weights, ids = self._decoder.predict_experts(coming, mb.hidden, require(mb.running))
         require(pass_pages.small).predict_experts(coming, task.micro_batch, HostCopy(ids, weights))
 
     def _resident_experts(self, task: Task, pass_pages: PassPages) -> None:
@@ -170,6 +174,10 @@ class MoEOps:
                 moe_forward(require(mb.routed), experts, self._decoder.space, into=mb.hidden, wide=wide)
             return
         experts, tokens = self._layer_experts(task.layer, pass_pages), sum(mb.tokens for mb in pass_pages.micro_batches)
+        if self._kept is None:  # a dense layer, whose micro-batches wait for its page
+            for mb in pass_pages.micro_batches:
+                moe_forward(require(mb.routed), experts, self._decoder.space)
+            return
         everyone, wide = require(self._kept).rows(0, tokens), task.layer in self._wide_layers
         if isinstance(experts, PageTable):
             hidden = self._hidden[:tokens]  # of the micro-batches one after another

@@ -162,7 +162,7 @@ def layout_of(
     discrete = policy.discrete if discrete is None else discrete
     _check(policy, discrete=discrete)
     placement, experts = placement or place(model, policy), EXPERT_PLACES[policy.ffn_device]
-    page_dtype = dtype.page_dtype if policy.weight_dtype == "auto" else dtype_named(policy.weight_dtype)
+    page_dtype = costs.page_dtype(model, dtype, policy.weight_dtype)
     size, crosses = costs.page_bytes(model, page_dtype), discrete and experts != "host"
     parts = costs.page_parts(size, part_bytes or costs.PART_BYTES) if crosses else (range(size),)
     streamed = tuple(replace(page, part=part) for page in placement.streamed for part in range(len(parts)))

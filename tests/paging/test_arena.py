@@ -19,7 +19,7 @@ from moelight.profiles.model import ModelProfile
 from tests.shapes import examples, placed
 
 CPU = torch.device("cpu")
-BOUNDS = {"transient", "host_transient", "runtime", "device_runtime"}
+BOUNDS = {"transient", "host_transient", "runtime", "transformers", "device_runtime"}
 
 
 @examples(25)

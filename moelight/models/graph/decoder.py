@@ -13,16 +13,19 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from moelight.core.errors import MoelightError, ScheduleError
+from moelight.core.errors import ScheduleError
+from moelight.kernels.activations import Activation
+from moelight.kernels.gpu.pages import PageTable
 from moelight.kernels.products import Workspace
 from moelight.models.decoder import Rows, Watch
-from moelight.models.graph.effects import Attend, Effect, Ended, Experts, Latents
-from moelight.models.graph.experts import PageExpert
+from moelight.models.graph.effects import Attend, Effect, Ended, Experts, Latents, MixerPassed
+from moelight.models.graph.experts import forward
 from moelight.models.graph.families import ExpertForm
-from moelight.models.graph.model import GraphModel, GraphRun
+from moelight.models.graph.model import GraphModel, GraphRun, binding
 from moelight.models.graph.state import State
+from moelight.models.graph.weights import PagedMatrix
 from moelight.models.moe import Experts as Pages
-from moelight.models.moe import ExpertWeights, Routed, moe_forward
+from moelight.models.moe import ExpertWeights, FormedExpert, Matrices, Routed, moe_forward
 from moelight.profiles.model import ModelProfile
 
 Kind = TypeVar("Kind", bound=Effect)
@@ -35,11 +38,13 @@ class Running:
     Attributes:
         effect: that the run waits for and no phase has taken.
         value: that the run is resumed with; None at its start, and while ``effect`` is not taken.
+        routed: the input [T, H] of the last layer's experts.
     """
 
     run: GraphRun
     effect: Effect | None = None
     value: Tensor | None = None
+    routed: Tensor | None = None
 
     def next(self) -> Effect:
         """The next effect, which remains until it is taken."""
@@ -59,19 +64,37 @@ class Running:
 class GraphDecoder:
     """`Decoder` over suspended runs of one graph. The mixture of a layer's experts is summed in ``hidden``, with which
     the run is resumed; a mixer with state of its own runs within the segment before it would attend.
+
+    A layer of a dense model is one expert, which every token is routed to: its page holds all matrices from the mixer
+    of the layer to the next one, so after attention the run goes on as far as the queries of the next layer.
     """
 
-    predicts = False
     finite = None
 
-    def __init__(self, model: ModelProfile, graph: GraphModel, space: Workspace) -> None:
+    def __init__(
+        self,
+        model: ModelProfile,
+        graph: GraphModel,
+        activations: Sequence[Activation | None],
+        matrices: Sequence[Sequence[PagedMatrix]],
+        space: Workspace,
+    ) -> None:
+        """``activations``: of the layers that have experts; ``matrices``: of each layer's page, if the model is
+        dense."""
         self.model, self.space, self.dtype = model, space, space.inputs.dtype
         self.sinks: dict[int, Tensor] = {}
-        self._graph = graph
+        self._graph, self._matrices = graph, matrices
         self._states: dict[int, State] = {}  # of the running sequences, by place
         self._empty = State()
+        self.predicts = graph.predicts
         forms = iter(graph.forms)
         self._forms: list[ExpertForm | None] = [next(forms) if moe else None for moe in graph.moe_layers]
+        each = iter(activations)
+        self._by = [next(each) if moe else None for moe in graph.moe_layers]
+        whole = zip(self._by, self._forms, strict=True)
+        self.activations: Sequence[Activation | None] = [
+            None if form is None or form.finish is not None else by for by, form in whole
+        ]
 
     def begin(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, rows: Sequence[Rows]) -> Running:  # noqa: ARG002
         """Nothing is computed yet: the run starts with the first layer."""
@@ -81,9 +104,11 @@ class GraphDecoder:
         """Up to the attention of ``layer``: q [T, Hq, D], k and v [T, Hkv, D], or of latent attention absorbed queries
         [T, Hq, R], their rotary part and the row of the cache; through a mixer with state of its own, and nothing."""
         effect = running.next()
-        if not isinstance(effect, Attend | Latents) or effect.layer != layer:
+        if not isinstance(effect, Attend | Latents | MixerPassed) or effect.layer != layer:
             return ()
         running.effect = None
+        if isinstance(effect, MixerPassed):
+            return ()
         if isinstance(effect, Latents):
             return effect.q, effect.q_rope, effect.latent.unsqueeze(1)
         if effect.sinks is not None:
@@ -107,8 +132,8 @@ class GraphDecoder:
         *,
         wide: bool = False,
     ) -> None:
-        """A dense layer is computed with the segment that follows it."""
-        if self._forms[layer] is None:
+        """A dense layer of a model with experts is computed with the segment that follows it."""
+        if self._forms[layer] is None and not self._matrices:
             self._attended(layer, attention, running)
             return
         routed = self.route(layer, hidden, attention, running)
@@ -118,9 +143,15 @@ class GraphDecoder:
 
     def route(self, layer: int, hidden: Tensor, attention: Tensor | None, running: Running) -> Routed:
         self._attended(layer, attention, running)
-        effect, form = running.take(Experts, layer), self._forms[layer]
+        if self._matrices:
+            return self._to_page(layer, hidden, running)
+        effect = running.take(Experts, layer)
+        running.value, running.routed = hidden.zero_(), effect.x
+        return self._routed(layer, effect)
+
+    def _routed(self, layer: int, effect: Experts) -> Routed:
+        form = self._forms[layer]
         assert form is not None
-        running.value = hidden.zero_()
         ids, order = effect.ids.sort(dim=-1)
         weights = effect.weights.gather(-1, order)
         beyond = ids >= form.count  # experts without a page add nothing
@@ -130,13 +161,42 @@ class GraphDecoder:
             ids=ids.clamp(max=form.count - 1).to(torch.int32),
         )
 
-    def experts(self, layer: int, pages: Sequence[ExpertWeights | PageExpert | None]) -> Sequence[ExpertWeights | None]:
+    def _to_page(self, layer: int, hidden: Tensor, running: Running) -> Routed:
+        """All rows of the micro-batch to the page of dense ``layer``."""
+
+        def resume(experts: Pages) -> None:
+            assert not isinstance(experts, PageTable)
+            (bind,) = experts
+            assert callable(bind), f"the page of layer {layer} is not there"
+            bind(hidden)
+            running.next()
+
+        if running.effect is not None:
+            raise ScheduleError(f"the run is past layer {layer}, at {running.effect!r:.80}")
+        once = (hidden.shape[0], 1)
+        weights, ids = hidden.new_ones(once, dtype=torch.float32), hidden.new_zeros(once, dtype=torch.int32)
+        return Routed(x=hidden, weights=weights, ids=ids, resume=resume)
+
+    def experts(
+        self, layer: int, pages: Sequence[tuple[Tensor, Tensor] | Matrices | Tensor | None]
+    ) -> Sequence[ExpertWeights | None]:
+        if self._matrices:
+            return [self._binding(layer, page) if isinstance(page, Tensor) else None for page in pages]
         if (form := self._forms[layer]) is None:
             return ()
-        return [partial(page.forward, form) if isinstance(page, PageExpert) else page for page in pages]
+        by = self._by[layer]
+        return [
+            FormedExpert(page, by, partial(forward, form, page), form.finish) if isinstance(page, Matrices) else page
+            for page in pages
+            if not isinstance(page, Tensor)
+        ]
 
-    def predict_experts(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        raise MoelightError(f"the graph of {self.model.model_type} predicts no experts (layer {layer}, {hidden.shape})")
+    def predict_experts(self, layer: int, hidden: Tensor, running: Running) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """By the block of ``layer`` on the input of the last layer's experts: what the graph adds to it is within."""
+        assert running.routed is not None, "experts of the layer before have been routed to"
+        effect = self._graph.route(sum(self._graph.moe_layers[:layer]), running.routed)
+        found = self._routed(layer, effect)
+        return found.weights, found.ids
 
     def end(self, hidden: Tensor, running: Running) -> None:
         hidden.copy_(running.take(Ended, -1).hidden)
@@ -150,6 +210,16 @@ class GraphDecoder:
             if running.effect is not None:
                 raise ScheduleError(f"attention of layer {layer}, whose mixer has state of its own")
             running.value = attention
+
+    def _binding(self, layer: int, page: Tensor) -> ExpertWeights:
+        """What puts the matrices of ``layer``, whose ``page`` of numbers is given, into their modules."""
+        bind = binding(self._graph.module, {each.name: each.of(page) for each in self._matrices[layer]})
+
+        def expert(x: Tensor) -> Tensor:
+            bind()
+            return x
+
+        return expert
 
     def _state(self, rows: Rows) -> State:
         if not self._graph.stateful:

@@ -64,6 +64,14 @@ class Latents:
 
 
 @dataclass(slots=True)
+class MixerPassed:
+    """Mixer ``layer``, which keeps a state of its own, has run; resume with None. Only in a graph that runs by pages:
+    what follows needs the next one."""
+
+    layer: int
+
+
+@dataclass(slots=True)
 class Experts:
     """The mixture of routed experts after mixer ``layer``; resume with [T, H] in the dtype of ``x``.
 
@@ -89,4 +97,4 @@ class Ended:
     hidden: Tensor
 
 
-Effect = Attend | Latents | Experts | Ended
+Effect = Attend | Latents | MixerPassed | Experts | Ended

@@ -1,81 +1,132 @@
-"""One expert of a graph model from its page: a pair of matrices for the native kernels where its form is theirs, else
-the module's own activation between two products of torch. Does not depend on where pages come from.
+"""One expert of a graph model from its page, in the form that kernels take; where none computes it, the module's own
+activation between two products of torch. Does not depend on where pages come from.
 
 Shapes: H hidden, I expert width, n rows.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moelight.kernels.activations import SILU, Activation
+from moelight.kernels.products import linear
 from moelight.models.graph.families import ExpertForm
-from moelight.models.moe import ExpertWeights
-from moelight.weights.page_layout import Matrix, PageLayout
+from moelight.models.moe import Matrices
+from moelight.weights.page_layout import PageLayout
 
-_PROBE = 64  # rows and width of what an activation is recognised by
-
-
-@dataclass(frozen=True, slots=True)
-class PageExpert:
-    """The matrices of an expert, views of its page, as its form multiplies them.
-
-    Attributes:
-        inward: matrices and biases of the products whose results the form's ``activate`` is given.
-        outward: matrix [H, I] and bias [H] of the product after it.
-    """
-
-    inward: Sequence[tuple[Tensor, Tensor | None]]
-    outward: tuple[Tensor, Tensor | None]
-
-    def forward(self, form: ExpertForm, x: Tensor) -> Tensor:
-        """x [n, H] -> [n, H]."""
-        active = form.activate(*(functional.linear(x, *each) for each in self.inward))
-        out = functional.linear(active, *self.outward)
-        return out if form.finish is None else form.finish(out)
+_PROBE = 65  # rows of what an activation is recognised by
+_LARGE = (-1e3, -200.0, 200.0, 1e3)
+_SMALL = 0.25  # within every limit
+_DIGITS = 6  # of a constant that is found by its effect
 
 
 class PageViews:
-    """Finds the expert in a page of ``numbers``. ``native``: the native kernels compute it."""
+    """Finds the expert in a page of ``numbers``.
 
-    def __init__(self, layout: PageLayout, form: ExpertForm) -> None:
+    Attributes:
+        activations: of each of the layers' ``forms``; None: no kernel computes it.
+    """
+
+    def __init__(self, layout: PageLayout, forms: Sequence[ExpertForm]) -> None:
         self._layout, self.numbers = layout, layout.numbers
-        gate_up, gate_up_bias = layout.gate_up, layout.gate_up_bias
-        self._inward: Sequence[tuple[Matrix, Matrix | None]]
-        if len(form.inward) > 1:
-            assert layout.gate is not None
-            self._inward = ((layout.gate, layout.gate_bias), (layout.up, layout.up_bias))
-        elif not form.gated:
-            self._inward = ((layout.up, layout.up_bias),)
-        else:
-            assert gate_up is not None
-            self._inward = ((gate_up, gate_up_bias),)
-        self._gate_up = gate_up if gate_up is not None and not layout.interleaved else None
-        biased = layout.up_bias is not None or layout.down_bias is not None
-        straight = self._gate_up is not None and not self._gate_up.transposed and not layout.down.transposed
-        self.native = straight and not biased and form.finish is None and _is_gated_silu(form)
+        self.activations = [recognised(form) for form in forms]
+        gate_up, biases = layout.gate_up, (layout.gate_up_bias, layout.down_bias)
+        straight = gate_up is not None and not (gate_up.transposed or layout.down.transposed or layout.interleaved)
+        finished = any(form.finish is not None for form in forms)
+        self._plain = straight and biases == (None, None) and set(self.activations) == {SILU} and not finished
 
-    def of(self, numbers: Tensor) -> ExpertWeights | PageExpert:
+    def of(self, numbers: Tensor) -> tuple[Tensor, Tensor] | Matrices:
         """The expert whose page is ``numbers``, of the dtype of pages."""
-        down = self._layout.down.of(numbers)
-        if self.native:
-            assert self._gate_up is not None
-            return self._gate_up.of(numbers), down
-        bias = self._layout.down_bias
-        inward = [(matrix.of(numbers), None if each is None else each.of(numbers)) for matrix, each in self._inward]
-        return PageExpert(inward, (down, None if bias is None else bias.of(numbers)))
+        layout = self._layout
+        whole = layout.gate_up is not None and (layout.gate_bias is None) == (layout.gate_up_bias is None)
+        joined, apart = layout.gate_up if whole else None, layout.gate is not None and not whole
+        first = joined or layout.gate or layout.up
+        if self._plain:
+            return first.of(numbers), layout.down.of(numbers)
+        first_bias = (layout.gate_bias if apart else layout.gate_up_bias) if layout.gate else layout.up_bias
+        places = {
+            "gate_up": first,
+            "up": layout.up if apart else None,
+            "down": layout.down,
+            "gate_up_bias": first_bias,
+            "up_bias": layout.up_bias if apart else None,
+            "down_bias": layout.down_bias,
+        }
+        views = {name: place.of(numbers) for name, place in places.items() if place is not None}
+        return Matrices(**views, turns=layout.interleaved)
 
 
-def _is_gated_silu(form: ExpertForm) -> bool:
-    """True if the activation of ``form`` is silu(gate) * up: it is asked, because modules bring their own."""
-    gate, up = torch.linspace(-30, 30, _PROBE * _PROBE).view(_PROBE, _PROBE), torch.ones(_PROBE, _PROBE) * 3
-    given = (gate, up) if len(form.inward) > 1 else (torch.cat((gate, up), dim=-1),)
+def forward(form: ExpertForm, matrices: Matrices, x: Tensor) -> Tensor:
+    """The expert by torch: x [n, H] -> [n, H]."""
+    inward = _product(x, matrices.gate_up, matrices.gate_up_bias)
+    if matrices.up is None:
+        given = (inward,) if len(form.inward) == 1 else inward.chunk(2, dim=-1)
+    else:
+        given = inward, _product(x, matrices.up, matrices.up_bias)
+        given = given if len(form.inward) > 1 else (torch.cat(given, dim=-1),)
+    out = _product(form.activate(*given), matrices.down, matrices.down_bias)
+    return out if form.finish is None else form.finish(out)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return (linear if weight.stride(1) == 1 else functional.linear)(x, weight, bias)
+
+
+def recognised(form: ExpertForm) -> Activation | None:
+    """The activation of ``form`` by the numbers that it gives, because modules bring their own; None if it is none of
+    ours."""
+    scale = torch.cat((torch.linspace(-30, 30, _PROBE), torch.tensor(_LARGE))).double()
+    gate, up = torch.meshgrid(scale, scale.flip(0), indexing="ij")
     try:
-        found = form.activate(*given)
-    except RuntimeError:
-        return False
-    return torch.allclose(found, functional.silu(gate) * up, rtol=1e-6, atol=0)
+        wanted = _asked(form, gate, up)
+        candidates = _candidates(form)
+    except (RuntimeError, TypeError):
+        return None
+    for each in candidates:
+        found = each(gate, up) if form.gated else each(gate)
+        if found.shape == wanted.shape and torch.allclose(found, wanted.double(), rtol=1e-5, atol=1e-9):
+            return each
+    return None
+
+
+def _asked(form: ExpertForm, gate: Tensor, up: Tensor) -> Tensor:
+    """What ``form`` makes of gate and up [n, I], or of the gate alone if it has none."""
+    if not form.gated:
+        return form.activate(gate)
+    if len(form.inward) > 1:
+        return form.activate(gate, up)
+    return form.activate(torch.stack((gate, up), dim=-1).flatten(-2) if form.interleaved else torch.cat((gate, up), -1))
+
+
+def _candidates(form: ExpertForm) -> list[Activation]:
+    """Activations whose constants are those that single values show."""
+    if not form.gated:
+        return [Activation(curve, gated=False) for curve in ("silu", "gelu", "gelu_tanh", "relu2")]
+
+    def at(gate: float, up: float) -> float:
+        one = torch.ones(1, 2, dtype=torch.float64)
+        return float(_asked(form, one * gate, one * up)[0, 0])
+
+    nothing, little = at(_SMALL, 0.0), at(_SMALL, _SMALL)
+    curve = (little - nothing) / _SMALL
+    if not math.isfinite(curve) or curve == 0:
+        return []
+    shift, most = nothing / curve, at(_SMALL, 1e6) / curve
+    limit = math.inf if most - shift > 1e5 else _short(most - shift)
+    share = curve / _SMALL
+    alpha = _short(math.log(share / (1 - share)) / _SMALL) if 0 < share < 1 else 1.0
+    curves = [("silu", alpha), ("gelu", 1.0), ("gelu_tanh", 1.0), ("relu2", 1.0)]
+    return [
+        Activation(name, each, limit, _short(shift), late)
+        for name, each in curves
+        for late in ((False, True) if limit < math.inf else (False,))
+    ]
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}") if abs(value) > 10**-_DIGITS else 0.0

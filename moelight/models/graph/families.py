@@ -157,10 +157,12 @@ class OutsideExperts:
         forward: in place of the module's: ``forward(module, mix, *its arguments)``.
             None: its own.
         form: of the experts, where the module is what is given to ``mix``.
+        whole: the module is given hidden states, and has its router within.
     """
 
     forward: Callable[..., Any] | None = None
     form: Callable[[Any], ExpertForm] = interface_form
+    whole: bool = False
 
 
 def _gate_up(
@@ -237,6 +239,7 @@ OUTSIDE: Mapping[str, OutsideExperts] = {
     "DbrxExperts": OutsideExperts(forward=_as_called, form=_dbrx_form),
     "JetMoeMoE": OutsideExperts(
         forward=_jetmoe,
+        whole=True,
         form=lambda module: _gate_up(
             module.activation, module.router.num_experts, up="input_linear.weight", down="output_linear.weight"
         ),
@@ -284,6 +287,9 @@ ATTENTION: Mapping[str, AttentionNotes] = {
 ENCODERS: Mapping[str, tuple[str, ...]] = {  # modules within text models that text never reaches
     "Ernie4_5_VLMoeMoeBlock": ("vision_moe",),
 }
+CHOSEN_BY_TOKEN: Mapping[str, str] = {  # routers' tables [V, k] of the experts of each token, all different
+    "DeepseekV4HashRouter": "tid2eid",
+}
 REFUSED: Mapping[str, str] = {
     "diffusion_gemma": "its tokens are not made one after another",
 }
@@ -294,6 +300,8 @@ def refusal(config: Any) -> str | None:
     """Why a graph of ``config`` is not served, in words; None if nothing is known against it."""
     if config.model_type in REFUSED:
         return REFUSED[config.model_type]
+    if config.model_type == "doge" and config.is_moe:
+        return "which experts a token has depends on the other tokens of its pass"
     if config.model_type == "llama4_text" and config.num_experts_per_tok != 1:
         return f"num_experts_per_tok {config.num_experts_per_tok}: experts of one token have different inputs"
     return None

@@ -9,9 +9,9 @@ Legend: T rows of the micro-batch, H hidden, V vocabulary; others as in `effects
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from moelight.core.errors import ConfigError, MoelightError, quoted
-from moelight.models.graph.effects import Attend, Effect, Ended, Experts, Latents
+from moelight.models.graph.effects import Attend, Effect, Ended, Experts, Latents, MixerPassed
 from moelight.models.graph.families import (
     ATTENTION,
     ENCODERS,
@@ -32,6 +33,7 @@ from moelight.models.graph.families import (
     refusal,
     rotary_length,
 )
+from moelight.models.graph.imports import transformers_of_graphs
 from moelight.models.graph.state import State, StatefulModule, StateSpec, own_config
 
 if TYPE_CHECKING:
@@ -62,7 +64,11 @@ class GraphModel:
         moe_layers: whether experts follow mixer l.
         experts: the module of each experts effect, in order; their parameters are never materialised.
         forms: how the experts of each of them compute, and what their pages are.
+        pages: of a dense model (one without experts), the matrices of each layer's page by name: all that the run
+            multiplies by between the mixer of this layer and that of the next, or the end, and nowhere else. Empty
+            with experts.
         stateful: whether a sequence keeps state beside paged keys and values.
+        predicts: whether `route` may be called: routers are called within blocks that are given hidden states alone.
     """
 
     def __init__(self, module: Any, *, latents: bool = True) -> None:
@@ -83,7 +89,12 @@ class GraphModel:
         self.forms: tuple[ExpertForm, ...] = ()
         self.experts: tuple[nn.Module, ...] = ()
         self.stateful = self._hook(latents=latents)
+        self.pages: tuple[tuple[str, ...], ...] = ()
         self.mixers, self.moe_layers = self._dry_run()
+        if not any(self.moe_layers):
+            self.pages = self._find_pages()
+        self._blocks = self._blocks_of_experts()
+        self.predicts = bool(self._blocks) and self._routes_first()
 
     @classmethod
     def from_config(cls, directory: Path) -> GraphModel:
@@ -97,12 +108,43 @@ class GraphModel:
     def start(self, token_ids: Tensor, positions: Tensor, sequences: Sequence[tuple[State, int]]) -> GraphRun:
         """A run over ``token_ids`` int64 [T] at ``positions`` int64 [T]: consecutive rows of ``sequences``, each its
         state and its number of rows."""
-        return GraphRun(self._body, token_ids, positions, sequences)
+        return GraphRun(self._body, token_ids, positions, sequences, by_pages=bool(self.pages))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The family's own head on ``hidden`` [S, H] after the final norm -> float32 [S, V]."""
         with torch.inference_mode():
             return self.module(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0].float()
+
+    def route(self, index: int, x: Tensor) -> Experts:
+        """The effect that block ``index``, of `experts`, would issue on ``x`` [T, H], its inputs; none is computed."""
+        block = self._blocks[index]
+        run = GraphRun(lambda **_: block(x[None]), x, x, ())
+        try:
+            effect = run.resume(None)
+        finally:
+            run.close()
+        if not isinstance(effect, Experts):
+            raise MoelightError(f"{type(block).__name__} does not route its input")
+        return effect
+
+    def _blocks_of_experts(self) -> tuple[nn.Module, ...]:
+        """The modules that call `experts`, or those of them that have their routers within."""
+        names = {part: name for name, part in self._decoder.named_modules()}
+        return tuple(
+            part
+            if (outside := OUTSIDE.get(type(part).__name__)) is not None and outside.whole
+            else self._decoder.get_submodule(names[part].rpartition(".")[0])
+            for part in self.experts
+        )
+
+    def _routes_first(self) -> bool:
+        weight = next(self.module.parameters())
+        x = torch.zeros(_DRY_ROWS, self.config.hidden_size, dtype=weight.dtype, device=weight.device)
+        try:
+            self.route(0, x)
+        except (AttributeError, IndexError, MoelightError, NotImplementedError, RuntimeError, TypeError, ValueError):
+            return False
+        return True
 
     def _hook(self, *, latents: bool) -> bool:
         """Let attention, experts and modules with state reach the run; returns whether there are such modules."""
@@ -131,9 +173,7 @@ class GraphModel:
 
     def _dry_run(self) -> tuple[tuple[MixerKind, ...], tuple[bool, ...]]:
         """Find the order of effects without computing; parameters are on the meta device or not."""
-        family, device = self.config.model_type, next(self.module.parameters()).device
-        rows = torch.zeros(_DRY_ROWS, dtype=torch.int64, device=device)
-        run = self.start(rows, torch.arange(_DRY_ROWS, device=device), [(State(), _DRY_ROWS)])
+        family, run = self.config.model_type, self._dry_start(by_pages=False)
         follows: list[int] = []
         modules: list[nn.Module] = []
         value = None
@@ -146,20 +186,86 @@ class GraphModel:
                 follows.append(effect.layer)
                 modules.append(run.module)
                 value = torch.zeros_like(effect.x)
-            elif isinstance(effect, Latents):
-                value = torch.zeros_like(effect.q)
             else:
-                value = effect.q.new_zeros((*effect.q.shape[:2], effect.v.shape[2]))
+                value = zero_output(effect)
         self.experts = tuple(modules)
         self.forms = tuple(_form(each) for each in modules)
         return tuple(run.kinds), tuple(layer in follows for layer in range(len(run.kinds)))
+
+    def _find_pages(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the matrices that only one segment of a run uses, by the mixer that it follows."""
+        run, users = self._dry_start(by_pages=True), defaultdict[int, set[int]](set)
+        value, effect = None, None
+        while not isinstance(effect, Ended):
+            with _Uses() as uses:
+                effect = self._dry_resume(run, value)
+            segment = len(run.kinds) - (1 if isinstance(effect, Ended) else 2)
+            for each in uses.found:
+                users[each].add(segment)
+            value = None if isinstance(effect, Ended) else zero_output(effect)
+        pages: list[list[str]] = [[] for _ in run.kinds]
+        parameters = list(self.module.named_parameters(remove_duplicate=False))
+        tied = Counter(id(tensor) for _, tensor in parameters)
+        for name, tensor in parameters:
+            if tensor.ndim == 2 and tied[id(tensor)] == len(users[id(tensor)]) == 1 and min(users[id(tensor)]) >= 0:
+                pages[min(users[id(tensor)])].append(name)
+        return tuple(map(tuple, pages))
+
+    def _dry_start(self, *, by_pages: bool) -> GraphRun:
+        device = next(self.module.parameters()).device
+        rows, positions = (
+            torch.zeros(_DRY_ROWS, dtype=torch.int64, device=device),
+            torch.arange(_DRY_ROWS, device=device),
+        )
+        return GraphRun(self._body, rows, positions, [(State(), _DRY_ROWS)], by_pages=by_pages)
 
     def _dry_resume(self, run: GraphRun, value: Tensor | None) -> Effect:
         try:
             return run.resume(value)
         except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-            line = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ConfigError(f"{self.config.model_type}: its graph does not run without masks: {line}") from error
+            line = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0]
+            module = module_of(error)
+            where = "its model" if module is None else type(module).__name__
+            raise ConfigError(f"{self.config.model_type}: its graph does not run dry in {where}: {line}") from error
+
+
+def module_of(error: Exception) -> nn.Module | None:
+    """The innermost module that ``error`` came from."""
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        own = trace.tb_frame.f_locals.get("self")
+        found = own if isinstance(own, nn.Module) else found
+        trace = trace.tb_next
+    return found
+
+
+class _Uses(TorchFunctionMode):
+    """Notes the identities of the tensors that torch's functions are given; those asked for an attribute alone are not
+    used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") != "__get__":
+            self.found.update(map(id, _parameters((*args, *(kwargs or {}).values()))))
+        return func(*args, **(kwargs or {}))
+
+
+def _parameters(given: Iterable[Any]) -> Iterable[nn.Parameter]:
+    for each in given:
+        if isinstance(each, nn.Parameter):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from _parameters(each)
+
+
+def zero_output(effect: Effect) -> Tensor | None:
+    """What a dry run is resumed with after the mixer ``effect``."""
+    if isinstance(effect, Attend):
+        return effect.q.new_zeros((*effect.q.shape[:2], effect.v.shape[2]))
+    return torch.zeros_like(effect.q) if isinstance(effect, Latents) else None
 
 
 class GraphRun:
@@ -170,6 +276,7 @@ class GraphRun:
         positions: int64 [T], of the rows.
         kinds: of the mixers passed so far.
         module: that issued the last effect.
+        by_pages: mixers with a state of their own suspend it too.
     """
 
     def __init__(
@@ -178,8 +285,10 @@ class GraphRun:
         token_ids: Tensor,
         positions: Tensor,
         sequences: Sequence[tuple[State, int]],
+        *,
+        by_pages: bool = False,
     ) -> None:
-        self.sequences = sequences
+        self.sequences, self.by_pages = sequences, by_pages
         self.kinds: list[MixerKind] = []
         self.experts = 0
         self.module: Any
@@ -202,7 +311,12 @@ class GraphRun:
             self._greenlet.parent = getcurrent()
             return self._greenlet.switch(value)
 
-    def suspend(self, module: Any, effect: Effect) -> Tensor:
+    def close(self) -> None:
+        """End the run where it is suspended."""
+        if self._greenlet is not None and not self._greenlet.dead:
+            self._greenlet.throw()
+
+    def suspend(self, module: Any, effect: Effect) -> Any:
         """Called within the run: hand ``effect`` of ``module`` out, return the value that the run is resumed with."""
         self.module = module
         return self._greenlet.parent.switch(effect)
@@ -214,6 +328,8 @@ class GraphRun:
 def read_config(directory: Path) -> PretrainedConfig:
     """The text model's config of ``directory/config.json``; raises ConfigError."""
     transformers = transformers_of_graphs()
+    from huggingface_hub.errors import StrictDataclassError
+
     path = directory / "config.json"
     try:
         said = json.loads(path.read_bytes())
@@ -221,10 +337,10 @@ def read_config(directory: Path) -> PretrainedConfig:
             kind = quoted(said.get("model_type"))
             raise ConfigError(f"{path}: model_type {kind} is code of its own repository, which is never run")
         return transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        version = transformers.__version__
-        raise ConfigError(f"{path}: transformers {version} cannot read it: {lines[0]}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if not line.endswith(":")]
+        version, said = transformers.__version__, (lines or [type(error).__name__])[0]
+        raise ConfigError(f"{path}: transformers {version} cannot read it: {said}") from None
 
 
 def on_meta(config: PretrainedConfig) -> Any:
@@ -246,6 +362,20 @@ def on_meta(config: PretrainedConfig) -> Any:
     _leave_out_encoders(module)
     fill_buffers(module)
     return module
+
+
+def binding(module: nn.Module, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+    """What makes ``tensors`` the parameters of ``module`` that they are named after, when it is called."""
+    places = []
+    for name, tensor in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        places.append((module.get_submodule(path)._parameters, leaf, nn.Parameter(tensor, requires_grad=False)))
+
+    def bind() -> None:
+        for owner, leaf, parameter in places:
+            owner[leaf] = parameter
+
+    return bind
 
 
 def decoder_of(module: Any) -> Any:
@@ -302,17 +432,6 @@ def fill_buffers(module: Any) -> None:
             model._init_weights(part)
 
 
-def transformers_of_graphs() -> Any:
-    """The module transformers; raises ConfigError if it, or greenlet, is missing."""
-    try:
-        importlib.import_module("greenlet")
-        return importlib.import_module("transformers")
-    except ImportError as error:
-        raise ConfigError(
-            f"this family needs transformers and greenlet: pip install 'moelight[graph]' ({error})"
-        ) from None
-
-
 def _register() -> None:
     transformers_of_graphs()
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -363,7 +482,10 @@ def _run_per_sequence(module: Any, spec: StateSpec, decoder: Any) -> None:
         run = running()
         if spec.mixer:
             run.kinds.append(kind)
-        return stateful(run.sequences, *args, **kwargs)
+        found = stateful(run.sequences, *args, **kwargs)
+        if spec.mixer and run.by_pages:
+            run.suspend(module, MixerPassed(len(run.kinds) - 1))
+        return found
 
     module.forward = forward
 

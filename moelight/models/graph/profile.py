@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,6 +27,7 @@ from moelight.profiles.model import (
 )
 from moelight.profiles.model_files import read_other_families
 from moelight.profiles.names import TensorNames
+from moelight.profiles.quantization import read_quantization, with_stored
 from moelight.profiles.tensor_list import page_shapes
 
 if TYPE_CHECKING:
@@ -69,26 +70,28 @@ def profile_of_directory(directory: Path) -> ModelProfile | None:
 
     from moelight.models.graph.model import GraphModel, on_meta, read_config
 
-    config.refuse_quantised()
-    theirs = read_config(directory)
+    quantization, theirs = read_quantization(config), read_config(directory)
     if not 1 <= (layers := getattr(theirs.get_text_config(), "num_hidden_layers", 1)) <= MOST_LAYERS:
         raise config.error(f"num_hidden_layers must be an integer from 1 to {MOST_LAYERS}, not {layers}")
     loud = logging.get_verbosity()
     logging.set_verbosity_error()  # it says which kernels it would like, and computes nothing here
     try:
-        return profile_of(GraphModel(on_meta(theirs)), name=directory.resolve().name, where=config.where)
+        found = profile_of(GraphModel(on_meta(theirs)), name=directory.resolve().name, where=config.where)
     finally:
         logging.set_verbosity(loud)
+    return found if quantization is None else with_stored(found, quantization.format_of, config.where)
 
 
 def profile_of(model: GraphModel, *, name: str, where: str) -> ModelProfile:
     """The profile of ``model``, whose parameters are on the meta device; errors name the file ``where``."""
-    if not any(model.moe_layers):
-        raise ConfigError(f"{where}: no layer has experts, so this is a dense model")
-    run, config = _DryRun.of(model), model.config
+    run, config, module = _DryRun.of(model), model.config, cast("Any", model.module)
+    if not (any(model.moe_layers) or any(model.pages)):
+        raise ConfigError(f"{where}: {config.model_type}: no layer has experts, or matrices of its own")
+    stored, places = list(_tensors(model, run.owners)), _page_places(model)
+    tensors = tuple(each for each in stored if each.name not in places)
+    in_pages = tuple(replace(each, layer=places[each.name]) for each in stored if each.name in places)
+    run.leave_out(in_pages)
     layers = tuple(run.layer(number) for number in range(len(model.mixers)))
-    tensors = tuple(_tensors(model, run.owners))
-    module: Any = model.module
     head = module.get_output_embeddings().weight
     profile = ModelProfile(
         name=name,
@@ -101,21 +104,35 @@ def profile_of(model: GraphModel, *, name: str, where: str) -> ModelProfile:
         tie_embeddings=head is module.get_input_embeddings().weight,
         dtype=_DTYPE if config.dtype is None else str(config.dtype).removeprefix("torch."),
         attention=max((layer.attention for layer in layers), key=lambda spec: spec.cache_width),
-        router=RouterSpec(top_k=run.top_k, normalize=False, weights_in_model_dtype=False),
-        experts=_experts(model, run, where),
-        moe_layers=model.moe_layers,
+        router=RouterSpec(top_k=run.top_k or 1, normalize=False, weights_in_model_dtype=False),
+        experts=_whole_layers(in_pages, head.shape[1]) if in_pages else _experts(model, run, where),
+        moe_layers=(True,) * len(layers) if in_pages else model.moe_layers,
         names=TensorNames(router=()),
         layers=layers,
         tensors=tensors,
+        page_tensors=in_pages,
     )
     _check(profile, where)
     return profile
 
 
+def _page_places(model: GraphModel) -> dict[str, int]:
+    """The layer of the page that each parameter of a dense model's pages is in."""
+    return {name: layer for layer, names in enumerate(model.pages) for name in names}
+
+
+def _whole_layers(tensors: Sequence[StoredTensor], hidden: int) -> ExpertSpec:
+    """The one expert of each layer of a dense model: a feed-forward of as many numbers as the largest page has."""
+    numbers = Counter[int]()
+    for each in tensors:
+        numbers[each.layer] += each.elements
+    return ExpertSpec(num_experts=1, intermediate_size=max(1, max(numbers.values()) // (3 * hidden)))
+
+
 def _check(profile: ModelProfile, where: str) -> None:
     count, pages = profile.experts.num_experts, profile.num_moe_layers * profile.experts.num_experts
-    numbers = sum(each.elements for each in profile.tensors)
-    numbers += pages * sum(map(math.prod, page_shapes(profile).values()))
+    numbers = sum(each.elements for each in (*profile.tensors, *profile.page_tensors))
+    numbers += 0 if profile.dense else pages * sum(map(math.prod, page_shapes(profile).values()))
     if count > MOST_EXPERTS or numbers > MOST_PARAMETERS:
         raise ConfigError(
             f"{where}: {count} experts a layer and {numbers:.0e} parameters are more than can be planned for"
@@ -171,11 +188,20 @@ class _DryRun:
             state_token_bytes=of_token,
         )
 
+    def leave_out(self, pages: Sequence[StoredTensor]) -> None:
+        """Do not count the products by matrices of a dense model's ``pages``, which belong to the page: those after the
+        last mixer were counted there, the others up to the next one."""
+        last = max(self.before, default=0)
+        for each in pages:
+            counted, layer = (self.after, last) if each.layer == last else (self.before, each.layer + 1)
+            counted[layer] = max(0, counted[layer] - 2 * _ROWS * each.elements)
+
     def _pass(self, model: GraphModel, state: State, rows: int, grown: Counter[int]) -> None:
         import torch
         from torch.utils.flop_counter import FlopCounterMode
 
-        from moelight.models.graph.effects import Ended, Experts
+        from moelight.models.graph.effects import Ended, Experts, MixerPassed
+        from moelight.models.graph.model import zero_output
 
         start, ids = self.begun, torch.zeros(rows, dtype=torch.int64, device="meta")
         self.begun += rows
@@ -195,10 +221,12 @@ class _DryRun:
                     self.top_k = max(self.top_k, effect.ids.shape[1])
                     self.expert_input = effect.x.shape[1]
                     value = torch.zeros_like(effect.x)
+                elif isinstance(effect, MixerPassed):
+                    value = None
                 else:
                     self.owners.add(run.module)
                     self.attention[layer] = _attention(effect, model.config)
-                    value = effect.q.new_zeros((*effect.q.shape[:2], _value_width(effect)))
+                    value = zero_output(effect)
 
 
 def _attention(effect: Attend | Latents, config: PretrainedConfig) -> AttentionSpec:
@@ -215,7 +243,7 @@ def _attention(effect: Attend | Latents, config: PretrainedConfig) -> AttentionS
         )
         wide = latent.nope_head_dim + latent.rope_head_dim
         return AttentionSpec(num_heads=heads, num_kv_heads=heads, head_dim=wide, latent=latent, scale=effect.scale)
-    value_width = _value_width(effect)
+    value_width = effect.v.shape[2]
     return AttentionSpec(
         num_heads=heads,
         num_kv_heads=effect.k.shape[1],
@@ -229,14 +257,10 @@ def _attention(effect: Attend | Latents, config: PretrainedConfig) -> AttentionS
     )
 
 
-def _value_width(effect: Attend | Latents) -> int:
-    from moelight.models.graph.effects import Latents
-
-    return effect.q.shape[2] if isinstance(effect, Latents) else effect.v.shape[2]
-
-
 def _experts(model: GraphModel, run: _DryRun, where: str) -> ExpertSpec:
     """Of all layers; raises ConfigError if they differ."""
+    from moelight.models.graph.experts import recognised
+
     found = set[ExpertSpec]()
     for form, module in zip(model.forms, model.experts, strict=True):
         page = form.page(module, 0)
@@ -250,6 +274,7 @@ def _experts(model: GraphModel, run: _DryRun, where: str) -> ExpertSpec:
                 input_size=None if run.expert_input == model.config.hidden_size else run.expert_input,
                 transposed=form.outward.transposed and form.inward[0].transposed,
                 interleaved=form.interleaved,
+                by_torch=recognised(form) is None,
             )
         )
     if len(found) > 1:
@@ -258,7 +283,7 @@ def _experts(model: GraphModel, run: _DryRun, where: str) -> ExpertSpec:
 
 
 def _tensors(model: GraphModel, owners: Collection[nn.Module]) -> Iterator[StoredTensor]:
-    """Everything that a checkpoint stores outside the experts: parameters and persistent buffers.
+    """Everything that a checkpoint stores outside the experts: parameters and persistent buffers, of a dense model all.
 
     Attention is what lies in a mixer, vectors, and routers; the other matrices of a layer are shared experts beside
     experts, else a dense feed-forward.
@@ -270,11 +295,12 @@ def _tensors(model: GraphModel, owners: Collection[nn.Module]) -> Iterator[Store
     modules = {module: name for name, module in model.module.named_modules()}
     experts = [modules[module] for module in model.experts]
     stacks = (name for module, name in modules.items() if isinstance(module, nn.ModuleList))
-    stack = next(name for name in stacks if experts[0].startswith(f"{name}."))
     mixers = [name for module, name in modules.items() if module in owners or type(module).__name__ in STATEFUL]
+    within = experts[0] if experts else mixers[0]
+    stack = next(name for name in stacks if within.startswith(f"{name}."))
     inside = tuple(f"{name}." for name in mixers)
     paged = {f"{name}.{part}" for name, form in zip(experts, model.forms, strict=True) for part in form.names()}
-    sparse = {_layer_of(name, stack) for name in experts}
+    sparse, routed = {_layer_of(name, stack) for name in experts}, model.forms[0].count if model.forms else 0
     children = list(model.module.get_submodule(stack).children())
     mixers_each, own = len(model.mixers) / len(children), cast("torch.dtype", model.module.dtype).itemsize
     held = set()
@@ -285,7 +311,7 @@ def _tensors(model: GraphModel, owners: Collection[nn.Module]) -> Iterator[Store
         layer, kind = _layer_of(name, stack), ATTENTION
         if layer is None:
             kind = ENDS
-        elif tensor.ndim > 1 and tensor.shape[0] != model.forms[0].count and not name.startswith(inside):
+        elif tensor.ndim > 1 and tensor.shape[0] != routed and not name.startswith(inside):
             kind = SHARED if layer in sparse else DENSE_LAYERS
         size = tensor.element_size()
         yield StoredTensor(

@@ -50,10 +50,12 @@ class State:
     Attributes:
         cache: transformers' cache of the whole model, of which stateful modules use their layers; None before the
             first pass.
+        begun: the stateful modules that have run.
     """
 
     def __init__(self) -> None:
         self.cache: Any = None
+        self.begun: set[StatefulModule] = set()
 
     @property
     def nbytes(self) -> int:
@@ -103,10 +105,7 @@ class StatefulModule:
 
     def _joins(self, state: State) -> bool:
         """Whether a row of ``state`` can be computed in one batch with rows of other sequences."""
-        if self.spec.opaque or self.spec.cache is not None or state.cache is None:
-            return False
-        layer = state.cache.layers[self._module.layer_idx]
-        return any(each is not None for kept in (layer.conv_states, layer.recurrent_states) for each in kept.values())
+        return self in state.begun and not self.spec.opaque and self.spec.cache is None
 
     def _together(
         self, states: list[State], arguments: dict[str, Any], rows: slice | list[int], total: int
@@ -133,7 +132,9 @@ class StatefulModule:
     def _one(self, state: State, arguments: dict[str, Any], count: int) -> Any:
         if state.cache is None:
             state.cache = self._new_cache()
-        if count > 1 and self.spec.stepwise and self._continues(state):
+        continues = self in state.begun
+        state.begun.add(self)
+        if count > 1 and self.spec.stepwise and continues:
             steps = [{name: _part(each, 0, row, 1, count) for name, each in arguments.items()} for row in range(count)]
             return _joined([self._call(state, each, 1) for each in steps], apart=False)
         return self._call(state, arguments, count)
@@ -154,9 +155,6 @@ class StatefulModule:
             if not hidden.is_meta:
                 raise
             return (torch.zeros_like(hidden), *[None] * (self.spec.returns - 1))  # its shapes depend on values
-
-    def _continues(self, state: State) -> bool:
-        return state.cache.get_recurrent_state(self._module.layer_idx, state_idx=0) is not None
 
     def _new_cache(self) -> Any:
         if self.spec.cache is not None:

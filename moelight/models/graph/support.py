@@ -1,21 +1,36 @@
-"""Which families of the installed transformers run as graphs, and which not, with the reason. Does not compute."""
+"""Which families of the installed transformers run, and which not, with the reason. Does not compute."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from moelight.core.errors import ConfigError
+from moelight.core.errors import ConfigError, did_you_mean, quoted
+from moelight.models.graph import family_table
 from moelight.models.graph.families import OUTSIDE, OWN_EXPERTS
-from moelight.models.graph.model import GraphModel, MixerKind, language_model, on_meta, transformers_of_graphs
+from moelight.models.graph.family_table import Family, Table
+from moelight.models.graph.imports import transformers_of_graphs
+from moelight.models.graph.model import (
+    GraphModel,
+    MixerKind,
+    language_model,
+    on_meta,
+    read_config,
+)
+from moelight.models.graph.profile import profile_of
+from moelight.models.graph.self_test import tiny
+from moelight.profiles.families import FAMILIES, profile_from_config
+from moelight.profiles.files import profile_names
+from moelight.profiles.hf_config import HFConfig
+from moelight.profiles.model import ModelProfile, not_computed
+from moelight.profiles.model_files import model_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-NATIVE = ("mixtral", "olmoe", "qwen3_moe")  # that models/decoder.py computes
 _DECORATED = re.compile(r"^@use_experts_implementation\b", re.MULTILINE)
 
 
@@ -26,39 +41,131 @@ class Support:
     Attributes:
         model_type: of the config.
         how: "native" where moelight has a decoder of its own; "graph"; "opaque" if transformers' own cache serves the
-            attention of some layers; None: not at all.
+            attention of some layers, one sequence at a time; None: not at all.
         reason: why not, in words; None if they run.
+        mixers: the kinds of mixers, as of `MixerKind`, in the order in which they come first.
+        profile: what the layers store and keep; None if the models do not run.
     """
 
     model_type: str
     how: str | None
     reason: str | None = None
+    mixers: tuple[str, ...] = ()
+    profile: ModelProfile | None = field(default=None, repr=False)
+
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """What is not to be had with these models, in words."""
+        found = ["quantised checkpoints"]
+        if self.profile is not None and self.profile.stateful:
+            found.append("shared prefixes of prompts: the state after a prefix belongs to one sequence")
+        if self.how != "native":
+            found.append("a bfloat16 checkpoint computed in float16, as cards without bfloat16 do: asks for float32")
+            found.append("CUDA graphs of small passes")
+        return tuple(found)
 
 
 def support(config: PretrainedConfig) -> Support:
     """How models of ``config`` run, found by a dry run of the graph on the meta device, of the config's own sizes."""
-    if config.model_type in NATIVE:
-        return Support(model_type=config.model_type, how="native")
+    name = config.model_type
+    values = HFConfig(config.to_dict(), where=name)
     try:
-        mixers = GraphModel(on_meta(config)).mixers
+        values.refuse_quantised()
+        if name in FAMILIES and not not_computed(profile := profile_from_config(values, name=name)):
+            return Support(model_type=name, how="native", mixers=("attention",), profile=profile)
+        graph = GraphModel(on_meta(config))
+        profile = profile_of(graph, name=name, where=name)
+        refuse_unserved(profile, where=name)
     except ConfigError as error:
-        return Support(model_type=config.model_type, how=None, reason=str(error).removeprefix(f"{config.model_type}: "))
-    return Support(model_type=config.model_type, how="opaque" if MixerKind.OPAQUE in mixers else "graph")
+        return Support(model_type=name, how=None, reason=str(error).removeprefix(f"{name}: "))
+    how = "opaque" if MixerKind.OPAQUE in graph.mixers else "graph"
+    mixers = tuple(dict.fromkeys(each.value for each in graph.mixers))
+    return Support(model_type=name, how=how, mixers=mixers, profile=profile)
+
+
+def find_config(model: str) -> PretrainedConfig:
+    """The config of a directory, of a ``config.json``, of a family as of the table, of a named model, or of a
+    ``model_type`` with the defaults of transformers; raises ConfigError."""
+    transformers = transformers_of_graphs()
+    path = Path(model)
+    if path.name == "config.json" or path.is_dir() or path.name != model:
+        return read_config(path.parent if path.name == "config.json" else path)
+    rows = {each.name: each for each in Table.read().families}
+    types = {kind: each for each in rows.values() for kind in each.types}
+    row, named = rows.get(model) or types.get(model), profile_names("model")
+    try:
+        if row is not None:
+            kind = row.model_type if model == row.name else model
+            return transformers.AutoConfig.for_model(kind, **(row.switches if kind == row.model_type else {}))
+        if model in named:
+            return transformers.AutoConfig.for_model(**model_config(model))
+        if model in transformers.CONFIG_MAPPING:
+            return transformers.AutoConfig.for_model(model)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{model}: transformers {transformers.__version__} has no such config: {error}") from None
+    near = did_you_mean(model, [*rows, *types, *named])
+    raise ConfigError(f"no model {quoted(model)}: neither a directory nor a family of transformers{near}")
+
+
+def refuse_unserved(profile: ModelProfile, *, where: str) -> None:
+    """Raise ConfigError, naming the file ``where``, if graphs of ``profile`` are planned for and not computed."""
+    if profile.experts.input_size is not None:
+        raise ConfigError(
+            f"{where}: {profile.model_type}: experts of inputs of {profile.experts.input_size} numbers beside hidden "
+            f"states of {profile.hidden_size} are not computed"
+        )
+
+
+def judge_families() -> Table:
+    """The table of the installed transformers by dry runs of tiny models, which take a minute; kept."""
+    measured = {each.name: each for each in Table.read().families}
+    families = []
+    for name, model_type in moe_families().items():
+        switches = measured[name].switches if name in measured else {}
+        families.append(judge_family(name, model_type, switches))
+    return family_table.keep(families)
+
+
+def judge_family(name: str, model_type: str, switches: Any) -> Family:
+    """The family ``name`` by a dry run of a tiny model of ``model_type``."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.for_model(model_type, **switches)
+        found = support(tiny(config))
+        found = support(config) if found.how is None else found  # the reason names the true sizes
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:  # a config of defaults
+        reason = f"the defaults of its config make no model: {(str(error).splitlines() or [''])[0]}"
+        found = Support(model_type=model_type, how=None, reason=reason)
+    return Family(
+        name=name,
+        types=tuple(_types(name)),
+        model_type=model_type,
+        how=found.how,
+        reason=found.reason,
+        mixers=found.mixers,
+        switches=switches,
+    )
 
 
 def moe_families() -> dict[str, str]:
     """The families of the installed transformers that have experts, by the name of their folder, and of each the
     ``model_type`` of its language model; of a family without one, its first."""
     transformers = transformers_of_graphs()
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
-
     families = {}
     for folder in sorted(_folders(Path(transformers.__file__).parent / "models")):
-        types = [each for each in CONFIG_MAPPING if model_type_to_module_name(each) == folder]
-        models = [each for each in types if language_model(CONFIG_MAPPING[each]) is not None]
-        text = [each for each in models if each != folder]  # of a family that sees too, the text model's
-        families[folder] = (folder if folder in models else None) or next(iter(text), types[0])
+        types = _types(folder)
+        text = [each for each in types if each != folder]  # of a family that sees too, the text model's
+        families[folder] = folder if folder in types else text[0]
     return families
+
+
+def _types(folder: str) -> list[str]:
+    """Every ``model_type`` of a language model in ``folder``; without one, the first of a config."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
+
+    types = [each for each in CONFIG_MAPPING if model_type_to_module_name(each) == folder]
+    return [each for each in types if language_model(CONFIG_MAPPING[each]) is not None] or types[:1]
 
 
 def _folders(models: Path) -> Iterator[str]:

@@ -56,6 +56,7 @@ class Model(Protocol):
     moe_layers: tuple[bool, ...]
     experts: tuple[nn.Module, ...]
     forms: tuple[ExpertForm, ...]
+    pages: tuple[tuple[str, ...], ...]
 
 
 def paged(model: Model) -> Iterator[tuple[int, ExpertForm, dict[str, str]]]:
@@ -96,6 +97,25 @@ class DenseTensor:
         return torch.Size(self.shape).numel() * self.dtype_in(dtype).itemsize
 
 
+def in_pages(model: Model) -> set[str]:
+    """The names of the parameters of ``model.module`` that pages hold."""
+    of_experts = (paths.values() for _, _, paths in paged(model))
+    return {name for names in (*of_experts, *model.pages) for name in names}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PagedMatrix:
+    """A matrix of a dense model's page: parameter ``name`` of ``shape`` from number ``offset`` of the page on."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    def of(self, page: Tensor) -> Tensor:
+        """View of ``page``, the numbers of a page."""
+        return page[self.offset : self.offset + torch.Size(self.shape).numel()].view(self.shape)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphWeightMap:
     """The places of all weights of a graph model; pages are of one ``dtype``.
@@ -106,6 +126,7 @@ class GraphWeightMap:
             the arena.
         pages: the runs of stored bytes that make each expert's page, in order.
         layouts: how the pages of each layer with experts lie.
+        matrices: of a dense model, those of the page of each layer, in the order of the files.
         initial: persistent buffers that the checkpoint may lack and does, which the family's initialisation computes.
     """
 
@@ -113,6 +134,7 @@ class GraphWeightMap:
     dense: tuple[DenseTensor, ...]
     pages: Mapping[Page, tuple[TensorInfo, ...]]
     layouts: Mapping[int, PageLayout]
+    matrices: tuple[tuple[PagedMatrix, ...], ...]
     initial: tuple[str, ...]
 
     def dense_bytes(self, dtype: torch.dtype) -> int:
@@ -126,7 +148,7 @@ class GraphWeightMap:
 
 def locate_weights(directory: Path, model: Model) -> GraphWeightMap:
     """Find every weight of ``model`` in the checkpoint of ``directory``: under the names of transformers 4 or 5, with
-    experts loose or fused.
+    experts loose or fused. The page of a dense model's layer is expert 0.
 
     Raises:
         CheckpointError: for the first fault (missing, stored twice, left over, mis-shaped, of an unsupported or another
@@ -326,7 +348,7 @@ class _Audit:
         self._faults = found.faults
         self._state = model.module.state_dict(keep_vars=True)
         self._paged = list(paged(model))
-        self._of_pages = {path for _, _, paths in self._paged for path in paths.values()}
+        self._of_pages = in_pages(model)
 
     def weight_map(self) -> GraphWeightMap:
         """The map; raises CheckpointError for the first fault."""
@@ -340,12 +362,17 @@ class _Audit:
             if rows and (found := self._laid_out(form, rows)):
                 layouts[layer] = found[0]
                 pages.update({Page(layer=layer, expert=expert): runs for expert, runs in enumerate(found[1])})
+        matrices = []
+        for layer, names in enumerate(self._model.pages):
+            found_here, pages[Page(layer=layer, expert=0)] = self._page_of_layer(names, dtype)
+            matrices.append(found_here)
         raise_first(self._faults)
         return GraphWeightMap(
             dtype=dtype,
             dense=dense,
             pages=MappingProxyType(pages),
             layouts=MappingProxyType(layouts),
+            matrices=tuple(matrices),
             initial=initial,
         )
 
@@ -426,6 +453,27 @@ class _Audit:
         elif strict or (keeps and dtype is not FLOAT32):
             own = torch.float32
         return DenseTensor(names=tuple(names), shape=tuple(tensor.shape), dtype=own, wide=wide, boxes=boxes)
+
+    def _page_of_layer(
+        self, names: Sequence[str], dtype: DType
+    ) -> tuple[tuple[PagedMatrix, ...], tuple[TensorInfo, ...]]:
+        """The matrices ``names`` in the order of the files, and the runs of stored numbers that make a page of them."""
+        found: list[tuple[str, DenseTensor]] = []
+        for name in names:
+            if name not in self._found.sources:
+                self._faults.append(self._found.missing(name))
+            elif tensor := self._dense_tensor([name], dtype):
+                if fault := _not_of_a_page(tensor, dtype):
+                    self._faults.append(fault)
+                else:
+                    found.append((name, tensor))
+        found.sort(key=lambda each: (str(each[1].boxes[0].info.file), each[1].boxes[0].info.offset))
+        matrices, offset = [], 0
+        for name, tensor in found:
+            matrices.append(PagedMatrix(name=name, shape=tensor.shape, offset=offset))
+            offset += torch.Size(tensor.shape).numel()
+        runs = (_run_of(box, 0, torch.Size(box.shape).numel()) for _, tensor in found for box in tensor.boxes)
+        return tuple(matrices), tuple(runs)
 
     def _shaped(self, name: str, shapes: Sequence[tuple[int, ...]]) -> bool:
         """Whether tensor ``name`` has one of ``shapes``; a fault if not."""
@@ -524,6 +572,18 @@ def _gate_and_up(inward: Sequence[Tiled], form: ExpertForm) -> Sequence[Tiled]:
     return both.split(0, (width, width))
 
 
+def _not_of_a_page(tensor: DenseTensor, dtype: DType) -> str:
+    """A fault, if ``tensor`` cannot be read into a page as it is stored; else empty."""
+    info, row = tensor.boxes[0].info, 0
+    for box in tensor.boxes:
+        if not box.in_order or box.start != (row, 0) or box.shape[1] != tensor.shape[1]:
+            return _not_a_page(info, f"the rows of {tensor.names[0]!r} are not together")
+        row += box.shape[0]
+    if tensor.dtype is not None or tensor.wide:
+        return _not_a_page(info, f"{tensor.names[0]!r} is kept in another dtype than {dtype.name}")
+    return ""
+
+
 def _not_a_page(info: TensorInfo, reason: str) -> str:
     return f"{info.file}: tensor {info.name!r}: {reason}, so they are no page; save the model again with transformers 5"
 
@@ -597,7 +657,7 @@ def fill_weights(model: Model, found: GraphWeightMap, arena: Tensor, dtype: torc
                 )
             if tensor.spare is not None:
                 check_tie(reader, tensor.boxes[0].info, tensor.spare)
-    _check_filled(module, {path for _, _, paths in paged(model) for path in paths.values()})
+    _check_filled(module, in_pages(model))
 
 
 def _read(reader: TensorReader, box: Box, whole: Tensor, common: torch.dtype) -> None:
@@ -675,10 +735,10 @@ def _is_unwritten(buffer: Tensor) -> bool:
     return buffer.dtype != torch.bool and bool((buffer == torch.iinfo(buffer.dtype).min).any())
 
 
-def _check_filled(module: Any, in_pages: set[str]) -> None:
-    """Raise ConfigError if a tensor other than those ``in_pages`` has no numbers: how it is computed is not known."""
+def _check_filled(module: Any, of_pages: set[str]) -> None:
+    """Raise ConfigError if a tensor other than those ``of_pages`` has no numbers: how it is computed is not known."""
     for path, part in module.named_modules():
         for name, tensor in {**part._parameters, **part._buffers, **vars(part)}.items():
             place = f"{path}.{name}".lstrip(".")
-            if isinstance(tensor, Tensor) and tensor.is_meta and place not in in_pages:
+            if isinstance(tensor, Tensor) and tensor.is_meta and place not in of_pages:
                 raise ConfigError(f"{module.config.model_type}: {place} is not in the checkpoint")

@@ -29,6 +29,7 @@ RELEASED: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 6,
         "first_k_dense_replace": 1,
     },
+    "doge": {"is_moe": True},
     "dots1": {
         "n_routed_experts": 128,
         "n_shared_experts": 2,
@@ -40,6 +41,7 @@ RELEASED: dict[str, dict[str, Any]] = {
     "gemma4": {
         "text_config": {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
     },
+    "glm4_moe": {"head_dim": 128},
     "glm4v_moe": {
         "text_config": {
             "head_dim": 128,

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 pytest.importorskip("greenlet")
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.core_model_loading import Transpose, WeightConverter
 
 from moelight.core.errors import CheckpointError, ConfigError
@@ -69,6 +70,7 @@ class Graph:
         self.experts = tuple(part for part in self.module.modules() if _holds_experts(part))
         self.forms = tuple(_form(part) for part in self.experts)
         self.moe_layers = (False, *[True] * len(self.experts))
+        self.pages = ()
 
 
 def _holds_experts(part: nn.Module) -> bool:
@@ -82,6 +84,8 @@ def _form(part: nn.Module) -> ExpertForm:
 
 def tiny_config(family: str, **options: Any) -> Any:
     """A tiny config of ``family``, its encoders too."""
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
     config = AutoConfig.for_model(family, **{**RELEASED.get(family, {}), **CHANGES.get(family, {}), **options})
     for name in config.sub_configs:
         part = getattr(config, name, None)
@@ -256,6 +260,7 @@ def test_a_router_bias_stays_float32_among_bfloat16(tmp_path: Path) -> None:
         assert buffers and all(torch.equal(each, exact) for each in buffers)
 
 
+@pytest.mark.skipif(transformers.__version__.startswith("5.20."), reason="it asks for all of them")
 def test_a_buffer_that_checkpoints_may_lack_is_initialised(tmp_path: Path) -> None:
     directory = save(tiny_module("axk1", num_hidden_layers=2), tmp_path)
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
