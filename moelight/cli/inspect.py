@@ -84,9 +84,9 @@ def inspection_as_dict(
         "model_type": model.model_type,
         "dtype": parts.dtype,
         "layers": model.num_layers,
-        "moe_layers": model.num_moe_layers,
-        "experts_per_layer": model.experts.num_experts,
-        "experts_per_token": model.router.top_k,
+        "moe_layers": 0 if model.dense else model.num_moe_layers,
+        "experts_per_layer": 0 if model.dense else model.experts.num_experts,
+        "experts_per_token": 0 if model.dense else model.router.top_k,
         "parameters": parts.total_parameters,
         "active_parameters": parts.active,
         "parameters_by_kind": {kind: count for kind, count in parts.parameters.items() if count},
@@ -110,9 +110,9 @@ def inspection_as_dict(
 
 def _print(model: ModelProfile, parts: Inventory, plan: Plan | None, least: dict[str, int]) -> None:
     some = "" if all(model.moe_layers) else f", {model.num_moe_layers} of them"
-    shape = (
-        f"{model.num_layers} layers{some} with {model.experts.num_experts} experts, {model.router.top_k} for each token"
-    )
+    chosen = f"with {model.experts.num_experts} experts, {model.router.top_k} for each token"
+    shape = f"{model.num_layers} layers, dense" if model.dense else f"{model.num_layers} layers{some} {chosen}"
+    paged = "one layer" if model.dense else "one expert of one layer"
     counted = text(
         (f"{count_text(parts.total_parameters)} parameters", "bold"),
         f", {count_text(parts.active)} ({share_text(parts.active / parts.total_parameters)}) active for a token; "
@@ -124,7 +124,7 @@ def _print(model: ModelProfile, parts: Inventory, plan: Plan | None, least: dict
         "more of one token": parts.state_token_bytes or None,
     }
     page = text(
-        f"one expert of one layer (a page): {format_bytes(parts.page_bytes)}, {parts.pages:,} of them; "
+        f"{paged} (a page): {format_bytes(parts.page_bytes)}, {parts.pages:,} of them; "
         + "; ".join(f"{what}: {format_bytes(size)}" for what, size in kept.items() if size)
     )
     show(

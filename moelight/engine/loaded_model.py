@@ -265,6 +265,16 @@ def _page_reader(source: OpenCheckpoint, dtype: DType, policy: Policy, opened: E
     )
 
 
+def refuse_prediction(source: OpenCheckpoint, experts: ExpertRuntime | None) -> None:
+    """Raise ConfigError if ``experts`` are to be predicted by routers that cannot be asked before their layer."""
+    asks = experts is not None and experts.residency.predicts_experts
+    if asks and source.graph is not None and not source.graph.predicts:
+        raise ConfigError(
+            f"{source.directory / 'config.json'}: the routers of {source.profile.model_type} cannot be asked before "
+            "their layer; use another predictor than next_router"
+        )
+
+
 def weight_dtype(policy: Policy, source: OpenCheckpoint, machine: Machine) -> DType:
     """The dtype of weights in memory: the policy's, or the checkpoint's as far as the machine supports it. float16 over
     a bfloat16 checkpoint is mixed precision, which a module graph does not compute (ConfigError)."""

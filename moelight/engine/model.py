@@ -17,10 +17,12 @@ from moelight.core.small_files import open_regular, read_bytes, read_error_text
 from moelight.engine.constraints import Constraints
 from moelight.engine.tokenizer import MOST_TOKENIZER_BYTES, Tokenizer
 from moelight.experts.options import ExpertOptions
+from moelight.models.graph.profile import know_other_families
 from moelight.optimizer.plan import Plan
 from moelight.optimizer.simulation import SimulationSetup
-from moelight.profiles.families import profile_from_dir
+from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile
+from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.workload import Workload
 from moelight.weights.source import resolve_model
 
@@ -76,7 +78,9 @@ class LazyModel:
 
     @cached_property
     def profile(self) -> ModelProfile:
-        return profile_from_dir(self.directory)
+        HFConfig.from_file(self.directory / "config.json").refuse_quantised()
+        know_other_families()
+        return load_model_profile(str(self.directory))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

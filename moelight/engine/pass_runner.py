@@ -16,7 +16,7 @@ from moelight.core.schedule import Page, Schedule
 from moelight.core.timeline import Timeline
 from moelight.engine.batcher import MicroBatchPlan, SequenceChunk, places
 from moelight.engine.experts import ExpertRuntime, RoutingWatch
-from moelight.engine.loaded_model import LoadedModel
+from moelight.engine.loaded_model import LoadedModel, refuse_prediction
 from moelight.hrm.placement import moved
 from moelight.optimizer.adapter import Allocation
 from moelight.paging.ring import RingPager
@@ -72,6 +72,7 @@ class PassRunner:
         experts: ExpertRuntime | None = None,
         cuda_graphs: bool = True,
     ) -> None:
+        refuse_prediction(source, experts)
         self.model = model = LoadedModel(source, policy, machine, lanes, experts, cuda_graphs=cuda_graphs)
         self.pool, self.dtype, self.close = model.pool, model.dtype, model.close
         self._policy, self._allocation = policy, Allocation(source.profile, policy, model.dtype)

@@ -207,6 +207,8 @@ def resolve_residents(
 
     if policy.residents == "static":
         return static("the policy says so")
+    if model.dense:
+        return static("every pass uses every layer of a dense model")
     placement = place(model, policy)
     if not placement.streamed or not placement.resident:
         return static("every expert is resident" if placement.resident else "no expert is resident")
@@ -250,6 +252,11 @@ def resolve(policy: Policy, model: ModelProfile, *, discrete: bool) -> Policy:
         name = "attention_device" if policy.ffn_device == "cpu" != policy.attention_device else "ffn_device"
         raise ConfigError(f"{name} is {getattr(policy, name)!r}, but the machine has {there}")
     check_policy(policy, discrete=discrete)
+    if model.dense and discrete and policy.ffn_device != "gpu":
+        raise ConfigError(
+            f"ffn_device is {policy.ffn_device!r}, but {model.model_type} is dense, and a dense layer runs where its "
+            "projections do: beside a GPU, ffn_device gpu"
+        )
     if policy.weights.device and not discrete:
         raise ConfigError("weights: a share on 'device' needs a GPU")
     for fault in policy_faults(policy):

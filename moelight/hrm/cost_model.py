@@ -72,8 +72,11 @@ class CostModel:
         return share * (met * self.expert_s(unit, rows) + launches * unit.launch_s)
 
     def expert_s(self, unit: Unit, rows: Any) -> Any:
-        """Seconds of one expert on ``unit`` over ``rows`` tokens, beside others of its launch."""
-        return unit.product_s(rows, costs.page_elements(self.model), self.page_dtype, experts=True)
+        """Seconds of one expert on ``unit`` over ``rows`` tokens, beside others of its launch. A dense layer runs as
+        other products do."""
+        model = self.model
+        seconds = unit.product_s(rows, costs.page_elements(model), self.page_dtype, experts=not model.dense)
+        return seconds * costs.TORCH_EXPERTS if model.experts.by_torch else seconds
 
     def rounding_s(self, tokens: Any) -> Any:
         """Seconds in which the CPU rounds the inputs of its experts to the format of the pages, in mixed precision."""

@@ -16,16 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from moelight.core.dtypes import DType
+from moelight.core.dtypes import DType, dtype_named
 from moelight.core.units import MiB, align_up
 from moelight.profiles.model import AttentionSpec, ModelProfile
-from moelight.profiles.tensor_list import dense_tensors, page_shapes
+from moelight.profiles.tensor_list import StackedTensor, dense_tensors, page_shapes
 
 TENSOR_ALIGNMENT = 64
 PAGE_ALIGNMENT = 4096
 ROW_PADDING = 32
 PART_BYTES = 32 * MiB  # 2.7 ms of the slowest shipped link (12.3 GB/s): the longest that a transfer waits behind a page
 EXPERT_ROWS = 1024  # rows of one expert at a time: enough to make any processor compute-bound, not weight-bound
+TORCH_EXPERTS = 4.0  # seconds of an expert whose activation torch computes over those by our kernels (docs/log.md)
 _ALL_MET = 1e3
 _AFTER_ATTENTION = ("o", "router", "dense", "shared")
 
@@ -35,8 +36,18 @@ def page_elements(model: ModelProfile) -> int:
     return sum(rows * columns for rows, columns in page_shapes(model).values())
 
 
+def page_dtype(model: ModelProfile, dtype: DType, name: str = "auto") -> DType:
+    """The format of expert pages beside a computation in ``dtype``: the one called ``name``, else the stored one."""
+    if name != "auto":
+        return dtype_named(name)
+    return dtype.page_dtype if model.stored is None else model.stored.dtype
+
+
 def page_bytes(model: ModelProfile, dtype: DType) -> int:
-    """Bytes of one expert: gate, up and down. W_i of the paper is n_e of them."""
+    """Bytes of one expert: gate, up and down. W_i of the paper is n_e of them. Of a quantised model, in its stored
+    format, those of the largest."""
+    if model.stored is not None and dtype == model.stored.dtype:
+        return model.stored.page_bytes
     return sum(dtype.bytes_for(rows * columns) for rows, columns in page_shapes(model).values())
 
 
@@ -56,8 +67,18 @@ def page_parts(size: int, most: int = PART_BYTES) -> tuple[range, ...]:
 @lru_cache(maxsize=64)
 def dense_bytes(model: ModelProfile, dtype: DType) -> int:
     """Bytes of all tensors outside the experts, each aligned for vector loads."""
-    sizes = (tensor.elements * (tensor.itemsize or dtype.itemsize) for tensor in dense_tensors(model))
-    return sum(align_up(size, TENSOR_ALIGNMENT) for size in sizes)
+    return sum(align_up(tensor_bytes(model, tensor, dtype), TENSOR_ALIGNMENT) for tensor in dense_tensors(model))
+
+
+def tensor_bytes(model: ModelProfile, tensor: StackedTensor, dtype: DType) -> int:
+    """Bytes of a tensor outside the experts: as it is stored if it is quantised, else in ``dtype`` or its own size."""
+    stored, each = _stored_dense(model), tensor.itemsize or dtype.itemsize
+    return sum(stored.get((part.name, part.layer), part.elements * each) for part in tensor.parts)
+
+
+@lru_cache(maxsize=64)
+def _stored_dense(model: ModelProfile) -> dict[tuple[str, int], int]:
+    return {(name, layer): size for name, layer, size in model.stored.dense} if model.stored else {}
 
 
 @lru_cache(maxsize=64)
@@ -65,7 +86,8 @@ def widest_matrix(model: ModelProfile) -> tuple[int, int]:
     """Rows of the widest matrix that multiplies every token of a layer, and the numbers of the largest one (a module
     graph multiplies by its whole head at once, too)."""
     if model.tensors:
-        shapes = [tensor.shape for tensor in model.tensors if tensor.layer >= 0 and len(tensor.shape) > 1]
+        stored = (*model.tensors, *model.page_tensors)
+        shapes = [tensor.shape for tensor in stored if tensor.layer >= 0 and len(tensor.shape) > 1]
         return max(shape[0] for shape in shapes), max(head_elements(model), *(math.prod(shape) for shape in shapes))
     width = max(model.experts.intermediate_size, model.dense_intermediate_size)
     spec, hidden = model.attention, model.hidden_size
@@ -293,7 +315,9 @@ class ExpertWorkspace:
 def expert_workspace(model: ModelProfile, tokens: Any, dtype: DType, *, grouped: bool) -> ExpertWorkspace:
     """The expert workspace for micro-batches of ``tokens``, all of which may be routed to one expert. ``grouped``:
     experts may run in one launch. The CPU's native kernel uses smaller buffers of its own, not ``wide_bytes`` and
-    ``narrow_bytes``."""
+    ``narrow_bytes``; the layers of a dense model none, since graphs allocate their own."""
+    if model.dense:
+        tokens = 0 * tokens
     routed, padded = tokens * model.router.top_k + ROW_PADDING, np.minimum(tokens, EXPERT_ROWS) + ROW_PADDING
     width = max(model.experts.intermediate_size, model.dense_intermediate_size)
     wide = padded * 2 * width

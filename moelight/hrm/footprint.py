@@ -1,9 +1,10 @@
 """Bytes that a policy takes on each tier, by purpose, before anything is loaded; ``paging`` and ``runtime`` allocate
 these.
 
-Five purposes only bound what others allocate: ``transient`` and ``host_transient`` (temporaries of kernels during one
+Six purposes only bound what others allocate: ``transient`` and ``host_transient`` (temporaries of kernels during one
 task), ``states`` (what mixers keep of each sequence beside the paged cache), ``runtime`` (torch's product kernels,
-tokenizer, threads: docs/log.md) and ``device_runtime`` (torch's allocator and cuBLAS). Parameters called ``sizes`` are
+tokenizer, threads: docs/log.md), ``transformers`` (its modules, where one of its graphs runs) and ``device_runtime``
+(torch's allocator and cuBLAS). Parameters called ``sizes`` are
 policies whose counts may be arrays, of many candidates.
 """
 
@@ -27,6 +28,9 @@ LOGITS_BYTES = 64 * MiB
 SLAB_BYTES = 8 * MiB
 CHUNK_ROWS = 256
 RUNTIME_BYTES = 64 * MiB
+# What a process that runs a module graph keeps beyond one with torch and the engine before it loads weights: 137 MiB
+# of resident memory for gpt-oss with transformers 5.23 (docs/log.md).
+TRANSFORMERS_BYTES = 140 * MiB
 # Torch's allocator grows one segment of small and one of large requests for every stream that allocates, in steps of 2
 # and 20 MiB (c10/cuda/CUDACachingAllocator.cpp, "Expandable Segments"): so much of each may be unused. Four streams
 # allocate: the default one, which has the arenas, and those of the lanes device, h2d and d2h.
@@ -107,6 +111,7 @@ _ORDER = (
     "device_runtime",
     "kv",
     "runtime",
+    "transformers",
     "host_experts",
     "pinned_ring",
     "crossing",
@@ -125,10 +130,12 @@ def fixed_bytes(model: ModelProfile, sizes: Policy, *, dtype: DType, kv_dtype: D
         ("transient", fast_tier): transient_bytes(model, sizes, dtype),
         ("runtime", "host"): RUNTIME_BYTES + READER_BYTES,
     }
+    if model.layers:
+        found["transformers", "host"] = TRANSFORMERS_BYTES
     each, of_token = costs.state_bytes(model)
     if each or of_token:
         found["states", fast_tier] = sizes.batch_size * each + sizes.kv_tokens * of_token
-    if sizes.schedule in WHOLE_EXPERTS:
+    if sizes.schedule in WHOLE_EXPERTS and not model.dense:
         # Experts that run once over a pass: normed hidden states, float32 sums, expert ids and weights.
         found["mixture", fast_tier] = tokens * (model.expert_input * (dtype.itemsize + 4) + costs.routing_bytes(model))
     if sizes.discrete:
@@ -273,9 +280,12 @@ def _product_bytes(model: ModelProfile, tokens: Any, largest: int) -> Any:
 def in_flight_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> Any:
     """Bytes that micro-batches hold between phases: rotations, queries, keys, values, attention outputs (of all
     micro-batches if streams may still read them, else of three), and inputs and outputs of the CPU's experts. With the
-    cache on both tiers also the new keys and values of either tier and the piece of a context that torch gathers."""
-    in_flight = pass_tokens(sizes) if sizes.discrete else 3 * sizes.micro_batch_tokens
+    cache on both tiers also the new keys and values of either tier and the piece of a context that torch gathers. A
+    dense layer's page computes what the next one attends with, so all micro-batches hold that, and their residuals."""
+    in_flight = pass_tokens(sizes) if sizes.discrete or model.dense else 3 * sizes.micro_batch_tokens
     each = costs.attention_width(model) + costs.attention_out_width(model) + costs.cache_width(model)
+    if model.dense:
+        each += model.hidden_size
     if sizes.discrete and sizes.ffn_device != "gpu":
         each += 2 * model.hidden_size
     rotations = pass_tokens(sizes) * 2 * costs.widest_head(model) * dtype.itemsize

@@ -44,24 +44,33 @@ class Inventory:
 
 
 def inventory(model: ModelProfile, *, weight_dtype: DType | None = None, kv_dtype: DType | None = None) -> Inventory:
-    """The parts of ``model``. ``weight_dtype``: of the experts; all other weights have the model's dtype."""
+    """The parts of ``model``. ``weight_dtype``: of the experts; all other weights are as stored."""
     own = dtype_named(model.dtype)
-    page_dtype, cache_dtype = weight_dtype or own, kv_dtype or own
+    page_dtype, cache_dtype = weight_dtype or costs.page_dtype(model, own), kv_dtype or own
     parameters = dict.fromkeys((ENDS, ATTENTION, DENSE_LAYERS, SHARED), 0)
+    sizes = parameters.copy()
     for tensor in dense_tensors(model):
         parameters[_kind(tensor)] += tensor.elements
-    per_page = costs.page_elements(model)
+        plain = tensor.elements * own.itemsize
+        sizes[_kind(tensor)] += plain if model.stored is None else costs.tensor_bytes(model, tensor, own)
+    for stored in model.page_tensors:
+        parameters[stored.kind] += stored.elements
+        sizes[stored.kind] += stored.elements * page_dtype.itemsize
+    per_page = 0 if model.dense else costs.page_elements(model)
     pages = model.num_moe_layers * model.experts.num_experts
     active = sum(parameters.values()) + model.num_moe_layers * model.router.top_k * per_page
-    sizes = {kind: count * own.itemsize for kind, count in parameters.items()}
+    page_bytes = costs.page_bytes(model, page_dtype)
+    in_all = 0 if model.dense else pages * page_bytes
+    if model.stored is not None and weight_dtype is None:  # layers may differ
+        in_all = sum(model.stored.pages) * model.experts.num_experts
     state_bytes, state_token_bytes = costs.state_bytes(model)
     return Inventory(
-        dtype=page_dtype.name,
+        dtype=page_dtype.name if model.stored is None else model.stored.name,
         parameters={**parameters, EXPERTS: pages * per_page},
         active=active,
-        bytes={**sizes, EXPERTS: pages * costs.page_bytes(model, page_dtype)},
+        bytes={**sizes, EXPERTS: in_all},
         pages=pages,
-        page_bytes=costs.page_bytes(model, page_dtype),
+        page_bytes=page_bytes,
         kv_token_bytes=costs.kv_token_bytes(model, cache_dtype),
         state_bytes=state_bytes,
         state_token_bytes=state_token_bytes,

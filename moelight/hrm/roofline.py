@@ -226,7 +226,7 @@ def _attention_point(chain: Chain, model: ModelProfile, policy: Policy, workload
 
 def _ffn_points(chain: Chain, model: ModelProfile, policy: Policy) -> tuple[Point, ...]:
     """The points of the experts, fed over the tightest link; with ``split`` also the experts that the CPU computes."""
-    dtype, places = _dtype(policy.weight_dtype, model), _places(chain)
+    places, dtype = _places(chain), costs.page_dtype(model, DTYPES[model.dtype], policy.weight_dtype)
     near = places.get("cpu" if policy.ffn_device == "cpu" else "gpu", 0)
     intensity = ffn_intensity(model, policy.micro_batch_size, weight_dtype=dtype)
     shares = {"host": policy.weights.host - policy.cpu_experts, "disk": policy.weights.disk}

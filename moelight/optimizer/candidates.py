@@ -141,8 +141,9 @@ def scattered(
     return _choices(problem, beam, size, batches, tokens, prompts, computed, cache, resident, spilled)
 
 
-def as_of(problem: Problem, beam: Candidates, variant: Candidates) -> Candidates:
-    """The same sizes in another variant, with those parts of the requested placement that the variant has."""
+def as_of(problem: Problem, beam: Candidates, variant: Candidates, *, times: int = 1) -> Candidates:
+    """The same sizes, in ``times`` as many micro-batches, in another variant, with those parts of the requested
+    placement that the variant has."""
     n, mu, t, p, computed, cache, resident, spilled = _columns(beam)
     if variant.ffn_device != "split":
         computed = np.zeros_like(computed)
@@ -150,7 +151,7 @@ def as_of(problem: Problem, beam: Candidates, variant: Candidates) -> Candidates
         cache, resident = np.full_like(cache, np.nan), np.full_like(resident, np.inf)
     if variant.ffn_device == "cpu":
         spilled = np.zeros_like(spilled)
-    return _choices(problem, variant, n, -(-n // mu), t, p, computed, cache, resident, spilled)
+    return _choices(problem, variant, n, times * -(-n // mu), t, p, computed, cache, resident, spilled)
 
 
 def _columns(beam: Candidates) -> Iterator[Any]:

@@ -35,10 +35,10 @@ _LANES = {
 def why(plan: Plan, model: ModelProfile) -> str:
     """One sentence: sizes, placement, and the binding lane."""
     policy, tier = plan.policy, "host" if plan.policy.ffn_device == "cpu" else "device"
-    lane = plan.estimate.binding
+    lane, pages = plan.estimate.binding, "layers" if model.dense else "experts"
     return (
         f"{model.name}: N = {policy.batch_size} in micro-batches of {policy.micro_batch_size}, {policy.schedule}; "
-        f"{_placed(policy, tier)} ({format_bytes(plan.use_of(tier).total_bytes)} of it used); "
+        f"{_placed(policy, tier, pages)} ({format_bytes(plan.use_of(tier).total_bytes)} of it used); "
         f"{_LANES.get(lane, lane)} binds"
     )
 
@@ -96,9 +96,9 @@ def _twice(unit: Unit) -> Unit:
     return replace(slowed_unit(unit, 0.5), task_s=unit.task_s, launch_s=unit.launch_s)
 
 
-def _placed(policy: Policy, tier: str) -> str:
+def _placed(policy: Policy, tier: str, pages: str) -> str:
     share = policy.weights.host if tier == "host" else policy.weights.device
-    text = "all experts stay" if share == 1 else f"{share:.0%} of the experts stay"
+    text = f"all {pages} stay" if share == 1 else f"{share:.0%} of the {pages} stay"
     text += f" in {tier} memory"
     if policy.cpu_experts:
         text += f", the CPU computes {policy.cpu_experts:.0%} where they lie"

@@ -191,6 +191,8 @@ def variants(problem: Problem) -> Iterator[Candidates]:
     are variants of their own where they change which pages passes transfer (`hrm.estimate.least_missed`)."""
     fixed, found = problem.fixed, False
     given = {"schedule": problem.schedules, "weight_dtype": problem.weight_dtypes, "kv_dtype": problem.kv_dtypes}
+    if problem.model.dense:
+        given["residents"] = ("auto",)  # no pass leaves a page out
     choices = {key: (str(fixed[key]),) if key in fixed else given.get(key, known) for key, known in _CHOICES.items()}
     for values in product(*choices.values()):
         chosen = dict(zip(choices, values, strict=True))
@@ -218,11 +220,13 @@ def variants(problem: Problem) -> Iterator[Candidates]:
 
 
 def _contradicts(problem: Problem, attention: str, ffn: str) -> bool:
-    """True if fixed shares contradict the devices: device memory holds pages and cache only for work on the GPU."""
+    """True if fixed shares contradict the devices: device memory holds pages and cache only for work on the GPU. Beside
+    a GPU, a dense layer, projections and all, runs there."""
     return bool(
         (ffn == "cpu" and problem.share("weights.device"))
         or (attention == "cpu" and (problem.share("kv.device") or (problem.share("kv.host") or 1.0) < 1.0))
         or (ffn != "split" and problem.share("cpu_experts"))
+        or (problem.model.dense and (attention == "gpu" or ffn != "cpu") and ffn != "gpu")
     )
 
 

@@ -10,6 +10,7 @@ requests and fixed prompt micro-batches exactly.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
@@ -76,28 +77,49 @@ def search(problem: Problem) -> Found | None:
     beam = [found for found in looks if found is not None]
     if not beam:
         return None
-    draw = np.random.default_rng(0)
+    draw, others = np.random.default_rng(0), list[Candidates]()
     for number, (widest, count, worth) in enumerate(ROUNDS):
         best = min(found.least for found in beam)
         beam = [found for found in beam if found.least <= best * worth]
         if number in POOLED_AFTER:
             beam = _pooled(problem, beam, every, draw)
             devices = {found.candidates.variant[:2] for found in beam}
+            others += [variant for variant in every if variant.variant[:2] not in devices]
             every = [variant for variant in every if variant.variant[:2] in devices]
         beam = [
             keep_best(problem, found, scattered(problem, found.candidates, draw, count, widest=widest))
             for found in beam
         ]
     for improve in (_refined, _restarted):
-        beam = sorted(beam, key=lambda found: found.least)
-        worth = beam[0].least * WORTH_FINISHING
-        first = [improve(problem, found) for found in beam[:MOST_FINISHED] if found.least <= worth]
-        beam = first + beam[len(first) :]
+        beam = _improved(problem, beam, improve)
+    beam = [*(_refined(problem, found) for found in _in_others(problem, beam, others)), *beam]
     best = _select_best(problem, sorted(beam, key=lambda found: found.least))
     open_tokens = problem.count("micro_batch_tokens") is None or problem.count("prompt_micro_batches") is None
     if best is not None and problem.workload.num_requests <= WHOLE_UP_TO and not open_tokens:
         best = _certified(problem, best)
     return None if best is None else _with_fewer_tokens(problem, best)
+
+
+def _improved(problem: Problem, beam: list[Beam], improve: Callable[[Problem, Beam], Beam]) -> list[Beam]:
+    """``beam`` with its best members as ``improve`` leaves them."""
+    beam = sorted(beam, key=lambda found: found.least)
+    worth = beam[0].least * WORTH_FINISHING
+    first = [improve(problem, found) for found in beam[:MOST_FINISHED] if found.least <= worth]
+    return sorted(first + beam[len(first) :], key=lambda found: found.least)
+
+
+def _in_others(problem: Problem, beam: list[Beam], others: list[Candidates]) -> list[Beam]:
+    """The beam that gains most of the sizes of the best in its variant, among the others of ``beam`` and ``others``, in
+    several times as many micro-batches, since attention on the GPU may need their memory; none if no variant gains."""
+    pool, known = beam[0].first(FIRST), {found.candidates.variant: found for found in beam}
+    least, best = beam[0].least * WORTH_FINISHING, []
+    for variant in [*(found.candidates for found in beam[1:]), *others]:
+        before = known.get(variant.variant)
+        found = keep_best(problem, before, joined(*(as_of(problem, pool, variant, times=each) for each in (1, 2, 4))))
+        if found is None or found.least >= least or (before and found.least >= before.least * (1 - GAINED)):
+            continue
+        least, best = found.least, [found]
+    return best
 
 
 def _pooled(problem: Problem, beam: list[Beam], every: list[Candidates], draw: np.random.Generator) -> list[Beam]:

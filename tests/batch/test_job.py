@@ -223,14 +223,14 @@ def test_a_lost_request_is_our_fault(engine: StandIn, tmp_path: Path) -> None:
 
 
 def options_that_are_refused(tmp_path: Path) -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
-    dense = tmp_path / "dense"
-    dense.mkdir()
-    (dense / "config.json").write_text('{"model_type": "llama"}')
+    unknown = tmp_path / "unknown"
+    unknown.mkdir()
+    (unknown / "config.json").write_text('{"model_type": "nobody_knows"}')
     path = prompts(tmp_path, {"prompt": "a"})
     return {
         "missing prompts": ({"prompts": tmp_path / "none.jsonl"}, InputError, "none.jsonl"),
         "missing model": ({"model": str(tmp_path / "none")}, CheckpointError, "none"),
-        "dense model": ({"model": str(dense)}, ConfigError, "mixtral, qwen3_moe, olmoe"),
+        "unknown family": ({"model": str(unknown)}, ConfigError, "nobody_knows"),
         "output is a directory": ({"output": tmp_path}, InputError, "output"),
         "stats in no directory": ({"stats": tmp_path / "none" / "s.json"}, InputError, "stats"),
         "trace is a directory": ({"trace": tmp_path}, InputError, "trace"),
@@ -249,7 +249,7 @@ def options_that_are_refused(tmp_path: Path) -> dict[str, tuple[dict[str, Any], 
     [
         "missing prompts",
         "missing model",
-        "dense model",
+        "unknown family",
         "output is a directory",
         "stats in no directory",
         "trace is a directory",

@@ -134,6 +134,7 @@ OPTIONS = {
     "roofline": {*QUESTION, *CHOICES, "--policy", "--plot", "--json"},
     "report": {"TRACE", "--output", "-o", "--json"},
     "inspect": {"MODEL", *(QUESTION - {"--model", "-m"}), *LIMITS, "--no-cache", "--json"},
+    "models": {"[MODEL]", "--json"},
     "profile": {"--device", "--output", "-o", "--quick", "--disk-dir"},
     "doctor": {"--model", "-m", "--json"},
     "lm-eval": {"ARGUMENTS"},  # the harness's own

@@ -24,6 +24,8 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "empty.jsonl").write_text("\n  \n")
     (directory / "dense").mkdir()
     (directory / "dense" / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
+    (directory / "unknown").mkdir()
+    (directory / "unknown" / "config.json").write_text('{"model_type": "nobody_knows"}')
     (directory / "hollow").mkdir()
     (directory / "file").write_text("x")
     (directory / "policy.yaml").write_text("model: demo\nbatchsize: 4\n")
@@ -49,7 +51,8 @@ REFUSED = {
     "no such model on the hub": ("@/good.jsonl --model nobody/nothing", ["nobody/nothing"]),
     "a file for a model": ("@/good.jsonl --model @/file", ["@/file", "directory"]),
     "a directory without a model": ("@/good.jsonl --model @/hollow", ["@/hollow", "config.json"]),
-    "a dense model": ("@/good.jsonl --model @/dense", ["llama", "mixtral", "qwen3_moe", "olmoe"]),
+    "an impossible config": ("@/good.jsonl --model @/dense", ["@/dense/config.json", "hidden size"]),
+    "an unknown family": ("@/good.jsonl --model @/unknown", ["@/unknown/config.json", "nobody_knows"]),
     "a torn checkpoint": ("@/good.jsonl --model @/torn", ["model.safetensors"]),
     "no tokenizer": ("@/good.jsonl --model @/wordless", ["tokenizer.json"]),
     "output is a directory": ("@/good.jsonl -o @", ["output", "@", "directory"]),

@@ -87,6 +87,8 @@ def test_planning_and_reporting_need_no_torch(tmp_path: Path) -> None:
         ["roofline", *QUESTION, "--plot", roof],
         ["inspect", "demo", "--hw", "cpu-avx2", "--num-requests", "4"],
         ["report", trace],
+        ["models"],
+        ["models", "--json"],
     )
 
 

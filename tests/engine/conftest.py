@@ -28,6 +28,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return find
 
 
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """``checkpoints(family)``: a tiny checkpoint of a family that transformers computes, and its greedy tokens; each
+    made once."""
+    from tests.engine.graphs import made
+
+    return functools.cache(lambda family: made(tmp_path_factory.mktemp(family), family))
+
+
 @pytest.fixture(scope="package", autouse=True)
 def _machines_are_read_once() -> Iterator[None]:
     """Their profiles: half of the time that a tiny engine takes to open."""

@@ -144,7 +144,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     monkeypatch.setattr(HostCopy, "wait", unwatched(HostCopy.wait, but=Lane.DEVICE))  # threads that fetch may wait
     for module in (attention, moe_ops, sampling):
         monkeypatch.setattr(module, "pinned", unwatched(pinned))
-    monkeypatch.setattr(moe_ops, "grouped_pages", lambda weights, _: PageTable.of(*zip(*weights, strict=True)))
+    monkeypatch.setattr(moe_ops, "grouped_pages", lambda weights, *_: PageTable.of(*zip(*weights, strict=True)))
     # Arguments in host memory are checked; on a device nothing reads them.
     monkeypatch.setattr(arguments, "check_offsets", lambda *_: None)
     monkeypatch.setattr(arguments, "check_indices", lambda *_: None)

@@ -17,18 +17,19 @@ from safetensors.torch import load_file, save_file
 
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy, Shares
-from moelight.core.request import SamplingParams
 from moelight.engine.checkpoints import open_model
 from moelight.engine.engine import Engine
+from moelight.engine.experts import ExpertOptions
+from moelight.experts import predict
+from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy, PrefetchRules
+from moelight.kernels.gpu import serving
 from moelight.models.graph import self_test
-from moelight.models.graph.self_test import Verdict, tiny
-from tests.models.graph.released import RELEASED
-from tests.tiny import save_byte_tokenizer
+from moelight.models.graph.model import GraphModel
+from moelight.models.graph.self_test import Verdict
+from moelight.models.moe import table_of
+from moelight.runtime import moe_ops
+from tests.engine.graphs import HOW, ORDERS, SIZES, STREAMED, prompts, tokens
 
-VOCABULARY = 320
-LENGTHS = (9, 30, 5, 17, 11)
-NEW = 6
-HOW = SamplingParams(max_tokens=NEW, ignore_eos=True)
 FAMILIES = {  # what each has that others have not
     "qwen2_moe": "a shared expert",
     "gpt_oss": "sinks, windows, biased and interleaved experts",
@@ -39,65 +40,6 @@ FAMILIES = {  # what each has that others have not
     "minimax": "a cache class of its own",
     "deepseek_v32": "opaque attention",
 }
-SIZES: dict[str, Any] = {"batch_size": 4, "micro_batch_size": 2, "micro_batch_tokens": 16, "kv_tokens": 512}
-STREAMED = Shares(disk=1.0)
-ORDERS = (  # schedule, attention, experts, homes
-    ("cgopipe", "cpu", "gpu", STREAMED),
-    ("cgopipe", "cpu", "split", Shares(device=0.3, host=0.7)),
-    ("module", "cpu", "gpu", STREAMED),
-    ("flexgen", "gpu", "gpu", STREAMED),
-    ("flexgen-c", "cpu", "gpu", STREAMED),
-    ("fastdecode", "cpu", "gpu", STREAMED),
-    ("serial", "cpu", "gpu", Shares(device=1.0)),
-)
-
-
-def prompts() -> list[list[int]]:
-    draw = torch.Generator().manual_seed(1)
-    return [torch.randint(3, 250, (count,), generator=draw).tolist() for count in LENGTHS]
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A tiny checkpoint of a family, saved by transformers, and its greedy tokens; each made once."""
-    known: dict[str, tuple[Path, list[list[int]]]] = {}
-
-    def find(family: str) -> tuple[Path, list[list[int]]]:
-        if family not in known:
-            known[family] = made(tmp_path_factory.mktemp(family), family)
-        return known[family]
-
-    return find
-
-
-def made(directory: Path, family: str) -> tuple[Path, list[list[int]]]:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    config = tiny(AutoConfig.for_model(family, **RELEASED.get(family, {})))
-    config.vocab_size = VOCABULARY
-    module = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-    with torch.no_grad():
-        for weight in module.parameters():
-            if weight.ndim > 1:
-                weight.normal_(0, 0.15)
-        module.save_pretrained(directory)
-        expected = [greedy(module, each) for each in prompts()]
-    save_byte_tokenizer(directory)
-    return directory, expected
-
-
-def greedy(module: torch.nn.Module, prompt: list[int]) -> list[int]:
-    """By whole passes, without a cache."""
-    ids = list(prompt)
-    for _ in range(NEW):
-        ids.append(int(module(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
-
-
-def tokens(directory: Path, device: str = "cpu", **policy: Any) -> list[list[int]]:
-    with Engine(Policy(model=str(directory), **{**SIZES, **policy}), device=device) as engine:
-        return [list(each.token_ids) for each in engine.generate(prompts(), HOW)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -117,6 +59,27 @@ def test_every_order_gives_the_same_tokens(family: str, order: tuple[str, str, s
     assert tokens(directory, "twin", schedule=schedule, weights=homes, **devices, **more) == expected
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["gpt_oss", "dbrx", "llama4_text"])
+def test_the_grouped_kernels_compute_pages_of_other_forms(
+    family: str, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The twin takes a card's way through experts, Triton's kernels interpreted."""
+    if not serving.triton_available() or not serving.interpreting():
+        pytest.skip(f"triton does not interpret: {serving.triton_reason()}")
+    directory, expected = checkpoints(family)
+    tables = []
+
+    def table(weights: Any, _: torch.dtype, activations: Any) -> Any:
+        tables.append(table_of(weights, activations))
+        return tables[-1]
+
+    monkeypatch.setattr(moe_ops, "grouped_pages", table)
+    homes = Shares(device=0.5, host=0.5)
+    assert tokens(directory, "twin", attention_device="cpu", ffn_device="gpu", weights=homes) == expected
+    assert None not in tables and tables
+
+
 def test_a_recurrent_model_shares_no_prefix(checkpoints: Any) -> None:
     """The state after a prefix belongs to the sequence that computed it."""
     directory, _ = checkpoints("qwen3_next")
@@ -125,6 +88,22 @@ def test_a_recurrent_model_shares_no_prefix(checkpoints: Any) -> None:
         found = engine.generate(same, HOW)
     assert {each.cached_tokens for each in found} == {0}
     assert len({tuple(each.token_ids) for each in found}) == 1
+
+
+def test_routers_of_a_graph_predict(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens are the same, and pages were fetched ahead; where routers cannot be asked, that is refused."""
+    monkeypatch.setattr(predict, "SURE", 0.0)
+    cache = CacheRules(capacity=Capacity(value=4))
+    asked = ExpertPolicy(name="mine", cache=cache, prefetch=PrefetchRules(strategy="next_router", budget=3))
+    directory, expected = checkpoints("qwen2_moe")
+    policy = Policy(model=str(directory), weights=STREAMED, residents="learned", **SIZES)
+    with Engine(policy, device="cpu", experts=ExpertOptions(policy=asked)) as engine:
+        assert [list(each.token_ids) for each in engine.generate(prompts(), HOW)] == expected
+        assert engine._passes is not None
+        assert engine._passes.stalls["ahead_pages"] > 0
+    monkeypatch.setattr(GraphModel, "_routes_first", lambda self: False)
+    with pytest.raises(ConfigError, match="routers of qwen2_moe cannot be asked before their layer"):
+        Engine(policy, device="cpu", experts=ExpertOptions(policy=asked))
 
 
 def test_a_bfloat16_graph_on_a_float16_card_is_refused_or_computed_in_float32(checkpoints: Any, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, set[Program]]]:
     monkeypatch.setattr(warm_up, "_play", played)
     monkeypatch.setattr(Machine, "compiles", property(lambda _: True))
     monkeypatch.setattr(decoder, "route_tokens", route)
-    monkeypatch.setattr(moe_ops, "grouped_pages", lambda weights, _: PageTable.of(*zip(*weights, strict=True)))
+    monkeypatch.setattr(moe_ops, "grouped_pages", lambda weights, *_: PageTable.of(*zip(*weights, strict=True)))
     yield launched
     serving._refused.clear()
 

@@ -10,7 +10,7 @@ from moelight.core.dtypes import BFLOAT16, FLOAT16
 from moelight.core.policy import Policy, Shares
 from moelight.hrm import costs
 from moelight.hrm.estimate import cost_model_of, estimate
-from moelight.hrm.footprint import footprint
+from moelight.hrm.footprint import TRANSFORMERS_BYTES, footprint
 from moelight.hrm.machine_model import speeds_of
 from moelight.profiles.hardware import load_hardware_profile
 from moelight.profiles.model import AttentionSpec, LayerSpec, ModelProfile
@@ -70,6 +70,7 @@ def test_layers_one_by_one_cost_what_they_cost_together(name: str, policy: Polic
     for arena in sizes[1].arenas:
         if arena.purpose not in ("dense", "transient"):
             assert sizes[0].bytes_of(arena.purpose) == arena.bytes
+    assert [each.bytes_of("transformers") for each in sizes] == [TRANSFORMERS_BYTES, 0]  # only graphs list their layers
 
 
 def mixed(*attentions: AttentionSpec, state: int = 0, of_token: int = 0) -> ModelProfile:

@@ -243,10 +243,12 @@ def _kv_host(fix: Mapping[str, Any], attention_device: str) -> Range:
 
 
 def _dtype(fix: Mapping[str, Any], key: str, model: ModelProfile) -> DType:
-    """The fixed dtype, else the checkpoint's own if it has 16 bits, else float16."""
+    """The fixed dtype, else that of quantised experts, else the model's own if it has 16 bits, else float16."""
     if key in fix:
         return dtype_named(fix[key])
     own = dtype_named(model.dtype)
+    if key == "weight_dtype" and model.stored is not None:
+        return model.stored.dtype
     return own if own.bits == 16 else dtype_named("float16")
 
 
