@@ -12,10 +12,10 @@ INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt $(CSRC)
 # Byte code is written once, not compiled anew in each of the hundreds of processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test thorough test-crash coverage sanitize gpu wheels shown docs check format size clean
+.PHONY: help demo test thorough large transformers families test-crash coverage sanitize gpu wheels shown docs check format size clean
 
 help:  ## show this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 # Running needs the package and its dependencies alone; tests and checks add the rest. The extension is compiled while the
 # dependencies are installed, and again only in those of its files that changed. Byte code is made at the first import.
@@ -48,6 +48,27 @@ test: $(STAMP)  ## run all tests (those marked gpu only where there is a device)
 
 thorough: $(STAMP)  ## run the tests that `make test` leaves out because they take long; CI does too
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m thorough $(ARGS)
+
+large: $(STAMP)  ## run the tests on checkpoints of a gigabyte, which need 4 GB of /tmp; no part of CI
+	$(BIN)/python -m pytest -n 0 -m large $(ARGS)
+
+# transformers alone is another version: everything else is what $(VENV) has, unless that version asks for less or more.
+FLOOR := $(shell sed -n 's/^graph = \["transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
+VERSION ?= $(FLOOR) newest
+GRAPHS := tests/models/graph tests/engine/test_graph_models.py tests/cli/test_models.py
+transformers: $(VERSION:%=build/transformers-%/.installed)  ## test module graphs with the floor and the newest version; VERSION=
+	$(foreach version,$(VERSION),build/transformers-$(version)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(GRAPHS) $(ARGS) &&) true
+
+build/transformers-%/.installed: $(STAMP)
+	@rm -rf $(@D) && $(BIN)/python -m venv --without-pip $(@D)
+	@echo 'import site; site.addsitedir("$(shell echo $(CURDIR)/$(VENV)/lib/python3*/site-packages)")' > \
+	  "$$(echo $(@D)/lib/python3*/site-packages)/beside.pth"
+	@echo 'installing transformers $* into $(@D)'
+	@$(@D)/bin/python -m pip install --quiet --no-compile $(if $(filter newest,$*),--upgrade transformers,transformers==$*)
+	@touch $@
+
+families: $(STAMP)  ## measure what the table of families says, ARGS: of some; write it, and docs/reference/models.md
+	$(BIN)/python -m tests.models.graph.measured $(ARGS)
 
 test-crash: $(STAMP)  ## kill jobs 60 times at random moments and compare their output
 	$(BIN)/python tests/batch/crash.py $(ARGS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -167,9 +168,17 @@ class EndedError(Exception):
 
 
 @contextmanager
-def all_of(names: Sequence[str], places: Places, work: Work, scratch: Path, **task: Any) -> Iterator[list[Contestant]]:
-    """Contestants loaded one after the other, together in memory until the block is left; who cannot load is said, and
-    left out."""
+def all_of(
+    names: Sequence[str],
+    places: Places,
+    work: Work,
+    scratch: Path,
+    *,
+    absent: dict[str, str] | None = None,
+    **task: Any,
+) -> Iterator[list[Contestant]]:
+    """Contestants loaded one after the other, together in memory until the block is left; who cannot load is said, left
+    out, and in ``absent`` with its own last words."""
     alive: list[Contestant] = []
     try:
         for name in names:
@@ -181,6 +190,8 @@ def all_of(names: Sequence[str], places: Places, work: Work, scratch: Path, **ta
                 if name == OURS:
                     raise
                 print(f"{ended.args[0]}: left out\n{ended.args[1]}", file=sys.stderr)
+                if absent is not None:
+                    absent[name] = last_words(ended)
                 continue
             alive.append(one)
             print(f"{name}: loaded in {one.samples.load_s:.1f} s", file=sys.stderr)
@@ -188,6 +199,13 @@ def all_of(names: Sequence[str], places: Places, work: Work, scratch: Path, **ta
     finally:
         for one in alive:
             one.close()
+
+
+def last_words(ended: EndedError) -> str:
+    """The line that says why, as far as one does."""
+    lines = [line.strip() for line in ended.args[1].splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return next(iter([*errors[-1:], *lines[-1:], ended.args[0]]))
 
 
 def take_turns(alive: list[Contestant], work: Work, rounds: int) -> None:

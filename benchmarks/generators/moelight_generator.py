@@ -1,4 +1,5 @@
-"""moelight on the CPU as a contestant: the plan that it makes itself, or one that `options` change.
+"""moelight on the CPU as a contestant: the plan that it makes itself, or one that `options` change. In mode ``graph``
+a family that it has a decoder for runs as transformers' module graph like any other.
 
 ``options``: ``host_memory``, ``batch_size``, ``schedule``, ``admission`` (what the plan is made for, and what is put in
 its place afterwards), ``watch`` (say what lanes did), ``resident_after`` (say the resident set after so many
@@ -18,11 +19,11 @@ from common import Facts, Generate, Ids, Task, serve
 
 from moelight import Engine, SamplingParams, Workload
 from moelight.core.units import parse_bytes
+from moelight.engine import checkpoints
 from moelight.engine.engine import requests_from
 from moelight.engine.planning import plan_for
 from moelight.runtime.machine import find_machine
 from moelight.runtime.measure import current_rss_bytes, peak_rss_bytes
-from moelight.weights.tensor_map import open_checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lane_figures import Watched
@@ -74,7 +75,9 @@ def _engine(task: Task) -> Engine:
         gen_len=max(new),
     )
     options = task.options
-    source = open_checkpoint(task.model)
+    if task.mode == "graph":
+        checkpoints.FAMILIES = {}
+    source = checkpoints.open_model(task.model)
     memory = options.get("host_memory")
     plan = plan_for(
         task.model,

@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM
 
 
 def load(task: Task) -> Generate:
-    """Prompts are of one length, so nothing is padded."""
+    """Prompts are of one length, so nothing is padded. Attention is PyTorch's own where the family allows that."""
     torch.set_num_threads(task.threads)
     model = AutoModelForCausalLM.from_pretrained(
-        task.model, dtype=torch.bfloat16, experts_implementation=task.mode, attn_implementation="sdpa"
+        task.model, dtype=torch.bfloat16, experts_implementation=task.mode
     ).eval()
     new = task.new_tokens[0]
     how = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
