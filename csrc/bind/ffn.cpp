@@ -54,15 +54,15 @@ void check_group_size(int64_t group_size) {
     refuse("group_size", "must be a positive multiple of 32 or None, is " + std::to_string(group_size));
 }
 
-// Whether a matrix lies across: by its inputs, the outputs of each beside each other.
-bool lies_across(const In& array) {
+// Whether a matrix is stored as [inputs, outputs].
+bool is_transposed(const In& array) {
   return array.ndim() == 2 && array.shape(1) > 1 && array.stride(1) != 1 && array.stride(0) == 1;
 }
 
 Weight check_weight(const char* name, const In& array, const Format& format) {
-  if (format.across) {
+  if (format.transposed) {
     if (array.device_type() != nb::device::cpu::value) refuse(name, "must be in CPU memory");
-    if (!lies_across(array)) refuse(name, "its tensors must lie one way: all across, or none");
+    if (!is_transposed(array)) refuse(name, "its tensors must all be transposed, or none");
     if (array.stride(1) < static_cast<int64_t>(array.shape(0))) refuse(name, "its columns overlap");
     if (has_scale(format.type)) refuse(name, "integers must be contiguous beyond their first dimension");
   } else {
@@ -72,7 +72,7 @@ Weight check_weight(const char* name, const In& array, const Format& format) {
   check_dim(name, array, 0, format.rows, "rows");
   const int64_t columns = format.type == WeightType::kInt4 ? format.depth / 2 : format.depth;
   check_dim(name, array, 1, columns, "columns");
-  return {array.data(), array.stride(format.across ? 1 : 0) * stored_bytes(format.type), nullptr, nullptr};
+  return {array.data(), array.stride(format.transposed ? 1 : 0) * stored_bytes(format.type), nullptr, nullptr};
 }
 
 const float* check_scale(const char* name, const In& array, const Format& format) {
@@ -245,7 +245,7 @@ Activation activation_named(const std::string& curve, double alpha, double limit
 Format format_of(const char* name, const In& first, int64_t rows, int64_t depth, int64_t group_size) {
   if (first.ndim() != 2) check_layout(name, first, 2);
   Format format = make_format(name, weight_type(name, first), rows, depth, group_size);
-  format.across = lies_across(first);
+  format.transposed = is_transposed(first);
   return format;
 }
 
@@ -254,7 +254,7 @@ std::vector<Weight> second_half(const std::vector<Weight>& weights, const Format
   std::vector<Weight> found = weights;
   for (Weight& weight : found) {
     if (weight.data == nullptr) continue;
-    const int64_t step = format.across ? stored_bytes(format.type) : weight.row_bytes;
+    const int64_t step = format.transposed ? stored_bytes(format.type) : weight.row_bytes;
     weight.data = static_cast<const char*>(weight.data) + rows_each * step;
     if (weight.scale != nullptr) weight.scale += rows_each * format.groups;
     if (weight.bias != nullptr)
@@ -263,7 +263,8 @@ std::vector<Weight> second_half(const std::vector<Weight>& weights, const Format
   return found;
 }
 
-// Only experts with tokens are looked at. `up` None: gate_up has both, by turns if `turns`, or `ungated` up alone.
+// Only experts with tokens are looked at. `up` None: gate_up has both, interleaved if `interleaved`, or `ungated` up
+// alone.
 void expert_ffn(const In& x, nb::object gate_up, nb::object up, nb::object down, const In& offsets,
                 nb::tuple activation, const std::string& pairing, nb::object gate_up_bias, nb::object up_bias,
                 nb::object down_bias, nb::object gate_up_scale, nb::object down_scale, int64_t group_size,
@@ -283,7 +284,9 @@ void expert_ffn(const In& x, nb::object gate_up, nb::object up, nb::object down,
   args.activation =
       activation_named(nb::cast<std::string>(activation[0]), nb::cast<double>(activation[1]),
                        nb::cast<double>(activation[2]), nb::cast<double>(activation[3]), nb::cast<bool>(activation[4]));
-  args.pairing = apart || joined ? Pairing::kApart : pairing == "turns" ? Pairing::kTurns : Pairing::kUngated;
+  args.pairing = apart || joined            ? Pairing::kApart
+                 : pairing == "interleaved" ? Pairing::kInterleaved
+                                            : Pairing::kUngated;
   args.threads = checked_threads(threads);
   args.tokens = check_tokens(x, out, hidden);
   const int64_t busy = experts.first_busy();
@@ -292,7 +295,7 @@ void expert_ffn(const In& x, nb::object gate_up, nb::object up, nb::object down,
   const std::vector<In> first_arrays = experts.arrays("gate_up", gate_up), down_arrays = experts.arrays("down", down);
   const In &first = first_arrays[static_cast<size_t>(busy)], &first_down = down_arrays[static_cast<size_t>(busy)];
   if (first.ndim() != 2) check_layout("gate_up", first, 2);
-  const bool both = joined || args.pairing == Pairing::kTurns;
+  const bool both = joined || args.pairing == Pairing::kInterleaved;
   if (both && first.shape(0) % 2 != 0)
     refuse("gate_up", "must have an even number of rows, shape is " + shape_of(first));
   const int64_t rows = size_of(first, 0), inner = both ? rows / 2 : rows;
@@ -326,12 +329,12 @@ int64_t linear_workspace(int x, int weight, int64_t tokens, int64_t outputs, int
   return moelight::linear_workspace(static_cast<DType>(x), format, tokens, checked_threads(threads));
 }
 
-int64_t expert_ffn_workspace(int x, int weight, bool across, int64_t tokens, int64_t hidden, int64_t intermediate,
+int64_t expert_ffn_workspace(int x, int weight, bool transposed, int64_t tokens, int64_t hidden, int64_t intermediate,
                              int64_t experts, int64_t threads) {
   const auto type = static_cast<WeightType>(weight);
   Format up = make_format("gate_up", type, 2 * intermediate, hidden, 0);
   Format down = make_format("down", type, hidden, intermediate, 0);
-  up.across = down.across = across;
+  up.transposed = down.transposed = transposed;
   return moelight::expert_ffn_workspace(static_cast<DType>(x), up, down, tokens, experts, checked_threads(threads));
 }
 
@@ -339,7 +342,7 @@ int64_t expert_ffn_workspace(int x, int weight, bool across, int64_t tokens, int
 
 void add_ffn(nb::module_& module) {
   module.def("linear_workspace", linear_workspace, "x"_a, "weight"_a, "tokens"_a, "outputs"_a, "inputs"_a, "threads"_a);
-  module.def("expert_ffn_workspace", expert_ffn_workspace, "x"_a, "weight"_a, "across"_a, "tokens"_a, "hidden"_a,
+  module.def("expert_ffn_workspace", expert_ffn_workspace, "x"_a, "weight"_a, "transposed"_a, "tokens"_a, "hidden"_a,
              "intermediate"_a, "experts"_a, "threads"_a);
   module.def("ffn_workspace_kept", moelight::ffn_workspace_kept);
   module.def("linear", linear, "x"_a, "weight"_a, "bias"_a.none(), "scale"_a.none(), "group_size"_a, "out"_a,

@@ -12,7 +12,7 @@ Kernel dots_kernel(void (*product)(const Product&, void*, float*)) {
           .in_place = Stored::kInPlace,
           .scratch_bytes = std::max(kRows * kBufferRow, kStreamRoom),
           .multiply = product,
-          .multiply_across = nullptr,
+          .multiply_transposed = nullptr,
           .turn = nullptr,
           .prepare = prepare<Stored>,
           .store = store<Avx512, Bf16>,

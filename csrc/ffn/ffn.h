@@ -30,8 +30,8 @@ struct Activation {
   bool late = false;
 };
 
-// How gate and up are given: two weights; one, of which their rows take turns; or up alone.
-enum class Pairing : int { kApart = 0, kTurns = 1, kUngated = 2 };
+// How gate and up are given: two weights; one whose rows are interleaved; or up alone.
+enum class Pairing : int { kApart = 0, kInterleaved = 1, kUngated = 2 };
 
 // Two values of a row, the earlier in the low four bits; the number meant is the value less 8.
 struct Int4 {
@@ -45,13 +45,13 @@ struct Format {
   int64_t group;   // elements that share a scale: a multiple of kGroupStep, or at least depth
   int64_t groups;  // scales from one row to the next
   DType bias_type;
-  bool across = false;  // floats alone: the weight lies as [depth, rows]
+  bool transposed = false;  // floats alone: the weight lies as [depth, rows]
 };
 
 constexpr int64_t kGroupStep = 32;
 
 struct Weight {
-  const void* data;    // [rows, depth], or across [depth, rows]; null for an expert that is not there
+  const void* data;    // [rows, depth], or transposed [depth, rows]; null for an expert that is not there
   int64_t row_bytes;   // from one line of these to the next
   const float* scale;  // [rows, groups]; null for floats
   const void* bias;    // [rows] or null
@@ -84,7 +84,7 @@ struct ExpertArgs {
   Pairing pairing;
   Format up_format, down_format;
   const Weight* gate;  // [E] of [I, H]; null unless kApart
-  const Weight* up;    // [E] of [I, H], or [2I, H] by kTurns, of the gate first
+  const Weight* up;    // [E] of [I, H], or [2I, H] if kInterleaved, a row of the gate first
   const Weight* down;  // [E] of [H, I]
   int threads;
 };
@@ -107,7 +107,7 @@ constexpr int64_t kTokenBlock = 96;
 constexpr int64_t kUnitRows = 64;
 constexpr int64_t kUpColumn = kUnitRows / 2;  // where the sums of up rows begin beside those of their gates
 
-// Some rows of a weight times some tokens. Of a weight across, rows may be more than kUnitRows: their sums are then
+// Some rows of a weight times some tokens. Of a transposed weight rows may be more than kUnitRows: their sums are then
 // block after block of so many, each of `tokens` lines.
 struct Product {
   const char* weight;  // the first of the rows
@@ -131,15 +131,16 @@ struct Kernel {
   int64_t scratch_bytes;  // of `multiply`
   // sums[t][r] += x[t] . weight[r], sums kUnitRows apart and zero before; scratch aligned to 64 bytes.
   void (*multiply)(const Product&, void* scratch, float* sums);
-  // The same with a weight across; null: it is turned, part by part, into rows for `multiply`.
-  void (*multiply_across)(const Product&, void* scratch, float* sums);
-  // Where there is no multiply_across: `count` (at most kUnitRows) columns of `depth` lines, as rows row_bytes apart.
+  // The same with a transposed weight; null: it is turned, part by part, into rows for `multiply`.
+  void (*multiply_transposed)(const Product&, void* scratch, float* sums);
+  // Where there is no multiply_transposed: `count` (at most kUnitRows) columns of `depth` lines, as rows row_bytes
+  // apart.
   void (*turn)(const char* from, int64_t line_bytes, int64_t count, int64_t depth, char* to, int64_t row_bytes);
   // `count` rows of x, x_bytes apart, to prepared ones and zero ones up to the next multiple of the token step.
   void (*prepare)(const void* x, int64_t x_bytes, int64_t count, int64_t depth, void* out);
   // sums + bias, rounded to the type of x; rows of out are `stride` elements apart.
   void (*store)(const float* sums, const float* bias, int64_t rows, int64_t tokens, void* out, int64_t stride);
-  // The activation of `columns` gates and ups, rounded to the type of x. kTurns: both are among sums and bias by turns;
+  // The activation of `columns` gates and ups, rounded to the type of x. kInterleaved: sums and bias hold both so;
   // kUngated: sums and bias are those of up.
   void (*activate)(const Activation&, Pairing, const float* sums, const float* ups, const float* bias,
                    const float* up_bias, int64_t columns, int64_t tokens, void* out, int64_t stride);

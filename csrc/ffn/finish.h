@@ -40,7 +40,7 @@ void activate_as(const Activation& by, Pairing pairing, const float* sums, const
         S::store(line + i, curve<S, C>(by, biased(i)));
         continue;
       }
-      if (pairing == Pairing::kTurns) {
+      if (pairing == Pairing::kInterleaved) {
         S::unzip(biased(2 * i), biased(2 * i + S::kWidth), gate, up);
       } else {
         gate = biased(i), up = S::add(S::load(ups + i), S::load(up_bias + i));

@@ -10,10 +10,10 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "across.inl"
 #include "ffn.h"
 #include "finish.h"
 #include "lanes.h"
+#include "transposed.inl"
 
 namespace moelight {
 namespace {
@@ -201,16 +201,16 @@ void prepare(const void* x, int64_t x_bytes, int64_t count, int64_t depth, void*
 template <class L, class X, class W>
 Kernel kernel() {
   using S = typename L::Simd;
-  void (*across)(const Product&, void*, float*) = nullptr;
-  if constexpr (!kScaled<W>) across = multiply_across<S, W>;
+  void (*transposed)(const Product&, void*, float*) = nullptr;
+  if constexpr (!kScaled<W>) transposed = multiply_transposed<S, W>;
   return {.step = L::kStep,
           .element_bytes = sizeof(float),
           .head_bytes = 0,
           .token_step = 1,
           .in_place = std::is_same_v<X, float>,
-          .scratch_bytes = std::max(kRowTile * kBlockBytes, kScaled<W> ? 0 : kAcrossScratch),
+          .scratch_bytes = std::max(kRowTile * kBlockBytes, kScaled<W> ? 0 : kTransposedScratch),
           .multiply = multiply<L, W>,
-          .multiply_across = across,
+          .multiply_transposed = transposed,
           .turn = nullptr,
           .prepare = prepare<L, X>,
           .store = store<S, X>,

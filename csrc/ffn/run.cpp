@@ -22,16 +22,16 @@ constexpr int64_t kFewTokens = 24;
 constexpr int64_t kUnitBytes = 256 << 10;
 // Tokens that one thread prepares at a time.
 constexpr int64_t kPreparedTokens = 32;
-// Of a weight across a unit is stretches of its lines: up to kWideBlocks times kUnitRows at once, as many as have sums
-// that stay in the first-level cache.
+// Of a transposed weight a unit is stretches of its lines: up to kWideBlocks times kUnitRows at once, as many as have
+// sums that stay in the first-level cache.
 constexpr int64_t kWideBlocks = 8;
 // Elements of K turned at a time, and bytes of a row of them, which fall into different cache sets.
 constexpr int64_t kTurnedDepth = 1024, kTurnedRow = 2 * kTurnedDepth + 64;
 // Less work than this is done before a second thread wakes: bytes to read, and products to sum.
 constexpr int64_t kSmallBytes = 128 << 10, kSmallProducts = 1 << 20;
 
-// Weights across meet dot products of float32 rather than of pairs of bfloat16, which take two lines of K at once; for
-// tiles they are turned.
+// Transposed weights meet dot products of float32 rather than of pairs of bfloat16, which take two lines of K at once;
+// for tiles they are turned.
 Kernel kernel_for(DType x, const Format& format) {
   const WeightType weight = format.type;
 #if defined(__x86_64__)
@@ -40,7 +40,7 @@ Kernel kernel_for(DType x, const Format& format) {
       if (x == DType::kBFloat16 && weight != WeightType::kFloat32 && weight != WeightType::kFloat16) {
         switch (bf16_products()) {
           case Bf16Products::kPairs:
-            if (format.across) break;
+            if (format.transposed) break;
             return ffn_avx512_dots(weight);
           case Bf16Products::kTiles:
             return ffn_amx(weight);
@@ -102,27 +102,28 @@ struct Side {
   }
 
   int64_t element_bytes() const { return format.type == WeightType::kFloat32 ? 4 : 2; }  // of floats
-  bool whole_across() const { return format.across && kernel.multiply_across != nullptr; }
+  bool whole_transposed() const { return format.transposed && kernel.multiply_transposed != nullptr; }
   // Times kUnitRows: rows that are multiplied at once.
   int64_t wide(int64_t tokens) const {
-    return whole_across() ? std::clamp<int64_t>(kUnitRows / std::max<int64_t>(tokens, 1), 1, kWideBlocks) : 1;
+    return whole_transposed() ? std::clamp<int64_t>(kUnitRows / std::max<int64_t>(tokens, 1), 1, kWideBlocks) : 1;
   }
   int64_t scratch_bytes() const {
     return Workspace::aligned(kernel.scratch_bytes) + (kernel.turn == nullptr ? 0 : kUnitRows * kTurnedRow);
   }
   // Of one row.
   int64_t read_bytes(const Weight& weight) const {
-    return format.across ? format.depth * element_bytes() : weight.row_bytes;
+    return format.transposed ? format.depth * element_bytes() : weight.row_bytes;
   }
   Span rows_of(const Weight& weight, int64_t row) const {
-    if (format.across) return {nullptr, 0};
+    if (format.transposed) return {nullptr, 0};
     return {const_cast<char*>(static_cast<const char*>(weight.data)) + row * weight.row_bytes, weight.row_bytes};
   }
 
   void multiply(const Weight& weight, int64_t row, int64_t rows, int64_t token, int64_t tokens, const Span& next,
                 char* scratch, float* sums) const {
     const Product product = {
-        .weight = static_cast<const char*>(weight.data) + row * (format.across ? element_bytes() : weight.row_bytes),
+        .weight =
+            static_cast<const char*>(weight.data) + row * (format.transposed ? element_bytes() : weight.row_bytes),
         .row_bytes = weight.row_bytes,
         .scale = weight.scale == nullptr ? nullptr : weight.scale + row * format.groups,
         .group = format.group,
@@ -135,8 +136,8 @@ struct Side {
         .next = next.data,
         .next_bytes = next.stride,
     };
-    if (!format.across) return kernel.multiply(product, scratch, sums);
-    if (kernel.multiply_across != nullptr) return kernel.multiply_across(product, scratch, sums);
+    if (!format.transposed) return kernel.multiply(product, scratch, sums);
+    if (kernel.multiply_transposed != nullptr) return kernel.multiply_transposed(product, scratch, sums);
     char* const turned = scratch + Workspace::aligned(kernel.scratch_bytes);
     for (int64_t k = 0; k < format.depth; k += kTurnedDepth) {
       Product part = product;
@@ -253,8 +254,8 @@ class Group {
       int64_t some = step;
       if (piece.tokens <= kFewTokens) {
         const int64_t bytes = each * side.read_bytes(stage == kUp ? *piece.up : *piece.down);
-        const int64_t lines = kWideBlocks * (pairing_ == Pairing::kTurns && stage == kUp ? step : kUnitRows);
-        const int64_t most = side.whole_across() ? lines : kUnitBytes / std::max<int64_t>(bytes, 1) / step * step;
+        const int64_t lines = kWideBlocks * (pairing_ == Pairing::kInterleaved && stage == kUp ? step : kUnitRows);
+        const int64_t most = side.whole_transposed() ? lines : kUnitBytes / std::max<int64_t>(bytes, 1) / step * step;
         some = std::max<int64_t>(std::min(rounded_up(all / (threads * 8) + 1, step), most), step / 2);
       }
       for (int64_t r = 0; r < rows; r += some)
@@ -271,14 +272,14 @@ class Group {
     return unit->stage == kUp ? up_rows(piece, unit->row) : down_.rows_of(*piece.down, unit->row);
   }
   Span up_rows(const Piece& piece, int64_t row) const {
-    if (pairing_ == Pairing::kTurns) return up_->rows_of(*piece.up, 2 * row);
+    if (pairing_ == Pairing::kInterleaved) return up_->rows_of(*piece.up, 2 * row);
     return up_->rows_of(piece.gate == nullptr ? *piece.up : *piece.gate, row);
   }
 
   // activation(x gate^T + bias, x up^T + bias), rounded to the type of x.
   void activate(const Unit& unit, const Piece& piece, const Unit* next, const Worker& own) const {
     const int64_t bytes = dtype_bytes(up_->type), count = blocks(unit.tokens), end = unit.row + unit.rows;
-    const bool halves = pairing_ == Pairing::kTurns || (pairing_ == Pairing::kApart && !up_->whole_across());
+    const bool halves = pairing_ == Pairing::kInterleaved || (pairing_ == Pairing::kApart && !up_->whole_transposed());
     const int64_t block = halves ? kUpColumn : kUnitRows, step = block * up_->wide(unit.tokens);
     for (int64_t row = unit.row; row < end; row += step) {
       const int64_t rows = std::min(step, end - row);
@@ -301,15 +302,15 @@ class Group {
 
   // From the sums of gates to those of ups: beside them in one block, or after all blocks.
   int64_t to_ups(int64_t tokens) const {
-    return up_->whole_across() ? up_->wide(tokens) * tokens * kUnitRows : kUpColumn;
+    return up_->whole_transposed() ? up_->wide(tokens) * tokens * kUnitRows : kUpColumn;
   }
 
   // The sums of `rows` gates and ups.
   void multiply_up(const Piece& piece, int64_t row, int64_t rows, int64_t token, int64_t tokens, const Span& after,
                    const Worker& own) const {
     const int64_t place = piece.place_up + token;
-    own.clear(tokens, up_->wide(tokens) * (pairing_ == Pairing::kApart && up_->whole_across() ? 2 : 1));
-    if (pairing_ == Pairing::kTurns)
+    own.clear(tokens, up_->wide(tokens) * (pairing_ == Pairing::kApart && up_->whole_transposed() ? 2 : 1));
+    if (pairing_ == Pairing::kInterleaved)
       return up_->multiply(*piece.up, 2 * row, 2 * rows, place, tokens, after, own.scratch, own.sums);
     if (pairing_ == Pairing::kUngated)
       return up_->multiply(*piece.up, row, rows, place, tokens, after, own.scratch, own.sums);
@@ -319,7 +320,7 @@ class Group {
   }
 
   void read_up_bias(const Piece& piece, int64_t row, int64_t rows, float* bias, float* up_bias) const {
-    if (pairing_ == Pairing::kTurns) return up_->read_bias(*piece.up, 2 * row, 2 * rows, bias);
+    if (pairing_ == Pairing::kInterleaved) return up_->read_bias(*piece.up, 2 * row, 2 * rows, bias);
     if (pairing_ == Pairing::kUngated) return up_->read_bias(*piece.up, row, rows, bias);
     up_->read_bias(*piece.gate, row, rows, bias);
     up_->read_bias(*piece.up, row, rows, up_bias);

@@ -156,7 +156,7 @@ Kernel tile_kernel() {
           .in_place = false,
           .scratch_bytes = sizeof(TileRoom),
           .multiply = multiply_tiles<Tile, Stored>,
-          .multiply_across = nullptr,
+          .multiply_transposed = nullptr,
           .turn = turn16,
           .prepare = prepare_tiles<Stored>,
           .store = store<Avx512, Bf16>,

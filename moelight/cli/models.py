@@ -174,7 +174,7 @@ def _form(found: Support) -> list[str]:
     spec = found.profile.experts
     words = {
         "gate and up of each expert": spec.gated and not spec.interleaved,
-        "gate and up of each expert, row by row in turns": spec.gated and spec.interleaved,
+        "gate and up of each expert interleaved, row by row": spec.gated and spec.interleaved,
         "no gate": not spec.gated,
         "transposed": spec.transposed,
         "biases": spec.bias,

@@ -78,7 +78,7 @@ def cpu_expert_ffn(
     *,
     up: Tensors | None = None,
     activation: str | Activation = "silu",
-    turns: bool = False,
+    interleaved: bool = False,
     gate_up_bias: Tensors | None = None,
     up_bias: Tensors | None = None,
     down_bias: Tensors | None = None,
@@ -97,25 +97,25 @@ def cpu_expert_ffn(
     up            E tensors [I, H], if apart; floats alone
     offsets       int32 [E + 1]: expert e has rows offsets[e] to offsets[e + 1]
     activation    or a name: silu, gelu_tanh (gelu(gate) up), swiglu_oai (gpt-oss's, clamped at 7)
-    turns         rows of gate and up take turns in ``gate_up``, and in its bias
+    interleaved   rows of gate and up alternate in ``gate_up``, and in its bias
     gate_up_bias, up_bias, down_bias  E tensors of one float, one number a row
     gate_up_scale, down_scale         E tensors float32, as in `cpu_linear`: for int8 and uint8 only
     group_size    of both weights: a multiple of 32; None for one scale per row
 
-    Floats may lie across: the tensor of a matrix is then the transpose of rows that are contiguous. All entries of an
-    expert without rows may be None. The tensors of a list share their shape, dtype and the way they lie. The activation
-    is rounded to the dtype of x. The GIL is released.
+    Floats may be transposed: the tensor of a matrix is then the transpose of contiguous rows. All entries of an expert
+    without rows may be None. The tensors of a list share their shape, dtype and order. The activation is rounded to the
+    dtype of x. The GIL is released.
     """
     group_size, threads = _check_group_size(group_size), arguments.check_threads(threads)
-    act = _check_form(activation, up, gate_up_bias, up_bias, turns=turns)
+    act = _check_form(activation, up, gate_up_bias, up_bias, interleaved=interleaved)
     given = (gate_up_bias, up_bias, down_bias, gate_up_scale, down_scale)
     optional = dict(zip(_OPTIONAL, given, strict=True))
     extension = native.extension()
     if extension is None:
         both = act.gated and up is None
         cuts = _check_experts(x, gate_up, down, offsets, {"up": up} | optional, group_size, out, both=both)
-        options: dict[str, Any] = {"activation": act, "turns": turns, "group_size": group_size, "up": up} | optional
-        return stored(reference.expert_ffn(x, gate_up, down, cuts, **options), out)
+        options: dict[str, Any] = {"activation": act, "interleaved": interleaved, "group_size": group_size} | optional
+        return stored(reference.expert_ffn(x, gate_up, down, cuts, up=up, **options), out)
     rows = as_dlpack("x", x)
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -126,18 +126,18 @@ def cpu_expert_ffn(
     rest = [None if tensors is None else _export(name, tensors) for name, tensors in optional.items()]
     bounds, into = lend(offsets=offsets, out=out)
     by = (act.curve, act.alpha, act.limit, act.shift, act.late)
-    pairing = "turns" if turns else "joined" if act.gated else "ungated"
+    pairing = "interleaved" if interleaved else "joined" if act.gated else "ungated"
     extension.expert_ffn(rows, wide, second, narrow, bounds, by, pairing, *rest, group_size or 0, into, threads)
     return out
 
 
 def _check_form(
-    activation: str | Activation, up: object, gate_up_bias: object, up_bias: object, *, turns: bool
+    activation: str | Activation, up: object, gate_up_bias: object, up_bias: object, *, interleaved: bool
 ) -> Activation:
     """Check that parts of experts are given where their form has them."""
     act = activation_of(activation)
-    if turns and (up is not None or not act.gated):
-        raise ValueError("turns: gate and up take turns in one matrix only")
+    if interleaved and (up is not None or not act.gated):
+        raise ValueError("interleaved: gate and up must be one matrix, gate_up")
     if up is not None and not act.gated:
         raise ValueError("up: without a gate, up is given as gate_up")
     if (up_bias is None) != (up is None or gate_up_bias is None):
@@ -171,16 +171,16 @@ def cpu_expert_ffn_workspace(
     experts: int,
     dtype: torch.dtype = torch.bfloat16,
     weight_dtype: torch.dtype = torch.bfloat16,
-    across: bool = False,
+    transposed: bool = False,
     threads: int | None = None,
 ) -> int:
     """Bytes that `cpu_expert_ffn` keeps, see `cpu_linear_workspace`; ``tokens``: rows of x, all experts together;
-    ``across``: how weights lie."""
+    ``transposed``: weights are."""
     types = _check_sizes(dtype, weight_dtype, tokens=tokens, hidden=hidden, intermediate=intermediate, experts=experts)
     threads, extension = arguments.check_threads(threads), native.extension()
     if extension is None:
         return 0
-    return int(extension.expert_ffn_workspace(*types, across, tokens, hidden, intermediate, experts, threads))
+    return int(extension.expert_ffn_workspace(*types, transposed, tokens, hidden, intermediate, experts, threads))
 
 
 def _rows(name: str, tensor: object) -> int:
@@ -262,8 +262,8 @@ def _check_experts(
 def _upright(name: str, weight: Tensor | None) -> Tensor:
     """``weight``, or its transpose if that has the contiguous rows."""
     weight = arguments.check_dense(name, weight)
-    across = weight.ndim == 2 and weight.shape[1] > 1 and weight.stride(1) != 1 and weight.stride(0) == 1
-    return weight.t() if across and weight.is_floating_point() else weight
+    transposed = weight.ndim == 2 and weight.shape[1] > 1 and weight.stride(1) != 1 and weight.stride(0) == 1
+    return weight.t() if transposed and weight.is_floating_point() else weight
 
 
 def _check_weight(

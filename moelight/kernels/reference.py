@@ -252,7 +252,7 @@ def expert_ffn(
     *,
     up: Sequence[Tensor | None] | None = None,
     activation: Activation = SILU,
-    turns: bool = False,
+    interleaved: bool = False,
     gate_up_bias: Sequence[Tensor | None] | None = None,
     up_bias: Sequence[Tensor | None] | None = None,
     down_bias: Sequence[Tensor | None] | None = None,
@@ -274,15 +274,15 @@ def expert_ffn(
         if up is not None and (second := up[e]) is not None:
             given.append(_product(rows, second, second_bias, None, None))
         elif activation.gated:
-            given = list(gate_and_up(given[0], turns=turns))
+            given = list(gate_and_up(given[0], interleaved=interleaved))
         inner = activation(*given).to(x.dtype)
         out[first:last] = linear(inner, narrow, bias, scale=scale, group_size=group_size)
     return out
 
 
-def gate_and_up(both: Tensor, *, turns: bool) -> tuple[Tensor, Tensor]:
-    """Views of both [n, 2I]: one after the other, or by ``turns``."""
-    gate, up = (both[..., ::2], both[..., 1::2]) if turns else both.chunk(2, dim=-1)
+def gate_and_up(both: Tensor, *, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Views of both [n, 2I]: one after the other, or ``interleaved``."""
+    gate, up = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, dim=-1)
     return gate, up
 
 

@@ -37,7 +37,7 @@ class Matrices:
     gate_up_bias: Tensor | None = None
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-    turns: bool = False
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def table_of(
     }
     if any(t.data_ptr() % ALIGNMENT_BYTES for name in MATRICES for t in parts.get(name, ())):
         return None
-    return PageTable.of(**parts, activation=known[0], turns=pages[0].turns)
+    return PageTable.of(**parts, activation=known[0], interleaved=pages[0].interleaved)
 
 
 def _natively(x: Tensor, experts: Sequence[ExpertWeights | None]) -> bool:
@@ -219,7 +219,7 @@ def _expert_ffn_in_place(rows: Tensor, experts: Sequence[ExpertWeights | None], 
     }
     options: dict[str, Any] = {
         "activation": formed.activation,
-        "turns": formed.matrices.turns,
+        "interleaved": formed.matrices.interleaved,
         "offsets": offsets,
         "out": rows,
     }

@@ -48,26 +48,26 @@ class PageLayout:
 
     @property
     def interleaved(self) -> bool:
-        """True if outputs of the gate and of up take turns."""
+        """True if rows of the gate and of up alternate."""
         return self.gate is not None and 2 * (self.up.offset - self.gate.offset) == self.gate.strides[0]
 
     @property
     def gate_up(self) -> Matrix | None:
-        """The gate and up as one matrix [2 I, H]: up's rows follow the gate's, or take turns with them; else None."""
+        """The gate and up as one matrix [2 I, H]: up's rows follow the gate's, or alternate with them; else None."""
         gate, up = self.gate, self.up
-        return None if gate is None else _joined(gate, up, turns=self.interleaved)
+        return None if gate is None else _joined(gate, up, interleaved=self.interleaved)
 
     @property
     def gate_up_bias(self) -> Matrix | None:
         """The biases [2 I] of `gate_up`; None if there are none, or they do not lie so."""
         gate, up = self.gate_bias, self.up_bias
-        return None if gate is None or up is None else _joined(gate, up, turns=self.interleaved)
+        return None if gate is None or up is None else _joined(gate, up, interleaved=self.interleaved)
 
 
-def _joined(gate: Matrix, up: Matrix, *, turns: bool) -> Matrix | None:
+def _joined(gate: Matrix, up: Matrix, *, interleaved: bool) -> Matrix | None:
     rows, *columns = gate.shape
-    step = gate.strides[0] // 2 if turns else gate.strides[0]
-    if gate.strides != up.strides or up.offset != gate.offset + step * (1 if turns else rows):
+    step = gate.strides[0] // 2 if interleaved else gate.strides[0]
+    if gate.strides != up.strides or up.offset != gate.offset + step * (1 if interleaved else rows):
         return None
     return Matrix(offset=gate.offset, shape=(2 * rows, *columns), strides=(step, *gate.strides[1:]))
 

@@ -112,7 +112,7 @@ def expert_matrices(
     expert: int,
 ) -> dict[str, StoredMatrix]:
     """The matrices of an expert's page by the names of `page_shapes`. Where a family's names are of stacks (gpt-oss),
-    gate and up are one matrix ``gate_up`` whose rows take turns."""
+    gate and up are one matrix ``gate_up`` with interleaved rows."""
     shapes, spec = page_shapes(profile), profile.experts
     stack = None if profile.names.gate else (expert, spec.num_experts)
     if stack is not None:

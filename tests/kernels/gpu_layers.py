@@ -61,28 +61,28 @@ def floats(
     return Layer(gate_up=[w.double() for w in gate_up], down=[w.double() for w in down], pages=pages, biases=doubled)
 
 
-def across(weight: Tensor) -> Tensor:
+def transposed(weight: Tensor) -> Tensor:
     """The same matrix, its columns contiguous."""
     return weight.t().contiguous().t()
 
 
 def in_form(layer: Layer, form: str, activation: Activation, device: torch.device) -> Layer:
-    """``layer`` of floats, its pages in another form: "apart" (gate and up, down across), "across", and "turns"."""
+    """``layer`` of floats, its pages "apart" (gate and up; down transposed), "transposed" or "interleaved"."""
     parts: dict[str, list[Tensor]] = {name: list(tensors) for name, tensors in layer.pages.parts.items() if tensors}
-    if form == "turns":
+    if form == "interleaved":
         for name in ("gate_up", "gate_up_bias"):
             parts[name] = [torch.stack(each.chunk(2), 1).flatten(0, 1) for each in parts.get(name, ())]
     if form == "apart":
         for first, second in (("gate_up", "up"), ("gate_up_bias", "up_bias")):
             parts[first], parts[second] = ([each.chunk(2)[i] for each in parts.get(first, ())] for i in (0, 1))
-    if form in {"apart", "across", "turns"}:
-        parts["down"] = [across(each) for each in parts["down"]]
-    if form in {"across", "turns"}:
-        parts["gate_up"] = [across(each) for each in parts["gate_up"]]
+    if form in {"apart", "transposed", "interleaved"}:
+        parts["down"] = [transposed(each) for each in parts["down"]]
+    if form in {"transposed", "interleaved"}:
+        parts["gate_up"] = [transposed(each) for each in parts["gate_up"]]
     given = {name: [each.to(device) for each in tensors] for name, tensors in parts.items() if tensors}
     if form == "apart":  # views of the joined ones: as far behind in every page
         given |= {name: parts[name] for name in ("gate_up", "up", "gate_up_bias", "up_bias") if parts[name]}
-    return replace(layer, pages=PageTable.of(**given, activation=activation, turns=form == "turns"))  # type: ignore[arg-type]
+    return replace(layer, pages=PageTable.of(**given, activation=activation, interleaved=form == "interleaved"))  # type: ignore[arg-type]
 
 
 def integers(

@@ -219,7 +219,14 @@ def test_a_token_is_the_same_in_any_company(lanes, kind, dtype):
         assert torch.equal(cpu_expert_ffn(**some.arguments(), threads=threads), together[chosen])
 
 
-FORMS = ("across", "across by turns", "turns", "apart", "apart, down across", "gate_up across")
+FORMS = (
+    "transposed",
+    "transposed, interleaved",
+    "interleaved",
+    "apart",
+    "apart, down transposed",
+    "gate_up transposed",
+)
 MIXES = pytest.mark.parametrize(
     ("kind", "dtype"),
     [
@@ -231,7 +238,7 @@ MIXES = pytest.mark.parametrize(
 )
 
 
-def across(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+def transposed(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The same matrices, their columns contiguous and apart."""
 
     def turned(weight: Tensor) -> Tensor:
@@ -243,7 +250,7 @@ def across(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [None if weight is None else turned(weight) for weight in tensors]
 
 
-def by_turns(tensors: Sequence[Tensor | None] | None) -> list[Tensor | None] | None:
+def alternating(tensors: Sequence[Tensor | None] | None) -> list[Tensor | None] | None:
     """Rows of the second half between those of the first."""
 
     def mixed(both: Tensor) -> Tensor:
@@ -255,17 +262,17 @@ def by_turns(tensors: Sequence[Tensor | None] | None) -> list[Tensor | None] | N
 def in_form(call: Layer, form: str) -> dict[str, Any]:
     """The arguments of ``call``, its experts in another form."""
     given = call.arguments()
-    if "turns" in form:
-        given |= {name: by_turns(given[name]) for name in ("gate_up", "gate_up_bias")} | {"turns": True}
+    if "interleaved" in form:
+        given |= {name: alternating(given[name]) for name in ("gate_up", "gate_up_bias")} | {"interleaved": True}
     if form.startswith("apart"):
         for first, second in (("gate_up", "up"), ("gate_up_bias", "up_bias")):
             if (both := given[first]) is not None:
                 halves = [(None, None) if each is None else each.chunk(2) for each in both]
                 given[first], given[second] = ([pair[i] for pair in halves] for i in (0, 1))
-    if form in {"across", "across by turns", "gate_up across"}:
-        given["gate_up"] = across(given["gate_up"])
-    if form in {"across", "across by turns", "apart, down across"}:
-        given["down"] = across(given["down"])
+    if form in {"transposed", "transposed, interleaved", "gate_up transposed"}:
+        given["gate_up"] = transposed(given["gate_up"])
+    if form in {"transposed", "transposed, interleaved", "apart, down transposed"}:
+        given["down"] = transposed(given["down"])
     return given
 
 
@@ -289,12 +296,12 @@ def test_without_a_gate(server, curve, dtype):
             halves = replace(halves, up_bias=[each[:70] for each in call.up_bias])
         check(halves, activation)
         given = halves.arguments()
-        found = cpu_expert_ffn(**(given | {"gate_up": across(given["gate_up"])}), activation=activation)
+        found = cpu_expert_ffn(**(given | {"gate_up": transposed(given["gate_up"])}), activation=activation)
         assert relative_error(found, halves.truth(activation)) <= TOLERANCE[dtype]
 
 
 @MIXES
-@pytest.mark.parametrize("form", ["across", "across by turns", "apart, down across"])
+@pytest.mark.parametrize("form", ["transposed", "transposed, interleaved", "apart, down transposed"])
 def test_a_token_is_the_same_in_any_company_in_other_forms(lanes, form, kind, dtype):
     counts = [1, 100, 0, 7, 97, 3, 24, 25, 48, 13]
     call = layer(counts, 96, 330, kind=kind, dtype=dtype, bias=dtype)
@@ -310,9 +317,9 @@ def test_a_token_is_the_same_in_any_company_in_other_forms(lanes, form, kind, dt
 
 def test_other_forms_are_refused_where_they_are_none(checker):
     call = layer([2, 0, 3], 64, 32, kind="float32", dtype=torch.float32, bias=torch.float32)
-    apart, turned = in_form(call, "apart"), in_form(call, "across")
+    apart, turned = in_form(call, "apart"), in_form(call, "transposed")
     for wrong, name in (
-        (apart | {"turns": True}, "turns"),
+        (apart | {"interleaved": True}, "interleaved"),
         (apart | {"activation": Activation(gated=False)}, "up"),
         (apart | {"up_bias": None}, "up_bias"),
         (call.arguments() | {"up_bias": call.arguments()["gate_up_bias"]}, "up_bias"),
@@ -321,7 +328,7 @@ def test_other_forms_are_refused_where_they_are_none(checker):
     ):
         refused(cpu_expert_ffn, wrong, {name})
     whole = arguments()
-    refused(cpu_expert_ffn, whole | {"gate_up": across(whole["gate_up"])}, {"gate_up"})
+    refused(cpu_expert_ffn, whole | {"gate_up": transposed(whole["gate_up"])}, {"gate_up"})
 
 
 def arguments() -> dict[str, Any]:

@@ -90,10 +90,10 @@ def test_activations_and_biases(device, activation, dtype):
 @pytest.mark.parametrize(
     ("form", "dtype", "bias"),
     [
-        ("across", torch.float32, False),
-        ("turns", torch.float32, True),
+        ("transposed", torch.float32, False),
+        ("interleaved", torch.float32, True),
         ("apart", torch.float32, True),
-        ("turns", torch.bfloat16, True),
+        ("interleaved", torch.bfloat16, True),
         ("apart", torch.float16, False),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""The transposition of weights that lie across, for instruction sets that multiply rows; compiled for the host."""
+"""The transposition of transposed weights, for instruction sets that multiply rows; compiled for the host."""
 
 from __future__ import annotations
 

@@ -44,11 +44,11 @@ def test_linear(lanes, kind, monkeypatch):
 def test_experts(lanes, kind, monkeypatch):
     with serving(lanes, monkeypatch):
         for counts in ([1], [3, 0, 1], [600, 2]):
-            for across in {False, kind in {"float32", "bfloat16", "float16"}}:
-                keeps_what_it_announces(kind, counts, across=across)
+            for transposed in {False, kind in {"float32", "bfloat16", "float16"}}:
+                keeps_what_it_announces(kind, counts, transposed=transposed)
 
 
-def keeps_what_it_announces(kind: str, counts: list[int], *, across: bool) -> None:
+def keeps_what_it_announces(kind: str, counts: list[int], *, transposed: bool) -> None:
     tokens, hidden, inner = sum(counts), 66, 32
     up = [stored(kind, 2 * inner, hidden) for _ in counts]
     down = [stored(kind, hidden, inner) for _ in counts]
@@ -58,14 +58,17 @@ def keeps_what_it_announces(kind: str, counts: list[int], *, across: bool) -> No
     def call() -> None:
         cpu_expert_ffn(
             generator(0)(tokens, hidden).bfloat16(),
-            *([kept.weight.t().contiguous().t() if across else kept.weight for kept in each] for each in (up, down)),
+            *(
+                [kept.weight.t().contiguous().t() if transposed else kept.weight for kept in each]
+                for each in (up, down)
+            ),
             torch.tensor([0, *counts]).cumsum(0).int(),
             gate_up_scale=scales,
             down_scale=down_scales,
             threads=2,
         )
 
-    sizes = {"experts": len(counts), "weight_dtype": KINDS[kind], "across": across, "threads": 2}
+    sizes = {"experts": len(counts), "weight_dtype": KINDS[kind], "transposed": transposed, "threads": 2}
     assert kept_by(call) == cpu_expert_ffn_workspace(tokens, hidden, inner, **sizes) > 0
 
 

@@ -108,7 +108,7 @@ def expert_ffn_in_torch(
             if pages.parts.get("up"):
                 given.append(_linear(source[first:last].to(kind), pages, "up", page).float())
             elif activation.gated:
-                given = list(gate_and_up(given[0], turns=pages.turns))
+                given = list(gate_and_up(given[0], interleaved=pages.interleaved))
             active = activation(*given)
             active = active if factor == 1 else active * factor
             result[first:last] = _linear(active.to(x.dtype).to(kind), pages, "down", page, 1 / factor)

@@ -61,7 +61,7 @@ class PageTable:
     index: Tensor
     steps: dict[str, Steps]
     activation: Activation = SILU
-    turns: bool = False
+    interleaved: bool = False
 
     @property
     def plain(self) -> bool:
@@ -115,7 +115,7 @@ class PageTable:
         down_bias: Parts | None = None,
         group_size: int | None = None,
         activation: Activation = SILU,
-        turns: bool = False,
+        interleaved: bool = False,
     ) -> PageTable:
         """Table of one tensor per page, at any addresses of one device, where expert e has page e; None for an expert
         computed elsewhere. Waits for its copy to the device: tables are made at loading.
@@ -126,7 +126,7 @@ class PageTable:
         *_scale   for int8 and uint8: [rows] without ``group_size``, else [rows, inputs / group_size rounded up]
         *_bias    [2I] and [H]
         group_size  a multiple of 16 (int8) or 32 (uint8, where it is needed)
-        up, up_bias, turns  as in `cpu_expert_ffn`; up as far behind its gate in every page
+        up, up_bias, interleaved  as in `cpu_expert_ffn`; up as far behind its gate in every page
 
         Contiguous, or transposes of what is (floats); matrices begin at multiples of 16 bytes. Scales and biases:
         float32, bfloat16 or float16.
@@ -149,7 +149,7 @@ class PageTable:
         sizes = {"gate_up": (halves * width, hidden), "down": (hidden, width)}
         steps = {name: _steps_of(name, parts, each, group, first) for name, each in sizes.items()}
         if activation.gated:
-            steps["gate_up"] = _steps_to_up(steps["gate_up"], parts | others, width, first, turns=turns)
+            steps["gate_up"] = _steps_to_up(steps["gate_up"], parts | others, width, first, interleaved=interleaved)
         addresses = [[*(map(_address, tensors) if tensors else [0] * len(gate_up)), 0] for tensors in parts.values()]
         return PageTable(
             hidden=hidden,
@@ -159,7 +159,7 @@ class PageTable:
             parts=parts | {name: tensors for name, tensors in others.items() if tensors},
             steps=steps,
             activation=activation,
-            turns=turns,
+            interleaved=interleaved,
             table=torch.tensor(addresses, dtype=torch.int64).to(first.device),
             index=torch.arange(len(gate_up), dtype=torch.int32, device=first.device),
         )
@@ -178,26 +178,26 @@ def _steps_of(
     scales = (rows, -(-inputs // group)) if group else (rows,)
     _check_tensors(f"{name}_scale", parts[f"{name}_scale"], scales, first)
     _check_tensors(f"{name}_bias", parts[f"{name}_bias"], (rows,), first)
-    across = {_upright(tensor) is not tensor for tensor in parts[name] if tensor is not None}
-    if len(across) > 1:
+    transposed = {_upright(tensor) is not tensor for tensor in parts[name] if tensor is not None}
+    if len(transposed) > 1:
         raise ValueError(f"{name}: its tensors must lie one way: rows contiguous, or columns")
-    return Steps(row=1, column=rows) if True in across else Steps(row=inputs // packing)
+    return Steps(row=1, column=rows) if True in transposed else Steps(row=inputs // packing)
 
 
 def _upright(matrix: object) -> object:
     """``matrix``, or its transpose where that is what is contiguous."""
     if not isinstance(matrix, Tensor):
         return matrix
-    across = matrix.ndim == 2 and matrix.is_floating_point() and matrix.shape[1] > 1 and matrix.stride(0) == 1
-    return matrix.t() if across and matrix.stride(1) != 1 else matrix
+    transposed = matrix.ndim == 2 and matrix.is_floating_point() and matrix.shape[1] > 1 and matrix.stride(0) == 1
+    return matrix.t() if transposed and matrix.stride(1) != 1 else matrix
 
 
 def _steps_to_up(
-    steps: Steps, parts: dict[str, tuple[Tensor | None, ...]], width: int, first: Tensor, *, turns: bool
+    steps: Steps, parts: dict[str, tuple[Tensor | None, ...]], width: int, first: Tensor, *, interleaved: bool
 ) -> Steps:
-    """``steps`` of the gate, with those to up: by turns, after the gate's ``width`` rows, or as far as ``up`` is."""
+    """``steps`` of the gate, with those to up: interleaved, after the gate's ``width`` rows, or as far as ``up`` is."""
     if not parts["up"]:
-        if turns:
+        if interleaved:
             return Steps(row=2 * steps.row, column=steps.column, up=steps.row, bias=2, up_bias=1)
         return replace(steps, up=width * steps.row, up_bias=width)
     shape = (width, first.shape[1])

@@ -58,7 +58,7 @@ class PageViews:
             "down_bias": layout.down_bias,
         }
         views = {name: place.of(numbers) for name, place in places.items() if place is not None}
-        return Matrices(**views, turns=layout.interleaved)
+        return Matrices(**views, interleaved=layout.interleaved)
 
 
 def forward(form: ExpertForm, matrices: Matrices, x: Tensor) -> Tensor:

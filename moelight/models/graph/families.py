@@ -85,7 +85,7 @@ class ExpertForm:
         inward: applied to the input: one matrix (up, or gate and up at once), or two (gate, up).
         outward: applied to what ``activate`` makes of them.
         activate: the module's own function of the results of ``inward`` [n, ...] -> [n, I].
-        interleaved: rows of gate and up take turns in the one matrix of ``inward``.
+        interleaved: rows of gate and up alternate in the one matrix of ``inward``.
         gated: whether a gate is among ``inward``.
         finish: a norm of each expert's output [n, H], which is no part of a page.
     """

@@ -562,7 +562,7 @@ def _upright(tensor: Tiled, transposed: bool) -> Tiled:
 
 
 def _gate_and_up(inward: Sequence[Tiled], form: ExpertForm) -> Sequence[Tiled]:
-    """The gate and up: given as two, or one after the other in one, or by turns in one."""
+    """The gate and up: given as two, or one after the other in one, or interleaved in one."""
     if len(inward) == 1 + form.gated:
         return inward
     both = inward[0]

@@ -31,10 +31,10 @@ from tests.models.graph.released import RELEASED
 
 FORMS = {
     "mixtral": SILU,
-    "aria": SILU,  # across
-    "dbrx": SILU,  # gate and up apart, down across
-    "llama4": SILU,  # across, outside of the interface
-    "gpt_oss": Activation(alpha=1.702, limit=7.0, shift=1.0),  # across, by turns, biased
+    "aria": SILU,  # transposed
+    "dbrx": SILU,  # gate and up apart, down transposed
+    "llama4": SILU,  # transposed, outside of the interface
+    "gpt_oss": Activation(alpha=1.702, limit=7.0, shift=1.0),  # transposed, interleaved, biased
     "minimax_m3_vl": Activation(alpha=1.702, limit=7.0, shift=1.0),
     "deepseek_v4": Activation(limit=10.0),
     "step3p7": Activation(limit=1.5, late=True),

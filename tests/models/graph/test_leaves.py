@@ -158,7 +158,7 @@ def test_gate_and_up_apart_are_computed_as_two_products() -> None:
     assert torch.equal(both, torch.cat((module.one.weight, module.other.weight)))
 
 
-def test_rows_with_gaps_and_across_are_computed() -> None:
+def test_rows_with_gaps_and_transposed_are_computed() -> None:
     module = filled(nn.Linear(HIDDEN, WIDTH))
     own = copy.deepcopy(module)
     use_kernels(module)

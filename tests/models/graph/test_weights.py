@@ -31,7 +31,7 @@ from moelight.weights.load import TensorReader
 from moelight.weights.torch_dtypes import to_torch
 from tests.models.graph.released import RELEASED
 
-# Every way that experts lie: loose and fused, transposed, by turns, with biases, in rows, without a gate, of two kinds.
+# Every way that experts lie: loose and fused, transposed, interleaved, biased, in rows, without a gate, of two kinds.
 USUAL = (
     "qwen2_moe",
     "gpt_oss",

@@ -1,4 +1,4 @@
-// Products with weights that lie across, [depth, rows], over a SIMD type S: lanes run along the rows, and a sum takes
+// Products with transposed weights, [depth, rows], over a SIMD type S: lanes run along the rows, and a sum takes
 // the elements of K one after the other, whatever stands beside it. Internal linkage: every instruction set has its own
 // copy.
 //
@@ -15,13 +15,13 @@ namespace moelight {
 namespace {
 
 constexpr int64_t kDeep = 8, kDeepBlock = 256;
-constexpr int64_t kAcrossScratch = kDeepBlock * kUnitRows * static_cast<int64_t>(sizeof(float));
+constexpr int64_t kTransposedScratch = kDeepBlock * kUnitRows * static_cast<int64_t>(sizeof(float));
 
 // Tokens whose sums of two vectors fit the registers.
 template <class S>
-constexpr int kAcrossTokens = S::kWidth == 16  ? 12
-                              : S::kWidth == 8 ? 6
-                                               : 4;
+constexpr int kTransposedTokens = S::kWidth == 16  ? 12
+                                  : S::kWidth == 8 ? 6
+                                                   : 4;
 
 template <class S>
 constexpr int64_t kPair = 2 * S::kWidth;
@@ -68,7 +68,7 @@ __attribute__((always_inline)) inline void add_lines(const Product& p, int64_t k
 }
 
 template <class S, class W, int kTokens>
-void across_few(const Product& p, float* sums) {
+void transposed_few(const Product& p, float* sums) {
   for (int64_t k = 0; k < p.depth; k += kDeep) {
     const int64_t lead = k + 2 * kDeep <= p.depth ? kDeep * p.row_bytes : 0;
     for (int64_t n = 0; n < p.rows; n += kPair<S>) {
@@ -84,7 +84,7 @@ void across_few(const Product& p, float* sums) {
 
 // sums[c] += x[c] times `deep` lines of a panel.
 template <class S, int kTokens>
-void across_tile(const float* panel, int64_t deep, const char* x, int64_t x_bytes, float* sums) {
+void transposed_tile(const float* panel, int64_t deep, const char* x, int64_t x_bytes, float* sums) {
   typename S::V a[kTokens], b[kTokens];
 #pragma GCC unroll 12
   for (int c = 0; c < kTokens; ++c)
@@ -103,11 +103,11 @@ void across_tile(const float* panel, int64_t deep, const char* x, int64_t x_byte
 }
 
 template <class S, int kTokens>
-void across_tile_of(int64_t tokens, const float* panel, int64_t deep, const char* x, int64_t x_bytes, float* sums) {
+void transposed_tile_of(int64_t tokens, const float* panel, int64_t deep, const char* x, int64_t x_bytes, float* sums) {
   if (tokens == kTokens) {
-    across_tile<S, kTokens>(panel, deep, x, x_bytes, sums);
+    transposed_tile<S, kTokens>(panel, deep, x, x_bytes, sums);
   } else if constexpr (kTokens > 1) {
-    across_tile_of<S, kTokens - 1>(tokens, panel, deep, x, x_bytes, sums);
+    transposed_tile_of<S, kTokens - 1>(tokens, panel, deep, x, x_bytes, sums);
   }
 }
 
@@ -128,8 +128,8 @@ void widen_lines(const char* from, int64_t line_bytes, int64_t deep, int64_t row
 }
 
 template <class S, class W>
-void across_many(const Product& p, float* panels, float* sums) {
-  constexpr int kTokens = kAcrossTokens<S>;
+void transposed_many(const Product& p, float* panels, float* sums) {
+  constexpr int kTokens = kTransposedTokens<S>;
   const int64_t tiles = (p.tokens + kTokens - 1) / kTokens;
   for (int64_t k = 0; k < p.depth; k += kDeepBlock) {
     const int64_t deep = p.depth - k < kDeepBlock ? p.depth - k : kDeepBlock;
@@ -143,21 +143,21 @@ void across_many(const Product& p, float* panels, float* sums) {
       for (int64_t i = 0, begin = 0; i < tiles; ++i) {
         const int64_t end = p.tokens * (i + 1) / tiles;
         for (int64_t at = 0; at < rows; at += kPair<S>)
-          across_tile_of<S, kTokens>(end - begin, panels + at * kDeepBlock, deep, x + begin * p.x_bytes, p.x_bytes,
-                                     sums_of(p, n, sums) + begin * kUnitRows + at);
+          transposed_tile_of<S, kTokens>(end - begin, panels + at * kDeepBlock, deep, x + begin * p.x_bytes, p.x_bytes,
+                                         sums_of(p, n, sums) + begin * kUnitRows + at);
         begin = end;
       }
     }
   }
 }
 
-template <class S, class W, int kTokens = kAcrossTokens<S>>
-void multiply_across(const Product& p, void* scratch, float* sums) {
-  if (p.tokens > kTokens) return across_many<S, W>(p, static_cast<float*>(scratch), sums);
+template <class S, class W, int kTokens = kTransposedTokens<S>>
+void multiply_transposed(const Product& p, void* scratch, float* sums) {
+  if (p.tokens > kTokens) return transposed_many<S, W>(p, static_cast<float*>(scratch), sums);
   if constexpr (kTokens > 1) {
-    if (p.tokens < kTokens) return multiply_across<S, W, kTokens - 1>(p, scratch, sums);
+    if (p.tokens < kTokens) return multiply_transposed<S, W, kTokens - 1>(p, scratch, sums);
   }
-  across_few<S, W, kTokens>(p, sums);
+  transposed_few<S, W, kTokens>(p, sums);
 }
 
 }  // namespace
