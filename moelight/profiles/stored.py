@@ -1,7 +1,7 @@
 """How checkpoints store the numbers of a matrix: formats as data, the tensors that each takes, their exact bytes.
 
-A matrix has one row for each output and one column for each input, whatever the order on disk. `weights.unpack` gives
-the numbers, `quantization` says which matrix of a checkpoint has which format.
+A matrix has one row for each output and one column for each input, whatever the order on disk. `kernels.quantized`
+gives the numbers, `quantization` says which matrix of a checkpoint has which format.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class StoredFormat:
 
     Attributes:
         name: for people; of a ggml format that of its type (``Q4_K``).
-        kind: what `weights.unpack` distinguishes. ``plain``: numbers. ``scaled``: 8-bit codes times scales. ``packed``:
-            codes in 32-bit words along a row, the lowest bits first (compressed-tensors). ``gptq``: the same along a
-            column, so [columns, rows]. ``awq``: [columns, rows], eight 4-bit codes of a word in the order 0, 2, 4, 6,
+        kind: what `kernels.quantized` distinguishes. ``plain``: numbers. ``scaled``: 8-bit codes times scales.
+            ``packed``: codes in 32-bit words along a row, the lowest bits first (compressed-tensors). ``gptq``: the
+            same along a column, so [columns, rows]. ``awq``: [columns, rows], eight 4-bit codes of a word in the order 0, 2, 4, 6,
             1, 3, 5, 7 of its rows. ``mxfp4``: two E2M1 numbers a byte, the lower bits first, and a power of two for
             each 32. ``ggml``: rows of blocks, scales inside.
         bits: of a code.

@@ -1,5 +1,5 @@
 """One quantised matrix of a checkpoint: its tensors, found and checked, their bytes and their numbers. Every fault is a
-CheckpointError that names tensor and file. `unpack` gives the numbers."""
+CheckpointError that names tensor and file. `kernels.quantized` gives the numbers."""
 
 from __future__ import annotations
 

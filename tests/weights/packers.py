@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moelight.kernels.quantized import row_blocks
 from moelight.weights.stored_matrix import StoredMatrix
-from moelight.weights.unpack import row_blocks
 
 BIT_COUNTS = (2, 4, 8)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

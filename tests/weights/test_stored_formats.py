@@ -15,11 +15,11 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from torch import Tensor
 
 from moelight.core.errors import ConfigError
+from moelight.kernels.quantized import row_blocks
 from moelight.profiles import stored as formats
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.quantization import Quantization, read_quantization
 from moelight.weights.compressed_tensors import know_compressed_tensors
-from moelight.weights.unpack import row_blocks
 from tests.weights.packers import pack_awq, same_bits
 
 ROWS, COLUMNS = 72, 256

@@ -1,4 +1,5 @@
-"""The numbers of stored matrices: one function for each kind of `profiles.stored`, the reference for kernels.
+"""Matrices whose numbers are quantised, and the numbers: one function for each kind of `profiles.stored`, the reference
+for kernels.
 
 Shapes: R rows (outputs), C columns (inputs), G groups of columns. Results are float32, or a narrower dtype rounded once
 from it, which equals what the reference libraries compute in that dtype; memory beyond the result is a few times that
@@ -8,6 +9,7 @@ of the rows asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,6 +25,25 @@ _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 _E8M0_BIAS = 127
 _K = 256  # numbers of a super-block
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedMatrix:
+    """A matrix [``rows``, ``columns``] stored as ``stored``: ``parts`` are its tensors, on one device, contiguous."""
+
+    stored: StoredFormat
+    rows: int
+    columns: int
+    parts: Parts
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """The matrix [R, C] as numbers of ``dtype``."""
+        blocks = row_blocks(self.stored, self.parts, self.rows, self.columns, dtype=dtype)
+        return torch.cat([block for _, block in blocks])
 
 
 def unpack(

@@ -9,9 +9,9 @@ import torch
 from gguf.quants import dequantize, quantize
 from torch import Tensor
 
+from moelight.kernels.quantized import row_blocks, unpack
 from moelight.profiles import stored as formats
 from moelight.profiles.stored import GGML_FORMATS, StoredFormat
-from moelight.weights.unpack import row_blocks, unpack
 from tests.weights.packers import BIT_COUNTS, pack_gptq, same_bits
 
 GGML = sorted(name for name, stored in GGML_FORMATS.items() if stored.kind == formats.GGML)
