@@ -47,9 +47,9 @@ class StoredFormat:
         name: for people; of a ggml format that of its type (``Q4_K``).
         kind: what `kernels.quantized` distinguishes. ``plain``: numbers. ``scaled``: 8-bit codes times scales.
             ``packed``: codes in 32-bit words along a row, the lowest bits first (compressed-tensors). ``gptq``: the
-            same along a column, so [columns, rows]. ``awq``: [columns, rows], eight 4-bit codes of a word in the order 0, 2, 4, 6,
-            1, 3, 5, 7 of its rows. ``mxfp4``: two E2M1 numbers a byte, the lower bits first, and a power of two for
-            each 32. ``ggml``: rows of blocks, scales inside.
+            same along a column, so [columns, rows]. ``awq``: [columns, rows], eight 4-bit codes of a word in the order
+            0, 2, 4, 6, 1, 3, 5, 7 of its rows. ``mxfp4``: two E2M1 numbers a byte, the lower bits first, and a power
+            of two for each 32. ``ggml``: rows of blocks, scales inside.
         bits: of a code.
         codes: safetensors name of the stored codes.
         scale: that of the scales, where a config says it; a checkpoint may have any of `StoredPart.dtypes`.
