@@ -22,11 +22,13 @@ from moelight.models.graph.self_test import prove
 from moelight.models.graph.support import refuse_unserved
 from moelight.models.graph.weights import GraphWeightMap, fill_weights, locate_weights
 from moelight.models.moe import Matrices
+from moelight.models.quantized import QuantizedExperts
 from moelight.profiles.families import FAMILIES, profile_from_dir
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile, not_computed
+from moelight.profiles.quantization import read_quantization, with_stored
 from moelight.weights.source import resolve_model
-from moelight.weights.tensor_map import OpenCheckpoint, WeightMap, open_checkpoint
+from moelight.weights.tensor_map import OpenCheckpoint, WeightMap, as_stored, open_checkpoint
 
 
 def open_model(model: str) -> OpenCheckpoint:
@@ -40,7 +42,6 @@ def open_model(model: str) -> OpenCheckpoint:
     config = HFConfig.from_file(directory / "config.json")
     model_type = config.find("model_type")
     ours = isinstance(model_type, str) and model_type in FAMILIES
-    config.refuse_quantised()
     if ours and not not_computed(profile_from_dir(directory)):
         return open_checkpoint(model)
     return _open_graph(directory)
@@ -58,11 +59,13 @@ class GraphCheckpoint:
     def predicts(self) -> bool:
         return self.model.predicts
 
-    def decoder(self, profile: ModelProfile, arena: Tensor, dtype: torch.dtype) -> Callable[[Workspace], GraphDecoder]:
+    def decoder(
+        self, profile: ModelProfile, arena: Tensor, dtype: torch.dtype, quantized: QuantizedExperts | None
+    ) -> Callable[[Workspace], GraphDecoder]:
         """Read all weights outside pages into ``arena`` (uint8, any device) as ``dtype``."""
         fill_weights(self.model, self.weights, arena, dtype)
         activations = self.views.activations if self.views is not None else ()
-        return partial(GraphDecoder, profile, self.model, activations, self.weights.matrices)
+        return partial(GraphDecoder, profile, self.model, activations, self.weights.matrices, quantized)
 
     def expert(self, slot: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | Matrices | Tensor:
         """The expert whose page is in ``slot`` (uint8); of a dense model the numbers of the page."""
@@ -92,4 +95,8 @@ def _open_graph(directory: Path) -> OpenCheckpoint:
     found = WeightMap(dtype=weights.dtype, parts=MappingProxyType({}), pages=weights.pages, spare_head=None)
     views = PageViews(layouts[0], model.forms) if layouts else None
     graph = GraphCheckpoint(model, weights, views)
-    return OpenCheckpoint(directory=directory, profile=profile, weight_map=found, graph=graph)
+    quantization = read_quantization(HFConfig.from_file(directory / "config.json"))
+    if quantization is None:
+        return OpenCheckpoint(directory=directory, profile=profile, weight_map=found, graph=graph)
+    profile = with_stored(profile, quantization.format_of, where)
+    return as_stored(directory, profile, found, graph, weights.layouts)

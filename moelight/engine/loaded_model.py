@@ -31,6 +31,7 @@ from moelight.kernels.gpu.attention import prompt_form
 from moelight.kernels.products import Workspace
 from moelight.kernels.reads import FileReader, ReadPart
 from moelight.models.decoder import Decoder, NativeDecoder
+from moelight.models.quantized import QuantizedExperts
 from moelight.paging.arena import typed
 from moelight.paging.kv import BlockPool, paged_cache, token_cache
 from moelight.paging.ring import RingPager
@@ -87,8 +88,9 @@ class LoadedModel:
             self.lanes: tuple[Lane, ...] = tuple(runners)
             self.executor = Executor(runners, machine.habits.timed if machine.habits.takes_time else None)
             opened.callback(self.executor.close)
-            announced = footprint(self.profile, policy, dtype=self.dtype, kv_dtype=self.dtype)
-            slot_bytes = costs.page_slot_bytes(self.profile, self.dtype.page_dtype)
+            stored = costs.page_dtype(self.profile, self.dtype)
+            announced = footprint(self.profile, policy, dtype=self.dtype, kv_dtype=self.dtype, page_dtype=stored)
+            slot_bytes = costs.page_slot_bytes(self.profile, stored)
             arenas = allocate_for(machine, announced, pinned_pages=self.layout.pinned_pages, slot_bytes=slot_bytes)
             tokens, hidden = pass_tokens(policy), self.profile.hidden_size
             residual = torch.float32 if self.dtype.pages else dtype
@@ -130,24 +132,27 @@ class LoadedModel:
     def _load_dense(self, source: OpenCheckpoint, arena: Tensor, dtype: torch.dtype) -> Callable[[Workspace], Decoder]:
         """All weights outside experts, in ``arena``; returns what makes the decoder of them."""
         self.weights: ModelWeights | None = None
+        quantized = source.weight_map.quantized
+        experts = None if quantized is None else QuantizedExperts(quantized)
         if source.graph is not None:
-            return source.graph.decoder(self.profile, arena, dtype)
+            return source.graph.decoder(self.profile, arena, dtype, experts)
         self.weights = load_dense(source.weight_map, self.profile, arena, dtype)
-        return partial(NativeDecoder, self.profile, self.weights)
+        return partial(NativeDecoder, self.profile, self.weights, quantized=experts)
 
     def _page_store(
         self, source: OpenCheckpoint, arenas: Mapping[str, Tensor], experts: ExpertRuntime | None
     ) -> PageStore:
-        profile, fast_tier, dtype = self.profile, self.placement.fast_tier, to_torch(self.dtype.page_dtype)
+        profile, fast_tier = self.profile, self.placement.fast_tier
         views = partial(page_views, model=profile) if source.graph is None else source.graph.expert
+        view = partial(views, dtype=to_torch(self.dtype.page_dtype))
         return PageStore(
             arenas,
             slot_table(self.placement, profile) if experts is None else experts.residency.table,
             fast_tier=fast_tier,
             far=offloaded_pages(self.placement) if fast_tier == "device" else (),
             parts=self.layout.parts,
-            slot_bytes=costs.page_slot_bytes(profile, self.dtype.page_dtype),
-            view=partial(views, dtype=dtype),
+            slot_bytes=costs.page_slot_bytes(profile, costs.page_dtype(profile, self.dtype)),
+            view=_stored_bytes if source.weight_map.quantized is not None else view,
         )
 
     def _load_pages(self, warm: Callable[[Collection[int]], Ticket] | None) -> None:
@@ -246,11 +251,16 @@ class LoadedModel:
         ).table
 
 
+def _stored_bytes(slot: Tensor) -> Tensor:
+    """The page of a quantised expert, whose matrices the decoder finds by its layer."""
+    return slot
+
+
 def _page_reader(source: OpenCheckpoint, dtype: DType, policy: Policy, opened: ExitStack) -> PageReader:
     """A reader that bypasses the page cache, unless weights are converted while they are read. In mixed precision only
     a device rounds pages to ``dtype``."""
     weight_map, kept = source.weight_map, to_torch(dtype.page_dtype)
-    if to_torch(weight_map.dtype) != kept:
+    if to_torch(weight_map.dtype) != kept and weight_map.quantized is None:
         return PageReader(weight_map, source.profile, kept)
     try:
         files = opened.enter_context(FileReader(page_files(weight_map)))

@@ -20,7 +20,6 @@ from moelight.experts.options import ExpertOptions
 from moelight.models.graph.profile import know_other_families
 from moelight.optimizer.plan import Plan
 from moelight.optimizer.simulation import SimulationSetup
-from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.workload import Workload
@@ -78,7 +77,6 @@ class LazyModel:
 
     @cached_property
     def profile(self) -> ModelProfile:
-        HFConfig.from_file(self.directory / "config.json").refuse_quantised()
         know_other_families()
         return load_model_profile(str(self.directory))
 

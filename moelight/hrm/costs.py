@@ -66,12 +66,13 @@ def page_parts(size: int, most: int = PART_BYTES) -> tuple[range, ...]:
 
 @lru_cache(maxsize=64)
 def dense_bytes(model: ModelProfile, dtype: DType) -> int:
-    """Bytes of all tensors outside the experts, each aligned for vector loads."""
-    return sum(align_up(tensor_bytes(model, tensor, dtype), TENSOR_ALIGNMENT) for tensor in dense_tensors(model))
+    """Bytes of all tensors outside the experts in memory, where none is quantised, each aligned for vector loads."""
+    sizes = (tensor.elements * (tensor.itemsize or dtype.itemsize) for tensor in dense_tensors(model))
+    return sum(align_up(size, TENSOR_ALIGNMENT) for size in sizes)
 
 
-def tensor_bytes(model: ModelProfile, tensor: StackedTensor, dtype: DType) -> int:
-    """Bytes of a tensor outside the experts: as it is stored if it is quantised, else in ``dtype`` or its own size."""
+def stored_bytes(model: ModelProfile, tensor: StackedTensor, dtype: DType) -> int:
+    """Bytes of a tensor outside the experts in the checkpoint: in ``dtype`` or its own size unless it is quantised."""
     stored, each = _stored_dense(model), tensor.itemsize or dtype.itemsize
     return sum(stored.get((part.name, part.layer), part.elements * each) for part in tensor.parts)
 

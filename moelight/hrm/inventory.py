@@ -52,7 +52,7 @@ def inventory(model: ModelProfile, *, weight_dtype: DType | None = None, kv_dtyp
     for tensor in dense_tensors(model):
         parameters[_kind(tensor)] += tensor.elements
         plain = tensor.elements * own.itemsize
-        sizes[_kind(tensor)] += plain if model.stored is None else costs.tensor_bytes(model, tensor, own)
+        sizes[_kind(tensor)] += plain if model.stored is None else costs.stored_bytes(model, tensor, own)
     for stored in model.page_tensors:
         parameters[stored.kind] += stored.elements
         sizes[stored.kind] += stored.elements * page_dtype.itemsize

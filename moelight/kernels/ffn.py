@@ -27,6 +27,7 @@ from torch import Tensor
 from moelight.kernels import arguments, native, reference
 from moelight.kernels.activations import Activation, activation_of
 from moelight.kernels.arguments import FLOATS, INTEGERS, as_dlpack, check_tensor, lend, lend_given, stored
+from moelight.kernels.quantized import numbers_of
 
 Tensors = Sequence[Tensor | None]
 _GROUP_STEP = 32
@@ -106,6 +107,7 @@ def cpu_expert_ffn(
     without rows may be None. The tensors of a list share their shape, dtype and order. The activation is rounded to the
     dtype of x. The GIL is released.
     """
+    gate_up, up, down = (_numbers(each, x.dtype) for each in (gate_up, up, down))
     group_size, threads = _check_group_size(group_size), arguments.check_threads(threads)
     act = _check_form(activation, up, gate_up_bias, up_bias, interleaved=interleaved)
     given = (gate_up_bias, up_bias, down_bias, gate_up_scale, down_scale)
@@ -129,6 +131,10 @@ def cpu_expert_ffn(
     pairing = "interleaved" if interleaved else "joined" if act.gated else "ungated"
     extension.expert_ffn(rows, wide, second, narrow, bounds, by, pairing, *rest, group_size or 0, into, threads)
     return out
+
+
+def _numbers(tensors: Any, dtype: torch.dtype) -> Any:
+    return tensors and [None if each is None else numbers_of(each, dtype) for each in tensors]
 
 
 def _check_form(

@@ -46,6 +46,11 @@ class QuantizedMatrix:
         return torch.cat([block for _, block in blocks])
 
 
+def numbers_of(weight: Tensor | QuantizedMatrix, dtype: torch.dtype) -> Tensor:
+    """``weight`` if it is a tensor, else its numbers as ``dtype``."""
+    return weight.numbers(dtype) if isinstance(weight, QuantizedMatrix) else weight
+
+
 def unpack(
     stored: StoredFormat, parts: Parts, begin: int, end: int, columns: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:

@@ -7,7 +7,7 @@ Legend: T tokens, H hidden, Hq query heads, Hkv key/value heads, D head size, V 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -20,7 +20,8 @@ from moelight.kernels import native
 from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.norm import finish_heads, rms_norm, rms_norm_mixed
 from moelight.kernels.products import Workspace, feed_forward, linear, parts, rows_computed
-from moelight.models.moe import Experts, ExpertWeights, Routed, moe_forward, route_tokens
+from moelight.models.moe import Experts, ExpertWeights, FormedExpert, Routed, gated_silu, moe_forward, route_tokens
+from moelight.models.quantized import QuantizedExperts
 from moelight.profiles.model import AttentionSpec, ModelProfile
 from moelight.weights.load import ModelWeights
 
@@ -112,8 +113,8 @@ class Decoder(Protocol):
         weighted sum is to be added to ``hidden`` before the next phase."""
         ...
 
-    def experts(self, layer: int, pages: Sequence[ExpertWeights | None]) -> Sequence[ExpertWeights | None]:
-        """The experts of ``layer`` whose ``pages`` are given."""
+    def experts(self, layer: int, pages: Sequence[Any]) -> Sequence[ExpertWeights | None]:
+        """The experts of ``layer`` whose ``pages`` are given as a `PageStore` has them."""
         ...
 
     def predict_experts(self, layer: int, hidden: Tensor, running: Running) -> tuple[Tensor, Tensor]:
@@ -140,8 +141,11 @@ class NativeDecoder:
     predicts = True
     sinks: Mapping[int, Tensor] = MappingProxyType({})
 
-    def __init__(self, model: ModelProfile, weights: ModelWeights, space: Workspace) -> None:
-        self.model = model
+    def __init__(
+        self, model: ModelProfile, weights: ModelWeights, space: Workspace, *, quantized: QuantizedExperts | None = None
+    ) -> None:
+        """``quantized``: finds the experts in pages of stored bytes."""
+        self.model, self._quantized = model, quantized
         self.weights = weights
         self.space = space
         self.dtype = space.inputs.dtype
@@ -206,8 +210,15 @@ class NativeDecoder:
         """hidden [T, H] += o(attention [T, Hq, D]), in place; returns the input and routing of the layer's experts."""
         return self._routed(self._after_attention(layer, hidden, attention), self._router(layer))
 
-    def experts(self, layer: int, pages: Sequence[ExpertWeights | None]) -> Sequence[ExpertWeights | None]:  # noqa: ARG002
-        return pages
+    def experts(self, layer: int, pages: Sequence[Any]) -> Sequence[ExpertWeights | None]:
+        if self._quantized is None:
+            return pages
+        return [
+            FormedExpert(found := self._quantized.matrices(layer, page), SILU, partial(gated_silu, found))
+            if isinstance(page, Tensor)
+            else None
+            for page in pages
+        ]
 
     def predict_experts(self, layer: int, hidden: Tensor, running: Running) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         x = self._norm(hidden, self.weights.layers[layer].post_norm)

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from moelight.hrm.costs import EXPERT_ROWS
 from moelight.kernels import native
@@ -21,19 +22,22 @@ from moelight.kernels.gpu import routing as gpu_routing
 from moelight.kernels.gpu import serving
 from moelight.kernels.gpu.grouped import expert_ffn
 from moelight.kernels.gpu.pages import ALIGNMENT_BYTES, PageTable
-from moelight.kernels.products import Workspace, feed_forward, padded_rows, rows_computed
-from moelight.kernels.reference import route_topk
+from moelight.kernels.products import Workspace, feed_forward, linear, padded_rows, rows_computed
+from moelight.kernels.quantized import QuantizedMatrix, numbers_of
+from moelight.kernels.reference import gate_and_up, route_topk
 from moelight.kernels.routing import cpu_gather_rows, cpu_route, cpu_scatter_sum, cpu_sort_by_expert
 from moelight.profiles.model import RouterSpec
+
+Weight: TypeAlias = Tensor | QuantizedMatrix
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matrices:
     """Views of an expert's matrices and biases, by the names of `cpu_expert_ffn`, whose form is any that it takes."""
 
-    gate_up: Tensor
-    down: Tensor
-    up: Tensor | None = None
+    gate_up: Weight
+    down: Weight
+    up: Weight | None = None
     gate_up_bias: Tensor | None = None
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
@@ -53,6 +57,23 @@ class FormedExpert:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.forward(x)
+
+
+def gated_silu(matrices: Matrices, x: Tensor) -> Tensor:
+    """An expert with a gated SiLU by torch: x [n, H] -> [n, H]."""
+    inward = product(x, matrices.gate_up)
+    pair = (
+        gate_and_up(inward, interleaved=matrices.interleaved)
+        if matrices.up is None
+        else (inward, product(x, matrices.up))
+    )
+    return product(SILU(*pair).to(x.dtype), matrices.down)
+
+
+def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """x [n, in] times ``weight`` [out, in], plus the bias, by torch -> [n, out]."""
+    weight = numbers_of(weight, x.dtype)
+    return (linear if weight.stride(1) == 1 else functional.linear)(x, weight, bias)
 
 
 # gate_up and down of a gated SiLU, or an expert of another form; of a dense layer, what puts its page in place.
@@ -97,7 +118,7 @@ def grouped_pages(
     """The pages of ``weights``, if the grouped kernels compute with them where they are, on rows of ``dtype`` and by
     all of the layers' ``activations``; else None. Waits for the device: called at loading."""
     first = next((each.gate_up if isinstance(each, Matrices) else each[0] for each in weights), None)
-    if first is None or not first.is_cuda or not serving.serves(first.device, dtype)[0]:
+    if not isinstance(first, Tensor) or not first.is_cuda or not serving.serves(first.device, dtype)[0]:
         return None
     return table_of(weights, activations)
 

@@ -11,8 +11,6 @@ from moelight.profiles.model import ModelProfile, not_computed
 def why_not(policy: Policy, model: ModelProfile, dtype: DType) -> tuple[str, ...]:
     """The reasons why the engine refuses ``policy`` for ``model``, computed in ``dtype``, a clause each; empty if the
     policy runs. Only the native decoder computes in mixed precision."""
-    if model.stored is not None and policy.weight_dtype == "auto":
-        return (f"the engine does not compute with weights stored as {model.stored.name}", *policy_faults(policy))
     graph = bool(model.layers) or bool(not_computed(model))
     if not (graph and dtype.pages and policy.weight_dtype in ("auto", dtype.name)):
         return policy_faults(policy)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from moelight.core.errors import MoelightError
 from moelight.core.schedule import Page
 from moelight.paging.residency import ResidencyManager
 from moelight.paging.slots import SlotTable, Transfer, TransferStats
-from moelight.paging.store import ExpertWeights, PageStore, StartPage
+from moelight.paging.store import PageStore, StartPage
 
 Leave = Callable[[int, np.ndarray, np.ndarray], np.ndarray]  # layer, missing ids, tokens of each -> ids left to the CPU
 
@@ -36,7 +37,7 @@ class LayerDemand:
 
     stats: TransferStats
     late: frozenset[int]
-    on_cpu: tuple[ExpertWeights | None, ...]
+    on_cpu: tuple[Any, ...]
     memory: np.ndarray
     transfers: list[Transfer] = field(default_factory=list)
     coming: list[Transfer] = field(default_factory=list)

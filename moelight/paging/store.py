@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -22,7 +22,6 @@ from moelight.paging.slots import PendingPage
 LOADED_AT_ONCE = 4
 
 StartPage = Callable[[Page, Tensor, int], PendingPage | None]  # (page, destination, offset in the page)
-ExpertWeights = tuple[Tensor, Tensor]
 
 
 class SlotMemory(NamedTuple):
@@ -31,15 +30,15 @@ class SlotMemory(NamedTuple):
 
     page: Tensor
     parts: Sequence[Tensor]
-    weights: ExpertWeights
+    weights: Any
     number: int
 
 
 class PageStore:
     """Page bytes in arenas of slots: ``experts`` (``resident``), ``host_experts`` (``offloaded`` pages ``far``),
-    ``ring`` and ``pinned_ring``. ``parts`` are byte ranges of a page; ``view`` returns ``(gate_up [2I, H], down
-    [H, I])``. ``weights`` has those of every resident and ring slot; memory never moves, so its number and its
-    addresses hold as long as the store, whichever slot it becomes (`swap`)."""
+    ``ring`` and ``pinned_ring``. ``parts`` are byte ranges of a page; ``view`` returns what the decoder takes
+    as the expert of a page. ``weights`` has those of every resident and ring slot; memory never moves, so its number
+    and its addresses hold as long as the store, whichever slot it becomes (`swap`)."""
 
     def __init__(
         self,
@@ -50,7 +49,7 @@ class PageStore:
         far: Sequence[Page],
         parts: Sequence[range],
         slot_bytes: int,
-        view: Callable[[Tensor], ExpertWeights],
+        view: Callable[[Tensor], Any],
     ) -> None:
         self.page_bytes = parts[-1].stop
 
@@ -145,11 +144,11 @@ class PageStore:
         numbers[here] = self._resident_numbers[self.table[here]]
         return numbers
 
-    def weights_at(self, numbers: np.ndarray) -> list[ExpertWeights | None]:
+    def weights_at(self, numbers: np.ndarray) -> list[Any]:
         """Weights of the experts whose memory has ``numbers`` int [experts]; None where it is negative."""
         return [self.weights[number] if number >= 0 else None for number in numbers.tolist()]
 
-    def computed_experts(self, layer: int, num_experts: int) -> list[ExpertWeights | None]:
+    def computed_experts(self, layer: int, num_experts: int) -> list[Any]:
         """Weights of the experts that the CPU computes in place; None for the others."""
         pages = (Page(layer=layer, expert=expert) for expert in range(num_experts))
         return [self.offloaded[page].weights if page in self._computed else None for page in pages]

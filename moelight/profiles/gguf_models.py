@@ -14,7 +14,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from moelight.core.dtypes import DType
 from moelight.core.errors import CheckpointError, ConfigError, quoted
 from moelight.profiles.families import profile_from_config
 from moelight.profiles.gguf import GGMLTensor, GGUFFile, read_gguf
@@ -335,12 +334,6 @@ def _stored(profile: ModelProfile, tensors: Mapping[tuple[str, int], GGMLTensor]
             key = ("kv_b" if name in ("k_b", "v_b") else name, layer)
             dense[key] = dense.get(key, 0) + tensor.nbytes
     elements = 3 * profile.experts.intermediate_size * profile.hidden_size
-    largest = max(pages)
-    bits = max(1, 8 * largest // elements)
-    named = " and ".join(sorted(experts, key=lambda each: -experts[each])[:2])
-    return StoredWeights(
-        name=f"GGUF {named}",
-        pages=tuple(pages),
-        dtype=DType(name=f"GGUF {named}", bits=bits, group=elements, scale_bytes=largest - -(-elements * bits // 8)),
-        dense=tuple((name, layer, size) for (name, layer), size in sorted(dense.items())),
-    )
+    name = "GGUF " + " and ".join(sorted(experts, key=lambda each: -experts[each])[:2])
+    sizes = [(name, layer, size) for (name, layer), size in sorted(dense.items())]
+    return StoredWeights.of(name, name, pages, elements, sizes)

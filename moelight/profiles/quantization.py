@@ -6,16 +6,17 @@ The input is untrusted: names and patterns are bounded, and what is not known is
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from moelight.core.dtypes import DType, dtype_named
+from moelight.core.dtypes import dtype_named
 from moelight.core.errors import ConfigError, did_you_mean
+from moelight.core.units import align_up
 from moelight.profiles import stored as formats
 from moelight.profiles.hf_config import QUANTISED_KEYS, HFConfig
 from moelight.profiles.model import ModelProfile
-from moelight.profiles.stored import StoredFormat, StoredWeights
+from moelight.profiles.stored import PART_ALIGNMENT, StoredFormat, StoredWeights
 from moelight.profiles.tensor_list import dense_tensors, page_shapes
 
 _MOST_RULES = 1 << 12
@@ -96,16 +97,20 @@ def with_stored(profile: ModelProfile, format_of: Callable[[str], StoredFormat |
         if len(part.shape) == 2
         and (size := counted.matrix(_module(profile, part.name, part.layer), *part.shape)) is not None
     )
-    elements, largest = sum(rows * columns for rows, columns in page_shapes(profile).values()), max(pages)
-    bits = max(1, 8 * largest // elements)
-    rest = largest - -(-elements * bits // 8)
-    found = StoredWeights(
-        name=", ".join(counted.named) or profile.dtype,
-        pages=pages,
-        dtype=DType(name=", ".join(experts) or profile.dtype, bits=bits, group=elements, scale_bytes=max(0, rest)),
-        dense=dense,
-    )
+    name, of_experts = (", ".join(names) or profile.dtype for names in (counted.named, experts))
+    return replace(profile, stored=StoredWeights.of(name, of_experts, pages, _elements(profile), dense))
+
+
+def with_pages(profile: ModelProfile, pages: Sequence[int]) -> ModelProfile:
+    """Quantised ``profile`` with the bytes that pages were found to have, of an expert of each layer."""
+    stored = profile.stored
+    assert stored is not None, "only quantised pages differ from what the profile says"
+    found = StoredWeights.of(stored.name, stored.dtype.name, pages, _elements(profile), stored.dense)
     return replace(profile, stored=found)
+
+
+def _elements(profile: ModelProfile) -> int:
+    return sum(rows * columns for rows, columns in page_shapes(profile).values())
 
 
 class _Count:
@@ -116,13 +121,14 @@ class _Count:
         self._itemsize = dtype_named(profile.dtype).itemsize
         self.named: dict[str, None] = {}
 
-    def matrix(self, module: str, rows: int, columns: int) -> int | None:
-        """Bytes of the matrix [rows, columns] of ``module``; None in the model's dtype."""
+    def matrix(self, module: str, rows: int, columns: int, *, paged: bool = False) -> int | None:
+        """Bytes of the matrix [rows, columns] of ``module``, in an expert's page if ``paged``; None in the model's
+        dtype."""
         stored = self._format_of(module)
         if stored is None:
             return None
         try:
-            size = stored.bytes_for(rows, columns)
+            size = stored.paged_bytes(rows, columns) if paged else stored.bytes_for(rows, columns)
         except ConfigError as error:
             raise ConfigError(f"{self._where}: {module}: {error}; config and weights do not fit") from None
         self.named[stored.name] = None
@@ -135,8 +141,8 @@ class _Count:
             rows, columns = shape[::-1] if spec.transposed else shape
             plain_bytes = rows * columns * self._itemsize
             module = expert_module(self._profile, layer, name, 0)
-            found = None if name.endswith("_bias") else self.matrix(module, rows, columns)
-            total += plain_bytes if found is None else found
+            found = None if name.endswith("_bias") else self.matrix(module, rows, columns, paged=True)
+            total += align_up(plain_bytes, PART_ALIGNMENT) if found is None else found
         return total
 
 

@@ -7,11 +7,13 @@ gives the numbers, `quantization` says which matrix of a checkpoint has which fo
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from moelight.core.dtypes import DType
 from moelight.core.errors import ConfigError, did_you_mean
+from moelight.core.units import align_up
 
 PLAIN, SCALED, PACKED, GPTQ, AWQ, MXFP4, GGML = "plain", "scaled", "packed", "gptq", "awq", "mxfp4", "ggml"
 # Bytes of a number by its safetensors name.
@@ -22,6 +24,8 @@ ITEM_BYTES = {
     "I64": 8,
 }
 MX_GROUP = 32  # columns of a block of MXFP4
+SHAPE = ".weight_shape"  # of a part that repeats the size of the matrix
+PART_ALIGNMENT = 16  # bytes; of each part of an expert's page
 _WORD = 32  # bits
 _FLOATS, _EXPONENTS = ("F16", "BF16", "F32"), ("U8", "F8_E8M0")  # of scales; exponents of two, biased by 127
 
@@ -114,7 +118,7 @@ class StoredFormat:
             found = [StoredPart(weight, ("I32",), (rows, words)), StoredPart(scales, scale_dtypes, (rows, groups))]
             if self.zero_points:
                 found.append(StoredPart(zeros, ("I32",), (-(-rows * bits // _WORD), groups)))
-            return (*found, StoredPart(".weight_shape", ("I64", "I32"), (2,)))
+            return (*found, StoredPart(SHAPE, ("I64", "I32"), (2,)))
         if self.kind == SCALED:
             grid = (self.row_groups(rows), groups)
             found = [
@@ -133,6 +137,22 @@ class StoredFormat:
     def bytes_for(self, rows: int, columns: int) -> int:
         """Bytes of a matrix, scales, zero points and order included; raises as `parts` does."""
         return sum(part.nbytes for part in self.parts(rows, columns))
+
+    def paged_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of a matrix in an expert's page; raises as `parts` does."""
+        parts = (part for part in self.parts(rows, columns) if part.suffix != SHAPE)
+        return sum(align_up(part.nbytes, PART_ALIGNMENT) for part in parts)
+
+    def rows_of_line(self, suffix: str) -> int:
+        """Rows of the matrix in each index of the first dimension of the part ``suffix``: 0 if the part is of all rows,
+        -1 if its first dimension is not of rows."""
+        if suffix == SHAPE:
+            return 0
+        if self.transposed:
+            return -1
+        if self.kind == SCALED and suffix != self.names[0]:
+            return self.group_rows
+        return self.per_word if self.kind == PACKED and suffix == self.names[2] else 1
 
     def bits_per_weight(self, rows: int, columns: int) -> float:
         return 8 * self.bytes_for(rows, columns) / (rows * columns)
@@ -269,6 +289,17 @@ class StoredWeights:
     pages: tuple[int, ...]
     dtype: DType
     dense: tuple[tuple[str, int, int], ...] = ()
+
+    @classmethod
+    def of(
+        cls, name: str, experts: str, pages: Sequence[int], elements: int, dense: Sequence[tuple[str, int, int]]
+    ) -> StoredWeights:
+        """Pages of ``elements`` numbers at most, whose format is called ``experts``."""
+        largest = max(pages)
+        bits = max(1, 8 * largest // elements)
+        scales = max(0, largest - -(-elements * bits // 8))
+        dtype = DType(name=experts, bits=bits, group=elements, scale_bytes=scales)
+        return cls(name=name, pages=tuple(pages), dtype=dtype, dense=tuple(dense))
 
     @property
     def page_bytes(self) -> int:

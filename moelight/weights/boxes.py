@@ -90,7 +90,7 @@ class Tiled:
     def of(cls, info: TensorInfo) -> Tiled:
         """The whole stored tensor."""
         shape = info.shape
-        return cls(shape, (Box((0,) * len(shape), shape, info, 0, row_major(shape)),))
+        return cls(shape, (Box((0,) * len(shape), shape, info, 0, info.strides),))
 
     def permute(self, dims: Sequence[int]) -> Tiled:
         def moved(values: Shape) -> Shape:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,8 +26,11 @@ from moelight.core.schedule import Page
 from moelight.core.small_files import open_regular, read_error_text
 from moelight.core.units import MiB, align_up
 from moelight.hrm.costs import TENSOR_ALIGNMENT, dense_bytes, page_bytes
+from moelight.kernels.quantized import row_blocks
 from moelight.profiles.model import ModelProfile
+from moelight.profiles.stored import PART_ALIGNMENT
 from moelight.profiles.tensor_list import dense_tensors, page_shapes
+from moelight.weights.quantized_checkpoint import QuantizedInfo
 from moelight.weights.source import TensorInfo
 from moelight.weights.tensor_map import WeightMap
 from moelight.weights.torch_dtypes import from_torch, to_torch
@@ -173,7 +176,7 @@ def load_dense(weight_map: WeightMap, model: ModelProfile, arena: torch.Tensor, 
             nbytes = tensor.elements * dtype.itemsize
             view = arena[used : used + nbytes].view(read_as).view(tensor.shape)
             for part, rows in zip(tensor.parts, view.split([part.shape[0] for part in tensor.parts]), strict=True):
-                reader.read(weight_map.parts[part], rows)
+                read_tensor_into(reader, weight_map.parts[part], rows)
             if mixed and (view := _rounded(view)).dtype != dtype:
                 kept.append(weight_map.parts[tensor.parts[0]].name)
             (outside if tensor.layer < 0 else layers[tensor.layer])[tensor.name] = view
@@ -184,6 +187,17 @@ def load_dense(weight_map: WeightMap, model: ModelProfile, arena: torch.Tensor, 
         _log.warning("%s: beyond the range of float16, computed in float32", ", ".join(map(repr, kept)))
     outside.setdefault("head", outside["embed"])
     return ModelWeights(**outside, layers=tuple(LayerWeights(**layer) for layer in layers))
+
+
+def read_tensor_into(reader: TensorReader, info: TensorInfo, dest: torch.Tensor) -> None:
+    """As `TensorReader.read`, of a quantised matrix too, whose numbers are rounded to the dtype of ``dest``."""
+    if not isinstance(info, QuantizedInfo):
+        reader.read(info, dest)
+        return
+    matrix = info.stored()
+    parts = matrix.read()
+    for begin, numbers in row_blocks(matrix.stored, parts, matrix.rows, matrix.columns):
+        dest.view(matrix.rows, matrix.columns)[begin : begin + len(numbers)].copy_(numbers)
 
 
 def _rounded(stored: torch.Tensor) -> torch.Tensor:
@@ -257,10 +271,14 @@ class PageReader(TensorReader):
         mixed: bool = False,
     ) -> None:
         super().__init__(page_files(weight_map), weight_map.dtype)
-        self._pages = weight_map.pages
-        self._dtype = dtype
-        self._submit = submit if self._stored == dtype else None
-        self.page_bytes = page_bytes(model, from_torch(dtype))
+        self._pages, self._quantized = weight_map.pages, weight_map.quantized
+        self._dtype, self._alignment = dtype, 1
+        if self._quantized is not None:
+            self._stored = self._dtype = torch.uint8
+            self._alignment, self.page_bytes = PART_ALIGNMENT, self._quantized.nbytes
+        else:
+            self.page_bytes = page_bytes(model, from_torch(dtype))
+        self._submit = submit if self._stored == self._dtype else None
         self.wide_layers: set[int] = set()
         self._mixed, self._examined = mixed, set[tuple[Page, int, int]]()
 
@@ -270,9 +288,11 @@ class PageReader(TensorReader):
         `PageRead.wait`."""
         check_bytes(dest, 1, "the slot")
         numbers = dest[: self.page_bytes - begin].view(self._dtype)
-        pieces = self._pieces(page, begin // self._dtype.itemsize, numbers.numel())
-        sizes = [piece.nbytes // self._stored.itemsize for piece in pieces]  # a layer's page may be shorter than others
-        reads = list(zip(pieces, numbers[: sum(sizes)].split(sizes), strict=True))
+        first, size = begin // self._dtype.itemsize, self._stored.itemsize
+        pieces, reads = [], []
+        for piece, start in self._pieces(page, first, numbers.numel()):
+            pieces.append(piece)
+            reads.append((piece, numbers[start - first : start - first + piece.nbytes // size]))
         examine = partial(self._examine, (page, begin, numbers.numel()), reads)
         if self._submit is not None and dest.device.type == "cpu":
             parts = [(piece.file, piece.offset, into.view(torch.uint8)) for piece, into in reads]
@@ -284,9 +304,12 @@ class PageReader(TensorReader):
 
     def _examine(self, part: tuple[Page, int, int], reads: Sequence[tuple[TensorInfo, torch.Tensor]]) -> None:
         """Notice numbers that float16 does not hold in what was read, unless ``part`` was examined before."""
-        if not self._mixed or part in self._examined:
+        if (not self._mixed and not (self._quantized and self._quantized.groups)) or part in self._examined:
             return
         self._examined.add(part)
+        if self._quantized is not None:
+            _check_groups(self._quantized.groups, reads)
+            return
         for piece, numbers in reads:
             if exceeds_float16(numbers):
                 if not self.wide_layers:
@@ -296,16 +319,30 @@ class PageReader(TensorReader):
                     _log.warning(told, piece.file, piece.name)
                 self.wide_layers.add(part[0].layer)
 
-    def _pieces(self, page: Page, begin: int, count: int) -> list[TensorInfo]:
-        """The locations of ``count`` numbers of a page from number ``begin`` on."""
-        found, size, start = [], self._stored.itemsize, 0
+    def _pieces(self, page: Page, begin: int, count: int) -> Iterator[tuple[TensorInfo, int]]:
+        """The locations of ``count`` numbers of a page from number ``begin`` on, and the number at which each starts; a
+        layer's page may be shorter than others."""
+        size, start = self._stored.itemsize, 0
         for info in self._pages[page]:
             numbers = info.nbytes // size
             first, last = max(begin - start, 0), min(begin + count - start, numbers)
             if first < last:
-                found.append(replace(info, offset=info.offset + first * size, nbytes=(last - first) * size))
-            start += numbers
-        return found
+                piece = replace(info, offset=info.offset + first * size, nbytes=(last - first) * size)
+                yield piece, start + first
+            start = align_up(start + numbers, self._alignment)
+
+
+def _check_groups(groups: Mapping[str, int], reads: Iterable[tuple[TensorInfo, torch.Tensor]]) -> None:
+    """Raise CheckpointError if a tensor that says the group of each column names one that is not there."""
+    for piece, numbers in reads:
+        if (count := groups.get(piece.name)) is not None:
+            least, most = numbers.view(torch.int32).aminmax()
+            if least < 0 or most >= count:
+                wrong = int(least if least < 0 else most)
+                raise CheckpointError(
+                    f"{piece.file}: tensor {piece.name!r} puts a column into group {wrong}, and there are {count}; "
+                    "fetch the checkpoint again"
+                )
 
 
 class _DirectPageRead:

@@ -41,6 +41,11 @@ class TensorInfo:
     offset: int
     nbytes: int
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Numbers from one index of each dimension to the next."""
+        return tuple(math.prod(self.shape[place + 1 :]) for place in range(len(self.shape)))
+
     def part(self, index: int, count: int) -> TensorInfo:
         """Slice ``index`` of ``count`` equal slices along the first dimension, under the name of the whole."""
         shape, nbytes = (self.shape[0] // count, *self.shape[1:]), self.nbytes // count

@@ -17,11 +17,11 @@ from moelight.profiles.gguf import GGMLTensor
 from moelight.profiles.gguf_models import GGUFModel
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.quantization import expert_module
-from moelight.profiles.stored import GGML, MXFP4, SCALED, StoredFormat, StoredPart, ggml_format, plain
+from moelight.profiles.stored import GGML, MXFP4, SCALED, SHAPE, StoredFormat, StoredPart, ggml_format, plain
 from moelight.profiles.tensor_list import page_shapes
 from moelight.weights.source import Checkpoint, TensorInfo
 
-_TORCH = {
+TORCH = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
     "I8": torch.int8,
@@ -54,16 +54,30 @@ class StoredMatrix:
         """Bytes in the checkpoint, with the dtypes that it has."""
         return sum(info.nbytes for info in self.places.values())
 
+    def rows_of(self, begin: int, end: int) -> StoredMatrix:
+        """Rows ``begin`` to ``end`` as a matrix of its own; raises CheckpointError where its bytes are not together."""
+        if (begin, end) == (0, self.rows):
+            return self
+        places = {}
+        for part in self.stored.parts(self.rows, self.columns):
+            if (step := self.stored.rows_of_line(part.suffix)) == 0:
+                places[part.suffix] = self.places[part.suffix]
+                continue
+            if step < 0 or begin % step or (end % step and end < self.rows):
+                raise self._error(part.suffix, f"is not to be divided at rows {begin} and {end}")
+            places[part.suffix] = _lines(self.places[part.suffix], begin // step, -(-end // step))
+        return replace(self, rows=end - begin, places=places)
+
     def read(self) -> dict[str, Tensor]:
         """The tensors by suffix, as stored; checks the values that say where others are."""
-        found = {suffix: _read(info) for suffix, info in self.places.items()}
+        found = {suffix: read_tensor(info) for suffix, info in self.places.items()}
         self._check(found)
         return found
 
     def _check(self, values: Mapping[str, Tensor]) -> None:
-        shape = values.get(".weight_shape")
+        shape = values.get(SHAPE)
         if shape is not None and shape.tolist() != [self.rows, self.columns]:
-            raise self._error(".weight_shape", f"says {shape.tolist()}, and the matrix is {[self.rows, self.columns]}")
+            raise self._error(SHAPE, f"says {shape.tolist()}, and the matrix is {[self.rows, self.columns]}")
         if not self.stored.order:
             return
         order, groups = values[self.stored.names[3]], self.stored.groups(self.columns)
@@ -154,6 +168,14 @@ def ggml_matrix(tensor: GGMLTensor, *, expert: int | None = None) -> StoredMatri
     return StoredMatrix(module=tensor.name, stored=stored, rows=rows, columns=columns, places={".weight": info})
 
 
+def _lines(info: TensorInfo, begin: int, end: int) -> TensorInfo:
+    """Slice ``begin`` to ``end`` of ``info`` along its first dimension."""
+    line = info.nbytes // info.shape[0]
+    return replace(
+        info, shape=(end - begin, *info.shape[1:]), offset=info.offset + begin * line, nbytes=(end - begin) * line
+    )
+
+
 def _place(
     tensors: Mapping[str, TensorInfo],
     module: str,
@@ -205,7 +227,7 @@ def _alike(shape: tuple[int, ...], wanted: tuple[int, ...], stored: StoredFormat
     return shape == wanted
 
 
-def _read(info: TensorInfo) -> Tensor:
+def read_tensor(info: TensorInfo) -> Tensor:
     """The tensor at ``info`` [its shape]."""
     raw = torch.empty(info.nbytes, dtype=torch.uint8)
     try:
@@ -218,4 +240,4 @@ def _read(info: TensorInfo) -> Tensor:
         raise CheckpointError(f"{info.file}: cannot be read ({read_error_text(error)})") from None
     if done < info.nbytes:
         raise CheckpointError(f"{info.file}: cut short inside tensor {info.name!r}; fetch the file again")
-    return raw.view(_TORCH[info.dtype]).view(info.shape)
+    return raw.view(TORCH[info.dtype]).view(info.shape)

@@ -6,18 +6,22 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from moelight.core.dtypes import BY_SAFETENSORS, FLOAT32, DType
+from moelight.core.dtypes import BY_SAFETENSORS, FLOAT32, DType, dtype_named
 from moelight.core.errors import CheckpointError
 from moelight.core.schedule import Page
 from moelight.profiles.families import FAMILIES, profile_from_dir
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile, StoredTensor, require_computable
+from moelight.profiles.quantization import read_quantization, with_pages
 from moelight.profiles.tensor_list import dense_tensors, page_shapes
+from moelight.weights.page_layout import PageLayout
+from moelight.weights.quantized_checkpoint import QuantizedInfo, as_matrices
+from moelight.weights.quantized_pages import QuantizedPages, lay_out_pages
 from moelight.weights.source import Checkpoint, TensorInfo, resolve_model
 
 
@@ -47,12 +51,15 @@ def _axes(width: str) -> dict[str, tuple[str, ...]]:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightMap:
     """The location of every tensor a model requires, all of one ``dtype``. ``pages``: gate, up, down of each expert,
-    possibly slices. ``spare_head``: an output matrix that is stored although the config ties it to the embeddings."""
+    possibly slices. ``spare_head``: an output matrix that is stored although the config ties it to the embeddings.
+    ``quantized``: how pages of quantised experts lie, whose pieces are then those of ``pages``; ``dtype`` is the one to
+    compute in."""
 
     dtype: DType
     parts: Mapping[StoredTensor, TensorInfo]
     pages: Mapping[Page, tuple[TensorInfo, ...]]
     spare_head: TensorInfo | None
+    quantized: QuantizedPages | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,8 +81,9 @@ class OpenGraph(Protocol):
     @property
     def predicts(self) -> bool: ...
 
-    def decoder(self, profile: ModelProfile, arena: Any, dtype: Any) -> Callable[[Any], Any]:
-        """Read all weights outside pages into ``arena``; returns what makes the decoder with a workspace."""
+    def decoder(self, profile: ModelProfile, arena: Any, dtype: Any, quantized: Any) -> Callable[[Any], Any]:
+        """Read all weights outside pages into ``arena``; returns what makes the decoder with a workspace.
+        ``quantized``: finds the experts in pages of stored bytes; None: pages hold numbers."""
         ...
 
     def expert(self, slot: Any, dtype: Any) -> Any:
@@ -86,10 +94,38 @@ class OpenGraph(Protocol):
 def open_checkpoint(model: str) -> OpenCheckpoint:
     """Find ``model`` and audit it: every tensor present, of the right shape, none left over; else CheckpointError."""
     directory = resolve_model(model)
-    HFConfig.from_file(directory / "config.json").refuse_quantised()
     profile = profile_from_dir(directory)
     require_computable(profile, where=str(directory / "config.json"))
-    return OpenCheckpoint(directory=directory, profile=profile, weight_map=locate(Checkpoint.open(directory), profile))
+    checkpoint = Checkpoint.open(directory)
+    if profile.stored is None:
+        return OpenCheckpoint(directory=directory, profile=profile, weight_map=locate(checkpoint, profile))
+    return as_stored(directory, profile, locate(plain_matrices(checkpoint, profile.dtype), profile))
+
+
+def plain_matrices(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
+    """``checkpoint`` as one of plain matrices of ``dtype``, if its config.json says that it is quantised."""
+    quantization = read_quantization(HFConfig.from_file(checkpoint.directory / "config.json"))
+    if quantization is None:
+        return checkpoint
+    return as_matrices(checkpoint, quantization.format_of, dtype_named(dtype).safetensors)
+
+
+def as_stored(
+    directory: Path,
+    profile: ModelProfile,
+    found: WeightMap,
+    graph: OpenGraph | None = None,
+    layouts: Mapping[int, PageLayout] | None = None,
+) -> OpenCheckpoint:
+    """The checkpoint of quantised ``profile``, whose pages are stored bytes if experts are quantised. ``layouts``: of
+    the pages of a graph's layers."""
+    if any(isinstance(info, QuantizedInfo) for infos in found.pages.values() for info in infos):
+        quantized = lay_out_pages(found.pages, layouts)
+        found = replace(found, pages=quantized.pieces, quantized=quantized)
+        profile = with_pages(profile, quantized.page_bytes(profile.num_layers))
+    else:  # matrices outside the experts alone, which are not quantised in memory
+        profile = replace(profile, stored=None)
+    return OpenCheckpoint(directory=directory, profile=profile, weight_map=found, graph=graph)
 
 
 def locate(checkpoint: Checkpoint, model: ModelProfile) -> WeightMap:

@@ -26,6 +26,7 @@ from moelight.models.graph.state import State
 from moelight.models.graph.weights import PagedMatrix
 from moelight.models.moe import Experts as Pages
 from moelight.models.moe import ExpertWeights, FormedExpert, Matrices, Routed, moe_forward
+from moelight.models.quantized import QuantizedExperts
 from moelight.profiles.model import ModelProfile
 
 Kind = TypeVar("Kind", bound=Effect)
@@ -77,10 +78,12 @@ class GraphDecoder:
         graph: GraphModel,
         activations: Sequence[Activation | None],
         matrices: Sequence[Sequence[PagedMatrix]],
+        quantized: QuantizedExperts | None,
         space: Workspace,
     ) -> None:
         """``activations``: of the layers that have experts; ``matrices``: of each layer's page, if the model is
-        dense."""
+        dense; ``quantized``: finds the experts in pages of stored bytes."""
+        self._quantized = quantized
         self.model, self.space, self.dtype = model, space, space.inputs.dtype
         self.sinks: dict[int, Tensor] = {}
         self._graph, self._matrices = graph, matrices
@@ -185,6 +188,8 @@ class GraphDecoder:
         if (form := self._forms[layer]) is None:
             return ()
         by = self._by[layer]
+        if self._quantized is not None:
+            pages = [self._quantized.matrices(layer, page) if isinstance(page, Tensor) else None for page in pages]
         return [
             FormedExpert(page, by, partial(forward, form, page), form.finish) if isinstance(page, Matrices) else page
             for page in pages

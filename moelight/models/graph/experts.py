@@ -11,12 +11,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from moelight.kernels.activations import SILU, Activation
-from moelight.kernels.products import linear
 from moelight.models.graph.families import ExpertForm
-from moelight.models.moe import Matrices
+from moelight.models.moe import Matrices, product
 from moelight.weights.page_layout import PageLayout
 
 _PROBE = 65  # rows of what an activation is recognised by
@@ -63,18 +61,14 @@ class PageViews:
 
 def forward(form: ExpertForm, matrices: Matrices, x: Tensor) -> Tensor:
     """The expert by torch: x [n, H] -> [n, H]."""
-    inward = _product(x, matrices.gate_up, matrices.gate_up_bias)
+    inward = product(x, matrices.gate_up, matrices.gate_up_bias)
     if matrices.up is None:
         given = (inward,) if len(form.inward) == 1 else inward.chunk(2, dim=-1)
     else:
-        given = inward, _product(x, matrices.up, matrices.up_bias)
+        given = inward, product(x, matrices.up, matrices.up_bias)
         given = given if len(form.inward) > 1 else (torch.cat(given, dim=-1),)
-    out = _product(form.activate(*given), matrices.down, matrices.down_bias)
+    out = product(form.activate(*given), matrices.down, matrices.down_bias)
     return out if form.finish is None else form.finish(out)
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return (linear if weight.stride(1) == 1 else functional.linear)(x, weight, bias)
 
 
 def recognised(form: ExpertForm) -> Activation | None:

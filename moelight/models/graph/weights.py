@@ -25,13 +25,15 @@ from moelight.core.errors import CheckpointError, ConfigError
 from moelight.core.schedule import Page
 from moelight.core.units import align_up
 from moelight.hrm.costs import TENSOR_ALIGNMENT
+from moelight.kernels.quantized import row_blocks
 from moelight.models.graph.families import ExpertForm
 from moelight.weights.boxes import Box, NotMovedError, Tiled, TiledTensor, UnequalError
 from moelight.weights.load import BOUNCE_BYTES, TensorReader, check_bytes, check_tie
 from moelight.weights.page_layout import PageLayout, ScatteredError, lay_out
+from moelight.weights.quantized_checkpoint import QuantizedInfo
 from moelight.weights.source import Checkpoint, TensorInfo
-from moelight.weights.tensor_map import raise_first
-from moelight.weights.torch_dtypes import to_torch
+from moelight.weights.tensor_map import plain_matrices, raise_first
+from moelight.weights.torch_dtypes import from_torch, to_torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -154,22 +156,10 @@ def locate_weights(directory: Path, model: Model) -> GraphWeightMap:
         CheckpointError: for the first fault (missing, stored twice, left over, mis-shaped, of an unsupported or another
             dtype, quantised, experts in pieces), with the number of the others.
     """
-    checkpoint = Checkpoint.open(directory)
-    _refuse_quantized(checkpoint, model.module)
+    dtype: Any = model.module.dtype
+    checkpoint = plain_matrices(Checkpoint.open(directory), from_torch(dtype).name)
     found = _Conversion(checkpoint, model.module)
     return _Audit(checkpoint, model, found).weight_map()
-
-
-def _refuse_quantized(checkpoint: Checkpoint, module: nn.Module) -> None:
-    config: Any = module.config
-    for part in (config, config.get_text_config()):
-        if quantized := getattr(part, "quantization_config", None):
-            values = quantized if isinstance(quantized, dict) else vars(quantized)
-            method = values.get("quant_method", "unknown method")
-            raise CheckpointError(
-                f"{checkpoint.listing}: quantised ({getattr(method, 'value', method)}), which moelight does not run "
-                f"for {config.model_type}; take a checkpoint in one of {', '.join(BY_SAFETENSORS)}"
-            )
 
 
 @dataclass(slots=True)
@@ -665,6 +655,9 @@ def _read(reader: TensorReader, box: Box, whole: Tensor, common: torch.dtype) ->
     part = whole[tuple(slice(start, start + size) for start, size in zip(box.start, box.shape, strict=True))]
     stored, numbers = _STORED[box.info.dtype], part.numel()
     size = stored.itemsize
+    if isinstance(box.info, QuantizedInfo):
+        part.copy_(_numbers(box, part.dtype))
+        return
     if box.in_order and part.is_contiguous():
         piece = _run_of(box, 0, numbers)
         if stored == common:
@@ -679,6 +672,19 @@ def _read(reader: TensorReader, box: Box, whole: Tensor, common: torch.dtype) ->
     span = torch.empty(box.span, dtype=stored)
     reader.fill(box.info, box.offset * size, span.view(torch.uint8))
     part.copy_(span.as_strided(box.shape, box.strides))
+
+
+def _numbers(box: Box, dtype: torch.dtype) -> Tensor:
+    """The numbers of ``box``, whose tensor is quantised."""
+    info = box.info
+    assert isinstance(info, QuantizedInfo)
+    line = info.matrix.columns
+    first, last = box.offset // line, (box.offset + box.span - 1) // line + 1
+    matrix = info.matrix.rows_of(first, last)
+    rows = torch.empty((matrix.rows, line), dtype=dtype)
+    for begin, numbers in row_blocks(matrix.stored, matrix.read(), matrix.rows, line):
+        rows[begin : begin + len(numbers)].copy_(numbers)
+    return rows.as_strided(box.shape, box.strides, box.offset - first * line)
 
 
 def _place(module: nn.Module, names: Sequence[str], view: Tensor) -> None:

@@ -1,0 +1,133 @@
+"""A quantised checkpoint as one of plain matrices: the tensors of each quantised matrix become one, of the shape and
+under the name that the matrix has where it is not quantised, so that what finds weights knows no formats.
+
+Such a tensor has no bytes of its own; which stored rows it, or a part of it, stands for follows from its place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from moelight.core.errors import CheckpointError
+from moelight.profiles.stored import AWQ, GPTQ, ITEM_BYTES, MXFP4, PACKED, SHAPE, StoredFormat
+from moelight.weights.source import Checkpoint, TensorInfo
+from moelight.weights.stored_matrix import StoredMatrix, find_matrix, read_tensor
+
+_MOST_DIMENSIONS = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedInfo(TensorInfo):
+    """A quantised matrix, or several below one another, as numbers of ``dtype``: ``offset`` and ``nbytes`` are those of
+    a row-major tensor of such numbers, which is nowhere.
+
+    ``turned``: a stack [E, columns, rows] of matrices that are stored by rows.
+    """
+
+    matrix: StoredMatrix
+    turned: bool = False
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        usual = super(QuantizedInfo, self).strides
+        return (usual[0], 1, self.shape[1]) if self.turned else usual
+
+    def stored(self) -> StoredMatrix:
+        """The rows that this tensor stands for; raises CheckpointError if they are not whole or not by themselves."""
+        line = self.matrix.columns * ITEM_BYTES[self.dtype]
+        if self.offset % line or self.nbytes % line:
+            raise CheckpointError(
+                f"{self.file}: tensor {self.name!r} is needed in parts that are no rows of it, which "
+                f"{self.matrix.stored.name} does not allow; use the checkpoint that is not quantised"
+            )
+        return self.matrix.rows_of(self.offset // line, (self.offset + self.nbytes) // line)
+
+
+def as_matrices(checkpoint: Checkpoint, format_of: Callable[[str], StoredFormat | None], dtype: str) -> Checkpoint:
+    """``checkpoint``, whose modules are stored as ``format_of`` says, with one tensor of ``dtype`` (a safetensors name)
+    for each quantised matrix. Raises CheckpointError for a matrix that lacks a tensor, or has one that does not fit."""
+    tensors, listing = checkpoint.tensors, str(checkpoint.listing)
+    found: dict[str, TensorInfo] = {}
+    taken: set[str] = set()
+    for name, info in tensors.items():
+        module, dot, last = name.rpartition(".")
+        for suffix, of in ((f".{last}", module), *_endings(name)):
+            stored = format_of(of) if dot else None
+            if stored is None or suffix != stored.names[0] or (dot and suffix == ".weight" and len(info.shape) != 2):
+                continue  # norms and convolutions have no format
+            matrix = _matrix(tensors, of, info, stored, listing)
+            taken.update(of + part.suffix for part in stored.parts(matrix.rows, matrix.columns))
+            logical = _as_numbers(info, matrix, of, dtype)
+            found[logical.name] = logical
+            break
+    plain = {name: info for name, info in tensors.items() if name not in taken}
+    if twice := next((name for name in found if name in plain), None):
+        raise CheckpointError(
+            f"{plain[twice].file}: tensor {twice!r} is stored quantised, too; fetch the checkpoint again"
+        )
+    return replace(checkpoint, tensors=MappingProxyType({**plain, **found}))
+
+
+def _endings(name: str) -> Iterable[tuple[str, str]]:
+    """The suffixes of stacks (gpt-oss) that ``name`` may have, and the module before each."""
+    return ((end, name.removesuffix(end)) for end in ("_blocks",) if name.endswith(end))
+
+
+def _matrix(
+    tensors: Mapping[str, TensorInfo], module: str, codes: TensorInfo, stored: StoredFormat, listing: str
+) -> StoredMatrix:
+    """The matrix of ``module``, whose codes are given; of a stack all matrices below one another."""
+    if not 2 <= len(codes.shape) <= _MOST_DIMENSIONS:
+        raise CheckpointError(
+            f"{codes.file}: tensor {codes.name!r} has shape {list(codes.shape)}, which is no matrix in {stored.name}; "
+            "fetch the checkpoint again"
+        )
+    rows, columns = _size(tensors, module, codes, stored)
+    stack = codes.shape[0] if _stacked(codes, stored) else 1
+    given = {}
+    for suffix in stored.names if stack > 1 else ():
+        if info := tensors.get(module + suffix):
+            flat = (math.prod(info.shape[:2]), math.prod(info.shape[2:])) if len(info.shape) > 2 else info.shape
+            given[info.name] = replace(info, shape=flat)
+    return find_matrix({**given} if given else tensors, module, stored, stack * rows, columns, listing=listing)
+
+
+def _stacked(codes: TensorInfo, stored: StoredFormat) -> bool:
+    return stored.kind == MXFP4 and len(codes.shape) > 2 and stored.names[0] == "_blocks"
+
+
+def _size(tensors: Mapping[str, TensorInfo], module: str, codes: TensorInfo, stored: StoredFormat) -> tuple[int, int]:
+    """Rows and columns of a matrix by the shape of its codes."""
+    shape = codes.shape
+    if stored.kind == GPTQ:
+        return shape[-1], shape[0] * stored.per_word
+    if stored.kind == AWQ:
+        return shape[-1] * stored.per_word, shape[0]
+    if stored.kind == MXFP4:
+        stack = 1 if _stacked(codes, stored) else 0
+        return shape[stack], 2 * math.prod(shape[stack + 1 :])
+    if stored.kind != PACKED:
+        return shape[-2], shape[-1]
+    said = tensors.get(module + SHAPE)
+    if said is None or said.shape != (2,) or said.dtype not in ("I64", "I32"):
+        return shape[-2], shape[-1] * stored.per_word
+    rows, columns = read_tensor(said).tolist()
+    return int(rows), int(columns)
+
+
+def _as_numbers(info: TensorInfo, matrix: StoredMatrix, module: str, dtype: str) -> QuantizedInfo:
+    stack = info.shape[0] if _stacked(info, matrix.stored) else 0
+    shape = (stack, matrix.columns, matrix.rows // stack) if stack else (matrix.rows, matrix.columns)
+    return QuantizedInfo(
+        name=module if stack else f"{module}.weight",
+        file=info.file,
+        dtype=dtype,
+        shape=shape,
+        offset=0,
+        nbytes=math.prod(shape) * ITEM_BYTES[dtype],
+        matrix=matrix,
+        turned=bool(stack),
+    )

@@ -1,0 +1,215 @@
+"""How the matrices of quantised experts lie in their pages: the parts of each matrix as they are stored, one after
+another, each at a multiple of 16 bytes. Layers may be stored in different formats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
+
+from moelight.core.errors import CheckpointError
+from moelight.core.schedule import Page
+from moelight.core.units import align_up
+from moelight.profiles.stored import ITEM_BYTES, PART_ALIGNMENT, SHAPE, StoredFormat
+from moelight.weights.page_layout import Matrix, PageLayout
+from moelight.weights.quantized_checkpoint import QuantizedInfo
+from moelight.weights.source import TensorInfo
+
+
+class PartPlace(NamedTuple):
+    """A part of a matrix: ``nbytes`` bytes from ``offset`` of the page on, numbers of ``dtype`` (a safetensors name) in
+    ``shape``."""
+
+    offset: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PagedMatrix:
+    """A matrix [``rows``, ``columns``] of a page by the places of its ``parts``, in the order and with the suffixes of
+    ``stored``; a bias [``rows``], or a matrix of plain numbers, has one part and is not ``stored``."""
+
+    rows: int
+    columns: int
+    parts: tuple[tuple[str, PartPlace], ...]
+    stored: StoredFormat | None = None
+
+    @property
+    def transposed(self) -> bool:
+        """True if plain numbers lie by columns."""
+        return self.stored is None and self.parts[0][1].shape == (self.columns, self.rows) != (self.rows, self.columns)
+
+
+Kind = tuple[tuple[str, PagedMatrix], ...]  # the matrices of a page by the names of `cpu_expert_ffn`, in order
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedPages:
+    """The pages of a checkpoint's experts.
+
+    Attributes:
+        pieces: the stored tensors that make each page, in order.
+        kinds: every way that pages lie; ``kind_of``: the one of each layer with experts.
+        sizes: bytes of a page of each kind.
+        interleaved: rows of gate and up alternate in ``gate_up``.
+        groups: of tensors that say the group of each column, by name: how many there are.
+    """
+
+    pieces: Mapping[Page, tuple[TensorInfo, ...]]
+    kinds: tuple[Kind, ...]
+    kind_of: Mapping[int, int]
+    sizes: tuple[int, ...]
+    interleaved: bool = False
+    groups: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the largest page."""
+        return max(self.sizes)
+
+    def page_bytes(self, layers: int) -> list[int]:
+        """Bytes of a page of each of ``layers`` layers, 0 without experts."""
+        return [self.sizes[self.kind_of[layer]] if layer in self.kind_of else 0 for layer in range(layers)]
+
+
+def lay_out_pages(
+    pages: Mapping[Page, tuple[TensorInfo, ...]], layouts: Mapping[int, PageLayout] | None = None
+) -> QuantizedPages:
+    """The pages of experts given as tensors of `as_matrices`. ``layouts``: of a graph's layers; None: each page is
+    gate, up and down, or the first two as one. Raises CheckpointError for matrices that cannot be taken by themselves,
+    and where experts of a layer are stored differently."""
+    kinds: dict[Kind, int] = {}
+    kind_of: dict[int, int] = {}
+    pieces: dict[Page, tuple[TensorInfo, ...]] = {}
+    groups: dict[str, int] = {}
+    sizes: dict[int, int] = {}
+    for page, infos in pages.items():
+        layout = None if layouts is None else layouts[page.layer]
+        parts = [_parts(info) for info in infos]
+        kind, nbytes = _kind(infos, parts, layout)
+        number = kinds.setdefault(kind, len(kinds))
+        if kind_of.setdefault(page.layer, number) != number:
+            raise CheckpointError(
+                f"{infos[0].file}: expert {page.expert} of layer {page.layer}, with tensor {infos[0].name!r}, is "
+                "stored otherwise than those before; quantise all experts of a layer alike"
+            )
+        pieces[page] = tuple(place for _, places in parts for _, place in places)
+        groups.update(_orders(parts))
+        sizes[number] = nbytes
+    return QuantizedPages(
+        pieces=MappingProxyType(pieces),
+        kinds=tuple(kinds),
+        kind_of=MappingProxyType(kind_of),
+        sizes=tuple(sizes[number] for number in range(len(kinds))),
+        interleaved=any(layout.interleaved for layout in (layouts or {}).values()),
+        groups=MappingProxyType(groups),
+    )
+
+
+_Parts = tuple[StoredFormat | None, list[tuple[str, TensorInfo]]]
+
+
+def _parts(info: TensorInfo) -> _Parts:
+    """The format of ``info`` and the tensors that it stands for."""
+    if not isinstance(info, QuantizedInfo):
+        return None, [("", info)]
+    matrix = info.stored()
+    return matrix.stored, [(suffix, place) for suffix, place in matrix.places.items() if suffix != SHAPE]
+
+
+def _orders(parts: Sequence[_Parts]) -> Iterator[tuple[str, int]]:
+    for stored, places in parts:
+        if stored is not None and stored.order:
+            (order,) = (place for suffix, place in places if suffix == stored.names[3])
+            yield order.name, stored.groups(order.shape[0])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Segment:
+    """A stored matrix of a page, or numbers that are not quantised: ``count`` of them, where they are numbered one
+    after another through the page from ``begin`` on."""
+
+    info: TensorInfo
+    stored: StoredFormat | None
+    parts: tuple[tuple[str, PartPlace], ...]
+    begin: int
+    count: int
+
+    def whole(self) -> PagedMatrix:
+        if isinstance(self.info, QuantizedInfo):
+            matrix = self.info.stored()
+            return PagedMatrix(rows=matrix.rows, columns=matrix.columns, parts=self.parts, stored=self.stored)
+        shape = self.info.shape
+        return PagedMatrix(rows=math.prod(shape[:-1]), columns=shape[-1], parts=self.parts)
+
+    def holds(self, place: Matrix) -> bool:
+        return self.begin <= place.offset and place.offset + math.prod(place.shape) <= self.begin + self.count
+
+    def part(self, place: Matrix) -> PagedMatrix:
+        """The matrix or bias at ``place``."""
+        rows, columns = (*place.shape, 1)[:2]
+        in_order = place.strides == ((columns, 1) if len(place.shape) > 1 else (1,))
+        if isinstance(self.info, QuantizedInfo):
+            found = self.whole()
+            if in_order and (rows, columns) == (found.rows, found.columns):
+                return found
+            raise CheckpointError(
+                f"{self.info.file}: tensor {self.info.name!r}, which is quantised, holds matrices [{rows}, {columns}] "
+                "that are not stored by themselves; use the checkpoint that is not quantised"
+            )
+        ((_, whole),) = self.parts
+        size = whole.nbytes // self.count
+        at = whole.offset + (place.offset - self.begin) * size
+        shape, strides = place.shape, place.strides
+        numbers = PartPlace(at, math.prod(shape) * size, whole.dtype, shape if in_order else shape[::-1])
+        if not in_order and strides != (1, shape[0]):
+            raise CheckpointError(
+                f"{self.info.file}: tensor {self.info.name!r}: an expert's rows are not together beside quantised "
+                "matrices; use the checkpoint that is not quantised"
+            )
+        return PagedMatrix(rows=rows, columns=columns, parts=(("", numbers),))
+
+
+def _kind(infos: Sequence[TensorInfo], parts: Sequence[_Parts], layout: PageLayout | None) -> tuple[Kind, int]:
+    """How the page of ``infos`` lies, and its bytes."""
+    segments, at, begin = [], 0, 0
+    for info, (stored, tensors) in zip(infos, parts, strict=True):
+        placed = []
+        for suffix, each in tensors:
+            placed.append((suffix, PartPlace(at, each.nbytes, each.dtype, each.shape)))
+            at = align_up(at + each.nbytes, PART_ALIGNMENT)
+        count = info.nbytes // ITEM_BYTES[info.dtype]
+        segments.append(_Segment(info=info, stored=stored, parts=tuple(placed), begin=begin, count=count))
+        begin += count
+    if layout is None:
+        names = ("gate_up", "up", "down") if len(segments) > 2 else ("gate_up", "down")
+        return tuple((name, each.whole()) for name, each in zip(names, segments, strict=True)), at
+    found = []
+    for name, place in _named(layout, segments):
+        holder = next(each for each in reversed(segments) if each.begin <= place.offset)
+        found.append((name, holder.part(place)))
+    return tuple(found), at
+
+
+def _named(layout: PageLayout, segments: Sequence[_Segment]) -> Iterator[tuple[str, Matrix]]:
+    """The matrices of ``layout`` by the names of `cpu_expert_ffn`; gate and up are one only if they are stored so."""
+
+    def whole(place: Matrix | None) -> Matrix | None:
+        return place if place is not None and any(each.holds(place) for each in segments) else None
+
+    joined, biases = whole(layout.gate_up), whole(layout.gate_up_bias)
+    apart = layout.gate is not None and (joined is None or (layout.gate_bias is not None and biases is None))
+    first_bias = (layout.gate_bias if apart else biases) if layout.gate else layout.up_bias
+    places = {
+        "gate_up": layout.gate if apart else joined or layout.up,
+        "up": layout.up if apart else None,
+        "down": layout.down,
+        "gate_up_bias": first_bias,
+        "up_bias": layout.up_bias if apart else None,
+        "down_bias": layout.down_bias,
+    }
+    return ((name, place) for name, place in places.items() if place is not None)

@@ -1,0 +1,160 @@
+"""Quantised copies of small checkpoints, and what their numbers are: matrices of rounded codes with scales, packed by
+`tests.weights.packers` or by compressed-tensors' own compressors, in each method that is read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moelight.kernels.quantized import row_blocks
+from moelight.profiles.hf_config import HFConfig
+from moelight.profiles.quantization import read_quantization
+from moelight.weights.compressed_tensors import know_compressed_tensors
+from tests.weights.packers import pack_awq, pack_gptq
+
+GROUP = 32
+Pack = Callable[[Tensor], dict[str, Tensor]]  # a matrix [rows, columns] -> its tensors by suffix
+
+
+@dataclass(frozen=True)
+class Method:
+    """``quantization_config`` of a config.json, and how a matrix is packed under it."""
+
+    config: dict[str, Any]
+    pack: Pack
+
+
+def _rounded(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [R, C], zero points and scales [G, R], a scale for each `GROUP` columns."""
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    low, high = groups.amin(-1), groups.amax(-1)
+    scale = ((high - low) / ((1 << bits) - 1)).clamp_min(1e-4).half().float()
+    zero = (-low / scale).round().clamp(0, (1 << bits) - 1)
+    codes = (groups / scale[..., None] + zero[..., None]).round().clamp(0, (1 << bits) - 1)
+    return codes.flatten(1).int(), zero.t().int().contiguous(), scale.t().half().contiguous()
+
+
+def _gptq(bits: int, *, ordered: bool) -> Method:
+    def pack(weight: Tensor) -> dict[str, Tensor]:
+        codes, zeros, scales = _rounded(weight, bits)
+        order = torch.arange(weight.shape[1]) // GROUP
+        if ordered:  # of the columns: those of the groups as they are, in another order
+            moved = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1))
+            codes, order = codes[:, moved], order[moved]
+        return pack_gptq(codes, zeros, scales, order, bits, 1)
+
+    given = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "desc_act": ordered, "sym": False}
+    return Method(given, pack)
+
+
+def _awq(weight: Tensor) -> dict[str, Tensor]:
+    return pack_awq(*_rounded(weight, 4))
+
+
+def _fp8(weight: Tensor, block: int = GROUP) -> dict[str, Tensor]:
+    rows, columns = -(-weight.shape[0] // block) * block, -(-weight.shape[1] // block) * block
+    padded = torch.zeros(rows, columns)
+    padded[: weight.shape[0], : weight.shape[1]] = weight.float()
+    blocks = padded.view(rows // block, block, -1, block)
+    scale = blocks.abs().amax((1, 3)).clamp_min(1e-4) / 448
+    codes = (blocks / scale[:, None, :, None]).view(rows, columns)[: weight.shape[0], : weight.shape[1]]
+    return {".weight": codes.to(torch.float8_e4m3fn), ".weight_scale_inv": scale}
+
+
+def _compressed(stored_as: str, **given: Any) -> Method:
+    args = QuantizationArgs(**given)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+
+    def pack(weight: Tensor) -> dict[str, Tensor]:
+        width = weight.shape[1] if args.strategy == "channel" else GROUP
+        most = {8: 448.0 if args.type == "float" else 127.0, 4: 6.0 if args.type == "float" else 7.0}[args.num_bits]
+        scale = weight.float().unflatten(1, (-1, width)).abs().amax(-1).clamp_min(1e-4) / most
+        if stored_as.startswith("mxfp4"):
+            scale = torch.exp2(scale.log2().ceil())
+        state = {"weight": weight, "weight_scale": scale.bfloat16()}
+        if not args.symmetric:
+            state["weight_zero_point"] = torch.randint(-3, 3, scale.shape, dtype=torch.int8)
+        written = BaseCompressor.get_value_from_registry(stored_as).compress(state, scheme)
+        return {f".{suffix}": part.contiguous() for suffix, part in written.items()}
+
+    config = QuantizationConfig(config_groups={"group_0": scheme}, format=stored_as, ignore=["lm_head", "re:.*gate$"])
+    return Method(json.loads(json.dumps(config.model_dump(), default=str)), pack)
+
+
+METHODS = {
+    "gptq int4": _gptq(4, ordered=False),
+    "gptq int4 ordered": _gptq(4, ordered=True),
+    "gptq int8": _gptq(8, ordered=False),
+    "awq": Method({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, _awq),
+    "fp8 blocks": Method({"quant_method": "fp8", "weight_block_size": [GROUP, GROUP]}, _fp8),
+    "int4": _compressed("pack-quantized", num_bits=4, strategy="group", group_size=GROUP),
+    "int4 zero points": _compressed("pack-quantized", num_bits=4, strategy="group", group_size=GROUP, symmetric=False),
+    "int8": _compressed("int-quantized", num_bits=8, strategy="channel"),
+    "fp8 channels": _compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
+    "mxfp4": _compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=GROUP),
+}
+
+
+def quantise(source: Path, out: Path, method: Method) -> tuple[Path, Path]:
+    """The checkpoint ``source``, a single file, quantised by ``method``, and one of the numbers that it then has; both
+    in folders of ``out``."""
+    know_compressed_tensors()
+    config = json.loads((source / "config.json").read_text())
+    stored = config | {"quantization_config": method.config}
+    quantization = read_quantization(HFConfig(stored, where="config.json"))
+    assert quantization is not None
+    tensors, numbers = {}, {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        fits = tensor.ndim == 2 and name.endswith(".weight") and tensor.shape[0] % 8 == tensor.shape[1] % GROUP == 0
+        form = quantization.format_of(module) if fits else None
+        if form is None:
+            tensors[name] = numbers[name] = tensor
+            continue
+        parts = method.pack(tensor)
+        tensors |= {module + suffix: part for suffix, part in parts.items()}
+        blocks = row_blocks(form, parts, *tensor.shape, dtype=tensor.dtype)
+        numbers[name] = torch.cat([block for _, block in blocks])
+    return _save(source, out / "quantised", tensors, stored), _save(source, out / "numbers", numbers, config)
+
+
+def quantise_stacks(source: Path, out: Path) -> tuple[Path, Path]:
+    """A gpt_oss checkpoint ``source`` with random experts in MXFP4, as released, and one of their numbers, which are
+    transformers' own."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    draw = torch.Generator().manual_seed(4)
+    config = json.loads((source / "config.json").read_text())
+    tensors, numbers = {}, {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = numbers[name] = tensor
+            continue
+        experts, columns, rows = tensor.shape
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8, generator=draw)
+        scales = torch.randint(121, 124, (experts, rows, columns // 32), dtype=torch.uint8, generator=draw)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        numbers[name] = convert_moe_packed_tensors(blocks, scales, dtype=tensor.dtype).contiguous()
+        assert numbers[name].shape == tensor.shape
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    stored = config | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": kept}}
+    return _save(source, out / "quantised", tensors, stored), _save(source, out / "numbers", numbers, config)
+
+
+def _save(source: Path, directory: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> Path:
+    directory.mkdir(parents=True)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config))
+    for path in source.glob("tokenizer*"):
+        shutil.copy(path, directory)
+    return directory
