@@ -30,6 +30,7 @@ SIDEWAYS = {
     ("optimizer", "scheduler"),
     ("lang", "experts"),
     ("batch", "engine"),
+    ("weights", "kernels"),
     ("cli", "serve"),
     ("cli", "integrations"),
 }

@@ -76,7 +76,8 @@ class CostModel:
         other products do."""
         model = self.model
         seconds = unit.product_s(rows, costs.page_elements(model), self.page_dtype, experts=not model.dense)
-        return seconds * costs.TORCH_EXPERTS if model.experts.by_torch else seconds
+        by_torch = model.experts.by_torch or (model.stored is not None and unit is self.speeds.gpu)
+        return seconds * costs.TORCH_EXPERTS if by_torch else seconds
 
     def rounding_s(self, tokens: Any) -> Any:
         """Seconds in which the CPU rounds the inputs of its experts to the format of the pages, in mixed precision."""

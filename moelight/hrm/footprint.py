@@ -50,6 +50,7 @@ READ_DEPTH = 8
 READ_CHUNK_BYTES = 2 * MiB
 READER_BYTES = READ_DEPTH * (READ_CHUNK_BYTES + 4096)
 KV_BUFFERS = 2
+DEQUANTISED_ROWS = 256  # of a quantised matrix that become numbers at a time
 GATHER_BYTES = 8 * MiB
 GRAPH_COPIES = 4  # of the rows of the widest matrix that a module graph holds at once: input, gate, up, product
 GRAPH_ROWS = 128  # the most rows of a pass that is launched from CUDA graphs (`runtime.graphs`)
@@ -250,8 +251,18 @@ def transient_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> Any:
     cost_model = np.maximum(np.maximum(attention, experts), head)
     if model.layers:
         cost_model = np.maximum(cost_model, norm + tokens * GRAPH_COPIES * rows_of_widest * item)
-    graphs = graph_bytes(model, sizes, dtype) if sizes.discrete else 0
-    return in_flight_bytes(model, sizes, dtype) + cost_model + _product_bytes(model, tokens, largest * item) + graphs
+    more = graph_bytes(model, sizes, dtype) if sizes.discrete else 0
+    if model.stored is not None and sizes.discrete:
+        more = more + _dequantised_bytes(model, item)
+    return in_flight_bytes(model, sizes, dtype) + cost_model + _product_bytes(model, tokens, largest * item) + more
+
+
+def _dequantised_bytes(model: ModelProfile, itemsize: int) -> int:
+    """Bytes of an expert's largest matrix as numbers of ``itemsize`` bytes, and of what some rows of it become on the
+    way: on a GPU torch multiplies by that."""
+    largest = 2 * model.experts.intermediate_size * model.expert_input
+    widest = max(model.experts.intermediate_size, model.expert_input)
+    return largest * itemsize + DEQUANTISED_ROWS * widest * 16
 
 
 def graph_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> Any:

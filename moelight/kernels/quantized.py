@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moelight.hrm.footprint import DEQUANTISED_ROWS
 from moelight.profiles.stored import AWQ, GGML, GPTQ, MXFP4, PACKED, PLAIN, SCALED, StoredFormat
 
 Parts = Mapping[str, Tensor]  # by suffix, as `StoredFormat.parts` lists them
@@ -42,8 +43,11 @@ class QuantizedMatrix:
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """The matrix [R, C] as numbers of ``dtype``."""
-        blocks = row_blocks(self.stored, self.parts, self.rows, self.columns, dtype=dtype)
-        return torch.cat([block for _, block in blocks])
+        device = next(iter(self.parts.values())).device
+        out = torch.empty(self.shape, dtype=dtype, device=device)
+        for begin, block in row_blocks(self.stored, self.parts, self.rows, self.columns):
+            out[begin : begin + len(block)].copy_(block)
+        return out
 
 
 def numbers_of(weight: Tensor | QuantizedMatrix, dtype: torch.dtype) -> Tensor:
@@ -60,7 +64,13 @@ def unpack(
 
 
 def row_blocks(
-    stored: StoredFormat, parts: Parts, rows: int, columns: int, *, most: int = 256, dtype: torch.dtype = torch.float32
+    stored: StoredFormat,
+    parts: Parts,
+    rows: int,
+    columns: int,
+    *,
+    most: int = DEQUANTISED_ROWS,
+    dtype: torch.dtype = torch.float32,
 ) -> Iterator[tuple[int, Tensor]]:
     """``(first row, numbers [at most ``most``, C])`` over all rows."""
     for begin in range(0, rows, most):
@@ -85,7 +95,8 @@ def _grid(stored: StoredFormat, values: Tensor, begin: int, end: int, columns: i
     each = stored.group_rows
     values = values.view(torch.float8_e8m0fnu) if values.dtype == torch.uint8 else values
     grid = values.float().reshape(-1, stored.groups(columns))
-    some = torch.arange(begin, end) // each if each else torch.zeros(end - begin, dtype=torch.int64)
+    rows = torch.arange(begin, end, device=grid.device)
+    some = rows // each if each else torch.zeros_like(rows)
     found = grid[some]
     return found.repeat_interleave(stored.group, dim=1)[:, :columns] if stored.group else found
 
@@ -101,7 +112,7 @@ def _packed(stored: StoredFormat, parts: Parts, begin: int, end: int, columns: i
         zeros = zeros[begin - first * stored.per_word :][: end - begin].float()
     else:
         zeros = torch.full_like(scales, 1 << (stored.bits - 1))
-    groups = _group_of(stored, columns)
+    groups = _group_of(stored, columns, scales.device)
     return (codes.float() - zeros[:, groups]) * scales[:, groups]
 
 
@@ -111,7 +122,7 @@ def _gptq(stored: StoredFormat, parts: Parts, begin: int, end: int, columns: int
     codes = _words(parts[weight][:, begin:end].unsqueeze(1), stored, dim=1).flatten(0, 1)
     zeros = _zeros_by_row(stored, parts[zero], begin, end)
     zeros = (zeros + stored.zero_bias) & ((1 << stored.bits) - 1)
-    groups = parts[order].long() if stored.order else _group_of(stored, columns)
+    groups = parts[order].long() if stored.order else _group_of(stored, columns, codes.device)
     return _by_output(codes, zeros, parts[scale][:, begin:end], groups)
 
 
@@ -120,7 +131,7 @@ def _awq(stored: StoredFormat, parts: Parts, begin: int, end: int, columns: int)
     weight, scale, zero = stored.names
     codes = _zeros_by_row(stored, parts[weight], begin, end)
     zeros = _zeros_by_row(stored, parts[zero], begin, end)
-    return _by_output(codes, zeros, parts[scale][:, begin:end], _group_of(stored, columns))
+    return _by_output(codes, zeros, parts[scale][:, begin:end], _group_of(stored, columns, codes.device))
 
 
 def _zeros_by_row(stored: StoredFormat, words: Tensor, begin: int, end: int) -> Tensor:
@@ -140,15 +151,15 @@ def _by_output(codes: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor) -> 
 
 def _words(words: Tensor, stored: StoredFormat, dim: int = -1) -> Tensor:
     """The codes of int32 ``words``, along ``dim``, which has the size 1."""
-    shifts = torch.arange(0, 32, stored.bits, dtype=torch.int32)
+    shifts = torch.arange(0, 32, stored.bits, dtype=torch.int32, device=words.device)
     shape = [1] * words.ndim
     shape[dim] = len(shifts)
     return (words >> shifts.view(shape)) & ((1 << stored.bits) - 1)
 
 
-def _group_of(stored: StoredFormat, columns: int) -> Tensor:
+def _group_of(stored: StoredFormat, columns: int, device: torch.device) -> Tensor:
     """The group of each column [C]."""
-    return torch.arange(columns) // (stored.group or columns)
+    return torch.arange(columns, device=device) // (stored.group or columns)
 
 
 def _mxfp4(stored: StoredFormat, parts: Parts, begin: int, end: int, columns: int) -> Tensor:
@@ -156,7 +167,9 @@ def _mxfp4(stored: StoredFormat, parts: Parts, begin: int, end: int, columns: in
     weight, scale = stored.names
     pairs = parts[weight][begin:end].reshape(end - begin, -1)
     codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
-    values = torch.tensor(_E2M1)[codes.int()].view(end - begin, columns // stored.group, stored.group)
+    values = torch.tensor(_E2M1, device=codes.device)[codes.int()].view(
+        end - begin, columns // stored.group, stored.group
+    )
     exponents = parts[scale].view(torch.uint8)[begin:end].reshape(end - begin, -1, 1).int() - _E8M0_BIAS
     return torch.ldexp(values, exponents).flatten(1)
 
@@ -189,13 +202,13 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 def _pieces(values: Tensor, width: int, bits: int) -> Tensor:
     """Codes of ``bits`` bits from bytes [n, b], in order: of each ``width`` bytes first the lowest bits of all, then
     the next ones [n, b x 8 / bits]."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8).view(1, 1, -1, 1)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=values.device).view(1, 1, -1, 1)
     return ((values.reshape(len(values), -1, 1, width) >> shifts) & ((1 << bits) - 1)).flatten(1)
 
 
 def _bits(values: Tensor) -> Tensor:
     """The bits of bytes [n, b], the lowest of each byte first [n, 8 b]."""
-    return ((values.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1)
+    return ((values.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=values.device)) & 1).flatten(1)
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
@@ -267,21 +280,23 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 
 def _iq4_nl(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * torch.tensor(_IQ4)[_pieces(blocks[:, 2:], 16, 4).int()].float()
+    return _half(blocks, 0) * torch.tensor(_IQ4, device=blocks.device)[_pieces(blocks[:, 2:], 16, 4).int()].float()
 
 
 def _iq4_xs(blocks: Tensor) -> Tensor:
     low = _pieces(blocks[:, 4:8], 1, 4)
-    high = ((blocks[:, 2:4].unsqueeze(-1) >> torch.arange(0, 8, 2, dtype=torch.uint8)) & 3).flatten(1)
+    high = (
+        (blocks[:, 2:4].unsqueeze(-1) >> torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)) & 3
+    ).flatten(1)
     steps = _half(blocks, 0) * ((low | (high << 4)).float() - 32)
-    codes = torch.tensor(_IQ4)[_pieces(blocks[:, 8:], 16, 4).int()].float()
+    codes = torch.tensor(_IQ4, device=blocks.device)[_pieces(blocks[:, 8:], 16, 4).int()].float()
     return (steps.unsqueeze(-1) * codes.view(-1, 8, 32)).view(-1, _K)
 
 
 def _mxfp4_block(blocks: Tensor) -> Tensor:
     exponents = blocks[:, :1].int() - (_E8M0_BIAS + 1)
-    halved = torch.ldexp(torch.ones(exponents.shape), exponents)
-    return halved * torch.tensor(_MXFP4_DOUBLED)[_pieces(blocks[:, 1:], 16, 4).int()].float()
+    halved = torch.ldexp(torch.ones(exponents.shape, device=blocks.device), exponents)
+    return halved * torch.tensor(_MXFP4_DOUBLED, device=blocks.device)[_pieces(blocks[:, 1:], 16, 4).int()].float()
 
 
 _GGML_BLOCKS: dict[str, Callable[[Tensor], Tensor]] = {

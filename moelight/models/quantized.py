@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moelight.kernels.quantized import QuantizedMatrix
 from moelight.models.moe import Matrices
-from moelight.weights.quantized_pages import PagedMatrix, PartPlace, QuantizedPages
+from moelight.weights.quantized_pages import MatrixPlace, PartPlace, QuantizedPages
 from moelight.weights.stored_matrix import TORCH
 
 
@@ -32,7 +32,7 @@ class QuantizedExperts:
         return Matrices(**views, interleaved=self._pages.interleaved)
 
 
-def _view(place: PagedMatrix, slot: Tensor) -> Any:
+def _view(place: MatrixPlace, slot: Tensor) -> Any:
     parts = {suffix: _part(each, slot) for suffix, each in place.parts}
     if place.stored is not None:
         return QuantizedMatrix(stored=place.stored, rows=place.rows, columns=place.columns, parts=parts)

@@ -114,12 +114,6 @@ class HFConfig:
             if self.find(key) is not None:
                 raise self.error(f"{key} is not supported: {because}")
 
-    def refuse_quantised(self) -> None:
-        """Check that the weights are not quantised, which the engine does not compute."""
-        for key in QUANTISED_KEYS:
-            if self.find(key) is not None:
-                raise self.quantised_error(key, "which inspect and optimize count and nothing runs yet")
-
     def quantised_error(self, key: str, but: str) -> ConfigError:
         """A `ConfigError` that refuses the quantised weights that ``key`` describes."""
         value = self.find(key)

@@ -29,7 +29,7 @@ class PartPlace(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PagedMatrix:
+class MatrixPlace:
     """A matrix [``rows``, ``columns``] of a page by the places of its ``parts``, in the order and with the suffixes of
     ``stored``; a bias [``rows``], or a matrix of plain numbers, has one part and is not ``stored``."""
 
@@ -44,7 +44,7 @@ class PagedMatrix:
         return self.stored is None and self.parts[0][1].shape == (self.columns, self.rows) != (self.rows, self.columns)
 
 
-Kind = tuple[tuple[str, PagedMatrix], ...]  # the matrices of a page by the names of `cpu_expert_ffn`, in order
+Kind = tuple[tuple[str, MatrixPlace], ...]  # the matrices of a page by the names of `cpu_expert_ffn`, in order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,17 +139,17 @@ class _Segment:
     begin: int
     count: int
 
-    def whole(self) -> PagedMatrix:
+    def whole(self) -> MatrixPlace:
         if isinstance(self.info, QuantizedInfo):
             matrix = self.info.stored()
-            return PagedMatrix(rows=matrix.rows, columns=matrix.columns, parts=self.parts, stored=self.stored)
+            return MatrixPlace(rows=matrix.rows, columns=matrix.columns, parts=self.parts, stored=self.stored)
         shape = self.info.shape
-        return PagedMatrix(rows=math.prod(shape[:-1]), columns=shape[-1], parts=self.parts)
+        return MatrixPlace(rows=math.prod(shape[:-1]), columns=shape[-1], parts=self.parts)
 
     def holds(self, place: Matrix) -> bool:
         return self.begin <= place.offset and place.offset + math.prod(place.shape) <= self.begin + self.count
 
-    def part(self, place: Matrix) -> PagedMatrix:
+    def part(self, place: Matrix) -> MatrixPlace:
         """The matrix or bias at ``place``."""
         rows, columns = (*place.shape, 1)[:2]
         in_order = place.strides == ((columns, 1) if len(place.shape) > 1 else (1,))
@@ -171,7 +171,7 @@ class _Segment:
                 f"{self.info.file}: tensor {self.info.name!r}: an expert's rows are not together beside quantised "
                 "matrices; use the checkpoint that is not quantised"
             )
-        return PagedMatrix(rows=rows, columns=columns, parts=(("", numbers),))
+        return MatrixPlace(rows=rows, columns=columns, parts=(("", numbers),))
 
 
 def _kind(infos: Sequence[TensorInfo], parts: Sequence[_Parts], layout: PageLayout | None) -> tuple[Kind, int]:

@@ -56,7 +56,7 @@ class Support:
     @property
     def refused(self) -> tuple[str, ...]:
         """What is not to be had with these models, in words."""
-        found = ["quantised checkpoints"]
+        found = []
         if self.profile is not None and self.profile.stateful:
             found.append("shared prefixes of prompts: the state after a prefix belongs to one sequence")
         if self.how != "native":
@@ -70,7 +70,6 @@ def support(config: PretrainedConfig) -> Support:
     name = config.model_type
     values = HFConfig(config.to_dict(), where=name)
     try:
-        values.refuse_quantised()
         if name in FAMILIES and not not_computed(profile := profile_from_config(values, name=name)):
             return Support(model_type=name, how="native", mixers=("attention",), profile=profile)
         graph = GraphModel(on_meta(config))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -365,15 +364,6 @@ def test_damage_is_refused_by_name(damage: str, good: Path, tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match=says) as caught:
         opened(directory)
     assert "\n" not in str(caught.value)
-
-
-def test_a_quantised_checkpoint_is_refused_by_name(good: Path, tmp_path: Path) -> None:
-    directory = shutil.copytree(good, tmp_path / "quantised")
-    config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4"}
-    (directory / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"quantised \(mxfp4\)"):
-        opened(directory)
 
 
 def test_what_computes_no_weights_is_refused_by_name(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
