@@ -3,10 +3,12 @@
 
 #include <nanobind/stl/string.h>
 
+#include <memory>
 #include <vector>
 
 #include "checks.h"
 #include "ffn/ffn.h"
+#include "quantized.h"
 
 namespace moelight::bind {
 namespace {
@@ -35,6 +37,7 @@ int64_t stored_bytes(WeightType type) {
       return 2;
     case WeightType::kInt8:
     case WeightType::kInt4:
+    case WeightType::kQuantized:
       break;
   }
   return 1;
@@ -73,6 +76,34 @@ Weight check_weight(const char* name, const In& array, const Format& format) {
   const int64_t columns = format.type == WeightType::kInt4 ? format.depth / 2 : format.depth;
   check_dim(name, array, 1, columns, "columns");
   return {array.data(), array.stride(format.transposed ? 1 : 0) * stored_bytes(format.type), nullptr, nullptr};
+}
+
+// An entry of a list: an array, or a quantised matrix.
+struct Entry {
+  In array;
+  std::unique_ptr<Quantized> quantized;
+
+  int64_t rows() const { return quantized != nullptr ? quantized->rows : size_of(array, 0); }
+};
+
+WeightType entry_type(const char* name, const Entry& entry) {
+  return entry.quantized != nullptr ? WeightType::kQuantized : weight_type(name, entry.array);
+}
+
+void check_matrix(const char* name, const Entry& entry) {
+  if (entry.quantized == nullptr && entry.array.ndim() != 2) check_layout(name, entry.array, 2);
+}
+
+Weight check_entry(const char* name, const Entry& entry, const Format& format) {
+  if (format.type != WeightType::kQuantized && entry.quantized == nullptr)
+    return check_weight(name, entry.array, format);
+  if (format.type != WeightType::kQuantized || entry.quantized == nullptr)
+    refuse(name, "its tensors must all be quantised matrices, or none");
+  const Quantized& q = *entry.quantized;
+  if (q.rows != format.rows || q.columns != format.depth)
+    refuse(name, "must have " + std::to_string(format.rows) + " rows and " + std::to_string(format.depth) +
+                     " columns, has " + std::to_string(q.rows) + " and " + std::to_string(q.columns));
+  return {q.transposed() ? nullptr : q.codes, q.row_bytes, nullptr, nullptr, &q, 0};
 }
 
 const float* check_scale(const char* name, const In& array, const Format& format) {
@@ -114,14 +145,21 @@ In to_array(const char* name, nb::handle item) {
   return array;
 }
 
-void linear(const In& x, const In& weight, nb::object bias, nb::object scale, int64_t group_size, const Out& out,
+Entry to_entry(const char* name, nb::handle item, std::vector<In>& kept) {
+  if (is_quantized(item)) return {{}, std::make_unique<Quantized>(to_quantized(name, item, kept))};
+  return {to_array(name, item), nullptr};
+}
+
+void linear(const In& x, nb::object weight, nb::object bias, nb::object scale, int64_t group_size, const Out& out,
             int64_t threads) {
   check_group_size(group_size);
   check_layout("x", x, 2);
-  check_layout("weight", weight, 2);
+  std::vector<In> kept;
+  const Entry entry = to_entry("weight", weight, kept);
+  if (entry.quantized == nullptr) check_layout("weight", entry.array, 2);
   LinearArgs args;
-  args.format = make_format("weight", weight_type("weight", weight), size_of(weight, 0), size_of(x, 1), group_size);
-  args.weight = check_weight("weight", weight, args.format);
+  args.format = make_format("weight", entry_type("weight", entry), entry.rows(), size_of(x, 1), group_size);
+  args.weight = check_entry("weight", entry, args.format);
   args.tokens = check_tokens(x, out, args.format.rows);
   bool seen = false;
   In bias_array, scale_array;
@@ -169,6 +207,14 @@ class Experts {
     return -1;
   }
 
+  // The weights of a list; those of experts without tokens stay empty.
+  std::vector<Entry> entries(const char* name, const nb::object& list) {
+    std::vector<Entry> found(static_cast<size_t>(count_));
+    for (int64_t e = 0; e < count_ && !list.is_none(); ++e)
+      if (busy(e)) found[static_cast<size_t>(e)] = to_entry(name, item(name, list, e), kept_);
+    return found;
+  }
+
   // The tensors of a list; those of experts without tokens stay empty.
   std::vector<In> arrays(const char* name, const nb::object& list) const {
     std::vector<In> found(static_cast<size_t>(count_));
@@ -177,16 +223,20 @@ class Experts {
     return found;
   }
 
-  std::vector<Weight> check(const Lists& lists, const std::vector<In>& arrays, Format& format) {
+  std::vector<Weight> check(const Lists& lists, const std::vector<Entry>& entries, Format& format) {
     std::vector<Weight> weights(static_cast<size_t>(count_), Weight{nullptr, 0, nullptr, nullptr});
     const std::vector<In> biases = this->arrays(lists.bias_name, lists.bias);
     const std::vector<In> scales = this->arrays(lists.scale_name, lists.scale);
     if (has_scale(format.type) && lists.scale.is_none()) refuse(lists.scale_name, "must be given with integer weights");
     bool seen = false;
+    const Quantized* like = nullptr;
     for (int64_t e = 0; e < count_; ++e) {
       if (!busy(e)) continue;
       const auto i = static_cast<size_t>(e);
-      weights[i] = check_weight(lists.name, arrays[i], format);
+      weights[i] = check_entry(lists.name, entries[i], format);
+      if (like != nullptr && !alike(*like, *weights[i].quantized))
+        refuse(lists.name, "its matrices must have one format");
+      like = weights[i].quantized;
       if (!lists.bias.is_none()) weights[i].bias = check_bias(lists.bias_name, biases[i], format, seen);
       if (!lists.scale.is_none()) weights[i].scale = check_scale(lists.scale_name, scales[i], format);
     }
@@ -222,7 +272,7 @@ class Experts {
 
   int64_t count_;
   const int32_t* at_;
-  std::vector<In> kept_;  // biases and scales, for as long as the product runs
+  std::vector<In> kept_;  // biases, scales and parts, for as long as the product runs
 };
 
 Activation activation_named(const std::string& curve, double alpha, double limit, double shift, bool late) {
@@ -242,10 +292,10 @@ Activation activation_named(const std::string& curve, double alpha, double limit
 }
 
 // A list's format by its first tensor with tokens.
-Format format_of(const char* name, const In& first, int64_t rows, int64_t depth, int64_t group_size) {
-  if (first.ndim() != 2) check_layout(name, first, 2);
-  Format format = make_format(name, weight_type(name, first), rows, depth, group_size);
-  format.transposed = is_transposed(first);
+Format format_of(const char* name, const Entry& first, int64_t rows, int64_t depth, int64_t group_size) {
+  check_matrix(name, first);
+  Format format = make_format(name, entry_type(name, first), rows, depth, group_size);
+  format.transposed = first.quantized == nullptr && is_transposed(first.array);
   return format;
 }
 
@@ -253,9 +303,10 @@ Format format_of(const char* name, const In& first, int64_t rows, int64_t depth,
 std::vector<Weight> second_half(const std::vector<Weight>& weights, const Format& format, int64_t rows_each) {
   std::vector<Weight> found = weights;
   for (Weight& weight : found) {
-    if (weight.data == nullptr) continue;
+    if (!weight.given()) continue;
     const int64_t step = format.transposed ? stored_bytes(format.type) : weight.row_bytes;
-    weight.data = static_cast<const char*>(weight.data) + rows_each * step;
+    weight.first_row += rows_each;
+    if (weight.data != nullptr) weight.data = static_cast<const char*>(weight.data) + rows_each * step;
     if (weight.scale != nullptr) weight.scale += rows_each * format.groups;
     if (weight.bias != nullptr)
       weight.bias = static_cast<const char*>(weight.bias) + rows_each * dtype_bytes(format.bias_type);
@@ -292,25 +343,29 @@ void expert_ffn(const In& x, nb::object gate_up, nb::object up, nb::object down,
   const int64_t busy = experts.first_busy();
   if (busy < 0) return;
 
-  const std::vector<In> first_arrays = experts.arrays("gate_up", gate_up), down_arrays = experts.arrays("down", down);
-  const In &first = first_arrays[static_cast<size_t>(busy)], &first_down = down_arrays[static_cast<size_t>(busy)];
-  if (first.ndim() != 2) check_layout("gate_up", first, 2);
+  const std::vector<Entry> first_entries = experts.entries("gate_up", gate_up),
+                           down_entries = experts.entries("down", down);
+  const Entry &first = first_entries[static_cast<size_t>(busy)], &first_down = down_entries[static_cast<size_t>(busy)];
+  check_matrix("gate_up", first);
   const bool both = joined || args.pairing == Pairing::kInterleaved;
-  if (both && first.shape(0) % 2 != 0)
-    refuse("gate_up", "must have an even number of rows, shape is " + shape_of(first));
-  const int64_t rows = size_of(first, 0), inner = both ? rows / 2 : rows;
+  const int64_t rows = first.rows();
+  if (both && rows % 2 != 0) refuse("gate_up", "must have an even number of rows, has " + std::to_string(rows));
+  const int64_t inner = both ? rows / 2 : rows;
   args.up_format = format_of("gate_up", first, rows, hidden, group_size);
   args.down_format = format_of("down", first_down, hidden, inner, group_size);
-  const std::vector<Weight> firsts = experts.check(first_lists, first_arrays, args.up_format);
-  const std::vector<Weight> downs = experts.check(down_lists, down_arrays, args.down_format);
-  const std::vector<In> up_arrays = experts.arrays("up", up);
+  const std::vector<Weight> firsts = experts.check(first_lists, first_entries, args.up_format);
+  const std::vector<Weight> downs = experts.check(down_lists, down_entries, args.down_format);
+  const std::vector<Entry> up_entries = experts.entries("up", up);
   std::vector<Weight> ups;
   if (joined) {
     args.up_format.rows = inner;
     ups = second_half(firsts, args.up_format, inner);
   } else if (apart) {
     const DType bias_type = args.up_format.bias_type;
-    ups = experts.check(up_lists, up_arrays, args.up_format);
+    ups = experts.check(up_lists, up_entries, args.up_format);
+    const auto i = static_cast<size_t>(busy);
+    if (first.quantized != nullptr && !alike(*first.quantized, *up_entries[i].quantized))
+      refuse("up", "its matrices must have the format of gate_up");
     if (gate_up_bias.is_none() != up_bias.is_none() || args.up_format.bias_type != bias_type)
       refuse("up_bias", "must be given as gate_up_bias is, with its dtype");
   }

@@ -66,6 +66,7 @@ NB_MODULE(_native, module) {
   add_norm(module);
   add_peaks(module);
   add_prefill(module);
+  add_quantized(module);
   add_read(module);
   add_route(module);
   add_threads(module);

@@ -27,6 +27,11 @@ Kernel ffn_avx512_dots(WeightType weight) {
       return dots_kernel<StoredInt8>(multiply_few<StoredInt8>);
     case WeightType::kInt4:
       return dots_kernel<StoredInt4>(multiply<StoredInt4>);
+    case WeightType::kQuantized: {
+      Kernel kernel = dots_kernel<StoredBf16>(multiply_unpacked);
+      kernel.unpack = unpack_avx512_pairs;
+      return kernel;
+    }
     default:
       return dots_kernel<StoredBf16>(multiply_few<StoredBf16>);
   }

@@ -317,6 +317,27 @@ void multiply(const Product& p, void* scratch, float* sums) {
   Stored::finish(p, sums);
 }
 
+// The product with a quantised matrix: a tile's block is unpacked into the first-level cache, where all tokens meet it.
+inline void multiply_unpacked(const Product& p, void* scratch, float* sums) {
+  auto* const buffer = static_cast<char*>(scratch);
+  const Blocks blocks(p.depth);
+  const int64_t ahead = kRows * ((kLeadBytes + kRows * p.row_bytes - 1) / (kRows * p.row_bytes));
+  const auto meet = [&](int64_t row, int64_t first) {
+    const int64_t size = std::min(blocks.size, p.depth - first), rows = std::min<int64_t>(kRows, p.rows - row);
+    p.unpack(*p.quantized, p.first_row + row, rows, first, size, p.lead_of(row, ahead), buffer, kBufferRow);
+    // Of a short last tile some rows are an earlier one's; nobody reads those sums.
+    const Rows tile = {buffer, kBufferRow, 2 * rounded(size, kUnpackStep), {nullptr, 0}};
+    all_tokens<Pairs>(tile, p.tokens, p.x + 2 * first, p.x_bytes, sums + row);
+  };
+  if (2 * p.tokens * p.depth <= kStayingBytes) {
+    for (int64_t row = 0; row < p.rows; row += kRows)
+      for (int64_t first = 0; first < p.depth; first += blocks.size) meet(row, first);
+  } else {
+    for (int64_t first = 0; first < p.depth; first += blocks.size)
+      for (int64_t row = 0; row < p.rows; row += kRows) meet(row, first);
+  }
+}
+
 template <class Stored>
 void prepare(const void* x, int64_t x_bytes, int64_t count, int64_t depth, void* out) {
   const int64_t bytes = Stored::kHead + 2 * rounded(depth, Stored::kStep);

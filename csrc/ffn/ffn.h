@@ -12,11 +12,12 @@
 #include <limits>
 
 #include "moelight/half.h"
+#include "quantized/quantized.h"
 
 namespace moelight {
 
-enum class WeightType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kInt4 = 4 };
-constexpr int kWeightTypes = 5;
+enum class WeightType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kInt4 = 4, kQuantized = 5 };
+constexpr int kWeightTypes = 6;
 
 constexpr bool has_scale(WeightType type) { return type == WeightType::kInt8 || type == WeightType::kInt4; }
 
@@ -38,6 +39,9 @@ struct Int4 {
   uint8_t two;
 };
 
+// A Quantized matrix: its tiles are unpacked to what the lanes multiply, and meet the kernels of that type.
+struct Unpacked {};
+
 // What the weights of one product have in common.
 struct Format {
   WeightType type;
@@ -55,6 +59,12 @@ struct Weight {
   int64_t row_bytes;   // from one line of these to the next
   const float* scale;  // [rows, groups]; null for floats
   const void* bias;    // [rows] or null
+  // Of kQuantized: the matrix, of which the rows from `first_row` on are meant; data and row_bytes are those of its
+  // codes, or without data where these are transposed.
+  const Quantized* quantized = nullptr;
+  int64_t first_row = 0;
+
+  bool given() const { return data != nullptr || quantized != nullptr; }
 };
 
 // Rows of activations, of the type of x; strides in elements.
@@ -119,6 +129,16 @@ struct Product {
   int64_t x_bytes, tokens;
   const char* next;  // what is read afterwards, in rows next_bytes apart, that it may be fetched; or null
   int64_t next_bytes;
+  const Quantized* quantized = nullptr;  // of kQuantized: `weight` is null or the codes of `first_row`
+  int64_t first_row = 0;
+  Unpack unpack = nullptr;
+
+  // From the codes of a row to those read `ahead` rows later; 0: nothing is fetched.
+  int64_t lead_of(int64_t row, int64_t ahead) const {
+    if (weight == nullptr) return 0;
+    if (row + ahead < rows) return ahead * row_bytes;
+    return next == nullptr ? 0 : next + (row + ahead - rows) * next_bytes - (weight + row * row_bytes);
+  }
 };
 
 // What an instruction set provides for activations of one type and weights of one type.
@@ -144,12 +164,14 @@ struct Kernel {
   // kUngated: sums and bias are those of up.
   void (*activate)(const Activation&, Pairing, const float* sums, const float* ups, const float* bias,
                    const float* up_bias, int64_t columns, int64_t tokens, void* out, int64_t stride);
+  // Of kQuantized: the Unpack of matrices like one.
+  Unpack (*unpack)(const Quantized& like) = nullptr;
 };
 
 Kernel ffn_scalar(DType x, WeightType weight);
 Kernel ffn_avx2(DType x, WeightType weight);
 Kernel ffn_avx512(DType x, WeightType weight);
-// bfloat16 x alone, and bfloat16, int8 or int4 weights.
+// bfloat16 x alone, and no float32 or float16 weights.
 Kernel ffn_avx512_dots(WeightType weight);
 Kernel ffn_amx(WeightType weight);
 Kernel ffn_emulated(WeightType weight);  // of ffn_amx, for processors with AVX512_BF16 but without tiles

@@ -13,6 +13,7 @@
 #include "ffn.h"
 #include "finish.h"
 #include "lanes.h"
+#include "quantized/numbers.h"
 #include "transposed.inl"
 
 namespace moelight {
@@ -161,6 +162,33 @@ int64_t lead_of(const Product& p, int64_t row, int64_t first) {
   return kBlock<L> / kPerStored<W> * static_cast<int64_t>(sizeof(W)) - row * p.row_bytes;
 }
 
+// A tile from row r on in a block of K, where it lies or converted.
+template <class L, class W>
+Rows<L> rows_of(const Product& p, int64_t r, int64_t first, int64_t size, bool in_place, void* room) {
+  using Element = typename L::Element;
+  auto* const expanded = static_cast<Element*>(room);
+  const int64_t whole = p.rows - r < kRowTile ? p.rows - r : kRowTile;
+  Rows<L> rows = {{}, (size + L::kStep - 1) / L::kStep * L::kStep, 0};
+  if constexpr (std::is_same_v<W, Unpacked>) {
+    p.unpack(*p.quantized, p.first_row + r, whole, first, size, p.lead_of(r, kRowTile), room, kBlockBytes);
+  } else {
+    rows.lead = lead_of<L, W>(p, r, first);
+  }
+  for (int64_t i = 0; i < kRowTile; ++i) {
+    // A short last tile repeats its last row; nobody reads those sums.
+    const int64_t row = i < whole ? i : whole - 1;
+    rows.row[i] = expanded + row * kBlock<L>;
+    if (std::is_same_v<W, Unpacked>) continue;
+    if (in_place) {
+      rows.row[i] = reinterpret_cast<const Element*>(p.weight + (r + row) * p.row_bytes) + first;
+    } else if (row == i) {
+      if constexpr (!std::is_same_v<W, Unpacked>)
+        convert_row<L, W>(p, r + row, first, size, rows.lead, expanded + row * kBlock<L>);
+    }
+  }
+  return rows;
+}
+
 template <class L, class W>
 void multiply(const Product& p, void* expanded, float* sums) {
   using Element = typename L::Element;
@@ -168,19 +196,7 @@ void multiply(const Product& p, void* expanded, float* sums) {
     const int64_t size = p.depth - first < kBlock<L> ? p.depth - first : kBlock<L>;
     const bool in_place = std::is_same_v<W, Element> && size % L::kStep == 0;
     for (int64_t r = 0; r < p.rows; r += kRowTile) {
-      const int64_t lead = lead_of<L, W>(p, r, first);
-      Rows<L> rows = {{}, (size + L::kStep - 1) / L::kStep * L::kStep, lead};
-      for (int64_t i = 0; i < kRowTile; ++i) {
-        // A short last tile repeats its last row; nobody reads those sums.
-        const int64_t row = r + i < p.rows ? r + i : p.rows - 1;
-        if (in_place) {
-          rows.row[i] = reinterpret_cast<const Element*>(p.weight + row * p.row_bytes) + first;
-        } else {
-          Element* to = static_cast<Element*>(expanded) + i * kBlock<L>;
-          convert_row<L, W>(p, row, first, size, lead, to);
-          rows.row[i] = to;
-        }
-      }
+      const Rows<L> rows = rows_of<L, W>(p, r, first, size, in_place, expanded);
       all_tokens<L>(rows, in_place, p.tokens, reinterpret_cast<const Element*>(p.x) + first,
                     p.x_bytes / static_cast<int64_t>(sizeof(Element)), sums + r);
     }
@@ -202,19 +218,21 @@ template <class L, class X, class W>
 Kernel kernel() {
   using S = typename L::Simd;
   void (*transposed)(const Product&, void*, float*) = nullptr;
-  if constexpr (!kScaled<W>) transposed = multiply_transposed<S, W>;
+  constexpr bool kFloats = !kScaled<W> && !std::is_same_v<W, Unpacked>;
+  if constexpr (kFloats) transposed = multiply_transposed<S, W>;
   return {.step = L::kStep,
           .element_bytes = sizeof(float),
           .head_bytes = 0,
           .token_step = 1,
           .in_place = std::is_same_v<X, float>,
-          .scratch_bytes = std::max(kRowTile * kBlockBytes, kScaled<W> ? 0 : kTransposedScratch),
+          .scratch_bytes = std::max(kRowTile * kBlockBytes, kFloats ? kTransposedScratch : 0),
           .multiply = multiply<L, W>,
           .multiply_transposed = transposed,
           .turn = nullptr,
           .prepare = prepare<L, X>,
           .store = store<S, X>,
-          .activate = activate<S, X>};
+          .activate = activate<S, X>,
+          .unpack = [](const Quantized&) { return unpack_to(DType::kFloat32); }};
 }
 
 template <class L, class X>
@@ -228,6 +246,8 @@ Kernel kernel_for(WeightType weight) {
       return kernel<L, X, int8_t>();
     case WeightType::kInt4:
       return kernel<L, X, Int4>();
+    case WeightType::kQuantized:
+      return kernel<L, X, Unpacked>();
     case WeightType::kFloat32:
       break;
   }

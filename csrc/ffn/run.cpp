@@ -74,6 +74,7 @@ struct Side {
   Kernel kernel;
   Format format;
   DType type;
+  Unpack unpack = nullptr;
   bool in_place = false;
   Span source = {}, prepared = {};
 
@@ -88,6 +89,11 @@ struct Side {
     if (takes(format.depth)) return 0;
     const int64_t most = std::min(tokens + pieces * (kernel.token_step - 1), tokens * kernel.token_step);
     return Workspace::aligned(most * prepared_bytes());
+  }
+
+  // Chooses how weights like this one are unpacked, once for a call.
+  void choose(const Weight& like) {
+    if (like.quantized != nullptr) unpack = kernel.unpack(*like.quantized);
   }
 
   // Where the tokens come from, and where `room` bytes for the prepared ones are.
@@ -115,15 +121,15 @@ struct Side {
     return format.transposed ? format.depth * element_bytes() : weight.row_bytes;
   }
   Span rows_of(const Weight& weight, int64_t row) const {
-    if (format.transposed) return {nullptr, 0};
+    if (format.transposed || weight.data == nullptr) return {nullptr, 0};
     return {const_cast<char*>(static_cast<const char*>(weight.data)) + row * weight.row_bytes, weight.row_bytes};
   }
 
   void multiply(const Weight& weight, int64_t row, int64_t rows, int64_t token, int64_t tokens, const Span& next,
                 char* scratch, float* sums) const {
+    const int64_t step = format.transposed ? element_bytes() : weight.row_bytes;
     const Product product = {
-        .weight =
-            static_cast<const char*>(weight.data) + row * (format.transposed ? element_bytes() : weight.row_bytes),
+        .weight = weight.data == nullptr ? nullptr : static_cast<const char*>(weight.data) + row * step,
         .row_bytes = weight.row_bytes,
         .scale = weight.scale == nullptr ? nullptr : weight.scale + row * format.groups,
         .group = format.group,
@@ -135,6 +141,9 @@ struct Side {
         .tokens = tokens,
         .next = next.data,
         .next_bytes = next.stride,
+        .quantized = weight.quantized,
+        .first_row = weight.first_row + row,
+        .unpack = unpack,
     };
     if (!format.transposed) return kernel.multiply(product, scratch, sums);
     if (kernel.multiply_transposed != nullptr) return kernel.multiply_transposed(product, scratch, sums);
@@ -411,6 +420,7 @@ void linear(const LinearArgs& args) {
   const Tokens& tokens = args.tokens;
   const int64_t bytes = dtype_bytes(tokens.type);
   Side side(tokens.type, args.format);
+  side.choose(args.weight);
   const Rooms rooms = rooms_of(nullptr, side, tokens.count, 1);
   char* const room = workspace().bytes(rooms.total(args.threads));
   const Span x = {const_cast<char*>(static_cast<const char*>(tokens.x)), tokens.x_stride * bytes};
@@ -429,6 +439,8 @@ void expert_ffn(const ExpertArgs& args) {
   const Tokens& tokens = args.tokens;
   const int64_t bytes = dtype_bytes(tokens.type);
   Side up(tokens.type, args.up_format), down(tokens.type, args.down_format);
+  for (int64_t e = args.experts; e-- > 0;)
+    if (args.offsets[e + 1] > args.offsets[e]) up.choose(args.up[e]), down.choose(args.down[e]);
   const Rooms rooms = rooms_of(&up, down, tokens.count, args.experts);
   char* const room = workspace().bytes(rooms.total(args.threads));
   const Span inner = {room + rooms.x, args.down_format.depth * bytes};

@@ -46,6 +46,9 @@ struct StoredInt8Pairs : StoredBf16 {
   static __m512 floats(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); }
 };
 
+// What unpack_avx512_pairs gives.
+struct StoredUnpacked : StoredBf16 {};
+
 // The left operand: kTileRows rows of a block of K; what is fetched meanwhile.
 struct TileRows {
   const char* data;
@@ -89,6 +92,11 @@ TileRows left_operand(const Product& p, int64_t row, int64_t first, int64_t size
                       char* buffer) {
   const int64_t whole = p.rows - row < kTileRows ? p.rows - row : kTileRows;
   const int64_t steps = rounded(size, Stored::kStep) / 32;
+  if constexpr (std::is_same_v<Stored, StoredUnpacked>) {
+    p.unpack(*p.quantized, p.first_row + row, whole, first, size, ahead == nullptr ? 0 : p.lead_of(row, kTileRows),
+             buffer, kTileBufferRow);
+    return {buffer, kTileBufferRow, steps, nullptr, 0};
+  }
   if (Stored::kInPlace && whole == kTileRows && size % Stored::kStep == 0 && p.row_bytes % 4 == 0)
     return {p.weight + row * p.row_bytes + Stored::bytes(first), p.row_bytes, steps, ahead, lead};
   for (int64_t r = 0; r < kTileRows; ++r)
@@ -105,9 +113,9 @@ void multiply_tiles(const Product& p, void* scratch, float* sums) {
     for (int64_t first = 0; first < p.depth; first += kTileBlock) {
       const int64_t size = p.depth - first < kTileBlock ? p.depth - first : kTileBlock;
       const bool last = first + size == p.depth, end = last && row + kTileRows >= p.rows;
-      const char* const ahead =
-          end ? p.next
-              : p.weight + (last ? row + kTileRows : row) * p.row_bytes + (last ? 0 : Stored::bytes(first + size));
+      const char* const ahead = end || p.weight == nullptr ? p.next
+                                                           : p.weight + (last ? row + kTileRows : row) * p.row_bytes +
+                                                                 (last ? 0 : Stored::bytes(first + size));
       TileRows rows = left_operand<Stored>(p, row, first, size, ahead, end ? p.next_bytes : p.row_bytes, room->rows);
       const char* x = p.x + first * 2 * kTileTokens;
       int64_t t = 0;
@@ -170,6 +178,11 @@ Kernel tile_kernel_for(WeightType weight) {
       return tile_kernel<Tile, StoredInt8Pairs>();
     case WeightType::kInt4:
       return tile_kernel<Tile, StoredInt4>();
+    case WeightType::kQuantized: {
+      Kernel kernel = tile_kernel<Tile, StoredUnpacked>();
+      kernel.unpack = unpack_avx512_pairs;
+      return kernel;
+    }
     default:
       return tile_kernel<Tile, StoredBf16>();
   }

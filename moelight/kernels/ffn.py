@@ -5,7 +5,8 @@ dimension. Every wrong argument is a ValueError that names it. ``threads`` None 
 
 Weights are float32, bfloat16, float16, int8 or, as uint8, int4: two values a byte along the input dimension, the
 earlier in the low four bits, 8 meaning zero. Integers have float32 scales, one per output row, or one per row and
-``group_size`` inputs. Nothing is repacked, and sums are float32.
+``group_size`` inputs. Or they are a `QuantizedMatrix` of any format: the product is that with its numbers, in bfloat16
+for bfloat16 tokens on AVX512_BF16 and else in float32, to the bit. Nothing is repacked, and sums are float32.
 
 A token's result is bit for bit independent of the other tokens, its position in the batch and the number of threads; it
 differs between instruction sets by rounding. With bfloat16 tokens on AVX512_BF16, int4 times its scale is rounded to
@@ -27,9 +28,11 @@ from torch import Tensor
 from moelight.kernels import arguments, native, reference
 from moelight.kernels.activations import Activation, activation_of
 from moelight.kernels.arguments import FLOATS, INTEGERS, as_dlpack, check_tensor, lend, lend_given, stored
-from moelight.kernels.quantized import numbers_of
+from moelight.kernels.quantized import QuantizedMatrix, lend_matrix, parts_checked
+from moelight.profiles.stored import StoredFormat
 
 Tensors = Sequence[Tensor | None]
+Weights = Sequence[Tensor | QuantizedMatrix | None]
 _GROUP_STEP = 32
 _STORED = FLOATS + INTEGERS
 _OPTIONAL = ("gate_up_bias", "up_bias", "down_bias", "gate_up_scale", "down_scale")
@@ -37,7 +40,7 @@ _OPTIONAL = ("gate_up_bias", "up_bias", "down_bias", "gate_up_scale", "down_scal
 
 def cpu_linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | QuantizedMatrix,
     bias: Tensor | None = None,
     *,
     scale: Tensor | None = None,
@@ -58,26 +61,27 @@ def cpu_linear(
     extension = native.extension()
     if extension is None:
         tokens, inputs = check_tensor("x", x, FLOATS, (None, None))
-        outputs, _ = check_tensor("weight", weight, _STORED, (None, None))
+        shaped = _stand_in("weight", weight)
+        outputs, _ = check_tensor("weight", shaped, _STORED, (None, None))
         names = ("weight", "bias", "scale")
-        _check_weight(names, (weight, bias, scale), (outputs, inputs), group_size, weight.dtype, FLOATS)
+        _check_weight(names, (shaped, bias, scale), (outputs, inputs), group_size, shaped.dtype, FLOATS)
         if out is not None:
             check_tensor("out", out, x.dtype, (tokens, outputs))
         return stored(reference.linear(x, weight, bias, scale=scale, group_size=group_size), out)
     if out is None:
         out = torch.empty((_rows("x", x), _rows("weight", weight)), dtype=x.dtype)
-    lent, rest = lend(x=x, weight=weight), lend_given(bias=bias, scale=scale)
+    lent, rest = [as_dlpack("x", x), _lend("weight", weight)], lend_given(bias=bias, scale=scale)
     extension.linear(*lent, *rest, group_size or 0, *lend(out=out), threads)
     return out
 
 
 def cpu_expert_ffn(
     x: Tensor,
-    gate_up: Tensors,
-    down: Tensors,
+    gate_up: Weights,
+    down: Weights,
     offsets: Tensor,
     *,
-    up: Tensors | None = None,
+    up: Weights | None = None,
     activation: str | Activation = "silu",
     interleaved: bool = False,
     gate_up_bias: Tensors | None = None,
@@ -95,7 +99,7 @@ def cpu_expert_ffn(
     gate_up       E tensors [2I, H], gate rows before up rows, at any address; uint8 is [2I, H / 2]. Beside ``up`` the
                   gate [I, H] alone; with an activation that is not gated up alone
     down          E tensors [H, I]; uint8 is [H, I / 2]
-    up            E tensors [I, H], if apart; floats alone
+    up            E tensors [I, H], if apart; floats, or quantised as ``gate_up`` is
     offsets       int32 [E + 1]: expert e has rows offsets[e] to offsets[e + 1]
     activation    or a name: silu, gelu_tanh (gelu(gate) up), swiglu_oai (gpt-oss's, clamped at 7)
     interleaved   rows of gate and up alternate in ``gate_up``, and in its bias
@@ -103,38 +107,31 @@ def cpu_expert_ffn(
     gate_up_scale, down_scale         E tensors float32, as in `cpu_linear`: for int8 and uint8 only
     group_size    of both weights: a multiple of 32; None for one scale per row
 
-    Floats may be transposed: the tensor of a matrix is then the transpose of contiguous rows. All entries of an expert
-    without rows may be None. The tensors of a list share their shape, dtype and order. The activation is rounded to the
-    dtype of x. The GIL is released.
+    Lists of weights may hold quantised matrices of one format instead. Floats may be transposed: the tensor of a matrix
+    is then the transpose of contiguous rows. All entries of an expert without rows may be None. The tensors of a list
+    share their shape, dtype and order. The activation is rounded to the dtype of x. The GIL is released.
     """
-    gate_up, up, down = (_numbers(each, x.dtype) for each in (gate_up, up, down))
     group_size, threads = _check_group_size(group_size), arguments.check_threads(threads)
     act = _check_form(activation, up, gate_up_bias, up_bias, interleaved=interleaved)
     given = (gate_up_bias, up_bias, down_bias, gate_up_scale, down_scale)
     optional = dict(zip(_OPTIONAL, given, strict=True))
     extension = native.extension()
+    weights = {"gate_up": gate_up, "up": up, "down": down}
     if extension is None:
-        both = act.gated and up is None
-        cuts = _check_experts(x, gate_up, down, offsets, {"up": up} | optional, group_size, out, both=both)
+        (wide, second, narrow), both = _stand_ins(weights, offsets), act.gated and up is None
+        cuts = _check_experts(x, wide, narrow, offsets, {"up": second} | optional, group_size, out, both=both)
         options: dict[str, Any] = {"activation": act, "interleaved": interleaved, "group_size": group_size} | optional
         return stored(reference.expert_ffn(x, gate_up, down, cuts, up=up, **options), out)
     rows = as_dlpack("x", x)
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    wide, second, narrow = (
-        None if tensors is None else _export(name, tensors)
-        for name, tensors in (("gate_up", gate_up), ("up", up), ("down", down))
-    )
+    wide, second, narrow = (None if tensors is None else _export(name, tensors) for name, tensors in weights.items())
     rest = [None if tensors is None else _export(name, tensors) for name, tensors in optional.items()]
     bounds, into = lend(offsets=offsets, out=out)
     by = (act.curve, act.alpha, act.limit, act.shift, act.late)
     pairing = "interleaved" if interleaved else "joined" if act.gated else "ungated"
     extension.expert_ffn(rows, wide, second, narrow, bounds, by, pairing, *rest, group_size or 0, into, threads)
     return out
-
-
-def _numbers(tensors: Any, dtype: torch.dtype) -> Any:
-    return tensors and [None if each is None else numbers_of(each, dtype) for each in tensors]
 
 
 def _check_form(
@@ -157,10 +154,11 @@ def cpu_linear_workspace(
     inputs: int,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    weight_dtype: torch.dtype = torch.bfloat16,
+    weight_dtype: torch.dtype | StoredFormat = torch.bfloat16,
     threads: int | None = None,
 ) -> int:
     """Bytes that `cpu_linear` with up to these sizes keeps per calling thread; 0 without the extension.
+    ``weight_dtype`` is the format of quantised weights.
 
     All products and experts of a thread share one workspace, as large as the largest of them needs.
     """
@@ -176,7 +174,7 @@ def cpu_expert_ffn_workspace(
     *,
     experts: int,
     dtype: torch.dtype = torch.bfloat16,
-    weight_dtype: torch.dtype = torch.bfloat16,
+    weight_dtype: torch.dtype | StoredFormat = torch.bfloat16,
     transposed: bool = False,
     threads: int | None = None,
 ) -> int:
@@ -189,16 +187,49 @@ def cpu_expert_ffn_workspace(
     return int(extension.expert_ffn_workspace(*types, transposed, tokens, hidden, intermediate, experts, threads))
 
 
+def _lend(name: str, weight: Tensor | QuantizedMatrix) -> object:
+    return lend_matrix(name, weight) if isinstance(weight, QuantizedMatrix) else as_dlpack(name, weight)
+
+
+def _stand_in(name: str, weight: Any) -> Any:
+    """``weight``, or instead of a quantised one, whose parts are checked, a tensor of its shape, which nobody reads."""
+    if not isinstance(weight, QuantizedMatrix):
+        return weight
+    return torch.empty(parts_checked(name, weight).shape, dtype=torch.bfloat16)
+
+
+def _stand_ins(weights: Mapping[str, Weights | None], offsets: Tensor) -> list[Any]:
+    """Lists of weights as lists of tensors, where experts without rows have none; the quantised ones of ``gate_up`` and
+    ``up`` share one format, and those of ``down``."""
+    check_tensor("offsets", offsets, torch.int32, (None,))
+    busy = (offsets.diff() > 0).tolist()
+    found: list[Any] = []
+    forms: set[object] = set()
+    for name, each in weights.items():
+        if not isinstance(each, (list, tuple)) or not any(isinstance(weight, QuantizedMatrix) for weight in each):
+            found.append(each)
+            continue
+        some = [weight if here else None for weight, here in zip(each, busy, strict=False)]
+        forms = forms if name == "up" else set()
+        forms |= {w.stored if isinstance(w, QuantizedMatrix) else None for w in some if w is not None}
+        if len(forms) > 1:
+            raise ValueError(f"{name}: its matrices must have one format")
+        found.append([_stand_in(name, w) for w in some] + [None] * (len(each) - len(some)))
+    return found
+
+
 def _rows(name: str, tensor: object) -> int:
+    if isinstance(tensor, QuantizedMatrix):
+        return tensor.rows
     if not isinstance(tensor, Tensor) or tensor.ndim != 2:
         raise ValueError(f"{name}: must be a tensor of two dimensions")
     return tensor.shape[0]
 
 
-def _export(name: str, tensors: Tensors) -> list[object]:
+def _export(name: str, tensors: Weights) -> list[object]:
     if not isinstance(tensors, (list, tuple)):
         raise ValueError(f"{name}: must be a list with one tensor per expert, is {type(tensors).__name__}")
-    return [None if tensor is None else as_dlpack(name, tensor) for tensor in tensors]
+    return [None if tensor is None else _lend(name, tensor) for tensor in tensors]
 
 
 def _check_group_size(size: object) -> int | None:
@@ -207,14 +238,15 @@ def _check_group_size(size: object) -> int | None:
     return None if size is None else min(size, 1 << 62)
 
 
-def _check_sizes(dtype: torch.dtype, weight_dtype: torch.dtype, **sizes: object) -> tuple[int, int]:
+def _check_sizes(dtype: torch.dtype, weight_dtype: torch.dtype | StoredFormat, **sizes: object) -> tuple[int, int]:
     """Check the sizes of a workspace; return the extension's numbers of the dtypes of tokens and weights."""
+    quantized = isinstance(weight_dtype, StoredFormat)
     for name, given, allowed in (("dtype", dtype, FLOATS), ("weight_dtype", weight_dtype, _STORED)):
-        if given not in allowed:
+        if given not in allowed and not (name == "weight_dtype" and quantized):
             raise ValueError(f"{name}: must be one of {', '.join(map(str, allowed))}, is {given}")
     for name, size in sizes.items():
         arguments.check_integer(name, size, 0 if name == "tokens" else 1, (1 << 31) - 1)
-    return FLOATS.index(dtype), _STORED.index(weight_dtype)
+    return FLOATS.index(dtype), len(_STORED) if isinstance(weight_dtype, StoredFormat) else _STORED.index(weight_dtype)
 
 
 def _check_experts(

@@ -8,13 +8,17 @@ of the rows asked for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from moelight.core.errors import ConfigError
 from moelight.hrm.footprint import DEQUANTISED_ROWS
+from moelight.kernels import arguments, native
+from moelight.kernels.arguments import FLOATS, as_dlpack, check_tensor, lend
 from moelight.profiles.stored import AWQ, GGML, GPTQ, MXFP4, PACKED, PLAIN, SCALED, StoredFormat
 
 Parts = Mapping[str, Tensor]  # by suffix, as `StoredFormat.parts` lists them
@@ -45,14 +49,75 @@ class QuantizedMatrix:
         """The matrix [R, C] as numbers of ``dtype``."""
         device = next(iter(self.parts.values())).device
         out = torch.empty(self.shape, dtype=dtype, device=device)
-        for begin, block in row_blocks(self.stored, self.parts, self.rows, self.columns):
+        for begin, block in self.row_blocks():
             out[begin : begin + len(block)].copy_(block)
         return out
+
+    def row_blocks(self) -> Iterator[tuple[int, Tensor]]:
+        """``(first row, numbers)`` over all rows, in float32."""
+        return row_blocks(self.stored, self.parts, self.rows, self.columns)
 
 
 def numbers_of(weight: Tensor | QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     """``weight`` if it is a tensor, else its numbers as ``dtype``."""
     return weight.numbers(dtype) if isinstance(weight, QuantizedMatrix) else weight
+
+
+def cpu_dequantize(
+    matrix: QuantizedMatrix, dtype: torch.dtype, out: Tensor | None = None, threads: int | None = None
+) -> Tensor:
+    """The numbers of ``matrix`` -> `out` [R, C] of ``dtype`` (a float), or a new tensor; the GIL is released.
+
+    Equal to ``matrix.numbers(dtype)`` to the bit, except that any NaN may be any other. Natively where the extension is
+    built, without memory beyond the result; ``threads`` None stands for torch.get_num_threads().
+    """
+    if dtype not in FLOATS:
+        raise ValueError(f"dtype: must be one of {', '.join(map(str, FLOATS))}, is {dtype}")
+    threads, extension = arguments.check_threads(threads), native.extension()
+    if out is not None:
+        check_tensor("out", out, dtype, matrix.shape)
+    if extension is None or matrix.stored.kind == PLAIN:
+        numbers = parts_checked("matrix", matrix).numbers(dtype)
+        return numbers if out is None else out.copy_(numbers)
+    out = torch.empty(matrix.shape, dtype=dtype) if out is None else out
+    extension.dequantize(lend_matrix("matrix", matrix), *lend(out=out), threads)
+    return out
+
+
+def lend_matrix(name: str, matrix: QuantizedMatrix) -> object:
+    """What the extension takes for ``matrix``, whose parts it checks: format and sizes, and DLPack capsules of codes,
+    scales, zero points and order; of plain numbers the capsule alone."""
+    form, parts = matrix.stored, matrix.parts
+    if form.kind == PLAIN:
+        return as_dlpack(name, parts_checked(name, matrix).parts[form.names[0]])
+    kind = form.name if form.kind == GGML else form.kind
+    if form.kind == SCALED:
+        kind = "int8" if form.codes == "I8" else "fp8"
+    lent: list[object] = [None] * 4
+    needed = (True, form.kind != GGML, form.zero_points, form.order)
+    for place, suffix in enumerate(form.names):
+        if not needed[place]:
+            continue
+        if suffix not in parts:
+            raise ValueError(f"{name}: its part {suffix} is missing")
+        lent[place] = as_dlpack(name, parts[suffix])
+    return (kind, form.bits, matrix.rows, matrix.columns, form.group, form.group_rows, form.zero_bias, *lent)
+
+
+def parts_checked(name: str, matrix: QuantizedMatrix) -> QuantizedMatrix:
+    """``matrix``, all of whose parts are there, dense and of the right size; raises ValueError that names ``name``."""
+    try:
+        parts = matrix.stored.parts(matrix.rows, matrix.columns)
+    except ConfigError as error:
+        raise ValueError(f"{name}: {error}") from None
+    for part in parts:
+        if part.suffix not in matrix.stored.names:
+            continue
+        found = arguments.check_dense(name, matrix.parts.get(part.suffix))
+        if not found.is_contiguous() or found.numel() != math.prod(part.shape):
+            shape = f"contiguous {list(part.shape)}, is {list(found.shape)}"
+            raise ValueError(f"{name}: its part {part.suffix} must be {shape}")
+    return matrix
 
 
 def unpack(

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moelight.kernels.activations import SILU, Activation
+from moelight.kernels.quantized import QuantizedMatrix
 
 Cache = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -210,12 +211,14 @@ def route_topk(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Ten
     return weights, ids[:, :top_k]
 
 
-def dequantized(weight: Tensor, scale: Tensor | None, group_size: int | None) -> Tensor:
+def dequantized(weight: Tensor | QuantizedMatrix, scale: Tensor | None, group_size: int | None) -> Tensor:
     """Values of a stored weight, in at least float32: [N, K], or uint8 [N, K / 2] with two values a byte.
 
     int8 and uint8 have scale [N] or [N, ceil(K / group_size)]; the low four bits of a byte are the earlier value, and 8
     means zero.
     """
+    if isinstance(weight, QuantizedMatrix):
+        return weight.numbers(torch.float32)
     if scale is None:
         return _wide(weight)
     if weight.dtype == torch.uint8:
@@ -228,7 +231,7 @@ def dequantized(weight: Tensor, scale: Tensor | None, group_size: int | None) ->
 
 def linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | QuantizedMatrix,
     bias: Tensor | None = None,
     *,
     scale: Tensor | None = None,
@@ -238,7 +241,9 @@ def linear(
     return _product(x, weight, bias, scale, group_size).to(x.dtype)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, group_size: int | None) -> Tensor:
+def _product(
+    x: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None, scale: Tensor | None, group_size: int | None
+) -> Tensor:
     numbers = dequantized(weight, scale, group_size)
     wide = torch.promote_types(x.dtype, numbers.dtype)
     return functional.linear(x.to(wide), numbers.to(wide), None if bias is None else bias.to(wide))
@@ -246,11 +251,11 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | Non
 
 def expert_ffn(
     x: Tensor,
-    gate_up: Sequence[Tensor | None],
-    down: Sequence[Tensor | None],
+    gate_up: Sequence[Tensor | QuantizedMatrix | None],
+    down: Sequence[Tensor | QuantizedMatrix | None],
     offsets: Sequence[int],
     *,
-    up: Sequence[Tensor | None] | None = None,
+    up: Sequence[Tensor | QuantizedMatrix | None] | None = None,
     activation: Activation = SILU,
     interleaved: bool = False,
     gate_up_bias: Sequence[Tensor | None] | None = None,

@@ -26,12 +26,13 @@ from moelight.core.schedule import Page
 from moelight.core.small_files import open_regular, read_error_text
 from moelight.core.units import MiB, align_up
 from moelight.hrm.costs import TENSOR_ALIGNMENT, dense_bytes, page_bytes
-from moelight.kernels.quantized import row_blocks
+from moelight.kernels.quantized import QuantizedMatrix, cpu_dequantize
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.stored import PART_ALIGNMENT
 from moelight.profiles.tensor_list import dense_tensors, page_shapes
 from moelight.weights.quantized_checkpoint import QuantizedInfo
 from moelight.weights.source import TensorInfo
+from moelight.weights.stored_matrix import StoredMatrix
 from moelight.weights.tensor_map import WeightMap
 from moelight.weights.torch_dtypes import from_torch, to_torch
 
@@ -195,9 +196,17 @@ def read_tensor_into(reader: TensorReader, info: TensorInfo, dest: torch.Tensor)
         reader.read(info, dest)
         return
     matrix = info.stored()
-    parts = matrix.read()
-    for begin, numbers in row_blocks(matrix.stored, parts, matrix.rows, matrix.columns):
-        dest.view(matrix.rows, matrix.columns)[begin : begin + len(numbers)].copy_(numbers)
+    dequantised(matrix, dest.view(matrix.rows, matrix.columns))
+
+
+def dequantised(matrix: StoredMatrix, out: torch.Tensor) -> torch.Tensor:
+    """The numbers of ``matrix`` in ``out`` (its shape, any device)."""
+    found = QuantizedMatrix(stored=matrix.stored, rows=matrix.rows, columns=matrix.columns, parts=matrix.read())
+    if out.device.type == "cpu":
+        return cpu_dequantize(found, out.dtype, out=out)
+    for begin, numbers in found.row_blocks():
+        out[begin : begin + len(numbers)].copy_(numbers)
+    return out
 
 
 def _rounded(stored: torch.Tensor) -> torch.Tensor:

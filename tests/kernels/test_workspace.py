@@ -11,6 +11,7 @@ import torch
 
 from moelight.kernels import native
 from moelight.kernels.ffn import cpu_expert_ffn, cpu_expert_ffn_workspace, cpu_linear, cpu_linear_workspace
+from tests.kernels.quantized import FORMATS, matrix
 from tests.kernels.stored import KINDS, LANES, generator, serving, stored
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the extension is not built")
@@ -70,6 +71,23 @@ def keeps_what_it_announces(kind: str, counts: list[int], *, transposed: bool) -
 
     sizes = {"experts": len(counts), "weight_dtype": KINDS[kind], "transposed": transposed, "threads": 2}
     assert kept_by(call) == cpu_expert_ffn_workspace(tokens, hidden, inner, **sizes) > 0
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("name", ["mxfp4", "gptq int4", "Q4_K"])
+def test_quantised(lanes, name, monkeypatch):
+    form, hidden, inner = FORMATS[name], 512, 256
+    up, down = matrix(form, 2 * inner, hidden), matrix(form, hidden, inner)
+    with serving(lanes, monkeypatch):
+        for counts in ([1], [3, 0, 1], [600, 2]):
+            x, offsets = torch.zeros(sum(counts), hidden).bfloat16(), torch.tensor([0, *counts]).cumsum(0).int()
+            sizes = {"weight_dtype": form, "threads": 2}
+            announced = cpu_expert_ffn_workspace(len(x), hidden, inner, experts=len(counts), **sizes)
+            lists = [up] * len(counts), [down] * len(counts)
+            assert kept_by(lambda x=x, at=offsets, of=lists: cpu_expert_ffn(x, *of, at, threads=2)) == announced > 0
+            announced = cpu_linear_workspace(len(x), hidden, hidden, **sizes)
+            whole = matrix(form, hidden, hidden)
+            assert kept_by(lambda x=x, whole=whole: cpu_linear(x, whole, threads=2)) == announced > 0
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,9 @@ from moelight.core.errors import CheckpointError, ConfigError
 from moelight.core.schedule import Page
 from moelight.core.units import align_up
 from moelight.hrm.costs import TENSOR_ALIGNMENT
-from moelight.kernels.quantized import row_blocks
 from moelight.models.graph.families import ExpertForm
 from moelight.weights.boxes import Box, NotMovedError, Tiled, TiledTensor, UnequalError
-from moelight.weights.load import BOUNCE_BYTES, TensorReader, check_bytes, check_tie
+from moelight.weights.load import BOUNCE_BYTES, TensorReader, check_bytes, check_tie, dequantised
 from moelight.weights.page_layout import PageLayout, ScatteredError, lay_out
 from moelight.weights.quantized_checkpoint import QuantizedInfo
 from moelight.weights.source import Checkpoint, TensorInfo
@@ -681,9 +680,7 @@ def _numbers(box: Box, dtype: torch.dtype) -> Tensor:
     line = info.matrix.columns
     first, last = box.offset // line, (box.offset + box.span - 1) // line + 1
     matrix = info.matrix.rows_of(first, last)
-    rows = torch.empty((matrix.rows, line), dtype=dtype)
-    for begin, numbers in row_blocks(matrix.stored, matrix.read(), matrix.rows, line):
-        rows[begin : begin + len(numbers)].copy_(numbers)
+    rows = dequantised(matrix, torch.empty((matrix.rows, line), dtype=dtype))
     return rows.as_strided(box.shape, box.strides, box.offset - first * line)
 
 

@@ -1,0 +1,86 @@
+// Matrices whose numbers are quantised, as checkpoints store them, and the functions that unpack them.
+//
+// The formats are those of moelight/profiles/stored.py, the numbers those of moelight/kernels/quantized.py, to the bit:
+// float32 by the same operations in the same order, rounded once where a narrower type is asked for. Nothing is read
+// beyond the parts of a matrix whose sizes the binding checked, whatever their bytes say.
+#pragma once
+
+#include <cstdint>
+
+#include "moelight/half.h"
+
+namespace moelight {
+
+// kMxBlocks is ggml's MXFP4, kMx that of two tensors; from kQ4_0 on the kinds are ggml's.
+enum class Packing : int {
+  kFp8,
+  kInt8,
+  kPacked,
+  kGptq,
+  kAwq,
+  kMx,
+  kQ4_0,
+  kQ4_1,
+  kQ5_0,
+  kQ5_1,
+  kQ8_0,
+  kQ2_K,
+  kQ3_K,
+  kQ4_K,
+  kQ5_K,
+  kQ6_K,
+  kIq4Nl,
+  kIq4Xs,
+  kMxBlocks,
+};
+constexpr int kPackings = static_cast<int>(Packing::kMxBlocks) + 1;
+
+// Numbers and bytes of a ggml block.
+struct BlockSize {
+  int64_t numbers, bytes;
+};
+constexpr BlockSize kBlockSizes[] = {{32, 18},   {32, 20},   {32, 22},   {32, 24}, {32, 34},   {256, 84}, {256, 110},
+                                     {256, 144}, {256, 176}, {256, 210}, {32, 18}, {256, 136}, {32, 17}};
+constexpr bool in_blocks(Packing packing) { return packing >= Packing::kQ4_0; }
+constexpr BlockSize block_size(Packing packing) {
+  return kBlockSizes[static_cast<int>(packing) - static_cast<int>(Packing::kQ4_0)];
+}
+
+enum class ScaleType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kPower = 3 };  // kPower: 2^(byte - 127)
+
+struct Quantized {
+  Packing packing;
+  int bits;
+  int64_t rows, columns;
+  const uint8_t* codes;
+  int64_t row_bytes;   // of codes; of transposed codes their share of one row
+  const void* scales;  // [row groups, groups]; of kGptq and kAwq [groups, rows]; none in blocks
+  ScaleType scale_type;
+  const uint8_t* zeros;   // packed as the codes are, or null
+  const int32_t* order;   // the group of each column, or null
+  int64_t group, groups;  // columns that share a scale (at least columns: all), groups of them
+  int64_t group_rows;     // rows that share a scale; 0: all
+  int zero_bias;
+
+  bool transposed() const { return packing == Packing::kGptq || packing == Packing::kAwq; }
+};
+
+// The most columns that are unpacked at once, and numbers whose zeros are written out after the last column.
+constexpr int64_t kMostColumns = 1024, kUnpackStep = 32;
+
+// Columns [first, first + size) of `rows` rows from `row` on, as numbers in lines to_bytes apart, and zeros up to the
+// next multiple of kUnpackStep; `first` is a multiple of 64, size at most kMostColumns. What lies `lead` bytes after
+// the codes that are read is fetched meanwhile.
+using Unpack = void (*)(const Quantized& from, int64_t row, int64_t rows, int64_t first, int64_t size, int64_t lead,
+                        void* to, int64_t to_bytes);
+
+Unpack unpack_scalar(DType to);
+Unpack unpack_avx2(DType to);
+Unpack unpack_avx512(DType to);
+// bfloat16 for products that take subnormal numbers as zeros: here they may be.
+Unpack unpack_avx512_pairs(const Quantized& like);
+
+// out[row][column] of all rows, `stride` numbers apart.
+void dequantize(const Quantized& from, DType type, void* out, int64_t stride, int threads);
+
+}  // namespace moelight
