@@ -360,14 +360,16 @@ def _rotates_halves(function: FunctionType) -> bool:
     return all(one.shape == other.shape and torch.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in same)
 
 
-def _rotation(own: FunctionType) -> Callable[..., tuple[Tensor, Tensor]]:
+def _rotation(own: FunctionType) -> Callable[..., Any]:
+    """``own`` on our kernel where it serves what is given."""
     halves: weakref.ref[Tensor] | None = None  # the last cosines that repeat in their second half, as their sines do
 
-    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    def rotate(*given: Any, **named: Any) -> Any:
         nonlocal halves
-        heads = _heads(q, k, cos, sin) if not others and not named else None
+        heads = None if named or len(given) != 4 else _heads(*given)
         if heads is None:
-            return own(q, k, cos, sin, *others, **named)
+            return own(*given, **named)
+        q, k, cos, sin = given
         if halves is None or cos is not halves():
             if not all(torch.equal(*each.chunk(2, dim=-1)) for each in (cos, sin)):
                 return own(q, k, cos, sin)
