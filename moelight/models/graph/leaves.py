@@ -397,10 +397,12 @@ def _heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor] | Non
     if not plain or not cos.is_contiguous() or not sin.is_contiguous():
         return None
     first, second = heads
-    if first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr() and first.stride() == second.stride():
-        count = first.shape[1] + second.shape[1]
-        if second.storage_offset() == first.storage_offset() + first[0].numel() and first.stride(0) >= count * size:
-            return [first.as_strided((tokens, count, size), first.stride())]
+    count = first.shape[1] + second.shape[1]
+    step = first.stride(0) if tokens > 1 else count * size  # a single token has any
+    near = first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    follows = near and second.storage_offset() == first.storage_offset() + first[0].numel()
+    if follows and (tokens == 1 or second.stride(0) == step) and step >= count * size:
+        return [first.as_strided((tokens, count, size), (step, size, 1))]
     return heads
 
 
