@@ -1,18 +1,23 @@
-"""Leaf modules of a graph on our kernels: linear layers, root-mean-square norms and gated feed-forward layers.
+"""Leaves of a graph on our kernels: linear layers, root-mean-square norms, gated feed-forward layers, routers, and the
+rotary embedding that attention calls.
 
-A linear layer is known by its class; a norm or a feed-forward layer by its numbers, whatever its class is called: its
-own forward is compared with the kernel's function on random weights. What is not recognised stays as it is, and so do
-routers: the choice of experts is that of transformers. The result of a row does not depend on the other rows.
+A linear layer is known by its class; all others by their numbers, whatever their classes are called: their own forward
+is compared with the kernel's function on random weights. Linear layers that are given one input in turn are one product
+if their weights lie together. What is not recognised stays as it is. The result of a row does not depend on the other
+rows. Of experts that are equally likely a router of ours takes the first, that of transformers any.
 
-Legend: R rows, H inputs of a module, I intermediate.
+Legend: R rows, H inputs of a module, I intermediate, E experts, k experts a token, D head size.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import permutations
+from itertools import groupby, pairwise, permutations
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -21,11 +26,14 @@ from torch.nn import functional
 
 from moelight.kernels import native
 from moelight.kernels.ffn import cpu_expert_ffn
-from moelight.kernels.norm import rms_norm, rms_norm_mixed
+from moelight.kernels.norm import cpu_rms_norm, cpu_rotate, rms_norm, rms_norm_mixed
 from moelight.kernels.products import linear, parts
 from moelight.kernels.reference import rms_norm as plain_norm
+from moelight.kernels.reference import rotate as plain_rotation
+from moelight.kernels.routing import cpu_route
 
 Forward = Callable[[Tensor], Tensor]
+Router = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 _WIDTHS = (8, 16)  # H and I of a feed-forward layer on trial
 _ACTIVATIONS: Mapping[str, Forward] = {  # of `cpu_expert_ffn`
     "silu": functional.silu,
@@ -38,7 +46,9 @@ _FAILURES = (AttributeError, IndexError, NotImplementedError, RuntimeError, Type
 
 def use_kernels(module: nn.Module) -> None:
     """Let the leaves of ``module`` compute by our kernels wherever their parameters are when they are called."""
-    known: dict[Any, Callable[[Any], Forward] | None] = {}
+    known: dict[Any, Callable[[Any], Any] | None] = {}
+    rotating: dict[Any, FunctionType | None] = {}
+    groups = [group for part in module.modules() for group in _neighbours(part)]
     for part in module.modules():
         if "forward" in vars(part):
             continue  # it has been given another one already
@@ -47,20 +57,34 @@ def use_kernels(module: nn.Module) -> None:
             continue
         key = _key(part)
         if key is not None and key not in known:
-            known[key] = _norm_of(part) if part._parameters else _feed_forward_of(part)
+            known[key] = _made_of(part)
         if key is not None and (make := known[key]) is not None:
             part.forward = make(part)
+            continue
+        own = type(part).forward
+        if own not in rotating:
+            rotating[own] = _rotating(own)
+        if (ours := rotating[own]) is not None:
+            part.forward = MethodType(ours, part)
+    for group in groups:
+        _InTurn(group)
 
 
 def _key(part: nn.Module) -> Any:
     """What is the same for modules that compute alike, of one that may be recognised; else None."""
     children = [(name, *_said(child), getattr(child, "bias", None) is None) for name, child in part.named_children()]
     shapes = [(name, each.shape) for name, each in part._parameters.items() if each is not None]
-    vector = [name for name, _ in shapes] == ["weight"] and len(shapes[0][1]) == 1 and not children
+    alone = [name for name, _ in shapes] == ["weight"] and len(shapes[0][1]) in (1, 2) and not children
     products = sum(type(child).forward is nn.Linear.forward for child in part.children())
-    if not vector and (shapes or products not in (2, 3) or _has_other_weights(part)):
+    if not alone and (shapes or products not in (2, 3) or _has_other_weights(part)):
         return None
     return _said(part), tuple(children), tuple(shapes)
+
+
+def _made_of(part: Any) -> Callable[[Any], Any] | None:
+    if not part._parameters:
+        return _feed_forward_of(part)
+    return _norm_of(part) if part.weight.ndim == 1 else _router_of(part)
 
 
 def _said(part: nn.Module) -> tuple[Any, ...]:
@@ -81,6 +105,59 @@ def _linear_of(part: Any) -> Forward:
         return linear(_rows(x), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
     return forward
+
+
+def _neighbours(part: nn.Module) -> Iterator[list[Any]]:
+    """Linear layers without biases and of as many inputs that follow one another among the children of ``part``."""
+    for inputs, group in groupby(part.children(), _inputs_without_bias):
+        if inputs is not None and len(layers := list(group)) > 1:
+            yield layers
+
+
+def _inputs_without_bias(part: Any) -> int | None:
+    """H of a linear layer that has no bias and its own forward; else None."""
+    if type(part).forward is not nn.Linear.forward or "forward" in vars(part) or part._parameters["bias"] is not None:
+        return None
+    return part._parameters["weight"].shape[1]
+
+
+class _InTurn:
+    """The forwards of linear layers, the first of which were given one and the same input in turn at every call so far:
+    the next time their products are one, of which each takes its columns."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self._layers, self._own = layers, [each.forward for each in layers]
+        self._together: int | None = None  # so many share their inputs; None before the first call
+        self._seen = 0  # so many were given the last input
+        self._input: Callable[[], Tensor | None] = lambda: None
+        self._results: Sequence[Tensor] = ()  # of the last input; empty once the last of them was taken
+        for number, layer in enumerate(layers):
+            layer.forward = self._first if number == 0 else partial(self._later, number)
+
+    def _first(self, x: Tensor) -> Tensor:
+        if self._seen:
+            self._together = min(self._seen, self._seen if self._together is None else self._together)
+        self._input, self._seen, self._results = weakref.ref(x), 1, ()
+        count = self._together or 1
+        if count == 1 or not native.on_cpu(x):
+            return self._own[0](x)
+        weights = [each._parameters["weight"] for each in self._layers[:count]]
+        if (whole := _joined(*weights)) is None:
+            return self._own[0](x)
+        found = linear(_rows(x), whole).split([len(each) for each in weights], dim=1)
+        self._results = [each.view(*x.shape[:-1], each.shape[1]) for each in found]
+        return self._results[0]
+
+    def _later(self, number: int, x: Tensor) -> Tensor:
+        if x is not self._input() or self._seen != number:
+            return self._own[number](x)
+        self._seen += 1
+        if number >= len(self._results):
+            return self._own[number](x)
+        found = self._results[number]
+        if number == len(self._results) - 1:
+            self._results = ()
+        return found
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -141,6 +218,8 @@ def _norm_twice(part: Any, eps: float) -> Forward:
         weight = part._parameters["weight"]
         if x.is_meta or weight.dtype != x.dtype:
             return own(x)
+        if x.ndim == 4 and x.shape[0] == 1 and native.on_cpu(x) and x[0, 0].is_contiguous():  # heads of one product
+            return cpu_rms_norm(x[0], weight, eps)[None]
         return rms_norm(_rows(x), weight, eps).view(x.shape)
 
     return forward
@@ -195,17 +274,143 @@ def _feed_forward(part: Any, names: tuple[str, ...], activation: str) -> Forward
     return forward
 
 
-def _joined(gate: Tensor, up: Tensor) -> Tensor | None:
-    """gate [I, H] and up [I, H] as one view [2I, H], if they lie so."""
-    if gate.untyped_storage().data_ptr() != up.untyped_storage().data_ptr() or gate.dtype != up.dtype:
-        return None
-    if up.storage_offset() != gate.storage_offset() + gate.numel():
-        return None
-    return gate.as_strided((2 * gate.shape[0], gate.shape[1]), (gate.shape[1], 1))
+def _joined(*matrices: Tensor) -> Tensor | None:
+    """matrices [I, H], of any I, as one view [sum of I, H], if they lie so."""
+    for one, other in pairwise(matrices):
+        if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr() or one.dtype != other.dtype:
+            return None
+        if other.storage_offset() != one.storage_offset() + one.numel():
+            return None
+    inputs = matrices[0].shape[1]
+    return matrices[0].as_strided((sum(map(len, matrices)), inputs), (inputs, 1))
 
 
-def _tried(part: nn.Module, weights: Mapping[str, Tensor], children: Mapping[str, nn.Module], x: Tensor) -> Any:
-    """The module's own forward of ``x`` with other parameters and children; None if it does not compute so."""
+def _router_of(part: Any) -> Callable[[Any], Router] | None:
+    """What makes the forward of routers like ``part``, if it returns logits, weights and ids of the most likely
+    experts."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(size, generator=generator) for size in (part.weight.shape, (4, part.weight.shape[1])))
+    found = _tried(part, {"weight": weight}, {}, x, kind=tuple)
+    if found is None or len(found) != 3 or not all(isinstance(each, Tensor) and each.ndim == 2 for each in found):
+        return None
+    logits, (theirs, weights, ids) = functional.linear(x, weight), found
+    top_k = ids.shape[1]
+    if ids.dtype != torch.int64 or weights.shape != ids.shape or theirs.shape != logits.shape:
+        return None
+    if not torch.allclose(theirs, logits, rtol=1e-4, atol=1e-4):
+        return None
+    likely, expected = logits.softmax(-1).topk(top_k, dim=-1)
+    narrow = _tried(part, {"weight": weight.bfloat16()}, {}, x.bfloat16(), kind=tuple)
+    if not torch.equal(ids, expected) or narrow is None or narrow[0].dtype != torch.bfloat16:
+        return None
+    for normalize in (False, True):
+        shares = likely / likely.sum(-1, keepdim=True) if normalize else likely
+        if torch.allclose(weights, shares, rtol=1e-4, atol=1e-6) and narrow[1].dtype in (torch.float32, torch.bfloat16):
+            rounds = narrow[1].dtype == torch.bfloat16
+            return partial(_router, top_k=top_k, normalize=normalize, rounds=rounds)
+    return None
+
+
+def _router(part: Any, top_k: int, *, normalize: bool, rounds: bool) -> Router:
+    own = part.forward
+
+    def forward(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        weight = part._parameters["weight"]
+        if not native.on_cpu(x) or weight.dtype != x.dtype:
+            return own(x)
+        logits = linear(_rows(x), weight)
+        weights, ids = cpu_route(logits, top_k, normalize=normalize, round_weights=rounds)
+        return logits, weights.to(x.dtype) if rounds else weights, ids.long()
+
+    return forward
+
+
+def _rotating(own: Any) -> FunctionType | None:
+    """The forward ``own`` of a module with the rotary embedding of our kernel in place of the function that it calls,
+    if that is one of halves; the function itself stays what it is."""
+    if not isinstance(own, FunctionType):
+        return None
+    for name in own.__code__.co_names:
+        function = own.__globals__.get(name)
+        if isinstance(function, FunctionType) and _rotates_halves(function):
+            within = {**own.__globals__, name: _rotation(function)}
+            made = FunctionType(own.__code__, within, own.__name__, own.__defaults__, own.__closure__)
+            made.__kwdefaults__ = own.__kwdefaults__
+            return made
+    return None
+
+
+def _rotates_halves(function: FunctionType) -> bool:
+    """Whether it turns q [1, Hq, T, D] and k [1, Hkv, T, D] by cos and sin [1, T, D] as `cpu_rotate` does."""
+    taken = list(inspect.signature(function).parameters.values())
+    if len(taken) < 4 or any(each.default is inspect.Parameter.empty for each in taken[4:]):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn((1, heads, 3, 8), generator=generator) for heads in (4, 2))
+    cos, sin = (torch.randn((1, 3, 4), generator=generator).repeat(1, 1, 2) for _ in range(2))
+    try:
+        with torch.inference_mode():
+            found = function(q, k, cos, sin)
+    except _FAILURES:
+        return False
+    if not isinstance(found, tuple) or len(found) != 2 or not all(isinstance(each, Tensor) for each in found):
+        return False
+    expected = [plain_rotation(each[0].transpose(0, 1), cos[0], sin[0]).transpose(0, 1)[None] for each in (q, k)]
+    same = zip(found, expected, strict=True)
+    return all(one.shape == other.shape and torch.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in same)
+
+
+def _rotation(own: FunctionType) -> Callable[..., Any]:
+    """``own`` on our kernel where it serves what is given."""
+    halves: weakref.ref[Tensor] | None = None  # the last cosines that repeat in their second half, as their sines do
+
+    def rotate(*given: Any, **named: Any) -> Any:
+        nonlocal halves
+        heads = None if named or len(given) != 4 else _heads(*given)
+        if heads is None:
+            return own(*given, **named)
+        q, k, cos, sin = given
+        if halves is None or cos is not halves():
+            if not all(torch.equal(*each.chunk(2, dim=-1)) for each in (cos, sin)):
+                return own(q, k, cos, sin)
+            halves = weakref.ref(cos)
+        found = [cpu_rotate(each, cos[0], sin[0]).transpose(0, 1)[None] for each in heads]
+        if len(found) == 2:
+            return found[0], found[1]
+        split = found[0].split((q.shape[1], k.shape[1]), dim=1)
+        return split[0], split[1]
+
+    return rotate
+
+
+def _heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor] | None:
+    """Of q [1, Hq, T, D] and k [1, Hkv, T, D] the heads of a token [T, heads, D], of both where they lie together; None
+    if our kernel does not serve them."""
+    each = (q, k, cos, sin)
+    if not native.on_cpu(q) or (q.ndim, k.ndim, cos.ndim) != (4, 4, 3) or len({one.dtype for one in each}) > 1:
+        return None
+    tokens, size = q.shape[2:]
+    if len(q) != 1 or len(k) != 1 or cos.shape != (1, tokens, size) or sin.shape != cos.shape or size % 2:
+        return None
+    heads = [one[0].transpose(0, 1) for one in (q, k)]
+    plain = all(one.shape[::2] == (tokens, size) and one[0].is_contiguous() for one in heads)
+    if not plain or not cos.is_contiguous() or not sin.is_contiguous():
+        return None
+    first, second = heads
+    count = first.shape[1] + second.shape[1]
+    step = first.stride(0) if tokens > 1 else count * size  # a single token has any
+    near = first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    follows = near and second.storage_offset() == first.storage_offset() + first[0].numel()
+    if follows and (tokens == 1 or second.stride(0) == step) and step >= count * size:
+        return [first.as_strided((tokens, count, size), (step, size, 1))]
+    return heads
+
+
+def _tried(
+    part: nn.Module, weights: Mapping[str, Tensor], children: Mapping[str, nn.Module], x: Tensor, *, kind: type = Tensor
+) -> Any:
+    """The module's own forward of ``x`` with other parameters and children; None if it does not compute so, or its
+    result is not of ``kind``."""
     trial = copy.copy(part)
     parameters = {name: nn.Parameter(each, requires_grad=False) for name, each in weights.items()}
     trial.__dict__.update(_parameters=parameters, _modules={**part._modules, **children})
@@ -214,4 +419,4 @@ def _tried(part: nn.Module, weights: Mapping[str, Tensor], children: Mapping[str
             found = type(part).forward(trial, x)
     except _FAILURES:
         return None
-    return found if isinstance(found, Tensor) else None
+    return found if isinstance(found, kind) else None

@@ -20,6 +20,7 @@ from moelight.models.graph.leaves import use_kernels
 from moelight.models.graph.self_test import lie_together
 
 HIDDEN, WIDTH = 48, 96
+EXPERTS, TOP_K, HEAD = 16, 4, 8
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -62,6 +63,52 @@ class Norm(nn.Module):
 class Centred(Norm):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x - x.mean(-1, keepdim=True))
+
+
+class Router(nn.Module):
+    def __init__(self, *, normalize: bool = True, rounds: bool = False, sigmoid: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(EXPERTS, HIDDEN))
+        self.normalize, self.rounds, self.sigmoid = normalize, rounds, sigmoid
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = functional.linear(x.reshape(-1, HIDDEN), self.weight)
+        likely = logits.float().sigmoid() if self.sigmoid else logits.float().softmax(-1)
+        weights, ids = likely.topk(TOP_K, dim=-1)
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, weights.to(logits.dtype) if self.rounds else weights, ids
+
+
+def turn(x: Tensor) -> Tensor:
+    return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
+
+
+def rotate_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, axis: int = 1) -> tuple[Tensor, Tensor]:
+    cos, sin = cos.unsqueeze(axis), sin.unsqueeze(axis)
+    return q * cos + turn(q) * sin, k * cos + turn(k) * sin
+
+
+def rotate_backwards(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return rotate_halves(q, k, cos, -sin)
+
+
+class Heads(nn.Module):
+    """What attention does before it attends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(HIDDEN, heads * HEAD, bias=False) for heads in (4, 2, 2))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (each(x).view(*x.shape[:-1], -1, HEAD).transpose(1, 2) for each in (self.q, self.k, self.v))
+        return *rotate_halves(q, k, cos, sin), v
+
+
+class Backwards(Heads):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (each(x).view(*x.shape[:-1], -1, HEAD).transpose(1, 2) for each in (self.q, self.k, self.v))
+        return *rotate_backwards(q, k, cos, sin), v
 
 
 class Other(nn.Module):
@@ -108,6 +155,10 @@ MODULES = {
     "centred": (Centred, None),
     "layer norm": (lambda: nn.LayerNorm(HIDDEN, bias=False), None),
     "other": (Other, None),
+    "router": (Router, "_router"),
+    "router of rounded weights": (lambda: Router(normalize=False, rounds=True), "_router"),
+    "router of sigmoids": (lambda: Router(sigmoid=True, normalize=False), None),
+    "embedding": (lambda: nn.Embedding(EXPERTS, HIDDEN), None),
 }
 
 
@@ -118,7 +169,7 @@ def test_a_leaf_is_recognised_by_its_numbers(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", [name for name, (_, expected) in MODULES.items() if expected])
+@pytest.mark.parametrize("name", [name for name, (_, expected) in MODULES.items() if expected not in (None, "_router")])
 def test_a_leaf_computes_what_its_module_does(name: str, dtype: torch.dtype) -> None:
     module = filled(MODULES[name][0](), dtype)
     lie_together(module)
@@ -133,7 +184,7 @@ def test_a_leaf_computes_what_its_module_does(name: str, dtype: torch.dtype) -> 
 
 
 @pytest.mark.skipif(not native.available(), reason="torch rounds up numbers of rows instead")
-@pytest.mark.parametrize("name", [name for name, (_, expected) in MODULES.items() if expected])
+@pytest.mark.parametrize("name", [name for name, (_, expected) in MODULES.items() if expected not in (None, "_router")])
 def test_the_result_of_a_row_does_not_depend_on_the_others(name: str) -> None:
     module = filled(MODULES[name][0](), torch.bfloat16)
     lie_together(module)
@@ -196,3 +247,66 @@ def test_leaves_take_weights_that_are_filled_later() -> None:
     inner = x.sum(-1, keepdim=True) * 0.1
     expected = (functional.silu(inner) * inner * 0.1 * WIDTH).expand(x.shape)
     assert torch.allclose(module(x), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("rounds", [False, True])
+def test_a_router_chooses_and_weighs_as_its_module(dtype: torch.dtype, normalize: bool, rounds: bool) -> None:
+    module = filled(Router(normalize=normalize, rounds=rounds), dtype)
+    x = tokens(40, dtype)
+    expected = copy.deepcopy(module)(x)
+    use_kernels(module)
+    logits, weights, ids = module(x)
+    assert [each.dtype for each in (logits, weights, ids)] == [each.dtype for each in expected]
+    step = torch.finfo(dtype).eps
+    assert torch.allclose(logits, expected[0], rtol=4 * step, atol=8 * step)
+    if dtype == torch.float32:  # rounded logits tie, and either is right
+        chosen = torch.zeros(40, EXPERTS).scatter_(1, expected[2], expected[1])
+        found = torch.zeros(40, EXPERTS).scatter_(1, ids, weights)
+        assert torch.allclose(found, chosen, rtol=1e-4, atol=1e-6)
+
+
+def angles(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    half = torch.arange(rows)[:, None] * torch.rand(HEAD // 2, generator=torch.Generator().manual_seed(3))
+    return half.cos().repeat(1, 2)[None].to(dtype), half.sin().repeat(1, 2)[None].to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("together", [False, True])
+def test_products_of_one_input_are_one_and_heads_are_rotated(dtype: torch.dtype, together: bool) -> None:
+    module = filled(Heads(), dtype)
+    if together:
+        lie_together(module)
+    own = copy.deepcopy(module)
+    use_kernels(module)
+    step = torch.finfo(dtype).eps
+    for rows in (5, 33, 1, 7):  # the first pass says what the others join
+        x, (cos, sin) = tokens(rows, dtype), angles(rows, dtype)
+        expected = own(x, cos, sin)
+        found = module(x, cos, sin)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine.shape == theirs.shape
+            assert (mine.float() - theirs.float()).abs().max() <= 4 * step * theirs.float().abs().max()
+        shared = len({each.untyped_storage().data_ptr() for each in found[:2]}) == 1
+        assert shared == (together and rows != 5)
+    x = tokens(9, dtype)
+    assert torch.equal(module.k(x), module.k(x.clone()))  # alone, and of another input than the last
+
+
+def test_a_rotation_of_another_kind_is_left_alone() -> None:
+    module = filled(Backwards())
+    own = copy.deepcopy(module)
+    use_kernels(module)
+    assert "forward" not in vars(module)
+    x = tokens(6), *angles(6)
+    assert all(torch.allclose(*each, rtol=1e-4, atol=1e-5) for each in zip(module(*x), own(*x), strict=True))
+
+
+def test_angles_whose_halves_differ_are_turned_by_the_modules_own_function() -> None:
+    module = filled(Heads())
+    own = copy.deepcopy(module)
+    use_kernels(module)
+    cos, sin = angles(6)
+    x = tokens(6), cos * torch.arange(HEAD), sin
+    assert all(torch.allclose(*each, rtol=1e-4, atol=1e-5) for each in zip(module(*x), own(*x), strict=True))
