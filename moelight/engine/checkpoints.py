@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,19 +18,25 @@ from moelight.kernels.products import Workspace
 from moelight.models.graph.decoder import GraphDecoder
 from moelight.models.graph.experts import PageViews
 from moelight.models.graph.leaves import use_kernels
-from moelight.models.graph.model import GraphModel
+from moelight.models.graph.model import GraphModel, config_of, on_meta, read_config
 from moelight.models.graph.profile import profile_of
-from moelight.models.graph.self_test import prove
+from moelight.models.graph.self_test import prove_config
 from moelight.models.graph.support import refuse_unserved
-from moelight.models.graph.weights import GraphWeightMap, fill_weights, locate_weights
+from moelight.models.graph.weights import GraphWeightMap, fill_weights, renamer, weights_in
 from moelight.models.moe import Matrices
 from moelight.models.quantized import QuantizedExperts
 from moelight.profiles.families import FAMILIES, profile_from_dir
+from moelight.profiles.gguf_models import open_gguf
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile, not_computed
 from moelight.profiles.quantization import read_quantization, with_stored
-from moelight.weights.source import resolve_model
-from moelight.weights.tensor_map import OpenCheckpoint, WeightMap, as_stored, open_checkpoint
+from moelight.weights.gguf_checkpoint import gguf_checkpoint
+from moelight.weights.page_layout import PageLayout
+from moelight.weights.source import GGUF, Checkpoint, resolve_model
+from moelight.weights.tensor_map import OpenCheckpoint, WeightMap, as_stored, locate, open_checkpoint, plain_matrices
+
+if TYPE_CHECKING:
+    pass
 
 
 def open_model(model: str) -> OpenCheckpoint:
@@ -39,6 +47,8 @@ def open_model(model: str) -> OpenCheckpoint:
         ConfigError: nobody computes its family, or transformers is missing.
     """
     directory = resolve_model(model)
+    if directory.suffix == GGUF:
+        return _open_gguf(directory)
     config = HFConfig.from_file(directory / "config.json")
     model_type = config.find("model_type")
     ours = isinstance(model_type, str) and model_type in FAMILIES
@@ -75,19 +85,51 @@ class GraphCheckpoint:
 
 
 def _open_graph(directory: Path) -> OpenCheckpoint:
-    """Open the checkpoint in ``directory`` as its module graph; nothing is read but headers.
+    """Open the checkpoint in ``directory`` as its module graph; nothing is read but headers. Raises as `_graph_of`."""
+    path, config = directory / "config.json", read_config(directory)
+    model = GraphModel(on_meta(config))
+    checkpoint = plain_matrices(Checkpoint.open(directory), str(config.dtype or torch.float32).removeprefix("torch."))
+    opened, layouts = _graph_of(
+        config, model, checkpoint, path.read_text(encoding="utf-8"), directory.resolve().name, path
+    )
+    quantization = read_quantization(HFConfig.from_file(path))
+    if quantization is None:
+        return opened
+    return as_stored(replace(opened, profile=with_stored(opened.profile, quantization.format_of, str(path))), layouts)
+
+
+def _open_gguf(path: Path) -> OpenCheckpoint:
+    """Open the GGUF file ``path``; nothing is read but its header. Raises as `_graph_of`."""
+    file = open_gguf(path)
+    if not not_computed(file.profile):
+        found = locate(gguf_checkpoint(file), file.profile)
+        return as_stored(OpenCheckpoint(directory=path, profile=file.profile, weight_map=found))
+    values = dict(file.config.values)
+    config = config_of(values, where=str(path))
+    model = GraphModel(on_meta(config))
+    state = model.module.state_dict()
+    rename, _ = renamer(model.module, state)
+    checkpoint = gguf_checkpoint(file, lambda name: rename(name)[0] in state)
+    opened, layouts = _graph_of(config, model, checkpoint, json.dumps(values), path.stem, path)
+    return as_stored(replace(opened, profile=replace(opened.profile, stored=file.profile.stored)), layouts)
+
+
+def _graph_of(
+    config: PretrainedConfig, model: GraphModel, checkpoint: Checkpoint, text: str, name: str, path: Path
+) -> tuple[OpenCheckpoint, Mapping[int, PageLayout]]:
+    """``checkpoint``, of plain matrices, as the module graph ``model`` of ``config``, which was read from ``text`` in
+    the file ``path``, and how the pages of its layers lie.
 
     Raises:
         ConfigError: transformers is missing, does not know the family, or the graph is not served or fails its
             self-test.
         CheckpointError: a tensor is missing, left over, or not as the config asks for it.
     """
-    where = str(directory / "config.json")
-    model = GraphModel.from_config(directory)
-    profile = profile_of(model, name=directory.resolve().name, where=where)
+    where = str(path)
+    profile = profile_of(model, name=name, where=where)
     refuse_unserved(profile, where=where)
-    weights = locate_weights(directory, model)
-    prove(directory)
+    weights = weights_in(checkpoint, model)
+    prove_config(config, text, where=where)
     use_kernels(model.module)
     layouts = list(weights.layouts.values())
     if len(set(layouts)) > 1:
@@ -95,8 +137,5 @@ def _open_graph(directory: Path) -> OpenCheckpoint:
     found = WeightMap(dtype=weights.dtype, parts=MappingProxyType({}), pages=weights.pages, spare_head=None)
     views = PageViews(layouts[0], model.forms) if layouts else None
     graph = GraphCheckpoint(model, weights, views)
-    quantization = read_quantization(HFConfig.from_file(directory / "config.json"))
-    if quantization is None:
-        return OpenCheckpoint(directory=directory, profile=profile, weight_map=found, graph=graph)
-    profile = with_stored(profile, quantization.format_of, where)
-    return as_stored(directory, profile, found, graph, weights.layouts)
+    opened = OpenCheckpoint(directory=checkpoint.directory, profile=profile, weight_map=found, graph=graph)
+    return opened, weights.layouts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,7 @@ from moelight.experts.options import ExpertOptions
 from moelight.models.graph.profile import know_other_families
 from moelight.optimizer.plan import Plan
 from moelight.optimizer.simulation import SimulationSetup
+from moelight.profiles.gguf import gguf_parts
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.workload import Workload
@@ -82,7 +84,7 @@ class LazyModel:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return Tokenizer.from_dir(self.directory, chat_template=self._chat_template)
+        return Tokenizer.of(self.directory, chat_template=self._chat_template)
 
     @property
     def context(self) -> int:
@@ -182,7 +184,10 @@ class PlannedModel:
 
 def model_facts(directory: Path) -> dict[str, str]:
     """Return digests of the config, the tokenizer files and a sample of the weights: 64 KiB at 32 places of each file.
-    Training that changes only a few tensors may go undetected."""
+    Training that changes only a few tensors may go undetected. Of a GGUF file all is in the sample."""
+    if directory.is_file():
+        parts = sorted(each.name for each in gguf_parts(directory))
+        return {"weights": _digest_of(directory.parent, parts, whole=False)}
     return {
         "config": _digest_of(directory, _CONFIG, whole=True),
         "tokenizer": _digest_of(directory, _TEXT, whole=True),
@@ -190,7 +195,7 @@ def model_facts(directory: Path) -> dict[str, str]:
     }
 
 
-def _digest_of(directory: Path, patterns: tuple[str, ...], *, whole: bool) -> str:
+def _digest_of(directory: Path, patterns: Iterable[str], *, whole: bool) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(found for pattern in patterns for found in directory.glob(pattern)):
         digest.update(f"{path.relative_to(directory)}\0".encode())

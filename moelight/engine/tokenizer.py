@@ -66,6 +66,11 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
 
     @classmethod
+    def of(cls, place: Path, chat_template: Path | None = None) -> Tokenizer:
+        """The tokenizer of the checkpoint in directory or GGUF file ``place``; raises as `from_dir` and `from_gguf`."""
+        return (cls.from_gguf if place.is_file() else cls.from_dir)(place, chat_template)
+
+    @classmethod
     def from_dir(cls, directory: Path, chat_template: Path | None = None) -> Tokenizer:
         """Load the tokenizer of the checkpoint in ``directory``; the file ``chat_template`` replaces the checkpoint's
         template. Raises CheckpointError for a missing or damaged file, ConfigError for an unreadable ``chat_template``.

@@ -87,7 +87,7 @@ class MoELightLM(TemplateLM):
         self._scores = False  # True if the engine was planned for scoring
         source = open_model(self._name)
         self.profile = source.profile
-        self.tokenizer = Tokenizer.from_dir(source.directory)
+        self.tokenizer = Tokenizer.of(source.directory)
         self.max_length = max_length or self.profile.max_positions
         self._planning = {
             **planning,

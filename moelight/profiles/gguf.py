@@ -110,11 +110,19 @@ def read_gguf(path: Path) -> GGUFFile:
                 f"{path}: this is one of {count} parts, whose names must end in -00001-of-{count:05}.gguf and so on; "
                 "give it its own name again"
             )
-        parts = [path.with_name(f"{found['name']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
-        metadata, tensors = _joined(parts)
+        metadata, tensors = _joined(gguf_parts(path))
     if not tensors:
         raise CheckpointError(f"{path}: holds no tensors; fetch it again")
     return GGUFFile(path=path, metadata=MappingProxyType(metadata), tensors=MappingProxyType(tensors))
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """The files of the model of which ``path`` is one, by their names."""
+    found = _PART.fullmatch(path.name)
+    if found is None:
+        return [path]
+    count = min(int(found["count"]), _MOST_PARTS)
+    return [path.with_name(f"{found['name']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
 
 
 def _joined(parts: list[Path]) -> tuple[dict[str, Any], dict[str, GGMLTensor]]:

@@ -27,6 +27,7 @@ from moelight.core.small_files import open_regular, read_error_text
 from moelight.core.units import MiB, align_up
 from moelight.hrm.costs import TENSOR_ALIGNMENT, dense_bytes, page_bytes
 from moelight.kernels.quantized import QuantizedMatrix, cpu_dequantize
+from moelight.profiles.gguf_models import hf_rows
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.stored import PART_ALIGNMENT
 from moelight.profiles.tensor_list import dense_tensors, page_shapes
@@ -202,6 +203,8 @@ def read_tensor_into(reader: TensorReader, info: TensorInfo, dest: torch.Tensor)
 def dequantised(matrix: StoredMatrix, out: torch.Tensor) -> torch.Tensor:
     """The numbers of ``matrix`` in ``out`` (its shape, any device)."""
     found = QuantizedMatrix(stored=matrix.stored, rows=matrix.rows, columns=matrix.columns, parts=matrix.read())
+    if matrix.heads:
+        return out.copy_(cpu_dequantize(found, out.dtype)[hf_rows(matrix.rows, matrix.heads)])
     if out.device.type == "cpu":
         return cpu_dequantize(found, out.dtype, out=out)
     for begin, numbers in found.row_blocks():

@@ -21,6 +21,7 @@ __all__ = ["DEMO", "Checkpoint", "TensorInfo", "resolve_model"]
 DEMO = "demo"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+GGUF = ".gguf"
 _DEMO_DIRECTORY = Path(__file__).resolve().parents[1] / "demo"
 _HUB_ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 _MAX_INDEX_BYTES = 100_000_000
@@ -41,9 +42,9 @@ _HUB_FILES = [
 
 
 def resolve_model(model: str) -> Path:
-    """The directory of ``model``: the word ``demo``, a local directory, or the id of a model on the hub (``owner/name``
-    or ``owner/name@revision``). Only the required files are downloaded, into the hub's own cache. Raises
-    CheckpointError if no such directory or model exists, or the hub cannot be reached."""
+    """The directory of ``model``, or its GGUF file: the word ``demo``, a local directory or file, or the id of a model
+    on the hub (``owner/name`` or ``owner/name@revision``), of which only the required files are downloaded, into the
+    hub's own cache. Raises CheckpointError if no such model exists, or the hub cannot be reached."""
     if model == DEMO:
         return _DEMO_DIRECTORY
     if not model.strip():
@@ -52,12 +53,10 @@ def resolve_model(model: str) -> Path:
     try:
         if path.is_dir():
             return path
-        if path.suffix == ".gguf" and path.exists():
-            raise CheckpointError(
-                f"{model}: inspect and optimize count GGUF files, and nothing runs them yet; use one in safetensors"
-            )
+        if path.suffix == GGUF and path.exists():
+            return path
         if path.exists():
-            raise CheckpointError(f"{model}: a model is a directory with config.json and safetensors, not a file")
+            raise CheckpointError(f"{model}: a model is a directory with config.json and safetensors, or a .gguf file")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{model!r}: not a usable path ({error})") from None
     identity = _HUB_ID.fullmatch(model)

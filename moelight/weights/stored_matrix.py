@@ -41,13 +41,15 @@ _SUFFIXES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredMatrix:
-    """A matrix [``rows``, ``columns``] of ``module``, by the places of its tensors."""
+    """A matrix [``rows``, ``columns``] of ``module``, by the places of its tensors. ``heads``: that many heads, the two
+    halves of each with their rows interleaved (`gguf_models.hf_rows`); 0: rows are in transformers' order."""
 
     module: str
     stored: StoredFormat
     rows: int
     columns: int
     places: Mapping[str, TensorInfo]
+    heads: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -58,6 +60,10 @@ class StoredMatrix:
         """Rows ``begin`` to ``end`` as a matrix of its own; raises CheckpointError where its bytes are not together."""
         if (begin, end) == (0, self.rows):
             return self
+        if self.heads:
+            raise self._error(
+                self.stored.names[0], "has its rows in another order, so they are not taken by themselves"
+            )
         places = {}
         for part in self.stored.parts(self.rows, self.columns):
             if (step := self.stored.rows_of_line(part.suffix)) == 0:

@@ -64,7 +64,8 @@ class WeightMap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenCheckpoint:
-    """An audited checkpoint: its directory, its profile, and the location of each tensor; no weights are loaded yet."""
+    """An audited checkpoint: its directory or GGUF file, its profile, and the location of each tensor; no weights are
+    loaded yet."""
 
     directory: Path
     profile: ModelProfile
@@ -99,7 +100,8 @@ def open_checkpoint(model: str) -> OpenCheckpoint:
     checkpoint = Checkpoint.open(directory)
     if profile.stored is None:
         return OpenCheckpoint(directory=directory, profile=profile, weight_map=locate(checkpoint, profile))
-    return as_stored(directory, profile, locate(plain_matrices(checkpoint, profile.dtype), profile))
+    found = locate(plain_matrices(checkpoint, profile.dtype), profile)
+    return as_stored(OpenCheckpoint(directory=directory, profile=profile, weight_map=found))
 
 
 def plain_matrices(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
@@ -110,22 +112,18 @@ def plain_matrices(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     return as_matrices(checkpoint, quantization.format_of, dtype_named(dtype).safetensors)
 
 
-def as_stored(
-    directory: Path,
-    profile: ModelProfile,
-    found: WeightMap,
-    graph: OpenGraph | None = None,
-    layouts: Mapping[int, PageLayout] | None = None,
-) -> OpenCheckpoint:
-    """The checkpoint of quantised ``profile``, whose pages are stored bytes if experts are quantised. ``layouts``: of
-    the pages of a graph's layers."""
-    if any(isinstance(info, QuantizedInfo) for infos in found.pages.values() for info in infos):
-        quantized = lay_out_pages(found.pages, layouts)
-        found = replace(found, pages=quantized.pieces, quantized=quantized)
-        profile = with_pages(profile, quantized.page_bytes(profile.num_layers))
-    else:  # matrices outside the experts alone, which are not quantised in memory
-        profile = replace(profile, stored=None)
-    return OpenCheckpoint(directory=directory, profile=profile, weight_map=found, graph=graph)
+def as_stored(opened: OpenCheckpoint, layouts: Mapping[int, PageLayout] | None = None) -> OpenCheckpoint:
+    """``opened``, a checkpoint of plain matrices whose profile is quantised, with pages of stored bytes if experts are.
+    ``layouts``: of the pages of a graph's layers."""
+    found, profile = opened.weight_map, opened.profile
+    if not any(isinstance(info, QuantizedInfo) for infos in found.pages.values() for info in infos):
+        return replace(opened, profile=replace(profile, stored=None))  # other matrices are not quantised in memory
+    quantized = lay_out_pages(found.pages, layouts)
+    return replace(
+        opened,
+        profile=with_pages(profile, quantized.page_bytes(profile.num_layers)),
+        weight_map=replace(found, pages=quantized.pieces, quantized=quantized),
+    )
 
 
 def locate(checkpoint: Checkpoint, model: ModelProfile) -> WeightMap:

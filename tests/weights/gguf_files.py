@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 _SMALL: dict[str, Any] = {
-    "vocab_size": 96,
+    "vocab_size": 320,
     "hidden_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -190,12 +190,14 @@ def _latent_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 def _vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
     from tokenizers import pre_tokenizers
 
-    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())[: size - 2]
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [f"{first} {second}" for first in "abcdefgh" for second in "abcdefgh"][: size - 2 - len(tokens)]
+    tokens += [merge.replace(" ", "") for merge in merges]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list([*tokens, "<|end|>", "<|pad|>"])
     writer.add_token_types([1] * len(tokens) + [3, 3])
-    writer.add_token_merges([])
+    writer.add_token_merges(merges)
     writer.add_eos_token_id(size - 2)
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -327,20 +328,33 @@ class GraphRun:
 
 def read_config(directory: Path) -> PretrainedConfig:
     """The text model's config of ``directory/config.json``; raises ConfigError."""
-    transformers = transformers_of_graphs()
-    from huggingface_hub.errors import StrictDataclassError
-
     path = directory / "config.json"
-    try:
+    with _config_errors(str(path)) as transformers:
         said = json.loads(path.read_bytes())
         if "auto_map" in said and said.get("model_type") not in transformers.CONFIG_MAPPING:
             kind = quoted(said.get("model_type"))
             raise ConfigError(f"{path}: model_type {kind} is code of its own repository, which is never run")
         return transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+
+
+def config_of(values: Mapping[str, Any], *, where: str) -> PretrainedConfig:
+    """The config of ``values``, as a config.json would have them; raises ConfigError that names ``where``."""
+    with _config_errors(where) as transformers:
+        return transformers.AutoConfig.for_model(**values)
+
+
+@contextmanager
+def _config_errors(where: str) -> Iterator[Any]:
+    """transformers; its errors become a ConfigError."""
+    transformers = transformers_of_graphs()
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield transformers
     except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         lines = [line.strip() for line in str(error).splitlines() if not line.endswith(":")]
         version, said = transformers.__version__, (lines or [type(error).__name__])[0]
-        raise ConfigError(f"{path}: transformers {version} cannot read it: {said}") from None
+        raise ConfigError(f"{where}: transformers {version} cannot read it: {said}") from None
 
 
 def on_meta(config: PretrainedConfig) -> Any:

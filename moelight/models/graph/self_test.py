@@ -25,7 +25,6 @@ from moelight.core.paths import cache_directory, write_whole
 from moelight.models.graph.effects import Attend, Effect, Ended, Experts, Latents, MixerPassed
 from moelight.models.graph.families import CHOSEN_BY_TOKEN, ExpertForm
 from moelight.models.graph.family_table import versions
-from moelight.models.graph.imports import transformers_of_graphs
 from moelight.models.graph.leaves import use_kernels
 from moelight.models.graph.model import (
     GraphModel,
@@ -503,18 +502,20 @@ def random_model(config: PretrainedConfig, seed: int) -> Any:
 
 
 def prove(directory: Path) -> None:
-    """Compare the graph of ``directory/config.json``, made tiny, with transformers' eager forward; done before with
-    the same versions, nothing. Raises ConfigError with the operation that differs."""
+    """`prove_config` of ``directory/config.json``."""
     path = directory / "config.json"
-    transformers_of_graphs()
-    text = path.read_text(encoding="utf-8")
+    prove_config(read_config(directory), path.read_text(encoding="utf-8"), where=str(path))
+
+
+def prove_config(config: PretrainedConfig, text: str, *, where: str) -> None:
+    """Compare the graph of ``config``, which was read from ``text``, made tiny, with transformers' eager forward; done
+    before with the same versions, nothing. Raises ConfigError with the operation that differs."""
     if _place(text).exists():
         return
-    config = read_config(directory)
     verdict = tested(config, text)
     if verdict.differs is not None:
         raise ConfigError(
-            f"{path}: the graph of {config.model_type} differs from transformers {versions()[0]} in {verdict.differs} "
+            f"{where}: the graph of {config.model_type} differs from transformers {versions()[0]} in {verdict.differs} "
             f"(relative error {verdict.error:.1e}), so it is not run; report it with this config.json"
         )
 

@@ -153,10 +153,14 @@ def locate_weights(directory: Path, model: Model) -> GraphWeightMap:
 
     Raises:
         CheckpointError: for the first fault (missing, stored twice, left over, mis-shaped, of an unsupported or another
-            dtype, quantised, experts in pieces), with the number of the others.
+            dtype, experts in pieces), with the number of the others.
     """
     dtype: Any = model.module.dtype
-    checkpoint = plain_matrices(Checkpoint.open(directory), from_torch(dtype).name)
+    return weights_in(plain_matrices(Checkpoint.open(directory), from_torch(dtype).name), model)
+
+
+def weights_in(checkpoint: Checkpoint, model: Model) -> GraphWeightMap:
+    """`locate_weights` in a ``checkpoint`` of plain matrices."""
     found = _Conversion(checkpoint, model.module)
     return _Audit(checkpoint, model, found).weight_map()
 
@@ -384,7 +388,8 @@ class _Audit:
     def _left_over(self) -> None:
         ignored = [*(self._module._keys_to_ignore_on_load_unexpected or ()), *_no_longer_stored(self._module)]
         left = [info for name, info in self._found.left if not any(re.search(pattern, name) for pattern in ignored)]
-        elsewhere = _of_other_parts(self._checkpoint.directory, left) if left else set()
+        place = self._checkpoint.directory
+        elsewhere = _of_other_parts(place, left) if left and place.is_dir() else set()
         config = self._module.config
         layers = config.get_text_config().num_hidden_layers
         self._faults.extend(
