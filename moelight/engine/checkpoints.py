@@ -38,6 +38,9 @@ from moelight.weights.tensor_map import OpenCheckpoint, WeightMap, as_stored, lo
 if TYPE_CHECKING:
     pass
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 
 def open_model(model: str) -> OpenCheckpoint:
     """Find ``model`` and audit it: every tensor present, of the right shape, none left over.
