@@ -134,10 +134,12 @@ struct MxLines {
     alignas(64) float scale[kMostColumns / 32];
     for (int64_t i = 0; i < count; i += 16) {
       const auto there = static_cast<__mmask16>((uint32_t{1} << std::min<int64_t>(16, count - i)) - 1);
-      const __m512i e = _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(there, powers + i)), 23);
-      _mm512_store_si512(scale + i, _mm512_max_epu32(e, _mm512_set1_epi32(0x00400000)));
+      const __m512i e = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(there, powers + i));
+      const __m512i one = _mm512_set1_epi32(1), normal = _mm512_slli_epi32(_mm512_sub_epi32(e, one), 23);
+      const __m512i subnormal = _mm512_sllv_epi32(_mm512_set1_epi32(0x00200000), e);
+      _mm512_store_si512(scale + i, _mm512_mask_mov_epi32(subnormal, _mm512_cmpgt_epu32_mask(e, one), normal));
     }
-    const __m512 values = _mm512_loadu_ps(kE2m1);
+    const __m512 values = _mm512_loadu_ps(kTwiceE2m1);
     for (int64_t i = 0; i < count; ++i, codes += 16) {
       fetch_from(codes, lead);
       line(look_up(by_pairs(codes), twice(_mm512_mul_ps(values, _mm512_set1_ps(scale[i])))));
