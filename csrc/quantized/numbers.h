@@ -10,8 +10,10 @@
 namespace moelight {
 namespace {
 
-constexpr float kE2m1[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
-                             -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+// Twice the numbers of E2M1: with halves of the powers of two all products are those of the numbers, also where the
+// power alone would be infinite. ggml has no zero with a sign.
+constexpr float kTwiceE2m1[16] = {0.0f,  1.0f,  2.0f,  3.0f,  4.0f,  6.0f,  8.0f,  12.0f,
+                                  -0.0f, -1.0f, -2.0f, -3.0f, -4.0f, -6.0f, -8.0f, -12.0f};
 constexpr float kDoubledE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 constexpr float kIq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 // The place in an AWQ word of each of its eight rows.
@@ -23,7 +25,7 @@ inline float half_at(const uint8_t* p) {
   return to_float(half);
 }
 
-// 2^(e - 127); infinite for 255, as the power is in float32.
+// 2^(e - 127), of less than 255.
 inline float power_of(uint32_t e) { return from_bits(e == 0 ? 0x00400000u : e << 23); }
 // 2^(e - 128).
 inline float half_power_of(uint32_t e) { return from_bits(e < 2 ? 0x00200000u << e : (e - 1) << 23); }
@@ -142,7 +144,7 @@ inline void mx_row(const Quantized& q, int64_t row, int64_t first, int64_t size,
   const uint8_t* const from = q.codes + row * q.row_bytes;
   const auto* const powers = static_cast<const uint8_t*>(q.scales) + row * q.groups;
   for (int64_t k = first; k < first + size; ++k)
-    *to++ = kE2m1[(from[k / 2] >> (4 * (k % 2))) & 15] * power_of(powers[k / 32]);
+    *to++ = kTwiceE2m1[(from[k / 2] >> (4 * (k % 2))) & 15] * half_power_of(powers[k / 32]);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -39,11 +39,11 @@ constexpr int kPackings = static_cast<int>(Packing::kMxBlocks) + 1;
 struct BlockSize {
   int64_t numbers, bytes;
 };
-constexpr BlockSize kBlockSizes[] = {{32, 18},   {32, 20},   {32, 22},   {32, 24}, {32, 34},   {256, 84}, {256, 110},
-                                     {256, 144}, {256, 176}, {256, 210}, {32, 18}, {256, 136}, {32, 17}};
+constexpr BlockSize kStoredBlocks[] = {{32, 18},   {32, 20},   {32, 22},   {32, 24}, {32, 34},   {256, 84}, {256, 110},
+                                       {256, 144}, {256, 176}, {256, 210}, {32, 18}, {256, 136}, {32, 17}};
 constexpr bool in_blocks(Packing packing) { return packing >= Packing::kQ4_0; }
 constexpr BlockSize block_size(Packing packing) {
-  return kBlockSizes[static_cast<int>(packing) - static_cast<int>(Packing::kQ4_0)];
+  return kStoredBlocks[static_cast<int>(packing) - static_cast<int>(Packing::kQ4_0)];
 }
 
 enum class ScaleType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kPower = 3 };  // kPower: 2^(byte - 127)

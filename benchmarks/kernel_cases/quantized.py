@@ -1,0 +1,113 @@
+"""Experts whose matrices are quantised, as checkpoints store them, beside the same ones in bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from peers.common import agree, fed_forward, random_huge, sets_for, turns
+from torch import Tensor
+
+from kernel_cases.experts import SHAPES, Layer
+from kernel_cases.setting import Setting, here
+from kernel_cases.turns import Case, Contender, Timed
+from moelight.kernels.ffn import cpu_expert_ffn
+from moelight.kernels.quantized import QuantizedMatrix
+from moelight.profiles.stored import GGML, PACKED, StoredFormat, fp8, ggml_format, mxfp4
+
+SHAPE = "H1024 I3584 E8"
+ROWS = (1, 4, 16, 64)
+FEW, MIDDLE = 4, 16
+TITLE = f"experts {SHAPE} as checkpoints store them, one layer a call"
+PACKED_INT4 = StoredFormat(
+    name="int4 g128",
+    kind=PACKED,
+    bits=4,
+    codes="I32",
+    scale="BF16",
+    group=128,
+    names=(".weight_packed", ".weight_scale", ".weight_zero_point"),
+)
+# Of each format how much faster than bfloat16 it has to be with few rows, and with more.
+FORMATS = (
+    (ggml_format("Q4_K"), 3.0, 0.95),
+    (ggml_format("Q8_0"), 1.8, 0.0),
+    (mxfp4(("_blocks", "_scales")), 3.0, 0.95),
+    (PACKED_INT4, 3.0, 0.95),
+    (fp8(block=(128, 128), scale="F32"), 1.8, 0.0),
+)
+_HALVES = {"Q4_K": (0, 2), "Q8_0": (0,)}  # bytes of a block at which its float16 scales begin
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    """Every format with every number of rows an expert."""
+    for rows in ROWS:
+        layer = Layer(SHAPES[SHAPE], rows, setting)
+        hidden, width, count = SHAPES[SHAPE]
+        numbers, moved = 3 * hidden * width * count, 4 * count * rows * hidden
+        flop = 2 * numbers * rows
+        contenders = [Contender(name="moelight", make=layer.ours, nbytes=2 * numbers + moved, flop=flop)]
+        for stored, few, middle in FORMATS:
+            contenders.append(
+                Contender(
+                    name=f"moelight {stored.name}",
+                    make=partial(_ours, stored, layer, setting),
+                    nbytes=_bytes(stored, layer) + moved,
+                    flop=flop,
+                    over="moelight",
+                    ratio_bar=few if rows <= FEW else middle if rows >= MIDDLE else 0.0,
+                )
+            )
+        yield Case(name=f"quantised {SHAPE} r{rows}", contenders=contenders)
+
+
+def _sides(layer: Layer) -> tuple[tuple[int, int], tuple[int, int]]:
+    return (2 * layer.width, layer.hidden), (layer.hidden, layer.width)
+
+
+def _bytes(stored: StoredFormat, layer: Layer) -> int:
+    """Of one layer's experts."""
+    return layer.count * sum(stored.bytes_for(*side) for side in _sides(layer))
+
+
+def _ours(stored: StoredFormat, layer: Layer, setting: Setting) -> Timed:
+    sets, out = sets_for(_bytes(stored, layer), setting.gib), torch.empty_like(layer.x)
+    layers = [[_matrices(stored, layer.count, *side) for side in _sides(layer)] for _ in range(sets)]
+    turn = turns(sets)
+
+    def once() -> None:
+        cpu_expert_ffn(layer.x, *layers[next(turn)], layer.offsets, out=out, threads=setting.threads)
+
+    timed = here(once)
+    agree(out[:1], fed_forward(layer.x[:1], *(side[0].numbers(torch.float32) for side in layers[0])))
+    return timed
+
+
+def _matrices(stored: StoredFormat, count: int, rows: int, columns: int) -> list[QuantizedMatrix]:
+    """Of random codes, and of scales that make numbers of about 0.02."""
+    parts = {part.suffix: part for part in stored.parts(rows, columns) if part.suffix in stored.names}
+    found: dict[str, Tensor] = {}
+    for suffix, part in parts.items():
+        nbytes = count * part.nbytes
+        if stored.kind != GGML and suffix == stored.names[1]:
+            dtypes = {"F32": torch.float32, "BF16": torch.bfloat16}
+            exponents = torch.full((count, *part.shape), 120, dtype=torch.uint8)
+            dtype = dtypes.get(part.dtypes[0])
+            found[suffix] = exponents if dtype is None else torch.full((count, *part.shape), 0.002, dtype=dtype)
+            continue
+        codes = random_huge((nbytes,), torch.uint8)
+        if stored.kind == GGML:
+            blocks = codes.view(-1, stored.block_bytes)
+            for at in _HALVES[stored.name]:
+                blocks[:, at : at + 2] = torch.tensor([0.0002], dtype=torch.float16).view(torch.uint8)
+        elif part.dtypes[0] == "F8_E4M3":
+            codes &= 0xB7  # no number above 2^-1 or so, and no NaN
+        found[suffix] = codes.view(count, *part.shape) if part.dtypes[0] != "I32" else codes.view(torch.int32)
+        found[suffix] = found[suffix].view(count, *part.shape)
+        if part.dtypes[0] == "F8_E4M3":
+            found[suffix] = found[suffix].view(torch.float8_e4m3fn)
+    return [
+        QuantizedMatrix(stored=stored, rows=rows, columns=columns, parts={key: each[e] for key, each in found.items()})
+        for e in range(count)
+    ]
