@@ -36,9 +36,6 @@ from moelight.weights.source import GGUF, Checkpoint, resolve_model
 from moelight.weights.tensor_map import OpenCheckpoint, WeightMap, as_stored, locate, open_checkpoint, plain_matrices
 
 if TYPE_CHECKING:
-    pass
-
-if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
