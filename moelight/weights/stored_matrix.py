@@ -56,7 +56,7 @@ class StoredMatrix:
 
     def read(self) -> dict[str, Tensor]:
         """The tensors by suffix, as stored; checks the values that say where others are."""
-        found = {suffix: _read(info) for suffix, info in self.places.items()}
+        found = {suffix: read_tensor(info) for suffix, info in self.places.items()}
         self._check(found)
         return found
 
@@ -205,7 +205,7 @@ def _alike(shape: tuple[int, ...], wanted: tuple[int, ...], stored: StoredFormat
     return shape == wanted
 
 
-def _read(info: TensorInfo) -> Tensor:
+def read_tensor(info: TensorInfo) -> Tensor:
     """The tensor at ``info`` [its shape]."""
     raw = torch.empty(info.nbytes, dtype=torch.uint8)
     try:
