@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from moelight.cli import planning_options as ask
 from moelight.cli.options import argument, option, with_options
-from moelight.cli.tables import open_console, plain_table, print_json, show, text
+from moelight.cli.tables import open_console, plain_table, print_json, show, stacked, text
 from moelight.core.errors import ConfigError
 from moelight.core.units import parse_bytes
 
@@ -61,8 +61,10 @@ def compare(
         open_console(),
         text((model, "bold"), " against ", (against, "bold")),
         _table(found),
-        text((f"{found.tokens:,} tokens of {found.prompts:,} prompts; {kept}", "dim")),
-        text(("intervals: 95 %, by bootstrap over prompts", "dim")),
+        stacked(
+            text((f"{found.tokens:,} tokens of {found.prompts:,} prompts; {kept}", "dim")),
+            text(("intervals: 95 %, by bootstrap over prompts", "dim")),
+        ),
     )
 
 

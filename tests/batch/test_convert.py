@@ -7,6 +7,9 @@ import json
 import os
 import random
 import shutil
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.quantization import Quantization, read_quantization
 from moelight.weights.compressed_tensors import Rounding, know_compressed_tensors
 from moelight.weights.source import Checkpoint
+from tests.cli.program import Program, moelight_inside
 from tests.tiny import hf_model, save_tiny
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -258,3 +262,66 @@ def test_the_bytes_are_counted_from_the_config(kind: str, tmp_path: Path) -> Non
     assert inventory(load_model_profile(str(out))).total_bytes == done.bytes
     given = {path.name: path.read_bytes() for path in model.iterdir() if path.name.startswith(("tok", "gen"))}
     assert given and contents(out).items() >= given.items()
+
+
+def test_a_few_pieces_are_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save(tmp_path / "model", fused=True, num_local_experts=32)
+    read, store, live, most, lock = convert_module.read_tensor, convert_module._store, 0, 0, threading.Lock()
+
+    def counted_read(info: Any) -> Tensor:
+        nonlocal live, most
+        with lock:
+            live += 1
+            most = max(most, live)
+        return read(info)
+
+    def counted_store(*arguments: Any) -> None:
+        nonlocal live
+        time.sleep(0.002)  # a slow disk
+        store(*arguments)
+        with lock:
+            live -= 1
+
+    monkeypatch.setattr(convert_module, "read_tensor", counted_read)
+    monkeypatch.setattr(convert_module, "_store", counted_store)
+    monkeypatch.setattr(convert_module, "_CHUNK", 5000)
+    convert_checkpoint(options(model, tmp_path / "out"))
+    assert live == 0 and most <= 6
+    assert torch.equal(tensors_of(tmp_path / "out")["lm_head.weight"], tensors_of(model)["lm_head.weight"])
+
+
+@pytest.mark.thorough
+def test_ten_kills_at_random_moments(tmp_path: Path) -> None:
+    model = save(tmp_path / "model", hidden_size=512, intermediate_size=1024, num_local_experts=24)
+    out = tmp_path / "out"
+    command = ("moelight", "convert", model, out, "--group-size", "32", "--shard-size", "2MiB")
+    kills = 0
+    while kills < 10:
+        for left in out.glob(".*.partial"):
+            left.unlink()
+        program = Program(*command)
+        while program.poll() is None and not any(out.glob(".*.partial")):
+            time.sleep(0.001)
+        time.sleep(random.uniform(0, 0.5))
+        program.send_signal(signal.SIGKILL)
+        kills += 1
+        if program.wait() == 0:
+            break
+    assert Program(*command).wait() == 0
+    convert_checkpoint(options(model, tmp_path / "whole", shard_bytes=2 << 20))
+    assert {**contents(out), RECORD: b""} == {**contents(tmp_path / "whole"), RECORD: b""}
+
+
+def test_the_command(tmp_path: Path) -> None:
+    model = save(tmp_path / "model")
+    done = moelight_inside("convert", model, tmp_path / "out", "--group-size", "32", "--dense", "int8")
+    assert done.returncode == 0 and "bits a number of what is rounded" in done.stdout
+    for arguments, said in (
+        (("--experts", "int5"), "--experts 'int5' is not one of int4, int8, mxfp4, fp8"),
+        (("--dense", "int4"), "--dense 'int4' is not one of keep, int8"),
+        (("--group-size", "48"), "--group-size 48 is not one of 32, 64, 128"),
+        (("--experts", "fp8", "--group-size", "32"), "fp8 has a scale for each row"),
+    ):
+        refused = moelight_inside("convert", model, tmp_path / "refused", *arguments)
+        assert refused.returncode == 2 and said in refused.stderr
+    assert not (tmp_path / "refused").exists()
