@@ -48,7 +48,6 @@ ONE_PROGRAM = {
 # Modules that only one module of their own package imports, and why they are files of their own.
 SINGLE_IMPORTER = {
     "batch.columns": "a row format of the registry",
-    "batch.input": "the registry of row formats and their detection",
     "batch.openai": "a row format of the registry",
     "batch.row_processor": "rows to requests, completions to lines; independent of the job's life cycle",
     "batch.status": "status and metrics files, which other programs read",

@@ -232,7 +232,7 @@ Kernel kernel() {
           .prepare = prepare<L, X>,
           .store = store<S, X>,
           .activate = activate<S, X>,
-          .unpack = [](const Quantized&) { return unpack_to(DType::kFloat32); }};
+          .unpack = [](const Quantized&) { return Unpack{unpack_plainly<float, X>}; }};
 }
 
 template <class L, class X>

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "quantized.h"
 
@@ -283,14 +284,22 @@ inline void numbers_of(const Quantized& q, int64_t row, int64_t first, int64_t s
 }
 
 // An Unpack of any format.
-template <class X>
+// As numbers X, rounded to R before.
+template <class X, class R = X>
 void unpack_plainly(const Quantized& q, int64_t row, int64_t rows, int64_t first, int64_t size, int64_t, void* to,
                     int64_t to_bytes) {
   for (int64_t r = 0; r < rows; ++r) {
     alignas(64) float line[kMostColumns];
     numbers_of(q, row + r, first, size, line);
     auto* const out = reinterpret_cast<X*>(static_cast<char*>(to) + r * to_bytes);
-    for (int64_t i = 0; i < size; ++i) from_float(line[i], out[i]);
+    for (int64_t i = 0; i < size; ++i) {
+      R rounded;
+      from_float(line[i], rounded);
+      if constexpr (std::is_same_v<X, R>)
+        out[i] = rounded;
+      else
+        out[i] = to_float(rounded);
+    }
     for (int64_t i = size; i % kUnpackStep != 0; ++i) out[i] = {};
   }
 }

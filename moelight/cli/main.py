@@ -71,6 +71,8 @@ COMMANDS = {
     "report": "Compare a trace with its prediction, lane by lane, and attribute the idle time of the busiest lane.",
     "inspect": "Count a model's parameters and bytes, from its config alone.",
     "models": "List the families of models that run, how, and what was tested; of one MODEL all of that, and test it.",
+    "convert": "Write MODEL again with rounded experts, in a quarter to half of the bytes.",
+    "compare": "Measure how far the predictions of MODEL are from those of another checkpoint.",
     "profile": "Measure this machine in about a minute: memory, processor, disk, and a GPU and its link.",
     "doctor": "Show torch, the processors, the memory and the kernels of this machine.",
     "lm-eval": "Evaluate a model with lm-evaluation-harness, whose own options follow.",

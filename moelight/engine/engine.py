@@ -25,7 +25,7 @@ from moelight.engine.checkpoints import open_model
 from moelight.engine.constraints import Constraints
 from moelight.engine.experts import choices_for
 from moelight.engine.loaded_model import weight_dtype
-from moelight.engine.output_processor import OutputProcessor, check_tokens, most_tokens
+from moelight.engine.output_processor import OutputProcessor, ScoreWatch, check_tokens, most_tokens
 from moelight.engine.pass_runner import PackedPass, PassRunner
 from moelight.engine.planning import choose_residents, plan_for, resolve, resolve_host_pages, speeds_for, stage_pages
 from moelight.engine.tokenizer import Tokenizer
@@ -306,15 +306,16 @@ class Engine:
         *,
         on_pass: Callable[[], None] | None = None,
         until: Callable[[], bool] | None = None,
+        on_scores: ScoreWatch | None = None,
     ) -> Iterator[Completion]:
         """Serve ``requests`` that `check` accepted; yield each completion when it is finished.
 
         Args:
-            requests: read lazily as sequences are admitted, one ahead; may exceed memory. An exception of the iterable
-                is raised here once the running pass has ended.
+            requests: read lazily, one ahead; may exceed memory. Its exceptions are raised once the pass has ended.
             on_pass: called after every pass; `timeline`, `progress_tokens` and `binding` then describe that pass.
             until: called after every pass, once its completions were consumed; True ends the run and drops all
                 unfinished requests.
+            on_scores: called with the logits of every scored prompt token; it must not keep them.
 
         Raises:
             MoelightError: an earlier call is not finished, or the engine is closed.
@@ -323,7 +324,7 @@ class Engine:
             raise MoelightError("the engine is still serving an earlier call; finish or close its iterator first")
         self._serving = True
         outputs = OutputProcessor(
-            requests, self.tokenizer, self._constraints, self.profile.max_positions, self._loaded.range_lost
+            requests, self.tokenizer, self._constraints, self.profile.max_positions, self._loaded.range_lost, on_scores
         )
         self._batcher.add(outputs.sequences)
         if self._adapting is not None:

@@ -36,6 +36,8 @@ from moelight.engine.sampling import (
 from moelight.engine.tokenizer import Tokenizer
 
 Kept: TypeAlias = MutableSequence[tuple[Scores, int]]  # scores of several rows, and the row of this sequence
+# Gets the request's index and the position of each scored prompt token, and its logits [R, V], in a lane's thread.
+ScoreWatch: TypeAlias = Callable[[Sequence[tuple[int, int]], Tensor], None]
 UNCHANGED = Change()
 NO_LOGITS = (
     "the model's logits are not finite: its weights hold infinities or NaNs, or its activations leave the range of "
@@ -180,9 +182,10 @@ class OutputProcessor:
         constraints: Constraints,
         max_positions: int,
         range_lost: Callable[[], str] = str,
+        on_scores: ScoreWatch | None = None,
     ) -> None:
         """``range_lost``: where logits that are not finite come from, a clause for their error."""
-        self._range_lost = range_lost
+        self._range_lost, self._on_scores = range_lost, on_scores
         self._tokenizer, self._constraints, self._max_positions = tokenizer, constraints, max_positions
         self._eos = frozenset(tokenizer.eos_token_ids)
         self._ending = {NOT_FINITE, *self._eos}
@@ -242,8 +245,11 @@ class OutputProcessor:
         """Keep the scores of prompt tokens ``targets`` int64 [R], the scored positions of ``chunks`` from number
         ``first`` on, under ``logits`` float32 [R, V]."""
         every = ((chunk.sequence, position) for chunk in chunks for position in chunk.scored)
+        rows = list(islice(every, first, first + len(logits)))
+        if self._on_scores is not None:
+            self._on_scores([(sequence.request.index, position) for sequence, position in rows], logits)
         wanted = []
-        for row, (sequence, position) in enumerate(islice(every, first, first + len(logits))):
+        for row, (sequence, position) in enumerate(rows):
             state = self._states.get(sequence)
             if state is not None:
                 state.positions.append(position)

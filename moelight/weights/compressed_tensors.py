@@ -1,20 +1,34 @@
-"""The rules of a compressed-tensors config, read by its own package (extra ``quant``, imported on first use)."""
+"""The rules of a compressed-tensors config, read and written by its own package (extra ``quant``, imported on first
+use)."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from moelight.core.errors import ConfigError
 from moelight.profiles import stored as formats
 from moelight.profiles.quantization import ModuleRule, pattern_of, read_compressed_tensors
 from moelight.profiles.stored import PACKED, SCALED, StoredFormat
 
-_INSTALL = "the package compressed-tensors, which reads it, is not installed: pip install 'moelight[quant]'"
+_INSTALL = "the package compressed-tensors, which does that, is not installed: pip install 'moelight[quant]'"
 _BITS = (2, 4, 8)  # codes that do not cross words
 _PACKED_NAMES = (".weight_packed", ".weight_scale", ".weight_zero_point")
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized")
 _SCALES = {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16"}
+# What `Rounding.kind` may be: the format on disk and the arguments of its weights. Libraries read 8-bit integers of
+# experts that are packed, and E4M3 of experts beside activations that are rounded token by token.
+_WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "int4": ("pack-quantized", {"num_bits": 4, "type": "int"}),
+    "int8": ("pack-quantized", {"num_bits": 8, "type": "int"}),
+    "mxfp4": ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float"}),
+    "fp8": ("float-quantized", {"num_bits": 8, "type": "float"}),
+}
+ROUNDED = tuple(_WRITTEN)
+GROUPS = (32, 64, 128)
+_DEFAULT_GROUPS = {"int4": 128, "mxfp4": formats.MX_GROUP}
 # Classes of modules that targets name, and the names of such modules.
 _CLASSES = {"Linear": r"(?!(?:.*\.)?(?:embed_tokens|wte)$).*", "Embedding": r"(?:.*\.)?(?:embed_tokens|wte)"}
 
@@ -22,6 +36,60 @@ _CLASSES = {"Linear": r"(?!(?:.*\.)?(?:embed_tokens|wte)$).*", "Embedding": r"(?
 def know_compressed_tensors() -> None:
     """Let the package say what a config of the method ``compressed-tensors`` means."""
     read_compressed_tensors(_rules)
+
+
+class Rounding(NamedTuple):
+    """How matrices are rounded: ``kind`` is one of `ROUNDED`, ``group`` columns share a scale; 0: all of a row."""
+
+    kind: str
+    group: int
+
+    @classmethod
+    def of(cls, kind: str, group: int | None = None) -> Rounding:
+        """``group`` None: the usual one. Raises ConfigError for a group that the kind has not."""
+        usual = _DEFAULT_GROUPS.get(kind, 0)
+        fixed = {"mxfp4": "groups of 32", "fp8": "a scale for each row"}.get(kind)
+        if fixed and group not in (None, usual):
+            raise ConfigError(f"--group-size {group}: {kind} has {fixed}; leave the option out")
+        return cls(kind, usual if group is None else group)
+
+    def stored(self, scale: str) -> StoredFormat:
+        """The format with scales of the safetensors dtype ``scale``."""
+        found = _format(self.scheme([]), _WRITTEN[self.kind][0], scale)
+        assert found is not None
+        return found
+
+    def scheme(self, targets: Sequence[str]) -> Any:
+        """The ``QuantizationScheme`` of the modules ``targets``; raises ConfigError without the package."""
+        try:
+            from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+        except ImportError:
+            raise ConfigError(f"the checkpoint is written as compressed-tensors, and {_INSTALL}") from None
+        stored_as, given = _WRITTEN[self.kind]
+        by_group = {"strategy": "group", "group_size": self.group} if self.group else {"strategy": "channel"}
+        tokens = QuantizationArgs(num_bits=8, type="float", strategy="token", dynamic=True)
+        return QuantizationScheme(
+            targets=list(targets),
+            weights=QuantizationArgs(**given, **by_group, symmetric=True),
+            input_activations=tokens if self.kind == "fp8" else None,
+            format=stored_as,
+        )
+
+
+def rounding_config(groups: Sequence[tuple[Rounding, Sequence[str]]], ignored: Sequence[str]) -> dict[str, Any]:
+    """The ``quantization_config`` of a checkpoint whose modules are rounded, except those ``ignored``."""
+    schemes = {f"group_{number}": how.scheme(targets) for number, (how, targets) in enumerate(groups)}
+    from compressed_tensors.quantization import QuantizationConfig
+
+    kinds = {_WRITTEN[how.kind][0] for how, _ in groups}
+    config = QuantizationConfig(
+        config_groups=schemes,
+        format=kinds.pop() if len(kinds) == 1 else "mixed-precision",
+        quantization_status="compressed",
+        ignore=list(ignored),
+    )
+    found: dict[str, Any] = json.loads(json.dumps(config.model_dump(), default=str))
+    return found
 
 
 def _rules(values: Mapping[str, Any], scale: str) -> Iterator[ModuleRule]:

@@ -135,6 +135,18 @@ OPTIONS = {
     "report": {"TRACE", "--output", "-o", "--json"},
     "inspect": {"MODEL", *(QUESTION - {"--model", "-m"}), *LIMITS, "--no-cache", "--json"},
     "models": {"[MODEL]", "--json"},
+    "convert": {"MODEL", "OUT", "--experts", "--group-size", "--dense", "--shard-size"},
+    "compare": {
+        "MODEL",
+        "PROMPTS",
+        "--against",
+        "--format",
+        "--host-memory",
+        "--device-memory",
+        "--device",
+        "--space",
+        "--json",
+    },
     "profile": {"--device", "--output", "-o", "--quick", "--disk-dir"},
     "doctor": {"--model", "-m", "--json"},
     "lm-eval": {"ARGUMENTS"},  # the harness's own

@@ -60,6 +60,7 @@ NOT_RUN_PYTHON = {
 MEASURED = [
     (re.compile(r"solved in [\d.,]+ \w+"), "solved in …"),
     (re.compile(r"in [\d.,]+ m?s \([\d.,]+ tok/s\), load [\d.]+ s, peak memory [\d.]+\w+"), "in …"),
+    (re.compile(r"; [\d.]+ s, [\d.]+ GB/s"), "; …"),
     (re.compile(r'"created": \d+'), '"created": …'),
 ]
 # What is shortened where a document is brought up to date.

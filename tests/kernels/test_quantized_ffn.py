@@ -28,12 +28,6 @@ def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         yield request.param
 
 
-def multiplied(server: str, dtype: torch.dtype) -> torch.dtype:
-    """What numbers are unpacked to for tokens of ``dtype``."""
-    pairs = server in PAIRS and native.extension().bf16_products() != "wide"
-    return dtype if dtype == torch.bfloat16 and pairs else torch.float32
-
-
 def sizes(name: str, rows: int, columns: int) -> tuple[int, int]:
     """About so many, as the format allows."""
     row_step, column_step = step(FORMATS[name])
@@ -45,7 +39,7 @@ def test_linear_equals_that_of_the_numbers(name: str, server: str) -> None:
     for rows, columns in ((67, 300), (9, 1500)):
         weight = matrix(FORMATS[name], *sizes(name, rows, columns), ordered=rows > 9)
         for dtype in (torch.bfloat16, torch.float32, torch.float16):
-            numbers = weight.numbers(multiplied(server, dtype))
+            numbers = weight.numbers(dtype)
             for tokens in (1, 3, 17, 65) if dtype == torch.bfloat16 else (2,):
                 x = generator(tokens)(tokens, weight.columns).to(dtype)
                 same_bits(cpu_linear(x, weight, threads=1), cpu_linear(x, numbers, threads=1))
@@ -72,7 +66,7 @@ def experts(form: str, server: str, pairing: str, inner: int = 40, hidden: int =
     x = randn(40, hidden).bfloat16()
 
     def numbers(matrices: list[QuantizedMatrix] | None) -> list[Tensor] | None:
-        return None if matrices is None else [each.numbers(multiplied(server, x.dtype)) for each in matrices]
+        return None if matrices is None else [each.numbers(x.dtype) for each in matrices]
 
     wanted = cpu_expert_ffn(x, numbers(up) or [], numbers(down) or [], offsets, up=numbers(more), threads=1, **options)
     for threads in (1, 2):
@@ -88,7 +82,7 @@ def test_experts_equal_those_of_the_numbers(form: str, pairing: str, server: str
 
 def test_experts_may_have_two_formats(server: str) -> None:
     randn, up, down = generator(0), matrix(FORMATS["Q4_K"], 64, 256), matrix(FORMATS["Q8_0"], 256, 32)
-    x, offsets, dtype = randn(7, 256).bfloat16(), torch.tensor([0, 7]).int(), multiplied(server, torch.bfloat16)
+    x, offsets, dtype = randn(7, 256).bfloat16(), torch.tensor([0, 7]).int(), torch.bfloat16
     wanted = cpu_expert_ffn(x, [up.numbers(dtype)], [down.numbers(dtype)], offsets)
     same_bits(cpu_expert_ffn(x, [up], [down], offsets), wanted)
     same_bits(cpu_expert_ffn(x, [up], [down.numbers(dtype)], offsets), wanted)

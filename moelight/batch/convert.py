@@ -1,0 +1,331 @@
+"""A checkpoint written again with rounded experts: reading, rounding and writing side by side, file by file.
+
+A directory without ``config.json`` loads nowhere: it is written last, the index before it. A file of tensors has its
+name once it is whole. Killed at any moment and run again, the job goes on behind the last whole file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelight.batch.output import refused_write
+from moelight.core.errors import CheckpointError, InputError, StorageError
+from moelight.core.paths import write_whole
+from moelight.core.small_files import read_error_text, read_object
+from moelight.core.units import GiB, MiB, format_bytes
+from moelight.kernels.rounding import round_matrix
+from moelight.profiles.hf_config import QUANTISED_KEYS
+from moelight.weights.compressed_tensors import Rounding, rounding_config
+from moelight.weights.conversion import EXPERTS_TARGET, ConversionPlan, Piece, Shard, plan_conversion
+from moelight.weights.source import INDEX, Checkpoint, TensorInfo, resolve_model
+from moelight.weights.stored_matrix import read_tensor
+
+RECORD = "conversion.json"
+SHARD_BYTES = 4 * GiB
+_CONFIG = "config.json"
+_SUBDIRECTORY = "additional_chat_templates"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+_MOST_SMALL = 256 * MiB
+_CHUNK = 16 * MiB
+_ROUNDERS = 2  # threads
+_AHEAD = 2  # pieces read, and pieces to be written, besides those being rounded
+_DTYPES = {"float16": "F16", "float32": "F32"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvertOptions:
+    """What to convert, where to, and how: ``dense`` None leaves the matrices outside the experts as they are."""
+
+    model: str
+    output: Path
+    experts: Rounding
+    dense: Rounding | None = None
+    shard_bytes: int = SHARD_BYTES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Converted:
+    """What was made: bytes of tensors before and after, bits of a rounded number with its scales, bytes that this run
+    read, files that were whole before, names of files that were not copied."""
+
+    source_bytes: int
+    bytes: int
+    bits: float
+    read_bytes: int
+    files: int
+    files_before: int
+    left_out: tuple[str, ...]
+
+
+Progress = Callable[[int, int], None]  # bytes read, of bytes to read
+
+
+def convert_checkpoint(options: ConvertOptions, progress: Progress = lambda _done, _total: None) -> Converted:
+    """Write ``options.output``, or what is missing of it. Raises UserErrors of one line; a StorageError if the disk is
+    full, after which the command goes on where it ended."""
+    directory, out = resolve_model(options.model), options.output
+    checkpoint = Checkpoint.open(directory)
+    config = _read_config(directory)
+    plan = _plan(checkpoint, config, options)
+    config["quantization_config"] = rounding_config(
+        [(options.experts, [EXPERTS_TARGET])] + ([(options.dense, plan.dense)] if options.dense else []), plan.ignored
+    )
+    with _claimed(out, _record(checkpoint, options)):
+        missing = [shard for shard in plan.shards if not _is_whole(out / shard.name, shard)]
+        _check_space(out, missing)
+        total = sum(piece.source.nbytes for shard in missing for piece in shard.pieces)
+        progress(0, total)
+        with _Pipeline(lambda done: progress(done, total)) as pipeline:
+            for shard in missing:
+                pipeline.write(out / shard.name, shard)
+        left_out = _copy_small_files(directory, out)
+        _write_small(out / INDEX, plan.index())
+        _write_small(out / _CONFIG, (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
+    return Converted(
+        source_bytes=sum(info.nbytes for info in checkpoint.tensors.values()),
+        bytes=sum(size for shard in plan.shards for _, size in shard.places.values()),
+        bits=8 * plan.rounded_bytes / plan.rounded_numbers,
+        read_bytes=total,
+        files=len(plan.shards),
+        files_before=len(plan.shards) - len(missing),
+        left_out=tuple(left_out),
+    )
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    path = directory / _CONFIG
+    try:
+        config = read_object(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{directory}: no config.json there, so it is not a model directory") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON ({read_error_text(error)})") from None
+    if any(config.get(key) is not None for key in QUANTISED_KEYS):
+        raise CheckpointError(f"{path}: the model is quantised already; convert the checkpoint that it was made of")
+    if not isinstance(config.get("model_type"), str):
+        raise CheckpointError(f"{path}: model_type is missing; fetch the file again")
+    return config
+
+
+def _plan(checkpoint: Checkpoint, config: dict[str, Any], options: ConvertOptions) -> ConversionPlan:
+    scale = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), "BF16")
+    dense = None if options.dense is None else options.dense.stored(scale)
+    return plan_conversion(checkpoint, config["model_type"], options.experts.stored(scale), dense, options.shard_bytes)
+
+
+def _record(checkpoint: Checkpoint, options: ConvertOptions) -> dict[str, Any]:
+    """What a directory is made of; a run goes on only where this is equal."""
+    files = sorted({info.file for info in checkpoint.tensors.values()} | {checkpoint.directory / _CONFIG})
+    stats = {file.name: file.stat() for file in files}
+    return {
+        "experts": list(options.experts),
+        "dense": None if options.dense is None else list(options.dense),
+        "shard_bytes": options.shard_bytes,
+        "source": {name: [each.st_size, each.st_mtime_ns] for name, each in stats.items()},
+    }
+
+
+@contextlib.contextmanager
+def _claimed(out: Path, record: dict[str, Any]) -> Iterator[None]:
+    """Make ``out`` a directory of this conversion alone; InputError if it holds something else, or another process
+    works there."""
+    path = out / RECORD
+    try:
+        if out.exists() and not out.is_dir():
+            raise InputError(f"{out}: is a file; give a directory that does not exist, or is empty", code="output_path")
+        if not path.exists():
+            if out.exists() and any(not _is_partial(each) for each in out.iterdir()):
+                raise InputError(
+                    f"{out}: holds something else; give a directory that does not exist, or is empty",
+                    code="output_path",
+                )
+            write_whole(path, json.dumps(record, indent=2) + "\n")
+        if read_object(path) != record:
+            raise InputError(
+                f"{out}: holds a conversion of another checkpoint or with other options (see {RECORD} there); give "
+                "another directory, or remove that one",
+                code="output_path",
+            )
+        lock = os.open(path, os.O_RDONLY)
+    except (OSError, ValueError) as error:
+        raise refused_write(error, str(out)) from None
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"{out}: another conversion writes there; wait for it", code="output_path") from None
+        for each in out.iterdir():
+            if _is_partial(each):
+                each.unlink()
+        yield
+    finally:
+        os.close(lock)
+
+
+def _is_partial(path: Path) -> bool:
+    """True for what a killed run leaves: names with a leading dot of files that appear whole."""
+    return path.name.startswith(".") and path.is_file()
+
+
+def _is_whole(path: Path, shard: Shard) -> bool:
+    try:
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_size == shard.nbytes and file.read(len(shard.header)) == shard.header
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise refused_write(error, str(path)) from None
+
+
+def _check_space(out: Path, missing: Sequence[Shard]) -> None:
+    needed, free = sum(shard.nbytes for shard in missing), shutil.disk_usage(out).free
+    if needed > free:
+        raise StorageError(
+            f"{out}: the disk has {format_bytes(free)} free, and {format_bytes(needed, round_up=True)} are to be "
+            "written; make room, or give a directory on another disk",
+            code="output_path",
+        )
+
+
+def _write_small(path: Path, content: bytes) -> None:
+    try:
+        write_whole(path, content)
+    except OSError as error:
+        raise refused_write(error, str(path)) from None
+
+
+def _copy_small_files(directory: Path, out: Path) -> list[str]:
+    """Copy everything beside the weights; the names of what is too large for that, or no file."""
+    left_out = []
+    places = sorted(directory.iterdir()) + sorted((directory / _SUBDIRECTORY).glob("*.jinja"))
+    for path in places:
+        name = str(path.relative_to(directory))
+        written = name in (INDEX, _CONFIG, RECORD) or path.suffix in _WEIGHTS or name.startswith(".")
+        if written or name == _SUBDIRECTORY:
+            continue
+        if not path.is_file() or path.stat().st_size > _MOST_SMALL:
+            left_out.append(name)
+            continue
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({read_error_text(error)})") from None
+        _write_small(out / name, content)
+    return left_out
+
+
+class _Pipeline:
+    """Pieces on their way from file to file: read by one thread, rounded by two, written by one, a few at a time."""
+
+    def __init__(self, progress: Callable[[int], None]) -> None:
+        self._progress, self._done = progress, 0
+        self._threads = torch.get_num_threads()
+        self._reader = ThreadPoolExecutor(1)
+        self._rounders = ThreadPoolExecutor(_ROUNDERS, initializer=lambda: torch.set_num_threads(1))
+        self._writer = ThreadPoolExecutor(1)
+
+    def __enter__(self) -> _Pipeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pool in (self._reader, self._rounders, self._writer):
+            pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(self._threads)
+
+    def write(self, path: Path, shard: Shard) -> None:
+        """Write ``shard`` as ``path``, which appears once it is whole and on the disk."""
+        partial = path.with_name(f".{path.name}.partial")
+        try:
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+            try:
+                _write_at(descriptor, memoryview(shard.header), 0)
+                self._run(shard, descriptor)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            partial.replace(path)
+        except OSError as error:
+            raise refused_write(error, str(path), kept="; run the command again to go on") from None
+        finally:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+
+    def _run(self, shard: Shard, descriptor: int) -> None:
+        """All pieces of ``shard``, in order; at most a few are in memory. Errors of any thread are raised here."""
+        rounding: deque[tuple[Piece, int, Future[dict[str, Tensor]]]] = deque()
+        writing: deque[tuple[int, Future[None]]] = deque()
+
+        def forward() -> None:
+            piece, offset, made = rounding.popleft()
+            stored = self._writer.submit(_store, shard, piece, offset, made.result(), descriptor)
+            writing.append((piece.source.nbytes, stored))
+            while len(writing) > _AHEAD:
+                finish()
+
+        def finish() -> None:
+            size, written = writing.popleft()
+            written.result()
+            self._done += size
+            self._progress(self._done)
+
+        for piece, offset in _chunks(shard.pieces):
+            read = self._reader.submit(read_tensor, piece.source)
+            rounding.append((piece, offset, self._rounders.submit(_make, piece, read)))
+            if len(rounding) > _AHEAD:
+                forward()
+        while rounding:
+            forward()
+        while writing:
+            finish()
+
+
+def _chunks(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int]]:
+    """The ``pieces``, large copies in parts, with the place of each part in its tensor."""
+    for piece in pieces:
+        if piece.stored is not None:
+            yield piece, 0
+            continue
+        for begin in range(0, piece.source.nbytes, _CHUNK):
+            size = min(_CHUNK, piece.source.nbytes - begin)
+            yield replace(piece, source=_bytes_of(piece.source, begin, size)), begin
+
+
+def _bytes_of(info: TensorInfo, begin: int, size: int) -> TensorInfo:
+    return replace(info, dtype="U8", shape=(size,), offset=info.offset + begin, nbytes=size)
+
+
+def _make(piece: Piece, read: Future[Tensor]) -> dict[str, Tensor]:
+    """The tensors of ``piece`` by suffix."""
+    numbers = read.result()
+    if piece.stored is None:
+        return {"": numbers}
+    try:
+        return round_matrix(piece.stored, numbers)
+    except ValueError as error:
+        info = piece.source
+        raise CheckpointError(f"{info.file}: tensor {info.name!r} {error}, so it cannot be rounded") from None
+
+
+def _store(shard: Shard, piece: Piece, offset: int, tensors: dict[str, Tensor], descriptor: int) -> None:
+    for suffix, tensor in tensors.items():
+        place, _ = shard.places[piece.module + suffix]
+        _write_at(descriptor, tensor.contiguous().view(torch.uint8).numpy().data.cast("B"), place + offset)
+
+
+def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], offset + done)

@@ -1,0 +1,91 @@
+"""``moelight convert``: write a checkpoint again with rounded experts."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moelight.cli.options import argument, option, with_options
+from moelight.core.errors import ConfigError, did_you_mean
+from moelight.core.units import GB, format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from moelight.batch.convert import Converted
+
+_DENSE = ("keep", "int8")
+_EVERY_S = 10.0
+
+
+@with_options()
+def convert(
+    *,
+    model: str = argument("MODEL", "A directory, a hub id, or demo, the bundled model; not quantised."),
+    output: Path = argument("OUT", "A new directory for the checkpoint."),
+    experts: str = option("int4, int8, mxfp4 or fp8.", metavar="FORMAT", default="int4"),
+    group_size: int | None = option("Numbers that share a scale: 32, 64 or 128; int4: 128, int8: a row.", min=1),
+    dense: str = option(
+        "int8: projections of attention, shared experts and dense layers, too, a scale a row.",
+        metavar="keep|int8",
+        default="keep",
+    ),
+    shard_size: str = option("The most bytes of a file.", metavar="SIZE", default="4GiB"),
+) -> None:
+    """Write MODEL again with rounded experts, in a quarter to half of the bytes.
+
+    Numbers are rounded to nearest, and written as compressed-tensors, which vLLM and transformers read; everything else
+    is copied. Run again, the same command goes on where it was interrupted.
+    """
+    from moelight.batch.convert import ConvertOptions, convert_checkpoint
+    from moelight.weights.compressed_tensors import GROUPS, ROUNDED, Rounding
+
+    if experts not in ROUNDED:
+        raise ConfigError(f"--experts {experts!r} is not one of {', '.join(ROUNDED)}{did_you_mean(experts, ROUNDED)}")
+    if dense not in _DENSE:
+        raise ConfigError(f"--dense {dense!r} is not one of {', '.join(_DENSE)}{did_you_mean(dense, _DENSE)}")
+    if group_size is not None and group_size not in GROUPS:
+        raise ConfigError(f"--group-size {group_size} is not one of {', '.join(map(str, GROUPS))}")
+    options = ConvertOptions(
+        model=model,
+        output=output,
+        experts=Rounding.of(experts, group_size),
+        dense=Rounding.of(dense) if dense != "keep" else None,
+        shard_bytes=parse_bytes(shard_size, what="--shard-size"),
+    )
+    lines = _ProgressLine()
+    found = convert_checkpoint(options, lines)
+    for name in found.left_out:
+        print(f"not copied: {name}", file=sys.stderr)
+    print(end_words(found, output, time.monotonic() - lines.began))
+
+
+class _ProgressLine:
+    """Progress on stderr: one line that changes on a terminal, else a line every few seconds."""
+
+    def __init__(self) -> None:
+        self.began = self._told = time.monotonic()
+        self._live = sys.stderr.isatty()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if not done:
+            self.began = self._told = now
+            return
+        if now - self._told < (0.2 if self._live else _EVERY_S) and not (self._live and done == total):
+            return
+        self._told = now
+        speed = done / max(now - self.began, 1e-9)
+        left = "" if done == total else f", {(total - done) / speed:,.0f} s left"
+        line = f"{format_bytes(done)} of {format_bytes(total)}, {speed / GB:.2f} GB/s{left}"
+        print(
+            f"\r{line}\033[K" if self._live else line, end="" if self._live and done < total else "\n", file=sys.stderr
+        )
+
+
+def end_words(found: Converted, output: Path, seconds: float) -> str:
+    """Return the last line: sizes, bits of a rounded number, time."""
+    size = f"{format_bytes(found.source_bytes)} -> {format_bytes(found.bytes)}"
+    speed = f", {found.read_bytes / seconds / GB:.2f} GB/s" if found.read_bytes else ""
+    before = f", {found.files_before} of {found.files} files were there" if found.files_before else ""
+    return f"{output}: {size}, {found.bits:.2f} bits a number of what is rounded; {seconds:.1f} s{speed}{before}"
