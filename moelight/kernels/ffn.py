@@ -5,8 +5,8 @@ dimension. Every wrong argument is a ValueError that names it. ``threads`` None 
 
 Weights are float32, bfloat16, float16, int8 or, as uint8, int4: two values a byte along the input dimension, the
 earlier in the low four bits, 8 meaning zero. Integers have float32 scales, one per output row, or one per row and
-``group_size`` inputs. Or they are a `QuantizedMatrix` of any format: the product is that with its numbers, in bfloat16
-for bfloat16 tokens on AVX512_BF16 and else in float32, to the bit. Nothing is repacked, and sums are float32.
+``group_size`` inputs. Or they are a `QuantizedMatrix` of any format: the product is that with its numbers rounded to
+the dtype of the tokens, to the bit. Nothing is repacked, and sums are float32.
 
 A token's result is bit for bit independent of the other tokens, its position in the batch and the number of threads; it
 differs between instruction sets by rounding. With bfloat16 tokens on AVX512_BF16, int4 times its scale is rounded to

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moelight.kernels.activations import SILU, Activation
-from moelight.kernels.quantized import QuantizedMatrix
+from moelight.kernels.quantized import QuantizedMatrix, numbers_of
 
 Cache = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -211,14 +211,12 @@ def route_topk(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Ten
     return weights, ids[:, :top_k]
 
 
-def dequantized(weight: Tensor | QuantizedMatrix, scale: Tensor | None, group_size: int | None) -> Tensor:
+def dequantized(weight: Tensor, scale: Tensor | None, group_size: int | None) -> Tensor:
     """Values of a stored weight, in at least float32: [N, K], or uint8 [N, K / 2] with two values a byte.
 
     int8 and uint8 have scale [N] or [N, ceil(K / group_size)]; the low four bits of a byte are the earlier value, and 8
     means zero.
     """
-    if isinstance(weight, QuantizedMatrix):
-        return weight.numbers(torch.float32)
     if scale is None:
         return _wide(weight)
     if weight.dtype == torch.uint8:
@@ -244,7 +242,7 @@ def linear(
 def _product(
     x: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None, scale: Tensor | None, group_size: int | None
 ) -> Tensor:
-    numbers = dequantized(weight, scale, group_size)
+    numbers = dequantized(numbers_of(weight, x.dtype), scale, group_size)
     wide = torch.promote_types(x.dtype, numbers.dtype)
     return functional.linear(x.to(wide), numbers.to(wide), None if bias is None else bias.to(wide))
 

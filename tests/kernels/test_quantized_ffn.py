@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from moelight.kernels import native
 from moelight.kernels.ffn import cpu_expert_ffn, cpu_linear
 from moelight.kernels.quantized import QuantizedMatrix, cpu_dequantize
 from moelight.profiles.stored import GPTQ, SCALED
@@ -19,7 +18,6 @@ from tests.kernels.stored import LANES, generator, serving
 from tests.weights.packers import same_bits
 
 SERVERS = [*LANES, "torch"]
-PAIRS = {"avx512", "avx512 with emulated tiles", "avx512 with tiles"}
 
 
 @pytest.fixture(params=SERVERS)
