@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from moelight.cli.main import main
 from moelight.core.errors import CheckpointError, ConfigError
 from moelight.core.policy import Shares
 from moelight.engine.checkpoints import open_model
@@ -137,3 +138,16 @@ def test_a_method_that_is_not_known_is_refused(mixtral: Path, tmp_path: Path) ->
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "exl3"}}))
     with pytest.raises(ConfigError, match="exl3"):
         open_model(str(path.parent))
+
+
+def test_commands_run_what_convert_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The bundled model in 4 bits answers, and stays near itself."""
+    rounded, out, prompts = tmp_path / "rounded", tmp_path / "out.jsonl", tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{a} + {a + 3} ="}) + "\n" for a in range(5, 21)))
+    assert main(["convert", "demo", str(rounded), "--experts", "int4", "--group-size", "32"]) == 0
+    assert main(["generate", str(prompts), "--model", str(rounded), "-o", str(out)]) == 0
+    assert len(out.read_text().splitlines()) == 16
+    capsys.readouterr()
+    assert main(["compare", str(rounded), str(prompts), "--against", "demo", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0 < found["kl"]["value"] < 0.2 and found["top1"]["value"] > 0.5
