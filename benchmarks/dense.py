@@ -16,15 +16,12 @@ import json
 import os
 import random
 import resource
-import subprocess
-import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from limited import enter, forget, memory_limit
+from limited import limited_job
 from make_checkpoint import RandomTensor, write_tokenizer, write_weights
 from reads import BLOCK, ring
 
@@ -92,36 +89,19 @@ def make(name: str, directory: Path) -> Path:
 def run(name: str, args: argparse.Namespace, scratch: Path, temporary: Path) -> dict[str, Any]:
     """One job under its limit, and the disk's rate."""
     _, memory, planned = SHAPES[name]
-    model, prompts, output = make(name, scratch), temporary / f"{name}.jsonl", temporary / f"{name}.out.jsonl"
+    model, prompts = make(name, scratch), temporary / f"{name}.jsonl"
     draw = random.Random(0)
     texts = ["".join(draw.choice("abcdefgh ") for _ in range(args.prompt_len)) for _ in range(args.prompts)]
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
-    forget(model)
-    command = [sys.executable, "-m", "moelight.cli.main", "generate", str(prompts), "-m", str(model), "-o", str(output)]
-    command += ["--host-memory", planned, "--max-tokens", str(args.new_tokens), "--ignore-eos", "--device", "cpu"]
-    command += ["--stats", str(temporary / f"{name}.stats.json")]
-    with memory_limit(parse_bytes(memory)) as group:
-        began = time.perf_counter()
-        enters = None if group is None else partial(enter, group)
-        done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True, preexec_fn=enters)
-        wall_s = time.perf_counter() - began
-        most = None if group is None else int((group / "memory.max_usage_in_bytes").read_text())
-    if done.returncode:
-        raise SystemExit(f"{name}: moelight ended with {done.returncode}\n{done.stderr[-2000:]}")
-    stats = json.loads((temporary / f"{name}.stats.json").read_text())
-    print(done.stderr, file=sys.stderr)
-    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    found = limited_job(
+        model, prompts, temporary, memory=parse_bytes(memory), planned=planned, new_tokens=args.new_tokens
+    )
     return {
         "shape": name,
-        "bytes": size,
-        "memory": parse_bytes(memory) if most is not None else None,
-        "rows": len(rows),
-        "wall_s": wall_s,
-        "peak_group_bytes": most,
+        "bytes": sum(path.stat().st_size for path in model.glob("*.safetensors")),
+        **found,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
         "plain_bytes_per_s": plain_rate(model),
-        "stats": stats,
     }
 
 

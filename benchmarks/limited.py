@@ -3,11 +3,17 @@ user may make groups; and files put out of the page cache, so that a disk is rea
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 CONTROLLER = Path("/sys/fs/cgroup/memory")
 
@@ -43,3 +49,33 @@ def forget(directory: Path) -> None:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
+
+
+def limited_job(
+    model: Path, prompts: Path, place: Path, *, memory: int, planned: str, new_tokens: int
+) -> dict[str, Any]:
+    """One ``moelight generate`` on the CPU in a process of ``memory`` bytes, planned with ``planned`` of them, the
+    files of ``model`` out of the page cache before; its outputs in ``place``. Ends the program if the job fails."""
+    output, stats = place / "out.jsonl", place / "stats.json"
+    for path in place.glob("out.jsonl*"):
+        path.unlink()
+    command = [sys.executable, "-m", "moelight.cli.main", "generate", str(prompts), "-m", str(model), "-o", str(output)]
+    command += ["--host-memory", planned, "--max-tokens", str(new_tokens), "--ignore-eos", "--device", "cpu"]
+    forget(model)
+    with memory_limit(memory) as group:
+        began = time.perf_counter()
+        enters = None if group is None else partial(enter, group)
+        whole = [*command, "--stats", str(stats)]
+        done = subprocess.run(whole, check=False, stderr=subprocess.PIPE, text=True, preexec_fn=enters)
+        wall_s = time.perf_counter() - began
+        most = None if group is None else int((group / "memory.max_usage_in_bytes").read_text())
+    if done.returncode:
+        raise SystemExit(f"{model}: moelight ended with {done.returncode}\n{done.stderr[-2000:]}")
+    print(done.stderr, file=sys.stderr)
+    return {
+        "memory": memory if most is not None else None,
+        "rows": len(output.read_text(encoding="utf-8").splitlines()),
+        "wall_s": wall_s,
+        "peak_group_bytes": most,
+        "stats": json.loads(stats.read_text()),
+    }
