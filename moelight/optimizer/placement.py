@@ -1,7 +1,8 @@
 """Placement of pages and cache blocks in the free memory, in closed form for many candidates at once.
 
 A resident page saves a transfer in every pass and ring slots besides, so that pages take the memory of the experts'
-processor first and the cache the rest (a byte of cache saves at most a byte, and only in passes that read all of it).
+processor first and the cache the rest (a byte of cache saves at most a byte, and only in passes that read all of it),
+except what of the cache host memory cannot hold beside the pages for the CPU and the pinned ring.
 The integer programme (``milp``) decides the cases that the closed form cannot.
 """
 
@@ -17,7 +18,9 @@ from moelight.hrm.footprint import fixed_bytes, kv_block_bytes, kv_blocks
 from moelight.hrm.pass_cost import PlacementCounts
 from moelight.optimizer.problem import Candidates, Problem
 
-RING_ROUNDS = 4  # with more cache on the device more pages stream, whose ring takes more of host memory
+# With more of the cache on the device more pages stream, whose pinned ring takes more of host memory, and so on: three
+# rounds settle it.
+RING_ROUNDS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -163,6 +163,7 @@ FASTER = {
         ffn_device="gpu",
         weights=Shares(device=97 / 608, host=0.0, disk=511 / 608),
         kv=Shares(device=0.9904719609, host=0.0095280391),
+        kv_block_size=16,
     ),
     202604: Policy(
         model="drawn",
@@ -175,6 +176,7 @@ FASTER = {
         ffn_device="gpu",
         weights=Shares(device=907 / 14_592, host=50 / 14_592, disk=13_635 / 14_592),
         kv=Shares(device=0.7828366360, host=0.2171633640),
+        kv_block_size=16,
         schedule="module",
     ),
     203388: Policy(
