@@ -94,6 +94,8 @@ def around(problem: Problem, beam: Candidates, *, step: float) -> Candidates:
         moves += [(other, np.ceil(other / mu), t, whole(spread), *shares) for whole in (np.floor, np.ceil)]
     for many in (p, p + 1.0, np.maximum(p - 1.0, 1.0)):
         moves += [(n, parts, np.ceil(prefills / many), many, *requested)]
+    counts = np.maximum(p + np.array([-2.0, -1.0, 1.0, 2.0]), 1.0)  # about as many tokens in all, in the same memory
+    moves += [(n, parts, np.round(t * p / counts * scale), counts, *requested) for scale in (0.98, 0.99, 1.01, 1.02)]
     moves += [(n, parts, t, p, *shares) for shares in (*near, *alone)]
     rows = [[column.ravel() for column in np.broadcast_arrays(*move)] for move in moves]
     return _choices(problem, beam, *map(np.concatenate, zip(*rows, strict=True)))
