@@ -21,6 +21,7 @@ _PASSES = np.array([1, 2, 3, 4, 5, 6, 8, 12], dtype=float)
 _PAGE_SHARES = (0.0, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1.0)
 _CACHE_SHARES = (np.nan, np.nan, 0.0, 1.0, 0.5)
 _PARTS = (1, 2, 3, 4, 6, 8)
+_NEARLY_FULL = (0.99, 0.98)  # of the N of one wave fewer: the requests left over start while the last wave drains
 _STEPS = (-1, 0, 1)
 
 
@@ -85,7 +86,8 @@ def around(problem: Problem, beam: Candidates, *, step: float) -> Candidates:
     prefills = _prefill_over(problem, beam, n, _PASSES)
     for shares in (requested, (*requested[:3], 0.0)):
         moves += [(n, parts, tokens, prefill, *shares), (n, parts, t, np.ceil(prefills / t), *shares)]
-    others = [n + 1, n - 1, *(-(-requests // np.maximum(waves + more, 1)) for more in (-1, 1))]
+    fewer, more_full = (-(-requests // np.maximum(waves + more, 1)) for more in (-1, 1))
+    others = [n + 1, n - 1, fewer, more_full, *(np.floor(fewer * share) for share in _NEARLY_FULL)]
     homes: list[Any] = [requested]
     if cache_is_open(problem, beam):  # more sequences may need all memory that pages have
         homes.append((requested[0], np.nan, 0.0, requested[3]))
