@@ -193,13 +193,23 @@ FASTER = {
         kv=Shares(device=0.0005856515, host=0.9994143485),
         kv_block_size=32,
     ),
+    302168: Policy(
+        model="drawn",
+        batch_size=336,
+        micro_batch_size=57,
+        micro_batch_tokens=116,
+        prompt_micro_batches=36,
+        kv_tokens=433_828,
+        weights=Shares(host=0.0, disk=1.0),
+        kv_block_size=16,
+    ),
 }
 
 
 @pytest.mark.parametrize("seed", FASTER)
 def test_what_a_sample_once_found_is_no_faster_than_the_plan(seed: int) -> None:
     """Where host memory must hold the pinned ring beside a cache that device memory has no room for (201580, 202604),
-    and where an odd slot spares the CPU a page (203388)."""
+    where an odd slot spares the CPU a page (203388), and where all requests but four fit at once (302168)."""
     problem, machine = question(seed)
     free = best_plan(problem, machine, {}, proof=False)
     found = estimate(problem.model, FASTER[seed], problem.workload, problem.speeds, dtype=problem.dtype)
