@@ -21,6 +21,7 @@ _PASSES = np.array([1, 2, 3, 4, 5, 6, 8, 12], dtype=float)
 _PAGE_SHARES = (0.0, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1.0)
 _CACHE_SHARES = (np.nan, np.nan, 0.0, 1.0, 0.5)
 _PARTS = (1, 2, 3, 4, 6, 8)
+_NEARLY_FULL = (0.99, 0.98)  # of the N of one wave fewer: the requests left over start while the last wave drains
 _STEPS = (-1, 0, 1)
 
 
@@ -85,7 +86,8 @@ def around(problem: Problem, beam: Candidates, *, step: float) -> Candidates:
     prefills = _prefill_over(problem, beam, n, _PASSES)
     for shares in (requested, (*requested[:3], 0.0)):
         moves += [(n, parts, tokens, prefill, *shares), (n, parts, t, np.ceil(prefills / t), *shares)]
-    others = [n + 1, n - 1, *(-(-requests // np.maximum(waves + more, 1)) for more in (-1, 1))]
+    fewer, more_full = (-(-requests // np.maximum(waves + more, 1)) for more in (-1, 1))
+    others = [n + 1, n - 1, fewer, more_full, *(np.floor(fewer * share) for share in _NEARLY_FULL)]
     homes: list[Any] = [requested]
     if cache_is_open(problem, beam):  # more sequences may need all memory that pages have
         homes.append((requested[0], np.nan, 0.0, requested[3]))
@@ -94,6 +96,8 @@ def around(problem: Problem, beam: Candidates, *, step: float) -> Candidates:
         moves += [(other, np.ceil(other / mu), t, whole(spread), *shares) for whole in (np.floor, np.ceil)]
     for many in (p, p + 1.0, np.maximum(p - 1.0, 1.0)):
         moves += [(n, parts, np.ceil(prefills / many), many, *requested)]
+    counts = np.maximum(p + np.array([-2.0, -1.0, 1.0, 2.0]), 1.0)  # about as many tokens in all, in the same memory
+    moves += [(n, parts, np.round(t * p / counts * scale), counts, *requested) for scale in (0.98, 0.99, 1.01, 1.02)]
     moves += [(n, parts, t, p, *shares) for shares in (*near, *alone)]
     rows = [[column.ravel() for column in np.broadcast_arrays(*move)] for move in moves]
     return _choices(problem, beam, *map(np.concatenate, zip(*rows, strict=True)))

@@ -1,7 +1,8 @@
 """Placement of pages and cache blocks in the free memory, in closed form for many candidates at once.
 
 A resident page saves a transfer in every pass and ring slots besides, so that pages take the memory of the experts'
-processor first and the cache the rest (a byte of cache saves at most a byte, and only in passes that read all of it).
+processor first and the cache the rest (a byte of cache saves at most a byte, and only in passes that read all of it),
+except what of the cache host memory cannot hold beside the pages for the CPU and the pinned ring.
 The integer programme (``milp``) decides the cases that the closed form cannot.
 """
 
@@ -16,6 +17,10 @@ from moelight.hrm import costs
 from moelight.hrm.footprint import fixed_bytes, kv_block_bytes, kv_blocks
 from moelight.hrm.pass_cost import PlacementCounts
 from moelight.optimizer.problem import Candidates, Problem
+
+# With more of the cache on the device more pages stream, whose pinned ring takes more of host memory, and so on: three
+# rounds settle it.
+RING_ROUNDS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,12 +79,25 @@ def fill(
     """Resolve the requested placement; free choices fill the tiers from the fastest on. Returns the counts, and whether
     they are feasible. Only bounds set ``off_host``, the share of the cache that host memory need not hold, ``in_host``,
     the pages for the CPU that host memory must hold, and ``free``."""
-    computed, device_kv = candidates.computed, candidates.device_kv
     free = free_memory(problem, candidates) if free is None else free
+    cache = _cache_blocks(candidates, free, candidates.computed if in_host is None else in_host)
+    for _ in range(RING_ROUNDS):
+        placed, fits, needed = _fill_beside(problem, candidates, free, cache, off_host, in_host)
+        if not np.any(needed > cache):
+            break
+        cache = np.maximum(cache, needed)
+    return placed, fits
+
+
+def _fill_beside(
+    problem: Problem, candidates: Candidates, free: FreeMemory, cache: Any, off_host: Any, in_host: Any
+) -> tuple[PlacementCounts, Any, Any]:
+    """`fill` with ``cache`` blocks in device memory before any page. Also returns how many blocks these must be so that
+    host memory holds the pinned ring; 0 where it does, or where the cache's share is not free."""
+    computed, device_kv, needed = candidates.computed, candidates.device_kv, np.zeros_like(cache)
     held = computed if in_host is None else in_host
-    cache = _cache_blocks(candidates, free, held)
     if candidates.ffn_device == "split" and in_host is None and problem.share("cpu_experts") is None:
-        held = computed = np.maximum(computed, _least_computed(free, free.device - cache * free.kv_block_bytes))
+        held = computed = np.maximum(computed, _least_computed(free, candidates, cache))
     device, pages = free.device - cache * free.kv_block_bytes, free.pages - computed
 
     def host_slots(spared: Any) -> Any:
@@ -108,16 +126,21 @@ def fill(
         slots = host_slots(on_device) - held
         from_host = _from_host(problem, candidates, pages - resident, slots, ring, computed, held)
         fits &= from_host >= 0
+        if candidates.attention_device == "gpu":
+            needed = np.where(np.isnan(device_kv) & (from_host < 0), _off_host(free, held + ring), 0)
     from_disk = pages - resident - from_host
     fits &= from_disk * free.page_bytes <= free.disk
     device_kv = on_device / np.maximum(free.kv_blocks, 1)
-    return PlacementCounts(from_host=from_host, from_disk=from_disk, computed=computed, device_kv=device_kv), fits
+    placed = PlacementCounts(from_host=from_host, from_disk=from_disk, computed=computed, device_kv=device_kv)
+    return placed, fits, needed
 
 
-def _least_computed(free: FreeMemory, device: Any) -> Any:
-    """The fewest pages for the CPU; others are resident, or stream through two slots per streamed page of a layer."""
-    slots = np.floor(np.maximum(device, 0) / free.slot_bytes)
-    return np.maximum(free.pages - np.maximum(slots, free.layers * np.floor(slots / 2)), 0)
+def _least_computed(free: FreeMemory, candidates: Candidates, cache: Any) -> Any:
+    """The fewest pages for the CPU beside ``cache`` blocks; others are resident, or stream through two slots per
+    streamed page of a layer, which leave an odd slot to a resident page."""
+    slots = np.floor(np.maximum(free.device - cache * free.kv_block_bytes, 0) / free.slot_bytes)
+    streamed = free.layers * np.floor(slots / 2) + np.minimum(slots % 2, candidates.resident)
+    return np.maximum(free.pages - np.maximum(slots, streamed), 0)
 
 
 def _beside_a_layer(
@@ -137,11 +160,17 @@ def _cache_blocks(candidates: Candidates, free: FreeMemory, held: Any) -> Any:
     if candidates.attention_device == "cpu":
         return np.zeros_like(free.kv_blocks)
     if candidates.ffn_device == "cpu":
-        least = np.floor(free.device / free.kv_block_bytes)
+        least = np.clip(np.floor(free.device / free.kv_block_bytes), 0, free.kv_blocks)
     else:
-        least = free.kv_blocks - np.floor((free.host - held * free.slot_bytes) / free.kv_block_bytes)
-    least, requested = np.clip(least, 0, free.kv_blocks), candidates.device_kv
+        least = _off_host(free, held)
+    requested = candidates.device_kv
     return np.where(np.isnan(requested), least, np.round(free.kv_blocks * np.nan_to_num(requested)))
+
+
+def _off_host(free: FreeMemory, slots: Any) -> Any:
+    """The fewest cache blocks that host memory cannot hold beside ``slots``."""
+    held = np.floor((free.host - slots * free.slot_bytes) / free.kv_block_bytes)
+    return np.clip(free.kv_blocks - held, 0, free.kv_blocks)
 
 
 def _from_host(

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from benchmarks.random_questions import question
 from moelight.core.dtypes import FLOAT32
 from moelight.core.policy import Policy, Shares
 from moelight.hrm.footprint import footprint
@@ -150,3 +151,34 @@ def test_the_cpu_computes_no_page_more_than_it_must(seed: int) -> None:
             others = free.pages - int(least) + 1
             rings = {stays: 2 * -(-(others - stays) // free.layers) for stays in range(others + 1)}
             assert least == 0 or all(stays + ring > space for stays, ring in rings.items())
+
+
+@pytest.mark.parametrize("seed", [111, 118, 124])
+def test_a_free_share_of_the_cache_fits_where_any_share_does(seed: int) -> None:
+    """Pages take device memory first, unless the cache then leaves host memory no room for the pinned ring."""
+    problem, _ = question(seed)
+    for variant in variants(problem):
+        if variant.attention_device == "cpu" or variant.ffn_device == "cpu" or variant.schedule != "cgopipe":
+            continue
+        look = first_sample(problem, variant)
+        some = look.at(np.arange(400))
+        _, free = fill(problem, replace(some, device_kv=np.full(400, np.nan)))
+        for share in np.linspace(0.0, 1.0, 101):
+            _, feasible = fill(problem, replace(some, device_kv=np.full(400, share)))
+            assert not np.any(feasible & ~free)
+
+
+def test_an_odd_slot_beside_the_ring_spares_the_cpu_a_page() -> None:
+    """Of 27 slots, 26 are a ring for 13 pages of each of five layers; a page more stays in the last one."""
+    problem, _ = question(203388)
+    (variant, *_) = (each for each in variants(problem) if each.ffn_device == "split")
+    some = first_sample(problem, variant).at(np.zeros(60, dtype=np.int64))
+    spared = np.arange(60.0) * free_memory(problem, some).slot_bytes
+    free = replace(free_memory(problem, some), device=spared, host=np.full(60, 1e15))
+    placed, feasible = fill(problem, some, free=free)
+    assert feasible[27]
+    assert problem.pages - placed.computed[27] == 5 * 13 + 1
+    capped = replace(some, resident=np.zeros(60), device_kv=np.zeros(60))
+    placed, feasible = fill(problem, capped, free=free)
+    assert feasible[27]
+    assert problem.pages - placed.computed[27] == 5 * 13

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.random_questions import question
 from benchmarks.sampled_policies import best_of_samples, drawn, every_setting
 from moelight.core.errors import BudgetError, ConfigError
-from moelight.core.policy import Policy
+from moelight.core.policy import Policy, Shares
 from moelight.core.units import GiB
 from moelight.hrm.estimate import estimate
 from moelight.hrm.footprint import footprint
@@ -148,6 +148,72 @@ def test_attention_on_a_gpu_is_found_where_only_small_micro_batches_leave_it_mem
     free = best_plan(problem, machine, {}, proof=False).estimate.tokens_per_s
     fixed = replace(problem, fixed={"attention_device": "gpu", "micro_batch_tokens": 206})
     assert free >= 0.999 * best_plan(fixed, machine, {}, proof=False).estimate.tokens_per_s
+
+
+# Policies that a sample once found faster than the plan, by the seed of their question.
+FASTER = {
+    201580: Policy(
+        model="drawn",
+        batch_size=752,
+        micro_batch_size=4,
+        micro_batch_tokens=16,
+        prompt_micro_batches=1505,
+        kv_tokens=792_608,
+        attention_device="gpu",
+        ffn_device="gpu",
+        weights=Shares(device=97 / 608, host=0.0, disk=511 / 608),
+        kv=Shares(device=0.9904719609, host=0.0095280391),
+        kv_block_size=16,
+    ),
+    202604: Policy(
+        model="drawn",
+        batch_size=6805,
+        micro_batch_size=6805,
+        micro_batch_tokens=8780,
+        prompt_micro_batches=1,
+        kv_tokens=6_723_340,
+        attention_device="gpu",
+        ffn_device="gpu",
+        weights=Shares(device=907 / 14_592, host=50 / 14_592, disk=13_635 / 14_592),
+        kv=Shares(device=0.7828366360, host=0.2171633640),
+        kv_block_size=16,
+        schedule="module",
+    ),
+    203388: Policy(
+        model="drawn",
+        batch_size=934,
+        micro_batch_size=26,
+        micro_batch_tokens=64,
+        prompt_micro_batches=1,
+        kv_tokens=109_278,
+        attention_device="gpu",
+        ffn_device="split",
+        weights=Shares(device=1 / 160, host=159 / 160),
+        cpu_experts=94 / 160,
+        kv=Shares(device=0.0005856515, host=0.9994143485),
+        kv_block_size=32,
+    ),
+    302168: Policy(
+        model="drawn",
+        batch_size=336,
+        micro_batch_size=57,
+        micro_batch_tokens=116,
+        prompt_micro_batches=36,
+        kv_tokens=433_828,
+        weights=Shares(host=0.0, disk=1.0),
+        kv_block_size=16,
+    ),
+}
+
+
+@pytest.mark.parametrize("seed", FASTER)
+def test_what_a_sample_once_found_is_no_faster_than_the_plan(seed: int) -> None:
+    """Where host memory must hold the pinned ring beside a cache that device memory has no room for (201580, 202604),
+    where an odd slot spares the CPU a page (203388), and where all requests but four fit at once (302168)."""
+    problem, machine = question(seed)
+    free = best_plan(problem, machine, {}, proof=False)
+    found = estimate(problem.model, FASTER[seed], problem.workload, problem.speeds, dtype=problem.dtype)
+    assert free.estimate.tokens_per_s >= 0.999 * found.tokens_per_s
 
 
 @pytest.mark.thorough
