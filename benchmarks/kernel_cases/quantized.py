@@ -9,14 +9,14 @@ import torch
 from peers.common import agree, fed_forward, random_huge, sets_for, turns
 from torch import Tensor
 
-from kernel_cases.experts import SHAPES, Layer
+from kernel_cases.experts import Layer
 from kernel_cases.setting import Setting, here
 from kernel_cases.turns import Case, Contender, Timed
 from moelight.kernels.ffn import cpu_expert_ffn
 from moelight.kernels.quantized import QuantizedMatrix
 from moelight.profiles.stored import GGML, PACKED, StoredFormat, fp8, ggml_format, mxfp4
 
-SHAPE = "H1024 I3584 E8"
+SHAPE, SIZES = "H1024 I3584 E8", (1024, 3584, 8)
 ROWS = (1, 4, 16, 64)
 FEW, MIDDLE = 4, 16
 TITLE = f"experts {SHAPE} as checkpoints store them, one layer a call"
@@ -43,8 +43,8 @@ _HALVES = {"Q4_K": (0, 2), "Q8_0": (0,)}  # bytes of a block at which its float1
 def cases(setting: Setting) -> Iterator[Case]:
     """Every format with every number of rows an expert."""
     for rows in ROWS:
-        layer = Layer(SHAPES[SHAPE], rows, setting)
-        hidden, width, count = SHAPES[SHAPE]
+        layer = Layer(SIZES, rows, setting)
+        hidden, width, count = SIZES
         numbers, moved = 3 * hidden * width * count, 4 * count * rows * hidden
         flop = 2 * numbers * rows
         contenders = [Contender(name="moelight", make=layer.ours, nbytes=2 * numbers + moved, flop=flop)]

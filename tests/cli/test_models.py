@@ -99,7 +99,7 @@ def test_a_named_model_that_is_native() -> None:
     ("model_type", "changes", "says"),
     [
         ("doge", {}, "depends on the other tokens of its pass"),
-        ("granitemoe", {"quantization_config": {"quant_method": "fp8"}}, "the weights are quantised 'fp8'"),
+        ("granitemoe", {"quantization_config": {"quant_method": "hqq"}}, "the weights are quantised 'hqq'"),
     ],
 )
 def test_a_model_that_does_not_run(model_type: str, changes: dict[str, Any], says: str, tmp_path: Path) -> None:

@@ -270,7 +270,7 @@ def test_a_family_is_native_as_far_as_profiles_say(monkeypatch: pytest.MonkeyPat
     [
         *((model_type, {}, says) for model_type, says in WITHOUT.items()),
         ("muse_spark", {}, "experts of inputs of 4096 numbers beside hidden states of 64 are not computed"),
-        ("minimax_m2", {"quantization_config": {"quant_method": "fp8"}}, "the weights are quantised 'fp8'"),
+        ("minimax_m2", {"quantization_config": {"quant_method": "hqq"}}, "the weights are quantised 'hqq'"),
     ],
 )
 def test_why_a_family_does_not_run(model_type: str, changes: dict[str, Any], says: str) -> None:
