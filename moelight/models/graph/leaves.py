@@ -1,10 +1,10 @@
-"""Leaves of a graph on our kernels: linear layers, root-mean-square norms, gated feed-forward layers, routers, and the
-rotary embedding that attention calls.
+"""Leaves of a graph on our kernels: linear layers, root-mean-square norms, gated feed-forward layers, and the rotary
+embedding that attention calls.
 
 A linear layer is known by its class; all others by their numbers, whatever their classes are called: their own forward
 is compared with the kernel's function on random weights. Linear layers that are given one input in turn are one product
 if their weights lie together. What is not recognised stays as it is. The result of a row does not depend on the other
-rows. Of experts that are equally likely a router of ours takes the first, that of transformers any.
+rows.
 
 Legend: R rows, H inputs of a module, I intermediate, E experts, k experts a token, D head size.
 """
@@ -30,10 +30,8 @@ from moelight.kernels.norm import cpu_rms_norm, cpu_rotate, rms_norm, rms_norm_m
 from moelight.kernels.products import linear, parts
 from moelight.kernels.reference import rms_norm as plain_norm
 from moelight.kernels.reference import rotate as plain_rotation
-from moelight.kernels.routing import cpu_route
 
 Forward = Callable[[Tensor], Tensor]
-Router = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 _WIDTHS = (8, 16)  # H and I of a feed-forward layer on trial
 _ACTIVATIONS: Mapping[str, Forward] = {  # of `cpu_expert_ffn`
     "silu": functional.silu,
@@ -84,7 +82,7 @@ def _key(part: nn.Module) -> Any:
 def _made_of(part: Any) -> Callable[[Any], Any] | None:
     if not part._parameters:
         return _feed_forward_of(part)
-    return _norm_of(part) if part.weight.ndim == 1 else _router_of(part)
+    return _norm_of(part) if part.weight.ndim == 1 else None
 
 
 def _said(part: nn.Module) -> tuple[Any, ...]:
@@ -283,46 +281,6 @@ def _joined(*matrices: Tensor) -> Tensor | None:
             return None
     inputs = matrices[0].shape[1]
     return matrices[0].as_strided((sum(map(len, matrices)), inputs), (inputs, 1))
-
-
-def _router_of(part: Any) -> Callable[[Any], Router] | None:
-    """What makes the forward of routers like ``part``, if it returns logits, weights and ids of the most likely
-    experts."""
-    generator = torch.Generator().manual_seed(0)
-    weight, x = (torch.randn(size, generator=generator) for size in (part.weight.shape, (4, part.weight.shape[1])))
-    found = _tried(part, {"weight": weight}, {}, x, kind=tuple)
-    if found is None or len(found) != 3 or not all(isinstance(each, Tensor) and each.ndim == 2 for each in found):
-        return None
-    logits, (theirs, weights, ids) = functional.linear(x, weight), found
-    top_k = ids.shape[1]
-    if ids.dtype != torch.int64 or weights.shape != ids.shape or theirs.shape != logits.shape:
-        return None
-    if not torch.allclose(theirs, logits, rtol=1e-4, atol=1e-4):
-        return None
-    likely, expected = logits.softmax(-1).topk(top_k, dim=-1)
-    narrow = _tried(part, {"weight": weight.bfloat16()}, {}, x.bfloat16(), kind=tuple)
-    if not torch.equal(ids, expected) or narrow is None or narrow[0].dtype != torch.bfloat16:
-        return None
-    for normalize in (False, True):
-        shares = likely / likely.sum(-1, keepdim=True) if normalize else likely
-        if torch.allclose(weights, shares, rtol=1e-4, atol=1e-6) and narrow[1].dtype in (torch.float32, torch.bfloat16):
-            rounds = narrow[1].dtype == torch.bfloat16
-            return partial(_router, top_k=top_k, normalize=normalize, rounds=rounds)
-    return None
-
-
-def _router(part: Any, top_k: int, *, normalize: bool, rounds: bool) -> Router:
-    own = part.forward
-
-    def forward(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        weight = part._parameters["weight"]
-        if not native.on_cpu(x) or weight.dtype != x.dtype:
-            return own(x)
-        logits = linear(_rows(x), weight)
-        weights, ids = cpu_route(logits, top_k, normalize=normalize, round_weights=rounds)
-        return logits, weights.to(x.dtype) if rounds else weights, ids.long()
-
-    return forward
 
 
 def _rotating(own: Any) -> FunctionType | None:

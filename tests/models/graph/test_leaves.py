@@ -155,8 +155,7 @@ MODULES = {
     "centred": (Centred, None),
     "layer norm": (lambda: nn.LayerNorm(HIDDEN, bias=False), None),
     "other": (Other, None),
-    "router": (Router, "_router"),
-    "router of rounded weights": (lambda: Router(normalize=False, rounds=True), "_router"),
+    "router": (Router, None),  # a tie of bfloat16 logits is broken by transformers
     "router of sigmoids": (lambda: Router(sigmoid=True, normalize=False), None),
     "embedding": (lambda: nn.Embedding(EXPERTS, HIDDEN), None),
 }
@@ -169,7 +168,7 @@ def test_a_leaf_is_recognised_by_its_numbers(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", [name for name, (_, expected) in MODULES.items() if expected not in (None, "_router")])
+@pytest.mark.parametrize("name", [name for name, (_, expected) in MODULES.items() if expected is not None])
 def test_a_leaf_computes_what_its_module_does(name: str, dtype: torch.dtype) -> None:
     module = filled(MODULES[name][0](), dtype)
     lie_together(module)
@@ -184,7 +183,7 @@ def test_a_leaf_computes_what_its_module_does(name: str, dtype: torch.dtype) -> 
 
 
 @pytest.mark.skipif(not native.available(), reason="torch rounds up numbers of rows instead")
-@pytest.mark.parametrize("name", [name for name, (_, expected) in MODULES.items() if expected not in (None, "_router")])
+@pytest.mark.parametrize("name", [name for name, (_, expected) in MODULES.items() if expected is not None])
 def test_the_result_of_a_row_does_not_depend_on_the_others(name: str) -> None:
     module = filled(MODULES[name][0](), torch.bfloat16)
     lie_together(module)
@@ -247,24 +246,6 @@ def test_leaves_take_weights_that_are_filled_later() -> None:
     inner = x.sum(-1, keepdim=True) * 0.1
     expected = (functional.silu(inner) * inner * 0.1 * WIDTH).expand(x.shape)
     assert torch.allclose(module(x), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("rounds", [False, True])
-def test_a_router_chooses_and_weighs_as_its_module(dtype: torch.dtype, normalize: bool, rounds: bool) -> None:
-    module = filled(Router(normalize=normalize, rounds=rounds), dtype)
-    x = tokens(40, dtype)
-    expected = copy.deepcopy(module)(x)
-    use_kernels(module)
-    logits, weights, ids = module(x)
-    assert [each.dtype for each in (logits, weights, ids)] == [each.dtype for each in expected]
-    step = torch.finfo(dtype).eps
-    assert torch.allclose(logits, expected[0], rtol=4 * step, atol=8 * step)
-    if dtype == torch.float32:  # rounded logits tie, and either is right
-        chosen = torch.zeros(40, EXPERTS).scatter_(1, expected[2], expected[1])
-        found = torch.zeros(40, EXPERTS).scatter_(1, ids, weights)
-        assert torch.allclose(found, chosen, rtol=1e-4, atol=1e-6)
 
 
 def angles(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
