@@ -145,6 +145,7 @@ class LoadedModel:
         profile, fast_tier = self.profile, self.placement.fast_tier
         views = partial(page_views, model=profile) if source.graph is None else source.graph.expert
         view = partial(views, dtype=to_torch(self.dtype.page_dtype))
+        quantized = source.weight_map.quantized
         return PageStore(
             arenas,
             slot_table(self.placement, profile) if experts is None else experts.residency.table,
@@ -152,7 +153,8 @@ class LoadedModel:
             far=offloaded_pages(self.placement) if fast_tier == "device" else (),
             parts=self.layout.parts,
             slot_bytes=costs.page_slot_bytes(profile, costs.page_dtype(profile, self.dtype)),
-            view=_stored_bytes if source.weight_map.quantized is not None else view,
+            view=view if quantized is None else _stored_bytes,
+            bytes_of=None if quantized is None else quantized.bytes_of,
         )
 
     def _load_pages(self, warm: Callable[[Collection[int]], Ticket] | None) -> None:
@@ -252,7 +254,7 @@ class LoadedModel:
 
 
 def _stored_bytes(slot: Tensor) -> Tensor:
-    """The page of a quantised expert, whose matrices the decoder finds by its layer."""
+    """The page of a quantised expert, whose matrices the decoder finds by its place in the model."""
     return slot
 
 

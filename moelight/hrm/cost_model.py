@@ -121,7 +121,8 @@ class CostModel:
         return tokens * kind.seen_on_average(context) * self.kv_dtype.bytes_for(kind.spec.cache_width)
 
     def page_bytes(self) -> int:
-        return costs.page_bytes(self.model, self.page_dtype)
+        """Bytes of a page that is transferred, on average."""
+        return costs.moved_page_bytes(self.model, self.page_dtype)
 
     def up_s(self, size: Any, transfers: Any = 1.0) -> Any:
         """Seconds to move ``size`` bytes from host to device in ``transfers`` transfers."""

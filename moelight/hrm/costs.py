@@ -51,6 +51,13 @@ def page_bytes(model: ModelProfile, dtype: DType) -> int:
     return sum(dtype.bytes_for(rows * columns) for rows, columns in page_shapes(model).values())
 
 
+def moved_page_bytes(model: ModelProfile, dtype: DType) -> int:
+    """Bytes of one expert that are read, transferred or computed with: `page_bytes`, on average if pages differ."""
+    if model.stored is not None and dtype == model.stored.dtype:
+        return model.stored.mean_page_bytes
+    return page_bytes(model, dtype)
+
+
 def page_slot_bytes(model: ModelProfile, dtype: DType) -> int:
     """Bytes of one expert page in an arena: whole memory pages, so that direct I/O can read into the slot."""
     return align_up(page_bytes(model, dtype), PAGE_ALIGNMENT)

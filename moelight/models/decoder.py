@@ -214,10 +214,8 @@ class NativeDecoder:
         if self._quantized is None:
             return pages
         return [
-            FormedExpert(found := self._quantized.matrices(layer, page), SILU, partial(gated_silu, found))
-            if isinstance(page, Tensor)
-            else None
-            for page in pages
+            None if found is None else FormedExpert(found, SILU, partial(gated_silu, found))
+            for found in self._quantized.layer(layer, pages)
         ]
 
     def predict_experts(self, layer: int, hidden: Tensor, running: Running) -> tuple[Tensor, Tensor]:  # noqa: ARG002

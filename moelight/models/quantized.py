@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,15 +14,23 @@ from moelight.weights.stored_matrix import TORCH
 
 
 class QuantizedExperts:
-    """The experts in pages of ``pages``; one is known by the memory of its page and its layer."""
+    """The experts in pages of ``pages``; one is known by the memory of its page and how the page lies."""
 
     def __init__(self, pages: QuantizedPages) -> None:
         self._pages = pages
+        self._kinds: dict[int, list[int]] = {}  # of the experts of each layer
+        for page in sorted(pages.kind_of):
+            self._kinds.setdefault(page.layer, []).append(pages.kind_of[page])
         self._known: dict[tuple[int, int], Matrices] = {}
 
-    def matrices(self, layer: int, slot: Tensor) -> Matrices:
-        """The matrices of an expert of ``layer`` whose page is in ``slot`` (uint8)."""
-        kind = self._pages.kind_of[layer]
+    def layer(self, layer: int, slots: Sequence[Any]) -> list[Matrices | None]:
+        """The matrices of the experts of ``layer``, whose pages are in ``slots`` (uint8); None for those elsewhere."""
+        return [
+            self._matrices(kind, slot) if isinstance(slot, Tensor) else None
+            for kind, slot in zip(self._kinds[layer], slots, strict=True)
+        ]
+
+    def _matrices(self, kind: int, slot: Tensor) -> Matrices:
         key = kind, slot.data_ptr()
         if key not in self._known:
             self._known[key] = self._view(kind, slot)
@@ -29,7 +38,7 @@ class QuantizedExperts:
 
     def _view(self, kind: int, slot: Tensor) -> Matrices:
         views = {name: _view(place, slot) for name, place in self._pages.kinds[kind]}
-        return Matrices(**views, interleaved=self._pages.interleaved)
+        return Matrices(**views, kind=kind, interleaved=self._pages.interleaved)
 
 
 def _view(place: MatrixPlace, slot: Tensor) -> Any:

@@ -336,4 +336,5 @@ def _stored(profile: ModelProfile, tensors: Mapping[tuple[str, int], GGMLTensor]
     elements = 3 * profile.experts.intermediate_size * profile.hidden_size
     name = "GGUF " + " and ".join(sorted(experts, key=lambda each: -experts[each])[:2])
     sizes = [(name, layer, size) for (name, layer), size in sorted(dense.items())]
-    return StoredWeights.of(name, name, pages, elements, sizes)
+    count = profile.experts.num_experts
+    return StoredWeights.of(name, name, [[size] * count if size else [] for size in pages], elements, sizes)

@@ -279,7 +279,9 @@ class StoredWeights:
 
     Attributes:
         name: the formats, for people; experts first.
-        pages: bytes of an expert of each layer, 0 without experts.
+        pages: bytes of the largest expert of each layer, 0 without experts.
+        mean_page_bytes: bytes of an expert on average, rounded up.
+        total_bytes: of all experts.
         dtype: the experts as a number format for prices: `DType.bytes_for` all numbers of an expert is the largest
             page.
         dense: quantised tensors outside the experts: name, layer and bytes; the others have the model's dtype.
@@ -288,18 +290,34 @@ class StoredWeights:
     name: str
     pages: tuple[int, ...]
     dtype: DType
+    total_bytes: int
+    mean_page_bytes: int
     dense: tuple[tuple[str, int, int], ...] = ()
 
     @classmethod
     def of(
-        cls, name: str, experts: str, pages: Sequence[int], elements: int, dense: Sequence[tuple[str, int, int]]
+        cls,
+        name: str,
+        experts: str,
+        pages: Sequence[Sequence[int]],
+        elements: int,
+        dense: Sequence[tuple[str, int, int]],
     ) -> StoredWeights:
-        """Pages of ``elements`` numbers at most, whose format is called ``experts``."""
-        largest = max(pages)
+        """``pages``: bytes of each expert of each layer. They hold ``elements`` numbers at most; their format is called
+        ``experts``."""
+        sizes = [max(layer, default=0) for layer in pages]
+        largest, total, count = max(sizes), sum(map(sum, pages)), sum(map(len, pages))
         bits = max(1, 8 * largest // elements)
         scales = max(0, largest - -(-elements * bits // 8))
         dtype = DType(name=experts, bits=bits, group=elements, scale_bytes=scales)
-        return cls(name=name, pages=tuple(pages), dtype=dtype, dense=tuple(dense))
+        return cls(
+            name=name,
+            pages=tuple(sizes),
+            dtype=dtype,
+            total_bytes=total,
+            mean_page_bytes=-(-total // max(count, 1)),
+            dense=tuple(dense),
+        )
 
     @property
     def page_bytes(self) -> int:

@@ -30,7 +30,8 @@ class Layout:
         attention: ``cpu`` or ``gpu``: where sequences attend that need the cache (prefill-only prompts: on the GPU).
         experts: ``device``; ``host``; or ``split``: the CPU computes ``computed`` in place, the GPU all others.
         kv_host: the share of every context whose keys and values are in host memory.
-        parts: the bytes of each part in which a page moves: several across a link, one without.
+        parts: the bytes of each part in which the longest page moves: several across a link, one without.
+        page_bytes: of a page on average.
         streamed: the parts of pages that move every pass, in order of use; ``layer_pages``: their positions, by layer.
         cpu_layers: the layers whose hidden states cross the link for the CPU's experts.
         ring_slots: slots of the ring on the fast tier, one part each; the parts of a page are contiguous and in order.
@@ -46,6 +47,7 @@ class Layout:
     experts: str
     kv_host: float
     parts: tuple[range, ...]
+    page_bytes: int
     streamed: tuple[Page, ...]
     from_disk: tuple[bool, ...]
     layer_pages: tuple[range, ...]
@@ -61,7 +63,9 @@ class Layout:
         return Lane.DEVICE if self.discrete else Lane.CPU
 
     def bytes_at(self, k: int) -> int:
-        return len(self.parts[k % len(self.parts)])
+        """Bytes of streamed part ``k`` on average."""
+        part, longest = self.parts[k % len(self.parts)], self.parts[-1].stop
+        return part.stop * self.page_bytes // longest - part.start * self.page_bytes // longest
 
     @property
     def pages_cross(self) -> bool:
@@ -177,6 +181,7 @@ def layout_of(
         experts=experts,
         kv_host=policy.kv.host,
         parts=parts,
+        page_bytes=costs.moved_page_bytes(model, page_dtype),
         streamed=streamed,
         from_disk=tuple(placement.tiers[replace(page, part=0)] == "disk" for page in streamed),
         layer_pages=tuple(range(first, last) for first, last in pairwise(ends)),

@@ -1,5 +1,5 @@
 """How the matrices of quantised experts lie in their pages: the parts of each matrix as they are stored, one after
-another, each at a multiple of 16 bytes. Layers may be stored in different formats."""
+another, each at a multiple of 16 bytes. Experts may be stored in different formats."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class QuantizedPages:
 
     Attributes:
         pieces: the stored tensors that make each page, in order.
-        kinds: every way that pages lie; ``kind_of``: the one of each layer with experts.
+        kinds: every way that pages lie; ``kind_of``: the one of each page.
         sizes: bytes of a page of each kind.
         interleaved: rows of gate and up alternate in ``gate_up``.
         groups: of tensors that say the group of each column, by name: how many there are.
@@ -61,7 +61,7 @@ class QuantizedPages:
 
     pieces: Mapping[Page, tuple[TensorInfo, ...]]
     kinds: tuple[Kind, ...]
-    kind_of: Mapping[int, int]
+    kind_of: Mapping[Page, int]
     sizes: tuple[int, ...]
     interleaved: bool = False
     groups: Mapping[str, int] = field(default_factory=dict)
@@ -71,19 +71,26 @@ class QuantizedPages:
         """Bytes of the largest page."""
         return max(self.sizes)
 
-    def page_bytes(self, layers: int) -> list[int]:
-        """Bytes of a page of each of ``layers`` layers, 0 without experts."""
-        return [self.sizes[self.kind_of[layer]] if layer in self.kind_of else 0 for layer in range(layers)]
+    def page_bytes(self, layers: int) -> list[list[int]]:
+        """Bytes of the page of each expert of each of ``layers`` layers; none without experts."""
+        found: list[list[int]] = [[] for _ in range(layers)]
+        for page in sorted(self.kind_of):
+            found[page.layer].append(self.bytes_of(page))
+        return found
+
+    def bytes_of(self, page: Page) -> int:
+        """Bytes of a whole page."""
+        return self.sizes[self.kind_of[page]]
 
 
 def lay_out_pages(
     pages: Mapping[Page, tuple[TensorInfo, ...]], layouts: Mapping[int, PageLayout] | None = None
 ) -> QuantizedPages:
     """The pages of experts given as tensors of `as_matrices`. ``layouts``: of a graph's layers; None: each page is
-    gate, up and down, or the first two as one. Raises CheckpointError for matrices that cannot be taken by themselves,
-    and where experts of a layer are stored differently."""
+    gate, up and down, or the first two as one. Raises CheckpointError for matrices that cannot be taken by themselves.
+    """
     kinds: dict[Kind, int] = {}
-    kind_of: dict[int, int] = {}
+    kind_of: dict[Page, int] = {}
     pieces: dict[Page, tuple[TensorInfo, ...]] = {}
     groups: dict[str, int] = {}
     sizes: dict[int, int] = {}
@@ -91,12 +98,7 @@ def lay_out_pages(
         layout = None if layouts is None else layouts[page.layer]
         parts = [_parts(info) for info in infos]
         kind, nbytes = _kind(infos, parts, layout)
-        number = kinds.setdefault(kind, len(kinds))
-        if kind_of.setdefault(page.layer, number) != number:
-            raise CheckpointError(
-                f"{infos[0].file}: expert {page.expert} of layer {page.layer}, with tensor {infos[0].name!r}, is "
-                "stored otherwise than those before; quantise all experts of a layer alike"
-            )
+        number = kind_of[page] = kinds.setdefault(kind, len(kinds))
         pieces[page] = tuple(place for _, places in parts for _, place in places)
         groups.update(_orders(parts))
         sizes[number] = nbytes

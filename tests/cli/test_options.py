@@ -135,7 +135,16 @@ OPTIONS = {
     "report": {"TRACE", "--output", "-o", "--json"},
     "inspect": {"MODEL", *(QUESTION - {"--model", "-m"}), *LIMITS, "--no-cache", "--json"},
     "models": {"[MODEL]", "--json"},
-    "convert": {"MODEL", "OUT", "--experts", "--group-size", "--dense", "--shard-size"},
+    "convert": {
+        "MODEL",
+        "OUT",
+        "--experts",
+        "--group-size",
+        "--dense",
+        "--keep",
+        "--expert-profile",
+        "--shard-size",
+    },
     "compare": {
         "MODEL",
         "PROMPTS",

@@ -190,7 +190,7 @@ class GraphDecoder:
             return ()
         by = self._by[layer]
         if self._quantized is not None:
-            pages = [self._quantized.matrices(layer, page) if isinstance(page, Tensor) else None for page in pages]
+            pages = self._quantized.layer(layer, pages)
         return [
             FormedExpert(page, by, partial(forward, form, page), form.finish) if isinstance(page, Matrices) else page
             for page in pages
