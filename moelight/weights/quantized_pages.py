@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -94,8 +94,12 @@ def lay_out_pages(
     pieces: dict[Page, tuple[TensorInfo, ...]] = {}
     groups: dict[str, int] = {}
     sizes: dict[int, int] = {}
-    for page, infos in pages.items():
-        layout = None if layouts is None else layouts[page.layer]
+    layouts = {} if layouts is None else dict(layouts)
+    for page, together in pages.items():
+        infos = tuple(each for info in together for each in _apart(info))
+        layout = layouts.get(page.layer)
+        if layout is not None and layout.interleaved and len(infos) > len(together):
+            layout = layouts[page.layer] = layout.apart()
         parts = [_parts(info) for info in infos]
         kind, nbytes = _kind(infos, parts, layout)
         number = kind_of[page] = kinds.setdefault(kind, len(kinds))
@@ -107,9 +111,13 @@ def lay_out_pages(
         kinds=tuple(kinds),
         kind_of=MappingProxyType(kind_of),
         sizes=tuple(sizes[number] for number in range(len(kinds))),
-        interleaved=any(layout.interleaved for layout in (layouts or {}).values()),
+        interleaved=any(layout.interleaved for layout in layouts.values()),
         groups=MappingProxyType(groups),
     )
+
+
+def _apart(info: TensorInfo) -> tuple[TensorInfo, ...]:
+    return info.apart() if isinstance(info, QuantizedInfo) else (info,)
 
 
 _Parts = tuple[StoredFormat | None, list[tuple[str, TensorInfo]]]
@@ -158,7 +166,7 @@ class _Segment:
         if isinstance(self.info, QuantizedInfo):
             found = self.whole()
             if in_order and (rows, columns) == (found.rows, found.columns):
-                return found
+                return found if len(place.shape) > 1 else self._numbers_of(found)
             raise CheckpointError(
                 f"{self.info.file}: tensor {self.info.name!r}, which is quantised, holds matrices [{rows}, {columns}] "
                 "that are not stored by themselves; use the checkpoint that is not quantised"
@@ -174,6 +182,11 @@ class _Segment:
                 "matrices; use the checkpoint that is not quantised"
             )
         return MatrixPlace(rows=rows, columns=columns, parts=(("", numbers),))
+
+    def _numbers_of(self, bias: MatrixPlace) -> MatrixPlace:
+        """``bias`` [rows, 1] as plain numbers [rows]."""
+        ((_, part),) = bias.parts
+        return replace(bias, stored=None, parts=(("", part._replace(shape=(bias.rows,))),))
 
 
 def _kind(infos: Sequence[TensorInfo], parts: Sequence[_Parts], layout: PageLayout | None) -> tuple[Kind, int]:
