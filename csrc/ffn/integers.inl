@@ -91,6 +91,8 @@ void panel_tile(const IntegerForm& form, const IntegerTokens& layout, const Pane
   using S = typename L::Simd;
   constexpr int kVectors = L::kVectors;
   constexpr int64_t kLanes = S::kWidth, kBytes = 4 * kLanes;
+  // Sums of whole numbers in parts, so that few tokens do not wait for one product after the other.
+  constexpr int kParts = L::kTokens < 4 || kCount > 3 ? 0 : kCount == 1 ? 3 : 1;
   const auto at = [&](int64_t c, int64_t offset) { return x + c * x_bytes + offset; };
   for (int64_t row = 0; row < kPanelRows; row += kVectors * kLanes) {
     typename S::V total[kCount][kVectors];
@@ -101,17 +103,20 @@ void panel_tile(const IntegerForm& form, const IntegerTokens& layout, const Pane
     const uint8_t* codes = panel.codes + 4 * row;
     for (int64_t k = 0, g = 0; k < size; k += form.group, ++g) {
       const int64_t whole = std::min(form.group, (size - k + 7) / 8 * 8), group = (first + k) / form.group;
-      typename L::V sum[kCount][kVectors];
+      typename L::V sum[kCount][kVectors], more[kParts + 1][kCount][kVectors];
 #pragma GCC unroll 8
       for (int c = 0; c < kCount; ++c) {
         const char* const minus = at(c, layout.sums() + 4 * group);
 #pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v)
+        for (int v = 0; v < kVectors; ++v) {
           sum[c][v] = form.zero >= 0 ? (form.least ? L::zero() : L::spread(minus))
                                      : L::times(panel.zeros[g] + row + v * kLanes, minus);
+#pragma GCC unroll 4
+          for (int i = 0; i < kParts; ++i) more[i][c][v] = L::zero();
+        }
       }
       const char* numbers = x + first + k;
-      for (int64_t i = 0; i < whole; i += 4, codes += 4 * kPanelRows, numbers += 4) {
+      const auto quad = [&](typename L::V(&to)[kCount][kVectors]) {
         typename L::V code[kVectors];
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) code[v] = L::load(codes + v * kBytes);
@@ -119,9 +124,23 @@ void panel_tile(const IntegerForm& form, const IntegerTokens& layout, const Pane
         for (int c = 0; c < kCount; ++c) {
           const typename L::V four = L::spread(numbers + c * x_bytes);
 #pragma GCC unroll 2
-          for (int v = 0; v < kVectors; ++v) sum[c][v] = L::dot(sum[c][v], code[v], four);
+          for (int v = 0; v < kVectors; ++v) to[c][v] = L::dot(to[c][v], code[v], four);
         }
+        codes += 4 * kPanelRows, numbers += 4;
+      };
+      int64_t i = 0;
+      for (; i + 4 * kParts < whole; i += 4 * (kParts + 1)) {
+        quad(sum);
+#pragma GCC unroll 4
+        for (int part = 0; part < kParts; ++part) quad(more[part]);
       }
+      for (; i < whole; i += 4) quad(sum);
+#pragma GCC unroll 4
+      for (int part = 0; part < kParts; ++part)
+#pragma GCC unroll 8
+        for (int c = 0; c < kCount; ++c)
+#pragma GCC unroll 2
+          for (int v = 0; v < kVectors; ++v) sum[c][v] = L::add(sum[c][v], more[part][c][v]);
 #pragma GCC unroll 8
       for (int c = 0; c < kCount; ++c) {
         float scale;

@@ -12,6 +12,7 @@ struct Avx2Integers {
   using V = __m256i;
   static constexpr int kVectors = 2, kTokens = 2;
   static V zero() { return _mm256_setzero_si256(); }
+  static V add(V x, V y) { return _mm256_add_epi32(x, y); }
   static V load(const void* p) { return _mm256_load_si256(static_cast<const __m256i*>(p)); }
   static V spread(const void* p) {
     int32_t word;

@@ -13,6 +13,7 @@ struct Avx512Integers {
   using V = __m512i;
   static constexpr int kVectors = 2, kTokens = 6;
   static V zero() { return _mm512_setzero_si512(); }
+  static V add(V x, V y) { return _mm512_add_epi32(x, y); }
   static V load(const void* p) { return _mm512_load_si512(p); }
   static V spread(const void* p) {
     int32_t word;

@@ -9,6 +9,7 @@ struct ScalarIntegers {
   using V = int32_t;
   static constexpr int kVectors = 1, kTokens = 1;
   static V zero() { return 0; }
+  static V add(V x, V y) { return x + y; }
   static V load(const void* p) { return spread(p); }
   static V spread(const void* p) {
     V word;

@@ -79,7 +79,7 @@ void turned_codes(const HalfPanel& to, int64_t size, Fetched& fetched, Load&& lo
 #pragma GCC unroll 16
     for (int64_t r = 0; r < kHalf; ++r) {
       rows[r] = load(r, step);
-      if (fetched.next != nullptr) _mm_prefetch(fetched.next, _MM_HINT_T0), fetched.next += 64;
+      if (fetched.next != nullptr) _mm_prefetch(fetched.next, _MM_HINT_T1), fetched.next += 64;
     }
     columns16(rows, [&](int64_t word, __m512i words) { Words::put(to, k / 4, word, words); });
   }
@@ -226,7 +226,7 @@ inline void k_panel(const uint8_t* const (&line)[kHalf], int64_t size, const Hal
       __m512i rows[kHalf];
       for (int64_t r = 0; r < kHalf; ++r) {
         rows[r] = load64(line[r] + block * 144 + 16 + 64 * part);
-        if (fetched.next != nullptr) _mm_prefetch(fetched.next, _MM_HINT_T0), fetched.next += 72;
+        if (fetched.next != nullptr) _mm_prefetch(fetched.next, _MM_HINT_T1), fetched.next += 72;
       }
       columns16(rows, [&](int64_t word, __m512i words) {
         BlockHalves<8, false>::put(to, 64 * block + 32 * part, word, words);
