@@ -20,7 +20,7 @@ from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES, routed_only
 from moelight.optimizer.optimize import best_plan, capacities
 from moelight.optimizer.plan import Plan
 from moelight.optimizer.problem import SEARCHED_SCHEDULES, Fixed, Problem
-from moelight.optimizer.runnable import policy_faults
+from moelight.optimizer.runnable import cache_faults, policy_faults
 from moelight.paging.arena import PinningError, locks_in_place
 from moelight.profiles.hardware import HardwareProfile, Tier, load_hardware_profile, with_gpus
 from moelight.profiles.model import ModelProfile
@@ -154,7 +154,7 @@ def resolve_host_pages(policy: Policy, model: ModelProfile, machine: Machine, dt
     if machine.twin or not locks_in_place(machine.device.type):
         return staged(f"{'a twin' if machine.twin else machine.device.type} locks no memory in place")
     pinned = replace(policy, host_pages="pinned")
-    need, there = footprint(model, pinned, dtype=dtype, kv_dtype=dtype).total("host"), memory_limit_bytes()
+    need, there = footprint(model, pinned, dtype=dtype).total("host"), memory_limit_bytes()
     if need > FREE_SHARE * there:
         return staged(f"{format_bytes(need)} of {format_bytes(there)} would be too much to lock")
     return pinned, "memory is locked in place, so expert pages are transferred directly"
@@ -166,7 +166,7 @@ def stage_pages(
     """``policy`` with staged host pages after the system ``refused`` to lock them, and the reason. Raises BudgetError
     if host memory does not hold the staging ring too, or if another region was refused."""
     staged = replace(policy, host_pages="staged")
-    need = footprint(model, staged, dtype=dtype, kv_dtype=dtype).total("host")
+    need = footprint(model, staged, dtype=dtype).total("host")
     limit = int(FREE_SHARE * memory_limit_bytes()) if plan is None else plan.use_of("host").capacity_bytes
     if refused.purpose != "host_experts":
         raise refused
@@ -215,14 +215,14 @@ def resolve_residents(
     if policy.schedule not in ON_DEMAND_SCHEDULES:
         return static(f"{policy.schedule} moves every expert in every pass")
     learned = replace(policy, residents="learned")
-    before = footprint(model, policy, dtype=dtype, kv_dtype=dtype)
+    before = footprint(model, policy, dtype=dtype)
     requested = requested or policy.residents == "learned"
     decodes_on_demand = routed_only(model, policy.schedule, policy.batch_size, policy.micro_batch_tokens)
     fitting = _fit_ring(learned, model, dtype, before)
     if fitting is None or (fitting != learned and not requested and not decodes_on_demand):
         return static("the ring beside the experts holds less than a layer")
     for tier, limit in limits.items():
-        need = footprint(model, fitting, dtype=dtype, kv_dtype=dtype).total(tier)
+        need = footprint(model, fitting, dtype=dtype).total(tier)
         if need > max(limit, before.total(tier)):
             return static(f"copies of the experts on the device take {format_bytes(need)} of {tier} memory")
     return fitting, "on-demand passes exchange resident experts for routed ones"
@@ -235,7 +235,7 @@ def _fit_ring(policy: Policy, model: ModelProfile, dtype: DType, before: Footpri
     stay = len(place(model, policy).resident)
     while stay > 0:
         found = with_residents(policy, stay / total)
-        sizes = footprint(model, found, dtype=dtype, kv_dtype=dtype)
+        sizes = footprint(model, found, dtype=dtype)
         over = sizes.bytes_of("experts") + sizes.bytes_of("ring") - most
         if over <= 0:
             return found
@@ -259,7 +259,7 @@ def resolve(policy: Policy, model: ModelProfile, *, discrete: bool) -> Policy:
         )
     if policy.weights.device and not discrete:
         raise ConfigError("weights: a share on 'device' needs a GPU")
-    for fault in policy_faults(policy):
+    for fault in (*policy_faults(policy), *cache_faults(policy, model)):
         raise ConfigError(f"this policy cannot be run: {fault}")
     if policy.kv_tokens:
         return policy

@@ -118,7 +118,12 @@ class CostModel:
 
     def kv_read_bytes(self, tokens: Any, context: Any, kind: costs.AttentionKind) -> Any:
         """Bytes of the KV cache that the attention of ``tokens`` sequences reads in an average layer of ``kind``."""
-        return tokens * kind.seen_on_average(context) * self.kv_dtype.bytes_for(kind.spec.cache_width)
+        return tokens * kind.seen_on_average(context) * costs.kv_row_bytes(kind.spec, self.kv_dtype)
+
+    def kv_crossing_bytes(self, layer: int) -> int:
+        """Bytes of the new key and value of one token of ``layer`` where they cross the link."""
+        dtype = costs.kv_crossing_dtype(self.attention_device, self.dtype, self.kv_dtype)
+        return costs.kv_layer_bytes(self.model, dtype, layer)
 
     def page_bytes(self) -> int:
         """Bytes of a page that is transferred, on average."""

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from moelight.core.dtypes import DType, dtype_named
+from moelight.core.policy import Policy
 from moelight.core.units import MiB, align_up
 from moelight.profiles.model import AttentionSpec, ModelProfile
 from moelight.profiles.tensor_list import StackedTensor, dense_tensors, page_shapes
@@ -24,6 +25,7 @@ from moelight.profiles.tensor_list import StackedTensor, dense_tensors, page_sha
 TENSOR_ALIGNMENT = 64
 PAGE_ALIGNMENT = 4096
 ROW_PADDING = 32
+KV_SCALE_BYTES = 4  # float32, of the key or value of one head and token in a quantised cache
 PART_BYTES = 32 * MiB  # 2.7 ms of the slowest shipped link (12.3 GB/s): the longest that a transfer waits behind a page
 EXPERT_ROWS = 1024  # rows of one expert at a time: enough to make any processor compute-bound, not weight-bound
 TORCH_EXPERTS = 4.0  # seconds of an expert whose activation torch computes over those by our kernels (docs/log.md)
@@ -41,6 +43,11 @@ def page_dtype(model: ModelProfile, dtype: DType, name: str = "auto") -> DType:
     if name != "auto":
         return dtype_named(name)
     return dtype.page_dtype if model.stored is None else model.stored.dtype
+
+
+def kv_dtype(policy: Policy, dtype: DType) -> DType:
+    """The format of the KV cache of ``policy`` (or of candidates) beside a computation in ``dtype``."""
+    return dtype if policy.kv_dtype == "auto" else dtype_named(policy.kv_dtype)
 
 
 def page_bytes(model: ModelProfile, dtype: DType) -> int:
@@ -223,14 +230,31 @@ def expected_distinct(experts: int, top_k: int, tokens: Any) -> Any:
     return -experts * np.expm1(tokens * missed)
 
 
+def kv_row_bytes(spec: AttentionSpec, dtype: DType) -> int:
+    """Bytes of one token in the KV cache of a layer with ``spec``: keys and values, or the latent; quantised, with the
+    scale of each head's key and value."""
+    if dtype.group:
+        scales = 1 if spec.latent is not None else 2 * spec.num_kv_heads
+        return -(-spec.cache_width * dtype.bits // 8) + scales * KV_SCALE_BYTES
+    return dtype.bytes_for(spec.cache_width)
+
+
+def kv_crossing_dtype(attention: str, dtype: DType, kv_dtype: DType) -> DType:
+    """The format in which new keys and values cross the link: that of the cache; beside ``attention`` on the CPU, which
+    quantises them itself, that of the computation."""
+    return kv_dtype if attention == "gpu" else dtype
+
+
 def kv_layer_bytes(model: ModelProfile, dtype: DType, layer: int | None = None) -> int:
-    """Bytes of one token in the KV cache of one layer (None: the widest): keys and values, or the latent."""
-    return dtype.bytes_for(cache_width(model, layer))
+    """Bytes of one token in the KV cache of one layer (None: the widest)."""
+    if layer is not None or not model.layers:
+        return kv_row_bytes(model.attention_of(layer or 0), dtype)
+    return max(kv_row_bytes(spec, dtype) for spec in _attention_specs(model))
 
 
 def kv_token_bytes(model: ModelProfile, dtype: DType) -> int:
     """Bytes of one token in the KV cache over all layers."""
-    return sum(kind.layers * dtype.bytes_for(kind.spec.cache_width) for kind in attention_kinds(model))
+    return sum(kind.layers * kv_row_bytes(kind.spec, dtype) for kind in attention_kinds(model))
 
 
 def qkv_bytes(model: ModelProfile, dtype: DType, tokens: int, layer: int | None = None) -> int:
@@ -240,12 +264,6 @@ def qkv_bytes(model: ModelProfile, dtype: DType, tokens: int, layer: int | None 
         return tokens * (attention_width(model) + cache_width(model)) * dtype.itemsize
     spec = model.attention_of(layer)
     return tokens * (spec.query_width + spec.cache_width) * dtype.itemsize
-
-
-def kv_bytes(model: ModelProfile, dtype: DType, tokens: int, layer: int | None = None) -> int:
-    """Bytes of keys and values of ``tokens`` tokens of one layer (None: the widest), device to host, where the device
-    attends."""
-    return tokens * cache_width(model, layer) * dtype.itemsize
 
 
 def hidden_bytes(model: ModelProfile, dtype: DType, tokens: int, layer: int | None = None) -> int:

@@ -73,6 +73,11 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(scales.unsqueeze(-1) > 0, codes, 0).to(torch.int8), scales
 
 
+def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers of `quantise`, rounded to ``dtype``."""
+    return (codes.float() * scales.unsqueeze(-1)).to(dtype)
+
+
 def gqa_decode(
     q: Tensor,
     k_cache: Tensor,

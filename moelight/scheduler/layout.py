@@ -7,7 +7,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from moelight.core.dtypes import DType, dtype_named
+from moelight.core.dtypes import DType
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.core.schedule import Lane, Page
@@ -96,7 +96,8 @@ class Layout:
     def kv_down_bytes(self, micro_batch: MicroBatchShape, layer: int) -> int:
         """Bytes of a layer's new keys and values that cross to host memory."""
         crossing = micro_batch.tokens - micro_batch.device_tokens if self.kv_host else 0
-        return costs.kv_bytes(self.model, self.dtype, crossing, layer)
+        dtype = costs.kv_crossing_dtype(self.attention, self.dtype, self.kv_dtype)
+        return crossing * costs.kv_layer_bytes(self.model, dtype, layer)
 
     def context_bytes(self, micro_batch: MicroBatchShape, layer: int) -> int:
         """Bytes of a layer's cached keys and values that cross to the device."""
@@ -175,7 +176,7 @@ def layout_of(
         model=model,
         dtype=dtype,
         page_dtype=page_dtype,
-        kv_dtype=dtype if policy.kv_dtype == "auto" else dtype_named(policy.kv_dtype),
+        kv_dtype=costs.kv_dtype(policy, dtype),
         discrete=discrete,
         attention=policy.attention_device,
         experts=experts,
