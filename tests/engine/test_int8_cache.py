@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from moelight.batch.job import run_job
+from moelight.batch.journal import open_outputs
+from moelight.batch.options import DONE_BEFORE, JobOptions
+from moelight.batch.paths import Outputs
 from moelight.core.dtypes import BFLOAT16
-from moelight.core.errors import ConfigError
+from moelight.core.errors import ConfigError, InputError
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import Completion, SamplingParams
 from moelight.engine.engine import Engine
@@ -131,3 +135,29 @@ def test_latents_are_refused_by_name(checkpoints: Any) -> None:
         Engine.from_pretrained(str(model), device="cpu", kv_dtype="int8")
     with Engine.from_pretrained(str(model), device="cpu", kv_dtype="choose") as engine:
         assert engine.policy.kv_dtype == "auto"
+
+
+def job(folder: Path, **options: Any) -> JobOptions:
+    prompts = folder / "prompts.txt"
+    prompts.write_text("add 12 and 7 =\nreverse abcde =\n")
+    return JobOptions(prompts=prompts, output=folder / "out.jsonl", device="cpu", **options)
+
+
+def test_a_job_is_not_continued_in_another_format(tmp_path: Path) -> None:
+    assert run_job(job(tmp_path, kv_dtype="int8")).completed == 2
+    with pytest.raises(InputError, match=r'numbers\.kv_dtype: was "int8", is "auto"'):
+        run_job(job(tmp_path))
+    assert run_job(job(tmp_path, kv_dtype="int8")).state == DONE_BEFORE
+
+
+def test_a_job_keeps_the_format_that_its_first_run_chose(tmp_path: Path) -> None:
+    outputs = Outputs(rows=tmp_path / "out.jsonl", errors=None, order="input", atomic=False, sync_s=0.0)
+    facts = {"numbers": {"kv_dtype": "choose"}}
+    with open_outputs(outputs, facts) as ledger:
+        assert ledger.chosen is None
+        ledger.note_chosen({"kv_dtype": "int8"})
+        ledger.put(0, b"{}\n")
+    with open_outputs(outputs, facts) as ledger:
+        assert ledger.chosen == {"kv_dtype": "int8"}
+    with open_outputs(outputs, {"numbers": {"kv_dtype": "auto"}}, allow_changed=True) as ledger:
+        assert ledger.chosen is None
