@@ -320,7 +320,7 @@ def _answer(answering: RowProcessor, summary: ScanSummary, trace: RunTrace | Non
         )
         return DONE, nothing, _final_counts(ledger, summary.rows)
     if ledger.chosen is not None:  # by an earlier run: rows of one job have keys and values of one format
-        options = replace(options, **ledger.chosen)
+        options = replace(options, kv_dtype=ledger.chosen["kv_dtype"])
     job = prepared.model.plan(options, workload)
     if options.kv_dtype == CHOOSE:
         ledger.note_chosen({"kv_dtype": job.policy.kv_dtype})

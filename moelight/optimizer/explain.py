@@ -73,7 +73,7 @@ def _fewer_bits(problem: Problem, found: Found) -> dict[str, dict[str, str]]:
     return {what: formats for what, formats in better.items() if problem.fixed.keys().isdisjoint(formats)}
 
 
-def _seconds(problem: Problem, found: Found, **formats: str) -> float:
+def _seconds(problem: Problem, found: Found, **formats: Any) -> float:
     """Seconds of the job at the best sizes near those of ``found``, with its devices, schedule and number formats, or
     with other ``formats``."""
     candidate = replace(found.candidate, **formats)
