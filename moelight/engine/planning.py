@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from moelight.core.dtypes import FLOAT32, DType
-from moelight.core.errors import BudgetError, ConfigError
+from moelight.core.errors import BudgetError, ConfigError, did_you_mean
 from moelight.core.policy import Policy
 from moelight.core.units import format_bytes
 from moelight.engine.experts import resident_share
@@ -17,6 +17,7 @@ from moelight.hrm.footprint import Footprint, footprint
 from moelight.hrm.machine_model import Speeds, speeds_of
 from moelight.hrm.placement import place, with_residents
 from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES, routed_only
+from moelight.optimizer.allowed import AUTO, CACHES, CHOOSE, KV8, allowed_caches
 from moelight.optimizer.optimize import best_plan, capacities
 from moelight.optimizer.plan import Plan
 from moelight.optimizer.problem import SEARCHED_SCHEDULES, Fixed, Problem
@@ -53,11 +54,13 @@ def plan_for(
     batch_size: int | None = None,
     micro_batch_size: int | None = None,
     schedule: str | None = None,
+    kv_dtype: str = "auto",
     workload: Workload,
     experts: ExpertPolicy | None = None,
 ) -> Plan:
     """The plan for ``source`` on ``machine``: the search of `optimize`, over all that this engine can run there. Memory
-    limits are in bytes; None: 90 % of the memory free now. Raises BudgetError if nothing fits."""
+    limits are in bytes; None: 90 % of the memory free now. ``kv_dtype``: of keys and values; ``choose``: int8 or not,
+    whichever is faster. Raises BudgetError if nothing fits."""
     limits = {"host": host_memory or int(FREE_SHARE * available_bytes())}
     if machine.discrete:
         limits["device"] = _device_limit(machine, device_memory)
@@ -68,11 +71,7 @@ def plan_for(
     sizes = capacities(hardware, limits)
     # The checkpoint holds every page, at most in float32, so any page may be streamed from disk.
     on_disk = len(pages(source.profile)) * page_bytes(source.profile, FLOAT32)
-    if schedule is not None:
-        SCHEDULES.get(schedule)
-        reason = misfit(schedule, discrete=False, attention="cpu", experts="device")
-        if reason and not machine.discrete:
-            raise ConfigError(f"schedule {schedule!r} {reason}")
+    _check_schedule(schedule, discrete=machine.discrete)
     given = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "schedule": schedule}
     fixed: dict[str, Fixed] = {key: value for key, value in given.items() if value is not None}
     if experts is not None:
@@ -89,6 +88,7 @@ def plan_for(
         capacity_bytes={**sizes, "disk": max(sizes["disk"], on_disk)},
         dtype=dtype,
         schedules=SEARCHED_SCHEDULES if experts is None else ON_DEMAND_SEARCHED,
+        kv_dtypes=_caches(kv_dtype, source.profile),
         fixed=fixed,
     )
     try:
@@ -100,6 +100,26 @@ def plan_for(
             raise
     # A policy that leaves the GPU idle is not run beside one, whether it is the fastest or the smallest.
     return best_plan(replace(problem, needs_gpu=True), hardware, limits, proof=False)
+
+
+def _check_schedule(schedule: str | None, *, discrete: bool) -> None:
+    if schedule is not None:
+        SCHEDULES.get(schedule)
+        reason = misfit(schedule, discrete=False, attention="cpu", experts="device")
+        if reason and not discrete:
+            raise ConfigError(f"schedule {schedule!r} {reason}")
+
+
+def _caches(kv_dtype: str, model: ModelProfile) -> tuple[str, ...]:
+    """Formats of keys and values that a plan may use; raises ConfigError if the engine does not keep ``kv_dtype``."""
+    if kv_dtype == CHOOSE:
+        return allowed_caches((KV8,), model)
+    if kv_dtype not in CACHES:
+        known = (AUTO, CHOOSE, *CACHES[1:])
+        raise ConfigError(f"--kv-dtype {kv_dtype!r} is not one of {', '.join(known)}{did_you_mean(kv_dtype, known)}")
+    for fault in cache_faults(Policy(model=model.name, kv_dtype=kv_dtype), model):
+        raise ConfigError(f"--kv-dtype {kv_dtype}: {fault}")
+    return (kv_dtype,)
 
 
 def _device_limit(machine: Machine, asked: int | None) -> int:

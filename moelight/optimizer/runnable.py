@@ -26,7 +26,11 @@ def policy_faults(policy: Policy) -> tuple[str, ...]:
     if policy.gpus > 1:
         found.append(f"it is for {policy.gpus:,} GPUs, and the engine uses one (optimize --fix gpus=1 plans for it)")
     if policy.weight_dtype != "auto" and dtype_named(policy.weight_dtype).group:
-        found.append(f"the engine does not compute with {policy.weight_dtype} weights (weight_dtype)")
+        kind = policy.weight_dtype
+        found.append(
+            f"experts in {kind} (weight_dtype) need a checkpoint that stores them so: moelight convert {policy.model} "
+            f"OUT --experts {kind} makes one, and OUT runs as it is"
+        )
     if policy.kv_dtype not in ("auto", INT8.name, policy.weight_dtype):
         found.append(f"kv_dtype {policy.kv_dtype!r} must be int8 or the weights' dtype; or leave it at auto")
     return tuple(found)
@@ -35,11 +39,13 @@ def policy_faults(policy: Policy) -> tuple[str, ...]:
 def cache_faults(policy: Policy, model: ModelProfile) -> tuple[str, ...]:
     """Why the cache of ``model`` is not kept in the format of ``policy``, a clause each: only keys and values of
     grouped-query attention are quantised."""
-    if policy.kv_dtype != INT8.name:
+    if policy.kv_dtype != INT8.name or quantises_cache(model):
         return ()
-    specs = [kind.spec for kind in attention_kinds(model)]
-    if any(spec.latent is not None for spec in specs):
-        return (f"{model.model_type} caches latents, which are not quantised (kv_dtype int8); leave kv_dtype at auto",)
-    if not specs:
-        return (f"{model.model_type} has no paged cache to quantise (kv_dtype int8); leave kv_dtype at auto",)
-    return ()
+    what = "caches latents, which are not quantised" if attention_kinds(model) else "has no paged cache to quantise"
+    return (f"{model.model_type} {what} (kv_dtype int8); leave kv_dtype at auto",)
+
+
+def quantises_cache(model: ModelProfile) -> bool:
+    """True if the cache of ``model`` can be int8: some layers have one, and none caches latents."""
+    kinds = attention_kinds(model)
+    return bool(kinds) and all(kind.spec.latent is None for kind in kinds)

@@ -330,7 +330,7 @@ def _attend_on_device(
     mb.attn = _narrowed(attend(q, k, v, batch, spec.product_scale, **rest), spec)
 
 
-def _by_name(scales: Sequence[Tensor]) -> dict[str, Tensor]:
+def _by_name(scales: Sequence[Tensor]) -> dict[str, Any]:
     """Those of keys and values, as arguments of kernels; none of a cache that is not quantised."""
     return dict(zip(("k_scale", "v_scale"), scales, strict=False))
 
