@@ -315,6 +315,7 @@ class GraphRun:
         self.experts = 0
         self.module: Any
         self.positions = positions
+        self._repeating: list[Tensor] = []
         self._inputs = {"input_ids": token_ids[None], "position_ids": positions[None], "use_cache": False}
         self._body = body
         self._greenlet: Any = None
@@ -332,6 +333,16 @@ class GraphRun:
                 raise MoelightError("the run of the graph has ended")
             self._greenlet.parent = getcurrent()
             return self._greenlet.switch(value)
+
+    def repeats(self, *angles: Tensor) -> bool:
+        """Whether the second half of each of ``angles`` [..., D] repeats the first; found out once in a run."""
+        for each in angles:
+            if any(each is known for known in self._repeating):
+                continue
+            if not torch.equal(*each.chunk(2, dim=-1)):
+                return False
+            self._repeating.append(each)
+        return True
 
     def close(self) -> None:
         """End the run where it is suspended."""
@@ -483,7 +494,7 @@ def running() -> GraphRun:
     return getcurrent().run_of_graph
 
 
-class _Given:
+class GivenHidden:
     """Outputs of a body of which only the hidden states are there; whatever else a head asks for is None."""
 
     def __init__(self, hidden: Tensor) -> None:
@@ -496,9 +507,9 @@ class _Given:
         return None
 
 
-def _given_hidden(*_: object, inputs_embeds: Tensor, **__: object) -> _Given:
+def _given_hidden(*_: object, inputs_embeds: Tensor, **__: object) -> GivenHidden:
     """In place of the body while the head is computed: what is given are the body's hidden states."""
-    return _Given(inputs_embeds)
+    return GivenHidden(inputs_embeds)
 
 
 def _form(experts: nn.Module) -> ExpertForm:
