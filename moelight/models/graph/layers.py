@@ -50,8 +50,10 @@ def use_kernels(module: nn.Module) -> None:
     known: dict[Any, tuple[str, ...] | None] = {}
     layers = []
     for part in module.modules():
-        children = list(part._modules.values())
-        if len(children) != 4 or part._parameters or "forward" in vars(part) or attention.keys().isdisjoint(children):
+        children = list(part.children())
+        if len(children) != 4 or len(part._modules) != 4 or part._parameters or "forward" in vars(part):
+            continue
+        if attention.keys().isdisjoint(children):
             continue
         key = described(part), tuple((name, child in attention) for name, child in part.named_children())
         if key not in known:
@@ -154,7 +156,7 @@ class _Layer:
 
 def _attention_of(part: Any, norms: Mapping[nn.Module, float]) -> _Attention | None:
     """``part`` as attention of the usual form, if it is."""
-    children = list(part._modules.values())
+    children = list(part.children())
     products = tuple(each for each in children if type(each).forward is nn.Linear.forward)
     normed = tuple(each for each in children if each in norms)
     if (len(products), len(children)) not in ((4, 4), (4, 6)) or len(products) + len(normed) != len(children):
@@ -195,7 +197,7 @@ class _Trial:
     def run(self, x: Tensor) -> tuple[Attend, Tensor] | None:
         """The effect for x [T, H], and the result; None if there is none or another one."""
         trial, positions = copy.copy(self.part), torch.arange(_FIRST_POSITION, _FIRST_POSITION + len(x))
-        trial.__dict__["_modules"] = {name: self.children[child] for name, child in self.part._modules.items()}
+        trial.__dict__["_modules"] = {name: self.children.get(child) for name, child in self.part._modules.items()}
 
         def body(**_: object) -> GivenHidden:
             angles = self.cos[None], self.sin[None]
