@@ -1,7 +1,7 @@
 """moelight and llama.cpp on the same GGUF file: how many greedy tokens are equal.
 
     python benchmarks/gguf_tokens.py --llamacpp DIR --llamacpp-source DIR [--models DIR ...] [--kinds Q8_0 Q4_K_M]
-        [--prompts 32] [--prompt-len 64] [--new-tokens 64] [--scratch DIR]
+        [--dtypes bfloat16 float32] [--prompts 32] [--prompt-len 64] [--new-tokens 64] [--scratch DIR]
 
 Without --models: the bundled model and ``models/many``, both trained, with zeros around their matrices so that their
 rows are whole blocks of 256 numbers (which changes no logit), and a random ``mixtral-0p9b``. llama.cpp rounds
@@ -29,7 +29,8 @@ from experts_sections.padded import pad_to_blocks
 from gguf_files import LlamaCpp, add_llamacpp, llamacpp_of
 from make_checkpoint import make_shape
 
-from moelight import Engine, SamplingParams
+from moelight import Engine, Policy, SamplingParams
+from moelight.core.policy import Shares
 from moelight.engine.tokenizer import Tokenizer
 from moelight.runtime.measure import processor_name
 
@@ -38,6 +39,7 @@ TRAINED = {"demo": ROOT / "moelight" / "demo", "many": ROOT / "benchmarks" / "mo
 RANDOM = "mixtral-0p9b"
 PROBLEMS = ROOT / "tests" / "demo" / "heldout.jsonl"
 BAR = 0.95
+_BLOCK = 32  # tokens of the cache that a sequence may leave unused
 
 
 def main() -> None:
@@ -46,7 +48,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.scratch) as temporary:
         place = args.scratch or Path(temporary)
         models = args.models or [*_trained(place), make_shape(RANDOM, place)]
-        rows = [_compare(args, llamacpp, model, kind, Path(temporary)) for model in models for kind in args.kinds]
+        files = [(model, kind) for model in models for kind in args.kinds]
+        rows = [_compare(args, llamacpp, *file, dtype, Path(temporary)) for file in files for dtype in args.dtypes]
     print(json.dumps({"benchmark": "gguf_tokens", "cpu": processor_name(), "rows": rows}))
 
 
@@ -54,6 +57,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, nargs="+")
     parser.add_argument("--kinds", nargs="+", default=["Q8_0", "Q4_K_M"])
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], help="what moelight computes in")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--prompt-len", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -72,17 +76,29 @@ def _trained(place: Path) -> list[Path]:
     return made
 
 
-def _compare(args: argparse.Namespace, llamacpp: LlamaCpp, model: Path, kind: str, place: Path) -> dict[str, Any]:
+def _compare(
+    args: argparse.Namespace, llamacpp: LlamaCpp, model: Path, kind: str, dtype: str, place: Path
+) -> dict[str, Any]:
     path = llamacpp.gguf(model, kind)
     prompts = _prompts(args, model)
     how = SamplingParams(max_tokens=args.new_tokens, ignore_eos=True)
-    with Engine.from_pretrained(str(path), device="cpu", prefix_caching=False) as engine:
+    policy = Policy(
+        model=str(path),
+        batch_size=args.prompts,
+        micro_batch_size=args.prompts,
+        kv_tokens=args.prompts * (args.prompt_len + args.new_tokens + _BLOCK),
+        weights=Shares(host=1.0),
+        ffn_device="cpu",
+        weight_dtype=dtype,
+    )
+    with Engine(policy, device="cpu", prefix_caching=False) as engine:
         ours = [list(each.token_ids) for each in engine.generate(prompts, how)]
     theirs = _theirs(args, llamacpp, {"gguf": str(path), "prompts": prompts, "continuations": ours}, place)
     total = sum(map(len, ours))
     row = {
         "model": model.name,
         "kind": kind,
+        "dtype": dtype,
         "tokens": total,
         "positions": _equal(ours, theirs["forced"]) / total,
         "free": _equal(ours, theirs["free"]) / total,
@@ -91,7 +107,7 @@ def _compare(args: argparse.Namespace, llamacpp: LlamaCpp, model: Path, kind: st
     }
     below = "" if row["positions"] >= BAR else "  BELOW"
     print(
-        f"{row['model']:16}{kind:8} after the same tokens {row['positions']:.1%}, by itself {row['free']:.1%}, "
+        f"{row['model']:16}{kind:8}{dtype:9} after equal tokens {row['positions']:.1%}, by itself {row['free']:.1%}, "
         f"{row['whole']} of {row['prompts']} prompts whole{below}"
     )
     return row
@@ -115,10 +131,11 @@ def _theirs(args: argparse.Namespace, llamacpp: LlamaCpp, task: dict[str, Any], 
 
 def _prompts(args: argparse.Namespace, model: Path) -> list[list[int]]:
     """Rows of solved problems, the last one unsolved, for models that were trained on them; else random ids."""
-    if not model.name.endswith("-blocks"):
+    source = TRAINED.get(model.name.removesuffix("-blocks"))
+    if source is None:
         count = args.prompts
         return random_work(model, [args.prompt_len] * count, [1] * count, [count], args.threads).prompts
-    tokenizer, draw = Tokenizer.from_dir(model), random.Random(0)
+    tokenizer, draw = Tokenizer.from_dir(source), random.Random(0)
     problems = [json.loads(line) for line in PROBLEMS.read_text(encoding="utf-8").splitlines()]
     found = []
     for _ in range(args.prompts):

@@ -43,7 +43,8 @@ def pad_experts(source: Path, target: Path, page_bytes: int) -> None:
 
 def pad_to_blocks(source: Path, target: Path, block: int = 256) -> None:
     """Write the checkpoint ``source`` (qwen3_moe, one file) to ``target`` with zeros around its matrices, so that all
-    rows are whole blocks, and logits stay as they were: four times the hidden size, of which norms are half."""
+    rows are whole blocks, and logits stay as they were: four times the hidden size, of which norms are half. One token
+    is added, as likely as ``<unk>``: llama.cpp takes no vocabulary without a merge."""
     if (target / "model.safetensors").is_file():
         return
     target.mkdir(parents=True, exist_ok=True)
@@ -56,6 +57,7 @@ def pad_to_blocks(source: Path, target: Path, block: int = 256) -> None:
         "num_attention_heads": more * queries,
         "num_key_value_heads": more * config["num_key_value_heads"],
         "rms_norm_eps": config["rms_norm_eps"] / 4,
+        "vocab_size": config["vocab_size"] + 1,
     }
     assert wide["hidden_size"] % block == 0 == queries % config["num_key_value_heads"]
     for file in source.glob("*.json"):
@@ -66,11 +68,20 @@ def pad_to_blocks(source: Path, target: Path, block: int = 256) -> None:
         tensors[name] = torch.zeros(shape, dtype=tensor.dtype)
         norm = name.endswith(("layernorm.weight", "model.norm.weight"))
         tensors[name][tuple(slice(size) for size in tensor.shape)] = tensor / 2 if norm else tensor
+        if _kinds(name) == "vh":
+            tensors[name][-1] = tensors[name][_UNKNOWN]
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     (target / "config.json").write_text(json.dumps(config | wide, indent=2) + "\n", encoding="utf-8")
+    tokenizer = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer["model"]["vocab"]["~~"] = config["vocab_size"]
+    tokenizer["model"]["merges"] = [["~", "~"]]
+    (target / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
 
 
-_KINDS = {  # what the dimensions of a tensor are: hidden size, expert width, query or key-value heads, none of them
+_UNKNOWN = 2  # the token <unk>
+
+# What the dimensions of a tensor are: hidden size, expert width, query or key-value heads, vocabulary, none of them.
+_KINDS = {
     "q_proj": "qh",
     "k_proj": "kh",
     "v_proj": "kh",
@@ -81,8 +92,8 @@ _KINDS = {  # what the dimensions of a tensor are: hidden size, expert width, qu
     "q_norm": "-",
     "k_norm": "-",
     "gate": "-h",
-    "embed_tokens": "-h",
-    "lm_head": "-h",
+    "embed_tokens": "vh",
+    "lm_head": "vh",
 }
 
 
@@ -91,5 +102,7 @@ def _kinds(name: str) -> str:
 
 
 def _widened(size: int, kind: str, config: dict[str, int], wide: dict[str, int]) -> int:
+    if kind == "v":
+        return wide["vocab_size"]
     keys = {"h": "hidden_size", "i": "moe_intermediate_size", "q": "num_attention_heads", "k": "num_key_value_heads"}
     return size * wide[keys[kind]] // config[keys[kind]] if kind in keys else size

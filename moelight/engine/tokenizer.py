@@ -275,8 +275,6 @@ def _convert_vocabulary(metadata: Mapping[str, Any], unusable: Callable[[str], U
         raise unusable("to convert it takes transformers from 5.23 on: pip install 'moelight[graph]'") from None
     keys = GGUF_TOKENIZER_MAPPING["tokenizer"]
     given = {name: metadata[f"tokenizer.{key}"] for key, name in keys.items() if f"tokenizer.{key}" in metadata}
-    if metadata.get("tokenizer.ggml.model") == "gpt2":
-        given.setdefault("merges", [])  # of single characters; a GGUF file has no empty lists
     try:
         return convert_gguf_tokenizer(str(metadata.get("general.architecture")), given)[0]
     except (AttributeError, LookupError, OverflowError, TypeError, UnicodeError, ValueError) as error:

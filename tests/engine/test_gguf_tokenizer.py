@@ -82,14 +82,6 @@ def test_texts_have_the_ids_of_the_tokenizer_that_was_written(trained: Tokenizer
     assert rendered == trained.encode("<|im_start|>Hello<|end|>").ids
 
 
-def test_a_vocabulary_of_characters_needs_no_merges(trained: Tokenizer, tmp_path: Path) -> None:
-    """A GGUF file has no empty lists."""
-    path = tmp_path / "some.gguf"
-    write(path, trained, token_merges=None)
-    found = Ours.from_gguf(path)
-    assert found.encode("ab") == [trained.token_to_id("a"), trained.token_to_id("b")]
-
-
 @pytest.mark.parametrize(
     "changes",
     [
