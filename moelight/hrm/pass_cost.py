@@ -18,6 +18,7 @@ from moelight.hrm.machine_model import Unit
 from moelight.hrm.workload_model import Passes
 
 NO_DISK_BYTES_PER_S = 1e-3  # without a disk a page takes practically for ever, and no page takes no time
+ROUNDING = 1e-9  # of a quotient of whole numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +127,8 @@ def pass_cost(
         cost = _beside_a_gpu(cost_model, kind, placed, (decode, prompts), whole, share)
     else:
         rows = kind.decode_tokens + kind.prompts
-        together = _cut(tokens, np.maximum(np.maximum(1.0, batches * rows / running), tokens / prompt_tokens))
+        fewest = np.maximum(np.maximum(1.0, batches * rows / running), tokens / prompt_tokens)
+        together = _cut(tokens, np.ceil(fewest - ROUNDING))
         cost = _on_the_cpu(cost_model, kind, placed, together, whole, share)
     apart = np.where(routed_only, 1.0, 0.0) if apart is None else apart
     return replace(cost, share=share, apart=apart, look_ahead=look_ahead)

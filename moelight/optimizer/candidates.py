@@ -88,14 +88,22 @@ def around(problem: Problem, beam: Candidates, *, step: float) -> Candidates:
         moves += [(n, parts, tokens, prefill, *shares), (n, parts, t, np.ceil(prefills / t), *shares)]
     fewer, more_full = (-(-requests // np.maximum(waves + more, 1)) for more in (-1, 1))
     others = [n + 1, n - 1, fewer, more_full, *(np.floor(fewer * share) for share in _NEARLY_FULL)]
+    if beam.admission == "refill":  # the N whose prompts take just as many passes as an answer
+        others.append(np.floor(t * p * problem.workload.gen_len / max(problem.workload.prompt_len - 1, 1)))
     homes: list[Any] = [requested]
     if cache_is_open(problem, beam):  # more sequences may need all memory that pages have
         homes.append((requested[0], np.nan, 0.0, requested[3]))
     for other, shares in product(others, homes):  # with the prompts of as many sequences, which take memory, too
         spread = np.concatenate((_prefill_over(problem, beam, other, _PASSES) / t, p * other / n), axis=1)
         moves += [(other, np.ceil(other / mu), t, whole(spread), *shares) for whole in (np.floor, np.ceil)]
-    for many in (p, p + 1.0, np.maximum(p - 1.0, 1.0)):
-        moves += [(n, parts, np.ceil(prefills / many), many, *requested)]
+    # Prompts of fewer tokens leave room on the device for a page that the CPU computes.
+    freed = (
+        [requested, (np.maximum(requested[0] - 1, 0), *requested[1:])] if beam.ffn_device == "split" else [requested]
+    )
+    # Under static admission N tokens more: a pass has so many if no sequence decodes in it.
+    in_passes = [prefills, prefills + n] if beam.admission == "static" else [prefills]
+    for many, some, shares in product((p, p + 1.0, np.maximum(p - 1.0, 1.0)), in_passes, freed):
+        moves += [(n, parts, np.ceil(some / many), many, *shares)]
     counts = np.maximum(p + np.array([-2.0, -1.0, 1.0, 2.0]), 1.0)  # about as many tokens in all, in the same memory
     moves += [(n, parts, np.round(t * p / counts * scale), counts, *requested) for scale in (0.98, 0.99, 1.01, 1.02)]
     moves += [(n, parts, t, p, *shares) for shares in (*near, *alone)]
