@@ -203,13 +203,40 @@ FASTER = {
         weights=Shares(host=0.0, disk=1.0),
         kv_block_size=16,
     ),
+    500645: Policy(
+        model="drawn",
+        batch_size=579,
+        micro_batch_size=579,
+        micro_batch_tokens=7922,
+        prompt_micro_batches=1,
+        kv_tokens=60_795,
+        ffn_device="split",
+        weights=Shares(device=0.921875, host=0.078125),
+        cpu_experts=0.078125,
+        kv_block_size=16,
+        admission="static",
+    ),
+    500670: Policy(
+        model="drawn",
+        batch_size=213,
+        micro_batch_size=213,
+        micro_batch_tokens=6296,
+        prompt_micro_batches=1,
+        kv_tokens=271_136,
+        attention_device="gpu",
+        weights=Shares(device=1.0, host=0.0),
+        kv=Shares(device=1.0, host=0.0),
+        kv_block_size=32,
+        schedule="module",
+    ),
 }
 
 
 @pytest.mark.parametrize("seed", FASTER)
 def test_what_a_sample_once_found_is_no_faster_than_the_plan(seed: int) -> None:
     """Where host memory must hold the pinned ring beside a cache that device memory has no room for (201580, 202604),
-    where an odd slot spares the CPU a page (203388), and where all requests but four fit at once (302168)."""
+    where an odd slot spares the CPU a page (203388), where all requests but four fit at once (302168), where a batch's
+    prompts just fill six passes (500645), and where N prompts take just as many passes as an answer (500670)."""
     problem, machine = question(seed)
     free = best_plan(problem, machine, {}, proof=False)
     found = estimate(problem.model, FASTER[seed], problem.workload, problem.speeds, dtype=problem.dtype)
