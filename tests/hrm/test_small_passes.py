@@ -81,3 +81,16 @@ def test_routed_pages_alone_come_where_the_engine_brings_no_others(batch_size: i
     steady = SimulationSetup(asked, MIXTRAL, MACHINE, WORK).simulated_run("cgopipe").steady
     assert steady.busy_s[Lane.DISK] == pytest.approx(found.lanes["disk"], rel=0.02)
     assert least_missed(replace(asked, ffn_device="gpu")) == ROUTED_ONLY_SHARE  # a device is not asked what it chose
+
+
+def test_prompts_of_one_token_more_than_a_micro_batch_run_in_two() -> None:
+    """Each micro-batch reads the experts that its tokens meet, so a pass has as many readings as the engine makes."""
+    asked, kind = policy(batch_size=1, micro_batch_size=1, weights=Shares(host=1.0)), decode_pass(WORK, 1)
+    cost_model = cost_model_of(MIXTRAL, asked, CPU)
+
+    def prompts(tokens: int) -> float:
+        passes = replace(kind, decode_tokens=0.0, prompt_tokens=float(tokens), prompt_len=float(tokens))
+        return float(cost_of(cost_model, WORK, passes, PlacementCounts(), asked).lanes["cpu"])
+
+    assert prompts(64) == pytest.approx(prompts(63), rel=0.05)
+    assert prompts(65) > 1.5 * prompts(64)
