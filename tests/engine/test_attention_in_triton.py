@@ -21,7 +21,7 @@ from tests.kernels import gpu_layers  # noqa: F401  tells Triton to interpret
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_the_same_tokens_by_few_launches(kv_dtype: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With blocks of the cache in both memories; codes and scales of an int8 cache cross, each fetched by one launch."""
+    """With blocks of the cache in both memories; codes and scales of an int8 cache cross, each fetched by a launch."""
     if not serving.interpreting():
         pytest.skip("triton does not interpret here")
     called = Counter[str]()
