@@ -19,8 +19,9 @@ from tests.engines import Tiny
 from tests.kernels import gpu_layers  # noqa: F401  tells Triton to interpret
 
 
-def test_the_same_tokens_by_few_launches(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With blocks of the cache in both memories."""
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_the_same_tokens_by_few_launches(kv_dtype: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With blocks of the cache in both memories; codes and scales of an int8 cache cross, each fetched by a launch."""
     if not serving.interpreting():
         pytest.skip("triton does not interpret here")
     called = Counter[str]()
@@ -35,9 +36,8 @@ def test_the_same_tokens_by_few_launches(tiny: Tiny, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(attention, name, call)
         return call
 
-    kernels = attention_ops.AttentionKernels(
-        attend=counted("attend"), append=counted("append"), fetches=serving.reads_host
-    )
+    names = ("attend", "append", "through_int8")
+    kernels = attention_ops.AttentionKernels(**{name: counted(name) for name in names}, fetches=serving.reads_host)
     counted("fetch")
     model, random = str(tiny("mixtral")), Random(3)
     sampling = SamplingParams(max_tokens=2, ignore_eos=True)
@@ -45,7 +45,7 @@ def test_the_same_tokens_by_few_launches(tiny: Tiny, monkeypatch: pytest.MonkeyP
         Request(index=index, token_ids=tuple(random.randrange(256) for _ in range(length)), sampling=sampling)
         for index, length in enumerate((33, 1))
     ]
-    sizes: dict[str, Any] = {"model": model, "batch_size": 2, "micro_batch_size": 2}
+    sizes: dict[str, Any] = {"model": model, "batch_size": 2, "micro_batch_size": 2, "kv_dtype": kv_dtype}
     with Engine(Policy(**sizes), device="cpu") as engine:
         expected = {each.index: each.token_ids for each in engine.run(requests)}
     monkeypatch.setattr(attention_ops, "kernels_of", lambda _: kernels)
@@ -56,5 +56,7 @@ def test_the_same_tokens_by_few_launches(tiny: Tiny, monkeypatch: pytest.MonkeyP
         found = engine.run(requests, on_pass=lambda: ran.update(s.task.kind for s in require(engine.timeline).spans))
         assert {each.index: each.token_ids for each in found} == expected
     assert called["attend"] == ran[TaskKind.ATTENTION] > 0
-    assert 0 < called["fetch"] <= ran[TaskKind.LOAD_KV]  # none where no cached token is in host memory
-    assert 0 < called["append"] <= ran[TaskKind.ATTENTION]
+    quantised = kv_dtype == "int8"
+    assert 0 < called["fetch"] <= (1 + quantised) * ran[TaskKind.LOAD_KV]  # none if no cached token is in host memory
+    assert 0 < called["append"] <= ran[TaskKind.ATTENTION] + quantised * ran[TaskKind.OFFLOAD_KV]
+    assert called["through_int8"] == quantised * ran[TaskKind.ATTENTION]
