@@ -70,7 +70,9 @@ def use_leaf_kernels(module: nn.Module) -> None:
 
 def _key(part: nn.Module) -> Any:
     """What is the same for modules that compute alike, of one that may be recognised; else None."""
-    children = [(name, *described(child), getattr(child, "bias", None) is None) for name, child in part.named_children()]
+    children = [
+        (name, *described(child), getattr(child, "bias", None) is None) for name, child in part.named_children()
+    ]
     shapes = [(name, each.shape) for name, each in part._parameters.items() if each is not None]
     alone = [name for name, _ in shapes] == ["weight"] and len(shapes[0][1]) in (1, 2) and not children
     products = sum(type(child).forward is nn.Linear.forward for child in part.children())
@@ -259,6 +261,7 @@ def _feed_forward_of(part: Any) -> Callable[[Any], Forward] | None:
 
 
 def product_of(weight: Tensor) -> nn.Linear:
+    """A linear layer of ``weight`` [out, in], without a bias."""
     outputs, inputs = weight.shape
     made = nn.Linear(inputs, outputs, bias=False, device="meta")
     made.weight = nn.Parameter(weight, requires_grad=False)

@@ -1,5 +1,5 @@
-"""Decoder layers of the usual form on kernels: what is recognised, results beside those of the modules, and torch's threads
-between effects."""
+"""Decoder layers of the usual form on kernels: what is recognised, results beside those of the modules, and torch's
+threads between effects."""
 
 from __future__ import annotations
 
