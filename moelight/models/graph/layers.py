@@ -132,6 +132,8 @@ class _UsualLayer:
         cos, sin = kwargs["position_embeddings"]
         sums = hidden_states[0].clone(memory_format=torch.contiguous_format)
         mixed = self.attention(cpu_rms_norm(sums, first, self.eps[0]), matrix, cos[0], sin[0])
+        for hook in self.attention.part._forward_hooks.values():
+            hook(self.attention.part, (), (mixed[None], None))
         found = self.block(cpu_rms_norm(sums, second, self.eps[1], add=mixed)[None])
         return sums[None].add_(found[0] if isinstance(found, tuple) else found)
 
