@@ -60,6 +60,7 @@ SINGLE_IMPORTER = {
     "integrations.paged_modules": "modules that transformers calls",
     "kernels.gpu.attention_triton": "imported only where Triton is installed",
     "lang.rules": "rules over values, independent of texts",
+    "models.graph.leaves": "modules by themselves, independent of the layers around them",
     "optimizer.milp": "the only module that depends on HiGHS",
     "optimizer.published": "the published planner, imported only on request",
     "optimizer.published.grid": "the published search",

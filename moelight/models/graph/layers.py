@@ -28,8 +28,8 @@ from moelight.models.graph.effects import Attend, Ended
 from moelight.models.graph.families import ATTENTION
 from moelight.models.graph.leaves import (
     FAILURES,
+    as_one_matrix,
     described,
-    joined,
     product_of,
     tried,
     twice_rounded_norms,
@@ -63,11 +63,11 @@ def use_kernels(module: nn.Module) -> None:
     use_leaf_kernels(module)
     for part, (first, mixer, second, block) in layers:
         if mixer in attention and first in norms and second in norms:
-            part.forward = _Layer(part, first, attention[mixer], second, block, (norms[first], norms[second]))
+            part.forward = _UsualLayer(part, first, attention[mixer], second, block, (norms[first], norms[second]))
 
 
 @dataclass(frozen=True, slots=True)
-class _Attention:
+class _UsualAttention:
     """Attention of the usual form.
 
     Attributes:
@@ -84,7 +84,7 @@ class _Attention:
     eps: float
     like: Attend
 
-    def joined(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
+    def matrix(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
         """The matrix of q, k and v [(Hq + 2 Hkv) D, H], if the kernels compute all of the attention with it."""
         dtype, angles = hidden.dtype, (1, hidden.shape[1], self.like.q.shape[2])
         if any(each.shape != angles or each.dtype != dtype or not each.is_contiguous() for each in (cos, sin)):
@@ -92,10 +92,10 @@ class _Attention:
         weights = [each._parameters["weight"] for each in (*self.products, *self.norms)]
         if any(each.dtype != dtype or each.device != hidden.device for each in weights):
             return None
-        return joined(*weights[:3])
+        return as_one_matrix(*weights[:3])
 
     def __call__(self, x: Tensor, matrix: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [T, H], ``matrix`` of `joined`, cos and sin [T, D] -> [T, H]."""
+        """x [T, H], ``matrix`` [(Hq + 2 Hkv) D, H], cos and sin [T, D] -> [T, H]."""
         run, like = running(), self.like
         queries, keys, size = like.q.shape[1], like.k.shape[1], like.q.shape[2]
         qkv = linear(x, matrix)
@@ -114,12 +114,12 @@ class _Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class _UsualLayer:
     """The forward of a layer; ``eps`` of its two norms."""
 
     part: Any
     first: Any
-    attention: _Attention
+    attention: _UsualAttention
     second: Any
     block: Any
     eps: tuple[float, float]
@@ -127,15 +127,17 @@ class _Layer:
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """hidden_states [1, T, H] -> [1, T, H]."""
         first, second = self.first._parameters["weight"], self.second._parameters["weight"]
-        if args or (matrix := self._joined(hidden_states, first, second, **kwargs)) is None:
+        if args or (matrix := self._matrix(hidden_states, first, second, **kwargs)) is None:
             return type(self.part).forward(self.part, hidden_states, *args, **kwargs)
         cos, sin = kwargs["position_embeddings"]
         sums = hidden_states[0].clone(memory_format=torch.contiguous_format)
         mixed = self.attention(cpu_rms_norm(sums, first, self.eps[0]), matrix, cos[0], sin[0])
+        for hook in self.attention.part._forward_hooks.values():
+            hook(self.attention.part, (), (mixed[None], None))
         found = self.block(cpu_rms_norm(sums, second, self.eps[1], add=mixed)[None])
         return sums[None].add_(found[0] if isinstance(found, tuple) else found)
 
-    def _joined(
+    def _matrix(
         self,
         hidden: Tensor,
         *norms: Tensor,
@@ -144,17 +146,17 @@ class _Layer:
         past_key_values: Any = None,
         **_: Any,
     ) -> Tensor | None:
-        """The matrix of `_Attention.joined`, if the kernels compute all of the layer but the block."""
+        """The matrix of `_UsualAttention.matrix`, if the kernels compute all of the layer but the block."""
         if not isinstance(position_embeddings, tuple) or attention_mask is not None or past_key_values is not None:
             return None
         if not native.on_cpu(hidden) or not native.available() or hidden.dtype not in FLOATS or len(hidden) != 1:
             return None
         if any(each.dtype != hidden.dtype or not native.on_cpu(each) for each in norms):
             return None
-        return self.attention.joined(hidden, *position_embeddings) if running().repeats(*position_embeddings) else None
+        return self.attention.matrix(hidden, *position_embeddings) if running().repeats(*position_embeddings) else None
 
 
-def _attention_of(part: Any, norms: Mapping[nn.Module, float]) -> _Attention | None:
+def _attention_of(part: Any, norms: Mapping[nn.Module, float]) -> _UsualAttention | None:
     """``part`` as attention of the usual form, if it is."""
     children = list(part.children())
     products = tuple(each for each in children if type(each).forward is nn.Linear.forward)
@@ -180,7 +182,7 @@ def _attention_of(part: Any, norms: Mapping[nn.Module, float]) -> _Attention | N
         return None
     effect, out = found
     whole, once = bool(normed) and normed[0].weight.shape[0] != size, (0.0, *eps)[-1]
-    made = _Attention(part, products, normed, whole, once, effect)
+    made = _UsualAttention(part, products, normed, whole, once, effect)
     return made if _agrees(made, matrices, weights, x, trial, out) else None
 
 
@@ -221,7 +223,7 @@ class _Trial:
 
 
 def _agrees(
-    made: _Attention, matrices: list[Tensor], weights: list[Tensor], x: Tensor, trial: _Trial, out: Tensor
+    made: _UsualAttention, matrices: list[Tensor], weights: list[Tensor], x: Tensor, trial: _Trial, out: Tensor
 ) -> bool:
     """Whether the effect and the result ``out`` [T, H] of a trial are what ``made`` computes."""
     size = trial.cos.shape[1]
@@ -250,7 +252,7 @@ class _Stub(nn.Module):
 def _order_of(part: Any) -> tuple[str, ...] | None:
     """The names of the first norm, the attention, the second norm and the block of a layer, if ``part`` is one that
     adds both results to the residual stream."""
-    functions = (torch.sin, lambda x: ((2 * x).cos(), None), torch.tanh, torch.exp)
+    functions: tuple[Callable[[Tensor], Any], ...] = (torch.sin, lambda x: ((2 * x).cos(), None), torch.tanh, torch.exp)
     x = torch.randn((1, _ROWS, _HIDDEN), generator=torch.Generator().manual_seed(0))
     sums = x + torch.cos(2 * torch.sin(x))
     expected = sums + torch.exp(torch.tanh(sums))

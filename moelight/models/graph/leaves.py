@@ -70,7 +70,9 @@ def use_leaf_kernels(module: nn.Module) -> None:
 
 def _key(part: nn.Module) -> Any:
     """What is the same for modules that compute alike, of one that may be recognised; else None."""
-    children = [(name, *described(child), getattr(child, "bias", None) is None) for name, child in part.named_children()]
+    children = [
+        (name, *described(child), getattr(child, "bias", None) is None) for name, child in part.named_children()
+    ]
     shapes = [(name, each.shape) for name, each in part._parameters.items() if each is not None]
     alone = [name for name, _ in shapes] == ["weight"] and len(shapes[0][1]) in (1, 2) and not children
     products = sum(type(child).forward is nn.Linear.forward for child in part.children())
@@ -154,7 +156,7 @@ class _InTurn:
         if count == 1 or not native.on_cpu(x):
             return self._own[0](x)
         weights = [each._parameters["weight"] for each in self._layers[:count]]
-        if (whole := joined(*weights)) is None:
+        if (whole := as_one_matrix(*weights)) is None:
             return self._own[0](x)
         found = linear(_rows(x), whole).split([len(each) for each in weights], dim=1)
         self._results = [each.view(*x.shape[:-1], each.shape[1]) for each in found]
@@ -259,6 +261,7 @@ def _feed_forward_of(part: Any) -> Callable[[Any], Forward] | None:
 
 
 def product_of(weight: Tensor) -> nn.Linear:
+    """A linear layer of ``weight`` [out, in], without a bias."""
     outputs, inputs = weight.shape
     made = nn.Linear(inputs, outputs, bias=False, device="meta")
     made.weight = nn.Parameter(weight, requires_grad=False)
@@ -273,7 +276,7 @@ def _feed_forward(part: Any, names: tuple[str, ...], activation: str) -> Forward
         *inward, down = [each._parameters["weight"] for each in products]
         if not native.on_cpu(x) or not native.available() or down.dtype != x.dtype:
             return own(x)
-        gate_up = inward[0] if len(inward) == 1 else joined(*inward)
+        gate_up = inward[0] if len(inward) == 1 else as_one_matrix(*inward)
         if gate_up is None:
             return own(x)
         rows = _rows(x)
@@ -286,7 +289,7 @@ def _feed_forward(part: Any, names: tuple[str, ...], activation: str) -> Forward
     return forward
 
 
-def joined(*matrices: Tensor) -> Tensor | None:
+def as_one_matrix(*matrices: Tensor) -> Tensor | None:
     """matrices [I, H], of any I, as one view [sum of I, H], if they lie so."""
     for one, other in pairwise(matrices):
         if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr() or one.dtype != other.dtype:

@@ -99,9 +99,9 @@ class GraphModel:
         self.mixers, self.moe_layers = self._dry_run()
         if not any(self.moe_layers):
             self.pages = self._find_pages()
+        self.light = not self.stateful and set(self.mixers) == {MixerKind.ATTENTION} and self._multiplies_little()
         self._blocks = self._blocks_of_experts()
         self.predicts = bool(self._blocks) and self._routes_first()
-        self.light = not self.stateful and set(self.mixers) == {MixerKind.ATTENTION} and self._multiplies_little()
 
     @classmethod
     def from_config(cls, directory: Path) -> GraphModel:

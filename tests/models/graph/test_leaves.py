@@ -198,11 +198,11 @@ def test_gate_and_up_apart_are_computed_as_two_products() -> None:
     """Their memory is not copied: where they do not lie together the module's own forward runs on linear leaves."""
     module = filled(Gated())
     expected = copy.deepcopy(module)(tokens(5))
-    assert leaves.joined(module.one.weight, module.other.weight) is None
+    assert leaves.as_one_matrix(module.one.weight, module.other.weight) is None
     use_leaf_kernels(module)
     assert torch.allclose(module(tokens(5)), expected, rtol=1e-4, atol=1e-5)
     lie_together(module)
-    both = leaves.joined(module.one.weight, module.other.weight)
+    both = leaves.as_one_matrix(module.one.weight, module.other.weight)
     assert both is not None
     assert both.data_ptr() == module.one.weight.data_ptr()
     assert torch.equal(both, torch.cat((module.one.weight, module.other.weight)))

@@ -1,5 +1,5 @@
-"""Decoder layers of the usual form on kernels: what is recognised, results beside those of the modules, and torch's threads
-between effects."""
+"""Decoder layers of the usual form on kernels: what is recognised, results beside those of the modules, and torch's
+threads between effects."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def module_of(model_type: str, dtype: torch.dtype = torch.float32, **changes: An
 
 def usual(model: GraphModel) -> list[bool]:
     """Of each layer, whether it was recognised."""
-    return [isinstance(vars(each).get("forward"), layers._Layer) for each in model.module.model.layers]
+    return [isinstance(vars(each).get("forward"), layers._UsualLayer) for each in model.module.model.layers]
 
 
 def hidden_of(model: GraphModel, ids: Tensor) -> Tensor:
