@@ -170,10 +170,10 @@ def bars(rows: list[dict[str, Any]], peers: list[dict[str, Any]]) -> dict[str, A
     """Of the first order at the largest batch size: share and rate of the disk, ratios to other orders; of its best:
     ratios to the best of each peer. Whether all orders gave the same tokens."""
     ran = [row for row in rows if "absent" not in row]
-    first = rows[0]["order"]
-    ours = [row for row in ran if row["order"] == first]
+    ours = [row for row in ran if row["order"] == rows[0]["order"]]
     if not ours:
         return {}
+    first = ours[0]["order"]
     batch = max(row["batch"] for row in ours)
     found: dict[str, Any] = {
         name: statistics.median(row[name] for row in ours if row["batch"] == batch)

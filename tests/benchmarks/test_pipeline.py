@@ -185,7 +185,7 @@ def test_orders_are_compared_at_one_batch_size_and_peers_at_their_best(module: A
     }
     rows[-1]["ids"] = [[3]]
     assert bars(rows, peers)["identical_tokens"] is False
-    assert bars([{"order": "cgopipe", "batch": 1, "absent": "refused"}], peers) == {}
+    assert bars([{"order": "cgopipe", "batch": 1, "absent": "refused"}], peers) == {} == bars([], peers)
 
 
 def test_forms_are_compared_with_everybody_at_the_best_batch_size(module: Any) -> None:
