@@ -143,6 +143,8 @@ OPTIONS = {
         "--dense",
         "--keep",
         "--expert-profile",
+        "--calibrate",
+        "--host-memory",
         "--shard-size",
     },
     "compare": {
