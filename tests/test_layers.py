@@ -47,6 +47,7 @@ ONE_PROGRAM = {
 }
 # Modules that only one module of their own package imports, and why they are files of their own.
 SINGLE_IMPORTER = {
+    "batch.calibration": "what prompts show, independent of files of weights",
     "batch.columns": "a row format of the registry",
     "batch.openai": "a row format of the registry",
     "batch.row_processor": "rows to requests, completions to lines; independent of the job's life cycle",

@@ -101,12 +101,12 @@ def compare_models(options: CompareOptions, progress: Progress = lambda *_: None
             f"{options.model} has a vocabulary of {profiles[1].vocab_size} tokens and {options.reference} one of "
             f"{profiles[0].vocab_size}; only models of one vocabulary can be compared"
         )
-    prompts = _read_prompts(options, min(profile.max_positions for profile in profiles))
+    prompts = read_prompts(options, min(profile.max_positions for profile in profiles))
     with _Distributions(prompts, profiles[0].vocab_size, options.space_bytes) as measured:
-        _score_all(
+        score_all(
             options.reference, prompts, measured.keep, options, lambda done: progress("reference", done, len(prompts))
         )
-        _score_all(
+        score_all(
             options.model,
             prompts,
             measured.compare,
@@ -117,7 +117,7 @@ def compare_models(options: CompareOptions, progress: Progress = lambda *_: None
         return measured.result()
 
 
-def _read_prompts(options: CompareOptions, context: int) -> list[tuple[int, ...]]:
+def read_prompts(options: CompareOptions, context: int) -> list[tuple[int, ...]]:
     """Token ids of all prompts, the same for both models."""
     ours, theirs = (Tokenizer.from_dir(open_model(name).directory) for name in (options.reference, options.model))
     found: list[tuple[int, ...]] = []
@@ -145,7 +145,7 @@ def _read_prompts(options: CompareOptions, context: int) -> list[tuple[int, ...]
     return found
 
 
-def _score_all(
+def score_all(
     model: str,
     prompts: Sequence[tuple[int, ...]],
     watch: ScoreWatch,

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +24,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moelight.batch.calibration import ExpertInputs, InputRows, remove_rows
+from moelight.batch.compare import CompareOptions, read_prompts, score_all
 from moelight.batch.output import refused_write
-from moelight.core.errors import CheckpointError, InputError, StorageError
+from moelight.core.errors import CheckpointError, ConfigError, InputError, StorageError
 from moelight.core.paths import write_whole
-from moelight.core.small_files import read_error_text, read_object
+from moelight.core.small_files import read_bytes, read_error_text, read_object
 from moelight.core.units import GiB, MiB, format_bytes
 from moelight.engine.checkpoints import open_model
 from moelight.engine.experts import facts_of
+from moelight.experts.options import ExpertOptions
 from moelight.experts.profile import load_profile
 from moelight.kernels.rounding import round_matrix
 from moelight.profiles.hf_config import QUANTISED_KEYS
 from moelight.weights.compressed_tensors import Rounding, rounding_config
-from moelight.weights.conversion import EXPERTS_TARGET, Chosen, ConversionPlan, Piece, Shard, plan_conversion
+from moelight.weights.conversion import (
+    EXPERTS_TARGET,
+    Chosen,
+    ConversionPlan,
+    Piece,
+    Shard,
+    expert_of,
+    experts_of,
+    plan_conversion,
+)
 from moelight.weights.source import INDEX, Checkpoint, TensorInfo, resolve_model
 from moelight.weights.stored_matrix import read_tensor
 
@@ -43,6 +57,7 @@ _CONFIG = "config.json"
 _SUBDIRECTORY = "additional_chat_templates"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 _MOST_SMALL = 256 * MiB
+_MOST_PROMPTS = GiB  # bytes
 _CHUNK = 16 * MiB
 _ROUNDERS = 2  # threads
 _AHEAD = 2  # pieces read, and pieces to be written, besides those being rounded
@@ -52,7 +67,8 @@ _DTYPES = {"float16": "F16", "float32": "F32"}
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvertOptions:
     """What to convert, where to, and how: ``dense`` None leaves the matrices outside the experts as they are, and so
-    the share ``keep`` of all experts, those that are busiest in ``expert_profile``."""
+    the share ``keep`` of all experts, those that are busiest in ``expert_profile``. ``calibrate``: prompts on which the
+    model, planned by ``planning`` (arguments of `Engine.from_pretrained`), shows which numbers of experts matter."""
 
     model: str
     output: Path
@@ -61,12 +77,15 @@ class ConvertOptions:
     shard_bytes: int = SHARD_BYTES
     keep: float = 0.0
     expert_profile: Path | None = None
+    calibrate: Path | None = None
+    planning: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Converted:
     """What was made: bytes of tensors before and after, bits of a rounded number with its scales, bytes that this run
-    read, files that were whole before, names of files that were not copied, experts that were kept."""
+    read, files that were whole before, names of files that were not copied, experts that were kept, and
+    those that enough prompts reached (None: nothing was calibrated in this run)."""
 
     source_bytes: int
     bytes: int
@@ -76,12 +95,17 @@ class Converted:
     files_before: int
     left_out: tuple[str, ...]
     kept: int
+    reached: int | None
 
 
-Progress = Callable[[int, int], None]  # bytes read, of bytes to read
+Progress = Callable[[int, int], None]  # bytes read, of bytes to read; or prompts
 
 
-def convert_checkpoint(options: ConvertOptions, progress: Progress = lambda _done, _total: None) -> Converted:
+def convert_checkpoint(
+    options: ConvertOptions,
+    progress: Progress = lambda _done, _total: None,
+    calibrating: Progress = lambda _done, _total: None,
+) -> Converted:
     """Write ``options.output``, or what is missing of it. Raises UserErrors of one line; a StorageError if the disk is
     full, after which the command goes on where it ended."""
     directory, out = resolve_model(options.model), options.output
@@ -92,14 +116,19 @@ def convert_checkpoint(options: ConvertOptions, progress: Progress = lambda _don
     config["quantization_config"] = rounding_config(
         [(options.experts, [EXPERTS_TARGET])] + ([(options.dense, plan.dense)] if options.dense else []), plan.ignored
     )
+    _check_calibration(options)
+    reached = None
     with _claimed(out, _record(checkpoint, options, kept)):
         missing = [shard for shard in plan.shards if not _is_whole(out / shard.name, shard)]
         _check_space(out, missing)
         total = sum(piece.source.nbytes for shard in missing for piece in shard.pieces)
-        progress(0, total)
-        with _Pipeline(lambda done: progress(done, total)) as pipeline:
-            for shard in missing:
-                pipeline.write(out / shard.name, shard)
+        with calibrated(options, plan, calibrating) if missing else nullcontext() as inputs:
+            reached = None if inputs is None else inputs.reached
+            progress(0, total)
+            with _Pipeline(lambda done: progress(done, total), inputs) as pipeline:
+                for shard in missing:
+                    pipeline.write(out / shard.name, shard)
+        remove_rows(out)
         left_out = _copy_small_files(directory, out)
         _write_small(out / INDEX, plan.index())
         _write_small(out / _CONFIG, (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
@@ -112,6 +141,7 @@ def convert_checkpoint(options: ConvertOptions, progress: Progress = lambda _don
         files_before=len(plan.shards) - len(missing),
         left_out=tuple(left_out),
         kept=len(kept),
+        reached=reached,
     )
 
 
@@ -147,6 +177,45 @@ def busiest(options: ConvertOptions) -> Chosen:
     return frozenset((layers[row], expert) for row, expert in chosen)
 
 
+def _check_calibration(options: ConvertOptions) -> None:
+    """Raise ConfigError if the experts cannot be calibrated."""
+    if options.calibrate is None:
+        return
+    kind = options.experts.kind
+    if kind not in ("int4", "int8"):
+        raise ConfigError(f"--calibrate: scales of {kind} are not chosen; give int4 or int8, or no prompts")
+    opened = open_model(options.model)
+    if opened.graph is not None:
+        raise ConfigError(
+            f"--calibrate: {opened.profile.model_type} is a module graph of transformers, whose experts have any form; "
+            "leave the option out"
+        )
+
+
+@contextlib.contextmanager
+def calibrated(options: ConvertOptions, plan: ConversionPlan, progress: Progress) -> Iterator[ExpertInputs | None]:
+    """What matters in the experts of ``plan``, by the inputs that the prompts give them; where a run before this one
+    has collected them, nothing is run."""
+    if options.calibrate is None:
+        yield None
+        return
+    model = open_model(options.model).profile
+    rows = InputRows(options.output, model.num_layers, model.experts.num_experts, model.hidden_size)
+    there = rows.load()
+    try:
+        with rows:
+            if not there:
+                given = {"device": "cpu", **options.planning, "experts": ExpertOptions(inputs=rows.add)}
+                name, path = options.model, options.calibrate
+                of = CompareOptions(model=name, reference=name, prompts=path, planning=given)
+                prompts = read_prompts(of, model.max_positions)
+                score_all(name, prompts, lambda *_: None, of, lambda done: progress(done, len(prompts)))
+                rows.finish()
+            yield ExpertInputs(rows, experts_of(piece for shard in plan.shards for piece in shard.pieces))
+    except OSError as error:
+        raise refused_write(error, str(options.output), kept="; run the command again") from None
+
+
 def _plan(checkpoint: Checkpoint, config: dict[str, Any], options: ConvertOptions, kept: Chosen) -> ConversionPlan:
     scale = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), "BF16")
     dense = None if options.dense is None else options.dense.stored(scale)
@@ -163,8 +232,16 @@ def _record(checkpoint: Checkpoint, options: ConvertOptions, kept: Chosen) -> di
         "dense": None if options.dense is None else list(options.dense),
         "shard_bytes": options.shard_bytes,
         "kept": [list(pair) for pair in sorted(kept)],
+        "calibrate": None if options.calibrate is None else _digest(options.calibrate),
         "source": {name: [each.st_size, each.st_mtime_ns] for name, each in stats.items()},
     }
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(read_bytes(path, most=_MOST_PROMPTS)).hexdigest()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({read_error_text(error)})") from None
 
 
 @contextlib.contextmanager
@@ -259,8 +336,8 @@ def _copy_small_files(directory: Path, out: Path) -> list[str]:
 class _Pipeline:
     """Pieces on their way from file to file: read by one thread, rounded by two, written by one, a few at a time."""
 
-    def __init__(self, progress: Callable[[int], None]) -> None:
-        self._progress, self._done = progress, 0
+    def __init__(self, progress: Callable[[int], None], inputs: ExpertInputs | None) -> None:
+        self._progress, self._done, self._inputs = progress, 0, inputs
         self._threads = torch.get_num_threads()
         self._reader = ThreadPoolExecutor(1)
         self._rounders = ThreadPoolExecutor(_ROUNDERS, initializer=lambda: torch.set_num_threads(1))
@@ -312,7 +389,7 @@ class _Pipeline:
 
         for piece, offset in _chunks(shard.pieces):
             read = self._reader.submit(read_tensor, piece.source)
-            rounding.append((piece, offset, self._rounders.submit(_make, piece, read)))
+            rounding.append((piece, offset, self._rounders.submit(_make, piece, read, self._inputs)))
             if len(rounding) > _AHEAD:
                 forward()
         while rounding:
@@ -336,13 +413,15 @@ def _bytes_of(info: TensorInfo, begin: int, size: int) -> TensorInfo:
     return replace(info, dtype="U8", shape=(size,), offset=info.offset + begin, nbytes=size)
 
 
-def _make(piece: Piece, read: Future[Tensor]) -> dict[str, Tensor]:
+def _make(piece: Piece, read: Future[Tensor], inputs: ExpertInputs | None) -> dict[str, Tensor]:
     """The tensors of ``piece`` by suffix."""
     numbers = read.result()
     if piece.stored is None:
         return {"": numbers}
     try:
-        return round_matrix(piece.stored, numbers)
+        if inputs is None or (of := expert_of(piece)) is None:
+            return round_matrix(piece.stored, numbers)
+        return round_matrix(piece.stored, numbers, inputs.of(*of))
     except ValueError as error:
         info = piece.source
         raise CheckpointError(f"{info.file}: tensor {info.name!r} {error}, so it cannot be rounded") from None

@@ -34,6 +34,10 @@ def convert(
     expert_profile: Path | None = option(
         "Which are busy: what `generate --save-expert-profile` wrote.", metavar="FILE.json"
     ),
+    calibrate: Path | None = option(
+        "Prompts that show which numbers of experts matter; int4 and int8.", metavar="PROMPTS.jsonl"
+    ),
+    host_memory: str | None = option("The most memory of that run.", metavar="SIZE"),
     shard_size: str = option("The most bytes of a file.", metavar="SIZE", default="4GiB"),
 ) -> None:
     """Write MODEL again with rounded experts, in a quarter to half of the bytes.
@@ -52,6 +56,8 @@ def convert(
         raise ConfigError(f"--group-size {group_size} is not one of {', '.join(map(str, GROUPS))}")
     if (keep is None) != (expert_profile is None):
         raise ConfigError("--keep and --expert-profile belong together: how many experts stay, and which are busy")
+    if host_memory is not None and calibrate is None:
+        raise ConfigError("--host-memory is for the run over --calibrate PROMPTS.jsonl; give both, or neither")
     options = ConvertOptions(
         model=model,
         output=output,
@@ -60,12 +66,19 @@ def convert(
         shard_bytes=parse_bytes(shard_size, what="--shard-size"),
         keep=0.0 if keep is None else _share(keep),
         expert_profile=expert_profile,
+        calibrate=calibrate,
+        planning={} if host_memory is None else {"host_memory": host_memory},
     )
     lines = _ProgressLine()
-    found = convert_checkpoint(options, lines)
+    found = convert_checkpoint(options, lines, _calibrating)
     for name in found.left_out:
         print(f"not copied: {name}", file=sys.stderr)
     print(end_words(found, output, time.monotonic() - lines.began))
+
+
+def _calibrating(done: int, total: int) -> None:
+    if done == total:
+        print(f"{total:,} prompts read", file=sys.stderr)
 
 
 def _share(text: str) -> float:
@@ -107,5 +120,7 @@ def end_words(found: Converted, output: Path, seconds: float) -> str:
     size = f"{format_bytes(found.source_bytes)} -> {format_bytes(found.bytes)}"
     speed = f", {found.read_bytes / seconds / GB:.2f} GB/s" if found.read_bytes else ""
     kept = f", {found.kept} experts kept" if found.kept else ""
+    if found.reached is not None:
+        kept += f", {found.reached} experts calibrated"
     before = f", {found.files_before} of {found.files} files were there" if found.files_before else ""
     return f"{output}: {size}, {found.bits:.2f} bits a number of what is rounded{kept}; {seconds:.1f} s{speed}{before}"

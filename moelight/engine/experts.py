@@ -29,13 +29,15 @@ Record = Callable[[int, np.ndarray, np.ndarray], None]  # called with a layer, i
 
 class RoutingWatch:
     """Passes the routing decisions of one pass to ``record``, on a device (``later``) once the pass has ended: tasks of
-    a device wait for nothing that they compute."""
+    a device wait for nothing that they compute; and the experts' inputs to ``inputs``."""
 
-    def __init__(self, record: Record, *, later: bool) -> None:
-        self._record, self._later = record, later
+    def __init__(self, record: Record, *, later: bool, inputs: Callable[[int, Routed], None] | None = None) -> None:
+        self._record, self._later, self._inputs = record, later, inputs
         self._coming: list[tuple[int, HostCopy]] = []
 
     def __call__(self, layer: int, routed: Routed) -> None:
+        if self._inputs is not None:
+            self._inputs(layer, routed)
         self._coming.append((layer, HostCopy(routed.ids, routed.weights)))
         if not self._later:
             self.finish()
@@ -67,6 +69,7 @@ class ExpertRuntime:
     computed: frozenset[Page]
     trace: RoutingTrace | None
     plain: bool
+    inputs: Callable[[int, Routed], None] | None = None
 
     def leave(self, layer: int, ids: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Select from the missing ``ids`` [n] of ``layer``, routed ``tokens`` [n] each, the experts that the CPU
@@ -83,7 +86,7 @@ class ExpertRuntime:
     def watch(self, *, small: bool) -> RoutingWatch | None:
         """The callback for every routing decision of a (``small``: on-demand) pass; None if nothing observes them."""
         notes, trace = self.notes and not small, self.trace  # an on-demand pass records its own routing
-        if not notes and trace is None:
+        if not notes and trace is None and self.inputs is None:
             return None
 
         def record(layer: int, ids: np.ndarray, weights: np.ndarray) -> None:
@@ -93,7 +96,7 @@ class ExpertRuntime:
             if trace is not None:
                 trace.write(layer, ids, weights)
 
-        return RoutingWatch(record, later=self.discrete)
+        return RoutingWatch(record, later=self.discrete, inputs=self.inputs)
 
 
 def resident_share(experts: ExpertPolicy, model: ModelProfile, dtype: DType) -> float:
@@ -140,6 +143,7 @@ def choices_for(
         discrete=policy.discrete,
         computed=frozenset(placement.computed),
         plain=options.plain,
+        inputs=options.inputs,
         trace=None if options.trace is None else RoutingTrace(options.trace),
     )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moelight.experts.policy import ExpertPolicy
 
@@ -18,6 +20,7 @@ class ExpertOptions:
         profile: file of counts to start from, recorded on this model; overrides the profile of the policy.
         record: count the routed experts of every pass, including passes that do not need the counts.
         trace: file that receives one row per routing decision.
+        inputs: called with a layer and what its router sent to the experts (`models.moe.Routed`), on the CPU.
         plain: baseline of a system with a cache and nothing else: every pass that fits one micro-batch goes through the
             cache, prompts too, and pages in the ring are not reused.
     """
@@ -28,8 +31,9 @@ class ExpertOptions:
     record: bool = False
     trace: Path | None = None
     plain: bool = False
+    inputs: Callable[[int, Any], None] | None = None
 
     @property
     def watches(self) -> bool:
         """True if routing must be recorded even where no pass depends on it."""
-        return self.record or self.trace is not None
+        return self.record or self.trace is not None or self.inputs is not None

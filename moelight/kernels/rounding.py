@@ -17,15 +17,25 @@ _FP8_MOST = 448.0
 _E8M0_BIAS = 127
 _MX_EXPONENT = 2  # of the largest power of two in E2M1
 _MANTISSA = 23
+_COLUMNS = 128  # whose errors are fed back together
+_TINY = 1e-30
+DAMPING = 0.1  # of the mean square (docs/log.md)
+SHARES = tuple(share / 100 for share in (100, *range(55, 100, 3), 103, 106))
 _SCALES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-def round_matrix(stored: StoredFormat, weight: Tensor) -> dict[str, Tensor]:
+def round_matrix(stored: StoredFormat, weight: Tensor, inputs: Tensor | None = None) -> dict[str, Tensor]:
     """The tensors by suffix, as `StoredFormat.parts` lists them, of ``weight`` [R, C] in any float dtype.
 
     For symmetric codes whose scales belong to rows: packed or plain integers, E4M3, MXFP4. The scale of a group is its
     largest magnitude over the largest code (over half the range of integers), of MXFP4 the power of two below, or above
-    from 1.75 times that on. Raises ValueError if some number is not finite, or a scale would not be.
+    from 1.75 times that on.
+
+    ``inputs`` float32 [n, C], beside packed integers: what the matrix multiplies. The scale of a group is then the
+    multiple (`SHARES`) of the usual one that makes the sum of squared errors least, each weighted by the mean square of
+    its input; and the error of a column is made up for by the columns that are rounded after it (GPTQ).
+
+    Raises ValueError if some number is not finite, or a scale would not be.
     """
     rows, columns = weight.shape
     shapes = {part.suffix: (part.shape, part.dtypes[0]) for part in stored.parts(rows, columns)}
@@ -35,11 +45,18 @@ def round_matrix(stored: StoredFormat, weight: Tensor) -> dict[str, Tensor]:
     scales = torch.empty(shapes[scale_name][0], dtype=scale_dtype)
     step = max(1, _BLOCK // columns)
     buffer = torch.empty(min(step, rows), columns)
+    importance = None if inputs is None else inputs.square().mean(0).view(stored.groups(columns), -1)
+    for begin in range(0, rows, step):
+        grouped = (
+            buffer[: min(step, rows - begin)].copy_(weight[begin : begin + step]).view(-1, *_groups(stored, columns))
+        )
+        scale = _scale(stored, grouped, scale_dtype)
+        scales[begin : begin + step] = scale if importance is None else _least_error(stored, grouped, scale, importance)
+    if inputs is not None:
+        weight = _compensated(stored, weight.float(), _numbers(scales), inputs)
     for begin in range(0, rows, step):
         block = buffer[: min(step, rows - begin)].copy_(weight[begin : begin + step])
-        grouped = block.view(len(block), stored.groups(columns), -1)
-        scales[begin : begin + step] = scale = _scale(stored, grouped, scale_dtype)
-        grouped.div_(_numbers(scale).unsqueeze(-1))
+        block.view(len(block), *_groups(stored, columns)).div_(_numbers(scales[begin : begin + step]).unsqueeze(-1))
         codes[begin : begin + step] = _codes(stored, block)
     found = {codes_name: codes, scale_name: scales}
     if stored.kind == PACKED:
@@ -47,6 +64,11 @@ def round_matrix(stored: StoredFormat, weight: Tensor) -> dict[str, Tensor]:
     elif stored.kind != MXFP4:
         found[codes_name] = codes.view(torch.float8_e4m3fn if stored.codes == "F8_E4M3" else torch.int8)
     return found
+
+
+def _groups(stored: StoredFormat, columns: int) -> tuple[int, int]:
+    """Groups of columns, and columns of each."""
+    return stored.groups(columns), columns // stored.groups(columns)
 
 
 def _code_bytes(stored: StoredFormat, columns: int) -> int:
@@ -68,6 +90,48 @@ def _scale(stored: StoredFormat, grouped: Tensor, dtype: torch.dtype) -> Tensor:
     if not bool(torch.isfinite(scale).all()):
         raise ValueError(f"needs scales that {str(dtype).removeprefix('torch.')} does not hold")
     return torch.where(scale == 0, torch.ones_like(scale), scale)
+
+
+def _least_error(stored: StoredFormat, grouped: Tensor, usual: Tensor, importance: Tensor) -> Tensor:
+    """The best scales [R, G] of ``grouped`` [R, G, C / G], multiples of the ``usual`` ones; ``importance`` [G, C / G].
+    The first of equals."""
+    half = 1 << (stored.bits - 1)
+    best, least = usual, torch.full(usual.shape, torch.inf)
+    error = torch.empty_like(grouped)
+    for share in SHARES:
+        scale = torch.where(usual == 1, usual, (usual.float() * share).to(usual.dtype))
+        scale = torch.where(scale == 0, usual, scale)
+        numbers = scale.float().unsqueeze(-1)
+        torch.div(grouped, numbers, out=error)
+        error.clamp_(-half, half - 1).round_().mul_(numbers).sub_(grouped).square_().mul_(importance)
+        found = error.sum(-1)
+        better = found < least
+        best, least = torch.where(better, scale, best), torch.where(better, found, least)
+    return best
+
+
+def _compensated(stored: StoredFormat, weight: Tensor, scales: Tensor, inputs: Tensor) -> Tensor:
+    """Numbers [R, C] of codes times ``scales`` [R, G], in place of ``weight`` [R, C]: the columns of larger ``inputs``
+    first, each rounded to nearest; its error, times how the others can stand in for it on ``inputs``, is taken from
+    those that follow."""
+    squares = inputs.t() @ inputs / len(inputs)
+    order = squares.diagonal().argsort(descending=True, stable=True)
+    squares = squares[order][:, order]
+    squares.diagonal().add_(DAMPING * squares.diagonal().mean().clamp_min(_TINY))
+    factor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(squares)), upper=True)
+    left, group_of = weight[:, order], order // (weight.shape[1] // scales.shape[1])
+    half = 1 << (stored.bits - 1)
+    for begin in range(0, left.shape[1], _COLUMNS):
+        end = min(begin + _COLUMNS, left.shape[1])
+        errors = torch.empty(len(left), end - begin)
+        for column in range(begin, end):
+            scale, wanted = scales[:, group_of[column]], left[:, column].clone()
+            found = (wanted / scale).round_().clamp_(-half, half - 1).mul_(scale)
+            error = errors[:, column - begin] = (wanted - found) / factor[column, column]
+            left[:, column] = found
+            left[:, column + 1 : end].addr_(error, factor[column, column + 1 : end], alpha=-1)
+        left[:, end:].addmm_(errors, factor[begin:end, end:], alpha=-1)
+    return torch.empty_like(weight).index_copy_(1, order, left)
 
 
 def _numbers(scale: Tensor) -> Tensor:

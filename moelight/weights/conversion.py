@@ -22,6 +22,8 @@ _LENGTH_BYTES = 8
 _WEIGHT = ".weight"
 # Modules of single experts, in the spellings of hubs.
 _EXPERT = re.compile(r"(?:.*\.)?experts\.\d+\.(?:gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+_MATRICES = {**dict.fromkeys(("gate_proj", "w1"), "gate"), **dict.fromkeys(("up_proj", "w3"), "up")}
+_MATRICES |= dict.fromkeys(("down_proj", "w2"), "down")
 _OF_EXPERTS = re.compile(r"(?:.*\.)?experts\..*")
 EXPERTS_TARGET = r"re:.*\.experts\.\d+\..*"
 # Matrices outside the experts that may be rounded: neither routers, which decide, nor embeddings and output.
@@ -154,6 +156,29 @@ def plan_conversion(
     )
 
 
+def experts_of(pieces: Iterable[Piece]) -> dict[tuple[int, int], dict[str, TensorInfo]]:
+    """Gate, up and down of the experts among ``pieces``, by layer and expert."""
+    found: dict[tuple[int, int], dict[str, TensorInfo]] = {}
+    for piece in pieces:
+        if (of := expert_of(piece)) is not None:
+            found.setdefault(of[0], {})[of[1]] = piece.source
+    return found
+
+
+def expert_of(piece: Piece) -> tuple[tuple[int, int], str] | None:
+    """Layer and expert, and ``gate``, ``up`` or ``down``, of a matrix of an expert."""
+    name = piece.module if piece.stored is None else piece.module + _WEIGHT
+    if not _EXPERT.fullmatch(name):
+        return None
+    return _numbers_of(name), _MATRICES[name.removesuffix(_WEIGHT).rpartition(".")[2]]
+
+
+def _numbers_of(name: str) -> tuple[int, int]:
+    """The layer and the number of an expert: the last two numbers of the ``name`` of a matrix."""
+    layer, expert = (0, *map(int, _NUMBER.findall(name)))[-2:]
+    return layer, expert
+
+
 class _Sorting:
     """Sorts the tensors of a checkpoint, in their order on the disk, into what is rounded and what is copied."""
 
@@ -218,13 +243,10 @@ class _Sorting:
                 yield self._expert(one.part(number, len(parts)), name)
 
     def _expert(self, info: TensorInfo, name: str) -> Piece:
-        """The matrix ``name`` of an expert, whose last two numbers are those of the layer and of the expert."""
-        layer, expert = (0, *map(int, _NUMBER.findall(name)))[-2:]
-        return (
-            Piece(source=info, module=name)
-            if (layer, expert) in self._keep
-            else self._rounded(info, name, self._experts)
-        )
+        """The matrix ``name`` of an expert."""
+        if _numbers_of(name) in self._keep:
+            return Piece(source=info, module=name)
+        return self._rounded(info, name, self._experts)
 
     def _rounded(self, info: TensorInfo, name: str, stored: StoredFormat) -> Piece:
         if info.dtype not in BY_SAFETENSORS:

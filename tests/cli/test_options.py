@@ -147,6 +147,8 @@ OPTIONS = {
         "--dense",
         "--keep",
         "--expert-profile",
+        "--calibrate",
+        "--host-memory",
         "--shard-size",
     },
     "compare": {
