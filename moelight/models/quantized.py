@@ -19,6 +19,10 @@ class QuantizedExperts:
         self._pages = pages
         self._known: dict[tuple[int, int], Matrices] = {}
 
+    def kind_of(self, layer: int) -> int:
+        """The number of the way in which the pages of ``layer`` lie."""
+        return self._pages.kind_of[layer]
+
     def matrices(self, layer: int, slot: Tensor) -> Matrices:
         """The matrices of an expert of ``layer`` whose page is in ``slot`` (uint8)."""
         kind = self._pages.kind_of[layer]

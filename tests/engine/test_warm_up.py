@@ -18,8 +18,8 @@ from moelight.core.policy import Policy, Shares
 from moelight.core.request import SamplingParams
 from moelight.engine.engine import Engine
 from moelight.kernels.gpu import routing, serving, tiles
-from moelight.kernels.gpu.pages import PageTable
 from moelight.models import decoder
+from moelight.models.moe import table_of
 from moelight.runtime import moe_ops, warm_up
 from moelight.runtime.machine import Machine
 from tests.engines import Tiny
@@ -79,7 +79,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, set[Program]]]:
     monkeypatch.setattr(warm_up, "_play", played)
     monkeypatch.setattr(Machine, "compiles", property(lambda _: True))
     monkeypatch.setattr(decoder, "route_tokens", route)
-    monkeypatch.setattr(moe_ops, "grouped_pages", lambda weights, *_: PageTable.of(*zip(*weights, strict=True)))
+    monkeypatch.setattr(moe_ops, "grouped_pages", lambda weights, _, by: table_of(weights, by))
     yield launched
     serving._refused.clear()
 

@@ -28,10 +28,15 @@ from moelight.kernels.gpu import (
     tiles,
 )
 from moelight.kernels.gpu.pages import PageTable
+from moelight.kernels.gpu.quantized import QuantizedTable
+from tests.kernels.quantized import FORMATS, matrix
 
 HIDDEN, WIDTH, EXPERTS, ROWS = 256, 512, 4, 64
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "i8"}
 NAMES |= {torch.int32: "i32", torch.int64: "i64"}
+# Those of `tests.kernels.quantized.FORMATS` whose products are compiled: every kind, and every layout of ggml's blocks.
+QUANTISED = ("packed int4", "packed int4 short", "fp8 blocks", "int8 groups", "mxfp4", "gptq int4", "awq")
+QUANTISED += ("Q8_0", "Q4_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q3_K", "Q2_K", "IQ4_XS", "IQ4_NL", "MXFP4")
 
 
 def experts(form: str, dtype: torch.dtype) -> PageTable:
@@ -49,6 +54,13 @@ def experts(form: str, dtype: torch.dtype) -> PageTable:
         down_scale=[scales[1]] * EXPERTS,
         group_size=group,
     )
+
+
+def quantised_experts(form: str) -> QuantizedTable:
+    """Pages of quantised matrices, of sizes that groups divide."""
+    stored = FORMATS[form]
+    gate_up, down = matrix(stored, 2 * WIDTH, HIDDEN), matrix(stored, HIDDEN, WIDTH)
+    return QuantizedTable.of([gate_up] * EXPERTS, [down] * EXPERTS)
 
 
 def facts(
@@ -123,7 +135,8 @@ def product(
     wide: bool = False,
 ) -> dict[str, Any]:
     """One product of ``mean_rows`` rows an expert; in mixed precision if floats are ``stored`` in another dtype."""
-    pages = experts(form, stored or dtype)
+    quantised = form in QUANTISED
+    pages = quantised_experts(form) if quantised else experts(form, stored or dtype)
     inputs, outputs = (HIDDEN, WIDTH) if part == "gate_up" else (WIDTH, HIDDEN)
     result = dtype if stored is None or part == "gate_up" else torch.float32
     x, out = torch.empty(ROWS, inputs, dtype=dtype), torch.empty(ROWS, outputs, dtype=result)
@@ -131,16 +144,18 @@ def product(
         divmod(card, 10),
         itemsize=4 if wide else dtype.itemsize,
         mean_rows=mean_rows,
-        group=pages.group,
+        group=0 if quantised else pages.group,
         matrices=2 if part == "gate_up" else 1,
     )
     slots = torch.empty((16, 3), dtype=torch.int32)
     tokens = torch.empty(ROWS, dtype=torch.int64) if part == "gate_up" else None
-    arguments, constants = grouped.arguments_of(pages, part, x, out, slots, tokens, tile, pages.activation, wide=wide)
+    program, arguments, constants = grouped.program_of(
+        pages, part, x, out, slots, tokens, tile, pages.activation, 0.5 if stored else 1.0, wide=wide
+    )
     constants |= {"PRODUCT": grouped.triton_dtype(torch.float32 if wide else dtype), "BY_HAND": False}
     what = f"{'fp32' if wide else NAMES[dtype]} {NAMES[stored] if stored else form} {part} {mean_rows}"
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    return facts(what, card, grouped_triton.grouped, arguments, constants, **options)
+    return facts(what, card, program, arguments, constants, **options)
 
 
 def attentions(card: int) -> list[dict[str, Any]]:
