@@ -107,13 +107,13 @@ def products(card: int) -> list[dict[str, Any]]:
     product meets each dtype, and where it has many rows, which need most registers and
     shared memory, each format too."""
     rows = []
-    for number, form in enumerate(("float", "int8", "int8 groups", "int4")):
+    for number, form in enumerate(("float", "int8", "int8 groups", "int4", *QUANTISED)):
         turned = number % 2 == 1
         parts = ("down", "gate_up") if turned else ("gate_up", "down")
         cases = [(torch.float16, 4, parts[0])]
         if card >= 80:
             cases += [(torch.float16, 512, parts[0]), (torch.bfloat16, 512, parts[1])]
-        if form in ("float", "int4"):
+        if form in ("float", "int4", *QUANTISED[:2]):
             cases += [(torch.float32, mean_rows, parts[0]) for mean_rows in ((4, 512) if card >= 80 else (4,))]
         for dtype, mean_rows, part in cases:
             rows.append(product(card, dtype, form, part, mean_rows))
@@ -263,7 +263,8 @@ def compiled(card: int, *, whole: bool) -> list[dict[str, Any]]:
     """``whole``: every kernel in every format; else products of experts and attention of decoding, one format each."""
     if whole:
         return others(card) + attentions(card) + products(card)
-    some = [product(card, torch.float16, "float", "gate_up", 512), product(card, torch.float16, "int4", "down", 512)]
+    some = [product(card, torch.float16, form, "gate_up", 512) for form in ("float", "packed int4", "Q4_K")]
+    some += [product(card, torch.float16, form, "down", 512) for form in ("int4", "fp8 blocks")]
     return [*some, attend(card, torch.float16, 128, 4, decodes=True, options="")]
 
 

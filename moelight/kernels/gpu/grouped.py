@@ -86,8 +86,10 @@ def expert_ffn(
         return expert_ffn_in_torch(x, pages, offsets, activation=by, tokens=tokens, out=out, wide=wide)
     with on_device(x.device):
         active = torch.empty((rows, pages.width), dtype=x.dtype, device=x.device) if scratch is None else scratch
-        launch = _launch_cuda if kernel == "cuda" else partial(_launch, mean_rows=mean_rows, wide=wide)
-        launch(x, pages, offsets, by, tokens, active, out)
+        if kernel == "cuda" and isinstance(pages, PageTable):
+            _launch_cuda(x, pages, offsets, by, tokens, active, out)
+        else:
+            _launch(x, pages, offsets, by, tokens, active, out, mean_rows=mean_rows, wide=wide)
     return out
 
 
@@ -191,7 +193,8 @@ def _launch(
 ) -> None:
     rows, factor = out.shape[0], shrink(x.dtype, out.dtype)
     card = tiles.UNITS_SINCE if x.device.type == "cpu" else serving.capability(x.device.index)
-    itemsize, group = torch.float32.itemsize if wide else x.element_size(), getattr(pages, "group", 0)
+    itemsize = torch.float32.itemsize if wide else x.element_size()
+    group = pages.group if isinstance(pages, PageTable) else 0  # unpacked numbers need no second sum
     choose = partial(tiles.choose, card, itemsize=itemsize, mean_rows=mean_rows, group=group)
     double, single = choose(matrices=2 if activation.gated else 1), choose(matrices=1)
     slots = _slots(offsets, pages, rows, single.rows)

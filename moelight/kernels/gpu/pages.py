@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ class ExpertTable:
     def pages(self) -> int:
         return self.table.shape[1] - 1
 
-    def chosen_by(self, index: Tensor, activation: Activation | None = None) -> Self:
+    def chosen_by(self, index: Tensor, activation: Activation | None = None) -> ExpertTable:
         """The same pages for the experts of ``index`` int32 [E], on the same device; E at least 1. The numbers are read
         when kernels run. ``activation``: of these experts, if another."""
         check_tensor("index", index, torch.int32, (None,), device=self.table.device, gap=False)

@@ -149,8 +149,9 @@ def _form(name: str, matrices: Sequence[QuantizedMatrix | None], biases: Any, pa
         if bias is not None:
             check_tensor(f"{name}_bias: entry {e}", bias, FLOATS, (matrix.rows,), device=None, gap=False)
         dtypes = tuple((part, tensor.dtype) for part, tensor in matrix.parts.items() if part in matrix.stored.names)
-        size = {"rows": matrix.rows, "columns": matrix.columns, "dtypes": dtypes}
-        found.add(MatrixForm(stored=matrix.stored, bias=None if bias is None else bias.dtype, **size))
+        kind = None if bias is None else bias.dtype
+        form = MatrixForm(stored=matrix.stored, rows=matrix.rows, columns=matrix.columns, dtypes=dtypes, bias=kind)
+        found.add(form)
     if len(found) != 1:
         raise ValueError(f"{name}: must be of one format and size, and some page must have it")
     return found.pop()

@@ -22,9 +22,10 @@ _IQ4_0 = _four(-127, -104, -83, -65)
 _IQ4_4 = _four(-49, -35, -22, -10)
 _IQ4_8 = _four(1, 13, 25, 38)
 _IQ4_12 = _four(53, 69, 89, 113)
-_ONE = tl.constexpr(0x3F800000)  # bits of 1.0; an exponent's lowest bit is the 23rd
-_HALF_ONE = tl.constexpr(0x3F000000)
-_LEAST_POWER = tl.constexpr(0x00400000)  # of 2^-127, below the normal numbers
+_E2M1_DOUBLED = tl.constexpr(0xC8643210 - (1 << 32))  # 0, 1, 2, 3, 4, 6, 8, 12 in four bits each
+# Bits of float32 numbers.
+_LEAST_POWER = tl.constexpr(0x00400000)  # 2^-127, below the normal numbers
+_TWO_TO_23 = tl.constexpr(0x4B000000)
 _NAN = tl.constexpr(0x7FC00000)
 
 
@@ -50,6 +51,12 @@ def inputs(first, depth, EVEN: tl.constexpr, COUNT: tl.constexpr, EACH: tl.const
     return k
 
 
+@triton.jit
+def whole(code):
+    """Codes (int32, 0 to 2^23) as float32, by their bits: conversions run at a quarter of the rate."""
+    return (code | _TWO_TO_23).to(tl.float32, bitcast=True) - 8388608.0
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Narrow floats, by their bits.
 
@@ -59,7 +66,7 @@ def e4m3(code):
     """Numbers of E4M3 codes (uint8)."""
     size = (code & 127).to(tl.uint32)
     normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-    found = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
+    found = tl.where(size < 8, whole(size) * 0.001953125, normal)
     bits = found.to(tl.uint32, bitcast=True) | ((code & 128).to(tl.uint32) << 24)
     bits = tl.where(size == 127, bits * 0 + _NAN, bits)
     return bits.to(tl.float32, bitcast=True)
@@ -68,9 +75,9 @@ def e4m3(code):
 @triton.jit
 def e2m1(code):
     """Numbers of E2M1 codes (int32, 0 to 15): 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same negative."""
-    size = (code & 7).to(tl.uint32)
-    bits = tl.where(size < 2, size * _HALF_ONE, (size << 22) + _HALF_ONE)
-    return (bits | ((code & 8).to(tl.uint32) << 28)).to(tl.float32, bitcast=True)
+    table = (code & 0) | _E2M1_DOUBLED  # the interpreter shifts no constant
+    size = whole((table >> ((code & 7) * 4)) & 15) * 0.5
+    return tl.where(code < 8, size, -size)
 
 
 @triton.jit
@@ -83,11 +90,11 @@ def e8m0(exponent):
 
 @triton.jit
 def iq4(code):
-    """Numbers of the codes (int32, 0 to 15) of IQ4_NL and IQ4_XS, as int32."""
+    """Numbers of the codes (int32, 0 to 15) of IQ4_NL and IQ4_XS."""
     low = tl.where(code < 4, _IQ4_0, _IQ4_4)
     high = tl.where(code < 12, _IQ4_8, _IQ4_12)
     byte = tl.where(code < 8, low, high) >> ((code & 3) * 8)
-    return ((byte & 255) ^ 128) - 128
+    return whole((byte & 255) ^ 128) - 128.0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -195,15 +202,15 @@ def small_blocks(blocks, row, k, g, row_bytes, NAME: tl.constexpr, BYTES: tl.con
             fifth = block_code(blocks, row, k, n // 8 + (AHEAD - 4), n % 8, row_bytes, 1, 32, BYTES)
             code = code | (fifth << 4)
         if NAME == "IQ4_NL":
-            code = iq4(code).to(tl.float32)
+            code = iq4(code)
         elif NAME == "MXFP4":
             code = e2m1(code)
         elif NAME == "Q4_0":
-            code = (code - 8).to(tl.float32)
+            code = whole(code) - 8.0
         elif NAME == "Q5_0":
-            code = (code - 16).to(tl.float32)
+            code = whole(code) - 16.0
         else:
-            code = code.to(tl.float32)
+            code = whole(code)
     if NAME == "MXFP4":
         scale = e8m0(block_bytes(blocks, row, g, g * 0, row_bytes, 32, BYTES))
     else:
@@ -230,7 +237,7 @@ def k_minima(blocks, row, k, g, row_bytes, NAME: tl.constexpr, BYTES: tl.constex
     code = block_code(blocks, row, k, n // 64 * 32 + n % 32 + (BYTES - 128), n // 32 % 2 * 4, row_bytes, 15, 256, BYTES)
     if NAME == "Q5_K":
         code = code | (block_code(blocks, row, k, n % 32 + 16, n // 32, row_bytes, 1, 256, BYTES) << 4)
-    return repeat_rows(scale, 32) * code.to(tl.float32) - repeat_rows(least, 32)
+    return repeat_rows(scale, 32) * whole(code) - repeat_rows(least, 32)
 
 
 @triton.jit
@@ -243,20 +250,20 @@ def k_sixteens(blocks, row, k, g, row_bytes, NAME: tl.constexpr, BYTES: tl.const
         scale = block_half(blocks, row, g, row_bytes, 80, 256, BYTES) * (packed & 15).to(tl.float32)
         least = block_half(blocks, row, g, row_bytes, 82, 256, BYTES) * (packed >> 4).to(tl.float32)
         code = block_code(blocks, row, k, quarter + 16, pair, row_bytes, 3, 256, BYTES)
-        result = repeat_rows(scale, 16) * code.to(tl.float32) - repeat_rows(least, 16)
+        result = repeat_rows(scale, 16) * whole(code) - repeat_rows(least, 16)
     elif NAME == "Q3_K":
         low = block_code(blocks, row, g, s % 8 + 96, s // 8 * 4, row_bytes, 15, 256, BYTES)
         high = block_code(blocks, row, g, s % 4 + 104, s // 4 * 2, row_bytes, 3, 256, BYTES)
         scale = block_half(blocks, row, g, row_bytes, 108, 256, BYTES) * ((low | (high << 4)) - 32).to(tl.float32)
         code = block_code(blocks, row, k, quarter + 32, pair, row_bytes, 3, 256, BYTES)
-        code += block_code(blocks, row, k, n % 32, n // 32, row_bytes, 1, 256, BYTES) * 4 - 4
-        result = repeat_rows(scale, 16) * code.to(tl.float32)
+        code = code | (block_code(blocks, row, k, n % 32, n // 32, row_bytes, 1, 256, BYTES) << 2)
+        result = repeat_rows(scale, 16) * (whole(code) - 4.0)
     else:
         scale = block_bytes(blocks, row, g, s + 192, row_bytes, 256, BYTES).to(tl.int8, bitcast=True).to(tl.float32)
         scale *= block_half(blocks, row, g, row_bytes, 208, 256, BYTES)
         code = block_code(blocks, row, k, n // 128 * 64 + n % 64, n // 64 % 2 * 4, row_bytes, 15, 256, BYTES)
         code = code | (block_code(blocks, row, k, quarter + 128, pair, row_bytes, 3, 256, BYTES) << 4)
-        result = repeat_rows(scale, 16) * (code - 32).to(tl.float32)
+        result = repeat_rows(scale, 16) * (whole(code) - 32.0)
     return result
 
 
@@ -268,7 +275,7 @@ def iq4_xs(blocks, row, k, g, row_bytes, BYTES: tl.constexpr):
     high = block_code(blocks, row, g, s // 4 + 2, s % 4 * 2, row_bytes, 3, 256, BYTES)
     scale = block_half(blocks, row, g, row_bytes, 0, 256, BYTES) * ((low | (high << 4)) - 32).to(tl.float32)
     code = block_code(blocks, row, k, n // 32 * 16 + n % 16 + 8, n // 16 % 2 * 4, row_bytes, 15, 256, BYTES)
-    return repeat_rows(scale, 32) * iq4(code).to(tl.float32)
+    return repeat_rows(scale, 32) * iq4(code)
 
 
 @triton.jit
@@ -323,11 +330,11 @@ def codes_of(
     elif KIND == "scaled":
         result = loaded_byte(codes + row[None, :] * depth + k[:, None], NAME)
     elif KIND == "packed":
-        result = codes_of_words(codes, row, first, depth, 1, (depth * BITS + 31) // 32, BITS, EVEN, K).to(tl.float32)
+        result = whole(codes_of_words(codes, row, first, depth, 1, (depth * BITS + 31) // 32, BITS, EVEN, K))
     elif KIND == "gptq":
-        result = codes_of_words(codes, row, first, depth, rows, 1, BITS, EVEN, K).to(tl.float32)
+        result = whole(codes_of_words(codes, row, first, depth, rows, 1, BITS, EVEN, K))
     else:
-        result = codes_by_row(codes, row, k, rows * BITS // 32, 1, BITS, True).to(tl.float32)
+        result = whole(codes_by_row(codes, row, k, rows * BITS // 32, 1, BITS, True))
     return result
 
 
@@ -373,10 +380,10 @@ def scaled_codes(
         if KIND == "scaled":
             zero = loaded_byte(zeros + place, NAME)
         elif KIND == "packed":
-            zero = codes_by_row(zeros, row, group, 1, groups, BITS, False).to(tl.float32)
+            zero = whole(codes_by_row(zeros, row, group, 1, groups, BITS, False))
         else:
             zero = codes_by_row(zeros, row, group, rows * BITS // 32, 1, BITS, KIND == "awq")
-            zero = ((zero + ZERO_BIAS) & ((1 << BITS) - 1)).to(tl.float32)
+            zero = whole((zero + ZERO_BIAS) & ((1 << BITS) - 1))
         code -= repeat_rows(zero, SHARED)
     return code * repeat_rows(loaded_scale(scales + place, EXPONENT), SHARED)
 
