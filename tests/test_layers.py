@@ -61,7 +61,6 @@ SINGLE_IMPORTER = {
     "integrations.paged_modules": "modules that transformers calls",
     "kernels.gpu.attention_triton": "imported only where Triton is installed",
     "kernels.gpu.quantized_triton": "imported only where Triton is installed",
-    "kernels.gpu.unpack_triton": "one function a format, independent of products",
     "lang.rules": "rules over values, independent of texts",
     "optimizer.milp": "the only module that depends on HiGHS",
     "optimizer.published": "the published planner, imported only on request",

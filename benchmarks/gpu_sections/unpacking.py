@@ -51,13 +51,13 @@ SMALL = (2, 256, 256, 1)
 
 
 def matrix(stored: StoredFormat, rows: int, columns: int, device: torch.device) -> QuantizedMatrix:
-    """Any codes, and scales of one."""
+    """Any codes and small scales."""
     parts = {}
     for part in stored.parts(rows, columns):
         if (name := part.dtypes[0]) in _FLOATS:
-            parts[part.suffix] = torch.ones(part.shape, dtype=_FLOATS[name], device=device)
+            parts[part.suffix] = torch.full(part.shape, 1e-3, dtype=_FLOATS[name], device=device)
         elif part.suffix in stored.names:
-            some = torch.randint(0, 64, (part.nbytes,), dtype=torch.uint8, device=device)
+            some = torch.randint(0, 8, (part.nbytes,), dtype=torch.uint8, device=device)
             parts[part.suffix] = some.view(_DTYPES[name]).view(part.shape)
     return QuantizedMatrix(stored=stored, rows=rows, columns=columns, parts=parts)
 

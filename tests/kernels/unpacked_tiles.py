@@ -1,10 +1,9 @@
-"""A Triton program that writes unpacked tiles, for the tests of `kernels.gpu.unpack_triton`."""
+"""A Triton program that writes unpacked tiles, for the tests of `kernels.gpu.quantized_triton`."""
 
 import triton
 import triton.language as tl
 
-from moelight.kernels.gpu.quantized_triton import pointer_to
-from moelight.kernels.gpu.unpack_triton import unpacked
+from moelight.kernels.gpu.quantized_triton import pointer_to, unpacked
 
 
 @triton.jit

@@ -218,8 +218,8 @@ def arguments_of(
 
 
 def format_constants(form: MatrixForm, depth: int) -> dict[str, Any]:
-    """Those constants of `unpack_triton.unpacked` that say the format, for tiles of ``depth`` inputs, and the dtypes of
-    codes and scales."""
+    """Those constants of `quantized_triton.unpacked` that say the format, and the dtypes of codes and scales; for tiles
+    of ``depth`` inputs."""
     stored = form.stored
     codes = "fp8" if stored.codes == "F8_E4M3" else "int8"
     group = stored.block if stored.kind == GGML else stored.group
