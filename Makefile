@@ -75,14 +75,15 @@ test-crash: $(STAMP)  ## kill jobs 60 times at random moments and compare their 
 
 # An extension of its own, which stands in for the usual one in this run only. The first report ends the run.
 SANITIZE := build/sanitize
-sanitize: $(STAMP)  ## tests/kernels under ASan and UBSan, and the threads of the extension under TSan
+sanitize: $(STAMP)  ## kernels and mutated quantised files under ASan and UBSan, the extension's threads under TSan
 	PATH=$(CURDIR)/$(BIN):$$PATH cmake -S csrc -B $(SANITIZE) -G Ninja -DMOELIGHT_SANITIZE=ON \
 	  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO='-O1 -g1' -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
 	PATH=$(CURDIR)/$(BIN):$$PATH cmake --build $(SANITIZE)
 	cd $(SANITIZE) && TSAN_OPTIONS=halt_on_error=1 ./races
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-	  $(BIN)/python tests/with_extension.py $(SANITIZE)/_native*.so $(or $(ARGS),tests/kernels)
+	  $(BIN)/python tests/with_extension.py $(SANITIZE)/_native*.so \
+	  $(or $(ARGS),tests/kernels tests/weights/test_mutated.py)
 
 # On a card: everything that only a device shows, most telling first; README.md of benchmarks says what. On a machine
 # without a network .wheels (or WHEELS) is a folder of wheels: then PYTHON's own packages, its torch and Triton among

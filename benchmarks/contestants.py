@@ -1,4 +1,5 @@
 """Who takes part, in which process: moelight and its peers, each loaded once and told when to generate (`generators/`).
+``llamacpp-Q4_K_M`` is llama.cpp on its file of that type; without one on bf16.
 
 Peers that are not installed are absent, with the reason; see `README.md` for their environments.
 """
@@ -23,8 +24,11 @@ import numpy as np
 import psutil
 from kernel_cases.threads import unbind
 
+from moelight.profiles.model_files import load_model_profile
+
 GENERATORS = Path(__file__).parent / "generators"
 OURS, BEFORE = "moelight", "before"
+GGUF, WHOLE = ".gguf", "bf16"
 PAUSE_S = 0.2  # after a generation, other libraries' threads spin for a while
 
 
@@ -76,15 +80,18 @@ class Places:
         if name.startswith("openvino"):
             return {"ir": str(model.with_name(model.name + "-openvino"))}
         if name.startswith("llamacpp") and self.llamacpp:
-            return {"bench": str(self.llamacpp / "llama-batched-bench"), "gguf": str(gguf(model))}
+            file = gguf(model, name.partition("-")[2])
+            return {"bench": str(self.llamacpp / "llama-batched-bench"), "gguf": str(file)}
         return {}
 
     def lacks(self, name: str, model: Path) -> str | None:
         """Why contestant ``name`` cannot take part."""
         if self.python(name) is None:
             return "no environment given"
-        if name.startswith("llamacpp") and not gguf(model).exists():
-            return f"no {gguf(model).name} beside the checkpoint; peers/to_gguf.py makes it"
+        if model.suffix == GGUF and name.partition("-")[0] not in (OURS, BEFORE, "llamacpp"):
+            return "reads no GGUF files"
+        if name.startswith("llamacpp") and not (file := gguf(model, name.partition("-")[2])).exists():
+            return f"no {file.name} beside the checkpoint; gguf_files.py makes it"
         return None
 
 
@@ -239,15 +246,16 @@ def random_work(
     model: Path, lengths: Sequence[int], new_tokens: Sequence[int], batches: Sequence[int], threads: int
 ) -> Work:
     """Prompts of random ids, so long each, the same every time."""
-    vocab = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    vocab = load_model_profile(str(model)).vocab_size
     draw = np.random.default_rng(0)
     prompts = [draw.integers(3, vocab, length).tolist() for length in lengths]
     return Work(model=model, prompts=prompts, new_tokens=list(new_tokens), batches=list(batches), threads=threads)
 
 
-def gguf(model: Path) -> Path:
-    """Where the checkpoint lies as llama.cpp reads it."""
-    return model.with_name(model.name + "-bf16.gguf")
+def gguf(model: Path, kind: str = "") -> Path:
+    """Where the checkpoint lies as llama.cpp reads it, with numbers of ``kind`` (bf16 if none is said): there, if it is
+    such a file."""
+    return model if model.suffix == GGUF else model.with_name(f"{model.name}-{kind or WHOLE}{GGUF}")
 
 
 def add_places(parser: argparse.ArgumentParser) -> None:

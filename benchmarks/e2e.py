@@ -7,7 +7,8 @@ Without --models two bf16 checkpoints of 0.9 billion parameters are made: few la
 ones (qwen3_moe). Every contestant is a process of its own; all of a group load, and generate once for every batch size
 to warm up; then they take turns, one generation each, every other round backwards, so drift of a shared machine falls
 on all alike. Groups follow one another, because not everybody fits the memory at once; moelight is in each. Figures are
-medians over rounds; ratios are taken within a round, so each is of one group.
+medians over rounds; ratios are taken within a round, so each is of one group. A model may be a GGUF file, which
+llama.cpp reads too: --models MODEL-Q8_0.gguf --groups llamacpp.
 
 Printed beside them: the roofs measured in the same run, the share of them reached, the interpreter's own share of a
 pass, and how many prompts have moelight's first token (and all tokens): bfloat16 sums of another order differ at ties.
@@ -22,6 +23,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -139,15 +141,17 @@ def bound_s(work: Work, batch: int, roof: dict[str, float], alive: int | None = 
     from moelight.core.dtypes import dtype_named
     from moelight.hrm import costs
     from moelight.hrm.estimate import flops_per_token
-    from moelight.profiles.families import profile_from_dir
-    from moelight.profiles.tensor_list import pages
+    from moelight.profiles.model_files import load_model_profile
 
     alive = alive or batch
-    model = profile_from_dir(work.model)
+    model = load_model_profile(str(work.model))
     dtype = dtype_named(model.dtype)
     flops = flops_per_token(model)
     touched = 1 - (1 - model.router.top_k / model.experts.num_experts) ** alive
-    weights = costs.dense_bytes(model, dtype) + touched * len(pages(model)) * costs.page_bytes(model, dtype)
+    each = costs.page_bytes(model, dtype)
+    layers = model.stored.pages if model.stored else [each * sparse for sparse in model.moe_layers]
+    experts = model.experts.num_experts * sum(layers)
+    weights = costs.dense_bytes(replace(model, stored=None), dtype) + touched * experts
     prompt_tokens = sum(map(len, work.prompts[:batch]))
     decode_s = max(alive * flops / roof["bf16_flops"], weights / roof["read_bytes_per_s"])
     passes = (work.tokens(batch) - batch) / alive

@@ -196,7 +196,7 @@ class Card:
     def memory(self, engine: Engine, cap: int) -> dict[str, Any]:
         """What of the cap was used, the device's context included; on a twin, what the plan takes."""
         dtype = self.machine.native_dtype(self.source.weight_map.dtype)
-        planned = footprint(self.source.profile, engine.policy, dtype=dtype, kv_dtype=dtype).total("device")
+        planned = footprint(self.source.profile, engine.policy, dtype=dtype).total("device")
         used = planned if self.machine.twin else self.context_bytes + engine.stats.device_peak_bytes
         return {
             "device_planned_bytes": planned,

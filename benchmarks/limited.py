@@ -40,9 +40,9 @@ def enter(group: Path) -> None:
     (group / "cgroup.procs").write_text(str(os.getpid()))
 
 
-def forget(directory: Path) -> None:
-    """Put the files of ``directory`` out of the page cache."""
-    for path in directory.iterdir():
+def forget(model: Path) -> None:
+    """Put the file ``model``, or the files of that directory, out of the page cache."""
+    for path in model.iterdir() if model.is_dir() else (model,):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

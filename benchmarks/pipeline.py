@@ -4,7 +4,8 @@
         [--hf-python P] [--vllm-python P] [--openvino-python P] [--llamacpp DIR]
 
     disk      a model three times the memory it is given: the disk's busy share and rate against plain direct reads;
-              orders of work; accelerate's disk offload and llama.cpp's mapping under the same limit
+              orders of work; the model in fewer bytes (--disk-experts int4 Q4_K_M); accelerate's disk offload and
+              llama.cpp's mapping under the same limit (--disk-peers llamacpp-Q4_K_M: on its file of that type)
     refill    ragged lengths: continuous refill against static batches on the same policy
     memory    resident models beside all peers at batch 1, 16 and 64 (`e2e.py`)
     overhead  time outside of any task, idle of the lane that binds
@@ -65,6 +66,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--disk-prompt", type=int, default=32, help="tokens in a prompt of the disk section")
     parser.add_argument("--disk-new", type=int, default=16, help="new tokens there")
     parser.add_argument("--disk-orders", nargs="+", default=disk.ORDERS, help="the first is held against the others")
+    parser.add_argument(
+        "--disk-experts",
+        nargs="+",
+        default=["bf16"],
+        help="forms of the big model: bf16, what `moelight convert --experts` takes, types of GGUF files",
+    )
     parser.add_argument("--disk-peers", nargs="*", default=disk.PEERS)
     parser.add_argument("--peer-batches", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--peer-new", type=int, default=5, help="new tokens there for peers, whose steps take long")

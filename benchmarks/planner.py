@@ -219,7 +219,7 @@ def attacked(seed: int, samples: int) -> Attacked | None:
     if best.count < samples or best.policy is None:
         return None
     policy = best.policy
-    taken = footprint(problem.model, policy, dtype=problem.dtype, kv_dtype=problem.dtype)
+    taken = footprint(problem.model, policy, dtype=problem.dtype)
     if any(taken.total(tier) > size for tier, size in problem.capacity_bytes.items() if tier != "disk"):
         raise RuntimeError(f"question {seed}: a sampled policy does not fit: {policy}")
     price = estimate(problem.model, policy, problem.workload, problem.speeds, dtype=problem.dtype).tokens_per_s

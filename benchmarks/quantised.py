@@ -34,7 +34,9 @@ def main() -> None:
     args = _arguments()
     with tempfile.TemporaryDirectory(dir=args.scratch) as temporary:
         place = Path(temporary)
-        models = {AS_IT_IS: args.model} | {kind: rounded(args, kind, args.scratch or place) for kind in args.experts}
+        models = {AS_IT_IS: args.model} | {
+            kind: rounded(args.model, kind, args.scratch or place) for kind in args.experts
+        }
         prompts = _prompts(args, place / "prompts.jsonl")
         rounds = [_round(args, models, prompts, place, number) for number in range(args.rounds)]
     rows = [_row(name, model, rounds) for name, model in models.items()]
@@ -56,10 +58,10 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def rounded(args: argparse.Namespace, kind: str, scratch: Path) -> Path:
-    """The checkpoint with ``kind`` experts, made unless it is there."""
-    out = scratch / f"{args.model.name}-{kind}"
-    command = [sys.executable, "-m", "moelight.cli.main", "convert", str(args.model), str(out), "--experts", kind]
+def rounded(model: Path, kind: str, place: Path) -> Path:
+    """The checkpoint with ``kind`` experts, in ``place``: made unless it is there."""
+    out = place / f"{model.name}-{kind}"
+    command = [sys.executable, "-m", "moelight.cli.main", "convert", str(model), str(out), "--experts", kind]
     subprocess.run(command, check=True, stdout=sys.stderr)
     return out
 

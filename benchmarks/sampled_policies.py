@@ -60,6 +60,10 @@ class Sampled:
     def discrete(self) -> bool:
         return self.cost_model.discrete
 
+    @property
+    def kv_dtype(self) -> str:
+        return self.cost_model.kv_dtype.name
+
     def __len__(self) -> int:
         return len(self.batch_size)
 
@@ -226,9 +230,9 @@ def _placed(problem: Problem, rng: Any, sizes: Sampled, near: Policy | None) -> 
     """Homes for every page and block: first blocks on the device, then pages for the CPU, then as many pages as stay or
     a part of them, then pages in host memory, the rest on disk. Those that do not fit are left out."""
     cost_model, model, count = sizes.cost_model, problem.model, len(sizes)
-    slot, block = costs.page_slot_bytes(model, cost_model.page_dtype), kv_block_bytes(model, sizes, cost_model.kv_dtype)
+    slot, block = costs.page_slot_bytes(model, cost_model.page_dtype), kv_block_bytes(model, sizes, cost_model.dtype)
     free = {tier: np.full(count, float(size)) for tier, size in problem.capacity_bytes.items()}
-    for (_, tier), size in fixed_bytes(model, sizes, dtype=cost_model.dtype, kv_dtype=cost_model.kv_dtype).items():
+    for (_, tier), size in fixed_bytes(model, sizes, dtype=cost_model.dtype).items():
         free[tier] = free[tier] - size
     cache = -(-sizes.kv_tokens // sizes.kv_block_size)
     blocks = np.zeros(count)

@@ -20,7 +20,7 @@ namespace {
 
 struct Features {
   bool avx2 = false, fma = false, f16c = false, avx512f = false, avx512bw = false, avx512dq = false, avx512vl = false,
-       avx512_bf16 = false, avx512_vnni = false, amx_tile = false, amx_bf16 = false, amx_int8 = false;
+       avx512_bf16 = false, avx512_vnni = false, avx_vnni = false, amx_tile = false, amx_bf16 = false, amx_int8 = false;
 };
 
 #if MOELIGHT_X86
@@ -50,7 +50,10 @@ Features detect() {
   found.amx_bf16 = tiles && ((d >> 22) & 1);
   found.amx_tile = tiles && ((d >> 24) & 1);
   found.amx_int8 = tiles && ((d >> 25) & 1);
-  if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) found.avx512_bf16 = zmm && ((a >> 5) & 1);
+  if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) {
+    found.avx512_bf16 = zmm && ((a >> 5) & 1);
+    found.avx_vnni = ymm && ((a >> 4) & 1);
+  }
   return found;
 }
 #else
@@ -71,6 +74,7 @@ Isa best_isa() {
 constexpr int kNotForced = -1;
 std::atomic<int> forced{kNotForced};
 std::atomic<int> forced_products{kNotForced};
+std::atomic<int> forced_int8{kNotForced};
 
 // The system lends the registers of tiles to those who ask, once for the whole process.
 bool tiles_permitted() {
@@ -133,6 +137,7 @@ std::vector<std::pair<std::string, bool>> cpu_features() {
           {"avx512vl", f.avx512vl},
           {"avx512_bf16", f.avx512_bf16},
           {"avx512_vnni", f.avx512_vnni},
+          {"avx_vnni", f.avx_vnni},
           {"amx_tile", f.amx_tile},
           {"amx_bf16", f.amx_bf16},
           {"amx_int8", f.amx_int8}};
@@ -181,5 +186,23 @@ bool force_bf16_products(Bf16Products how) {
 }
 
 void unforce_bf16_products() { forced_products.store(kNotForced, std::memory_order_relaxed); }
+
+Int8Products int8_products() {
+  const Features& f = features();
+  const Isa isa = active_isa();
+  const bool dots = isa == Isa::kAvx512 ? f.avx512_vnni : isa == Isa::kAvx2 && f.avx_vnni;
+  const int choice = forced_int8.load(std::memory_order_relaxed);
+  return dots && choice != static_cast<int>(Int8Products::kWide) ? Int8Products::kDots : Int8Products::kWide;
+}
+
+bool force_int8_products(Int8Products how) {
+  const Features& f = features();
+  const bool dots = (isa_runs(Isa::kAvx512) && f.avx512_vnni) || (isa_runs(Isa::kAvx2) && f.avx_vnni);
+  if (how == Int8Products::kDots && !dots) return false;
+  forced_int8.store(static_cast<int>(how), std::memory_order_relaxed);
+  return true;
+}
+
+void unforce_int8_products() { forced_int8.store(kNotForced, std::memory_order_relaxed); }
 
 }  // namespace moelight

@@ -51,8 +51,8 @@ class Task:
         return max(len(ids) + new for ids, new in zip(self.prompts, self.new_tokens))  # noqa: B905 - Python 3.9 reads it
 
 
-def serve(load: Callable[[Task], Generate]) -> None:
-    """Loads, warms up, and answers lines on stdin until it ends."""
+def serve(load: Callable[[Task], Generate], *, warms: bool = True) -> None:
+    """Loads, warms up unless nothing would stay warm, and answers lines on stdin until it ends."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     task = Task(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
@@ -61,7 +61,7 @@ def serve(load: Callable[[Task], Generate]) -> None:
     began = time.perf_counter()
     generate = load(task)
     load_s = time.perf_counter() - began
-    for batch in task.batches if task.warm else ():
+    for batch in task.batches if task.warm and warms else ():
         generate(batch)
     print(json.dumps({"load_s": load_s}), file=out)
     for line in sys.stdin:

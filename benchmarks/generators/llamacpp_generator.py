@@ -43,4 +43,4 @@ def _peak_rss_bytes() -> int:
 
 
 if __name__ == "__main__":
-    serve(load)
+    serve(load, warms=False)

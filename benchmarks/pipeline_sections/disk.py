@@ -5,6 +5,9 @@ what that leaves beside torch. Only accelerate is let out of the group: the prom
 below that it does not end. It puts its files out of the page cache before each step instead. The roof, a plain direct
 read of the same files, is measured before and after each run of ours. Peers decode fewer tokens than ours, because they
 take long; their time for as many tokens as ours is their first step and their mean step as often as ours.
+
+The same model in fewer bytes runs under the same limit: with experts rounded by ``moelight convert``, or as the file of
+llama.cpp.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from contestants import EndedError, Work, random_work
+from contestants import WHOLE, EndedError, Work, gguf, random_work
 from memory import measure_base
+from quantised import rounded
 
 from pipeline_sections.direct import direct_rate
 from pipeline_sections.setting import Setting, limits_memory, started, why_absent
@@ -25,6 +29,7 @@ ORDERS = ("cgopipe", "flexgen", "flexgen-loop", "serial")
 PEERS = ("accelerate-grouped_mm", "accelerate-eager", "llamacpp")
 UBATCH = 2048  # most tokens in a step of llama.cpp: each step reads the model once
 PLAN_SLACK = 1.05
+CONVERTED = ("int4", "int8", "mxfp4", "fp8")  # other forms are types of GGUF files
 
 
 def run(setting: Setting) -> dict[str, Any]:
@@ -35,7 +40,9 @@ def run(setting: Setting) -> dict[str, Any]:
     limit, base = size // 3, measure_base()
     memory = int((limit - base) / PLAN_SLACK)
     work = _work(setting, options["disk_batches"], options["disk_new"])
-    rows = _orders(setting, work, files, limit, memory)
+    kinds = options["disk_experts"]
+    rows = _orders(setting, work, files, limit, memory) if WHOLE in kinds else []
+    forms = [row for kind in kinds if kind != WHOLE for row in _form(setting, work, kind, limit, memory)]
     peers = [row for name in options["disk_peers"] for row in _peer(setting, work, name, limit)]
     result = {
         "model": model.name,
@@ -48,8 +55,9 @@ def run(setting: Setting) -> dict[str, Any]:
         "new_tokens": options["disk_new"],
         "peer_new_tokens": options["peer_new"],
         "ours": [{key: value for key, value in row.items() if key != "ids"} for row in rows],
+        "forms": [{key: value for key, value in row.items() if key != "ids"} for row in forms],
         "peers": peers,
-        "bars": bars(rows, peers),
+        "bars": bars(rows, peers) | bars_of_forms(forms, rows, peers),
     }
     print_table(result)
     return result
@@ -66,6 +74,19 @@ def _orders(setting: Setting, work: Work, files: list[Path], limit: int, memory:
                 rows.append(_ours(setting, work, files, batch, order, limit, memory))
                 absent |= {order} if "absent" in rows[-1] else set()
     return rows
+
+
+def _form(setting: Setting, work: Work, kind: str, limit: int, memory: int) -> list[dict[str, Any]]:
+    """The model in the form ``kind`` in the first order, at every batch size. Its files lie beside the model."""
+    model = setting.big
+    path = rounded(model, kind, model.parent) if kind in CONVERTED else gguf(model, kind)
+    if not path.exists():
+        return [{"experts": kind, "absent": f"no {path.name} beside the checkpoint; gguf_files.py makes it"}]
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    own, order = replace(work, model=path), setting.options["disk_orders"][0]
+    size = sum(each.stat().st_size for each in files)
+    rows = [_ours(setting, own, files, batch, order, limit, memory) for batch in work.batches]
+    return [{"experts": kind, "bytes": size, **row} for row in rows]
 
 
 def _work(setting: Setting, batches: list[int], new: int) -> Work:
@@ -88,7 +109,10 @@ def _ours(
         found = one.generate(batch)
         peak = one.samples.peak_rss_bytes
     roof = statistics.mean((before, direct_rate(files)))
-    print(f"moelight {order}, batch {batch}: {alone.tokens(batch) / found['seconds']:.1f} tok/s", file=sys.stderr)
+    print(
+        f"moelight {order}, {work.model.name}, batch {batch}: {alone.tokens(batch) / found['seconds']:.1f} tok/s",
+        file=sys.stderr,
+    )
     disk = found["decode_lanes"].get("disk", {"busy_share": 0.0, "bytes_per_s": 0.0, "busy_bytes_per_s": 0.0})
     return row | {
         "tokens_per_s": alone.tokens(batch) / found["seconds"],
@@ -171,6 +195,32 @@ def bars(rows: list[dict[str, Any]], peers: list[dict[str, Any]]) -> dict[str, A
     return found | {"identical_tokens": all(ids == same[0] for ids in same)}
 
 
+def bars_of_forms(
+    forms: list[dict[str, Any]], rows: list[dict[str, Any]], peers: list[dict[str, Any]]
+) -> dict[str, float]:
+    """Of each form its tokens a second over those of the model as it is and over each peer's, all at their best batch
+    size."""
+    others = [({"form": "moelight"} | row) for row in rows] + [({"form": row["peer"]} | row) for row in peers]
+    best = _best(others, "form")
+    return {
+        f"{kind} over {name}": row["tokens_per_s"] / other["tokens_per_s"]
+        for kind, row in _best(forms, "experts").items()
+        for name, other in best.items()
+    }
+
+
+def _best(rows: list[dict[str, Any]], key: str) -> dict[str, dict[str, Any]]:
+    """By ``key`` the row with most tokens a second."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if (
+            "absent" not in row
+            and row["tokens_per_s"] > found.get(row[key], row | {"tokens_per_s": 0.0})["tokens_per_s"]
+        ):
+            found[row[key]] = row
+    return found
+
+
 def print_table(result: dict[str, Any]) -> None:
     """Ours, peers, and what came of the bars."""
     print(
@@ -179,8 +229,8 @@ def print_table(result: dict[str, Any]) -> None:
         f"{result['new_tokens']} new tokens"
     )
     print(f"{'':28}{'batch':>6}{'tok/s':>8}{'decode':>8}{'disk busy':>11}{'GB/s':>7}{'roof':>7}{'share':>7}{'GiB':>7}")
-    for row in result["ours"]:
-        label = f"{'moelight ' + row['order']:28}{row['batch']:>6}"
+    for row in (*result["ours"], *result["forms"]):
+        label = f"{'moelight ' + row.get('experts', row.get('order', '')):28}{row.get('batch', ''):>6}"
         if "absent" in row:
             print(f"{label}  absent: {row['absent']}")
             continue

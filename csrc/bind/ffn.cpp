@@ -9,6 +9,7 @@
 #include "checks.h"
 #include "ffn/ffn.h"
 #include "quantized.h"
+#include "quantized/integers.h"
 
 namespace moelight::bind {
 namespace {
@@ -103,7 +104,17 @@ Weight check_entry(const char* name, const Entry& entry, const Format& format) {
   if (q.rows != format.rows || q.columns != format.depth)
     refuse(name, "must have " + std::to_string(format.rows) + " rows and " + std::to_string(format.depth) +
                      " columns, has " + std::to_string(q.rows) + " and " + std::to_string(q.columns));
+  if (format.integers)
+    if (const char* const why = no_whole_numbers(q)) refuse(name, why);
   return {q.transposed() ? nullptr : q.codes, q.row_bytes, nullptr, nullptr, &q, 0};
+}
+
+// What multiplies: numbers as they are ("auto"), or codes and tokens rounded to int8.
+bool rounds_tokens(const char* name, const std::string& activations, WeightType type) {
+  if (activations == "auto") return false;
+  if (activations != "int8") refuse("activations", "must be auto or int8, is '" + activations + "'");
+  if (type != WeightType::kQuantized) refuse(name, "int8 activations need quantised matrices");
+  return true;
 }
 
 const float* check_scale(const char* name, const In& array, const Format& format) {
@@ -150,8 +161,8 @@ Entry to_entry(const char* name, nb::handle item, std::vector<In>& kept) {
   return {to_array(name, item), nullptr};
 }
 
-void linear(const In& x, nb::object weight, nb::object bias, nb::object scale, int64_t group_size, const Out& out,
-            int64_t threads) {
+void linear(const In& x, nb::object weight, nb::object bias, nb::object scale, int64_t group_size,
+            const std::string& activations, const Out& out, int64_t threads) {
   check_group_size(group_size);
   check_layout("x", x, 2);
   std::vector<In> kept;
@@ -159,6 +170,7 @@ void linear(const In& x, nb::object weight, nb::object bias, nb::object scale, i
   if (entry.quantized == nullptr) check_layout("weight", entry.array, 2);
   LinearArgs args;
   args.format = make_format("weight", entry_type("weight", entry), entry.rows(), size_of(x, 1), group_size);
+  args.format.integers = rounds_tokens("weight", activations, args.format.type);
   args.weight = check_entry("weight", entry, args.format);
   args.tokens = check_tokens(x, out, args.format.rows);
   bool seen = false;
@@ -319,7 +331,7 @@ std::vector<Weight> second_half(const std::vector<Weight>& weights, const Format
 void expert_ffn(const In& x, nb::object gate_up, nb::object up, nb::object down, const In& offsets,
                 nb::tuple activation, const std::string& pairing, nb::object gate_up_bias, nb::object up_bias,
                 nb::object down_bias, nb::object gate_up_scale, nb::object down_scale, int64_t group_size,
-                const Out& out, int64_t threads) {
+                const std::string& activations, const Out& out, int64_t threads) {
   check_group_size(group_size);
   check_layout("x", x, 2);
   const int64_t hidden = size_of(x, 1);
@@ -353,6 +365,8 @@ void expert_ffn(const In& x, nb::object gate_up, nb::object up, nb::object down,
   const int64_t inner = both ? rows / 2 : rows;
   args.up_format = format_of("gate_up", first, rows, hidden, group_size);
   args.down_format = format_of("down", first_down, hidden, inner, group_size);
+  args.up_format.integers = rounds_tokens("gate_up", activations, args.up_format.type);
+  args.down_format.integers = rounds_tokens("down", activations, args.down_format.type);
   const std::vector<Weight> firsts = experts.check(first_lists, first_entries, args.up_format);
   const std::vector<Weight> downs = experts.check(down_lists, down_entries, args.down_format);
   const std::vector<Entry> up_entries = experts.entries("up", up);
@@ -379,32 +393,36 @@ void expert_ffn(const In& x, nb::object gate_up, nb::object up, nb::object down,
 }
 
 // Types by their places in the enumerations; sizes are the caller's to check.
-int64_t linear_workspace(int x, int weight, int64_t tokens, int64_t outputs, int64_t inputs, int64_t threads) {
-  const Format format = make_format("weight", static_cast<WeightType>(weight), outputs, inputs, 0);
+int64_t linear_workspace(int x, int weight, bool integers, int64_t tokens, int64_t outputs, int64_t inputs,
+                         int64_t threads) {
+  Format format = make_format("weight", static_cast<WeightType>(weight), outputs, inputs, 0);
+  format.integers = integers;
   return moelight::linear_workspace(static_cast<DType>(x), format, tokens, checked_threads(threads));
 }
 
-int64_t expert_ffn_workspace(int x, int weight, bool transposed, int64_t tokens, int64_t hidden, int64_t intermediate,
+int64_t expert_ffn_workspace(int x, int weight, bool integers, bool transposed, int64_t tokens, int64_t hidden, int64_t intermediate,
                              int64_t experts, int64_t threads) {
   const auto type = static_cast<WeightType>(weight);
   Format up = make_format("gate_up", type, 2 * intermediate, hidden, 0);
   Format down = make_format("down", type, hidden, intermediate, 0);
   up.transposed = down.transposed = transposed;
+  up.integers = down.integers = integers;
   return moelight::expert_ffn_workspace(static_cast<DType>(x), up, down, tokens, experts, checked_threads(threads));
 }
 
 }  // namespace
 
 void add_ffn(nb::module_& module) {
-  module.def("linear_workspace", linear_workspace, "x"_a, "weight"_a, "tokens"_a, "outputs"_a, "inputs"_a, "threads"_a);
-  module.def("expert_ffn_workspace", expert_ffn_workspace, "x"_a, "weight"_a, "transposed"_a, "tokens"_a, "hidden"_a,
+  module.def("linear_workspace", linear_workspace, "x"_a, "weight"_a, "integers"_a, "tokens"_a, "outputs"_a, "inputs"_a,
+             "threads"_a);
+  module.def("expert_ffn_workspace", expert_ffn_workspace, "x"_a, "weight"_a, "integers"_a, "transposed"_a, "tokens"_a, "hidden"_a,
              "intermediate"_a, "experts"_a, "threads"_a);
   module.def("ffn_workspace_kept", moelight::ffn_workspace_kept);
-  module.def("linear", linear, "x"_a, "weight"_a, "bias"_a.none(), "scale"_a.none(), "group_size"_a, "out"_a,
-             "threads"_a);
+  module.def("linear", linear, "x"_a, "weight"_a, "bias"_a.none(), "scale"_a.none(), "group_size"_a,
+             "activations"_a, "out"_a, "threads"_a);
   module.def("expert_ffn", expert_ffn, "x"_a, "gate_up"_a, "up"_a.none(), "down"_a, "offsets"_a, "activation"_a,
              "pairing"_a, "gate_up_bias"_a.none(), "up_bias"_a.none(), "down_bias"_a.none(), "gate_up_scale"_a.none(),
-             "down_scale"_a.none(), "group_size"_a, "out"_a, "threads"_a);
+             "down_scale"_a.none(), "group_size"_a, "activations"_a, "out"_a, "threads"_a);
 }
 
 }  // namespace moelight::bind

@@ -39,6 +39,18 @@ void set_bf16_products(const std::string& name) {
   refuse("name", "must be auto, wide, pairs, tiles or emulated, is '" + name + "'");
 }
 
+constexpr const char* kInt8Products[] = {"wide", "dots"};
+
+void set_int8_products(const std::string& name) {
+  if (name == "auto") return unforce_int8_products();
+  for (int how = 0; how < 2; ++how) {
+    if (name != kInt8Products[how]) continue;
+    if (!force_int8_products(static_cast<Int8Products>(how))) refuse("name", name + " do not run on this processor");
+    return;
+  }
+  refuse("name", "must be auto, wide or dots, is '" + name + "'");
+}
+
 nb::dict cpu_features() {
   nb::dict features;
   for (const auto& [name, present] : moelight::cpu_features()) features[name.c_str()] = present;
@@ -57,6 +69,8 @@ NB_MODULE(_native, module) {
   module.def("set_isa", set_isa, "name"_a);
   module.def("bf16_products", [] { return kProducts[static_cast<int>(moelight::bf16_products())]; });
   module.def("set_bf16_products", set_bf16_products, "name"_a);
+  module.def("int8_products", [] { return kInt8Products[static_cast<int>(moelight::int8_products())]; });
+  module.def("set_int8_products", set_int8_products, "name"_a);
   module.def("cpu_features", cpu_features);
   module.def("cpu_vendor", moelight::cpu_vendor);
   add_gqa(module);

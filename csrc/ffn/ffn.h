@@ -50,6 +50,7 @@ struct Format {
   int64_t groups;  // scales from one row to the next
   DType bias_type;
   bool transposed = false;  // floats alone: the weight lies as [depth, rows]
+  bool integers = false;    // of kQuantized: tokens are rounded to int8, and meet the codes (integers.inl)
 };
 
 constexpr int64_t kGroupStep = 32;
@@ -166,6 +167,9 @@ struct Kernel {
                    const float* up_bias, int64_t columns, int64_t tokens, void* out, int64_t stride);
   // Of kQuantized: the Unpack of matrices like one.
   Unpack (*unpack)(const Quantized& like) = nullptr;
+  // Instead of `prepare`, where tokens are rounded to meet matrices like one.
+  void (*quantise)(const Quantized& like, const void* x, int64_t x_bytes, int64_t count, void* out,
+                   int64_t out_bytes) = nullptr;
 };
 
 Kernel ffn_scalar(DType x, WeightType weight);
@@ -175,5 +179,12 @@ Kernel ffn_avx512(DType x, WeightType weight);
 Kernel ffn_avx512_dots(WeightType weight);
 Kernel ffn_amx(WeightType weight);
 Kernel ffn_emulated(WeightType weight);  // of ffn_amx, for processors with AVX512_BF16 but without tiles
+
+// Of formats with `integers`: all give the same results.
+Kernel integers_scalar(DType x);
+Kernel integers_avx2(DType x);
+Kernel integers_avx_vnni(DType x);
+Kernel integers_avx512(DType x);
+Kernel integers_avx512_vnni(DType x);
 
 }  // namespace moelight

@@ -30,10 +30,26 @@ constexpr int64_t kTurnedDepth = 1024, kTurnedRow = 2 * kTurnedDepth + 64;
 // Less work than this is done before a second thread wakes: bytes to read, and products to sum.
 constexpr int64_t kSmallBytes = 128 << 10, kSmallProducts = 1 << 20;
 
+Kernel integer_kernel(DType x) {
+#if defined(__x86_64__)
+  const bool dots = int8_products() == Int8Products::kDots;
+  switch (active_isa()) {
+    case Isa::kAvx512:
+      return dots ? integers_avx512_vnni(x) : integers_avx512(x);
+    case Isa::kAvx2:
+      return dots ? integers_avx_vnni(x) : integers_avx2(x);
+    case Isa::kScalar:
+      break;
+  }
+#endif
+  return integers_scalar(x);
+}
+
 // Transposed weights meet dot products of float32 rather than of pairs of bfloat16, which take two lines of K at once;
 // for tiles they are turned.
 Kernel kernel_for(DType x, const Format& format) {
   const WeightType weight = format.type;
+  if (format.integers) return integer_kernel(x);
 #if defined(__x86_64__)
   switch (active_isa()) {
     case Isa::kAvx512:
@@ -74,6 +90,7 @@ struct Side {
   Kernel kernel;
   Format format;
   DType type;
+  const Quantized* like = nullptr;
   Unpack unpack = nullptr;
   bool in_place = false;
   Span source = {}, prepared = {};
@@ -92,8 +109,9 @@ struct Side {
   }
 
   // Chooses how weights like this one are unpacked, once for a call.
-  void choose(const Weight& like) {
-    if (like.quantized != nullptr) unpack = kernel.unpack(*like.quantized);
+  void choose(const Weight& weight) {
+    like = weight.quantized;
+    if (like != nullptr) unpack = kernel.unpack(*like);
   }
 
   // Where the tokens come from, and where `room` bytes for the prepared ones are.
@@ -104,6 +122,8 @@ struct Side {
   }
 
   void prepare(int64_t from, int64_t to, int64_t count) const {
+    if (kernel.quantise != nullptr)
+      return kernel.quantise(*like, source.row(from), source.stride, count, prepared.row(to), prepared.stride);
     kernel.prepare(source.row(from), source.stride, count, format.depth, prepared.row(to));
   }
 

@@ -46,14 +46,15 @@ Progress = Callable[[str, int, int], None]  # whose turn it is, prompts done, of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompareOptions:
-    """``model`` is measured against ``reference``; ``planning`` are arguments of `Engine.from_pretrained`, and
-    ``space_bytes`` of temporary files may be taken."""
+    """``model``, with keys and values in ``kv_dtype``, is measured against ``reference``; ``planning`` are arguments of
+    `Engine.from_pretrained`, and ``space_bytes`` of temporary files may be taken."""
 
     model: str
     reference: str
     prompts: Path
     format: str = AUTO
     space_bytes: int = SPACE_BYTES
+    kv_dtype: str = "auto"
     planning: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -106,7 +107,12 @@ def compare_models(options: CompareOptions, progress: Progress = lambda *_: None
             options.reference, prompts, measured.keep, options, lambda done: progress("reference", done, len(prompts))
         )
         _score_all(
-            options.model, prompts, measured.compare, options, lambda done: progress("model", done, len(prompts))
+            options.model,
+            prompts,
+            measured.compare,
+            options,
+            lambda done: progress("model", done, len(prompts)),
+            kv_dtype=options.kv_dtype,
         )
         return measured.result()
 
@@ -145,6 +151,8 @@ def _score_all(
     watch: ScoreWatch,
     options: CompareOptions,
     progress: Callable[[int], None],
+    *,
+    kv_dtype: str = "auto",
 ) -> None:
     """Let ``watch`` see the logits of every predicted token of ``prompts`` under ``model``."""
     requests = [Request(index=index, token_ids=tokens, sampling=_SCORING) for index, tokens in enumerate(prompts)]
@@ -156,7 +164,8 @@ def _score_all(
         gen_len=1,
     )
     progress(0)
-    with Engine.from_pretrained(model, workload=workload, prefix_caching=False, **options.planning) as engine:
+    how = {"workload": workload, "prefix_caching": False, "kv_dtype": kv_dtype, **options.planning}
+    with Engine.from_pretrained(model, **how) as engine:
         for request in requests:
             engine.check(request)
         for done, completion in enumerate(engine.run(requests, on_scores=watch), start=1):

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,10 +27,13 @@ from moelight.core.errors import CheckpointError, InputError, StorageError
 from moelight.core.paths import write_whole
 from moelight.core.small_files import read_error_text, read_object
 from moelight.core.units import GiB, MiB, format_bytes
+from moelight.engine.checkpoints import open_model
+from moelight.engine.experts import facts_of
+from moelight.experts.profile import load_profile
 from moelight.kernels.rounding import round_matrix
 from moelight.profiles.hf_config import QUANTISED_KEYS
 from moelight.weights.compressed_tensors import Rounding, rounding_config
-from moelight.weights.conversion import EXPERTS_TARGET, ConversionPlan, Piece, Shard, plan_conversion
+from moelight.weights.conversion import EXPERTS_TARGET, Chosen, ConversionPlan, Piece, Shard, plan_conversion
 from moelight.weights.source import INDEX, Checkpoint, TensorInfo, resolve_model
 from moelight.weights.stored_matrix import read_tensor
 
@@ -47,19 +51,22 @@ _DTYPES = {"float16": "F16", "float32": "F32"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvertOptions:
-    """What to convert, where to, and how: ``dense`` None leaves the matrices outside the experts as they are."""
+    """What to convert, where to, and how: ``dense`` None leaves the matrices outside the experts as they are, and so
+    the share ``keep`` of all experts, those that are busiest in ``expert_profile``."""
 
     model: str
     output: Path
     experts: Rounding
     dense: Rounding | None = None
     shard_bytes: int = SHARD_BYTES
+    keep: float = 0.0
+    expert_profile: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Converted:
     """What was made: bytes of tensors before and after, bits of a rounded number with its scales, bytes that this run
-    read, files that were whole before, names of files that were not copied."""
+    read, files that were whole before, names of files that were not copied, experts that were kept."""
 
     source_bytes: int
     bytes: int
@@ -68,6 +75,7 @@ class Converted:
     files: int
     files_before: int
     left_out: tuple[str, ...]
+    kept: int
 
 
 Progress = Callable[[int, int], None]  # bytes read, of bytes to read
@@ -79,11 +87,12 @@ def convert_checkpoint(options: ConvertOptions, progress: Progress = lambda _don
     directory, out = resolve_model(options.model), options.output
     checkpoint = Checkpoint.open(directory)
     config = _read_config(directory)
-    plan = _plan(checkpoint, config, options)
+    kept = busiest(options)
+    plan = _plan(checkpoint, config, options, kept)
     config["quantization_config"] = rounding_config(
         [(options.experts, [EXPERTS_TARGET])] + ([(options.dense, plan.dense)] if options.dense else []), plan.ignored
     )
-    with _claimed(out, _record(checkpoint, options)):
+    with _claimed(out, _record(checkpoint, options, kept)):
         missing = [shard for shard in plan.shards if not _is_whole(out / shard.name, shard)]
         _check_space(out, missing)
         total = sum(piece.source.nbytes for shard in missing for piece in shard.pieces)
@@ -102,6 +111,7 @@ def convert_checkpoint(options: ConvertOptions, progress: Progress = lambda _don
         files=len(plan.shards),
         files_before=len(plan.shards) - len(missing),
         left_out=tuple(left_out),
+        kept=len(kept),
     )
 
 
@@ -120,13 +130,31 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _plan(checkpoint: Checkpoint, config: dict[str, Any], options: ConvertOptions) -> ConversionPlan:
+def busiest(options: ConvertOptions) -> Chosen:
+    """The experts to keep: the share of all that most tokens were routed to. Raises ConfigError for a profile of
+    another model."""
+    if options.expert_profile is None:
+        return frozenset()
+    opened = open_model(options.model)
+    model, facts = opened.profile, facts_of(opened.profile, opened.weight_map.dtype)
+    layers = [layer for layer, moe in enumerate(model.moe_layers) if moe]
+    profile = load_profile(
+        options.expert_profile, model=facts.facts, num_layers=len(layers), num_experts=facts.num_experts
+    )
+    most = round(options.keep * profile.counts.size)
+    order = np.argsort(-profile.counts, axis=None, kind="stable")[:most]
+    chosen = [divmod(int(each), facts.num_experts) for each in order if profile.counts.flat[each] > 0]
+    return frozenset((layers[row], expert) for row, expert in chosen)
+
+
+def _plan(checkpoint: Checkpoint, config: dict[str, Any], options: ConvertOptions, kept: Chosen) -> ConversionPlan:
     scale = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), "BF16")
     dense = None if options.dense is None else options.dense.stored(scale)
-    return plan_conversion(checkpoint, config["model_type"], options.experts.stored(scale), dense, options.shard_bytes)
+    experts, most = options.experts.stored(scale), options.shard_bytes
+    return plan_conversion(checkpoint, config["model_type"], experts, dense, most, kept)
 
 
-def _record(checkpoint: Checkpoint, options: ConvertOptions) -> dict[str, Any]:
+def _record(checkpoint: Checkpoint, options: ConvertOptions, kept: Chosen) -> dict[str, Any]:
     """What a directory is made of; a run goes on only where this is equal."""
     files = sorted({info.file for info in checkpoint.tensors.values()} | {checkpoint.directory / _CONFIG})
     stats = {file.name: file.stat() for file in files}
@@ -134,6 +162,7 @@ def _record(checkpoint: Checkpoint, options: ConvertOptions) -> dict[str, Any]:
         "experts": list(options.experts),
         "dense": None if options.dense is None else list(options.dense),
         "shard_bytes": options.shard_bytes,
+        "kept": [list(pair) for pair in sorted(kept)],
         "source": {name: [each.st_size, each.st_mtime_ns] for name, each in stats.items()},
     }
 

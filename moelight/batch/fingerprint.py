@@ -26,9 +26,12 @@ def sampling_facts(sampling: SamplingParams) -> dict[str, Any]:
     return facts
 
 
-def number_facts(policy: Policy | None) -> dict[str, str]:
-    """The number formats of a policy: the only values of a policy that change tokens."""
-    return {name: "auto" if policy is None else getattr(policy, name) for name in ("weight_dtype", "kv_dtype")}
+def number_facts(policy: Policy | None, kv_dtype: str = "auto") -> dict[str, str]:
+    """The number formats of a policy, the only values of it that change tokens; without one, ``kv_dtype`` as asked for
+    (of ``choose``, `Ledger.chosen` has the choice)."""
+    if policy is not None:
+        return {"weight_dtype": policy.weight_dtype, "kv_dtype": policy.kv_dtype}
+    return {"weight_dtype": "auto", "kv_dtype": kv_dtype}
 
 
 def digest_of_file(path: Path | None) -> str | None:

@@ -39,6 +39,7 @@ from moelight.core.timeline import Timeline
 from moelight.engine.model import LazyModel, PlannedModel, model_facts
 from moelight.observe.stats import RunStats
 from moelight.observe.trace import TraceHeader, TraceWriter
+from moelight.optimizer.allowed import CHOOSE
 from moelight.optimizer.plan import Plan
 from moelight.runtime.measure import peak_rss_bytes
 
@@ -249,7 +250,7 @@ def prepare(options: JobOptions) -> Iterator[JobInput]:
                 "prompts": {"format": source.format.name, "bytes": source.size_bytes, "digest": source.digest()},
                 "model": model_facts(model.directory),
                 "sampling": sampling_facts(options.sampling),
-                "numbers": number_facts(options.policy),
+                "numbers": number_facts(options.policy, options.kv_dtype),
                 "rows": {
                     "chat_template": digest_of_file(options.chat_template),
                     "ignore_model": options.ignore_model,
@@ -318,7 +319,11 @@ def _answer(answering: RowProcessor, summary: ScanSummary, trace: RunTrace | Non
             lanes={},
         )
         return DONE, nothing, _final_counts(ledger, summary.rows)
+    if ledger.chosen is not None:  # by an earlier run: rows of one job have keys and values of one format
+        options = replace(options, kv_dtype=ledger.chosen["kv_dtype"])
     job = prepared.model.plan(options, workload)
+    if options.kv_dtype == CHOOSE:
+        ledger.note_chosen({"kv_dtype": job.policy.kv_dtype})
     told.started(_start(prepared, summary, ledger, job))
     with job.load(record=options.expert_stats is not None or options.save_expert_profile is not None) as engine:
         told.planned(job.why)

@@ -39,7 +39,8 @@ class Ledger(ABC):
 
     ``state`` is ``new``, ``resumed`` or ``complete``; ``changed`` lists the differences that ``allow_changed``
     accepted; ``totals`` sums those of all `put` calls; ``struck`` are rows that are refused because the process died
-    while it prepared them; ``scan`` is the noted result of scanning the input.
+    while it prepared them; ``scan`` is the noted result of scanning the input, ``chosen`` what was left to the planner
+    and must not change between runs: options by name.
     """
 
     struck: frozenset[int] = frozenset()
@@ -47,7 +48,7 @@ class Ledger(ABC):
     def __init__(self, outputs: Outputs, record: JobRecord, waiting: WaitingRows) -> None:
         self.state: State = "new"
         self.changed: list[str] = []
-        self.scan = record.scan
+        self.scan, self.chosen = record.scan, record.chosen
         self.completed, self.failed, self.totals = record.completed, record.failed, dict(record.totals)
         self._outputs = outputs
         self._in_order = outputs.order == "input"
@@ -71,6 +72,9 @@ class Ledger(ABC):
 
     def note_scan(self, scan: Mapping[str, Any]) -> None:
         self.scan = dict(scan)
+
+    def note_chosen(self, chosen: Mapping[str, str]) -> None:
+        self.chosen = dict(chosen)
 
     def put(self, number: int, data: bytes, *, failed: bool = False, totals: Mapping[str, int] | None = None) -> None:
         """Append ``data``, line end included, as row ``number``, from 0. Raises InputError if the row cannot be
@@ -205,11 +209,18 @@ class Journal(Ledger):
         return self._deaths.at(number)
 
     def note_scan(self, scan: Mapping[str, Any]) -> None:
+        super().note_scan(scan)
+        self._commit_noted({"scan": self.scan})
+
+    def note_chosen(self, chosen: Mapping[str, str]) -> None:
+        super().note_chosen(chosen)
+        self._commit_noted({"chosen": self.chosen})
+
+    def _commit_noted(self, values: Mapping[str, Any]) -> None:
         self._ready()
         self._wait_commit()
-        super().note_scan(scan)
         try:
-            self._store.commit({"scan": self.scan})
+            self._store.commit(values)
         except OSError as error:
             self._fail(error)
 
@@ -370,8 +381,9 @@ def _resume(
         for place in outputs.files.values():
             check_writable(place.shown, what=place.what)
         if changed:
-            record.facts, record.scan, record.stage = dict(facts), None, "running"
-        store.commit({"facts": record.facts, "scan": record.scan, "stage": record.stage, "pid": os.getpid()})
+            record.facts, record.scan, record.chosen, record.stage = dict(facts), None, None, "running"
+        values = {name: getattr(record, name) for name in ("facts", "scan", "chosen", "stage")}
+        store.commit({**values, "pid": os.getpid()})
         if record.stage == "renaming":
             _take_names(outputs, store, record.total)
             record.stage = "complete"

@@ -164,6 +164,7 @@ class JobRecord:
     layout: dict[str, Any]
     facts: dict[str, Any]
     scan: dict[str, Any] | None = None
+    chosen: dict[str, str] | None = None
     pid: int = 0
     completed: int = 0
     failed: int = 0
@@ -185,6 +186,7 @@ class JobRecord:
         return self.stage == "running" and not self.completed + self.failed
 
 
+_LATER = ("chosen",)  # values that earlier releases did not store
 _VALUES = tuple(each.name for each in fields(JobRecord) if each.name not in ("done", "extents"))
 
 
@@ -333,7 +335,7 @@ def _read(base: sqlite3.Connection, path: Path) -> JobRecord | None:
 def _record(base: sqlite3.Connection, path: Path) -> JobRecord:
     found = {name: json.loads(value) for name, value in base.execute("SELECT name, value FROM job").fetchall()}
     record = JobRecord(
-        **{name: found[name] for name in _VALUES},
+        **{name: found[name] for name in _VALUES if name in found or name not in _LATER},
         done=RowSet(base.execute("SELECT part, bits FROM done ORDER BY part")),
     )
     for name, *extent in base.execute("SELECT file, first, past, crc FROM extents ORDER BY rowid"):

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moelight.cli import planning_options as ask
-from moelight.cli.options import argument, option, with_options
+from moelight.cli.options import argument, check_output, option, with_options, write_output
 from moelight.cli.tables import open_console, plain_table, print_json, show, stacked, text
-from moelight.core.errors import ConfigError
+from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.units import parse_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
     from moelight.batch.compare import Comparison, Estimated
 
@@ -29,7 +31,11 @@ def compare(
     host_memory: str | None = option("The most host memory, e.g. 3GiB.", metavar="SIZE"),
     device_memory: str | None = option("The most GPU memory, e.g. 10GiB.", metavar="SIZE"),
     device: str = option("auto, cpu, cuda, xpu, or a card as in cuda:1.", default="auto"),
+    kv_dtype: str = option("Of MODEL's keys and values: auto or int8.", metavar="auto|int8", default="auto"),
     space: str = option("The most temporary files; they hold the reference's distributions.", default="8GiB"),
+    output: Path | None = option(
+        "Write the figures as JSON; MODEL/quality.json is what optimize shows.", "--output", "-o", metavar="FILE.json"
+    ),
     as_json: ask.Json = False,
 ) -> None:
     """Measure how far the predictions of MODEL are from those of another checkpoint.
@@ -39,9 +45,12 @@ def compare(
     other.
     """
     from moelight.batch.compare import CompareOptions, compare_models
+    from moelight.batch.output import STANDARD_OUTPUT
 
     if against is None:
         raise ConfigError("against which model? give --against REFERENCE")
+    _check_kv_dtype(kv_dtype)
+    check_output(output, as_json=as_json)
     found = compare_models(
         CompareOptions(
             model=model,
@@ -49,23 +58,38 @@ def compare(
             prompts=prompts,
             format=format,
             space_bytes=parse_bytes(space, what="--space"),
+            kv_dtype=kv_dtype,
             planning={"host_memory": host_memory, "device_memory": device_memory, "device": device},
         ),
         _tell,
     )
+    figures = {"model": model, "reference": against, "kv_dtype": kv_dtype, **comparison_as_dict(found)}
+    if output is not None:
+        write_output(output, [json.dumps(figures, indent=2), "\n"])
     if as_json:
-        print_json({"model": model, "reference": against, **comparison_as_dict(found)})
+        print_json(figures)
+    if as_json or output == STANDARD_OUTPUT:
         return
-    kept = "all tokens of the vocabulary" if found.kept == found.vocabulary else _kept_words(found)
+    cached = ", keys and values in int8," if kv_dtype == "int8" else ""
+    _show(text((model, "bold"), f"{cached} against ", (against, "bold")), found)
+
+
+def _show(heading: Text, found: Comparison) -> None:
     show(
         open_console(),
-        text((model, "bold"), " against ", (against, "bold")),
+        heading,
         _table(found),
         stacked(
-            text((f"{found.tokens:,} tokens of {found.prompts:,} prompts; {kept}", "dim")),
+            text((f"{found.tokens:,} tokens of {found.prompts:,} prompts; {_kept_words(found)}", "dim")),
             text(("intervals: 95 %, by bootstrap over prompts", "dim")),
         ),
     )
+
+
+def _check_kv_dtype(given: str) -> None:
+    known = ("auto", "int8")
+    if given not in known:
+        raise ConfigError(f"--kv-dtype {given!r} is not one of {', '.join(known)}{did_you_mean(given, known)}")
 
 
 def comparison_as_dict(found: Comparison) -> dict[str, Any]:
@@ -74,6 +98,8 @@ def comparison_as_dict(found: Comparison) -> dict[str, Any]:
 
 
 def _kept_words(found: Comparison) -> str:
+    if found.kept == found.vocabulary:
+        return "all tokens of the vocabulary"
     return (
         f"the reference's {found.kept:,} likeliest tokens ({100 * found.mass:.3g} % of its probability) and the others "
         "as one, so the divergence is a lower bound"

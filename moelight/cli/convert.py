@@ -30,6 +30,10 @@ def convert(
         metavar="keep|int8",
         default="keep",
     ),
+    keep: str | None = option("Share of the experts that stays as it is: the busiest.", metavar="PERCENT%"),
+    expert_profile: Path | None = option(
+        "Which are busy: what `generate --save-expert-profile` wrote.", metavar="FILE.json"
+    ),
     shard_size: str = option("The most bytes of a file.", metavar="SIZE", default="4GiB"),
 ) -> None:
     """Write MODEL again with rounded experts, in a quarter to half of the bytes.
@@ -46,18 +50,33 @@ def convert(
         raise ConfigError(f"--dense {dense!r} is not one of {', '.join(_DENSE)}{did_you_mean(dense, _DENSE)}")
     if group_size is not None and group_size not in GROUPS:
         raise ConfigError(f"--group-size {group_size} is not one of {', '.join(map(str, GROUPS))}")
+    if (keep is None) != (expert_profile is None):
+        raise ConfigError("--keep and --expert-profile belong together: how many experts stay, and which are busy")
     options = ConvertOptions(
         model=model,
         output=output,
         experts=Rounding.of(experts, group_size),
         dense=Rounding.of(dense) if dense != "keep" else None,
         shard_bytes=parse_bytes(shard_size, what="--shard-size"),
+        keep=0.0 if keep is None else _share(keep),
+        expert_profile=expert_profile,
     )
     lines = _ProgressLine()
     found = convert_checkpoint(options, lines)
     for name in found.left_out:
         print(f"not copied: {name}", file=sys.stderr)
     print(end_words(found, output, time.monotonic() - lines.began))
+
+
+def _share(text: str) -> float:
+    """``10%`` -> 0.1."""
+    try:
+        share = float(text.removesuffix("%")) / 100
+    except ValueError:
+        share = -1.0
+    if not text.endswith("%") or not 0 < share < 1:
+        raise ConfigError(f"--keep {text!r} is no share of the experts, such as 10%")
+    return share
 
 
 class _ProgressLine:
@@ -87,5 +106,6 @@ def end_words(found: Converted, output: Path, seconds: float) -> str:
     """Return the last line: sizes, bits of a rounded number, time."""
     size = f"{format_bytes(found.source_bytes)} -> {format_bytes(found.bytes)}"
     speed = f", {found.read_bytes / seconds / GB:.2f} GB/s" if found.read_bytes else ""
+    kept = f", {found.kept} experts kept" if found.kept else ""
     before = f", {found.files_before} of {found.files} files were there" if found.files_before else ""
-    return f"{output}: {size}, {found.bits:.2f} bits a number of what is rounded; {seconds:.1f} s{speed}{before}"
+    return f"{output}: {size}, {found.bits:.2f} bits a number of what is rounded{kept}; {seconds:.1f} s{speed}{before}"

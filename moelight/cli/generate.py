@@ -19,7 +19,7 @@ from moelight.core.units import parse_bytes
 if TYPE_CHECKING:
     from moelight.batch.options import JobOptions
 
-_PLANNED = ("batch_size", "micro_batch_size", "schedule", "host_memory", "device_memory")
+_PLANNED = ("batch_size", "micro_batch_size", "schedule", "kv_dtype", "allow", "host_memory", "device_memory")
 _ORDERS = ("input", "completion")
 
 
@@ -76,6 +76,12 @@ class JobArguments:
     schedule: str | None = option(
         "The schedule: cgopipe, fastdecode, flexgen-c, flexgen, flexgen-loop, serial or module."
     )
+    kv_dtype: str = option(
+        "Of keys and values: auto (as computed), int8, or choose, the faster one.",
+        metavar="auto|choose|int8",
+        default="auto",
+    )
+    allow: str | None = option("kv8 is --kv-dtype choose; experts are run as they are stored.", metavar="kv8")
     policy: Path | None = option("Run this policy, as optimize -o writes it.", metavar="FILE.yaml")
     hw: str = option("The machine to plan for; auto is this one.", metavar="NAME|FILE|auto", default="auto")
     device: str = option(
@@ -160,6 +166,7 @@ def read_options(given: JobArguments, *, as_table: bool) -> JobOptions:
     options: dict[str, Any] = {
         **_fields_of(JobOptions, given),
         "policy": policy,
+        "kv_dtype": read_kv_dtype(given),
         "sampling": SamplingParams(**sampling),
         "durability": Durability(**_fields_of(Durability, given), sync_s=given.sync_interval),
         "experts": experts,
@@ -172,6 +179,24 @@ def read_options(given: JobArguments, *, as_table: bool) -> JobOptions:
     if given.output is None and not as_table:
         options["output"] = STANDARD_OUTPUT
     return JobOptions(**options)
+
+
+def read_kv_dtype(given: JobArguments) -> str:
+    """Return the format of keys and values; refuse ``--allow`` of experts, which are run as they are stored."""
+    from moelight.optimizer.allowed import AUTO, CHOOSE, KV8, WEIGHTS, parse_allowed
+
+    allowed = parse_allowed(given.allow)
+    for name in WEIGHTS:
+        if name in allowed:
+            raise ConfigError(
+                f"--allow {name}: generate runs experts as they are stored; moelight convert {given.model or 'MODEL'} "
+                f"OUT --experts {name} makes a checkpoint that stores them so"
+            )
+    if KV8 not in allowed:
+        return given.kv_dtype
+    if given.kv_dtype != AUTO:
+        raise ConfigError(f"--allow {KV8} and --kv-dtype {given.kv_dtype} both say what the plan may use; drop one")
+    return CHOOSE
 
 
 def _fields_of(kind: type[Any], given: JobArguments) -> dict[str, Any]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _NEEDED = ("device", "host")
 
 
-@with_options(without=("hw", "estimator", "fix", *ask.DTYPE_KEYS))
+@with_options(without=("hw", "estimator", "fix", *ask.FORMATS))
 def inspect(
     *,
     model: str = argument("MODEL", "A known model, or the directory of a config.json."),

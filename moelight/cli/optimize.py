@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moelight.cli import planning_options as ask
 from moelight.cli.options import check_output, option, with_options, write_output
 from moelight.cli.tables import open_console, print_json
+from moelight.core.errors import ConfigError
+from moelight.core.small_files import read_error_text, read_object
 from moelight.core.units import format_bytes
 from moelight.observe.number_format import rate_or_count, seconds_text
 
 if TYPE_CHECKING:
     from moelight.optimizer.plan import Plan
+
+
+QUALITY_FILE = "quality.json"  # of `compare -o`, in the directory of the model that was measured
 
 
 @with_options()
@@ -33,16 +38,47 @@ def optimize_command(
     check_output(output, as_json=as_json)
     question = ask.read_question(model, asked)
     plan = question.plan()
+    quality = measured_quality(model, plan.policy.kv_dtype)
     if output is not None:
         write_output(output, [policy_file(plan)])
     if as_json:
         from moelight.optimizer.plan import plan_as_dict
 
-        print_json(plan_as_dict(plan))
+        print_json(plan_as_dict(plan) | ({"quality": quality} if quality else {}))
     elif output != STANDARD_OUTPUT:
         from moelight.cli.plan_view import print_plan
 
-        print_plan(open_console(), plan, workload_name=question.workload_name)
+        measured = quality_words(quality) if quality else ""
+        print_plan(open_console(), plan, workload_name=question.workload_name, quality=measured)
+
+
+def measured_quality(model: str, kv_dtype: str) -> dict[str, Any] | None:
+    """The comparison kept in the directory ``model`` if it was measured with keys and values in ``kv_dtype``: its
+    ``reference``, ``kl`` (nats a token) and ``top1`` (share of tokens). None without one; raises ConfigError for
+    another file of that name."""
+    path = Path(model).expanduser() / QUALITY_FILE
+    if not path.is_file():
+        return None
+    try:
+        found = read_object(path)
+        if found["kv_dtype"] != kv_dtype:
+            return None
+        return {
+            "reference": str(found["reference"]),
+            "kl": float(found["kl"]["value"]),
+            "top1": float(found["top1"]["value"]),
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = read_error_text(error) if isinstance(error, (OSError, ValueError)) else "a figure is missing"
+        raise ConfigError(f"{path}: is not what `moelight compare -o` writes ({why})") from None
+
+
+def quality_words(quality: dict[str, Any]) -> str:
+    """One line."""
+    return (
+        f"quality against {quality['reference']}: {quality['kl']:.3g} nats a token of KL divergence, the same "
+        f"likeliest token {100 * quality['top1']:.4g} % of the time"
+    )
 
 
 def policy_file(plan: Plan) -> str:

@@ -23,11 +23,11 @@ _LANE_WORDS = {
 }
 
 
-def print_plan(console: Console, plan: Plan, *, workload_name: str) -> None:
-    """Print ``plan``, on 80 columns or more."""
+def print_plan(console: Console, plan: Plan, *, workload_name: str, quality: str = "") -> None:
+    """Print ``plan``, on 80 columns or more; ``quality``: what was measured of the model, if anything was."""
     show(
         console,
-        _head(plan, workload_name),
+        _head(plan, workload_name, quality),
         section("policy", _policy(plan)),
         section("lanes in a decode pass", _lanes(plan, console.width)),
         section("memory", memory_view(plan, console.width)),
@@ -36,7 +36,7 @@ def print_plan(console: Console, plan: Plan, *, workload_name: str) -> None:
     )
 
 
-def _head(plan: Plan, workload_name: str) -> RenderableType:
+def _head(plan: Plan, workload_name: str, quality: str) -> RenderableType:
     policy, work, estimate = plan.policy, plan.workload, plan.estimate
     longest = "" if work.max_prompt_len == work.prompt_len else f" (at most {work.max_prompt_len:,})"
     named = f"{workload_name}: " if workload_name else ""
@@ -48,8 +48,10 @@ def _head(plan: Plan, workload_name: str) -> RenderableType:
         f" end to end, {rate_or_count(estimate.decode_tokens_per_s)} while decoding; "
         f"a decode pass takes {seconds_text(estimate.pass_s)}",
     )
+    measured = [text(quality)] if quality else []
     cannot = [text((f"cannot be run yet: {'; '.join(plan.why_not)}", "bold yellow"))] if plan.why_not else []
-    return stacked(title(policy.model, plan.hardware), text((work_line, "dim")), text(), speed, _proof(plan), *cannot)
+    heading = title(policy.model, plan.hardware), text((work_line, "dim")), text()
+    return stacked(*heading, speed, *measured, _proof(plan), *cannot)
 
 
 def _proof(plan: Plan) -> Text:

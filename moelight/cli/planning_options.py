@@ -28,7 +28,8 @@ ESTIMATORS = ("calibrated", "paper")
 LIMITS = {"device": "device_memory", "host": "host_memory", "disk": "disk"}  # options by tier
 FIGURES = ("prompt_len", "max_prompt_len", "gen_len", "num_requests")
 DTYPE_KEYS = ("weight_dtype", "kv_dtype")
-CONSTRAINTS = ("fix", *LIMITS.values(), *DTYPE_KEYS, "no_cache")  # options that conflict with --policy
+FORMATS = (*DTYPE_KEYS, "allow")
+CONSTRAINTS = ("fix", *LIMITS.values(), *FORMATS, "no_cache")  # options that conflict with --policy
 
 Hw = Annotated[str, typer.Option("--hw", metavar="NAME|FILE|auto", help="The machine; auto measures this one.")]
 Model = Annotated[
@@ -60,7 +61,11 @@ class PlanningOptions:
     disk: str | None = option("The most disk; 0: nothing on disk.", metavar="SIZE")
     fix: list[str] | None = option("Part of the policy, e.g. attention=cpu; repeat.", metavar="KEY=VALUE")
     weight_dtype: str = option("Of the experts: the model's, free, or fixed.", metavar="auto|choose|NAME", default=AUTO)
-    kv_dtype: str = option("Of keys and values: likewise.", metavar="auto|choose|NAME", default=AUTO)
+    kv_dtype: str = option("Of keys and values: likewise; int8 runs.", metavar="auto|choose|NAME", default=AUTO)
+    allow: str | None = option(
+        "What the plan may use beside the model's numbers: experts in int8, int4; keys and values in int8 (kv8).",
+        metavar="int8,int4,kv8",
+    )
     no_cache: bool = option("Solve anew, and keep nothing.", default=False)
 
 
@@ -90,6 +95,7 @@ class Question:
 
 def read_question(model: str, asked: PlanningOptions) -> Question:
     """Return the question that the options describe; they are validated before a machine is measured."""
+    from moelight.optimizer.allowed import KV8, WEIGHTS, allowed_caches, allowed_weights, parse_allowed
     from moelight.optimizer.fixed_values import check_fixes, parse_fixes
 
     if asked.estimator not in ESTIMATORS:
@@ -102,8 +108,16 @@ def read_question(model: str, asked: PlanningOptions) -> Question:
         given = getattr(asked, name)
         if given is not None:
             limits[tier] = 0 if tier == "disk" and given.strip() == "0" else parse_bytes(given, what=flag(name))
-    dtypes = {f"{key}s": _dtypes(getattr(asked, key), key, fixes) for key in DTYPE_KEYS}
+    allowed = parse_allowed(asked.allow)
+    dtypes = {key: _dtypes(getattr(asked, key), key, fixes) for key in DTYPE_KEYS}
+    for key, names in (("weight_dtype", WEIGHTS), ("kv_dtype", (KV8,))):
+        if (getattr(asked, key) != AUTO or key in fixes) and (named := [name for name in allowed if name in names]):
+            said = f"{flag(key)} {getattr(asked, key)}" if getattr(asked, key) != AUTO else f"--fix {key}={fixes[key]}"
+            raise ConfigError(f"--allow {named[0]} and {said} both say what the plan may use; drop one")
     profile = load_model(model)
+    if allowed:
+        dtypes["weight_dtype"] = dtypes["weight_dtype"] + allowed_weights(allowed, profile)[1:]
+        dtypes["kv_dtype"] = dtypes["kv_dtype"] + allowed_caches(allowed, profile)[1:]
     hardware = load_machine(asked.hw, model)
     for tier in ("device", "disk"):
         if limits.get(tier) and hardware.tier(tier) is None:  # its bandwidth is unknown
@@ -119,7 +133,12 @@ def read_question(model: str, asked: PlanningOptions) -> Question:
         workload=workload,
         workload_name=workload_name,
         limits=limits,
-        constraints={"estimator": asked.estimator, "fix": fixes, **dtypes, "cache": not asked.no_cache},
+        constraints={
+            "estimator": asked.estimator,
+            "fix": fixes,
+            **{f"{key}s": names for key, names in dtypes.items()},
+            "cache": not asked.no_cache,
+        },
     )
 
 
@@ -196,11 +215,12 @@ def _workload(asked: PlanningOptions) -> tuple[Workload, str]:
 def _dtypes(given: str, key: str, fixes: Mapping[str, object]) -> tuple[str, ...]:
     """Return the dtypes that the planner may choose: the model's own, any, or one."""
     from moelight.core.dtypes import DTYPES
+    from moelight.optimizer.allowed import CACHES
 
     if given != AUTO and key in fixes:
         raise ConfigError(f"{flag(key)} {given} and --fix {key}={fixes[key]} say the same thing twice; drop one")
     if given == CHOOSE:
-        return (AUTO, *DTYPES)
+        return CACHES if key == "kv_dtype" else (AUTO, *DTYPES)
     if given != AUTO and given not in DTYPES:
         known = (AUTO, CHOOSE, *DTYPES)
         raise ConfigError(f"{flag(key)} {given!r} is not one of {', '.join(known)}{did_you_mean(given, known)}")

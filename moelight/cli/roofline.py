@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from moelight.hrm.roofline import Roofline
 
 
-@with_options(without=("estimator", *ask.LIMITS.values(), *ask.DTYPE_KEYS))
+@with_options(without=("estimator", *ask.LIMITS.values(), *ask.FORMATS))
 def roofline(
     *,
     model: ask.OptionalModel = None,

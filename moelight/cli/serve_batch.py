@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moelight.serve.jobs import JobRunner
 
 _HTTP = ("host", "port", "data", "token_file", "allow_remote", "max_file_size", "expire")
-_HANDED_ON = ("max_tokens", "host_memory", "device_memory", "policy", "hw", "device", "expert_policy")
+_HANDED_ON = ("max_tokens", "host_memory", "device_memory", "kv_dtype", "policy", "hw", "device", "expert_policy")
 _MODULES = ("starlette", "uvicorn", "python_multipart")
 
 
@@ -41,6 +41,7 @@ class ServerArguments:
     max_tokens: int | None = option("The most tokens generated where a request does not say.", min=1)
     host_memory: str | None = option("The most host memory of a job.", metavar="SIZE")
     device_memory: str | None = option("The most GPU memory of a job.", metavar="SIZE")
+    kv_dtype: str | None = option("Of keys and values, as for generate.", metavar="auto|choose|int8")
     policy: Path | None = option("Run this policy, as optimize -o writes it.", metavar="FILE.yaml")
     hw: str | None = option("The machine to plan for.", metavar="NAME|FILE|auto")
     device: str | None = option("auto, cpu, cuda, xpu, a card as in cuda:1, or twin.")

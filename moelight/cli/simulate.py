@@ -31,7 +31,7 @@ ALL = "all"
 _MOST_BARS = 250
 
 
-@with_options(without=("estimator", *ask.DTYPE_KEYS))
+@with_options(without=("estimator", *ask.FORMATS))
 def simulate_command(
     *,
     model: ask.OptionalModel = None,

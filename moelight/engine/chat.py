@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from moelight.core.confined import ConfinedProcess, EndedError
 from moelight.core.errors import CheckpointError, ConfigError, InputError
 from moelight.core.small_files import read_error_text, read_text
 from moelight.core.units import KiB, MiB, format_bytes
-from moelight.engine.confined import ConfinedProcess, EndedError
 
 _T = TypeVar("_T")
 TEMPLATE_FILE = "chat_template.jinja"

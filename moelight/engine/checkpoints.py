@@ -17,7 +17,7 @@ from moelight.core.errors import ConfigError
 from moelight.kernels.products import Workspace
 from moelight.models.graph.decoder import GraphDecoder
 from moelight.models.graph.experts import PageViews
-from moelight.models.graph.leaves import use_kernels
+from moelight.models.graph.layers import use_kernels
 from moelight.models.graph.model import GraphModel, config_of, on_meta, read_config
 from moelight.models.graph.profile import profile_of
 from moelight.models.graph.self_test import prove_config

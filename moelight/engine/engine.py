@@ -203,6 +203,7 @@ class Engine:
         batch_size: int | None = None,
         micro_batch_size: int | None = None,
         schedule: str | None = None,
+        kv_dtype: str = "auto",
         workload: Workload | None = None,
         adapt: bool | None = None,
         experts: ExpertOptions | None = None,
@@ -221,6 +222,7 @@ class Engine:
             batch_size: sequences in progress at a time (N); None: the planner's choice.
             micro_batch_size: sequences per micro-batch (μ); None: the planner's choice.
             schedule: name of a schedule; None: the planner's choice.
+            kv_dtype: of keys and values: ``auto`` (that of the computation), ``int8``, or ``choose``, the faster one.
             workload: what to plan for; None: the default `Workload`.
             experts: as for `Engine`; an expert policy in it restricts the search to schedules with on-demand passes.
 
@@ -240,6 +242,7 @@ class Engine:
             batch_size=batch_size,
             micro_batch_size=micro_batch_size,
             schedule=schedule,
+            kv_dtype=kv_dtype,
             workload=workload or Workload(),
             experts=None if experts is None else experts.policy,
         )

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from moelight.engine.confined import ConfinedProcess, EndedError
+from moelight.core.confined import ConfinedProcess, EndedError
 
 if TYPE_CHECKING:
     import llguidance

@@ -21,7 +21,6 @@ from moelight.hrm.footprint import (
     KV_BUFFERS,
     footprint,
     kv_blocks,
-    kv_buffer_tokens,
     kv_device_blocks,
     offloaded_pages,
     pass_tokens,
@@ -33,7 +32,7 @@ from moelight.kernels.reads import FileReader, ReadPart
 from moelight.models.decoder import Decoder, NativeDecoder
 from moelight.models.quantized import QuantizedExperts
 from moelight.paging.arena import typed
-from moelight.paging.kv import BlockPool, paged_cache, token_cache
+from moelight.paging.kv import BlockPool, CachedRows, paged_cache, token_cache
 from moelight.paging.ring import RingPager
 from moelight.paging.store import PageStore
 from moelight.runtime.attention_ops import Act, DeviceAttention, HostAttention
@@ -89,7 +88,7 @@ class LoadedModel:
             self.executor = Executor(runners, machine.habits.timed if machine.habits.takes_time else None)
             opened.callback(self.executor.close)
             stored = costs.page_dtype(self.profile, self.dtype)
-            announced = footprint(self.profile, policy, dtype=self.dtype, kv_dtype=self.dtype, page_dtype=stored)
+            announced = footprint(self.profile, policy, dtype=self.dtype, page_dtype=stored)
             slot_bytes = costs.page_slot_bytes(self.profile, stored)
             arenas = allocate_for(machine, announced, pinned_pages=self.layout.pinned_pages, slot_bytes=slot_bytes)
             tokens, hidden = pass_tokens(policy), self.profile.hidden_size
@@ -133,7 +132,9 @@ class LoadedModel:
         """All weights outside experts, in ``arena``; returns what makes the decoder of them."""
         self.weights: ModelWeights | None = None
         quantized = source.weight_map.quantized
-        self._page_kinds = {} if quantized is None else quantized.kind_of
+        self._page_kinds: dict[int, set[int]] = {}
+        for page, kind in ({} if quantized is None else quantized.kind_of).items():
+            self._page_kinds.setdefault(page.layer, set()).add(kind)
         experts = None if quantized is None else QuantizedExperts(quantized)
         if source.graph is not None:
             return source.graph.decoder(self.profile, arena, dtype, experts)
@@ -146,6 +147,7 @@ class LoadedModel:
         profile, fast_tier = self.profile, self.placement.fast_tier
         views = partial(page_views, model=profile) if source.graph is None else source.graph.expert
         view = partial(views, dtype=to_torch(self.dtype.page_dtype))
+        quantized = source.weight_map.quantized
         return PageStore(
             arenas,
             slot_table(self.placement, profile) if experts is None else experts.residency.table,
@@ -153,7 +155,8 @@ class LoadedModel:
             far=offloaded_pages(self.placement) if fast_tier == "device" else (),
             parts=self.layout.parts,
             slot_bytes=costs.page_slot_bytes(profile, costs.page_dtype(profile, self.dtype)),
-            view=_stored_bytes if source.weight_map.quantized is not None else view,
+            view=view if quantized is None else _stored_bytes,
+            bytes_of=None if quantized is None else quantized.bytes_of,
         )
 
     def _load_pages(self, warm: Callable[[Collection[int]], Ticket] | None) -> None:
@@ -172,7 +175,7 @@ class LoadedModel:
         for layer, (moe, mine) in enumerate(zip(self.profile.moe_layers, self.weights.layers, strict=True)):
             given = (getattr(mine, field.name) for field in fields(mine))
             dtypes = (None if tensor is None else tensor.dtype for tensor in given)
-            kind = self._page_kinds.get(layer), layer in self._reader.wide_layers
+            kind = frozenset(self._page_kinds.get(layer, ())), layer in self._reader.wide_layers
             found.setdefault((moe, kind, *dtypes), layer)
         return list(found.values())
 
@@ -201,7 +204,7 @@ class LoadedModel:
         arenas: Mapping[str, Tensor],
         make_decoder: Callable[[Workspace], Decoder],
     ) -> Operations:
-        profile, dtype = self.profile, to_torch(self.dtype)
+        profile = self.profile
         spaces = {}
         for name in {"work", "host_work"} & set(arenas):
             grouped = name == "work" and policy.discrete
@@ -213,7 +216,7 @@ class LoadedModel:
         return Operations(
             decoder,
             self.pages,
-            attention=self._attention(policy, arenas, dtype, decoder.sinks),
+            attention=self._attention(policy, arenas, decoder.sinks),
             moe_ops=MoEOps(
                 decoder,
                 self.pages,
@@ -229,24 +232,25 @@ class LoadedModel:
         )
 
     def _attention(
-        self, policy: Policy, arenas: Mapping[str, Tensor], dtype: torch.dtype, sinks: Mapping[int, Tensor]
+        self, policy: Policy, arenas: Mapping[str, Tensor], sinks: Mapping[int, Tensor]
     ) -> Mapping[TaskKind, Act]:
         """On the host over its KV cache, or on the device over blocks in either memory."""
+        kv_dtype = self.layout.kv_dtype
         specs = [self.profile.attention_of(layer) for layer in range(self.profile.num_layers)]
         blocks, size = self.pool.blocks, policy.kv_block_size
         if policy.attention_device == "cpu":
-            paged = paged_cache(arenas["kv"], specs, blocks=blocks, block_size=size, dtype=dtype)
+            paged = paged_cache(arenas["kv"], specs, blocks=blocks, block_size=size, dtype=kv_dtype)
             return HostAttention(specs, paged, form=self.prompt_form, sinks=sinks).table
 
-        def cache(name: str, blocks: int) -> list[Tensor]:
-            return token_cache(arenas[name], specs, slots=blocks * size, dtype=dtype)
+        def cache(name: str, blocks: int) -> list[CachedRows]:
+            return token_cache(arenas[name], specs, slots=blocks * size, dtype=kv_dtype)
 
         host, there = self.pool.host_blocks, blocks - self.pool.host_blocks
-        shape = (KV_BUFFERS, int(kv_buffer_tokens(policy)) * costs.cache_width(self.profile))
         return DeviceAttention(
             specs,
-            typed(arenas["kv_buffer"], dtype, shape),
+            arenas["kv_buffer"].view(KV_BUFFERS, -1),
             form=self.prompt_form,
+            kv_dtype=kv_dtype,
             sinks=sinks,
             on_host=cache("kv", host) if self.layout.context_crosses else None,
             on_device=cache("device_kv", there) if there else None,
@@ -254,7 +258,7 @@ class LoadedModel:
 
 
 def _stored_bytes(slot: Tensor) -> Tensor:
-    """The page of a quantised expert, whose matrices the decoder finds by its layer."""
+    """The page of a quantised expert, whose matrices the decoder finds by its place in the model."""
     return slot
 
 

@@ -51,7 +51,8 @@ _SAMPLES, _SAMPLE_BYTES = 32, 1 << 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
-    """How an engine runs; None leaves a choice to the planner. Memory is in bytes. A ``policy`` is run unchanged."""
+    """How an engine runs; None leaves a choice to the planner. Memory is in bytes. ``kv_dtype``: of keys and values, or
+    ``choose``. A ``policy`` is run unchanged."""
 
     device: str = "auto"
     host_memory: int | None = None
@@ -59,6 +60,7 @@ class EngineOptions:
     batch_size: int | None = None
     micro_batch_size: int | None = None
     schedule: str | None = None
+    kv_dtype: str = "auto"
     policy: Policy | None = None
     hw: str = "auto"
     adapt: bool | None = None
@@ -131,6 +133,7 @@ class LazyModel:
                 batch_size=batch_size,
                 micro_batch_size=options.micro_batch_size,
                 schedule=options.schedule,
+                kv_dtype=options.kv_dtype,
                 workload=workload,
                 experts=options.experts.policy,
             )

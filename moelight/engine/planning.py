@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from moelight.core.dtypes import FLOAT32, DType
-from moelight.core.errors import BudgetError, ConfigError
+from moelight.core.errors import BudgetError, ConfigError, did_you_mean
 from moelight.core.policy import Policy
 from moelight.core.units import format_bytes
 from moelight.engine.experts import resident_share
@@ -17,10 +17,11 @@ from moelight.hrm.footprint import Footprint, footprint
 from moelight.hrm.machine_model import Speeds, speeds_of
 from moelight.hrm.placement import place, with_residents
 from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES, routed_only
+from moelight.optimizer.allowed import AUTO, CACHES, CHOOSE, KV8, allowed_caches
 from moelight.optimizer.optimize import best_plan, capacities
 from moelight.optimizer.plan import Plan
 from moelight.optimizer.problem import SEARCHED_SCHEDULES, Fixed, Problem
-from moelight.optimizer.runnable import policy_faults
+from moelight.optimizer.runnable import cache_faults, policy_faults
 from moelight.paging.arena import PinningError, locks_in_place
 from moelight.profiles.hardware import HardwareProfile, Tier, load_hardware_profile, with_gpus
 from moelight.profiles.model import ModelProfile
@@ -53,11 +54,13 @@ def plan_for(
     batch_size: int | None = None,
     micro_batch_size: int | None = None,
     schedule: str | None = None,
+    kv_dtype: str = "auto",
     workload: Workload,
     experts: ExpertPolicy | None = None,
 ) -> Plan:
     """The plan for ``source`` on ``machine``: the search of `optimize`, over all that this engine can run there. Memory
-    limits are in bytes; None: 90 % of the memory free now. Raises BudgetError if nothing fits."""
+    limits are in bytes; None: 90 % of the memory free now. ``kv_dtype``: of keys and values; ``choose``: int8 or not,
+    whichever is faster. Raises BudgetError if nothing fits."""
     limits = {"host": host_memory or int(FREE_SHARE * available_bytes())}
     if machine.discrete:
         limits["device"] = _device_limit(machine, device_memory)
@@ -68,11 +71,7 @@ def plan_for(
     sizes = capacities(hardware, limits)
     # The checkpoint holds every page, at most in float32, so any page may be streamed from disk.
     on_disk = len(pages(source.profile)) * page_bytes(source.profile, FLOAT32)
-    if schedule is not None:
-        SCHEDULES.get(schedule)
-        reason = misfit(schedule, discrete=False, attention="cpu", experts="device")
-        if reason and not machine.discrete:
-            raise ConfigError(f"schedule {schedule!r} {reason}")
+    _check_schedule(schedule, discrete=machine.discrete)
     given = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "schedule": schedule}
     fixed: dict[str, Fixed] = {key: value for key, value in given.items() if value is not None}
     if experts is not None:
@@ -89,6 +88,7 @@ def plan_for(
         capacity_bytes={**sizes, "disk": max(sizes["disk"], on_disk)},
         dtype=dtype,
         schedules=SEARCHED_SCHEDULES if experts is None else ON_DEMAND_SEARCHED,
+        kv_dtypes=_caches(kv_dtype, source.profile),
         fixed=fixed,
     )
     try:
@@ -100,6 +100,26 @@ def plan_for(
             raise
     # A policy that leaves the GPU idle is not run beside one, whether it is the fastest or the smallest.
     return best_plan(replace(problem, needs_gpu=True), hardware, limits, proof=False)
+
+
+def _check_schedule(schedule: str | None, *, discrete: bool) -> None:
+    if schedule is not None:
+        SCHEDULES.get(schedule)
+        reason = misfit(schedule, discrete=False, attention="cpu", experts="device")
+        if reason and not discrete:
+            raise ConfigError(f"schedule {schedule!r} {reason}")
+
+
+def _caches(kv_dtype: str, model: ModelProfile) -> tuple[str, ...]:
+    """Formats of keys and values that a plan may use; raises ConfigError if the engine does not keep ``kv_dtype``."""
+    if kv_dtype == CHOOSE:
+        return allowed_caches((KV8,), model)
+    if kv_dtype not in CACHES:
+        known = (AUTO, CHOOSE, *CACHES[1:])
+        raise ConfigError(f"--kv-dtype {kv_dtype!r} is not one of {', '.join(known)}{did_you_mean(kv_dtype, known)}")
+    for fault in cache_faults(Policy(model=model.name, kv_dtype=kv_dtype), model):
+        raise ConfigError(f"--kv-dtype {kv_dtype}: {fault}")
+    return (kv_dtype,)
 
 
 def _device_limit(machine: Machine, asked: int | None) -> int:
@@ -154,7 +174,7 @@ def resolve_host_pages(policy: Policy, model: ModelProfile, machine: Machine, dt
     if machine.twin or not locks_in_place(machine.device.type):
         return staged(f"{'a twin' if machine.twin else machine.device.type} locks no memory in place")
     pinned = replace(policy, host_pages="pinned")
-    need, there = footprint(model, pinned, dtype=dtype, kv_dtype=dtype).total("host"), memory_limit_bytes()
+    need, there = footprint(model, pinned, dtype=dtype).total("host"), memory_limit_bytes()
     if need > FREE_SHARE * there:
         return staged(f"{format_bytes(need)} of {format_bytes(there)} would be too much to lock")
     return pinned, "memory is locked in place, so expert pages are transferred directly"
@@ -166,7 +186,7 @@ def stage_pages(
     """``policy`` with staged host pages after the system ``refused`` to lock them, and the reason. Raises BudgetError
     if host memory does not hold the staging ring too, or if another region was refused."""
     staged = replace(policy, host_pages="staged")
-    need = footprint(model, staged, dtype=dtype, kv_dtype=dtype).total("host")
+    need = footprint(model, staged, dtype=dtype).total("host")
     limit = int(FREE_SHARE * memory_limit_bytes()) if plan is None else plan.use_of("host").capacity_bytes
     if refused.purpose != "host_experts":
         raise refused
@@ -215,14 +235,14 @@ def resolve_residents(
     if policy.schedule not in ON_DEMAND_SCHEDULES:
         return static(f"{policy.schedule} moves every expert in every pass")
     learned = replace(policy, residents="learned")
-    before = footprint(model, policy, dtype=dtype, kv_dtype=dtype)
+    before = footprint(model, policy, dtype=dtype)
     requested = requested or policy.residents == "learned"
     decodes_on_demand = routed_only(model, policy.schedule, policy.batch_size, policy.micro_batch_tokens)
     fitting = _fit_ring(learned, model, dtype, before)
     if fitting is None or (fitting != learned and not requested and not decodes_on_demand):
         return static("the ring beside the experts holds less than a layer")
     for tier, limit in limits.items():
-        need = footprint(model, fitting, dtype=dtype, kv_dtype=dtype).total(tier)
+        need = footprint(model, fitting, dtype=dtype).total(tier)
         if need > max(limit, before.total(tier)):
             return static(f"copies of the experts on the device take {format_bytes(need)} of {tier} memory")
     return fitting, "on-demand passes exchange resident experts for routed ones"
@@ -235,7 +255,7 @@ def _fit_ring(policy: Policy, model: ModelProfile, dtype: DType, before: Footpri
     stay = len(place(model, policy).resident)
     while stay > 0:
         found = with_residents(policy, stay / total)
-        sizes = footprint(model, found, dtype=dtype, kv_dtype=dtype)
+        sizes = footprint(model, found, dtype=dtype)
         over = sizes.bytes_of("experts") + sizes.bytes_of("ring") - most
         if over <= 0:
             return found
@@ -259,7 +279,7 @@ def resolve(policy: Policy, model: ModelProfile, *, discrete: bool) -> Policy:
         )
     if policy.weights.device and not discrete:
         raise ConfigError("weights: a share on 'device' needs a GPU")
-    for fault in policy_faults(policy):
+    for fault in (*policy_faults(policy), *cache_faults(policy, model)):
         raise ConfigError(f"this policy cannot be run: {fault}")
     if policy.kv_tokens:
         return policy

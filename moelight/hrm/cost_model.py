@@ -75,11 +75,11 @@ class CostModel:
         """Seconds of one expert on ``unit`` over ``rows`` tokens, beside others of its launch. A dense layer runs as
         other products do."""
         model = self.model
-        quantised = model.stored is not None and unit is self.speeds.gpu
-        if quantised and self.page_dtype.bits < 16:
+        stored = model.stored if unit is self.speeds.gpu else None
+        if stored is not None and self.page_dtype.bits < 16:
             rows = np.where(np.asarray(rows) > 0, rows + np.maximum(rows, costs.UNPACK_ROWS), 0.0)
         seconds = unit.product_s(rows, costs.page_elements(model), self.page_dtype, experts=not model.dense)
-        slow = model.experts.by_torch or (quantised and not unit.unpacks)
+        slow = model.experts.by_torch or (stored is not None and (stored.mixed or not unit.unpacks))
         return seconds * costs.TORCH_EXPERTS if slow else seconds
 
     def rounding_s(self, tokens: Any) -> Any:
@@ -121,10 +121,16 @@ class CostModel:
 
     def kv_read_bytes(self, tokens: Any, context: Any, kind: costs.AttentionKind) -> Any:
         """Bytes of the KV cache that the attention of ``tokens`` sequences reads in an average layer of ``kind``."""
-        return tokens * kind.seen_on_average(context) * self.kv_dtype.bytes_for(kind.spec.cache_width)
+        return tokens * kind.seen_on_average(context) * costs.kv_row_bytes(kind.spec, self.kv_dtype)
+
+    def kv_crossing_bytes(self, layer: int) -> int:
+        """Bytes of the new key and value of one token of ``layer`` where they cross the link."""
+        dtype = costs.kv_crossing_dtype(self.attention_device, self.dtype, self.kv_dtype)
+        return costs.kv_layer_bytes(self.model, dtype, layer)
 
     def page_bytes(self) -> int:
-        return costs.page_bytes(self.model, self.page_dtype)
+        """Bytes of a page that is transferred, on average."""
+        return costs.moved_page_bytes(self.model, self.page_dtype)
 
     def up_s(self, size: Any, transfers: Any = 1.0) -> Any:
         """Seconds to move ``size`` bytes from host to device in ``transfers`` transfers."""

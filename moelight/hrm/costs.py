@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from moelight.core.dtypes import DType, dtype_named
+from moelight.core.policy import Policy
 from moelight.core.units import MiB, align_up
 from moelight.profiles.model import AttentionSpec, ModelProfile
 from moelight.profiles.tensor_list import StackedTensor, dense_tensors, page_shapes
@@ -24,6 +25,7 @@ from moelight.profiles.tensor_list import StackedTensor, dense_tensors, page_sha
 TENSOR_ALIGNMENT = 64
 PAGE_ALIGNMENT = 4096
 ROW_PADDING = 32
+KV_SCALE_BYTES = 4  # float32, of the key or value of one head and token in a quantised cache
 PART_BYTES = 32 * MiB  # 2.7 ms of the slowest shipped link (12.3 GB/s): the longest that a transfer waits behind a page
 EXPERT_ROWS = 1024  # rows of one expert at a time: enough to make any processor compute-bound, not weight-bound
 # Seconds of an expert whose activation torch computes over those by our kernels (docs/log.md), and of a quantised one
@@ -48,12 +50,24 @@ def page_dtype(model: ModelProfile, dtype: DType, name: str = "auto") -> DType:
     return dtype.page_dtype if model.stored is None else model.stored.dtype
 
 
+def kv_dtype(policy: Policy, dtype: DType) -> DType:
+    """The format of the KV cache of ``policy`` (or of candidates) beside a computation in ``dtype``."""
+    return dtype if policy.kv_dtype == "auto" else dtype_named(policy.kv_dtype)
+
+
 def page_bytes(model: ModelProfile, dtype: DType) -> int:
     """Bytes of one expert: gate, up and down. W_i of the paper is n_e of them. Of a quantised model, in its stored
     format, those of the largest."""
     if model.stored is not None and dtype == model.stored.dtype:
         return model.stored.page_bytes
     return sum(dtype.bytes_for(rows * columns) for rows, columns in page_shapes(model).values())
+
+
+def moved_page_bytes(model: ModelProfile, dtype: DType) -> int:
+    """Bytes of one expert that are read, transferred or computed with: `page_bytes`, on average if pages differ."""
+    if model.stored is not None and dtype == model.stored.dtype:
+        return model.stored.mean_page_bytes
+    return page_bytes(model, dtype)
 
 
 def page_slot_bytes(model: ModelProfile, dtype: DType) -> int:
@@ -221,14 +235,31 @@ def expected_distinct(experts: int, top_k: int, tokens: Any) -> Any:
     return -experts * np.expm1(tokens * missed)
 
 
+def kv_row_bytes(spec: AttentionSpec, dtype: DType) -> int:
+    """Bytes of one token in the KV cache of a layer with ``spec``: keys and values, or the latent; quantised, with the
+    scale of each head's key and value."""
+    if dtype.group:
+        scales = 1 if spec.latent is not None else 2 * spec.num_kv_heads
+        return -(-spec.cache_width * dtype.bits // 8) + scales * KV_SCALE_BYTES
+    return dtype.bytes_for(spec.cache_width)
+
+
+def kv_crossing_dtype(attention: str, dtype: DType, kv_dtype: DType) -> DType:
+    """The format in which new keys and values cross the link: that of the cache; beside ``attention`` on the CPU, which
+    quantises them itself, that of the computation."""
+    return kv_dtype if attention == "gpu" else dtype
+
+
 def kv_layer_bytes(model: ModelProfile, dtype: DType, layer: int | None = None) -> int:
-    """Bytes of one token in the KV cache of one layer (None: the widest): keys and values, or the latent."""
-    return dtype.bytes_for(cache_width(model, layer))
+    """Bytes of one token in the KV cache of one layer (None: the widest)."""
+    if layer is not None or not model.layers:
+        return kv_row_bytes(model.attention_of(layer or 0), dtype)
+    return max(kv_row_bytes(spec, dtype) for spec in _attention_specs(model))
 
 
 def kv_token_bytes(model: ModelProfile, dtype: DType) -> int:
     """Bytes of one token in the KV cache over all layers."""
-    return sum(kind.layers * dtype.bytes_for(kind.spec.cache_width) for kind in attention_kinds(model))
+    return sum(kind.layers * kv_row_bytes(kind.spec, dtype) for kind in attention_kinds(model))
 
 
 def qkv_bytes(model: ModelProfile, dtype: DType, tokens: int, layer: int | None = None) -> int:
@@ -238,12 +269,6 @@ def qkv_bytes(model: ModelProfile, dtype: DType, tokens: int, layer: int | None 
         return tokens * (attention_width(model) + cache_width(model)) * dtype.itemsize
     spec = model.attention_of(layer)
     return tokens * (spec.query_width + spec.cache_width) * dtype.itemsize
-
-
-def kv_bytes(model: ModelProfile, dtype: DType, tokens: int, layer: int | None = None) -> int:
-    """Bytes of keys and values of ``tokens`` tokens of one layer (None: the widest), device to host, where the device
-    attends."""
-    return tokens * cache_width(model, layer) * dtype.itemsize
 
 
 def hidden_bytes(model: ModelProfile, dtype: DType, tokens: int, layer: int | None = None) -> int:

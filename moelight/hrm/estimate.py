@@ -73,7 +73,7 @@ def cost_model_of(model: ModelProfile, policy: Policy, speeds: Speeds, dtype: DT
         model=model,
         speeds=speeds,
         dtype=own,
-        kv_dtype=own if policy.kv_dtype == "auto" else dtype_named(policy.kv_dtype),
+        kv_dtype=costs.kv_dtype(policy, own),
         page_dtype=costs.page_dtype(model, own, policy.weight_dtype),
         attention_device=policy.attention_device,
         ffn_device=policy.ffn_device,

@@ -18,7 +18,7 @@ import numpy as np
 from moelight.core.dtypes import DType
 from moelight.core.policy import Policy
 from moelight.core.schedule import Page
-from moelight.core.units import MiB
+from moelight.core.units import MiB, align_up
 from moelight.hrm import costs
 from moelight.hrm.placement import Placement, place
 from moelight.profiles.model import ModelProfile
@@ -50,6 +50,9 @@ READ_DEPTH = 8
 READ_CHUNK_BYTES = 2 * MiB
 READER_BYTES = READ_DEPTH * (READ_CHUNK_BYTES + 4096)
 KV_BUFFERS = 2
+KV_ALIGNMENT = 16  # bytes, of a buffer, as kernels need it
+# Float32 temporaries of a number that torch quantises or widens: the number, its quotient and the code times its scale.
+QUANTISING_BYTES = 12
 DEQUANTISED_ROWS = 256  # of a quantised matrix that become numbers at a time
 GATHER_BYTES = 8 * MiB
 GRAPH_COPIES = 4  # of the rows of the widest matrix that a module graph holds at once: input, gate, up, product
@@ -79,16 +82,14 @@ class Footprint:
         return sum(arena.bytes for arena in self.arenas if arena.purpose == purpose)
 
 
-def footprint(
-    model: ModelProfile, policy: Policy, *, dtype: DType, kv_dtype: DType, page_dtype: DType | None = None
-) -> Footprint:
+def footprint(model: ModelProfile, policy: Policy, *, dtype: DType, page_dtype: DType | None = None) -> Footprint:
     """All regions of ``policy``, which is resolved (``kv_tokens`` above 0); ``page_dtype`` (of experts): if not that of
     ``dtype``."""
     placement = place(model, policy)
     slot = costs.page_slot_bytes(model, page_dtype or dtype)
-    fixed = {key: int(size) for key, size in fixed_bytes(model, policy, dtype=dtype, kv_dtype=kv_dtype).items()}
+    fixed = {key: int(size) for key, size in fixed_bytes(model, policy, dtype=dtype).items()}
     device_blocks = kv_device_blocks(policy)
-    kv_block = kv_block_bytes(model, policy, kv_dtype)
+    kv_block = kv_block_bytes(model, policy, dtype)
     fixed["kv", "host"] = (int(kv_blocks(policy)) - device_blocks) * kv_block
     if device_blocks:
         fixed["device_kv", "device"] = device_blocks * kv_block
@@ -121,7 +122,7 @@ _ORDER = (
 )
 
 
-def fixed_bytes(model: ModelProfile, sizes: Policy, *, dtype: DType, kv_dtype: DType) -> dict[tuple[str, str], Any]:
+def fixed_bytes(model: ModelProfile, sizes: Policy, *, dtype: DType) -> dict[tuple[str, str], Any]:
     """Bytes by (purpose, tier) of every region that does not depend on the placement of pages and cache blocks."""
     fast_tier, tokens, hidden = "device" if sizes.discrete else "host", pass_tokens(sizes), model.hidden_size
     found = {
@@ -143,7 +144,8 @@ def fixed_bytes(model: ModelProfile, sizes: Policy, *, dtype: DType, kv_dtype: D
         found["device_runtime", "device"] = DEVICE_RUNTIME_BYTES
         found["crossing", "host"] = tokens * staging_token_bytes(model, sizes, dtype)
     if sizes.attention_device == "gpu":
-        found["kv_buffer", "device"] = KV_BUFFERS * kv_buffer_tokens(sizes) * costs.kv_layer_bytes(model, kv_dtype)
+        each = costs.kv_layer_bytes(model, costs.kv_dtype(sizes, dtype))
+        found["kv_buffer", "device"] = KV_BUFFERS * align_up(kv_buffer_tokens(sizes) * each, KV_ALIGNMENT)
     if sizes.discrete and sizes.ffn_device != "gpu":
         found["host_work", "host"] = work_bytes(model, sizes, dtype.page_dtype, grouped=False)
         found["host_transient", "host"] = host_transient_bytes(model, sizes, dtype)
@@ -207,9 +209,9 @@ def kv_device_blocks(policy: Policy) -> int:
     return round(policy.kv.device * int(kv_blocks(policy)))
 
 
-def kv_block_bytes(model: ModelProfile, sizes: Policy, kv_dtype: DType) -> int:
-    """Bytes of one cache block over all layers."""
-    return sizes.kv_block_size * costs.kv_token_bytes(model, kv_dtype)
+def kv_block_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> int:
+    """Bytes of one cache block over all layers, beside a computation in ``dtype``."""
+    return sizes.kv_block_size * costs.kv_token_bytes(model, costs.kv_dtype(sizes, dtype))
 
 
 def kv_buffer_tokens(sizes: Policy) -> Any:
@@ -223,7 +225,7 @@ def staging_token_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> int
     if sizes.attention_device == "cpu":
         attention = costs.qkv_bytes(model, dtype, 1) + costs.hidden_bytes(model, dtype, 1)
     else:
-        attention = costs.kv_bytes(model, dtype, 1)
+        attention = costs.kv_layer_bytes(model, costs.kv_dtype(sizes, dtype))
     if sizes.ffn_device == "gpu":
         return attention
     return attention + costs.routed_bytes(model, dtype, 1) + costs.residual_bytes(model, dtype, 1)
@@ -252,7 +254,7 @@ def transient_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> Any:
     if model.layers:
         cost_model = np.maximum(cost_model, norm + tokens * GRAPH_COPIES * rows_of_widest * item)
     more = graph_bytes(model, sizes, dtype) if sizes.discrete else 0
-    if model.stored is not None and model.experts.by_torch and sizes.discrete:
+    if model.stored is not None and (model.stored.mixed or model.experts.by_torch) and sizes.discrete:
         more = more + _dequantised_bytes(model, item)
     return in_flight_bytes(model, sizes, dtype) + cost_model + _product_bytes(model, tokens, largest * item) + more
 
@@ -291,7 +293,8 @@ def _product_bytes(model: ModelProfile, tokens: Any, largest: int) -> Any:
 def in_flight_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> Any:
     """Bytes that micro-batches hold between phases: rotations, queries, keys, values, attention outputs (of all
     micro-batches if streams may still read them, else of three), and inputs and outputs of the CPU's experts. With the
-    cache on both tiers also the new keys and values of either tier and the piece of a context that torch gathers. A
+    cache on both tiers also the new keys and values of either tier and the piece of a context that torch gathers; with
+    a quantised cache those that a micro-batch quantises, in float32 and as the cache gives them back. A
     dense layer's page computes what the next one attends with, so all micro-batches hold that, and their residuals."""
     in_flight = pass_tokens(sizes) if sizes.discrete or model.dense else 3 * sizes.micro_batch_tokens
     each = costs.attention_width(model) + costs.attention_out_width(model) + costs.cache_width(model)
@@ -301,8 +304,12 @@ def in_flight_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> Any:
         each += 2 * model.hidden_size
     rotations = pass_tokens(sizes) * 2 * costs.widest_head(model) * dtype.itemsize
     prefetched = in_flight * each * dtype.itemsize + rotations
+    cached, quantised = costs.cache_width(model) * dtype.itemsize, costs.kv_dtype(sizes, dtype).group > 0
     if sizes.attention_device == "gpu":
-        cached = costs.cache_width(model) * dtype.itemsize
-        prefetched = prefetched + np.minimum(GATHER_BYTES, kv_buffer_tokens(sizes) * cached)
+        context = kv_buffer_tokens(sizes) * (cached + quantised * QUANTISING_BYTES * costs.cache_width(model))
+        prefetched = prefetched + np.minimum(GATHER_BYTES, context)
         prefetched = prefetched + 2 * sizes.micro_batch_tokens * cached
+    if quantised:
+        widened = cached + QUANTISING_BYTES * costs.cache_width(model)
+        prefetched = prefetched + sizes.micro_batch_tokens * widened
     return prefetched

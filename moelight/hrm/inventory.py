@@ -61,8 +61,8 @@ def inventory(model: ModelProfile, *, weight_dtype: DType | None = None, kv_dtyp
     active = sum(parameters.values()) + model.num_moe_layers * model.router.top_k * per_page
     page_bytes = costs.page_bytes(model, page_dtype)
     in_all = 0 if model.dense else pages * page_bytes
-    if model.stored is not None and weight_dtype is None:  # layers may differ
-        in_all = sum(model.stored.pages) * model.experts.num_experts
+    if model.stored is not None and weight_dtype is None:  # pages may differ
+        in_all = model.stored.total_bytes
     state_bytes, state_token_bytes = costs.state_bytes(model)
     return Inventory(
         dtype=page_dtype.name if model.stored is None else model.stored.name,

@@ -240,7 +240,8 @@ def _attention_bytes(
 ) -> tuple[Any, Any, Any, Any]:
     """Bytes that attention moves in one pass: up, down, down for one decoding micro-batch, into the host's cache."""
     attending, item = costs.attention_kinds(cost_model.model), cost_model.dtype.itemsize
-    new = item * sum(each.layers * each.spec.cache_width for each in attending)
+    crossing = costs.kv_crossing_dtype(cost_model.attention_device, cost_model.dtype, cost_model.kv_dtype)
+    new = costs.kv_token_bytes(cost_model.model, crossing)
     if cost_model.attention_device == "cpu":
         on_host, each_down = 1.0, new + item * sum(each.layers * each.spec.query_width for each in attending)
         up = item * sum(each.layers * each.spec.output_width for each in attending) * kind.decode_tokens

@@ -118,7 +118,7 @@ def attention_intensity(model: ModelProfile, context: float, *, kv_dtype: DType 
         share, seen, spec = kind.layers / model.num_layers, float(kind.seen_on_average(context)), kind.spec
         flops += share * float(costs.attention_flops(spec, seen))
         crossing = ACTIVATION_BYTES * (spec.query_width + spec.output_width)
-        touched += share * (crossing + seen * kv_dtype.bytes_for(spec.cache_width))
+        touched += share * (crossing + seen * costs.kv_row_bytes(spec, kv_dtype))
     return flops / touched if touched else 0.0
 
 

@@ -87,8 +87,7 @@ class PassCosts:
             case TaskKind.ATTENTION | TaskKind.CPU_ATTENTION:
                 return self._attention(task, load)
             case TaskKind.STORE_KV:  # new keys and values into the cache in host memory
-                each = costs.kv_bytes(cost_model.model, cost_model.dtype, 1, task.layer)
-                touched = 2.0 * self._host_kv * tokens * each
+                touched = 2.0 * self._host_kv * tokens * cost_model.kv_crossing_bytes(task.layer)
                 seconds = cost_model.speeds.cpu.touch_s(touched)
             case TaskKind.POST_ATTENTION | TaskKind.ROUTE:
                 seconds = cost_model.after_s(

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 AUTO = "auto"
 MAX_GEN_TOKS = 256  # the harness's default if a task sets none
-_PLANNING = ("hw", "host_memory", "device_memory", "micro_batch_size", "schedule")
+_PLANNING = ("hw", "host_memory", "device_memory", "micro_batch_size", "schedule", "kv_dtype")
 _SCORING = SamplingParams(max_tokens=0, prompt_logprobs=0)
 Scored = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, ids of the context, ids of the continuation
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import to_dlpack
 
+from moelight.kernels.threads import kernel_threads
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int8, torch.uint8)
 CPU = torch.device("cpu")
@@ -46,9 +48,9 @@ def stored(result: Tensor, out: Tensor | None) -> Tensor:
 
 
 def check_threads(threads: object) -> int:
-    """The number of threads; None is torch's number."""
+    """The number of threads; None is `kernel_threads`."""
     if threads is None:
-        return torch.get_num_threads()
+        return kernel_threads()
     if not isinstance(threads, int) or threads < 1:
         raise ValueError(f"threads: must be a positive integer or None, is {threads!r}")
     return min(threads, _FOREVER)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelight.kernels import arguments, native, reference
+from moelight.kernels import arguments, integers, native, reference
 from moelight.kernels.activations import Activation, activation_of
 from moelight.kernels.arguments import FLOATS, INTEGERS, as_dlpack, check_tensor, lend, lend_given, stored
 from moelight.kernels.quantized import QuantizedMatrix, lend_matrix, parts_checked
@@ -45,6 +45,7 @@ def cpu_linear(
     *,
     scale: Tensor | None = None,
     group_size: int | None = None,
+    activations: str = "auto",
     out: Tensor | None = None,
     threads: int | None = None,
 ) -> Tensor:
@@ -55,6 +56,7 @@ def cpu_linear(
     bias        [N], of any float
     scale       float32 [N], or [N, ceil(K / group_size)]: for int8 and uint8 only
     group_size  a multiple of 32; None for one scale per row
+    activations auto, or int8: of a quantised matrix whose codes are whole numbers; see `integers`
     out         [T, N], dtype of x; must not overlap x
     """
     group_size, threads = _check_group_size(group_size), arguments.check_threads(threads)
@@ -65,13 +67,15 @@ def cpu_linear(
         outputs, _ = check_tensor("weight", shaped, _STORED, (None, None))
         names = ("weight", "bias", "scale")
         _check_weight(names, (shaped, bias, scale), (outputs, inputs), group_size, shaped.dtype, FLOATS)
+        integers.check("weight", activations, weight)
         if out is not None:
             check_tensor("out", out, x.dtype, (tokens, outputs))
-        return stored(reference.linear(x, weight, bias, scale=scale, group_size=group_size), out)
+        found = reference.linear(x, weight, bias, scale=scale, group_size=group_size, activations=activations)
+        return stored(found, out)
     if out is None:
         out = torch.empty((_rows("x", x), _rows("weight", weight)), dtype=x.dtype)
     lent, rest = [as_dlpack("x", x), _lend("weight", weight)], lend_given(bias=bias, scale=scale)
-    extension.linear(*lent, *rest, group_size or 0, *lend(out=out), threads)
+    extension.linear(*lent, *rest, group_size or 0, activations, *lend(out=out), threads)
     return out
 
 
@@ -90,6 +94,7 @@ def cpu_expert_ffn(
     gate_up_scale: Tensors | None = None,
     down_scale: Tensors | None = None,
     group_size: int | None = None,
+    activations: str = "auto",
     out: Tensor | None = None,
     threads: int | None = None,
 ) -> Tensor:
@@ -106,6 +111,7 @@ def cpu_expert_ffn(
     gate_up_bias, up_bias, down_bias  E tensors of one float, one number a row
     gate_up_scale, down_scale         E tensors float32, as in `cpu_linear`: for int8 and uint8 only
     group_size    of both weights: a multiple of 32; None for one scale per row
+    activations   auto, or int8: rows of x, and what the activation gives, are rounded before they are multiplied
 
     Lists of weights may hold quantised matrices of one format instead. Floats may be transposed: the tensor of a matrix
     is then the transpose of contiguous rows. All entries of an expert without rows may be None. The tensors of a list
@@ -120,7 +126,12 @@ def cpu_expert_ffn(
     if extension is None:
         (wide, second, narrow), both = _stand_ins(weights, offsets), act.gated and up is None
         cuts = _check_experts(x, wide, narrow, offsets, {"up": second} | optional, group_size, out, both=both)
+        for name, each in weights.items():
+            for weight in each or ():
+                if weight is not None:
+                    integers.check(name, activations, weight)
         options: dict[str, Any] = {"activation": act, "interleaved": interleaved, "group_size": group_size} | optional
+        options["activations"] = activations
         return stored(reference.expert_ffn(x, gate_up, down, cuts, up=up, **options), out)
     rows = as_dlpack("x", x)
     if out is None:
@@ -130,7 +141,7 @@ def cpu_expert_ffn(
     bounds, into = lend(offsets=offsets, out=out)
     by = (act.curve, act.alpha, act.limit, act.shift, act.late)
     pairing = "interleaved" if interleaved else "joined" if act.gated else "ungated"
-    extension.expert_ffn(rows, wide, second, narrow, bounds, by, pairing, *rest, group_size or 0, into, threads)
+    extension.expert_ffn(rows, wide, second, narrow, bounds, by, pairing, *rest, group_size or 0, activations, into, threads)
     return out
 
 
@@ -155,6 +166,7 @@ def cpu_linear_workspace(
     *,
     dtype: torch.dtype = torch.bfloat16,
     weight_dtype: torch.dtype | StoredFormat = torch.bfloat16,
+    activations: str = "auto",
     threads: int | None = None,
 ) -> int:
     """Bytes that `cpu_linear` with up to these sizes keeps per calling thread; 0 without the extension.
@@ -164,7 +176,9 @@ def cpu_linear_workspace(
     """
     types = _check_sizes(dtype, weight_dtype, tokens=tokens, outputs=outputs, inputs=inputs)
     threads, extension = arguments.check_threads(threads), native.extension()
-    return 0 if extension is None else int(extension.linear_workspace(*types, tokens, outputs, inputs, threads))
+    return 0 if extension is None else int(
+        extension.linear_workspace(*types, activations == "int8", tokens, outputs, inputs, threads)
+    )
 
 
 def cpu_expert_ffn_workspace(
@@ -175,6 +189,7 @@ def cpu_expert_ffn_workspace(
     experts: int,
     dtype: torch.dtype = torch.bfloat16,
     weight_dtype: torch.dtype | StoredFormat = torch.bfloat16,
+    activations: str = "auto",
     transposed: bool = False,
     threads: int | None = None,
 ) -> int:
@@ -184,7 +199,8 @@ def cpu_expert_ffn_workspace(
     threads, extension = arguments.check_threads(threads), native.extension()
     if extension is None:
         return 0
-    return int(extension.expert_ffn_workspace(*types, transposed, tokens, hidden, intermediate, experts, threads))
+    how = activations == "int8", transposed
+    return int(extension.expert_ffn_workspace(*types, *how, tokens, hidden, intermediate, experts, threads))
 
 
 def _lend(name: str, weight: Tensor | QuantizedMatrix) -> object:

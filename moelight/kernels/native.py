@@ -50,6 +50,12 @@ def bf16_products() -> str | None:
     return None if native is None else str(native.bf16_products())
 
 
+def int8_products() -> str | None:
+    """Form of products of int8 activations (`wide`, `dots`); None without the extension."""
+    native = extension()
+    return None if native is None else str(native.int8_products())
+
+
 def cpu_features() -> dict[str, bool]:
     """Instruction-set extensions of this processor by name; empty without the extension."""
     native = extension()

@@ -241,7 +241,19 @@ def _mxfp4(stored: StoredFormat, parts: Parts, begin: int, end: int, columns: in
 
 def _ggml(stored: StoredFormat, parts: Parts, begin: int, end: int, columns: int) -> Tensor:
     blocks = parts[stored.names[0]][begin:end].reshape(-1, stored.block_bytes)
-    return _GGML_BLOCKS[stored.name](blocks).view(end - begin, columns)
+    return numbers_of_blocks(stored, blocks).view(end - begin, columns)
+
+
+def numbers_of_blocks(stored: StoredFormat, blocks: Tensor) -> Tensor:
+    """The numbers of blocks of a ggml format, uint8 [n, bytes of a block] -> float32 [n, numbers of a block]."""
+    return _GGML_BLOCKS[stored.name](blocks)
+
+
+def k_codes(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of blocks of Q4_K: codes [n, 256], and scales and minima [n, 8]; a number is its code times the scale, less the
+    minimum."""
+    scales, least = _k_scales(blocks[:, 4:16])
+    return _pieces(blocks[:, 16:], 32, 4), _half(blocks, 0) * scales, _half(blocks, 2) * least
 
 
 _KINDS: dict[str, Callable[[StoredFormat, Parts, int, int, int], Tensor]] = {

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moelight.kernels.activations import SILU, Activation
+from moelight.kernels.integers import INT8, integer_product
 from moelight.kernels.quantized import QuantizedMatrix, numbers_of
 
 Cache = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -70,6 +71,11 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.where(scales.isfinite(), scales, torch.nan)
     codes = (wide / scales.unsqueeze(-1)).round().clamp(-127, 127)
     return torch.where(scales.unsqueeze(-1) > 0, codes, 0).to(torch.int8), scales
+
+
+def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers of `quantise`, rounded to ``dtype``."""
+    return (codes.float() * scales.unsqueeze(-1)).to(dtype)
 
 
 def gqa_decode(
@@ -234,14 +240,23 @@ def linear(
     *,
     scale: Tensor | None = None,
     group_size: int | None = None,
+    activations: str = "auto",
 ) -> Tensor:
     """`cpu_linear`: x [T, K] -> x weight^T + bias [T, N], in float32 or wider, rounded to x's dtype."""
-    return _product(x, weight, bias, scale, group_size).to(x.dtype)
+    return _product(x, weight, bias, scale, group_size, activations).to(x.dtype)
 
 
 def _product(
-    x: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None, scale: Tensor | None, group_size: int | None
+    x: Tensor,
+    weight: Tensor | QuantizedMatrix,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    group_size: int | None,
+    activations: str,
 ) -> Tensor:
+    if activations == INT8 and isinstance(weight, QuantizedMatrix):
+        sums = integer_product(x, weight)
+        return sums if bias is None else sums + bias.float()
     numbers = dequantized(numbers_of(weight, x.dtype), scale, group_size)
     wide = torch.promote_types(x.dtype, numbers.dtype)
     return functional.linear(x.to(wide), numbers.to(wide), None if bias is None else bias.to(wide))
@@ -262,6 +277,7 @@ def expert_ffn(
     gate_up_scale: Sequence[Tensor | None] | None = None,
     down_scale: Sequence[Tensor | None] | None = None,
     group_size: int | None = None,
+    activations: str = "auto",
 ) -> Tensor:
     """`cpu_expert_ffn`: x [T, H] sorted by expert -> [T, H]; expert e has rows offsets[e] to offsets[e + 1]."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -273,13 +289,15 @@ def expert_ffn(
             None if each is None else each[e] for each in (gate_up_bias, up_bias, gate_up_scale, down_bias, down_scale)
         )
         rows = x[first:last]
-        given = [_product(rows, wide, first_bias, first_scale, group_size)]
+        given = [_product(rows, wide, first_bias, first_scale, group_size, activations)]
         if up is not None and (second := up[e]) is not None:
-            given.append(_product(rows, second, second_bias, None, None))
+            given.append(_product(rows, second, second_bias, None, None, activations))
         elif activation.gated:
             given = list(gate_and_up(given[0], interleaved=interleaved))
         inner = activation(*given).to(x.dtype)
-        out[first:last] = linear(inner, narrow, bias, scale=scale, group_size=group_size)
+        out[first:last] = linear(
+            inner, narrow, bias, scale=scale, group_size=group_size, activations=activations
+        )
     return out
 
 

@@ -1,4 +1,5 @@
-"""Thread teams: threads reserved for the kernels that one lane calls, optionally bound to cores.
+"""Threads of kernels: teams reserved for the kernels that one lane calls, optionally bound to cores, and how many
+threads a call takes.
 
 `runtime.topology` assigns cores to lanes. Without the extension a team has no effect.
 """
@@ -6,11 +7,46 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch
+
 from moelight.kernels import native
+
+
+class _Caller(threading.local):
+    """``kernels``: threads of kernels that this thread calls; 0: as many as torch's operations have."""
+
+    kernels = 0
+
+
+_caller = _Caller()
+
+
+def kernel_threads() -> int:
+    """How many threads the kernels take that the calling thread calls."""
+    return _caller.kernels or torch.get_num_threads()
+
+
+@contextmanager
+def one_thread_for_torch() -> Iterator[None]:
+    """Torch's own operations run on the calling thread alone within the context, kernels on as many threads as before.
+
+    For small operations between kernels: the threads that torch shares them with keep looking out for more work, on
+    the cores that the next kernel needs. A thread whose first operation of torch falls into the context of another
+    would have one thread for ever; `torch.get_num_threads` is such an operation.
+    """
+    before, _caller.kernels = _caller.kernels, kernel_threads()
+    own = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(own)
+        _caller.kernels = before
 
 
 class ThreadTeam:

@@ -126,12 +126,12 @@ class Decoder(Protocol):
         """The experts of ``layer`` whose ``pages`` are given as a `PageStore` has them."""
         ...
 
-    def kind_of(self, layer: int) -> int:
-        """Equal for layers whose pages lie alike: `matrices` of the same pages are then the same."""
+    def kind_of(self, layer: int) -> int | None:
+        """The number of the way in which all pages of ``layer`` lie; None if they lie in several."""
         ...
 
-    def matrices(self, layer: int, pages: Sequence[Any]) -> Sequence[tuple[Tensor, Tensor] | Matrices]:
-        """The matrices of the experts of ``layer`` whose ``pages`` are given as a `PageStore` has them."""
+    def matrices(self, kind: int, pages: Sequence[Any]) -> Sequence[tuple[Tensor, Tensor] | Matrices]:
+        """The matrices of experts whose ``pages``, given as a `PageStore` has them, lie as ``kind`` says."""
         ...
 
     def predict_experts(self, layer: int, hidden: Tensor, running: Running) -> tuple[Tensor, Tensor]:
@@ -231,17 +231,15 @@ class NativeDecoder:
         if self._quantized is None:
             return pages
         return [
-            FormedExpert(found := self._quantized.matrices(layer, page), SILU, partial(gated_silu, found))
-            if isinstance(page, Tensor)
-            else None
-            for page in pages
+            None if found is None else FormedExpert(found, SILU, partial(gated_silu, found))
+            for found in self._quantized.layer(layer, pages)
         ]
 
-    def kind_of(self, layer: int) -> int:
+    def kind_of(self, layer: int) -> int | None:
         return 0 if self._quantized is None else self._quantized.kind_of(layer)
 
-    def matrices(self, layer: int, pages: Sequence[Any]) -> Sequence[tuple[Tensor, Tensor] | Matrices]:
-        return pages if self._quantized is None else [self._quantized.matrices(layer, page) for page in pages]
+    def matrices(self, kind: int, pages: Sequence[Any]) -> Sequence[tuple[Tensor, Tensor] | Matrices]:
+        return pages if self._quantized is None else self._quantized.of_kind(kind, pages)
 
     def predict_experts(self, layer: int, hidden: Tensor, running: Running) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         x = self._norm(hidden, self.weights.layers[layer].post_norm)

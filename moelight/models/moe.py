@@ -34,7 +34,8 @@ Weight: TypeAlias = Tensor | QuantizedMatrix
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matrices:
-    """Views of an expert's matrices and biases, by the names of `cpu_expert_ffn`, whose form is any that it takes."""
+    """Views of an expert's matrices and biases, by the names of `cpu_expert_ffn`, whose form is any that it takes.
+    Those of one ``kind`` have one form; others of a layer are computed apart."""
 
     gate_up: Weight
     down: Weight
@@ -43,6 +44,7 @@ class Matrices:
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     interleaved: bool = False
+    kind: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +195,8 @@ class SplitMoE:
     """`moe_forward` in two steps: the constructor computes the experts not in ``late``, `end` the ``late`` ones, which
     may become resident meanwhile. Without native kernels, `end` does all work. The sums do not depend on ``late``.
 
-    Rows are sorted: experts not in ``late``, ``late`` ones, then experts computed elsewhere, which are skipped. The T k
-    rows of ``space`` from ``first_row`` on are in use until `end` returns.
+    Rows are sorted: experts not in ``late``, ``late`` ones, both by kind, then experts computed elsewhere, which are
+    skipped. The T k rows of ``space`` from ``first_row`` on are in use until `end` returns.
     """
 
     def __init__(
@@ -212,8 +214,10 @@ class SplitMoE:
         ids = routed.ids
         order = [index for index, expert in enumerate(experts) if expert is not None and index not in late]
         self._there = len(order)
-        order += [index for index, expert in enumerate(experts) if expert is not None and index in late]
-        if late or len(order) < len(experts):
+        order.sort(key=lambda index: _kind(experts[index]))
+        then = [index for index, expert in enumerate(experts) if expert is not None and index in late]
+        order += sorted(then, key=lambda index: _kind(experts[index]))
+        if order != list(range(len(experts))):
             place = torch.full((len(experts),), len(order), dtype=torch.int32)
             place[order] = torch.arange(len(order), dtype=torch.int32)
             ids = place[ids.long()]
@@ -243,8 +247,27 @@ class SplitMoE:
             _expert_ffn_in_place(self._rows[start:end], self._experts[first:last], offsets)
 
 
+def _kind(expert: ExpertWeights | None) -> int:
+    return expert.matrices.kind if isinstance(expert, FormedExpert) else 0
+
+
 def _expert_ffn_in_place(rows: Tensor, experts: Sequence[ExpertWeights | None], offsets: Tensor) -> None:
-    """``offsets`` int32 [E + 1]: the rows of each expert; one that is None has none."""
+    """``offsets`` int32 [E + 1]: the rows of each expert; one that is None has none. Neighbours of one kind are one
+    call."""
+    first, kinds = 0, [_kind(expert) for expert in experts]
+    for last in range(1, len(experts) + 1):
+        if last < len(experts) and kinds[last] == kinds[first]:
+            continue
+        some = rows
+        if last - first < len(experts):
+            start, end = offsets[[first, last]].tolist()
+            some = rows[start:end]
+        if len(some):
+            _alike_in_place(some, experts[first:last], offsets[first : last + 1] - offsets[first])
+        first = last
+
+
+def _alike_in_place(rows: Tensor, experts: Sequence[ExpertWeights | None], offsets: Tensor) -> None:
     # Exporting the weights of an expert without rows to the kernel would cost as much as those of a busy one.
     busy = [expert if count else None for expert, count in zip(experts, offsets.diff().tolist(), strict=True)]
     formed = next((each for each in busy if isinstance(each, FormedExpert)), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,19 +14,32 @@ from moelight.weights.stored_matrix import TORCH
 
 
 class QuantizedExperts:
-    """The experts in pages of ``pages``; one is known by the memory of its page and its layer."""
+    """The experts in pages of ``pages``; one is known by the memory of its page and how the page lies."""
 
     def __init__(self, pages: QuantizedPages) -> None:
         self._pages = pages
+        self._kinds: dict[int, list[int]] = {}  # of the experts of each layer
+        for page in sorted(pages.kind_of):
+            self._kinds.setdefault(page.layer, []).append(pages.kind_of[page])
         self._known: dict[tuple[int, int], Matrices] = {}
 
-    def kind_of(self, layer: int) -> int:
-        """The number of the way in which the pages of ``layer`` lie."""
-        return self._pages.kind_of[layer]
+    def kind_of(self, layer: int) -> int | None:
+        """The number of the way in which all pages of ``layer`` lie; None if they lie in several."""
+        kinds = set(self._kinds[layer])
+        return kinds.pop() if len(kinds) == 1 else None
 
-    def matrices(self, layer: int, slot: Tensor) -> Matrices:
-        """The matrices of an expert of ``layer`` whose page is in ``slot`` (uint8)."""
-        kind = self._pages.kind_of[layer]
+    def of_kind(self, kind: int, slots: Sequence[Tensor]) -> list[Matrices]:
+        """The matrices of experts whose pages, in ``slots`` (uint8), all lie as ``kind`` says."""
+        return [self._matrices(kind, slot) for slot in slots]
+
+    def layer(self, layer: int, slots: Sequence[Any]) -> list[Matrices | None]:
+        """The matrices of the experts of ``layer``, whose pages are in ``slots`` (uint8); None for those elsewhere."""
+        return [
+            self._matrices(kind, slot) if isinstance(slot, Tensor) else None
+            for kind, slot in zip(self._kinds[layer], slots, strict=True)
+        ]
+
+    def _matrices(self, kind: int, slot: Tensor) -> Matrices:
         key = kind, slot.data_ptr()
         if key not in self._known:
             self._known[key] = self._view(kind, slot)
@@ -33,7 +47,7 @@ class QuantizedExperts:
 
     def _view(self, kind: int, slot: Tensor) -> Matrices:
         views = {name: _view(place, slot) for name, place in self._pages.kinds[kind]}
-        return Matrices(**views, interleaved=self._pages.interleaved)
+        return Matrices(**views, kind=kind, interleaved=self._pages.interleaved)
 
 
 def _view(place: MatrixPlace, slot: Tensor) -> Any:

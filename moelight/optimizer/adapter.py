@@ -104,7 +104,7 @@ class Allocation:
 
     def __init__(self, model: ModelProfile, policy: Policy, dtype: DType, *, fixed: Collection[str] = ()) -> None:
         self.policy, self._fixed, self._most = policy, frozenset(fixed), int(pass_tokens(policy))
-        self._needs = partial(fixed_bytes, model, dtype=dtype, kv_dtype=dtype)
+        self._needs = partial(fixed_bytes, model, dtype=dtype)
         self._bytes = self._needs(policy)
 
     def holds(self, sizes: Policy) -> Any:

@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from moelight.core.dtypes import INT4, INT8
 from moelight.core.errors import BudgetError
 from moelight.core.policy import Policy
 from moelight.core.units import format_bytes
+from moelight.hrm.estimate import cost_model_of
 from moelight.hrm.machine_model import Unit, slowed_unit
+from moelight.optimizer.allowed import AUTO, KV8, WEIGHTS, allowed_caches, allowed_weights
 from moelight.optimizer.candidates import around, first_sample, scattered
 from moelight.optimizer.placement import Found, FreeMemory, fill, free_memory
 from moelight.optimizer.plan import Plan, WhatIf
@@ -44,23 +47,44 @@ def why(plan: Plan, model: ModelProfile) -> str:
 
 
 def what_if(problem: Problem, found: Found) -> tuple[WhatIf, ...]:
-    """The gain of doubling each part of the machine, best first, without gains below 1 %. Devices and schedule are kept
-    and only sizes near the chosen ones are tried, so that planning anew can only gain more."""
+    """The gain of doubling each part of the machine, and of experts and of keys and values in fewer bits, best first,
+    without gains below 1 %. Devices and schedule are kept and only sizes near the chosen ones are tried, so that
+    planning anew can only gain more."""
     now_s = _seconds(problem, found)
-    return worth_saying({what: now_s / _seconds(better, found) - 1.0 for what, better in _better(problem).items()})
+    gains = {f"twice the {what}": now_s / _seconds(better, found) - 1.0 for what, better in _better(problem).items()}
+    for what, formats in _fewer_bits(problem, found).items():
+        gains[what] = now_s / _seconds(problem, found, **formats) - 1.0
+    return worth_saying(gains)
 
 
 def worth_saying(gains: Mapping[str, float]) -> tuple[WhatIf, ...]:
-    """The gains of doubling each part of a machine that reach `WORTH_SAYING`, best first."""
-    found = (WhatIf(change=f"twice the {what}", gain=gain) for what, gain in gains.items() if gain >= WORTH_SAYING)
+    """The gains by change that reach `WORTH_SAYING`, best first."""
+    found = (WhatIf(change=change, gain=gain) for change, gain in gains.items() if gain >= WORTH_SAYING)
     return tuple(sorted(found, key=lambda each: -each.gain))
 
 
-def _seconds(problem: Problem, found: Found) -> float:
-    """Seconds of the job at the best sizes near those of ``found``, with its devices and schedule."""
+def _fewer_bits(problem: Problem, found: Found) -> dict[str, dict[str, str]]:
+    """Number formats that the plan does not use and that take fewer bytes, as keys of a policy, in words."""
+    policy, model, better = found.candidate, problem.model, dict[str, dict[str, str]]()
+    if policy.weight_dtype == AUTO and len(allowed_weights(WEIGHTS, model)) > 1:
+        better["experts in int4"] = {"weight_dtype": INT4.name}
+    if policy.kv_dtype == AUTO and len(allowed_caches((KV8,), model)) > 1:
+        better["keys and values in int8"] = {"kv_dtype": INT8.name}
+    return {what: formats for what, formats in better.items() if problem.fixed.keys().isdisjoint(formats)}
+
+
+def _seconds(problem: Problem, found: Found, **formats: Any) -> float:
+    """Seconds of the job at the best sizes near those of ``found``, with its devices, schedule and number formats, or
+    with other ``formats``."""
+    candidate = replace(found.candidate, **formats)
+    shown = Policy(
+        model=problem.name,
+        **{name: getattr(candidate, name) for name in ("attention_device", "ffn_device", "weight_dtype", "kv_dtype")},
+        host_pages=candidate.host_pages,
+    )
     here = replace(
-        found.candidate,
-        cost_model=replace(found.candidate.cost_model, speeds=problem.speeds),
+        candidate,
+        cost_model=cost_model_of(problem.model, shown, problem.speeds, problem.dtype),
         computed=found.placed.computed,
         device_kv=found.placed.device_kv or np.nan,
         resident=np.inf,

@@ -183,8 +183,7 @@ def _fits(problem: Problem, policy: Policy) -> bool:
 
 def _footprint(problem: Problem, policy: Policy) -> Footprint:
     types = cost_model_of(problem.model, policy, problem.speeds, problem.dtype)
-    dtypes = {"dtype": types.dtype, "kv_dtype": types.kv_dtype, "page_dtype": types.page_dtype}
-    return footprint(problem.model, policy, **dtypes)
+    return footprint(problem.model, policy, dtype=types.dtype, page_dtype=types.page_dtype)
 
 
 def memory_of(

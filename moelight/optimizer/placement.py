@@ -52,7 +52,7 @@ def free_memory(problem: Problem, candidates: Candidates) -> FreeMemory:
     """The free memory of each tier, for each candidate."""
     model, cost_model = problem.model, candidates.cost_model
     left = {tier: float(size) for tier, size in problem.capacity_bytes.items()}
-    taken = fixed_bytes(model, candidates, dtype=cost_model.dtype, kv_dtype=cost_model.kv_dtype)
+    taken = fixed_bytes(model, candidates, dtype=cost_model.dtype)
     for (_, tier), size in taken.items():
         left[tier] = left[tier] - size
     return FreeMemory(
@@ -60,7 +60,7 @@ def free_memory(problem: Problem, candidates: Candidates) -> FreeMemory:
         host=left["host"],
         disk=int(left.get("disk", 0.0)),
         kv_blocks=kv_blocks(candidates),
-        kv_block_bytes=kv_block_bytes(model, candidates, cost_model.kv_dtype),
+        kv_block_bytes=kv_block_bytes(model, candidates, cost_model.dtype),
         pages=problem.pages,
         layers=model.num_moe_layers,
         slot_bytes=costs.page_slot_bytes(model, cost_model.page_dtype),

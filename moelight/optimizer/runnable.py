@@ -3,8 +3,9 @@ only on policies and models; the engine checks the devices of the machine."""
 
 from __future__ import annotations
 
-from moelight.core.dtypes import DType, dtype_named
+from moelight.core.dtypes import INT8, DType, dtype_named
 from moelight.core.policy import Policy
+from moelight.hrm.costs import attention_kinds
 from moelight.profiles.model import ModelProfile, not_computed
 
 
@@ -12,10 +13,11 @@ def why_not(policy: Policy, model: ModelProfile, dtype: DType) -> tuple[str, ...
     """The reasons why the engine refuses ``policy`` for ``model``, computed in ``dtype``, a clause each; empty if the
     policy runs. Only the native decoder computes in mixed precision."""
     graph = bool(model.layers) or bool(not_computed(model))
+    found = (*policy_faults(policy), *cache_faults(policy, model))
     if not (graph and dtype.pages and policy.weight_dtype in ("auto", dtype.name)):
-        return policy_faults(policy)
+        return found
     narrow = f"{model.model_type} runs as its module graph, which is not computed in float16 on a GPU without bfloat16"
-    return (narrow, *policy_faults(policy))
+    return (narrow, *found)
 
 
 def policy_faults(policy: Policy) -> tuple[str, ...]:
@@ -24,7 +26,26 @@ def policy_faults(policy: Policy) -> tuple[str, ...]:
     if policy.gpus > 1:
         found.append(f"it is for {policy.gpus:,} GPUs, and the engine uses one (optimize --fix gpus=1 plans for it)")
     if policy.weight_dtype != "auto" and dtype_named(policy.weight_dtype).group:
-        found.append(f"the engine does not compute with {policy.weight_dtype} weights (weight_dtype)")
-    if policy.kv_dtype not in ("auto", policy.weight_dtype):
-        found.append(f"kv_dtype {policy.kv_dtype!r} must be the weights' dtype; leave it at auto")
+        kind = policy.weight_dtype
+        found.append(
+            f"experts in {kind} (weight_dtype) need a checkpoint that stores them so: moelight convert {policy.model} "
+            f"OUT --experts {kind} makes one, and OUT runs as it is"
+        )
+    if policy.kv_dtype not in ("auto", INT8.name, policy.weight_dtype):
+        found.append(f"kv_dtype {policy.kv_dtype!r} must be int8 or the weights' dtype; or leave it at auto")
     return tuple(found)
+
+
+def cache_faults(policy: Policy, model: ModelProfile) -> tuple[str, ...]:
+    """Why the cache of ``model`` is not kept in the format of ``policy``, a clause each: only keys and values of
+    grouped-query attention are quantised."""
+    if policy.kv_dtype != INT8.name or quantises_cache(model):
+        return ()
+    what = "caches latents, which are not quantised" if attention_kinds(model) else "has no paged cache to quantise"
+    return (f"{model.model_type} {what} (kv_dtype int8); leave kv_dtype at auto",)
+
+
+def quantises_cache(model: ModelProfile) -> bool:
+    """True if the cache of ``model`` can be int8: some layers have one, and none caches latents."""
+    kinds = attention_kinds(model)
+    return bool(kinds) and all(kind.spec.latent is None for kind in kinds)

@@ -1,55 +1,87 @@
 """The paged KV cache: blocks of tokens, assigned to sequences through block tables, with the same index in every layer,
-whatever its width. Two layouts: a `paged_cache` for CPU attention, a `token_cache` for attention on the device."""
+whatever its width. Two layouts: a `paged_cache` for CPU attention, a `token_cache` for attention on the device.
+
+An int8 cache holds codes, and beside them a float32 scale for the key and the value of each head and token.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from moelight.core.dtypes import DType
 from moelight.core.errors import MoelightError
-from moelight.paging.arena import typed
+from moelight.hrm.costs import kv_row_bytes
 from moelight.profiles.model import AttentionSpec
+from moelight.weights.torch_dtypes import to_torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CachedRows:
+    """Tokens of one layer for device attention: ``numbers`` [tokens, 2, Hkv, D], or latents and rotary keys [tokens, 1,
+    1, R + Rr]; if those are int8 codes, ``scales`` float32 [tokens, 2, Hkv]."""
+
+    numbers: Tensor
+    scales: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.numbers)
 
 
 def paged_cache(
-    arena: Tensor, specs: Sequence[AttentionSpec], *, blocks: int, block_size: int, dtype: torch.dtype
+    arena: Tensor, specs: Sequence[AttentionSpec], *, blocks: int, block_size: int, dtype: DType
 ) -> list[tuple[Tensor, ...]]:
     """The cache for CPU attention of each layer, one after another in ``arena``: keys and values ``[blocks, Hkv,
-    block_size, D]`` each, or latents and rotary keys ``[blocks, block_size, R + Rr]``; nothing without attention. D:
-    `AttentionSpec.cached_head_dim`."""
+    block_size, D]`` each, behind int8 ones their scales float32 ``[blocks, Hkv, block_size]`` each; or latents and
+    rotary keys ``[blocks, block_size, R + Rr]``; nothing without attention. D: `AttentionSpec.cached_head_dim`."""
     found: list[tuple[Tensor, ...]] = []
-    for spec, part in zip(specs, _by_layer(arena, specs, blocks * block_size, dtype), strict=True):
+    tokens = blocks * block_size
+    for spec, part in zip(specs, _by_layer(arena, specs, tokens, dtype), strict=True):
         if spec.latent is not None:
-            found.append((part.view(blocks, block_size, spec.cache_width),))
+            found.append((part.view(to_torch(dtype)).view(blocks, block_size, spec.cache_width),))
         elif spec.num_kv_heads:
-            found.append(tuple(part.view(2, blocks, spec.num_kv_heads, block_size, spec.cached_head_dim)))
+            numbers, scales = _numbers_and_scales(part, spec, tokens, dtype)
+            shape = (2, blocks, spec.num_kv_heads, block_size)
+            found.append((*numbers.view(*shape, spec.cached_head_dim), *(() if scales is None else scales.view(shape))))
         else:
             found.append(())
     return found
 
 
-def token_cache(arena: Tensor, specs: Sequence[AttentionSpec], *, slots: int, dtype: torch.dtype) -> list[Tensor]:
+def token_cache(arena: Tensor, specs: Sequence[AttentionSpec], *, slots: int, dtype: DType) -> list[CachedRows]:
     """The cache for device attention of each layer, one after another in ``arena``: slot block * block_size + offset
     holds what `rows_of` says of a token."""
     parts = zip(specs, _by_layer(arena, specs, slots, dtype), strict=True)
-    return [rows_of(part, spec) for spec, part in parts]
+    return [rows_of(part, spec, dtype) for spec, part in parts]
 
 
-def rows_of(part: Tensor, spec: AttentionSpec) -> Tensor:
-    """``part``, flat, as tokens of one layer: keys and values ``[tokens, 2, Hkv, D]``, or latents and rotary keys
-    ``[tokens, 1, 1, R + Rr]``; no token without attention."""
-    tokens = part.numel() // max(spec.cache_width, 1)
-    shape = (2, spec.num_kv_heads, spec.cached_head_dim) if spec.latent is None else (1, 1, spec.cache_width)
-    return part[: tokens * spec.cache_width].view(tokens, *shape)
+def rows_of(part: Tensor, spec: AttentionSpec, dtype: DType) -> CachedRows:
+    """``part``, bytes, as tokens of one layer, as many as it holds: all numbers, then all scales; no token without
+    attention."""
+    tokens = part.numel() // max(kv_row_bytes(spec, dtype), 1)
+    numbers, scales = _numbers_and_scales(part, spec, tokens, dtype)
+    shape = (2, spec.num_kv_heads) if spec.latent is None else (1, 1)
+    width = spec.cached_head_dim if spec.latent is None else spec.cache_width
+    rows = None if scales is None else scales.view(tokens, *shape)
+    return CachedRows(numbers=numbers.view(tokens, *shape, width), scales=rows)
 
 
-def _by_layer(arena: Tensor, specs: Sequence[AttentionSpec], tokens: int, dtype: torch.dtype) -> Iterator[Tensor]:
-    """``arena`` in flat parts for ``tokens`` tokens of each layer."""
-    sizes = [tokens * spec.cache_width for spec in specs]
-    return iter(typed(arena, dtype, (sum(sizes),)).split(sizes))
+def _numbers_and_scales(part: Tensor, spec: AttentionSpec, tokens: int, dtype: DType) -> tuple[Tensor, Tensor | None]:
+    """The numbers of ``tokens`` tokens in ``part``, bytes, and the scales behind int8 ones, both flat."""
+    numbers = part[: tokens * spec.cache_width * dtype.itemsize]
+    if not dtype.group:
+        return numbers.view(to_torch(dtype)), None
+    return numbers.view(torch.int8), part[numbers.numel() : tokens * kv_row_bytes(spec, dtype)].view(torch.float32)
+
+
+def _by_layer(arena: Tensor, specs: Sequence[AttentionSpec], tokens: int, dtype: DType) -> Iterator[Tensor]:
+    """``arena``, bytes, in parts for ``tokens`` tokens of each layer."""
+    sizes = [tokens * kv_row_bytes(spec, dtype) for spec in specs]
+    return iter(arena[: sum(sizes)].split(sizes))
 
 
 class BlockPool:

@@ -31,7 +31,7 @@ class LayerDemand:
         late: experts whose pages were missing when the demand was computed.
         on_cpu: weights of the experts that the CPU computes in place, beside a GPU; empty if there are none.
         memory: int32 [E], the number (`PageStore.weights`) of the memory of the other routed experts; else -1.
-        transfers: pages to transfer, ``read_pages`` of them from disk, since ``since_s``.
+        transfers: pages to transfer, ``read_pages`` of ``read_bytes`` in all from disk, since ``since_s``.
         coming: transfers to wait for, including those that began earlier.
     """
 
@@ -42,6 +42,7 @@ class LayerDemand:
     transfers: list[Transfer] = field(default_factory=list)
     coming: list[Transfer] = field(default_factory=list)
     read_pages: int = 0
+    read_bytes: int = 0
     since_s: float = 0.0
 
     def wait(self) -> None:
@@ -128,14 +129,14 @@ class RingPager:
             if page in self.prefetched or page in ring or (store.fast_tier == "device" and far is None):
                 continue
             slot = ring.take()
-            transfer = Transfer(page, slot, store.ring[slot].page, far)
+            transfer = Transfer(page, slot, store.ring_room(slot, page), far)
             if far is not None:
                 transfer.into.copy_(far, non_blocking=True)
             else:
                 transfer.pending = self._start_page(page, transfer.into, 0)
             ring.begin(transfer)
             self.stats.ahead_pages += 1
-            moved += store.page_bytes
+            moved += transfer.into.numel()
         return moved
 
     def _settle(self, keep: int | None) -> None:
@@ -159,7 +160,7 @@ class RingPager:
         store, ring = self.store, self._in_ring(page, demand)
         if ring is None:
             ring = self.ring.take()
-            demand.transfers.append(Transfer(page, ring, store.ring[ring].page, store.offloaded_page(page)))
+            demand.transfers.append(Transfer(page, ring, store.ring_room(ring, page), store.offloaded_page(page)))
         if slot < 0:
             self.ring.pages[ring] = page
             self._passing.append(ring)
@@ -200,8 +201,9 @@ class RingPager:
             if transfer.source is not None:
                 continue
             if store.fast_tier == "device":
-                transfer.source = store.pinned[demand.read_pages].page
+                transfer.source = store.pinned[demand.read_pages].page[: transfer.into.numel()]
             into = transfer.into if transfer.source is None else transfer.source
             transfer.pending = self._start_page(transfer.page, into, 0)
             demand.coming.append(transfer)
             demand.read_pages += 1
+            demand.read_bytes += transfer.into.numel()

@@ -37,8 +37,9 @@ class SlotMemory(NamedTuple):
 class PageStore:
     """Page bytes in arenas of slots: ``experts`` (``resident``), ``host_experts`` (``offloaded`` pages ``far``),
     ``ring`` and ``pinned_ring``. ``parts`` are byte ranges of a page; ``view`` returns what the decoder takes
-    as the expert of a page. ``weights`` has those of every resident and ring slot; memory never moves, so its number
-    and its addresses hold as long as the store, whichever slot it becomes (`swap`)."""
+    as the expert of a page, ``bytes_of`` the bytes of a whole page where not all are as long. ``weights`` has those of
+    every resident and ring slot; memory never moves, so its number and its addresses hold as long as the store,
+    whichever slot it becomes (`swap`)."""
 
     def __init__(
         self,
@@ -50,12 +51,14 @@ class PageStore:
         parts: Sequence[range],
         slot_bytes: int,
         view: Callable[[Tensor], Any],
+        bytes_of: Callable[[Page], int] | None = None,
     ) -> None:
-        self.page_bytes = parts[-1].stop
+        self._longest = longest = parts[-1].stop
+        self._bytes_of = bytes_of or (lambda _: longest)
 
         def cut(purpose: str, first: int) -> list[SlotMemory]:
             arena = arenas.get(purpose)
-            pages = () if arena is None else (slot[: self.page_bytes] for slot in slots(arena, slot_bytes))
+            pages = () if arena is None else (slot[:longest] for slot in slots(arena, slot_bytes))
             return [
                 SlotMemory(page, [page[part.start : part.stop] for part in parts], view(page), number)
                 for number, page in enumerate(pages, first)
@@ -120,13 +123,22 @@ class PageStore:
         """Ring page at ``position``; passes of equal phase find the same pages in the same ring pages."""
         return self.ring_page(0, position) if self.ring else 0
 
+    def bytes_of(self, page: Page) -> int:
+        """Bytes of a part."""
+        whole, part = self._bytes_of(replace(page, part=0)), self._parts[page.part]
+        return len(range(min(part.start, whole), min(part.stop, whole)))
+
     def offloaded_tier(self, page: Page) -> Tensor:
         """Bytes of a part that is offloaded to host memory."""
-        return self.offloaded[replace(page, part=0)].parts[page.part]
+        return self.offloaded[replace(page, part=0)].parts[page.part][: self.bytes_of(page)]
 
     def offloaded_page(self, page: Page) -> Tensor | None:
         """Bytes of a whole page; None if it is only on disk."""
-        return self.offloaded[page].page if page in self.offloaded else None
+        return self.offloaded[page].page[: self._bytes_of(page)] if page in self.offloaded else None
+
+    def ring_room(self, ring: int, page: Page) -> Tensor:
+        """The bytes of ring page ``ring`` that ``page`` fills."""
+        return self.ring[ring].page[: self._bytes_of(page)]
 
     def begin(self, page: Page) -> int:
         """Offset of a part in its page in bytes."""

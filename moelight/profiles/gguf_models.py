@@ -71,18 +71,26 @@ _COMMON = {
     "vocab_size": "vocab_size",
     "expert_used_count": "num_experts_per_tok",
 }
+_ROPE = {
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Architecture:
-    """One ``general.architecture``: the family, keys beside `_COMMON` and what llama.cpp takes for granted.
+    """One ``general.architecture``: the family, keys beside `_COMMON`, and what llama.cpp takes for granted.
 
-    ``heads_in_pairs``: rows of q and k are stored with the two halves of each head interleaved.
+    ``rope``: the same of scaled rotary embeddings. ``heads_in_pairs``: rows of q and k are stored with the two halves
+    of each head interleaved.
     """
 
     model_type: str
     keys: Mapping[str, str] = field(default_factory=dict)
     given: Mapping[str, Any] = field(default_factory=dict)
+    rope: Mapping[str, Any] = field(default_factory=dict)
     more: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     heads_in_pairs: bool = False
 
@@ -153,6 +161,7 @@ _ARCHITECTURES = {
             "expert_count": "num_local_experts",
             "expert_feed_forward_length": "intermediate_size",
         },
+        rope={"truncate": False},
     ),
 }
 
@@ -233,8 +242,8 @@ def _config(file: GGUFFile, name: str, architecture: _Architecture) -> dict[str,
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     scale = config.pop("_mscale", None)
     if (kind := values.get("rope.scaling.type")) not in (None, "none"):
-        rope = {"rope_type": kind, "factor": values.get("rope.scaling.factor")}
-        rope["original_max_position_embeddings"] = values.get("rope.scaling.original_context_length")
+        rope: dict[str, Any] = {"rope_type": kind, **architecture.rope}
+        rope |= {ours: values.get(f"rope.scaling.{theirs}") for theirs, ours in _ROPE.items()}
         rope |= {} if scale is None else {"mscale": scale, "mscale_all_dim": scale}
         config["rope_scaling"] = {key: value for key, value in rope.items() if value is not None}
     return config
@@ -336,4 +345,5 @@ def _stored(profile: ModelProfile, tensors: Mapping[tuple[str, int], GGMLTensor]
     elements = 3 * profile.experts.intermediate_size * profile.hidden_size
     name = "GGUF " + " and ".join(sorted(experts, key=lambda each: -experts[each])[:2])
     sizes = [(name, layer, size) for (name, layer), size in sorted(dense.items())]
-    return StoredWeights.of(name, name, pages, elements, sizes)
+    count = profile.experts.num_experts
+    return StoredWeights.of(name, name, [[size] * count if size else [] for size in pages], elements, sizes)

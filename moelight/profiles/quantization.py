@@ -85,10 +85,9 @@ def read_quantization(config: HFConfig) -> Quantization | None:
 
 def with_stored(profile: ModelProfile, format_of: Callable[[str], StoredFormat | None], where: str) -> ModelProfile:
     """``profile`` with the bytes of a checkpoint whose modules are stored as ``format_of`` says; None: in the
-    model's dtype. All experts of a layer are stored as its first one. Raises ConfigError, naming the file ``where``, if
-    a matrix cannot be."""
+    model's dtype. Raises ConfigError, naming the file ``where``, if a matrix cannot be."""
     counted = _Count(profile, format_of, where)
-    pages = tuple(counted.page(layer) if moe else 0 for layer, moe in enumerate(profile.moe_layers))
+    pages = [counted.pages(layer) if moe else [] for layer, moe in enumerate(profile.moe_layers)]
     experts = tuple(counted.named)
     dense = tuple(
         (part.name, part.layer, size)
@@ -101,8 +100,8 @@ def with_stored(profile: ModelProfile, format_of: Callable[[str], StoredFormat |
     return replace(profile, stored=StoredWeights.of(name, of_experts, pages, _elements(profile), dense))
 
 
-def with_pages(profile: ModelProfile, pages: Sequence[int]) -> ModelProfile:
-    """Quantised ``profile`` with the bytes that pages were found to have, of an expert of each layer."""
+def with_pages(profile: ModelProfile, pages: Sequence[Sequence[int]]) -> ModelProfile:
+    """Quantised ``profile`` with the bytes that pages were found to have, of each expert of each layer."""
     stored = profile.stored
     assert stored is not None, "only quantised pages differ from what the profile says"
     found = StoredWeights.of(stored.name, stored.dtype.name, pages, _elements(profile), stored.dense)
@@ -134,14 +133,24 @@ class _Count:
         self.named[stored.name] = None
         return size
 
-    def page(self, layer: int) -> int:
+    def pages(self, layer: int) -> list[int]:
+        """Bytes of each expert of ``layer``."""
+        count, shapes = self._profile.experts.num_experts, page_shapes(self._profile)
+        modules = {expert_module(self._profile, layer, name, 1) for name in shapes}
+        if modules == {expert_module(self._profile, layer, name, 0) for name in shapes}:  # a stack of all experts
+            return [self._page(layer, 0)] * count
+        return [self._page(layer, expert) for expert in range(count)]
+
+    def _page(self, layer: int, expert: int) -> int:
         """Bytes of an expert of ``layer``."""
         spec, total = self._profile.experts, 0
         for name, shape in page_shapes(self._profile).items():
             rows, columns = shape[::-1] if spec.transposed else shape
             plain_bytes = rows * columns * self._itemsize
-            module = expert_module(self._profile, layer, name, 0)
+            module = expert_module(self._profile, layer, name, expert)
             found = None if name.endswith("_bias") else self.matrix(module, rows, columns, paged=True)
+            if found is None and not name.endswith("_bias"):
+                self.named[self._profile.dtype] = None
             total += align_up(plain_bytes, PART_ALIGNMENT) if found is None else found
         return total
 

@@ -27,6 +27,8 @@ MX_GROUP = 32  # columns of a block of MXFP4
 SHAPE = ".weight_shape"  # of a part that repeats the size of the matrix
 PART_ALIGNMENT = 16  # bytes; of each part of an expert's page
 _WORD = 32  # bits
+_INTEGER_BLOCKS = ("Q8_0", "Q4_0", "Q4_K", "MXFP4")  # ggml types whose codes are whole numbers to int8 activations
+_LEAST_GROUP, _MOST_GROUP = 32, 128  # columns of an activation in int8 that share a scale
 _FLOATS, _EXPONENTS = ("F16", "BF16", "F32"), ("U8", "F8_E8M0")  # of scales; exponents of two, biased by 127
 
 
@@ -142,6 +144,28 @@ class StoredFormat:
         """Bytes of a matrix in an expert's page; raises as `parts` does."""
         parts = (part for part in self.parts(rows, columns) if part.suffix != SHAPE)
         return sum(align_up(part.nbytes, PART_ALIGNMENT) for part in parts)
+
+    @property
+    def without_integers(self) -> str | None:
+        """The reason why numbers are not whole numbers that int8 activations could be multiplied by, or None."""
+        if self.kind == GGML:
+            if self.name not in _INTEGER_BLOCKS:
+                return f"{self.name}: int8 activations are served for the ggml types {', '.join(_INTEGER_BLOCKS)}"
+            return None
+        if self.kind == PLAIN or self.codes == "F8_E4M3":
+            return f"{self.name}: its numbers are no integers times scales, as int8 activations need them"
+        if self.bits not in (4, 8):
+            return f"{self.name}: codes of {self.bits} bits are not multiplied by int8 activations"
+        if self.group % _LEAST_GROUP:
+            return f"{self.name}: int8 activations need groups of a multiple of {_LEAST_GROUP} columns"
+        return None
+
+    def integer_group(self, columns: int) -> int:
+        """Columns of an activation that share a scale where they meet whole numbers."""
+        if self.kind in (GGML, MXFP4):
+            return _LEAST_GROUP
+        group = self.group if 0 < self.group < columns else _MOST_GROUP
+        return next(size for size in (_MOST_GROUP, 64, _LEAST_GROUP) if group % size == 0)
 
     def rows_of_line(self, suffix: str) -> int:
         """Rows of the matrix in each index of the first dimension of the part ``suffix``: 0 if the part is of all rows,
@@ -279,27 +303,48 @@ class StoredWeights:
 
     Attributes:
         name: the formats, for people; experts first.
-        pages: bytes of an expert of each layer, 0 without experts.
+        pages: bytes of the largest expert of each layer, 0 without experts.
+        mean_page_bytes: bytes of an expert on average, rounded up.
+        total_bytes: of all experts.
         dtype: the experts as a number format for prices: `DType.bytes_for` all numbers of an expert is the largest
             page.
         dense: quantised tensors outside the experts: name, layer and bytes; the others have the model's dtype.
+        mixed: experts of some layer are stored in several formats, so that on a GPU torch computes them.
     """
 
     name: str
     pages: tuple[int, ...]
     dtype: DType
+    total_bytes: int
+    mean_page_bytes: int
     dense: tuple[tuple[str, int, int], ...] = ()
+    mixed: bool = False
 
     @classmethod
     def of(
-        cls, name: str, experts: str, pages: Sequence[int], elements: int, dense: Sequence[tuple[str, int, int]]
+        cls,
+        name: str,
+        experts: str,
+        pages: Sequence[Sequence[int]],
+        elements: int,
+        dense: Sequence[tuple[str, int, int]],
     ) -> StoredWeights:
-        """Pages of ``elements`` numbers at most, whose format is called ``experts``."""
-        largest = max(pages)
+        """``pages``: bytes of each expert of each layer. They hold ``elements`` numbers at most; their format is called
+        ``experts``."""
+        sizes = [max(layer, default=0) for layer in pages]
+        largest, total, count = max(sizes), sum(map(sum, pages)), sum(map(len, pages))
         bits = max(1, 8 * largest // elements)
         scales = max(0, largest - -(-elements * bits // 8))
         dtype = DType(name=experts, bits=bits, group=elements, scale_bytes=scales)
-        return cls(name=name, pages=tuple(pages), dtype=dtype, dense=tuple(dense))
+        return cls(
+            name=name,
+            pages=tuple(sizes),
+            dtype=dtype,
+            total_bytes=total,
+            mean_page_bytes=-(-total // max(count, 1)),
+            dense=tuple(dense),
+            mixed=any(len(set(layer)) > 1 for layer in pages),
+        )
 
     @property
     def page_bytes(self) -> int:

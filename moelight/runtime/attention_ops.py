@@ -3,6 +3,9 @@
 Each layer has its own widths, window and scale; a layer without attention over the paged cache does nothing. Narrower
 keys, queries and values are padded with zeros to the width of the cache (`AttentionSpec.cached_head_dim`).
 
+Over an int8 cache every row attends to what the cache keeps of a token, its own and those of the same micro-batch
+included: codes of a token and head alone, so no result depends on how prompts are cut into micro-batches.
+
 Legend: T tokens, Hq query heads, Hkv key/value heads, D head size, Dv that of values; of latent attention H heads, R
 the size of the latent, Rr of the rotary part: q [T, H, R] absorbed, k [T, H, Rr] the queries' rotary part, v
 [T, 1, R + Rr] the new rows of the cache; the output [T, H, R].
@@ -18,7 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moelight.core.dtypes import DType
 from moelight.core.schedule import Task, TaskKind
+from moelight.kernels import reference
 from moelight.kernels.attention import (
     cpu_gqa_decode,
     cpu_kv_append,
@@ -34,8 +39,9 @@ from moelight.kernels.gpu.attention import (
     attend_in_torch,
     latents_in_torch,
     prompt_form,
+    through_int8_in_torch,
 )
-from moelight.paging.kv import rows_of
+from moelight.paging.kv import CachedRows, rows_of
 from moelight.profiles.model import AttentionSpec
 from moelight.runtime.microbatch import MicroBatch, require
 
@@ -105,7 +111,8 @@ class HostAttention:
         }
 
     def _attention(self, task: Task, mb: MicroBatch) -> None:
-        _attend_on_device(self._layers, task.layer, mb, self._form)
+        quantised = self._layers.specs[task.layer].num_heads > 0 and len(self._cache[task.layer]) > 2
+        _attend_on_device(self._layers, task.layer, mb, self._form, quantised=quantised)
 
     def _offload_qkv(self, task: Task, mb: MicroBatch) -> None:
         given = self._layers.given(task.layer, mb)
@@ -121,8 +128,8 @@ class HostAttention:
 
     def _append(self, layer: int, mb: MicroBatch, k: Tensor, v: Tensor) -> None:
         if self._layers.specs[layer].latent is None:
-            k_cache, v_cache = self._cache[layer]
-            cpu_kv_append(k_cache, v_cache, k, v, mb.cache_slots)
+            k_cache, v_cache, *scales = self._cache[layer]
+            cpu_kv_append(k_cache, v_cache, k, v, mb.cache_slots, **_by_name(scales))
         else:
             cpu_mla_append(self._cache[layer][0], v[:, 0], mb.cache_slots)
 
@@ -141,7 +148,7 @@ class HostAttention:
             (cache,) = self._cache[task.layer]
             mb.attn = cpu_mla_decode(q, k, cache, tables, lens, spec.product_scale, out=out)
             return
-        k_cache, v_cache = self._cache[task.layer]
+        k_cache, v_cache, *scales = self._cache[task.layer]
         scale, window, softcap = spec.product_scale, spec.window, spec.softcap
         sinks = self._layers.sinks(task.layer, q.device)
         if spec.chunk is not None and int(mb.positions.max()) >= spec.chunk:
@@ -149,27 +156,38 @@ class HostAttention:
             return
         if n := mb.decoding:
             own = (q[:n], k_cache, v_cache, mb.block_tables, mb.seq_lens, scale)
-            cpu_gqa_decode(*own, window=window, sinks=sinks, softcap=softcap, out=out[:n])
+            cpu_gqa_decode(*own, window=window, sinks=sinks, softcap=softcap, **_by_name(scales), out=out[:n])
         if mb.packed is not None:
             cu_seqlens, tables, contexts = mb.packed
             cpu_prefill_attention(
-                *(q[n:], k[n:], v[n:], cu_seqlens, scale),
+                *(q[n:], *self._as_cached(task.layer, k[n:], v[n:], mb.cache_slots[n:]), cu_seqlens, scale),
                 window=window,
                 sinks=sinks,
                 softcap=softcap,
                 cache=(k_cache, v_cache, tables, contexts),
+                **_by_name(scales),
                 out=out[n:],
             )
         mb.attn = out if mb.crossing is not None else _narrowed(out, spec)
 
+    def _as_cached(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """What the cache of ``layer`` keeps of k and v [T, Hkv, D], which are in ``slots`` of it, in their dtype."""
+        k_cache, v_cache, *scales = self._cache[layer]
+        if not scales:
+            return k, v
+        at = slots // k_cache.shape[2], slice(None), slots % k_cache.shape[2]
+        pairs = zip((k_cache, v_cache), scales, strict=True)
+        keys, values = (reference.dequantise(codes[at], factors[at], k.dtype) for codes, factors in pairs)
+        return keys, values
+
     def _attend_in_chunks(self, layer: int, mb: MicroBatch, q: Tensor, out: Tensor, sinks: Tensor | None) -> Tensor:
         """Rows by the positions that they see of their chunk, each row by itself: prompts this long are rare."""
         spec, (tables, lens) = self._layers.specs[layer], mb.row_tables()
-        windows, (k_cache, v_cache) = (lens - 1) % require(spec.chunk) + 1, self._cache[layer]
+        windows, (k_cache, v_cache, *scales) = (lens - 1) % require(spec.chunk) + 1, self._cache[layer]
         for window in windows.unique().tolist():
             rows = (windows == window).nonzero().flatten()
             own = (q[rows], k_cache, v_cache, tables[rows], lens[rows], spec.product_scale)
-            out[rows] = cpu_gqa_decode(*own, window=window, sinks=sinks, softcap=spec.softcap)
+            out[rows] = cpu_gqa_decode(*own, window=window, sinks=sinks, softcap=spec.softcap, **_by_name(scales))
         return out if mb.crossing is not None else _narrowed(out, spec)
 
     def _load_hidden(self, task: Task, mb: MicroBatch) -> None:
@@ -187,15 +205,16 @@ class DeviceAttention:
         buffers: Tensor,
         *,
         form: PromptForm,
-        on_host: Sequence[Tensor] | None,
-        on_device: Sequence[Tensor] | None,
+        kv_dtype: DType,
+        on_host: Sequence[CachedRows] | None,
+        on_device: Sequence[CachedRows] | None,
         sinks: Mapping[int, Tensor] | None = None,
     ) -> None:
-        """``buffers`` [2, numbers]: of the tokens of a context in the widest layer; at least one `token_cache` is
-        given; ``form``: of prompts."""
+        """``buffers`` uint8 [2, bytes]: of the tokens of a context in the widest layer; at least one `token_cache` is
+        given, in ``kv_dtype``; ``form``: of prompts."""
         self._layers, self._host, self._device, self._buffers = _Layers(specs, sinks), on_host, on_device, buffers
-        self._form, self._kernels = form, kernels_of(buffers.device)
-        some = next((each for each in on_host or () if each.numel()), None)
+        self._form, self._kernels, self._kv_dtype = form, kernels_of(buffers.device), kv_dtype
+        some = next((each.numbers for each in on_host or () if len(each)), None)
         self._fetches = some is not None and self._kernels.fetches(some, buffers.device)[0]
         self.table: Mapping[TaskKind, Act] = {
             TaskKind.LOAD_KV: self._load_kv,
@@ -204,35 +223,55 @@ class DeviceAttention:
             TaskKind.STORE_KV: self._store_kv,
         }
 
-    def _buffer(self, index: int, layer: int) -> Tensor:
+    def _buffer(self, index: int, layer: int) -> CachedRows:
         """One of the two buffers as the tokens of ``layer`` lie in it (`rows_of`)."""
-        return rows_of(self._buffers[index], self._layers.specs[layer])
+        return rows_of(self._buffers[index], self._layers.specs[layer], self._kv_dtype)
 
     def _load_kv(self, task: Task, mb: MicroBatch) -> None:
         (into,), context = task.writes, require(mb.context)
         if not self._layers.specs[task.layer].num_heads:
             return
         buffer, cache = self._buffer(into.index, task.layer), require(self._host)[task.layer]
-        if self._fetches and len(context.runs) > MOST_COPIES:
-            gpu_attention.fetch(cache, buffer, context.pieces_on(buffer.device))
-            return
-        for slot, place, count in context.runs:
-            buffer[place : place + count].copy_(cache[slot : slot + count], non_blocking=True)
+        for source, target in ((cache.numbers, buffer.numbers), (cache.scales, buffer.scales)):
+            if source is None or target is None:
+                continue
+            if self._fetches and len(context.runs) > MOST_COPIES:
+                gpu_attention.fetch(source, target, context.pieces_on(target.device))
+                continue
+            for slot, place, count in context.runs:
+                target[place : place + count].copy_(source[slot : slot + count], non_blocking=True)
 
     def _offload_kv(self, task: Task, mb: MicroBatch) -> None:
-        given = self._layers.given(task.layer, mb)
-        if given is not None:
-            (q, k, v), rows = self._layers.kept(task.layer, *given), require(mb.added).host_rows
-            mb.qkv_host = require(mb.crossing).take(q, _picked(k, rows) if len(k) else k, _picked(v, rows))
+        given, crossing = self._layers.given(task.layer, mb), require(mb.crossing)
+        if given is None:
+            return
+        (q, k, v), rows = self._layers.kept(task.layer, *given), require(mb.added).host_rows
+        if self._kv_dtype.group:
+            mb.kv_host = crossing.take_cached(self._quantised(k, v, rows))
+        else:
+            mb.qkv_host = crossing.take(q, _picked(k, rows) if len(k) else k, _picked(v, rows))
+
+    def _quantised(self, k: Tensor, v: Tensor, rows: Tensor | None) -> CachedRows:
+        """Rows ``rows`` (None: all) of k and v as the cache keeps them, in their order."""
+        count, shape = len(k) if rows is None else len(rows), (2, *k.shape[1:])
+        codes = torch.empty((count, *shape), dtype=torch.int8, device=k.device)
+        scales = torch.empty((count, *shape[:2]), dtype=torch.float32, device=k.device)
+        places = torch.arange(count, device=k.device)
+        self._kernels.append(k, v, codes, places, rows=rows, cache_scale=scales)
+        return CachedRows(numbers=codes, scales=scales)
 
     def _store_kv(self, task: Task, mb: MicroBatch) -> None:
-        if self._layers.specs[task.layer].num_heads:
-            _, k, v = require(mb.qkv_host)
-            cache, slots = require(self._host)[task.layer], require(mb.added).host_slots
-            if self._layers.specs[task.layer].latent is None:
-                append_in_torch(k, v, cache, slots)
-            else:
-                cache[:, 0].index_copy_(0, slots, v)
+        if not self._layers.specs[task.layer].num_heads:
+            return
+        cache, slots = require(self._host)[task.layer], require(mb.added).host_slots
+        if cache.scales is not None:
+            new = require(mb.kv_host)
+            cache.numbers.index_copy_(0, slots, new.numbers)
+            cache.scales.index_copy_(0, slots, require(new.scales))
+        elif self._layers.specs[task.layer].latent is None:
+            append_in_torch(*require(mb.qkv_host)[1:], cache.numbers, slots)
+        else:
+            cache.numbers[:, 0].index_copy_(0, slots, require(mb.qkv_host)[2])
 
     def _attention(self, task: Task, mb: MicroBatch) -> None:
         given, added = self._layers.given(task.layer, mb), require(mb.added)
@@ -242,9 +281,9 @@ class DeviceAttention:
         if (slots := added.device_slots) is not None:
             cache, rows = require(self._device)[task.layer], added.device_rows
             if self._layers.specs[task.layer].latent is None:
-                self._kernels.append(k, v, cache, slots, rows=rows)
+                self._kernels.append(k, v, cache.numbers, slots, rows=rows, cache_scale=cache.scales)
             else:
-                cache[:, 0].index_copy_(0, slots, _picked(v, rows))
+                cache.numbers[:, 0].index_copy_(0, slots, _picked(v, rows))
         in_cache, in_buffer = require(mb.context).batch.tiers
         (index,) = (each.index for each in task.reads if each.space == "context") if in_buffer else (0,)
         _attend_on_device(
@@ -254,6 +293,7 @@ class DeviceAttention:
             self._form,
             cache=require(self._device)[task.layer] if in_cache else None,
             buffer=self._buffer(index, task.layer) if in_buffer else None,
+            quantised=self._kv_dtype.group > 0,
         )
 
 
@@ -263,27 +303,36 @@ def _attend_on_device(
     mb: MicroBatch,
     form: PromptForm,
     *,
-    cache: Tensor | None = None,
-    buffer: Tensor | None = None,
+    cache: CachedRows | None = None,
+    buffer: CachedRows | None = None,
+    quantised: bool,
 ) -> None:
     """Attention of one layer by the kernels of the device; by torch where they do not take heads of this size, or take
-    prompts in tiles of another form than that of the micro-batch."""
+    prompts in tiles of another form than that of the micro-batch. ``quantised``: the cache is."""
     given, spec = layers.given(layer, mb), layers.specs[layer]
     if given is None:
         return
     q, k, v = given
-    attend, batch = kernels_of(q.device).attend, require(mb.context).batch
+    kernels, batch = kernels_of(q.device), require(mb.context).batch
+    attend, pools = kernels.attend, {"cache": cache, "buffer": buffer}
+    rest: dict[str, Any] = {name: None if pool is None else pool.numbers for name, pool in pools.items()}
     if spec.latent is not None:
-        mb.attn = latents_in_torch(q, k, v, batch, spec.product_scale, cache=cache, buffer=buffer)
+        mb.attn = latents_in_torch(q, k, v, batch, spec.product_scale, **rest)
         return
-    sinks = layers.sinks(layer, q.device)
-    rest: dict[str, Any] = {"window": spec.window, "sinks": sinks, "softcap": spec.softcap}
-    rest |= {"cache": cache, "buffer": buffer}
+    if quantised:
+        k, v = kernels.through_int8(k, v)
+        rest |= {f"{name}_scale": None if pool is None else pool.scales for name, pool in pools.items()}
+    rest |= {"window": spec.window, "sinks": layers.sinks(layer, q.device), "softcap": spec.softcap}
     if spec.chunk is not None and any(start + last - first > spec.chunk for first, last, start, _ in batch.spans):
         attend, rest["chunk"] = attend_in_torch, spec.chunk
     elif not layers.kernels_take(layer, q, k, form):
         attend = attend_in_torch
     mb.attn = _narrowed(attend(q, k, v, batch, spec.product_scale, **rest), spec)
+
+
+def _by_name(scales: Sequence[Tensor]) -> dict[str, Any]:
+    """Those of keys and values, as arguments of kernels; none of a cache that is not quantised."""
+    return dict(zip(("k_scale", "v_scale"), scales, strict=False))
 
 
 def _as_wide(given: Tensor, width: int) -> Tensor:
@@ -303,18 +352,30 @@ def _narrowed(out: Tensor, spec: AttentionSpec) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionKernels:
-    """Implementations of attention on one device: `attend`, `append`, and whether kernels `fetch` from host memory."""
+    """Implementations of attention on one device: `attend`, `append`, `through_int8`, and whether kernels `fetch` from
+    host memory."""
 
     attend: Callable[..., Tensor]
     append: Callable[..., None]
+    through_int8: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     fetches: Callable[[Tensor, torch.device], tuple[bool, str]]
 
 
 def kernels_of(device: torch.device) -> AttentionKernels:
     """Those of ``device``; of the emulated one, torch's."""
     if device.type == "cpu":
-        return AttentionKernels(attend=attend_in_torch, append=append_in_torch, fetches=lambda *_: (False, "no link"))
-    return AttentionKernels(attend=gpu_attention.attend, append=gpu_attention.append, fetches=serving.reads_host)
+        return AttentionKernels(
+            attend=attend_in_torch,
+            append=append_in_torch,
+            through_int8=through_int8_in_torch,
+            fetches=lambda *_: (False, "no link"),
+        )
+    return AttentionKernels(
+        attend=gpu_attention.attend,
+        append=gpu_attention.append,
+        through_int8=gpu_attention.through_int8,
+        fetches=serving.reads_host,
+    )
 
 
 def _picked(tensor: Tensor, rows: Tensor | None) -> Tensor:

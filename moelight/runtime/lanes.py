@@ -158,6 +158,7 @@ class ThreadLane:
         return HostTicket(done=done)
 
     def _serve(self) -> None:
+        torch.get_num_threads()  # its own number from now on, see `one_thread_for_torch`
         if self._team is not None:
             self._team.settle()
         with _working(self._team):
@@ -195,6 +196,7 @@ class PendingLane(ThreadLane):
         self._ending.join()
 
     def _serve(self) -> None:
+        torch.get_num_threads()  # its own number from now on, see `one_thread_for_torch`
         while (item := self._queue.get()) is not None:
             work, after, ticket, done = item
             outcome: Outcome = None

@@ -18,6 +18,7 @@ from moelight.core.policy import Policy
 from moelight.hrm import costs
 from moelight.models.decoder import Running
 from moelight.models.moe import Routed, SplitMoE
+from moelight.paging.kv import CachedRows
 from moelight.profiles.model import ModelProfile
 from moelight.runtime.context import Added, Chunk, Context, slots_of
 from moelight.runtime.graphs import Graphs
@@ -43,10 +44,11 @@ class StagingBuffers:
     def in_arena(cls, arena: Tensor, model: ModelProfile, policy: Policy, dtype: DType, tokens: int) -> StagingBuffers:
         """Buffers of a whole pass; ``arena`` uint8, of `staging_token_bytes` for each of ``tokens``."""
         on_host, beside = policy.attention_device == "cpu", policy.ffn_device != "gpu"
+        kv_dtype = costs.kv_dtype(policy, dtype)
         residual = costs.residual_bytes(model, dtype, 1) if beside else 0
         each = {  # bytes per token; the region of the widest elements first
             "routing": costs.routing_bytes(model) if beside else 0,
-            "down": costs.qkv_bytes(model, dtype, 1) if on_host else costs.kv_bytes(model, dtype, 1),
+            "down": costs.qkv_bytes(model, dtype, 1) if on_host else costs.kv_layer_bytes(model, kv_dtype),
             "up": costs.hidden_bytes(model, dtype, 1) if on_host else 0,
             "routed": residual,
             "experts": residual,
@@ -68,6 +70,14 @@ class StagingBuffers:
             found += _land(place[: whole.nbytes], whole).split(heads, dim=1)
             place = place[whole.nbytes :]
         return found[0], found[1], found[2]
+
+    def take_cached(self, new: CachedRows) -> CachedRows:
+        """Copy ``new`` to host memory, as the cache keeps it; the copies are complete when the lane's event is."""
+        place, scales = self.down.view(-1), require(new.scales)
+        return CachedRows(
+            numbers=_land(place[: new.numbers.nbytes], new.numbers),
+            scales=_land(place[new.numbers.nbytes :][: scales.nbytes], scales),
+        )
 
     def take_routed(self, routed: Routed) -> Routed:
         """Copy ``routed`` (ids int32) to host memory; the copy is complete when the lane's event is."""
@@ -155,6 +165,7 @@ class MicroBatch:
         kept: only where experts run once per pass.
         row: of the first token among those of the pass.
         running: what the model keeps of the micro-batch from task to task.
+        kv_host: new keys and values on their way into a quantised cache in host memory.
         graphs: only in a pass that they serve.
         context: only for attention on the device.
         added: only where the cache is for attention on the device.
@@ -182,6 +193,7 @@ class MicroBatch:
     running: Running | None = None
     qkv: tuple[Tensor, Tensor, Tensor] | None = None
     qkv_host: tuple[Tensor, Tensor, Tensor] | None = None
+    kv_host: CachedRows | None = None
     attn: Tensor | None = None
     crossing: StagingBuffers | None = None
     kept: SavedActivations | None = None

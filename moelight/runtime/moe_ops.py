@@ -113,23 +113,22 @@ class MoEOps:
 
     def _tables(self) -> list[ExpertTable] | None:
         """The addresses of every layer's experts, those of the first with experts for one without; None unless the
-        grouped kernels compute all of them."""
+        grouped kernels compute all of them, and those of a layer lie alike."""
         decoder, found = self._decoder, dict[int, ExpertTable]()
         by = [each for each, moe in zip(decoder.activations, self._moe, strict=True) if moe]
         if None in by:
             return None
-        for layer, moe in enumerate(self._moe):
-            kind = decoder.kind_of(layer) if moe else None
-            if kind is None or kind in found:
+        kinds = [decoder.kind_of(layer) if moe else None for layer, moe in enumerate(self._moe)]
+        for kind, moe in zip(kinds, self._moe, strict=True):
+            if not moe or kind in found:
                 continue
-            table = grouped_pages(decoder.matrices(layer, self._pages.weights), decoder.dtype, by)
-            if table is None:
+            weights = () if kind is None else decoder.matrices(kind, self._pages.weights)
+            table = grouped_pages(weights, decoder.dtype, by)
+            if kind is None or table is None:
                 return None
             found[kind] = table
         first = next(iter(found.values()), None)
-        if first is None:
-            return None
-        return [found[decoder.kind_of(layer)] if moe else first for layer, moe in enumerate(self._moe)]
+        return None if first is None else [first if kind is None else found[kind] for kind in kinds]
 
     def _post_attention(self, task: Task, pass_pages: PassPages) -> None:
         mb = pass_pages.micro_batches[task.micro_batch]

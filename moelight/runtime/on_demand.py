@@ -68,14 +68,15 @@ class OnDemandPass:
 
     def fetch(self, task: Task) -> Outcome:
         """Transfer the missing pages of the layer over the task's lane; disk reads began with the demand."""
-        demand, size = self.demand(task.layer), self._pager.store.page_bytes
+        demand = self.demand(task.layer)
         if task.kind is TaskKind.SEND_EXPERTS:
             for transfer in demand.transfers:
                 transfer.into.copy_(require(transfer.source), non_blocking=True)
-            return MovedBytes(len(demand.transfers) * size) if demand.transfers else SKIPPED
+            moved = sum(transfer.into.numel() for transfer in demand.transfers)
+            return MovedBytes(moved) if demand.transfers else SKIPPED
         if not demand.coming:
             return SKIPPED
-        return MovedBytes(demand.read_pages * size, demand, demand.since_s)
+        return MovedBytes(demand.read_bytes, demand, demand.since_s)
 
     def fetch_ahead(self, task: Task) -> Outcome:
         """Prefetch the predicted pages of the layer over the task's lane; the prefetch may have begun before."""

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from moelight.core.dtypes import DType, dtype_named
+from moelight.core.dtypes import DType
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.core.schedule import Lane, Page
@@ -30,7 +30,8 @@ class Layout:
         attention: ``cpu`` or ``gpu``: where sequences attend that need the cache (prefill-only prompts: on the GPU).
         experts: ``device``; ``host``; or ``split``: the CPU computes ``computed`` in place, the GPU all others.
         kv_host: the share of every context whose keys and values are in host memory.
-        parts: the bytes of each part in which a page moves: several across a link, one without.
+        parts: the bytes of each part in which the longest page moves: several across a link, one without.
+        page_bytes: of a page on average.
         streamed: the parts of pages that move every pass, in order of use; ``layer_pages``: their positions, by layer.
         cpu_layers: the layers whose hidden states cross the link for the CPU's experts.
         ring_slots: slots of the ring on the fast tier, one part each; the parts of a page are contiguous and in order.
@@ -46,6 +47,7 @@ class Layout:
     experts: str
     kv_host: float
     parts: tuple[range, ...]
+    page_bytes: int
     streamed: tuple[Page, ...]
     from_disk: tuple[bool, ...]
     layer_pages: tuple[range, ...]
@@ -61,7 +63,9 @@ class Layout:
         return Lane.DEVICE if self.discrete else Lane.CPU
 
     def bytes_at(self, k: int) -> int:
-        return len(self.parts[k % len(self.parts)])
+        """Bytes of streamed part ``k`` on average."""
+        part, longest = self.parts[k % len(self.parts)], self.parts[-1].stop
+        return part.stop * self.page_bytes // longest - part.start * self.page_bytes // longest
 
     @property
     def pages_cross(self) -> bool:
@@ -92,7 +96,8 @@ class Layout:
     def kv_down_bytes(self, micro_batch: MicroBatchShape, layer: int) -> int:
         """Bytes of a layer's new keys and values that cross to host memory."""
         crossing = micro_batch.tokens - micro_batch.device_tokens if self.kv_host else 0
-        return costs.kv_bytes(self.model, self.dtype, crossing, layer)
+        dtype = costs.kv_crossing_dtype(self.attention, self.dtype, self.kv_dtype)
+        return crossing * costs.kv_layer_bytes(self.model, dtype, layer)
 
     def context_bytes(self, micro_batch: MicroBatchShape, layer: int) -> int:
         """Bytes of a layer's cached keys and values that cross to the device."""
@@ -171,12 +176,13 @@ def layout_of(
         model=model,
         dtype=dtype,
         page_dtype=page_dtype,
-        kv_dtype=dtype if policy.kv_dtype == "auto" else dtype_named(policy.kv_dtype),
+        kv_dtype=costs.kv_dtype(policy, dtype),
         discrete=discrete,
         attention=policy.attention_device,
         experts=experts,
         kv_host=policy.kv.host,
         parts=parts,
+        page_bytes=costs.moved_page_bytes(model, page_dtype),
         streamed=streamed,
         from_disk=tuple(placement.tiers[replace(page, part=0)] == "disk" for page in streamed),
         layer_pages=tuple(range(first, last) for first, last in pairwise(ends)),

@@ -89,6 +89,8 @@ class Tiled:
     @classmethod
     def of(cls, info: TensorInfo) -> Tiled:
         """The whole stored tensor."""
+        if isinstance(info, AssembledInfo):
+            return info.tiled
         shape = info.shape
         return cls(shape, (Box((0,) * len(shape), shape, info, 0, info.strides),))
 
@@ -161,6 +163,13 @@ class Tiled:
                 if len(boxes) > _MOST_BOXES:
                     raise NotMovedError("moving numbers one by one")
         return Tiled((*self.shape[:at], *sizes, *self.shape[at + removed :]), tuple(boxes))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AssembledInfo(TensorInfo):
+    """A tensor that is stored nowhere as a whole: ``tiled`` by boxes of others. Its offset and bytes mean nothing."""
+
+    tiled: Tiled
 
 
 def row_major(shape: Shape) -> Shape:

@@ -1,18 +1,34 @@
-"""The rules of a compressed-tensors config, read and written by its own package (extra ``quant``, imported on first
-use)."""
+"""The rules of a compressed-tensors config, read and written by its own package (extra ``quant``).
+
+The package imports transformers and accelerate: 9 s and 300 MiB. So it works in a child process that ends, and what it
+said of a config is kept in the cache directory, by the config and the package's version.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from moelight.core.confined import ConfinedProcess, EndedError
 from moelight.core.errors import ConfigError
+from moelight.core.paths import cache_directory, write_whole
+from moelight.core.small_files import read_object
+from moelight.core.units import GiB
 from moelight.profiles import stored as formats
 from moelight.profiles.quantization import ModuleRule, pattern_of, read_compressed_tensors
 from moelight.profiles.stored import PACKED, SCALED, StoredFormat
 
+_PACKAGE = "compressed-tensors"
+_MODULE = "compressed_tensors.quantization"
+_MOST_CPU_S = 60.0  # of a config, beside the package's import
+_MOST_BYTES = GiB  # of address space
 _INSTALL = "the package compressed-tensors, which does that, is not installed: pip install 'moelight[quant]'"
 _BITS = (2, 4, 8)  # codes that do not cross words
 _PACKED_NAMES = (".weight_packed", ".weight_scale", ".weight_zero_point")
@@ -59,61 +75,109 @@ class Rounding(NamedTuple):
         assert found is not None
         return found
 
-    def scheme(self, targets: Sequence[str]) -> Any:
-        """The ``QuantizationScheme`` of the modules ``targets``; raises ConfigError without the package."""
-        try:
-            from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-        except ImportError:
-            raise ConfigError(f"the checkpoint is written as compressed-tensors, and {_INSTALL}") from None
+    def scheme(self, targets: Sequence[str]) -> dict[str, Any]:
+        """The entry of ``config_groups`` for the modules ``targets``."""
         stored_as, given = _WRITTEN[self.kind]
         by_group = {"strategy": "group", "group_size": self.group} if self.group else {"strategy": "channel"}
-        tokens = QuantizationArgs(num_bits=8, type="float", strategy="token", dynamic=True)
-        return QuantizationScheme(
-            targets=list(targets),
-            weights=QuantizationArgs(**given, **by_group, symmetric=True),
-            input_activations=tokens if self.kind == "fp8" else None,
-            format=stored_as,
-        )
+        tokens = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+        return {
+            "targets": list(targets),
+            "weights": {**given, **by_group, "symmetric": True},
+            "input_activations": tokens if self.kind == "fp8" else None,
+            "format": stored_as,
+        }
 
 
 def rounding_config(groups: Sequence[tuple[Rounding, Sequence[str]]], ignored: Sequence[str]) -> dict[str, Any]:
-    """The ``quantization_config`` of a checkpoint whose modules are rounded, except those ``ignored``."""
-    schemes = {f"group_{number}": how.scheme(targets) for number, (how, targets) in enumerate(groups)}
+    """The ``quantization_config`` of a checkpoint whose modules are rounded, except those ``ignored``. Raises
+    ConfigError without the package."""
+    kinds = {_WRITTEN[how.kind][0] for how, _ in groups}
+    given = {
+        "config_groups": {f"group_{number}": how.scheme(targets) for number, (how, targets) in enumerate(groups)},
+        "format": kinds.pop() if len(kinds) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "ignore": list(ignored),
+    }
+    try:
+        return _completed(given)
+    except ValueError as error:
+        raise ConfigError(f"the checkpoint is written as compressed-tensors, and {error}") from None
+
+
+def _completed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The config ``values`` as the package understands it, with all its defaults. ValueErrors say what is wrong."""
+    values = {"quant_method": _PACKAGE, **values}
+    if _MODULE in sys.modules:
+        return _answered(complete(values))
+    try:
+        version = metadata.version(_PACKAGE)
+    except metadata.PackageNotFoundError:
+        raise ValueError(_INSTALL) from None
+    place = _place(values, version)
+    with contextlib.suppress(OSError, ValueError):
+        return read_object(place)
+    child = ConfinedProcess(f"{__name__}:completer", cpu_s=_MOST_CPU_S, memory_bytes=_MOST_BYTES)
+    try:
+        found = _answered(child.ask(values))
+    except EndedError as error:
+        raise ValueError(f"the package compressed-tensors does not survive it ({error})") from None
+    except OSError:
+        raise ValueError(f"the package compressed-tensors {version} cannot be imported; install it again") from None
+    finally:
+        child.close()
+    with contextlib.suppress(OSError):
+        write_whole(place, json.dumps(found))
+    return found
+
+
+def _place(values: Mapping[str, Any], version: str) -> Path:
+    """Where the answer to ``values`` is kept."""
+    key = hashlib.sha256(json.dumps([version, values], sort_keys=True).encode("utf-8", "surrogatepass"))
+    return cache_directory(_PACKAGE, f"{key.hexdigest()[:32]}.json")
+
+
+def _answered(answer: list[Any]) -> dict[str, Any]:
+    """The completed config of an answer of `complete`."""
+    completed, why = answer
+    if completed is None:
+        raise ValueError(f"the package compressed-tensors refuses it ({why})")
+    found: dict[str, Any] = completed
+    return found
+
+
+def completer(_setup: object) -> Callable[[Mapping[str, Any]], list[Any]]:
+    """`complete`, in a process where the package is imported."""
+    import compressed_tensors.quantization  # noqa: F401 (before the process is confined)
+
+    return complete
+
+
+def complete(values: Mapping[str, Any]) -> list[Any]:
+    """``[the completed config, None]``, or ``[None, why]`` if the package refuses ``values``; imports it."""
     from compressed_tensors.quantization import QuantizationConfig
 
-    kinds = {_WRITTEN[how.kind][0] for how, _ in groups}
-    config = QuantizationConfig(
-        config_groups=schemes,
-        format=kinds.pop() if len(kinds) == 1 else "mixed-precision",
-        quantization_status="compressed",
-        ignore=list(ignored),
-    )
-    found: dict[str, Any] = json.loads(json.dumps(config.model_dump(), default=str))
-    return found
+    try:
+        config = QuantizationConfig.model_validate(values)
+        return [json.loads(json.dumps(config.model_dump(), default=str)), None]
+    except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, RecursionError) as error:
+        return [None, _first_line(error)]
 
 
 def _rules(values: Mapping[str, Any], scale: str) -> Iterator[ModuleRule]:
     """What the config ``values`` says; ``scale``: the safetensors dtype of scales that name none. ValueErrors say what
     is wrong."""
-    try:
-        from compressed_tensors.quantization import QuantizationConfig
-    except ImportError:
-        raise ValueError(_INSTALL) from None
     sparsity = values.get("sparsity_config")
     if sparsity and (not isinstance(sparsity, dict) or sparsity.get("format") not in (None, "dense")):
         raise ValueError("sparse weights are not read")
     if values.get("transform_config"):
         raise ValueError("transforms of activations (transform_config) are not computed")
-    try:
-        config = QuantizationConfig.model_validate({"quant_method": "compressed-tensors", **values})
-    except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError) as error:
-        raise ValueError(f"the package compressed-tensors refuses it ({_first_line(error)})") from None
-    for name in config.ignore or ():
+    config = _completed(values)
+    for name in config["ignore"] or ():
         yield ModuleRule(_pattern(name), None)
     exact, other = list[ModuleRule](), list[ModuleRule]()
-    for scheme in config.config_groups.values():
-        stored = _format(scheme, str(getattr(scheme, "format", None) or config.format), scale)
-        for target in scheme.targets:
+    for scheme in config["config_groups"].values():
+        stored = _format(scheme, str(scheme.get("format") or config["format"]), scale)
+        for target in scheme["targets"]:
             (other if target in _CLASSES else exact).append(ModuleRule(_pattern(target), stored))
     yield from exact
     yield from other
@@ -128,40 +192,40 @@ def _pattern(name: str) -> re.Pattern[str]:
     return re.compile(re.escape(name))
 
 
-def _format(scheme: Any, stored_as: str, scale: str) -> StoredFormat | None:
-    """The format of the weights of a ``QuantizationScheme``; None if only activations are quantised."""
-    args = scheme.weights
+def _format(scheme: Mapping[str, Any], stored_as: str, scale: str) -> StoredFormat | None:
+    """The format of the weights of an entry of ``config_groups``; None if only activations are quantised."""
+    args = scheme["weights"]
     if args is None:
         return None
     if stored_as == "mixed-precision" or stored_as not in _FORMATS:
         raise ValueError(f"the format {stored_as[:40]!r} is not read; known: {', '.join(_FORMATS)}")
-    strategy = str(getattr(args.strategy, "value", args.strategy))
-    floating = str(getattr(args.type, "value", args.type)) == "float"
-    group = {"tensor": 0, "channel": 0, "group": args.group_size, "block": (args.block_structure or [0, 0])[-1]}
+    strategy, bits, floating = args["strategy"], args["num_bits"], args["type"] == "float"
+    block = args.get("block_structure") or [0, 0]
+    group = {"tensor": 0, "channel": 0, "group": args.get("group_size"), "block": block[-1]}
     if strategy not in group or not (group[strategy] or strategy in ("tensor", "channel")):
         raise ValueError(f"weights of the strategy {strategy} are not read")
     if stored_as == "mxfp4-pack-quantized":
-        if not floating or args.num_bits != 4 or args.group_size != formats.MX_GROUP:
+        if not floating or bits != 4 or args.get("group_size") != formats.MX_GROUP:
             raise ValueError("mxfp4-pack-quantized weights must be float, of 4 bits in groups of 32")
         return formats.mxfp4((".weight_packed", ".weight_scale"))
-    rows = {"tensor": 0, "block": (args.block_structure or [0, 0])[0]}.get(strategy, 1)
-    scale = _SCALES.get(str(args.scale_dtype), scale)
+    rows = {"tensor": 0, "block": block[0]}.get(strategy, 1)
+    scale = _SCALES.get(str(args.get("scale_dtype")), scale)
     packed = stored_as == "pack-quantized"
-    if packed and (floating or args.num_bits not in _BITS or strategy in ("tensor", "block")):
-        raise ValueError(f"packed codes of {args.num_bits} bits by {strategy} are not read; known: int 2, 4, 8 bits")
-    if not packed and args.num_bits != 8:
-        raise ValueError(f"{stored_as} weights of {args.num_bits} bits are not read")
+    if packed and (floating or bits not in _BITS or strategy in ("tensor", "block")):
+        raise ValueError(f"packed codes of {bits} bits by {strategy} are not read; known: int 2, 4, 8 bits")
+    if not packed and bits != 8:
+        raise ValueError(f"{stored_as} weights of {bits} bits are not read")
     named = {"tensor": "per tensor", "channel": "per channel"}.get(strategy) or f"in groups of {group[strategy]}"
     named = f"in blocks of {rows}x{group[strategy]}" if strategy == "block" else named
     return StoredFormat(
-        name=f"{'FP8' if floating else f'int{args.num_bits}'} {named}",
+        name=f"{'FP8' if floating else f'int{bits}'} {named}",
         kind=PACKED if packed else SCALED,
-        bits=args.num_bits,
+        bits=bits,
         codes="I32" if packed else "F8_E4M3" if floating else "I8",
         scale=scale,
         group=group[strategy],
         group_rows=rows,
-        zero_points=not args.symmetric,
+        zero_points=not args["symmetric"],
         names=_PACKED_NAMES if packed else (".weight", *_PACKED_NAMES[1:]),
     )
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 
 from moelight.core.dtypes import BY_SAFETENSORS
 from moelight.core.errors import CheckpointError, ConfigError
@@ -27,6 +28,8 @@ EXPERTS_TARGET = r"re:.*\.experts\.\d+\..*"
 _DENSE = ("q", "k", "v", "o", "qkv", "q_a", "q_b", "kv_a", "dense_gate", "dense_up", "dense_down")
 _SHARED = ("shared_gate", "shared_up", "shared_down")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_MOST_NUMBERS = 24  # of experts in a pattern, which readers may bound in length
+Chosen = Set[tuple[int, int]]  # layers and experts of them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,10 +121,15 @@ class ConversionPlan:
 
 
 def plan_conversion(
-    checkpoint: Checkpoint, model_type: str, experts: StoredFormat, dense: StoredFormat | None, shard_bytes: int
+    checkpoint: Checkpoint,
+    model_type: str,
+    experts: StoredFormat,
+    dense: StoredFormat | None,
+    shard_bytes: int,
+    keep: Chosen = frozenset(),
 ) -> ConversionPlan:
-    """The shards of ``checkpoint`` with ``experts`` and ``dense`` matrices (None: they stay) rounded, each of at most
-    ``shard_bytes`` unless a single tensor is larger.
+    """The shards of ``checkpoint`` with ``experts`` but those to ``keep``, and ``dense`` matrices (None: they stay)
+    rounded, each of at most ``shard_bytes`` unless a single tensor is larger.
 
     Raises CheckpointError for experts that cannot be written as one module each, ConfigError for matrices that the
     format cannot hold or a family whose dense matrices are not known.
@@ -129,7 +137,7 @@ def plan_conversion(
     family = FAMILIES.get(model_type)
     if dense is not None and family is None:
         raise ConfigError(f"--dense: which matrices of {model_type} may be rounded is not known; leave the option out")
-    sorting = _Sorting(checkpoint, None if family is None else family.names, model_type, experts, dense)
+    sorting = _Sorting(checkpoint, None if family is None else family.names, model_type, experts, dense, keep)
     pieces = [piece for info in sorting.tensors for piece in sorting.pieces(info)]
     _check_pieces(pieces, checkpoint)
     rounded = {_pattern(piece.module) for piece in pieces if piece.stored is dense and dense is not None}
@@ -137,9 +145,12 @@ def plan_conversion(
         _pattern(piece.module.removesuffix(_WEIGHT))
         for piece in pieces
         if piece.stored is None and piece.module.endswith(_WEIGHT) and len(piece.source.shape) == 2
+        if not _EXPERT.fullmatch(piece.module)
     }
     return ConversionPlan(
-        shards=_shards(pieces, shard_bytes), dense=tuple(sorted(rounded)), ignored=tuple(sorted(kept - rounded))
+        shards=_shards(pieces, shard_bytes),
+        dense=tuple(sorted(rounded)),
+        ignored=(*sorted(kept - rounded), *_patterns(keep)),
     )
 
 
@@ -153,7 +164,9 @@ class _Sorting:
         model_type: str,
         experts: StoredFormat,
         dense: StoredFormat | None,
+        keep: Chosen,
     ) -> None:
+        self._keep = keep
         self.tensors = sorted(checkpoint.tensors.values(), key=lambda info: (str(info.file), info.offset))
         self._names, self._model_type, self._experts, self._dense = names, model_type, experts, dense
         spelled: tuple[str, ...] = (
@@ -176,7 +189,7 @@ class _Sorting:
 
     def pieces(self, info: TensorInfo) -> Iterator[Piece]:
         if _EXPERT.fullmatch(info.name) and len(info.shape) == 2:
-            yield self._rounded(info, info.name, self._experts)
+            yield self._expert(info, info.name)
             return
         for parts, matcher in self._fused.items():
             if (found := matcher.fullmatch(info.name)) and len(info.shape) == 3:
@@ -202,7 +215,16 @@ class _Sorting:
             one = replace(info.part(expert, count), shape=(rows, columns))
             for number, part in enumerate(parts):
                 name = getattr(self._names, part)[0].format(layer=layer, expert=expert)
-                yield self._rounded(one.part(number, len(parts)), name, self._experts)
+                yield self._expert(one.part(number, len(parts)), name)
+
+    def _expert(self, info: TensorInfo, name: str) -> Piece:
+        """The matrix ``name`` of an expert, whose last two numbers are those of the layer and of the expert."""
+        layer, expert = (0, *map(int, _NUMBER.findall(name)))[-2:]
+        return (
+            Piece(source=info, module=name)
+            if (layer, expert) in self._keep
+            else self._rounded(info, name, self._experts)
+        )
 
     def _rounded(self, info: TensorInfo, name: str, stored: StoredFormat) -> Piece:
         if info.dtype not in BY_SAFETENSORS:
@@ -253,6 +275,16 @@ def _matcher(spellings: Iterable[str]) -> re.Pattern[str]:
     escaped = (re.escape(each).replace(r"\{layer\}", r"\d+") for each in spellings)
     joined = "|".join(escaped)
     return re.compile(rf"(?=\D*(?P<layer>\d+)?)(?:{joined})" if joined else r"(?!)")
+
+
+def _patterns(chosen: Chosen) -> Iterator[str]:
+    """What matches the modules of the experts ``chosen``, under every name that a library gives the block around
+    them."""
+    for layer, pairs in groupby(sorted(chosen), key=lambda pair: pair[0]):
+        numbers = [str(expert) for _, expert in pairs]
+        for begin in range(0, len(numbers), _MOST_NUMBERS):
+            some = "|".join(numbers[begin : begin + _MOST_NUMBERS])
+            yield rf"re:.*\.{layer}\..*experts\.(?:{some})\."
 
 
 def _pattern(module: str) -> str:

@@ -7,46 +7,89 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import MappingProxyType
 
-from moelight.core.dtypes import dtype_named
-from moelight.core.errors import ConfigError
+from moelight.core.dtypes import FLOAT32, dtype_named
 from moelight.profiles.gguf import GGMLTensor
 from moelight.profiles.gguf_models import GGUFModel
+from moelight.profiles.quantization import expert_module
 from moelight.profiles.stored import ITEM_BYTES
+from moelight.weights.boxes import AssembledInfo, Tiled, concatenated
 from moelight.weights.quantized_checkpoint import QuantizedInfo
 from moelight.weights.source import Checkpoint, TensorInfo
 from moelight.weights.stored_matrix import StoredMatrix, ggml_matrix
 
 _EXPERTS = ("gate", "up", "down")
+_KEPT = ("router_selection_bias",)  # added to float32 scores, whatever the model's dtype
 
 
 def gguf_checkpoint(model: GGUFModel, has: Callable[[str], bool] = bool) -> Checkpoint:
-    """The tensors of ``model``, experts apart; of several spellings the first that the family ``has``. Raises
-    ConfigError for a family whose matrices transformers puts together otherwise."""
+    """The tensors of ``model``, put together and taken apart as transformers has them; of several spellings the first
+    that the family ``has``."""
     infos = {info.name: info for info in _infos(model, has)}
     path = model.file.path
-    return Checkpoint(directory=path, listing=path, tensors=MappingProxyType(dict[str, TensorInfo](infos)))
+    return Checkpoint(directory=path, listing=path, tensors=MappingProxyType(infos))
 
 
-def _infos(model: GGUFModel, has: Callable[[str], bool]) -> Iterator[QuantizedInfo]:
+def _infos(model: GGUFModel, has: Callable[[str], bool]) -> Iterator[TensorInfo]:
     names, dtype = model.profile.names, dtype_named(model.profile.dtype).safetensors
     for (name, layer), tensor in model.tensors.items():
-        spellings = [each.format(layer=layer, expert="{expert}") for each in getattr(names, name, ())]
-        if not spellings:
-            raise ConfigError(
-                f"{tensor.file}: tensor {tensor.name!r} is no single tensor of {model.profile.model_type} in "
-                "transformers; use the checkpoint in safetensors"
-            )
-        if name in _EXPERTS:
-            for expert in range(tensor.shape[0]):
-                matrix = ggml_matrix(tensor, expert=expert)
-                yield _info(spellings[0].format(expert=expert), matrix, tensor, dtype)
-        else:
+        if name.removesuffix("_bias") in _EXPERTS:
+            yield from _experts(model, name, layer, dtype)
+        elif name == "k_b":
+            yield _keys_and_values(model, names.kv_b[0].format(layer=layer), layer, dtype)
+        elif name != "v_b":
             matrix = replace(ggml_matrix(tensor), heads=model.heads_of(name))
+            spellings = [each.format(layer=layer) for each in getattr(names, name)]
             own = next((each for each in spellings if has(each)), spellings[0])
-            yield _info(own, matrix, tensor, dtype)
+            shape = tensor.shape if len(tensor.shape) == 1 else (matrix.rows, matrix.columns)
+            yield _info(own, tensor, matrix, shape, FLOAT32.safetensors if name in _KEPT else dtype)
 
 
-def _info(name: str, matrix: StoredMatrix, tensor: GGMLTensor, dtype: str) -> QuantizedInfo:
-    shape = tensor.shape if len(tensor.shape) == 1 else (matrix.rows, matrix.columns)
+def _experts(model: GGUFModel, name: str, layer: int, dtype: str) -> Iterator[TensorInfo]:
+    """The matrix or bias ``name`` of all experts of a layer: one by one, or as the stack that a family keeps, in which
+    gate and up are one."""
+    tensor, matrix = model.tensors[name, layer], name.removesuffix("_bias")
+    if model.profile.names.gate:
+        for expert in range(tensor.shape[0]):
+            module = expert_module(model.profile, layer, matrix, expert)
+            each = ggml_matrix(tensor, expert=expert)
+            yield _info(f"{module}.weight", tensor, each, (each.rows, each.columns), dtype)
+    elif matrix != "up":
+        other = model.tensors[name.replace("gate", "up"), layer] if matrix == "gate" else None
+        count, rows, columns = (*tensor.shape, 1)[:3]
+        rows *= 1 if other is None else 2
+        turned = name == matrix
+        module = expert_module(model.profile, layer, matrix if other is None else "gate_up", None)
+        yield replace(
+            _info(
+                module if turned else f"{module}_bias",
+                tensor,
+                ggml_matrix(tensor, columns=columns),
+                (count, columns, rows) if turned else (count, rows),
+                dtype,
+            ),
+            other=None if other is None else ggml_matrix(other, columns=columns),
+            turned=turned,
+        )
+
+
+def _keys_and_values(model: GGUFModel, name: str, layer: int, dtype: str) -> TensorInfo:
+    """kv_b [heads x (width + width of values), rank] of k_b [heads, rank, width] and v_b [heads, width, rank]."""
+    parts = []
+    for half in ("k_b", "v_b"):
+        tensor = model.tensors[half, layer]
+        matrix = ggml_matrix(tensor, columns=tensor.shape[-1])
+        parts.append(Tiled.of(_info(f"{name} of {tensor.name}", tensor, matrix, tensor.shape, dtype)))
+    keys, values = parts[0].permute((0, 2, 1)), parts[1]
+    heads, _, rank = keys.shape
+    whole = concatenated((keys, values), 1)
+    shape = (heads * whole.shape[1], rank)
+    file = model.tensors["k_b", layer].file
+    nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+    return AssembledInfo(
+        name=name, file=file, dtype=dtype, shape=shape, offset=0, nbytes=nbytes, tiled=whole.view(shape)
+    )
+
+
+def _info(name: str, tensor: GGMLTensor, matrix: StoredMatrix, shape: tuple[int, ...], dtype: str) -> QuantizedInfo:
     nbytes = math.prod(shape) * ITEM_BYTES[dtype]
     return QuantizedInfo(name=name, file=tensor.file, dtype=dtype, shape=shape, offset=0, nbytes=nbytes, matrix=matrix)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from moelight.weights.boxes import Box, Shape, Tiled
+from moelight.weights.boxes import Box, Shape, Tiled, row_major
 from moelight.weights.source import TensorInfo
 
 
@@ -62,6 +62,23 @@ class PageLayout:
         """The biases [2 I] of `gate_up`; None if there are none, or they do not lie so."""
         gate, up = self.gate_bias, self.up_bias
         return None if gate is None or up is None else _joined(gate, up, interleaved=self.interleaved)
+
+    def apart(self) -> PageLayout:
+        """The layout where rows of gate and up that alternate are stored as two matrices, up behind its gate, and their
+        biases too."""
+        gate, up = _one_by_one(self.gate, self.up)
+        gate_bias, up_bias = (self.gate_bias, self.up_bias)
+        if up_bias is not None:
+            gate_bias, up_bias = _one_by_one(gate_bias, up_bias)
+        return replace(self, gate=gate, up=up, gate_bias=gate_bias, up_bias=up_bias)
+
+
+def _one_by_one(gate: Matrix | None, up: Matrix) -> tuple[Matrix | None, Matrix]:
+    if gate is None:
+        return None, up
+    strides = row_major(gate.shape)
+    behind = gate.offset + math.prod(gate.shape)
+    return replace(gate, strides=strides), replace(up, strides=strides, offset=behind)
 
 
 def _joined(gate: Matrix, up: Matrix, *, interleaved: bool) -> Matrix | None:

@@ -24,11 +24,13 @@ class QuantizedInfo(TensorInfo):
     """A quantised matrix, or several below one another, as numbers of ``dtype``: ``offset`` and ``nbytes`` are those of
     a row-major tensor of such numbers, which is nowhere.
 
-    ``turned``: a stack [E, columns, rows] of matrices that are stored by rows.
+    ``turned``: a stack [E, columns, rows] of matrices that are stored by rows. ``other``: its rows alternate with those
+    of ``matrix``, which has as many.
     """
 
     matrix: StoredMatrix
     turned: bool = False
+    other: StoredMatrix | None = None
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -38,12 +40,30 @@ class QuantizedInfo(TensorInfo):
     def stored(self) -> StoredMatrix:
         """The rows that this tensor stands for; raises CheckpointError if they are not whole or not by themselves."""
         line = self.matrix.columns * ITEM_BYTES[self.dtype]
-        if self.offset % line or self.nbytes % line:
-            raise CheckpointError(
-                f"{self.file}: tensor {self.name!r} is needed in parts that are no rows of it, which "
-                f"{self.matrix.stored.name} does not allow; use the checkpoint that is not quantised"
-            )
+        if self.offset % line or self.nbytes % line or self.other is not None:
+            raise self._in_parts()
         return self.matrix.rows_of(self.offset // line, (self.offset + self.nbytes) // line)
+
+    def apart(self) -> tuple[QuantizedInfo, ...]:
+        """The tensor as matrices whose rows are one after another; raises CheckpointError as `stored` does."""
+        if self.other is None:
+            return (self,)
+        line = self.matrix.columns * ITEM_BYTES[self.dtype]
+        if self.offset % (2 * line) or self.nbytes % (2 * line):
+            raise self._in_parts()
+        found = []
+        for matrix in (self.matrix, self.other):
+            (place,) = matrix.places.values()
+            half = replace(self, name=place.name, file=place.file, matrix=matrix, other=None, turned=False)
+            shape = (self.nbytes // (2 * line), matrix.columns)
+            found.append(replace(half, shape=shape, offset=self.offset // 2, nbytes=self.nbytes // 2))
+        return tuple(found)
+
+    def _in_parts(self) -> CheckpointError:
+        return CheckpointError(
+            f"{self.file}: tensor {self.name!r} is needed in parts that are no rows of it, which "
+            f"{self.matrix.stored.name} does not allow; use the checkpoint that is not quantised"
+        )
 
 
 def as_matrices(checkpoint: Checkpoint, format_of: Callable[[str], StoredFormat | None], dtype: str) -> Checkpoint:

@@ -1,11 +1,11 @@
 """How the matrices of quantised experts lie in their pages: the parts of each matrix as they are stored, one after
-another, each at a multiple of 16 bytes. Layers may be stored in different formats."""
+another, each at a multiple of 16 bytes. Experts may be stored in different formats."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -53,7 +53,7 @@ class QuantizedPages:
 
     Attributes:
         pieces: the stored tensors that make each page, in order.
-        kinds: every way that pages lie; ``kind_of``: the one of each layer with experts.
+        kinds: every way that pages lie; ``kind_of``: the one of each page.
         sizes: bytes of a page of each kind.
         interleaved: rows of gate and up alternate in ``gate_up``.
         groups: of tensors that say the group of each column, by name: how many there are.
@@ -61,7 +61,7 @@ class QuantizedPages:
 
     pieces: Mapping[Page, tuple[TensorInfo, ...]]
     kinds: tuple[Kind, ...]
-    kind_of: Mapping[int, int]
+    kind_of: Mapping[Page, int]
     sizes: tuple[int, ...]
     interleaved: bool = False
     groups: Mapping[str, int] = field(default_factory=dict)
@@ -71,32 +71,38 @@ class QuantizedPages:
         """Bytes of the largest page."""
         return max(self.sizes)
 
-    def page_bytes(self, layers: int) -> list[int]:
-        """Bytes of a page of each of ``layers`` layers, 0 without experts."""
-        return [self.sizes[self.kind_of[layer]] if layer in self.kind_of else 0 for layer in range(layers)]
+    def page_bytes(self, layers: int) -> list[list[int]]:
+        """Bytes of the page of each expert of each of ``layers`` layers; none without experts."""
+        found: list[list[int]] = [[] for _ in range(layers)]
+        for page in sorted(self.kind_of):
+            found[page.layer].append(self.bytes_of(page))
+        return found
+
+    def bytes_of(self, page: Page) -> int:
+        """Bytes of a whole page."""
+        return self.sizes[self.kind_of[page]]
 
 
 def lay_out_pages(
     pages: Mapping[Page, tuple[TensorInfo, ...]], layouts: Mapping[int, PageLayout] | None = None
 ) -> QuantizedPages:
     """The pages of experts given as tensors of `as_matrices`. ``layouts``: of a graph's layers; None: each page is
-    gate, up and down, or the first two as one. Raises CheckpointError for matrices that cannot be taken by themselves,
-    and where experts of a layer are stored differently."""
+    gate, up and down, or the first two as one. Raises CheckpointError for matrices that cannot be taken by themselves.
+    """
     kinds: dict[Kind, int] = {}
-    kind_of: dict[int, int] = {}
+    kind_of: dict[Page, int] = {}
     pieces: dict[Page, tuple[TensorInfo, ...]] = {}
     groups: dict[str, int] = {}
     sizes: dict[int, int] = {}
-    for page, infos in pages.items():
-        layout = None if layouts is None else layouts[page.layer]
+    layouts = {} if layouts is None else dict(layouts)
+    for page, together in pages.items():
+        infos = tuple(each for info in together for each in _apart(info))
+        layout = layouts.get(page.layer)
+        if layout is not None and layout.interleaved and len(infos) > len(together):
+            layout = layouts[page.layer] = layout.apart()
         parts = [_parts(info) for info in infos]
         kind, nbytes = _kind(infos, parts, layout)
-        number = kinds.setdefault(kind, len(kinds))
-        if kind_of.setdefault(page.layer, number) != number:
-            raise CheckpointError(
-                f"{infos[0].file}: expert {page.expert} of layer {page.layer}, with tensor {infos[0].name!r}, is "
-                "stored otherwise than those before; quantise all experts of a layer alike"
-            )
+        number = kind_of[page] = kinds.setdefault(kind, len(kinds))
         pieces[page] = tuple(place for _, places in parts for _, place in places)
         groups.update(_orders(parts))
         sizes[number] = nbytes
@@ -105,9 +111,13 @@ def lay_out_pages(
         kinds=tuple(kinds),
         kind_of=MappingProxyType(kind_of),
         sizes=tuple(sizes[number] for number in range(len(kinds))),
-        interleaved=any(layout.interleaved for layout in (layouts or {}).values()),
+        interleaved=any(layout.interleaved for layout in layouts.values()),
         groups=MappingProxyType(groups),
     )
+
+
+def _apart(info: TensorInfo) -> tuple[TensorInfo, ...]:
+    return info.apart() if isinstance(info, QuantizedInfo) else (info,)
 
 
 _Parts = tuple[StoredFormat | None, list[tuple[str, TensorInfo]]]
@@ -156,7 +166,7 @@ class _Segment:
         if isinstance(self.info, QuantizedInfo):
             found = self.whole()
             if in_order and (rows, columns) == (found.rows, found.columns):
-                return found
+                return found if len(place.shape) > 1 else self._numbers_of(found)
             raise CheckpointError(
                 f"{self.info.file}: tensor {self.info.name!r}, which is quantised, holds matrices [{rows}, {columns}] "
                 "that are not stored by themselves; use the checkpoint that is not quantised"
@@ -172,6 +182,11 @@ class _Segment:
                 "matrices; use the checkpoint that is not quantised"
             )
         return MatrixPlace(rows=rows, columns=columns, parts=(("", numbers),))
+
+    def _numbers_of(self, bias: MatrixPlace) -> MatrixPlace:
+        """``bias`` [rows, 1] as plain numbers [rows]."""
+        ((_, part),) = bias.parts
+        return replace(bias, stored=None, parts=(("", part._replace(shape=(bias.rows,))),))
 
 
 def _kind(infos: Sequence[TensorInfo], parts: Sequence[_Parts], layout: PageLayout | None) -> tuple[Kind, int]:

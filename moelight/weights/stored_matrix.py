@@ -152,15 +152,17 @@ def gguf_expert_matrices(model: GGUFModel, layer: int, expert: int) -> dict[str,
     return {name: ggml_matrix(model.tensors[name, layer], expert=expert) for name in ("gate", "up", "down")}
 
 
-def ggml_matrix(tensor: GGMLTensor, *, expert: int | None = None) -> StoredMatrix:
-    """A matrix of a GGUF file: ``tensor`` [rows, columns], or number ``expert`` of a stack of them. Raises
-    CheckpointError for a type that is not read."""
+def ggml_matrix(tensor: GGMLTensor, *, expert: int | None = None, columns: int | None = None) -> StoredMatrix:
+    """A matrix of a GGUF file: ``tensor`` [rows, columns], number ``expert`` of a stack of them, or all numbers of a
+    tensor in rows of ``columns``. Raises CheckpointError for a type that is not read, or not in such rows."""
+    *stack, rows, last = (1, *tensor.shape) if len(tensor.shape) == 1 else tensor.shape
+    if columns is not None:
+        stack, rows, last = [], math.prod(tensor.shape) // columns, columns
     try:
         stored = ggml_format(tensor.type)
+        part = stored.parts(rows, last)[0]
     except ConfigError as error:
         raise CheckpointError(f"{tensor.file}: tensor {tensor.name!r}: {error}") from None
-    *stack, rows, columns = (1, *tensor.shape) if len(tensor.shape) == 1 else tensor.shape
-    part = stored.parts(rows, columns)[0]
     info = TensorInfo(
         name=tensor.name,
         file=tensor.file,
@@ -171,7 +173,7 @@ def ggml_matrix(tensor: GGMLTensor, *, expert: int | None = None) -> StoredMatri
     )
     if expert is not None:
         info = info.part(expert, math.prod(stack))
-    return StoredMatrix(module=tensor.name, stored=stored, rows=rows, columns=columns, places={".weight": info})
+    return StoredMatrix(module=tensor.name, stored=stored, rows=rows, columns=last, places={".weight": info})
 
 
 def _lines(info: TensorInfo, begin: int, end: int) -> TensorInfo:

@@ -13,16 +13,21 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.utils.match import match_named_modules
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moelight.batch import convert as convert_module
 from moelight.batch.convert import RECORD, ConvertOptions, convert_checkpoint
 from moelight.core.errors import CheckpointError, ConfigError, InputError, StorageError, UserError
+from moelight.engine.checkpoints import open_model
+from moelight.engine.experts import facts_of
+from moelight.experts.profile import ActivationProfile, save_profile
 from moelight.hrm.inventory import inventory
 from moelight.kernels.quantized import row_blocks
 from moelight.profiles.hf_config import HFConfig
@@ -111,6 +116,63 @@ def test_transformers_computes_with_the_rounded_numbers(
     assert (found - wanted).abs().max() < 1e-3
     original = logits(hf_model(model))
     assert 1e-6 < (found - original).abs().max() < 0.6 * original.abs().max()
+
+
+def profile_of(model: Path, busy: dict[tuple[int, int], int], out: Path) -> Path:
+    """An expert profile of ``model``: tokens of the experts ``busy``, by rows of layers with experts."""
+    opened = open_model(str(model))
+    layers, experts = opened.profile.num_moe_layers, opened.profile.experts.num_experts
+    facts = facts_of(opened.profile, opened.weight_map.dtype).facts
+    profile = ActivationProfile(model=facts, num_layers=layers, num_experts=experts)
+    for (layer, expert), count in busy.items():
+        profile.record(layer, np.array([expert]), np.array([count]))
+    save_profile(profile, out)
+    return out
+
+
+def rounded_by_the_library(directory: Path) -> set[str]:
+    """The modules that compressed-tensors takes the config to mean, of those in ``directory``."""
+    root = torch.nn.Module()
+    for name in tensors_of(directory):
+        *parents, module = name.split(".")[:-1]
+        place = root
+        for part in parents:
+            if not hasattr(place, part):
+                place.add_module(part, torch.nn.Module())
+            place = getattr(place, part)
+        place.add_module(module, torch.nn.Linear(1, 1))
+    values = json.loads((directory / "config.json").read_text())["quantization_config"]
+    config = QuantizationConfig.model_validate(values)
+    targets = [target for scheme in config.config_groups.values() for target in scheme.targets]
+    return {name for name, _ in match_named_modules(root, targets, config.ignore)}
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
+@pytest.mark.parametrize("family", SIZES)
+def test_the_busiest_experts_stay_as_they_are(family: str, fused: bool, tmp_path: Path) -> None:
+    model, out = save(tmp_path / "model", family, fused=fused), tmp_path / "out"
+    profile = profile_of(model, {(0, 1): 9, (0, 2): 1, (0, 4): 5}, tmp_path / "busy.json")
+    opened = open_model(str(model)).profile
+    layer, count = opened.moe_layers.index(True), opened.num_moe_layers * opened.experts.num_experts
+    done = convert_checkpoint(options(model, out, keep=2 / count, expert_profile=profile))
+    kept = {name for name in tensors_of(out) if ".experts." in name and name.endswith(".weight")}
+    assert done.kept == 2 and len(kept) == 6 and done.bytes == sum(each.nbytes for each in tensors_of(out).values())
+    assert {name.split(".experts.")[1].split(".")[0] for name in kept} == {"1", "4"}
+    assert all(f"layers.{layer}." in name for name in kept)
+    found, given = tensors_of(out), tensors_of(save(tmp_path / "apart", family))
+    assert all(torch.equal(found[name], given[name]) for name in kept)
+    assert rounded_by_the_library(out) == {name.rpartition(".")[0] for name in found if name.endswith(".weight_scale")}
+    with pytest.raises(
+        RuntimeError, match="mismatched_sizes"
+    ):  # it stacks experts of one format; nothing loads wrongly
+        hf_model(out)
+    counted, shapes = inventory(load_model_profile(str(out))), [name for name in found if name.endswith(SHAPE)]
+    assert counted.total_bytes + 16 * len(shapes) == done.bytes
+    other = save(tmp_path / "other", family, num_local_experts=5, num_experts=5)
+    with pytest.raises(ConfigError, match="is of another model"):
+        convert_checkpoint(options(other, tmp_path / "refused", keep=0.1, expert_profile=profile))
+    with pytest.raises(InputError, match="other options"):
+        convert_checkpoint(options(model, out))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -324,6 +386,9 @@ def test_the_command(tmp_path: Path) -> None:
         (("--dense", "int4"), "--dense 'int4' is not one of keep, int8"),
         (("--group-size", "48"), "--group-size 48 is not one of 32, 64, 128"),
         (("--experts", "fp8", "--group-size", "32"), "fp8 has a scale for each row"),
+        (("--keep", "10%"), "--keep and --expert-profile belong together"),
+        (("--keep", "10", "--expert-profile", "x.json"), "--keep '10' is no share of the experts"),
+        (("--keep", "10%", "--expert-profile", "x.json"), "x.json: cannot be read"),
     ):
         refused = moelight_inside("convert", model, tmp_path / "refused", *arguments)
         assert refused.returncode == 2 and said in refused.stderr

@@ -139,6 +139,9 @@ def test_peers_without_an_environment_or_a_file_say_so(module: Any, tmp_path: Pa
     assert "model-bf16.gguf" in here.lacks("llamacpp", model)
     (tmp_path / "model-bf16.gguf").touch()
     assert here.lacks("llamacpp", model) is None
+    assert "model-Q4_K_M.gguf" in here.lacks("llamacpp-Q4_K_M", model)
+    assert here.lacks("vllm-eager", tmp_path / "other.gguf") == "reads no GGUF files"
+    assert here.options("llamacpp", tmp_path / "other.gguf")["gguf"] == str(tmp_path / "other.gguf")
     assert here.options("llamacpp", model)["bench"] == str(tmp_path / "llama-batched-bench")
 
 
@@ -183,6 +186,18 @@ def test_orders_are_compared_at_one_batch_size_and_peers_at_their_best(module: A
     rows[-1]["ids"] = [[3]]
     assert bars(rows, peers)["identical_tokens"] is False
     assert bars([{"order": "cgopipe", "batch": 1, "absent": "refused"}], peers) == {}
+
+
+def test_forms_are_compared_with_everybody_at_the_best_batch_size(module: Any) -> None:
+    forms = [
+        {"experts": "int4", **row_of("cgopipe", 64, 100.0, [[1]])},
+        {"experts": "int4", **row_of("cgopipe", 256, 300.0, [[1]])},
+        {"experts": "Q4_K_M", "absent": "no file"},
+    ]
+    rows = [row_of("cgopipe", 64, 50.0, [[1]]), row_of("cgopipe", 256, 75.0, [[1]])]
+    peers = [{"peer": "llamacpp-Q4_K_M", "batch": 64, "tokens_per_s": 30.0}, {"peer": "accelerate", "absent": "none"}]
+    found = module("pipeline_sections.disk").bars_of_forms(forms, rows, peers)
+    assert found == {"int4 over moelight": 4.0, "int4 over llamacpp-Q4_K_M": 10.0}
 
 
 def test_a_direct_read_reads_everything_once(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

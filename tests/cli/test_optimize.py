@@ -20,7 +20,7 @@ from moelight.profiles.hardware import HardwareProfile, load_hardware_profile
 from moelight.profiles.policy_files import load_policy
 from moelight.profiles.workload import Workload
 from moelight.runtime import machine_profile
-from tests.cli.program import PLANNED, ROOT, moelight, read_rows
+from tests.cli.program import DEMO, PLANNED, ROOT, moelight, read_rows
 from tests.cli.program import moelight_inside as run
 
 SMALL = ("--hw", "cpu-avx2", "--model", "demo", "--num-requests", "20", "--prompt-len", "12", "--gen-len", "8")
@@ -275,3 +275,45 @@ def test_a_plan_fits_the_terminal_and_says_everything(width: int) -> None:
     ):
         assert said in words, said
     assert "disk" not in words
+
+
+def test_a_plan_uses_what_is_allowed_and_nothing_else() -> None:
+    question = ("--hw", "t4", "--model", "mixtral", *ONE_ORDER)
+    plain, cached, experts = (plan(*question, *allow) for allow in ((), ("--allow", "kv8"), ("--allow", "int4, int8")))
+    formats = [(each["policy"]["weight_dtype"], each["policy"]["kv_dtype"]) for each in (plain, cached, experts)]
+    assert formats == [("auto", "auto"), ("auto", "int8"), ("int4", "auto")]
+    speeds = [each["estimate"]["tokens_per_s"] for each in (plain, cached, experts)]
+    assert speeds[0] < min(speeds[1:])
+    assert cached["policy"]["batch_size"] > plain["policy"]["batch_size"]
+    assert (cached["runs"], experts["runs"]) == (True, False)
+    assert "moelight convert mixtral OUT --experts int4" in experts["why_not"][0]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--allow", "int5"), "--allow: 'int5' is not one of int8, int4, kv8 (did you mean 'int8'?)"),
+        (("--allow", "kv8", "--kv-dtype", "int8"), "--allow kv8 and --kv-dtype int8 both say"),
+        (("--allow", "int8", "--fix", "weight_dtype=int8"), "--allow int8 and --fix weight_dtype=int8 both say"),
+    ],
+)
+def test_what_is_allowed_is_said_once(options: tuple[str, ...], said: str) -> None:
+    done = run("optimize", "--hw", "t4", "--model", "mixtral", *options)
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_the_measured_quality_is_beside_the_speed(tmp_path: Path) -> None:
+    for file in ("config.json", "generation_config.json"):
+        (tmp_path / file).write_bytes((DEMO / file).read_bytes())
+    figure = {"value": 0.0123, "low": None, "high": None}
+    kept = {"reference": "demo", "kv_dtype": "int8", "kl": figure, "top1": figure | {"value": 0.99}}
+    (tmp_path / "quality.json").write_text(json.dumps(kept))
+    question = ("--hw", "cpu-avx2", "--model", str(tmp_path))
+    assert "quality" not in plan(*question)
+    wanted = {"reference": "demo", "kl": 0.0123, "top1": 0.99}
+    assert plan(*question, "--kv-dtype", "int8")["quality"] == wanted
+    done = run("optimize", *question, "--kv-dtype", "int8")
+    assert "0.0123 nats a token of KL divergence" in " ".join(done.stdout.split())
+    (tmp_path / "quality.json").write_text("{}")
+    done = run("optimize", *question)
+    assert done.returncode == 2 and "is not what `moelight compare -o` writes" in done.stderr

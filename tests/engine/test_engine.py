@@ -269,7 +269,7 @@ def test_a_policy_must_suit_the_machine(model: Path) -> None:
         (replace(policy, schedule="cgopip"), "did you mean 'cgopipe'"),
         (
             replace(policy, kv_dtype="bfloat16", weight_dtype="float32"),
-            "kv_dtype 'bfloat16' must be the weights' dtype",
+            "kv_dtype 'bfloat16' must be int8 or the weights' dtype",
         ),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -113,7 +113,7 @@ def test_a_real_device_takes_what_was_announced(tiny: Tiny, attention: str) -> N
         device = find_machine("auto").device
         before = int(torch.get_device_module(device).memory_allocated(device))
         dtype = weight_dtype(engine.policy, open_checkpoint(policy.model), find_machine("auto"))
-        announced = footprint(engine.profile, engine.policy, dtype=dtype, kv_dtype=dtype)
+        announced = footprint(engine.profile, engine.policy, dtype=dtype)
         bound = announced.total("device")
         assert before >= bound - announced.bytes_of("transient") - announced.bytes_of("device_runtime")
         engine.generate(PROMPTS, HOW)

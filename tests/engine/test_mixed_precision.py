@@ -239,6 +239,6 @@ def test_it_is_planned_with_its_wider_hidden_states(tiny: Tiny) -> None:
     model = tiny("mixtral", dtype="bfloat16")
     with Engine.from_pretrained(model, device=TWIN, workload=work, **sizes, **limits) as engine:  # type: ignore[arg-type]
         planned = {name: size for name, size in engine.plan.use_of("device").by_purpose if name in ("hidden", "work")}
-        asked = footprint(engine.profile, engine.plan.policy, dtype=MIXED_FLOAT16, kv_dtype=MIXED_FLOAT16)
+        asked = footprint(engine.profile, engine.plan.policy, dtype=MIXED_FLOAT16)
         assert planned == {name: asked.bytes_of(name) for name in planned}
         assert engine.generate([[65, 66]], SamplingParams(max_tokens=2))[0].finish_reason != "error"

@@ -54,7 +54,7 @@ def test_the_reason_is_said(policy: Policy, wanted: bool, why: str) -> None:
 
 def test_copies_of_what_is_near_a_device_need_room_in_host_memory() -> None:
     policy = small_policy(MODEL, discrete=True, resident=6, host=10)
-    need = footprint(MODEL, replace(policy, residents="learned"), dtype=FLOAT32, kv_dtype=FLOAT32).total("host")
+    need = footprint(MODEL, replace(policy, residents="learned"), dtype=FLOAT32).total("host")
     assert resolved(policy, host=need)[0].residents == "learned"
     found, said = resolved(policy, host=need - 1)
     assert found.residents == "static"
@@ -76,9 +76,9 @@ def test_it_takes_no_more_memory_than_was_planned(
     """Beside the experts in any case; elsewhere within the limits, which here are what the plan takes."""
     policy = small_policy(MODEL, discrete=discrete, resident=resident, host=min(host, 16 - resident))
     policy = replace(policy, schedule=schedule, batch_size=n, micro_batch_size=min(4, n))
-    before = footprint(MODEL, policy, dtype=FLOAT32, kv_dtype=FLOAT32)
+    before = footprint(MODEL, policy, dtype=FLOAT32)
     found, _ = resolved(policy, wanted=wanted, host=before.total("host"), device=before.total("device"))
-    after = footprint(MODEL, found, dtype=FLOAT32, kv_dtype=FLOAT32)
+    after = footprint(MODEL, found, dtype=FLOAT32)
     assert after.total("host") <= before.total("host")
     assert after.total("device") <= before.total("device")
     assert isinstance(found.weights, Shares)

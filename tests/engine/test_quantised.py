@@ -29,6 +29,7 @@ from tests.weights.quantised import METHODS, Method, quantise, quantise_stacks
 
 SHAPE: dict[str, Any] = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 RESIDENT = Shares(host=1.0)
+IGNORED = ["lm_head", "re:.*gate$"]
 # Latent projections of the tiny models are too narrow for groups of 32 columns.
 BUT_ATTENTION = {
     "int4": {"ignore": ["lm_head", "re:.*gate$", "re:.*self_attn.*"]},
@@ -92,6 +93,33 @@ def test_layers_may_be_stored_in_different_formats(mixtral: Path, tmp_path: Path
     assert len(open_model(str(quantised)).weight_map.quantized.kinds) == 2  # type: ignore[union-attr]
     for homes in (RESIDENT, STREAMED):
         assert tokens(quantised, weights=homes) == tokens(numbers, weights=homes)
+
+
+@pytest.fixture
+def by_use(mixtral: Path, tmp_path: Path) -> Pair:
+    """Two experts of three, of different layers, are not quantised."""
+    kept = ["re:.*\\.0\\..*experts\\.(?:0|2)\\.", "re:.*\\.2\\..*experts\\.(?:1)\\."]
+    method = METHODS["int4"]
+    return quantise(mixtral, tmp_path, replace(method, config=method.config | {"ignore": [*IGNORED, *kept]}))
+
+
+def test_experts_of_a_layer_may_be_stored_in_different_formats(by_use: Pair) -> None:
+    quantised, numbers = by_use
+    opened = open_model(str(quantised))
+    pages, stored = opened.weight_map.quantized, opened.profile.stored
+    assert pages is not None and stored is not None and len(pages.kinds) == 2
+    sizes = [size for layer in pages.page_bytes(3) for size in layer]
+    assert sorted(set(sizes)) == sorted(pages.sizes) and sizes.count(max(sizes)) == 3
+    assert (stored.page_bytes, stored.total_bytes) == (max(sizes), sum(sizes))
+    for homes in (RESIDENT, STREAMED, Shares(host=0.4, disk=0.6)):
+        assert tokens(quantised, weights=homes) == tokens(numbers, weights=homes)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_experts_of_different_formats_in_every_order_beside_a_device(order: Any, by_use: Pair) -> None:
+    schedule, attention, experts, homes = order
+    how = {"schedule": schedule, "attention_device": attention, "ffn_device": experts, "weights": homes}
+    assert tokens(by_use[0], "twin", **how) == tokens(by_use[1], "twin", **how)
 
 
 def test_dense_matrices_alone_may_be_quantised(mixtral: Path, tmp_path: Path) -> None:

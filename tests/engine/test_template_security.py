@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from moelight.core.confined import ConfinedProcess
 from moelight.core.errors import InputError
 from moelight.engine import chat, sandbox
 from moelight.engine.chat import ChatTemplate, Conversation
-from moelight.engine.confined import ConfinedProcess
 
 MESSAGES = [{"role": "user", "content": "x"}]
 ESCAPES = {
@@ -165,7 +165,7 @@ def burst() -> dict[str, Any]:
     code = (
         "import json, resource\n"
         "from moelight.engine import chat\n"
-        "from moelight.engine.confined import ConfinedProcess\n"
+        "from moelight.core.confined import ConfinedProcess\n"
         "from moelight.core.errors import InputError\n"
         "from tests.engine.test_template_security import BOMBS, MESSAGES\n"
         "chat._RENDERER = ConfinedProcess('moelight.engine.sandbox:renderer', cpu_s=0.05, memory_bytes=64 << 20)\n"

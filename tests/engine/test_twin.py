@@ -75,7 +75,7 @@ def test_a_twin_with_memory_is_planned_for_like_a_card(model: Path) -> None:
         assert use.capacity_bytes == int(0.9 * (300 << 20))
         assert dict(use.by_purpose)["device_runtime"] == DEVICE_RUNTIME_BYTES
         assert engine.generate(PROMPTS, HOW)
-        announced = footprint(engine.profile, engine.policy, dtype=FLOAT32, kv_dtype=FLOAT32)
+        announced = footprint(engine.profile, engine.policy, dtype=FLOAT32)
         assert 0 < engine.stats.device_peak_bytes <= announced.total("device") - DEVICE_RUNTIME_BYTES
     with pytest.raises(ConfigError, match=r"--device-memory 301.0MiB: 300.0MiB is free on the device; lower it"):
         Engine.from_pretrained(model, device="twin:memory=300MiB", device_memory="301MiB", **sizes)

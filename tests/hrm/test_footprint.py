@@ -19,7 +19,7 @@ from tests.shapes import examples, placed, small_model, small_policy
 
 
 def of(model: ModelProfile, policy: Policy, dtype: DType = FLOAT32) -> Footprint:
-    return footprint(model, policy, dtype=dtype, kv_dtype=dtype)
+    return footprint(model, policy, dtype=dtype)
 
 
 @examples(150)

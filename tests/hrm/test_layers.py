@@ -66,7 +66,7 @@ def test_layers_one_by_one_cost_what_they_cost_together(name: str, policy: Polic
     found, wanted = (estimate(each, policy, WORKLOAD, speeds) for each in (listed, model))
     assert found.tokens_per_s == pytest.approx(wanted.tokens_per_s, rel=1e-9)
     assert found.lanes == pytest.approx(wanted.lanes, rel=1e-9)
-    sizes = [footprint(each, policy, dtype=BFLOAT16, kv_dtype=BFLOAT16) for each in (listed, model)]
+    sizes = [footprint(each, policy, dtype=BFLOAT16) for each in (listed, model)]
     for arena in sizes[1].arenas:
         if arena.purpose not in ("dense", "transient"):
             assert sizes[0].bytes_of(arena.purpose) == arena.bytes
@@ -87,7 +87,7 @@ def test_widths_are_those_of_each_layer_and_buffers_those_of_the_widest() -> Non
     widths = [spec.cache_width for spec in ATTENTIONS]
     assert widths == [2 * 2 * 16, 16 + 8, 2 * 8, 2 * 8, 0]
     assert costs.kv_token_bytes(model, FLOAT16) == 2 * sum(widths)
-    assert [costs.kv_bytes(model, FLOAT16, 3, layer) for layer in range(5)] == [6 * width for width in widths]
+    assert [3 * costs.kv_layer_bytes(model, FLOAT16, layer) for layer in range(5)] == [6 * width for width in widths]
     assert costs.kv_layer_bytes(model, FLOAT16) == 2 * max(widths)
     queries = [4 * 16, 3 * (16 + 8), 2 * 8, 4 * 8, 0]
     assert [costs.attention_width(model, layer) for layer in range(5)] == queries
@@ -100,7 +100,7 @@ def test_widths_are_those_of_each_layer_and_buffers_those_of_the_widest() -> Non
 def test_states_take_memory_and_time_where_the_projections_run(policy: Policy) -> None:
     speeds = speeds_of(load_hardware_profile("t4"))
     plain, stateful = mixed(NO_ATTENTION, ATTENTIONS[0]), mixed(NO_ATTENTION, ATTENTIONS[0], state=10**7, of_token=100)
-    taken = [footprint(model, policy, dtype=FLOAT16, kv_dtype=FLOAT16) for model in (plain, stateful)]
+    taken = [footprint(model, policy, dtype=FLOAT16) for model in (plain, stateful)]
     states = 2 * (policy.batch_size * 10**7 + policy.kv_tokens * 100)
     assert taken[0].bytes_of("states") == 0
     assert taken[1].bytes_of("states") == states

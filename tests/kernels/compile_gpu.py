@@ -223,6 +223,8 @@ def others(card: int) -> list[dict[str, Any]]:
     codes = torch.empty(16, dtype=torch.int8)
     heads = {"PICKED": True, "INT8": True, "D": 128, "BD": 128, "BH": 16}
     found["append int8"] = (attention_triton.append, (half, half, codes, single, i64, i64, 1024, 1024, 16), heads)
+    both = {"BY_HAND": False, "D": 128, "BD": 128, "BH": 16}
+    found["through int8"] = (attention_triton.through_int8, (half, half, half, half, 1024, 1024, 16), both)
     heads = heads | {"INT8": False, "BH": 64}
     found["append"] = (attention_triton.append, (half, half, half, half, i64, i64, 8192, 8192, 64), heads)
     found["fetch"] = (attention_triton.fetch, (i32, i32, i32, 40, 1024), {"BW": 4096})

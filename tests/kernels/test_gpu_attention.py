@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from moelight.kernels import reference
 from moelight.kernels.attention import cpu_gqa_decode, cpu_kv_append, cpu_prefill_attention
 from moelight.kernels.gpu import attention, serving, tiles
-from moelight.kernels.gpu.attention import PromptForm, RaggedBatch, append, attend, attend_in_torch, fetch, prompt_form
+from moelight.kernels.gpu.attention import (
+    PromptForm,
+    RaggedBatch,
+    append,
+    attend,
+    attend_in_torch,
+    fetch,
+    prompt_form,
+    through_int8,
+)
 from tests.kernels.gpu_layers import distance
 from tests.kernels.ragged import Ragged, Sequence, ragged
 from tests.shapes import examples
@@ -205,6 +214,20 @@ def test_append_in_int8_quantises_as_the_cpu(device, dtype):
         apart = (cache[slots, which].cpu().int() - codes.int()).abs()
         assert apart.max() <= 1 and apart.sum() <= 2  # a quotient on the border of two codes
     assert cache[[2, 4, 5, 7]].eq(3).all() and scales[[2, 4, 5, 7]].eq(3).all()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_new_rows_are_read_as_an_int8_cache_gives_them_back(device, dtype):
+    """The codes and scales that `append` writes, multiplied and rounded: what later rows read from the cache."""
+    both = torch.randn(6, 5, 24).to(dtype).to(device)
+    k, v = both[:, :3], both[:, 2:]  # rows with gaps
+    k[1, 2], v[2, 0, 5], k[3, 1, 0] = 0, float("inf"), float("nan")
+    codes = torch.empty(6, 2, 3, 24, dtype=torch.int8, device=device)
+    scales = torch.empty(6, 2, 3, device=device)
+    append(k, v, codes, torch.arange(6, device=device), cache_scale=scales)
+    for which, found in enumerate(through_int8(k, v)):
+        wanted = reference.dequantise(codes[:, which], scales[:, which], dtype)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def test_fetch_copies_pieces(device):

@@ -164,7 +164,7 @@ def drawn_capacities(draw: random.Random, problem: Problem) -> dict[str, int]:
     tokens = max(draw.choice(TOKENS[:5]), mu)
     candidate = make_candidates(problem, variant, np.int64(n), np.int64(mu), np.int64(tokens), np.int64(8))
     needed = dict.fromkeys(problem.capacity_bytes, 0)
-    for (_, tier), size in fixed_bytes(problem.model, candidate, dtype=FLOAT32, kv_dtype=FLOAT32).items():
+    for (_, tier), size in fixed_bytes(problem.model, candidate, dtype=FLOAT32).items():
         needed[tier] += int(size)
     cache = int(kv_blocks(candidate)) * kv_block_bytes(problem.model, candidate, FLOAT32)
     pages = problem.pages * costs.page_slot_bytes(problem.model, FLOAT32)

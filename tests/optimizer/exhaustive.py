@@ -45,6 +45,7 @@ class Policies:
     computed: Any
     blocks: Any
     kv_block_size: int = BLOCK
+    kv_dtype: str = "auto"
     prompt_micro_batches: int = int(USUAL["prompt_micro_batches"])
     look_ahead: int = int(USUAL["look_ahead"])
     admission: str = str(USUAL["admission"])
@@ -127,7 +128,7 @@ def every(problem: Problem, attention: str, ffn: str, order: str) -> Policies:
 def fits(problem: Problem, some: Policies) -> Any:
     """Which of them the memory holds, by the ledger's own footprint."""
     used: dict[str, Any] = {"device": 0, "host": 0}
-    for (_, tier), size in fixed_bytes(problem.model, some, dtype=problem.dtype, kv_dtype=problem.dtype).items():
+    for (_, tier), size in fixed_bytes(problem.model, some, dtype=problem.dtype).items():
         used[tier] = used[tier] + size
     counts = np.stack([some.resident, some.from_host, some.from_disk, some.computed])
     kinds, kind = np.unique(counts, axis=1, return_inverse=True)

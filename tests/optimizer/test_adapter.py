@@ -202,7 +202,7 @@ def test_candidates_need_no_more_memory_in_any_region(
 
 def _regions(policy: Policy) -> dict[str, int]:
     """Bytes by purpose; the buffer of contexts is filled as far as it goes, whatever the policy."""
-    taken = footprint(MIXTRAL, policy, dtype=BFLOAT16, kv_dtype=BFLOAT16)
+    taken = footprint(MIXTRAL, policy, dtype=BFLOAT16)
     return {arena.purpose: arena.bytes for arena in taken.arenas if arena.purpose != "kv_buffer"}
 
 

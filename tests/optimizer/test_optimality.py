@@ -47,7 +47,7 @@ def test_the_optimizer_equals_enumeration(seed: int) -> None:
     took = problem.workload.num_requests * problem.workload.gen_len / priced.tokens_per_s
     assert took == pytest.approx(least, rel=1e-6)
     assert least_seconds(problem, took) <= least * (1 + 1e-9)
-    taken = footprint(problem.model, policy, dtype=FLOAT32, kv_dtype=FLOAT32)
+    taken = footprint(problem.model, policy, dtype=FLOAT32)
     assert all(
         taken.total(tier) <= problem.capacity_bytes[tier]
         for tier in ("device", "host")

@@ -64,7 +64,7 @@ def test_what_is_said_to_fit_does(seed: int) -> None:
         placed, feasible = fill(problem, some)
         for fitting in np.flatnonzero(feasible):
             policy = policy_at(problem, some, placed, int(fitting))
-            taken = footprint(problem.model, policy, dtype=FLOAT32, kv_dtype=FLOAT32)
+            taken = footprint(problem.model, policy, dtype=FLOAT32)
             for tier in ("device", "host"):
                 assert taken.total(tier) <= problem.capacity_bytes.get(tier, 0)
 

@@ -32,9 +32,10 @@ ASKED = ("--num-requests", "24", "--prompt-len", "12", "--gen-len", "8")
 ON_GPU = Policy(model="m", ffn_device="gpu")
 IMPOSSIBLE = {
     "several GPUs": (replace(ON_GPU, gpus=2), "it is for 2 GPUs, and the engine uses one"),
-    "int8 experts": (replace(ON_GPU, weight_dtype="int8"), "does not compute with int8 weights"),
-    "int4 experts": (replace(ON_GPU, weight_dtype="int4"), "does not compute with int4 weights"),
+    "int8 experts": (replace(ON_GPU, weight_dtype="int8"), "moelight convert m OUT --experts int8 makes one"),
+    "int4 experts": (replace(ON_GPU, weight_dtype="int4"), "moelight convert m OUT --experts int4 makes one"),
     "another cache": (replace(ON_GPU, kv_dtype="float16"), "kv_dtype 'float16'"),
+    "an int4 cache": (replace(ON_GPU, kv_dtype="int4"), "kv_dtype 'int4' must be int8 or the weights' dtype"),
 }
 
 
@@ -49,7 +50,8 @@ def test_what_is_listed_is_what_the_engine_refuses(kind: str) -> None:
 
 
 def test_what_is_not_listed_is_not_refused() -> None:
-    for policy in (ON_GPU, replace(ON_GPU, weight_dtype="float16", kv_dtype="float16")):
+    both = replace(ON_GPU, weight_dtype="float16", kv_dtype="float16")
+    for policy in (ON_GPU, both, replace(ON_GPU, kv_dtype="int8")):
         assert not policy_faults(policy)
         resolve(policy, small_model(), discrete=True)
 
@@ -79,7 +81,7 @@ def test_the_table_the_json_and_the_file_say_so(tmp_path: Path) -> None:
     assert done.returncode == 0
     said = " ".join(done.stdout.split())
     assert "cannot be run yet: it is for 2 GPUs, and the engine uses one" in said
-    assert "the engine does not compute with int8 weights" in said
+    assert "experts in int8 (weight_dtype) need a checkpoint that stores them so: moelight convert demo OUT" in said
     found = json.loads(moelight_inside(*asked, "--json").stdout)
     assert found["runs"] is False and len(found["why_not"]) == 2 and found["policy"]["gpus"] == 2
     assert load_policy(path).gpus == 2 and yaml.safe_load(path.read_text())["gpus"] == 2

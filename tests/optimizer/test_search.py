@@ -242,7 +242,7 @@ def test_samples_are_policies_that_fit_and_are_priced_as_such(names: tuple[str, 
             seconds = some.seconds(problem) if len(some) else ()
             for index in range(min(3, len(some))):
                 policy = some.policy(problem, index)
-                taken = footprint(problem.model, policy, dtype=problem.dtype, kv_dtype=problem.dtype)
+                taken = footprint(problem.model, policy, dtype=problem.dtype)
                 assert all(taken.total(tier) <= problem.capacity_bytes[tier] for tier in ("device", "host"))
                 priced = estimate(problem.model, policy, problem.workload, problem.speeds, dtype=problem.dtype)
                 tokens = problem.workload.num_requests * problem.workload.gen_len

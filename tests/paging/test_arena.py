@@ -19,14 +19,14 @@ from moelight.profiles.model import ModelProfile
 from tests.shapes import examples, placed
 
 CPU = torch.device("cpu")
-BOUNDS = {"transient", "host_transient", "runtime", "transformers", "device_runtime"}
+BOUNDS = {"transient", "host_transient", "states", "runtime", "transformers", "device_runtime"}
 
 
 @examples(25)
 @given(case=placed())
 def test_regions_are_aligned_and_of_announced_size(case: tuple[ModelProfile, Policy]) -> None:
     model, policy = case
-    announced = footprint(model, policy, dtype=FLOAT32, kv_dtype=FLOAT32)
+    announced = footprint(model, policy, dtype=FLOAT32)
     arenas = allocate(announced, CPU)
     assert set(arenas) == {arena.purpose for arena in announced.arenas} - BOUNDS
     for purpose, arena in arenas.items():

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelight.core.dtypes import DTYPES
+from moelight.core.dtypes import DTYPES, INT8
 from moelight.core.errors import MoelightError
 from moelight.hrm.footprint import kv_block_bytes
 from moelight.kernels.gpu.attention import append_in_torch
 from moelight.paging.kv import BlockPool, paged_cache, token_cache
+from moelight.runtime.microbatch import require
 from tests.shapes import examples, small_model, small_policy
 
 
@@ -177,7 +180,7 @@ def test_no_two_places_of_the_cache_share_a_byte(dtype: torch.dtype) -> None:
     spec, blocks, size = model.attention, 5, policy.kv_block_size
     name = str(dtype).removeprefix("torch.")
     arena = torch.zeros(blocks * kv_block_bytes(model, policy, DTYPES[name]), dtype=torch.uint8)
-    cache = paged_cache(arena, [spec] * 3, blocks=blocks, block_size=size, dtype=dtype)
+    cache = paged_cache(arena, [spec] * 3, blocks=blocks, block_size=size, dtype=DTYPES[name])
     parts = [part for layer in range(3) for part in cache[layer]]
     for number, part in enumerate(parts):
         assert part.shape == (blocks, spec.num_kv_heads, size, spec.head_dim)
@@ -196,7 +199,7 @@ def test_a_tokens_key_and_value_lie_side_by_side(dtype: torch.dtype) -> None:
     spec, slots = model.attention, 5 * policy.kv_block_size
     name = str(dtype).removeprefix("torch.")
     arena = torch.zeros(5 * kv_block_bytes(model, policy, DTYPES[name]), dtype=torch.uint8)
-    cache = token_cache(arena, [spec] * 3, slots=slots, dtype=dtype)
+    cache = [rows.numbers for rows in token_cache(arena, [spec] * 3, slots=slots, dtype=DTYPES[name])]
     for layer in range(3):
         assert cache[layer].shape == (slots, 2, spec.num_kv_heads, spec.head_dim)
         assert cache[layer].is_contiguous()
@@ -208,3 +211,30 @@ def test_a_tokens_key_and_value_lie_side_by_side(dtype: torch.dtype) -> None:
     assert cache[1][[3, 40], 0].eq(7).all()
     assert cache[1][[3, 40], 1].eq(9).all()
     assert cache[1].ne(2).sum() == 4 * spec.num_kv_heads * spec.head_dim
+
+
+@pytest.mark.parametrize("paged", [True, False])
+def test_codes_and_scales_of_an_int8_cache_share_no_byte(paged: bool) -> None:
+    """Every byte that the ledger counts is a code or a part of a scale."""
+    model = small_model((True, True, True))
+    policy = replace(small_policy(model, discrete=not paged), kv_dtype="int8")
+    spec, blocks, size = model.attention, 5, policy.kv_block_size
+    arena = torch.zeros(blocks * kv_block_bytes(model, policy, DTYPES["bfloat16"]), dtype=torch.uint8)
+    heads = spec.num_kv_heads
+    assert arena.numel() == 3 * blocks * size * 2 * heads * (spec.head_dim + 4)
+    if paged:
+        layers = paged_cache(arena, [spec] * 3, blocks=blocks, block_size=size, dtype=INT8)
+        codes, scales = ([part for layer in layers for part in layer[at : at + 2]] for at in (0, 2))
+        assert {part.shape for part in codes} == {(blocks, heads, size, spec.head_dim)}
+        assert {part.shape for part in scales} == {(blocks, heads, size)}
+    else:
+        rows = token_cache(arena, [spec] * 3, slots=blocks * size, dtype=INT8)
+        codes, scales = [each.numbers for each in rows], [require(each.scales) for each in rows]
+        assert {part.shape for part in codes} == {(blocks * size, 2, heads, spec.head_dim)}
+        assert {part.shape for part in scales} == {(blocks * size, 2, heads)}
+    for number, (code, scale) in enumerate(zip(codes, scales, strict=True), start=1):
+        assert code.dtype is torch.int8 and scale.dtype is torch.float32
+        code.fill_(number), scale.view(torch.uint8).fill_(100 + number)
+    assert all(code.eq(number).all() for number, code in enumerate(codes, start=1))
+    assert all(scale.view(torch.uint8).eq(100 + number).all() for number, scale in enumerate(scales, start=1))
+    assert arena.ne(0).all()

@@ -39,7 +39,7 @@ def open_store(
     model: ModelProfile, policy: Policy, *, part_bytes: int = costs.PART_BYTES
 ) -> tuple[PageStore, Placement, dict[str, Tensor]]:
     placement = place(model, policy)
-    arenas = allocate(footprint(model, policy, dtype=FLOAT32, kv_dtype=FLOAT32), CPU)
+    arenas = allocate(footprint(model, policy, dtype=FLOAT32), CPU)
     store = PageStore(
         arenas,
         slot_table(placement, model),

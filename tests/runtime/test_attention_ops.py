@@ -1,4 +1,5 @@
-"""Attention of layers that differ: widths, windows, scales, sinks, caps, latents and none, on the host and a device."""
+"""Attention of layers that differ: widths, windows, scales, sinks, caps, latents and none, on the host and a device,
+over keys and values as they are and as int8."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moelight.core.dtypes import FLOAT32
+from moelight.core.dtypes import FLOAT32, INT8
 from moelight.core.policy import Policy, Shares
 from moelight.core.schedule import Buffer, Lane, Task, TaskKind
-from moelight.hrm.footprint import kv_block_bytes, kv_buffer_tokens, staging_token_bytes
+from moelight.hrm.footprint import fixed_bytes, kv_block_bytes, staging_token_bytes
+from moelight.kernels import reference
 from moelight.kernels.attention import cpu_kv_append, cpu_mla_append
 from moelight.kernels.gpu.attention import append_in_torch, prompt_form
 from moelight.paging.kv import paged_cache, token_cache
@@ -28,9 +30,10 @@ LENGTHS = ((40, 1, True), (3, 1, True), (0, 9, False), (21, 5, False), (5, 1, Fa
 TOKENS = sum(count for _, count, _ in LENGTHS)
 
 
-def mixed_model() -> ModelProfile:
-    layers = tuple(LayerSpec(attention=spec, before=1, after=1) for spec in ATTENTIONS)
-    return replace(small_model((True,) * len(layers)), attention=ATTENTIONS[0], layers=layers)
+def mixed_model(*, latents: bool = True) -> ModelProfile:
+    specs = [spec for spec in ATTENTIONS if latents or spec.latent is None]
+    layers = tuple(LayerSpec(attention=spec, before=1, after=1) for spec in specs)
+    return replace(small_model((True,) * len(layers)), attention=specs[0], layers=layers)
 
 
 def chunks() -> list[Chunk]:
@@ -47,10 +50,11 @@ def slots(chunk: Chunk, begin: int, end: int) -> Tensor:
 
 
 class History:
-    """Random keys, values and queries of one layer for every position of each sequence of `LENGTHS`."""
+    """Random keys, values and queries of one layer for every position of each sequence of `LENGTHS`; ``quantised``: as
+    int8 gives keys and values back."""
 
-    def __init__(self, spec: AttentionSpec, seed: int) -> None:
-        self.spec, source = spec, torch.Generator().manual_seed(seed)
+    def __init__(self, spec: AttentionSpec, seed: int, *, quantised: bool = False) -> None:
+        self.spec, self.quantised, source = spec, quantised, torch.Generator().manual_seed(seed)
         totals = [start + count for start, count, _ in LENGTHS]
         widths = spec.head_dim, spec.head_dim, spec.value_head_dim or spec.head_dim
         heads = spec.num_heads, spec.num_kv_heads, spec.num_kv_heads
@@ -86,6 +90,8 @@ class History:
     def _rows(self, number: int) -> Tensor:
         spec, (start, _, _) = self.spec, LENGTHS[number]
         q, k, v = (each.double() for each in self.every[number])
+        if self.quantised and spec.num_heads:
+            k, v = (reference.dequantise(*reference.quantise(each), torch.float64) for each in self.every[number][1:])
         if spec.latent is not None:
             q, k, v = torch.cat((q, k), -1), v, v[..., : spec.latent.kv_lora_rank]
         k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
@@ -123,14 +129,17 @@ def task(kind: TaskKind, layer: int, **more: tuple[Buffer, ...]) -> Task:
     return Task(kind=kind, lane=Lane.CPU, layer=layer, micro_batch=0, **more)
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("crosses", [False, True])
-def test_the_host_attends_in_layers_that_differ(crosses: bool) -> None:
-    model = mixed_model()
-    policy = replace(small_policy(model, discrete=True), attention_device="cpu", kv_block_size=BLOCK)
+def test_the_host_attends_in_layers_that_differ(crosses: bool, kv_dtype: str) -> None:
+    quantised = kv_dtype == "int8"
+    model = mixed_model(latents=not quantised)
+    sizes = {"attention_device": "cpu", "kv_block_size": BLOCK, "kv_dtype": kv_dtype}
+    policy = replace(small_policy(model, discrete=True), **sizes)
     specs = [model.attention_of(layer) for layer in range(model.num_layers)]
     arena = torch.zeros(BLOCKS * kv_block_bytes(model, policy, FLOAT32), dtype=torch.uint8)
-    cache = paged_cache(arena, specs, blocks=BLOCKS, block_size=BLOCK, dtype=torch.float32)
-    histories = [History(spec, seed) for seed, spec in enumerate(specs)]
+    cache = paged_cache(arena, specs, blocks=BLOCKS, block_size=BLOCK, dtype=INT8 if quantised else FLOAT32)
+    histories = [History(spec, seed, quantised=quantised) for seed, spec in enumerate(specs)]
     sinks = {layer: each.sinks for layer, each in enumerate(histories) if each.sinks is not None}
     table = HostAttention(specs, cache, form=FORM, sinks=sinks).table
     for layer, history in enumerate(histories):
@@ -139,7 +148,9 @@ def test_the_host_attends_in_layers_that_differ(crosses: bool) -> None:
                 cpu_mla_append(*cache[layer], history.cached(number)[1][:, 0], slots(chunk, 0, chunk.start))
             elif specs[layer].num_heads:
                 keys, values = (each.contiguous() for each in history.cached(number))
-                cpu_kv_append(*cache[layer], keys, values, slots(chunk, 0, chunk.start))
+                k_cache, v_cache, *scales = cache[layer]
+                named = dict(zip(("k_scale", "v_scale"), scales, strict=False))
+                cpu_kv_append(k_cache, v_cache, keys, values, slots(chunk, 0, chunk.start), **named)
         mb = micro_batch(staging(model, policy) if crosses else None)
         mb.qkv = history.given() if specs[layer].num_heads else None
         kinds = (TaskKind.OFFLOAD_QKV, TaskKind.CPU_ATTENTION, TaskKind.LOAD_HIDDEN)
@@ -152,34 +163,38 @@ def test_the_host_attends_in_layers_that_differ(crosses: bool) -> None:
         torch.testing.assert_close(mb.attn, history.expected(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("on_host", [0, 5, BLOCKS])
-def test_the_device_attends_in_layers_that_differ(on_host: int) -> None:
+def test_the_device_attends_in_layers_that_differ(on_host: int, kv_dtype: str) -> None:
     """``on_host`` blocks of the cache in host memory; afterwards every cache holds the new tokens."""
-    model = mixed_model()
+    quantised = kv_dtype == "int8"
+    model = mixed_model(latents=not quantised)
     policy = replace(
         small_policy(model, discrete=True),
+        kv_dtype=kv_dtype,
         attention_device="gpu",
         kv_block_size=BLOCK,
         kv=Shares(host=on_host / BLOCKS, device=1 - on_host / BLOCKS),
     )
     specs, host_slots = [model.attention_of(layer) for layer in range(model.num_layers)], on_host * BLOCK
-    size = kv_block_bytes(model, policy, FLOAT32)
+    size, dtype = kv_block_bytes(model, policy, FLOAT32), INT8 if quantised else FLOAT32
     caches = [
-        token_cache(torch.zeros(blocks * size, dtype=torch.uint8), specs, slots=blocks * BLOCK, dtype=torch.float32)
+        token_cache(torch.zeros(blocks * size, dtype=torch.uint8), specs, slots=blocks * BLOCK, dtype=dtype)
         for blocks in (on_host, BLOCKS - on_host)
     ]
-    wide = max(spec.cache_width for spec in specs)
-    buffers = torch.zeros(2, int(kv_buffer_tokens(policy)) * wide)
-    histories = [History(spec, seed) for seed, spec in enumerate(specs)]
+    buffers = torch.zeros(fixed_bytes(model, policy, dtype=FLOAT32)["kv_buffer", "device"], dtype=torch.uint8)
+    histories = [History(spec, seed, quantised=quantised) for seed, spec in enumerate(specs)]
     sinks = {layer: each.sinks for layer, each in enumerate(histories) if each.sinks is not None}
-    attention = DeviceAttention(specs, buffers, form=FORM, on_host=caches[0], on_device=caches[1], sinks=sinks)
+    on = {"on_host": caches[0], "on_device": caches[1]}
+    attention = DeviceAttention(specs, buffers.view(2, -1), form=FORM, kv_dtype=dtype, sinks=sinks, **on)
 
     def write(layer: int, rows: tuple[Tensor, Tensor], where: Tensor) -> None:
         for cache, mine, first in ((caches[0], where < host_slots, 0), (caches[1], where >= host_slots, host_slots)):
             if specs[layer].latent is not None:
-                cache[layer][:, 0].index_copy_(0, where[mine] - first, rows[1][mine])
+                cache[layer].numbers[:, 0].index_copy_(0, where[mine] - first, rows[1][mine])
             else:
-                append_in_torch(rows[0][mine], rows[1][mine], cache[layer], where[mine] - first)
+                into, scales = cache[layer].numbers, cache[layer].scales
+                append_in_torch(rows[0][mine], rows[1][mine], into, where[mine] - first, cache_scale=scales)
 
     for layer, history in enumerate(histories):
         if specs[layer].num_heads:
@@ -202,10 +217,13 @@ def test_the_device_attends_in_layers_that_differ(on_host: int) -> None:
         torch.testing.assert_close(mb.attn, history.expected(), rtol=1e-4, atol=1e-5)
         _, keys, values = history.given()
         for slot, key, value in zip(mb.cache_slots.tolist(), keys, values, strict=True):
-            kept = caches[0][layer][slot] if slot < host_slots else caches[1][layer][slot - host_slots]
-            if specs[layer].latent is None:
-                assert torch.equal(kept[0, :, : key.shape[-1]], key)
-            assert torch.equal(kept[-1, :, : value.shape[-1]], value)
+            rows, at = (caches[0][layer], slot) if slot < host_slots else (caches[1][layer], slot - host_slots)
+            kept = rows.numbers[at]
+            new = {0: key, -1: value} if specs[layer].latent is None else {-1: value}
+            for which, numbers in new.items():
+                wanted, factors = reference.quantise(numbers) if rows.scales is not None else (numbers, None)
+                assert torch.equal(kept[which, :, : wanted.shape[-1]], wanted)
+                assert rows.scales is None or torch.equal(rows.scales[at, which], factors)
 
 
 def test_a_window_of_some_layers_hides_nothing_from_the_others() -> None:

@@ -74,4 +74,4 @@ def test_keys_and_values_alone_cross_too() -> None:
     assert landed[0].shape == (0, 2, 8)
     assert torch.equal(landed[1], k)
     assert torch.equal(landed[2], v)
-    assert share.down.numel() == costs.kv_bytes(MODEL, FLOAT32, 7)
+    assert share.down.numel() == 7 * costs.kv_layer_bytes(MODEL, FLOAT32)

@@ -106,11 +106,11 @@ def crossings(layout: Layout, micro_batch: MicroBatchShape, layer: int) -> list[
     if layout.attention == "gpu":
         up, down = micro_batch.context - micro_batch.device_context, n - micro_batch.device_tokens
         if layout.kv_host and up and not micro_batch.prefill_only:
-            moved.append((Lane.H2D, costs.kv_bytes(model, dtype, up, layer)))
+            moved.append((Lane.H2D, up * costs.kv_layer_bytes(model, layout.kv_dtype, layer)))
         if layout.kv_host and down:
-            moved.append((Lane.D2H, costs.kv_bytes(model, dtype, down, layer)))
+            moved.append((Lane.D2H, down * costs.kv_layer_bytes(model, layout.kv_dtype, layer)))
     elif micro_batch.prefill_only:
-        moved.append((Lane.D2H, costs.kv_bytes(model, dtype, n, layer)))
+        moved.append((Lane.D2H, n * costs.kv_layer_bytes(model, dtype, layer)))
     else:
         moved.append((Lane.D2H, costs.qkv_bytes(model, dtype, n, layer)))
         moved.append((Lane.H2D, costs.hidden_bytes(model, dtype, n, layer)))

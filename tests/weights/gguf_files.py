@@ -51,6 +51,16 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {
             **_DEEPSEEK,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "rope_theta": 10000.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
             "n_group": 4,
             "topk_group": 2,
             "scoring_func": "sigmoid",
@@ -94,7 +104,7 @@ def tiny(architecture: str) -> tuple[PreTrainedModel, dict[str, Any]]:
     with torch.no_grad():
         for weight in (*model.parameters(), *model.buffers()):
             if weight.is_floating_point():
-                weight.normal_()
+                weight.normal_().copy_(weight.bfloat16())  # what a file keeps in float32 came from bfloat16
     return model, config
 
 
@@ -111,20 +121,30 @@ def write_gguf(
         _vocabulary(writer, config["vocab_size"])
     written = _tensors(name, model, config, halves)
     for key, tensor in written.items():
-        kind = gguf.GGMLQuantizationType.F32
-        if tensor.ndim > 1 and "_b.weight" not in key:
-            kind = gguf.GGMLQuantizationType[experts if "_exps." in key else "Q8_0"]
-        kind = gguf.GGMLQuantizationType.F32 if key.endswith(".bias") or "gate_inp." in key else kind
-        data = tensor.float().contiguous().numpy()
-        if kind == gguf.GGMLQuantizationType.F32:
-            writer.add_tensor(key, data)
-        else:
-            writer.add_tensor(key, quantize(data, kind), raw_dtype=kind)
+        kind, data = _kind(key, tensor, experts), tensor.contiguous().numpy()
+        if tensor.ndim > 3:  # q and k by heads and halves
+            data = data.reshape(-1, tensor.shape[-1])
+        writer.add_tensor(key, quantize(data, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return written
+
+
+def save_numbers(directory: Path, architecture: str, *, halves: bool = True, experts: str = "Q4_0") -> None:
+    """Save in ``directory``, by transformers and in bfloat16, the model whose parameters are the numbers of what
+    `write_gguf` writes."""
+    model, config = tiny(architecture)
+    for key, tensor in _tensors(architecture.partition(" ")[0], model, config, halves).items():
+        tensor.copy_(as_written(tensor, _kind(key, tensor, experts).name))
+    model.bfloat16().save_pretrained(directory)
+
+
+def _kind(key: str, tensor: Tensor, experts: str) -> gguf.GGMLQuantizationType:
+    if tensor.ndim == 1 or key.endswith(".bias") or "gate_inp." in key:
+        return gguf.GGMLQuantizationType.F32
+    return gguf.GGMLQuantizationType[experts if "_exps." in key else "Q8_0"]
 
 
 def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -142,6 +162,12 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         next(config[key] for key in ("num_local_experts", "num_experts", "n_routed_experts") if key in config)
     )
     writer.add_feed_forward_length(config["intermediate_size"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
     if "deepseek" in family:
         _latent_metadata(writer, config)
         return
@@ -158,9 +184,6 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if family == "gpt_oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
         writer.add_sliding_window(config["sliding_window"])
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rope["factor"])
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
 
 
 def _latent_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -185,6 +208,8 @@ def _latent_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_expert_group_count(config["n_group"])
         writer.add_expert_group_used_count(config["topk_group"])
     writer.add_rope_dimension_count(rope)
+    if "mscale_all_dim" in config["rope_parameters"]:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * config["rope_parameters"]["mscale_all_dim"])
 
 
 def _vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
@@ -202,6 +227,7 @@ def _vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
 
 
 def _tensors(name: str, model: PreTrainedModel, config: dict[str, Any], halves: bool) -> dict[str, Tensor]:
+    """The tensors of a file as views of the parameters of ``model``."""
     arch = next(arch for arch, theirs in gguf.MODEL_ARCH_NAMES.items() if theirs == name)
     names, found = gguf.get_tensor_name_map(arch, config["num_hidden_layers"]), dict[str, Tensor]()
     heads = config["num_attention_heads"]
@@ -217,7 +243,7 @@ def _tensors(name: str, model: PreTrainedModel, config: dict[str, Any], halves: 
         else:
             if name == "llama" and (".q_proj" in key or ".k_proj" in key):
                 count = heads if ".q_proj" in key else config["num_key_value_heads"]
-                value = tensor.view(count, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+                value = tensor.view(count, 2, -1, tensor.shape[1]).transpose(1, 2)
             theirs = names.get_name(key, try_suffixes=(".weight", ".bias"))
             assert theirs is not None, key
             found[theirs if theirs.endswith((".weight", ".bias")) else f"{theirs}.weight"] = value

@@ -19,6 +19,7 @@ from moelight.profiles.gguf import GGML_TYPES, read_gguf
 from moelight.profiles.gguf_models import hf_rows, open_gguf
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model_files import load_model_profile
+from moelight.profiles.stored import StoredWeights
 from moelight.weights.stored_matrix import ggml_matrix, gguf_expert_matrices
 from tests.weights.gguf_files import CONFIGS, as_written, tiny, write_gguf
 from tests.weights.packers import numbers
@@ -109,8 +110,9 @@ def test_experts_of_layers_may_have_several_types(tmp_path: Path) -> None:
     found = open_gguf(path)
     stored = found.profile.stored
     assert stored is not None and stored.name == "GGUF Q4_0"
-    mixed = replace(stored, pages=(stored.pages[0], 2 * stored.pages[1], stored.pages[2]))
-    assert mixed.page_bytes == 2 * stored.page_bytes
+    count, page = found.profile.experts.num_experts, stored.page_bytes
+    mixed = StoredWeights.of("mixed", "mixed", [[page] * count, [2 * page] * count, [page] * count], 64, stored.dense)
+    assert mixed.page_bytes == 2 * page and mixed.mean_page_bytes == -(-4 * page // 3)
     parts = inventory(replace(found.profile, stored=mixed))
     assert parts.bytes["experts"] == inventory(found.profile).bytes["experts"] * 4 // 3
 

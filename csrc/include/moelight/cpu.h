@@ -39,4 +39,14 @@ Bf16Products bf16_products();
 bool force_bf16_products(Bf16Products how);
 void unforce_bf16_products();
 
+// How int8 is multiplied under kAvx2 and kAvx512: as words, or four at a time (AVX_VNNI, AVX512_VNNI).
+enum class Int8Products : int { kWide = 0, kDots = 1 };
+
+// The way in force: the best that runs under the active set, unless force_int8_products chose another.
+Int8Products int8_products();
+
+// Chooses for the whole process. False, and no change, when `how` does not run here.
+bool force_int8_products(Int8Products how);
+void unforce_int8_products();
+
 }  // namespace moelight

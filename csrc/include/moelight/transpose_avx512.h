@@ -8,8 +8,9 @@
 namespace moelight {
 namespace {
 
-// to[column][row] = the 32-bit words x[row][column], sixteen by sixteen.
-inline void transpose16(const __m512i (&x)[16], float* to, int64_t to_stride) {
+// put(column, the words x[0..15][column]) for each of sixteen columns of 32-bit words.
+template <class Put>
+inline void columns16(const __m512i (&x)[16], Put&& put) {
   __m512i quad[4][4];  // quad[g][j], quarter h: column 4 h + j of rows 4 g to 4 g + 3
   for (int g = 0; g < 4; ++g) {
     const __m512i ab_low = _mm512_unpacklo_epi32(x[4 * g], x[4 * g + 1]);
@@ -19,16 +20,22 @@ inline void transpose16(const __m512i (&x)[16], float* to, int64_t to_stride) {
     quad[g][0] = _mm512_unpacklo_epi64(ab_low, cd_low), quad[g][1] = _mm512_unpackhi_epi64(ab_low, cd_low);
     quad[g][2] = _mm512_unpacklo_epi64(ab_high, cd_high), quad[g][3] = _mm512_unpackhi_epi64(ab_high, cd_high);
   }
-  for (int j = 0; j < 4; ++j, to += to_stride) {
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
     const __m512i a = _mm512_shuffle_i32x4(quad[0][j], quad[1][j], 0x44);
     const __m512i b = _mm512_shuffle_i32x4(quad[0][j], quad[1][j], 0xee);
     const __m512i c = _mm512_shuffle_i32x4(quad[2][j], quad[3][j], 0x44);
     const __m512i d = _mm512_shuffle_i32x4(quad[2][j], quad[3][j], 0xee);
-    _mm512_storeu_si512(to, _mm512_shuffle_i32x4(a, c, 0x88));
-    _mm512_storeu_si512(to + 4 * to_stride, _mm512_shuffle_i32x4(a, c, 0xdd));
-    _mm512_storeu_si512(to + 8 * to_stride, _mm512_shuffle_i32x4(b, d, 0x88));
-    _mm512_storeu_si512(to + 12 * to_stride, _mm512_shuffle_i32x4(b, d, 0xdd));
+    put(j, _mm512_shuffle_i32x4(a, c, 0x88));
+    put(4 + j, _mm512_shuffle_i32x4(a, c, 0xdd));
+    put(8 + j, _mm512_shuffle_i32x4(b, d, 0x88));
+    put(12 + j, _mm512_shuffle_i32x4(b, d, 0xdd));
   }
+}
+
+// to[column][row] = the 32-bit words x[row][column], sixteen by sixteen.
+inline void transpose16(const __m512i (&x)[16], float* to, int64_t to_stride) {
+  columns16(x, [&](int64_t column, __m512i words) { _mm512_storeu_si512(to + column * to_stride, words); });
 }
 
 // to[column][line] = the 16-bit words from[line][column]: columns to_bytes and lines from_bytes apart. Pairs of lines

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moelight.core.policy import KV_BLOCK_SIZES
-from moelight.hrm.footprint import CHUNK_ROWS, GATHER_BYTES
+from moelight.hrm.footprint import CHUNK_ROWS, GATHER_BYTES, QUANTISING_BYTES
 from moelight.kernels import arguments, reference
 from moelight.kernels.arguments import FLOATS, check_tensor
 from moelight.kernels.copies import pinned
@@ -238,9 +238,11 @@ def attend_in_torch(
     p // chunk * chunk."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     group, pools = q.shape[1] // k.shape[1], ((cache, cache_scale), (buffer, buffer_scale))
+    quantised = cache_scale is not None or buffer_scale is not None
     for s in range(len(batch.spans)) if only is None else only:
         first, last, start, lowest = batch.spans[s]
-        most = k.shape[1] if start == lowest else _heads_at_a_time(start - lowest + last - first, q, batch)
+        end = start + last - first
+        most = k.shape[1] if start == lowest else _heads_at_a_time(end - lowest, q, batch, quantised=quantised)
         for head in range(0, k.shape[1], most):
             heads = slice(head, min(head + most, k.shape[1]))
             mine = slice(heads.start * group, heads.stop * group)
@@ -248,7 +250,7 @@ def attend_in_torch(
             if start > lowest:
                 keys, values = _with_context((keys, values), batch, s, pools, heads)
             sink = None if sinks is None else sinks[mine]
-            end, each = start + last - first, chunk or start + last - first
+            each = chunk or end
             for begin in range(start // each * each, end, each):  # rows and keys of one chunk after another
                 rows = slice(first + max(begin, start) - start, first + min(begin + each, end) - start)
                 seen = slice(max(begin - lowest, 0), begin + each - lowest)
@@ -257,9 +259,10 @@ def attend_in_torch(
     return out
 
 
-def _heads_at_a_time(tokens: int, q: Tensor, batch: RaggedBatch) -> int:
+def _heads_at_a_time(tokens: int, q: Tensor, batch: RaggedBatch, *, quantised: bool) -> int:
     copies = 3 if all(batch.tiers) else 2  # the pieces of both tiers, and the whole
-    return max(1, GATHER_BYTES // (tokens * 2 * q.shape[2] * q.element_size() * copies))
+    each = copies * q.element_size() + (QUANTISING_BYTES if quantised else 0)
+    return max(1, GATHER_BYTES // (tokens * 2 * q.shape[2] * each))
 
 
 def latents_in_torch(
@@ -400,6 +403,32 @@ def append(
             )
 
 
+def through_int8(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v [T, Hkv, D] as an int8 cache gives them back (`append`, then `attend`), new tensors in their dtype."""
+    _check_rows(k, v)
+    (tokens, kv_heads, head_dim), served = k.shape, serving.serves(k.device, k.dtype)[0]
+    if not served or not tokens:
+        return through_int8_in_torch(k, v)
+    from moelight.kernels.gpu import attention_triton
+
+    out = tuple(torch.empty_like(each, memory_format=torch.contiguous_format) for each in (k, v))
+    with on_device(k.device):
+        attention_triton.through_int8[(tokens,)](
+            *(k, v, *out, k.stride(0), v.stride(0), kv_heads),
+            BY_HAND=k.device.type == "cpu" and k.dtype == torch.bfloat16,
+            D=head_dim,
+            BD=_padded(head_dim),
+            BH=_padded(kv_heads),
+        )
+    return out[0], out[1]
+
+
+def through_int8_in_torch(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """`through_int8` in torch, on any device."""
+    keys, values = (reference.dequantise(*reference.quantise(each), k.dtype) for each in (k, v))
+    return keys, values
+
+
 def append_in_torch(
     k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, *, rows: Tensor | None = None, cache_scale: Tensor | None = None
 ) -> None:
@@ -538,11 +567,16 @@ def _check_alignment(**tensors: Tensor | None) -> None:
             raise ValueError(f"{name}: its rows must begin at multiples of {_ALIGNMENT_BYTES} bytes")
 
 
+def _check_rows(k: Tensor, v: Tensor) -> torch.Size:
+    shape = check_tensor("k", k, FLOATS, (None, None, None), device=None)
+    check_tensor("v", v, k.dtype, shape, device=k.device)
+    return shape
+
+
 def _check_append(
     k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, rows: Tensor | None, cache_scale: Tensor | None
 ) -> None:
-    tokens, kv_heads, head_dim = check_tensor("k", k, FLOATS, (None, None, None), device=None)
-    check_tensor("v", v, k.dtype, k.shape, device=k.device)
+    tokens, kv_heads, head_dim = _check_rows(k, v)
     stored = k.dtype if cache_scale is None else torch.int8
     shape = check_tensor("cache", cache, stored, (None, 2, kv_heads, head_dim), device=k.device, gap=False)
     if cache_scale is not None:

@@ -221,6 +221,34 @@ def attend(
     tl.store(into, result, mask=live[:, None] & (column < D)[None, :])
 
 
+@triton.jit
+def quantised(numbers):
+    """Codes (whole float32) and factors [BH, 1] of the rows of ``numbers`` float32 [BH, BD]."""
+    factor = tl.max(tl.abs(numbers), 1)[:, None] / 127.0
+    whole = tl.max(tl.where(tl.abs(numbers) < float("inf"), 0, 1), 1)[:, None] == 0
+    codes = numbers / tl.where(whole & (factor > 0.0), factor, 1.0)
+    codes = tl.where(whole, codes + 12582912.0 - 12582912.0, 0.0)  # to the nearest, ties to even
+    return codes, tl.where(whole, factor, float("nan"))
+
+
+@triton.jit
+def through_int8(
+    k, v, k_out, v_out, k_stride, v_stride, kv_heads,
+    BY_HAND: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    """k_out and v_out [T, Hkv, D] = the rows of k and v, each head quantised and multiplied back; one program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, BH)[:, None]
+    column = tl.arange(0, BD)[None, :]
+    there = (head < kv_heads) & (column < D)
+    for which in tl.static_range(2):
+        source = k + row * k_stride if which == 0 else v + row * v_stride
+        into = k_out if which == 0 else v_out
+        codes, factor = quantised(tl.load(source + head * D + column, mask=there, other=0).to(tl.float32))
+        numbers = rounded(codes * factor, into.dtype.element_ty, BY_HAND)
+        tl.store(into + (row * kv_heads + head) * D + column, numbers, mask=there)
+
+
 @triton.jit(do_not_specialize_on_alignment=["rows", "slots"])
 def append(
     k,
@@ -251,12 +279,8 @@ def append(
         numbers = tl.load(source + head * D + column, mask=there, other=0)
         place = (slot * 2 + which) * kv_heads
         if INT8:
-            numbers = numbers.to(tl.float32)
-            factor = tl.max(tl.abs(numbers), 1)[:, None] / 127.0
-            whole = tl.max(tl.where(tl.abs(numbers) < float("inf"), 0, 1), 1)[:, None] == 0
-            codes = numbers / tl.where(whole & (factor > 0.0), factor, 1.0)
-            codes = tl.where(whole, codes + 12582912.0 - 12582912.0, 0.0)  # to the nearest, ties to even
-            tl.store(scales + place + head, tl.where(whole, factor, float("nan")), mask=head < kv_heads)
+            codes, factor = quantised(numbers.to(tl.float32))
+            tl.store(scales + place + head, factor, mask=head < kv_heads)
             numbers = codes.to(tl.int8)
         tl.store(cache + (place + head) * D + column, numbers, mask=there)
 

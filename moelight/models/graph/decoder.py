@@ -190,18 +190,18 @@ class GraphDecoder:
             return ()
         by = self._by[layer]
         if self._quantized is not None:
-            pages = [self._quantized.matrices(layer, page) if isinstance(page, Tensor) else None for page in pages]
+            pages = self._quantized.layer(layer, pages)
         return [
             FormedExpert(page, by, partial(forward, form, page), form.finish) if isinstance(page, Matrices) else page
             for page in pages
             if not isinstance(page, Tensor)
         ]
 
-    def kind_of(self, layer: int) -> int:
+    def kind_of(self, layer: int) -> int | None:
         return 0 if self._quantized is None else self._quantized.kind_of(layer)
 
-    def matrices(self, layer: int, pages: Sequence[Any]) -> Sequence[tuple[Tensor, Tensor] | Matrices]:
-        return pages if self._quantized is None else [self._quantized.matrices(layer, page) for page in pages]
+    def matrices(self, kind: int, pages: Sequence[Any]) -> Sequence[tuple[Tensor, Tensor] | Matrices]:
+        return pages if self._quantized is None else self._quantized.of_kind(kind, pages)
 
     def predict_experts(self, layer: int, hidden: Tensor, running: Running) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """By the block of ``layer`` on the input of the last layer's experts: what the graph adds to it is within."""

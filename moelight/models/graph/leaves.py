@@ -39,10 +39,10 @@ _ACTIVATIONS: Mapping[str, Forward] = {  # of `cpu_expert_ffn`
 }
 _MOST_UNEQUAL = 0.02  # of bfloat16 results of a norm: float32 sums in another order round to another number at times
 _SIZES = ("in_features", "out_features", "layer_idx")  # that change no function
-_FAILURES = (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
+FAILURES = (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
-def use_kernels(module: nn.Module) -> None:
+def use_leaf_kernels(module: nn.Module) -> None:
     """Let the leaves of ``module`` compute by our kernels wherever their parameters are when they are called."""
     known: dict[Any, Callable[[Any], Any] | None] = {}
     rotating: dict[Any, FunctionType | None] = {}
@@ -70,13 +70,13 @@ def use_kernels(module: nn.Module) -> None:
 
 def _key(part: nn.Module) -> Any:
     """What is the same for modules that compute alike, of one that may be recognised; else None."""
-    children = [(name, *_said(child), getattr(child, "bias", None) is None) for name, child in part.named_children()]
+    children = [(name, *described(child), getattr(child, "bias", None) is None) for name, child in part.named_children()]
     shapes = [(name, each.shape) for name, each in part._parameters.items() if each is not None]
     alone = [name for name, _ in shapes] == ["weight"] and len(shapes[0][1]) in (1, 2) and not children
     products = sum(type(child).forward is nn.Linear.forward for child in part.children())
     if not alone and (shapes or products not in (2, 3) or _has_other_weights(part)):
         return None
-    return _said(part), tuple(children), tuple(shapes)
+    return described(part), tuple(children), tuple(shapes)
 
 
 def _made_of(part: Any) -> Callable[[Any], Any] | None:
@@ -85,7 +85,7 @@ def _made_of(part: Any) -> Callable[[Any], Any] | None:
     return _norm_of(part) if part.weight.ndim == 1 else None
 
 
-def _said(part: nn.Module) -> tuple[Any, ...]:
+def described(part: nn.Module) -> tuple[Any, ...]:
     """The class of ``part`` and its numbers, texts and functions."""
     said = (bool, int, float, str)
     own = [(name, each) for name, each in vars(part).items() if isinstance(each, said) or callable(each)]
@@ -95,6 +95,20 @@ def _said(part: nn.Module) -> tuple[Any, ...]:
 def _has_other_weights(part: nn.Module) -> bool:
     others = (child for child in part.children() if type(child).forward is not nn.Linear.forward)
     return any(tensor is not None for child in others for tensor in (*child.parameters(), *child.buffers()))
+
+
+def twice_rounded_norms(module: nn.Module) -> dict[Any, float]:
+    """The root-mean-square norms within ``module`` that `cpu_rms_norm` computes, and what each adds under its root."""
+    known: dict[Any, Callable[[Any], Any] | None] = {}
+    found = {}
+    for part in module.modules():
+        if "forward" in vars(part) or list(part._parameters) != ["weight"] or (key := _key(part)) is None:
+            continue
+        if key not in known:
+            known[key] = _made_of(part)
+        if isinstance(made := known[key], partial) and made.func is _norm_twice:
+            found[part] = made.keywords["eps"]
+    return found
 
 
 def _linear_of(part: Any) -> Forward:
@@ -140,7 +154,7 @@ class _InTurn:
         if count == 1 or not native.on_cpu(x):
             return self._own[0](x)
         weights = [each._parameters["weight"] for each in self._layers[:count]]
-        if (whole := _joined(*weights)) is None:
+        if (whole := joined(*weights)) is None:
             return self._own[0](x)
         found = linear(_rows(x), whole).split([len(each) for each in weights], dim=1)
         self._results = [each.view(*x.shape[:-1], each.shape[1]) for each in found]
@@ -171,13 +185,13 @@ def _norm_of(part: Any) -> Callable[[Any], Forward] | None:
     weight = torch.rand(size, generator=generator, dtype=torch.float32) + 0.5
     x = torch.randn((4, size), generator=generator) * torch.tensor((1e-3, 0.03, 1.0, 30.0)).unsqueeze(1)
     epsilons = {each for each in vars(part).values() if isinstance(each, float)}
-    if (expected := _tried(part, {"weight": weight}, {}, x)) is None:
+    if (expected := tried(part, {"weight": weight}, {}, x)) is None:
         return None
     for shift in (0.0, 1.0):
         for eps in epsilons:
             if torch.allclose(plain_norm(x, weight + shift, eps), expected, rtol=1e-5, atol=0):
                 half, narrow = weight.bfloat16(), x.bfloat16()
-                theirs = _tried(part, {"weight": half}, {}, narrow)
+                theirs = tried(part, {"weight": half}, {}, narrow)
                 return None if theirs is None else _rounding(shift, eps, half, narrow, theirs)
     return None
 
@@ -236,7 +250,7 @@ def _feed_forward_of(part: Any) -> Callable[[Any], Forward] | None:
     inward = (gate, up) if len(products) == 3 else (gate_up,)
     for names in permutations(products):
         weights = dict(zip(names, (*inward, down), strict=True))
-        found = _tried(part, {}, {name: _product(weight) for name, weight in weights.items()}, x)
+        found = tried(part, {}, {name: product_of(weight) for name, weight in weights.items()}, x)
         for activation, of in _ACTIVATIONS.items():
             expected = functional.linear(of(functional.linear(x, gate)) * functional.linear(x, up), down)
             if found is not None and found.shape == x.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-5):
@@ -244,7 +258,7 @@ def _feed_forward_of(part: Any) -> Callable[[Any], Forward] | None:
     return None
 
 
-def _product(weight: Tensor) -> nn.Linear:
+def product_of(weight: Tensor) -> nn.Linear:
     outputs, inputs = weight.shape
     made = nn.Linear(inputs, outputs, bias=False, device="meta")
     made.weight = nn.Parameter(weight, requires_grad=False)
@@ -259,7 +273,7 @@ def _feed_forward(part: Any, names: tuple[str, ...], activation: str) -> Forward
         *inward, down = [each._parameters["weight"] for each in products]
         if not native.on_cpu(x) or not native.available() or down.dtype != x.dtype:
             return own(x)
-        gate_up = inward[0] if len(inward) == 1 else _joined(*inward)
+        gate_up = inward[0] if len(inward) == 1 else joined(*inward)
         if gate_up is None:
             return own(x)
         rows = _rows(x)
@@ -272,7 +286,7 @@ def _feed_forward(part: Any, names: tuple[str, ...], activation: str) -> Forward
     return forward
 
 
-def _joined(*matrices: Tensor) -> Tensor | None:
+def joined(*matrices: Tensor) -> Tensor | None:
     """matrices [I, H], of any I, as one view [sum of I, H], if they lie so."""
     for one, other in pairwise(matrices):
         if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr() or one.dtype != other.dtype:
@@ -309,7 +323,7 @@ def _rotates_halves(function: FunctionType) -> bool:
     try:
         with torch.inference_mode():
             found = function(q, k, cos, sin)
-    except _FAILURES:
+    except FAILURES:
         return False
     if not isinstance(found, tuple) or len(found) != 2 or not all(isinstance(each, Tensor) for each in found):
         return False
@@ -364,7 +378,7 @@ def _heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor] | Non
     return heads
 
 
-def _tried(
+def tried(
     part: nn.Module, weights: Mapping[str, Tensor], children: Mapping[str, nn.Module], x: Tensor, *, kind: type = Tensor
 ) -> Any:
     """The module's own forward of ``x`` with other parameters and children; None if it does not compute so, or its
@@ -375,6 +389,6 @@ def _tried(
     try:
         with torch.inference_mode():
             found = type(part).forward(trial, x)
-    except _FAILURES:
+    except FAILURES:
         return None
     return found if isinstance(found, kind) else None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from moelight.core.errors import ConfigError, MoelightError, quoted
+from moelight.kernels import native
+from moelight.kernels.threads import one_thread_for_torch
 from moelight.models.graph.effects import Attend, Effect, Ended, Experts, Latents, MixerPassed
 from moelight.models.graph.families import (
     ATTENTION,
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 
 NAME = "moelight"
 _DRY_ROWS = 2
+_MOST_ALONE = 1 << 20  # numbers of hidden states: adding so many takes one core 0.3 ms
+_LARGE = 1 << 20  # numbers of a matrix: routers have fewer
 _UNSAID = -1  # the window of attention that leaves it to masks
 _HARMLESS = frozenset(("position_ids", "cache_position"))  # tensors of attention calls that say nothing new
 
@@ -70,6 +74,7 @@ class GraphModel:
             with experts.
         stateful: whether a sequence keeps state beside paged keys and values.
         predicts: whether `route` may be called: routers are called within blocks that are given hidden states alone.
+        light: whether torch computes nothing large between the effects, once linear layers are kernels.
     """
 
     def __init__(self, module: Any, *, latents: bool = True) -> None:
@@ -96,6 +101,7 @@ class GraphModel:
             self.pages = self._find_pages()
         self._blocks = self._blocks_of_experts()
         self.predicts = bool(self._blocks) and self._routes_first()
+        self.light = not self.stateful and set(self.mixers) == {MixerKind.ATTENTION} and self._multiplies_little()
 
     @classmethod
     def from_config(cls, directory: Path) -> GraphModel:
@@ -109,7 +115,8 @@ class GraphModel:
     def start(self, token_ids: Tensor, positions: Tensor, sequences: Sequence[tuple[State, int]]) -> GraphRun:
         """A run over ``token_ids`` int64 [T] at ``positions`` int64 [T]: consecutive rows of ``sequences``, each its
         state and its number of rows."""
-        return GraphRun(self._body, token_ids, positions, sequences, by_pages=bool(self.pages))
+        alone = self._small(token_ids.numel())
+        return GraphRun(self._body, token_ids, positions, sequences, by_pages=bool(self.pages), alone=alone)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The family's own head on ``hidden`` [S, H] after the final norm -> float32 [S, V]."""
@@ -119,7 +126,7 @@ class GraphModel:
     def route(self, index: int, x: Tensor) -> Experts:
         """The effect that block ``index``, of `experts`, would issue on ``x`` [T, H], its inputs; none is computed."""
         block = self._blocks[index]
-        run = GraphRun(lambda **_: block(x[None]), x, x, ())
+        run = GraphRun(lambda **_: block(x[None]), x, x, (), alone=self._small(len(x)))
         try:
             effect = run.resume(None)
         finally:
@@ -127,6 +134,17 @@ class GraphModel:
         if not isinstance(effect, Experts):
             raise MoelightError(f"{type(block).__name__} does not route its input")
         return effect
+
+    def _small(self, rows: int) -> bool:
+        """Whether one thread computes what torch does of so many rows sooner than several share it."""
+        return self.light and native.available() and rows * self.config.hidden_size <= _MOST_ALONE
+
+    def _multiplies_little(self) -> bool:
+        """Whether no matrix is large but those of linear layers, of embeddings, and of `experts`."""
+        apart = {id(tensor) for each in self.experts for tensor in each.parameters()}
+        owners = (part for part in self._decoder.modules() if not isinstance(part, nn.Linear | nn.Embedding))
+        matrices = (tensor for part in owners for tensor in part._parameters.values() if tensor is not None)
+        return all(each.ndim < 2 or each.numel() <= _LARGE or id(each) in apart for each in matrices)
 
     def _blocks_of_experts(self) -> tuple[nn.Module, ...]:
         """The modules that call `experts`, or those of them that have their routers within."""
@@ -288,12 +306,16 @@ class GraphRun:
         sequences: Sequence[tuple[State, int]],
         *,
         by_pages: bool = False,
+        alone: bool = False,
     ) -> None:
+        """``alone``: torch's operations are too small for several threads."""
         self.sequences, self.by_pages = sequences, by_pages
+        self._threads = one_thread_for_torch if alone else nullcontext
         self.kinds: list[MixerKind] = []
         self.experts = 0
         self.module: Any
         self.positions = positions
+        self._repeating: list[Tensor] = []
         self._inputs = {"input_ids": token_ids[None], "position_ids": positions[None], "use_cache": False}
         self._body = body
         self._greenlet: Any = None
@@ -302,7 +324,7 @@ class GraphRun:
         """Run on from the last effect, whose result is ``value`` (None: from the start), to the next effect."""
         from greenlet import getcurrent, greenlet
 
-        with torch.inference_mode():
+        with torch.inference_mode(), self._threads():
             if self._greenlet is None:
                 self._greenlet = greenlet(self._forward)
                 self._greenlet.run_of_graph = self
@@ -311,6 +333,16 @@ class GraphRun:
                 raise MoelightError("the run of the graph has ended")
             self._greenlet.parent = getcurrent()
             return self._greenlet.switch(value)
+
+    def repeats(self, *angles: Tensor) -> bool:
+        """Whether the second half of each of ``angles`` [..., D] repeats the first; found out once in a run."""
+        for each in angles:
+            if any(each is known for known in self._repeating):
+                continue
+            if not torch.equal(*each.chunk(2, dim=-1)):
+                return False
+            self._repeating.append(each)
+        return True
 
     def close(self) -> None:
         """End the run where it is suspended."""
@@ -462,7 +494,7 @@ def running() -> GraphRun:
     return getcurrent().run_of_graph
 
 
-class _Given:
+class GivenHidden:
     """Outputs of a body of which only the hidden states are there; whatever else a head asks for is None."""
 
     def __init__(self, hidden: Tensor) -> None:
@@ -475,9 +507,9 @@ class _Given:
         return None
 
 
-def _given_hidden(*_: object, inputs_embeds: Tensor, **__: object) -> _Given:
+def _given_hidden(*_: object, inputs_embeds: Tensor, **__: object) -> GivenHidden:
     """In place of the body while the head is computed: what is given are the body's hidden states."""
-    return _Given(inputs_embeds)
+    return GivenHidden(inputs_embeds)
 
 
 def _form(experts: nn.Module) -> ExpertForm:

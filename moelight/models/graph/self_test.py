@@ -25,7 +25,7 @@ from moelight.core.paths import cache_directory, write_whole
 from moelight.models.graph.effects import Attend, Effect, Ended, Experts, Latents, MixerPassed
 from moelight.models.graph.families import CHOSEN_BY_TOKEN, ExpertForm
 from moelight.models.graph.family_table import versions
-from moelight.models.graph.leaves import use_kernels
+from moelight.models.graph.layers import use_kernels
 from moelight.models.graph.model import (
     GraphModel,
     GraphRun,

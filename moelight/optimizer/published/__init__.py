@@ -160,7 +160,8 @@ def _what_if(hardware: HardwareProfile, model: ModelProfile, plan: Plan, fix: Ma
         for what, better in _better(hardware)
     }
     rates = {what: found.estimate.decode_tokens_per_s for what, found in plans.items()}
-    return worth_saying({what: rate / plan.estimate.decode_tokens_per_s - 1.0 for what, rate in rates.items()})
+    now = plan.estimate.decode_tokens_per_s
+    return worth_saying({f"twice the {what}": rate / now - 1.0 for what, rate in rates.items()})
 
 
 def _better(hardware: HardwareProfile) -> Iterator[tuple[str, HardwareProfile]]:

@@ -16,7 +16,7 @@ pytest.importorskip("greenlet")
 
 from moelight.kernels import native
 from moelight.models.graph import leaves
-from moelight.models.graph.leaves import use_kernels
+from moelight.models.graph.leaves import use_leaf_kernels
 from moelight.models.graph.self_test import lie_together
 
 HIDDEN, WIDTH = 48, 96
@@ -135,7 +135,7 @@ def tokens(rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def kind(module: nn.Module) -> str | None:
     """Which of the forwards of `leaves` it has; None: its own."""
-    use_kernels(module)
+    use_leaf_kernels(module)
     forward = vars(module).get("forward")
     return None if forward is None else forward.__qualname__.partition(".")[0]
 
@@ -174,7 +174,7 @@ def test_a_leaf_computes_what_its_module_does(name: str, dtype: torch.dtype) -> 
     lie_together(module)
     x = tokens(70, dtype)
     expected = copy.deepcopy(module).float()(x.float())
-    use_kernels(module)
+    use_leaf_kernels(module)
     found = module(x)
     assert found.dtype == dtype
     assert found.shape == expected.shape
@@ -187,7 +187,7 @@ def test_a_leaf_computes_what_its_module_does(name: str, dtype: torch.dtype) -> 
 def test_the_result_of_a_row_does_not_depend_on_the_others(name: str) -> None:
     module = filled(MODULES[name][0](), torch.bfloat16)
     lie_together(module)
-    use_kernels(module)
+    use_leaf_kernels(module)
     x = tokens(65, torch.bfloat16)
     whole = module(x)
     for rows in (slice(3, 4), slice(0, 17), slice(60, 65)):
@@ -198,11 +198,11 @@ def test_gate_and_up_apart_are_computed_as_two_products() -> None:
     """Their memory is not copied: where they do not lie together the module's own forward runs on linear leaves."""
     module = filled(Gated())
     expected = copy.deepcopy(module)(tokens(5))
-    assert leaves._joined(module.one.weight, module.other.weight) is None
-    use_kernels(module)
+    assert leaves.joined(module.one.weight, module.other.weight) is None
+    use_leaf_kernels(module)
     assert torch.allclose(module(tokens(5)), expected, rtol=1e-4, atol=1e-5)
     lie_together(module)
-    both = leaves._joined(module.one.weight, module.other.weight)
+    both = leaves.joined(module.one.weight, module.other.weight)
     assert both is not None
     assert both.data_ptr() == module.one.weight.data_ptr()
     assert torch.equal(both, torch.cat((module.one.weight, module.other.weight)))
@@ -211,7 +211,7 @@ def test_gate_and_up_apart_are_computed_as_two_products() -> None:
 def test_rows_with_gaps_and_transposed_are_computed() -> None:
     module = filled(nn.Linear(HIDDEN, WIDTH))
     own = copy.deepcopy(module)
-    use_kernels(module)
+    use_leaf_kernels(module)
     wide = torch.randn(1, 7, 2 * HIDDEN)
     for x in (wide[..., HIDDEN:], wide[..., :HIDDEN].transpose(1, 2).contiguous().transpose(1, 2), tokens(1)[0, 0]):
         assert torch.allclose(module(x), own(x), rtol=1e-4, atol=1e-5)
@@ -219,11 +219,11 @@ def test_rows_with_gaps_and_transposed_are_computed() -> None:
 
 def test_modules_of_one_class_may_differ() -> None:
     modules = nn.ModuleList((Gated(), Gated(functional.relu), Gated(nn.GELU()), Gated(nn.GELU(approximate="tanh"))))
-    use_kernels(modules)
+    use_leaf_kernels(modules)
     assert ["forward" in vars(each) for each in modules] == [True, False, False, True]
     norms = filled(nn.ModuleList((Norm(eps=1e-6), Norm(eps=1.0))))
     own = copy.deepcopy(norms)
-    use_kernels(norms)
+    use_leaf_kernels(norms)
     for mine, theirs in zip(norms, own, strict=True):
         assert torch.allclose(mine(tokens(3)), theirs(tokens(3)), atol=1e-6)
 
@@ -231,14 +231,14 @@ def test_modules_of_one_class_may_differ() -> None:
 def test_a_forward_that_was_replaced_before_stays() -> None:
     module = Gated()
     module.forward = forward = lambda x: x  # type: ignore[method-assign]
-    use_kernels(module)
+    use_leaf_kernels(module)
     assert module.forward is forward
 
 
 def test_leaves_take_weights_that_are_filled_later() -> None:
     with torch.device("meta"):
         module = Gated()
-    use_kernels(module)
+    use_leaf_kernels(module)
     assert module(torch.empty((1, 3, HIDDEN), device="meta")).shape == (1, 3, HIDDEN)
     for part in module.children():
         part.weight = nn.Parameter(torch.full(part.weight.shape, 0.1), requires_grad=False)
@@ -260,7 +260,7 @@ def test_products_of_one_input_are_one_and_heads_are_rotated(dtype: torch.dtype,
     if together:
         lie_together(module)
     own = copy.deepcopy(module)
-    use_kernels(module)
+    use_leaf_kernels(module)
     step = torch.finfo(dtype).eps
     for rows in (5, 33, 1, 7):  # the first pass says what the others join
         x, (cos, sin) = tokens(rows, dtype), angles(rows, dtype)
@@ -278,7 +278,7 @@ def test_products_of_one_input_are_one_and_heads_are_rotated(dtype: torch.dtype,
 def test_a_rotation_of_another_kind_is_left_alone() -> None:
     module = filled(Backwards())
     own = copy.deepcopy(module)
-    use_kernels(module)
+    use_leaf_kernels(module)
     assert "forward" not in vars(module)
     x = tokens(6), *angles(6)
     assert all(torch.allclose(*each, rtol=1e-4, atol=1e-5) for each in zip(module(*x), own(*x), strict=True))
@@ -287,7 +287,7 @@ def test_a_rotation_of_another_kind_is_left_alone() -> None:
 def test_angles_whose_halves_differ_are_turned_by_the_modules_own_function() -> None:
     module = filled(Heads())
     own = copy.deepcopy(module)
-    use_kernels(module)
+    use_leaf_kernels(module)
     cos, sin = angles(6)
     x = tokens(6), cos * torch.arange(HEAD), sin
     assert all(torch.allclose(*each, rtol=1e-4, atol=1e-5) for each in zip(module(*x), own(*x), strict=True))

@@ -1,0 +1,194 @@
+// Quantised matrices as whole numbers: what products with int8 activations multiply. Internal linkage: every instruction
+// set compiles its own copy.
+//
+// A number is (code - zero) scale - least: codes are unsigned bytes, scales, zero points and `least` those of a row in
+// one group of columns. A panel holds the codes of kPanelRows rows as vectors of products want them: four
+// columns of each row beside each other, for sums in one lane a row.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "numbers.h"
+
+namespace moelight {
+namespace {
+
+constexpr int64_t kPanelRows = 32, kPanelColumns = 512, kLeastGroup = 32, kMostGroup = 128;
+constexpr int64_t kPanelGroups = kPanelColumns / kLeastGroup;
+
+// How a matrix is multiplied.
+struct IntegerForm {
+  int64_t group;  // columns of a token that share a scale: so do those of a row; divides kPanelColumns
+  bool pairs;     // of eight columns first the even ones, then the odd ones: the order in words of 4-bit codes
+  int zero;       // of all codes, or -1: scales have zero points of their own
+  bool least;     // something is taken off all numbers of a group
+};
+
+struct Panel {
+  alignas(64) uint8_t codes[kPanelColumns * kPanelRows];  // [columns / 4][rows][4]
+  alignas(64) float scales[kPanelGroups][kPanelRows];
+  alignas(64) int32_t zeros[kPanelGroups][kPanelRows];  // where the form has no zero
+  alignas(64) float least[kPanelGroups][kPanelRows];    // where the form has it
+};
+
+// What is fetched while a panel is filled: line after line.
+struct Fetched {
+  const char* next;  // null: nothing
+};
+
+inline int64_t token_group(int64_t group, int64_t groups) {
+  if (groups == 1) return kMostGroup;
+  return group % kMostGroup == 0 ? kMostGroup : group % 64 == 0 ? 64 : kLeastGroup;
+}
+
+// The form of matrices like one that `whole_numbers` says has one.
+inline IntegerForm integer_form(const Quantized& q) {
+  const int64_t group = token_group(q.group, q.groups);
+  switch (q.packing) {
+    case Packing::kInt8:
+      return {group, false, q.zeros == nullptr ? 128 : -1, false};
+    case Packing::kPacked:
+      return {group, q.bits == 4, q.zeros == nullptr ? 1 << (q.bits - 1) : -1, false};
+    case Packing::kGptq:
+      return {group, q.bits == 4, -1, false};
+    case Packing::kAwq:
+      return {group, false, -1, false};
+    case Packing::kMx:
+      return {kLeastGroup, true, 12, false};
+    case Packing::kMxBlocks:
+      return {kLeastGroup, false, 12, false};
+    case Packing::kQ4_K:
+      return {kLeastGroup, false, 0, true};
+    case Packing::kQ4_0:
+      return {kLeastGroup, false, 8, false};
+    default:
+      return {kLeastGroup, false, 128, false};
+  }
+}
+
+// Twice the numbers of E2M1, plus 12.
+constexpr uint8_t kE2m1Codes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+inline uint8_t code_at(const Quantized& q, int64_t row, int64_t k) {
+  const uint8_t* const line = q.codes + row * q.row_bytes;
+  const auto word = [&q](int64_t i, int shift) {
+    return static_cast<uint8_t>((word_at(q.codes, i) >> shift) & ((1u << q.bits) - 1));
+  };
+  switch (q.packing) {
+    case Packing::kInt8:
+      return line[k] ^ 0x80;
+    case Packing::kPacked:
+      return q.bits == 8 ? line[k] : (line[k / 2] >> (4 * (k % 2))) & 15;
+    case Packing::kGptq:
+      return word(k / (32 / q.bits) * q.rows + row, static_cast<int>(k % (32 / q.bits)) * q.bits);
+    case Packing::kAwq:
+      return word(k * (q.rows / 8) + row / 8, 4 * kAwqPlaces[row % 8]);
+    case Packing::kMx:
+      return kE2m1Codes[(line[k / 2] >> (4 * (k % 2))) & 15];
+    case Packing::kMxBlocks:
+      return kE2m1Codes[piece(line + k / 32 * 17 + 1, 16, 4, static_cast<int>(k % 32))];
+    case Packing::kQ4_0:
+      return static_cast<uint8_t>(piece(line + k / 32 * 18 + 2, 16, 4, static_cast<int>(k % 32)));
+    case Packing::kQ4_K:
+      return static_cast<uint8_t>(piece(line + k / 256 * 144 + 16, 32, 4, static_cast<int>(k % 256)));
+    default:
+      return line[k / 32 * 34 + 2 + k % 32] ^ 0x80;
+  }
+}
+
+// Of the group that column k belongs to.
+struct IntegerLine {
+  float scale;
+  int32_t zero;
+  float least;
+};
+
+inline IntegerLine integer_line(const Quantized& q, int64_t row, int64_t k) {
+  const uint8_t* const line = q.codes + row * q.row_bytes;
+  switch (q.packing) {
+    case Packing::kMx:
+      return {half_power_of(static_cast<const uint8_t*>(q.scales)[row * q.groups + k / 32]), 12, 0};
+    case Packing::kMxBlocks:
+      return {half_power_of(line[k / 32 * 17]), 12, 0};
+    case Packing::kQ4_0:
+      return {half_at(line + k / 32 * 18), 8, 0};
+    case Packing::kQ4_K: {
+      const uint8_t* const block = line + k / 256 * 144;
+      const KScales scales(block + 4);
+      const auto i = k % 256 / 32;
+      return {half_at(block) * scales.scale[i], 0, half_at(block + 2) * scales.least[i]};
+    }
+    case Packing::kQ8_0:
+      return {half_at(line + k / 32 * 34), 128, 0};
+    default: {
+      const Line by = line_of(q, row, k / q.group);
+      return {by.scale, static_cast<int32_t>(by.zero) + (q.packing == Packing::kInt8 ? 128 : 0), 0};
+    }
+  }
+}
+
+// Where column k of a panel stands among its bytes of one row.
+inline int64_t place_of(const IntegerForm& form, int64_t k) {
+  return form.pairs ? k / 8 * 8 + k % 2 * 4 + k % 8 / 2 : k;
+}
+
+// Scales, zero points and `least` of `count` rows from `row` on, to those from `at` on.
+inline void plain_lines(const Quantized& q, const IntegerForm& form, int64_t row, int64_t count, int64_t first,
+                        int64_t size, int64_t at, Panel& to) {
+  for (int64_t r = 0; r < count; ++r) {
+    for (int64_t k = 0; k < size; k += form.group) {
+      const IntegerLine line = integer_line(q, row + r, first + k);
+      to.scales[k / form.group][at + r] = line.scale, to.zeros[k / form.group][at + r] = line.zero;
+      to.least[k / form.group][at + r] = line.least;
+    }
+  }
+}
+
+inline void plain_codes(const Quantized& q, const IntegerForm& form, int64_t row, int64_t count, int64_t first,
+                        int64_t size, int64_t at, Panel& to) {
+  const int64_t places = (size + 7) / 8 * 8;
+  for (int64_t r = 0; r < count; ++r) {
+    for (int64_t k = 0; k < places; ++k) {
+      const int64_t place = place_of(form, k);
+      to.codes[(place / 4 * kPanelRows + at + r) * 4 + place % 4] = k < size ? code_at(q, row + r, first + k) : 0;
+    }
+  }
+}
+
+// Columns [first, first + size) of `rows` rows from `row` on, size at most kPanelColumns; of what has no code in a last
+// word or row, nobody uses the sums. `first` is a multiple of kPanelColumns.
+inline void plain_panel(const Quantized& q, const IntegerForm& form, int64_t row, int64_t rows, int64_t first,
+                        int64_t size, Fetched&, Panel& to) {
+  plain_codes(q, form, row, rows, first, size, 0, to);
+  plain_lines(q, form, row, rows, first, size, 0, to);
+}
+
+}  // namespace
+
+// Why a matrix has no whole numbers to multiply with int8 activations, or null.
+inline const char* no_whole_numbers(const Quantized& q) {
+  const auto grouped = [&q] { return q.groups == 1 || q.group % 32 == 0; };
+  switch (q.packing) {
+    case Packing::kInt8:
+    case Packing::kPacked:
+    case Packing::kGptq:
+    case Packing::kAwq:
+      if (q.bits == 2) return "codes of 2 bits are not multiplied by int8 activations";
+      if (!grouped()) return "int8 activations need groups of a multiple of 32 columns";
+      if (q.order == nullptr) return nullptr;
+      for (int64_t k = 0; k < q.columns; ++k)
+        if (q.order[k] != k / q.group) return "int8 activations need columns in the order of their groups";
+      return nullptr;
+    case Packing::kMx:
+    case Packing::kMxBlocks:
+    case Packing::kQ4_0:
+    case Packing::kQ8_0:
+    case Packing::kQ4_K:
+      return nullptr;
+    default:
+      return "its numbers are no integers times scales, as int8 activations need them";
+  }
+}
+
+}  // namespace moelight

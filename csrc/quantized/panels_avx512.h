@@ -1,0 +1,331 @@
+// Panels filled with AVX-512: words of sixteen rows are turned into vectors of one word a row, which are codes of four
+// columns or, in halves of bytes, of eight. What is irregular (rows that do not come in sixteens, rare formats) is
+// filled in plain code. Internal linkage.
+#pragma once
+
+#include <immintrin.h>
+
+#include "integers.h"
+#include "moelight/transpose_avx512.h"
+
+namespace moelight {
+namespace {
+
+constexpr int64_t kHalf = 16;  // rows turned together
+
+inline __m512i load64(const void* p) { return _mm512_loadu_si512(p); }
+inline __m128i bytes16(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+inline __m256i bytes32(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline __mmask16 first16(int64_t count) {
+  return static_cast<__mmask16>(count >= 16 ? 0xffff : (uint32_t{1} << count) - 1);
+}
+
+// Sixteen rows of a panel: from its row `at` on.
+struct HalfPanel {
+  Panel& panel;
+  int64_t at;
+  void put(int64_t quad, __m512i codes) const {
+    _mm512_store_si512(panel.codes + (quad * kPanelRows + at) * 4, codes);
+  }
+};
+
+inline __m512i low_halves(__m512i words) { return _mm512_and_si512(words, _mm512_set1_epi8(15)); }
+inline __m512i high_halves(__m512i words) { return low_halves(_mm512_srli_epi16(words, 4)); }
+inline __m512i e2m1_codes(__m512i halves) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes16(kE2m1Codes)), halves);
+}
+inline __m512i unsigned_bytes(__m512i words) { return _mm512_xor_si512(words, _mm512_set1_epi8(-128)); }
+
+// How words become quads. kWordPairs: the halves of word w are quads 2 w and 2 w + 1; kBytes: word w is quad w;
+// kBlockHalves<n>: of each n words first the low halves of all.
+struct WordPairs {
+  static constexpr int64_t kColumns = 128;  // in sixteen words
+  static void put(const HalfPanel& to, int64_t quad, int64_t word, __m512i words) {
+    to.put(quad + 2 * word, low_halves(words)), to.put(quad + 2 * word + 1, high_halves(words));
+  }
+};
+struct MxPairs {
+  static constexpr int64_t kColumns = 128;
+  static void put(const HalfPanel& to, int64_t quad, int64_t word, __m512i words) {
+    to.put(quad + 2 * word, e2m1_codes(low_halves(words)));
+    to.put(quad + 2 * word + 1, e2m1_codes(high_halves(words)));
+  }
+};
+struct SignedBytes {
+  static constexpr int64_t kColumns = 64;
+  static void put(const HalfPanel& to, int64_t quad, int64_t word, __m512i words) {
+    to.put(quad + word, unsigned_bytes(words));
+  }
+};
+struct UnsignedBytes {
+  static constexpr int64_t kColumns = 64;
+  static void put(const HalfPanel& to, int64_t quad, int64_t word, __m512i words) { to.put(quad + word, words); }
+};
+template <int kWords, bool kE2m1>
+struct BlockHalves {
+  static constexpr int64_t kColumns = 128;
+  static void put(const HalfPanel& to, int64_t quad, int64_t word, __m512i words) {
+    const __m512i low = low_halves(words), high = high_halves(words);
+    const int64_t first = quad + word / kWords * 2 * kWords + word % kWords;
+    to.put(first, kE2m1 ? e2m1_codes(low) : low), to.put(first + kWords, kE2m1 ? e2m1_codes(high) : high);
+  }
+};
+
+// The codes of sixteen rows; load(row, step) gives the `step`-th sixteen words of one.
+template <class Words, class Load>
+void turned_codes(const HalfPanel& to, int64_t size, Fetched& fetched, Load&& load) {
+  for (int64_t k = 0, step = 0; k < size; k += Words::kColumns, ++step) {
+    __m512i rows[kHalf];
+#pragma GCC unroll 16
+    for (int64_t r = 0; r < kHalf; ++r) {
+      rows[r] = load(r, step);
+      if (fetched.next != nullptr) _mm_prefetch(fetched.next, _MM_HINT_T1), fetched.next += 64;
+    }
+    columns16(rows, [&](int64_t word, __m512i words) { Words::put(to, k / 4, word, words); });
+  }
+}
+
+// Rows of words, each row_bytes after the other, `bytes` of each, which end where they end.
+template <class Words>
+void codes_by_rows(const uint8_t* const (&line)[kHalf], int64_t bytes, int64_t size, const HalfPanel& to,
+                   Fetched& fetched) {
+  turned_codes<Words>(to, size, fetched, [&](int64_t r, int64_t step) {
+    const int64_t left = bytes - 64 * step;
+    if (left >= 64) return load64(line[r] + 64 * step);
+    return _mm512_maskz_loadu_epi8((__mmask64{1} << left) - 1, line[r] + 64 * step);
+  });
+}
+
+// Blocks of `bytes`, whose codes begin at kHead: as many at a time as have sixteen words.
+template <class Words, int64_t kBytes, int64_t kHead>
+void codes_by_blocks(const uint8_t* const (&line)[kHalf], int64_t size, const HalfPanel& to, Fetched& fetched) {
+  constexpr int64_t kCodes = kBytes - kHead, kBlocks = 64 / kCodes;
+  const int64_t blocks = size / 32;
+  turned_codes<Words>(to, size, fetched, [&](int64_t r, int64_t step) {
+    const uint8_t* const at = line[r] + step * kBlocks * kBytes + kHead;
+    const int64_t left = blocks - step * kBlocks;
+    if constexpr (kBlocks == 2) {
+      const __m512i low = _mm512_castsi256_si512(bytes32(at));
+      return left < 2 ? low : _mm512_inserti64x4(low, bytes32(at + kBytes), 1);
+    }
+    __m512i found = _mm512_castsi128_si512(bytes16(at));
+    if (left > 1) found = _mm512_inserti32x4(found, bytes16(at + kBytes), 1);
+    if (left > 2) found = _mm512_inserti32x4(found, bytes16(at + 2 * kBytes), 2);
+    return left > 3 ? _mm512_inserti32x4(found, bytes16(at + 3 * kBytes), 3) : found;
+  });
+}
+
+// Words of sixteen rows beside each other (GPTQ): nothing is turned.
+template <class Words>
+void codes_by_columns(const Quantized& q, int64_t row, int64_t first, int64_t size, const HalfPanel& to) {
+  constexpr int64_t kPer = Words::kColumns / 16;
+  for (int64_t word = 0; word * kPer < size; ++word) {
+    const uint8_t* const at = q.codes + 4 * ((first / kPer + word) * q.rows + row);
+    _mm_prefetch(reinterpret_cast<const char*>(at) + 32 * q.rows, _MM_HINT_T0);
+    Words::put(to, 0, word, load64(at));
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+inline __m512 scales16(const Quantized& q, int64_t at, __mmask16 there) {
+  const auto* const from = static_cast<const char*>(q.scales);
+  switch (q.scale_type) {
+    case ScaleType::kFloat32:
+      return _mm512_maskz_loadu_ps(there, from + 4 * at);
+    case ScaleType::kBFloat16:
+      return _mm512_castsi512_ps(
+          _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, from + 2 * at)), 16));
+    case ScaleType::kFloat16:
+      return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(there, from + 2 * at));
+    case ScaleType::kPower:
+      break;
+  }
+  alignas(64) float found[16] = {};
+  for (int64_t i = 0; i < 16; ++i)
+    if (there >> i & 1) found[i] = scale_at(q, at + i);
+  return _mm512_load_ps(found);
+}
+
+// Halves of the powers of sixteen bytes.
+inline __m512 half_powers16(const void* p, __mmask16 there) {
+  const __m512i e = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(there, p)), one = _mm512_set1_epi32(1);
+  const __m512i subnormal = _mm512_sllv_epi32(_mm512_set1_epi32(0x00200000), e);
+  const __mmask16 normal = _mm512_cmpgt_epu32_mask(e, one);
+  return _mm512_castsi512_ps(_mm512_mask_slli_epi32(subnormal, normal, _mm512_sub_epi32(e, one), 23));
+}
+
+// Scales that lie by rows; load(row, first group, those that are there) gives sixteen groups of one.
+template <class Load>
+void scales_by_rows(const Quantized& q, const IntegerForm& form, int64_t first, int64_t size, const HalfPanel& to,
+                    Load&& load) {
+  const int64_t group = q.packing == Packing::kMx ? 32 : q.group, from = q.groups == 1 ? 0 : first / group;
+  const __mmask16 there = first16(q.groups - from);
+  __m512i rows[kHalf];
+  for (int64_t r = 0; r < kHalf; ++r) rows[r] = _mm512_castps_si512(load(r, from, there));
+  alignas(64) float columns[16][16];
+  columns16(rows, [&](int64_t column, __m512i words) { _mm512_store_si512(columns[column], words); });
+  for (int64_t k = 0, g = 0; k < size; k += form.group, ++g) {
+    const int64_t column = q.groups == 1 ? 0 : (first + k) / group - from;
+    _mm512_store_ps(to.panel.scales[g] + to.at, _mm512_load_ps(columns[column]));
+  }
+}
+
+// Zero points of sixteen rows in two words, rows of eight beside each other in `places`.
+inline __m512i zeros16(uint32_t low, uint32_t high, __m512i places, int bias) {
+  const __m512i words = _mm512_inserti64x4(_mm512_set1_epi32(static_cast<int>(low)),
+                                           _mm256_set1_epi32(static_cast<int>(high)), 1);
+  const __m512i found = _mm512_add_epi32(_mm512_srlv_epi32(words, places), _mm512_set1_epi32(bias));
+  return _mm512_and_si512(found, _mm512_set1_epi32(15));
+}
+
+// Scales, and zero points of four bits, that lie by columns: GPTQ and AWQ.
+inline void lines_by_columns(const Quantized& q, const IntegerForm& form, int64_t row, int64_t first, int64_t size,
+                             const HalfPanel& to) {
+  const bool awq = q.packing == Packing::kAwq;
+  const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+  const __m512i by_awq = _mm512_setr_epi32(0, 16, 4, 20, 8, 24, 12, 28, 0, 16, 4, 20, 8, 24, 12, 28);
+  for (int64_t k = 0, g = 0; k < size; k += form.group, ++g) {
+    const int64_t group = (first + k) / q.group;
+    _mm512_store_ps(to.panel.scales[g] + to.at, scales16(q, group * q.rows + row, 0xffff));
+    const int64_t word = group * (q.rows / 8) + row / 8;
+    _mm512_store_si512(to.panel.zeros[g] + to.at, zeros16(word_at(q.zeros, word), word_at(q.zeros, word + 1),
+                                                          awq ? by_awq : in_order, awq ? 0 : q.zero_bias));
+  }
+}
+
+// Scales of ggml's blocks: float16 at the beginning of each, or a power of two.
+template <int64_t kBytes, bool kPower>
+void scales_of_blocks(const uint8_t* const (&line)[kHalf], int64_t size, const HalfPanel& to) {
+  for (int64_t b = 0; b < size / 32; ++b) {
+    alignas(32) uint16_t halves[kHalf];
+    alignas(16) uint8_t powers[kHalf];
+    for (int64_t r = 0; r < kHalf; ++r) {
+      std::memcpy(halves + r, line[r] + b * kBytes, 2);
+      powers[r] = static_cast<uint8_t>(halves[r] & 255);
+    }
+    const __m512 scales =
+        kPower ? half_powers16(powers, 0xffff) : _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<__m256i*>(halves)));
+    _mm512_store_ps(to.panel.scales[b] + to.at, scales);
+  }
+}
+
+// Q4_K: of `size` columns, a multiple of 256, from `line` on.
+inline void k_panel(const uint8_t* const (&line)[kHalf], int64_t size, const HalfPanel& to, Fetched& fetched) {
+  for (int64_t block = 0; block < size / 256; ++block) {
+    for (int64_t r = 0; r < kHalf; ++r) {
+      const uint8_t* const p = line[r] + block * 144;
+      const KScales scales(p + 4);
+      const float scale = half_at(p), least = half_at(p + 2);
+      for (int64_t i = 0; i < 8; ++i) {
+        to.panel.scales[8 * block + i][to.at + r] = scale * scales.scale[i];
+        to.panel.least[8 * block + i][to.at + r] = least * scales.least[i];
+      }
+    }
+    for (int64_t part = 0; part < 2; ++part) {
+      __m512i rows[kHalf];
+      for (int64_t r = 0; r < kHalf; ++r) {
+        rows[r] = load64(line[r] + block * 144 + 16 + 64 * part);
+        if (fetched.next != nullptr) _mm_prefetch(fetched.next, _MM_HINT_T1), fetched.next += 72;
+      }
+      columns16(rows, [&](int64_t word, __m512i words) {
+        BlockHalves<8, false>::put(to, 64 * block + 32 * part, word, words);
+      });
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+inline void zeros_by_rows(const Quantized& q, const IntegerForm& form, int64_t row, int64_t count, int64_t first,
+                          int64_t size, const HalfPanel& to) {
+  const __m512i places = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+  const bool whole = q.packing == Packing::kPacked && q.bits == 4 && row % 8 == 0 && count == kHalf;
+  for (int64_t k = 0, g = 0; k < size; k += form.group, ++g) {
+    const int64_t group = q.groups == 1 ? 0 : (first + k) / q.group;
+    int32_t* const zeros = to.panel.zeros[g] + to.at;
+    if (whole) {
+      const int64_t word = row / 8 * q.groups + group;
+      _mm512_store_si512(zeros, zeros16(word_at(q.zeros, word), word_at(q.zeros, word + q.groups), places, 0));
+      continue;
+    }
+    for (int64_t r = 0; r < count; ++r) zeros[r] = integer_line(q, row + r, first + k).zero;
+  }
+}
+
+// Sixteen rows, or fewer whose last one stands for those that are missing. False where plain code has to fill them.
+inline bool fill_half(const Quantized& q, const IntegerForm& form, int64_t row, int64_t count, int64_t first,
+                      int64_t size, const HalfPanel& to, Fetched& fetched) {
+  if (q.packing == Packing::kAwq) return false;
+  if (q.packing == Packing::kGptq) {
+    if (count < kHalf || row % 8 != 0) return false;
+    if (q.bits == 4) {
+      codes_by_columns<WordPairs>(q, row, first, size, to);
+      lines_by_columns(q, form, row, first, size, to);
+    } else {
+      codes_by_columns<UnsignedBytes>(q, row, first, size, to);
+      plain_lines(q, form, row, count, first, size, to.at, to.panel);
+    }
+    return true;
+  }
+  const uint8_t* line[kHalf];
+  const int64_t numbers = in_blocks(q.packing) ? block_size(q.packing).numbers : 8;
+  const int64_t bytes = in_blocks(q.packing) ? block_size(q.packing).bytes : q.packing == Packing::kMx ? 4 : q.bits;
+  const int64_t begin = first / numbers * bytes;
+  for (int64_t r = 0; r < kHalf; ++r) line[r] = q.codes + (row + std::min(r, count - 1)) * q.row_bytes + begin;
+  const auto by_rows = [&](int64_t r, int64_t from, __mmask16 there) {
+    const int64_t own = row + std::min(r, count - 1), at = own * q.groups + from;
+    if (q.packing == Packing::kMx) return half_powers16(static_cast<const uint8_t*>(q.scales) + at, there);
+    return scales16(q, at, there);
+  };
+  switch (q.packing) {
+    case Packing::kInt8:
+      codes_by_rows<SignedBytes>(line, q.row_bytes - begin, size, to, fetched);
+      break;
+    case Packing::kPacked:
+      if (q.bits == 4) {
+        codes_by_rows<WordPairs>(line, q.row_bytes - begin, size, to, fetched);
+      } else {
+        codes_by_rows<UnsignedBytes>(line, q.row_bytes - begin, size, to, fetched);
+      }
+      break;
+    case Packing::kMx:
+      codes_by_rows<MxPairs>(line, q.row_bytes - begin, size, to, fetched);
+      break;
+    case Packing::kQ4_K:
+      k_panel(line, size, to, fetched);
+      return true;
+    case Packing::kQ4_0:
+      codes_by_blocks<BlockHalves<4, false>, 18, 2>(line, size, to, fetched);
+      scales_of_blocks<18, false>(line, size, to);
+      return true;
+    case Packing::kMxBlocks:
+      codes_by_blocks<BlockHalves<4, true>, 17, 1>(line, size, to, fetched);
+      scales_of_blocks<17, true>(line, size, to);
+      return true;
+    default:
+      codes_by_blocks<SignedBytes, 34, 2>(line, size, to, fetched);
+      scales_of_blocks<34, false>(line, size, to);
+      return true;
+  }
+  if (q.packing == Packing::kInt8 && q.group_rows != 1) {
+    plain_lines(q, form, row, count, first, size, to.at, to.panel);
+    return true;
+  }
+  scales_by_rows(q, form, first, size, to, by_rows);
+  if (form.zero < 0) zeros_by_rows(q, form, row, count, first, size, to);
+  return true;
+}
+
+inline void fill_panel(const Quantized& q, const IntegerForm& form, int64_t row, int64_t rows, int64_t first,
+                       int64_t size, Fetched& fetched, Panel& to) {
+  for (int64_t at = 0; at < kPanelRows && at < rows; at += kHalf) {
+    const int64_t count = std::min(kHalf, rows - at);
+    if (fill_half(q, form, row + at, count, first, size, {to, at}, fetched)) continue;
+    plain_codes(q, form, row + at, count, first, size, at, to);
+    plain_lines(q, form, row + at, count, first, size, at, to);
+  }
+}
+
+}  // namespace
+}  // namespace moelight

@@ -1,0 +1,173 @@
+"""Products of tokens rounded to int8 with quantised matrices whose codes stay whole numbers: the reference for kernels.
+
+A token is cut into groups of columns: the groups in which a row of the matrix has its scales, or 128, 64 or 32 columns
+that lie in one. Each group is a float32 scale, its largest magnitude over 127, times int8 numbers, rounded to nearest,
+ties to even. A sum takes the groups in order, each product and each sum rounded to float32: the exact sum of the
+products of whole numbers times the product of both scales. Nothing else has any influence on a bit of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moelight.kernels import quantized
+from moelight.kernels.quantized import QuantizedMatrix
+from moelight.profiles.stored import AWQ, GGML, GPTQ, MXFP4, SCALED, StoredFormat
+
+INT8 = "int8"
+ACTIVATIONS = ("auto", INT8)
+_LEAST_MAGNITUDE = 1e-30  # below it, a group of a token is zero
+
+
+class WholeNumbers(NamedTuple):
+    """A matrix as numbers ``whole`` (int32 [R, C]) times ``scales`` (float32 [R, groups of ``group`` columns]), less
+    ``least`` (the same, or None)."""
+
+    whole: Tensor
+    scales: Tensor
+    group: int
+    least: Tensor | None = None
+
+
+def check(name: str, activations: str, weight: object) -> None:
+    """Raise ValueError unless ``weight`` can be multiplied so."""
+    if activations not in ACTIVATIONS:
+        raise ValueError(f"activations: must be auto or int8, is {activations!r}")
+    if activations == INT8:
+        if not isinstance(weight, QuantizedMatrix):
+            raise ValueError(f"{name}: int8 activations need quantised matrices")
+        why = weight.stored.without_integers
+        order = weight.parts[weight.stored.names[3]] if why is None and weight.stored.order else None
+        if order is not None and not torch.equal(order.long(), _groups(weight)):
+            why = "int8 activations need columns in the order of their groups"
+        if why is not None:
+            raise ValueError(f"{name}: {why}")
+
+
+def _groups(matrix: QuantizedMatrix) -> Tensor:
+    return torch.arange(matrix.columns) // (matrix.stored.group or matrix.columns)
+
+
+def round_tokens(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """x [T, C] -> int8 numbers as int32 [T, groups, ``group``], with zeros behind the last column, and scales float32
+    [T, groups]."""
+    tokens, columns = x.shape
+    groups = -(-columns // group)
+    padded = torch.zeros(tokens, groups * group)
+    padded[:, :columns] = x.float()
+    parts = padded.view(tokens, groups, group)
+    largest = parts.abs().amax(-1)
+    scales = largest / 127
+    factors = torch.full_like(largest, 127) / largest  # not the reciprocal times 127
+    lost, small = ~largest.isfinite(), largest < _LEAST_MAGNITUDE
+    factors[lost | small] = 0
+    scales[small], scales[lost] = 0, torch.nan
+    numbers = torch.where((lost | small).unsqueeze(-1), 0, parts * factors.unsqueeze(-1))
+    return numbers.round().int(), scales
+
+
+def integer_product(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
+    """x [T, C] times ``matrix`` [R, C] -> float32 [T, R]."""
+    whole, scales, group, least = whole_numbers(matrix)
+    numbers, token_scales = round_tokens(x, group)
+    rows, columns = matrix.shape
+    padded = torch.zeros(rows, numbers.shape[1] * group, dtype=torch.int32)
+    padded[:, :columns] = whole
+    parts = padded.view(rows, -1, group)
+    sums = torch.zeros(len(x), rows)
+    for g in range(parts.shape[1]):
+        # whole numbers of less than 2^24 are exact in float64 and float32
+        exact = (numbers[:, g].double() @ parts[:, g].double().t()).float()
+        sums = sums + exact * (scales[:, g] * token_scales[:, g, None])
+        if least is not None:
+            below = token_scales[:, g] * -numbers[:, g].sum(-1).float()
+            sums = sums + least[:, g] * below[:, None]
+    return sums
+
+
+def whole_numbers(matrix: QuantizedMatrix) -> WholeNumbers:
+    stored, columns = matrix.stored, matrix.columns
+    group = stored.integer_group(columns)
+    whole, scales, least = _parts(stored)(matrix)
+    first = torch.arange(0, columns, group)
+    return WholeNumbers(whole.int(), scales[:, first], group, None if least is None else least[:, first])
+
+
+_Found = tuple[Tensor, Tensor, Tensor | None]  # of each number [R, C]: whole numbers, scales, least ones
+
+
+def _parts(stored: StoredFormat) -> Callable[[QuantizedMatrix], _Found]:
+    if stored.kind == GGML:
+        return _BLOCKS[stored.name]
+    return _mxfp4 if stored.kind == MXFP4 else _grouped
+
+
+def _grouped(matrix: QuantizedMatrix) -> _Found:
+    """Codes less zero points, with scales: the numbers with all scales one, and those of codes one above zero."""
+    stored, parts = matrix.stored, dict(matrix.parts)
+    scale = stored.names[1]
+    given = parts[scale]
+    parts[scale] = torch.ones_like(given, dtype=torch.float32)
+    whole = quantized.unpack(stored, parts, 0, matrix.rows, matrix.columns)
+    if stored.kind == SCALED:
+        grid = given.view(torch.float8_e8m0fnu) if given.dtype == torch.uint8 else given
+        grid = grid.float().reshape(-1, stored.groups(matrix.columns))
+        each = stored.group_rows or matrix.rows
+        by_row = grid.repeat_interleave(each, 0)[: matrix.rows]
+    elif stored.kind in (GPTQ, AWQ):
+        by_row = given.float().t()
+    else:
+        by_row = given.float().reshape(matrix.rows, -1)
+    return whole, by_row[:, _groups(matrix)], None
+
+
+def _mxfp4(matrix: QuantizedMatrix) -> _Found:
+    weight, scale = matrix.stored.names
+    exponents = matrix.parts[scale].view(torch.uint8).reshape(matrix.rows, -1).int()
+    ones = {weight: matrix.parts[weight], scale: torch.full_like(exponents, 128, dtype=torch.uint8)}
+    twice = quantized.unpack(matrix.stored, ones, 0, matrix.rows, matrix.columns)
+    scales = torch.ldexp(torch.ones(exponents.shape), exponents - 128)
+    return twice, scales.repeat_interleave(matrix.stored.group, 1), None
+
+
+def _by_blocks(matrix: QuantizedMatrix, number: Callable[[Tensor], _Found]) -> _Found:
+    blocks = matrix.parts[matrix.stored.names[0]].reshape(-1, matrix.stored.block_bytes)
+    whole, scales, least = (None if each is None else each.reshape(matrix.shape) for each in number(blocks))
+    assert whole is not None and scales is not None
+    return whole, scales, least
+
+
+def _small(scale_bytes: int) -> Callable[[QuantizedMatrix], _Found]:
+    """Blocks of 32 whose scale comes first: the numbers with a scale of one."""
+
+    def found(matrix: QuantizedMatrix) -> _Found:
+        def number(blocks: Tensor) -> _Found:
+            ones = blocks.clone()
+            if scale_bytes == 1:
+                scales = torch.ldexp(torch.ones(len(blocks), 1), blocks[:, :1].int() - 128)
+                ones[:, 0] = 128
+            else:
+                scales = blocks[:, :2].contiguous().view(torch.float16).float()
+                ones[:, :2] = torch.tensor([1.0], dtype=torch.float16).view(torch.uint8)
+            whole = quantized.numbers_of_blocks(matrix.stored, ones)
+            return whole, scales.expand(whole.shape), None
+
+        return _by_blocks(matrix, number)
+
+    return found
+
+
+def _q4_k(matrix: QuantizedMatrix) -> _Found:
+    def number(blocks: Tensor) -> _Found:
+        codes, scales, least = quantized.k_codes(blocks)
+        wide = (each.repeat_interleave(32, dim=1) for each in (scales, least))
+        return codes, *wide
+
+    return _by_blocks(matrix, number)
+
+
+_BLOCKS = {"Q8_0": _small(2), "Q4_0": _small(2), "MXFP4": _small(1), "Q4_K": _q4_k}

@@ -1,0 +1,166 @@
+"""Products of int8 activations with whole numbers: the same bits by every instruction set, in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moelight.kernels import native
+from moelight.kernels.ffn import cpu_expert_ffn, cpu_linear
+from moelight.kernels.integers import integer_product, round_tokens, whole_numbers
+from moelight.kernels.quantized import QuantizedMatrix
+from moelight.profiles.stored import plain
+from tests.kernels.conftest import ISAS
+from tests.kernels.quantized import FORMATS, garbage, int8, matrix, packed, step
+from tests.kernels.stored import generator, serving
+from tests.weights.packers import same_bits
+
+FORMS = {
+    **{name: stored for name, stored in FORMATS.items() if stored.without_integers is None},
+    "int8 in groups": int8(group=96, zero_points=True),
+    "packed int4 in groups of 32": packed(bits=4, group=32, zero_points=True, scale="F16"),
+    "packed int4 by rows": packed(bits=4, group=0),
+    "packed int8 by rows": packed(bits=8, group=0),
+}
+NARROW = {f"{isa} without dot products": isa for isa in ISAS if isa != "scalar"}
+
+
+@pytest.fixture(params=[*ISAS, *NARROW, "torch"])
+def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Serves; the two ways to multiply are one where a processor has no dot products of int8."""
+    name = request.param
+    if name in NARROW:
+        native.extension().set_int8_products("wide")
+    with serving(NARROW.get(name, name), monkeypatch):
+        yield name
+    if name in NARROW:
+        native.extension().set_int8_products("auto")
+
+
+def sizes(name: str, rows: int, columns: int) -> tuple[int, int]:
+    """About so many, as the format allows."""
+    row_step, column_step = step(FORMS[name])
+    return -(-rows // row_step) * row_step, -(-columns // column_step) * column_step
+
+
+def product(x: Tensor, weight: QuantizedMatrix, threads: int = 1, **options: Any) -> Tensor:
+    return cpu_linear(x, weight, activations="int8", threads=threads, **options)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_products_are_those_of_whole_numbers(name: str, server: str) -> None:
+    for rows, columns in ((67, 300), (33, 1500)):
+        weight = matrix(FORMS[name], *sizes(name, rows, columns))
+        x = generator(1)(15, weight.columns)
+        wanted = integer_product(x, weight)
+        same_bits(product(x, weight), wanted)
+        for dtype in (torch.bfloat16, torch.float16):
+            few = x[:3].to(dtype)
+            same_bits(product(few, weight, threads=2), integer_product(few, weight).to(dtype))
+
+
+def test_whole_numbers_are_those_of_the_matrix() -> None:
+    """Of every format: whole numbers times scales are its numbers, and rounded tokens are within half a step."""
+    for name, stored in FORMS.items():
+        weight = matrix(stored, *sizes(name, 40, 200))
+        whole, scales, group, least = whole_numbers(weight)
+        each = torch.arange(weight.columns) // group
+        numbers = whole * scales[:, each] - (0 if least is None else least[:, each])
+        torch.testing.assert_close(numbers, weight.numbers(torch.float32), rtol=1e-6, atol=1e-6)
+        assert whole.abs().max() < 1 << 9
+    x = generator(0)(5, 200)
+    numbers, scales = round_tokens(x, 64)
+    near = (numbers * scales.unsqueeze(-1)).flatten(1)[:, :200]
+    assert ((near - x).abs() <= scales.repeat_interleave(64, 1)[:, :200] * 0.5001).all()
+    assert numbers.abs().max() == 127
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_rows_are_alone_in_any_company(name: str) -> None:
+    weight = matrix(FORMS[name], *sizes(name, 70, 1100))
+    x = generator(2)(100, weight.columns).bfloat16()
+    together = product(x, weight, threads=2)
+    for first, last in ((0, 1), (3, 5), (7, 20), (20, 99)):
+        same_bits(product(x[first:last], weight), together[first:last])
+
+
+@pytest.mark.parametrize("pairing", ["joined", "interleaved", "apart"])
+@pytest.mark.parametrize("name", ["packed int4", "packed int8", "gptq int4 in order", "mxfp4", "Q8_0", "Q4_K", "awq"])
+def test_experts(name: str, pairing: str, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of plain code, to the bit: also curves and biases are computed alike."""
+    width, depth = sizes(name, 40, 300), sizes(name, 300, 40)
+    hidden, inner, randn = max(width[1], depth[0]), max(width[0], depth[1]), generator(3)
+    wide = inner if pairing == "apart" else 2 * inner
+    up = [matrix(FORMS[name], wide, hidden, seed=e) for e in range(2)]
+    more = [matrix(FORMS[name], inner, hidden, seed=9 + e) for e in range(2)] if pairing == "apart" else None
+    down = [matrix(FORMS[name], hidden, inner, seed=20 + e) for e in range(2)]
+    biases: dict[str, Any] = {"gate_up_bias": [randn(wide) for _ in up], "down_bias": [randn(hidden) for _ in up]}
+    if more is not None:
+        biases["up_bias"] = [randn(inner) for _ in up]
+    options = {"interleaved": pairing == "interleaved", "activation": "swiglu_oai", "up": more} | biases
+    x, offsets = randn(9, hidden).bfloat16(), torch.tensor([0, 4, 9], dtype=torch.int32)
+    found = cpu_expert_ffn(x, up, down, offsets, activations="int8", threads=2, **options)
+    exact = cpu_expert_ffn(x, up, down, offsets, **options)
+    assert 0 < (found - exact).float().norm() < 0.03 * exact.float().norm()
+    if server != "torch":  # whose exponential function is another
+        with serving("scalar", monkeypatch):
+            same_bits(found, cpu_expert_ffn(x, up, down, offsets, activations="int8", threads=1, **options))
+
+
+def test_tokens_of_any_size(server: str) -> None:
+    """Groups that are zero or nearly so give zero, those that are not finite no number, and others are untouched."""
+    weight = matrix(packed(bits=4, group=32), 40, 96)
+    x = generator(0)(5, 96)
+    x[0, :32], x[1, 40], x[2, 70], x[3] = 1e-38, torch.inf, torch.nan, 0
+    x[4] *= 1e30
+    found = product(x, weight)
+    same_bits(found, integer_product(x, weight))
+    assert found[[1, 2]].isnan().all() and not found[3].any() and found[[0, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_any_bytes_are_read(name: str, server: str) -> None:
+    weight = garbage(FORMS[name], *sizes(name, 67, 300))
+    if FORMS[name].order:
+        weight.parts[".g_idx"].copy_(torch.arange(weight.columns) // FORMS[name].group)
+    for tokens in (1, 17):
+        assert product(generator(0)(tokens, weight.columns), weight).shape == (tokens, weight.rows)
+
+
+def test_refusals(server: str) -> None:
+    x = torch.zeros(2, 512)
+    for name in ("fp8 blocks", "packed int2", "packed int4 short", "Q6_K", "gptq int2"):
+        with pytest.raises(ValueError, match=r"^weight: .*int8 activations"):
+            product(x, matrix(FORMATS[name], *sizes_of(name)))
+    with pytest.raises(ValueError, match="columns in the order of their groups"):
+        product(x, matrix(FORMATS["gptq int4"], 64, 512, ordered=False))
+    for weight in (torch.zeros(3, 512), torch.zeros(3, 512, dtype=torch.int8)):
+        scale = torch.ones(3) if weight.dtype == torch.int8 else None
+        with pytest.raises(ValueError, match="weight: int8 activations need quantised matrices"):
+            cpu_linear(x, weight, scale=scale, activations="int8")
+    with pytest.raises(ValueError, match="activations: must be auto or int8, is 'int4'"):
+        cpu_linear(x, matrix(FORMATS["Q8_0"], 3, 512), activations="int4")
+    assert plain("BF16").without_integers is not None
+
+
+def sizes_of(name: str) -> tuple[int, int]:
+    rows, _ = step(FORMATS[name])
+    return 8 * rows, 512
+
+
+def test_int8_products_are_forced_by_name() -> None:
+    extension = native.extension()
+    if extension is None:
+        assert native.int8_products() is None
+        return
+    with pytest.raises(ValueError, match="must be auto, wide or dots"):
+        extension.set_int8_products("tiles")
+    extension.set_int8_products("wide")
+    assert native.int8_products() == "wide"
+    extension.set_int8_products("auto")
+    features = native.cpu_features()
+    assert native.int8_products() == ("dots" if features["avx512_vnni"] or features["avx_vnni"] else "wide")

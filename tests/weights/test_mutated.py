@@ -1,0 +1,258 @@
+"""Quantised files that were mutated: each is one clear line or a model whose experts compute, and none ends the process
+(`make sanitize ARGS='tests/weights/test_mutated.py -m thorough'`)."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moelight.core.errors import CheckpointError, ConfigError
+from moelight.core.schedule import Page
+from moelight.engine.checkpoints import open_model
+from moelight.hrm.costs import dense_bytes
+from moelight.kernels.ffn import cpu_expert_ffn
+from moelight.models.quantized import QuantizedExperts
+from moelight.profiles.gguf_models import open_gguf
+from moelight.profiles.stored import GGML_FORMATS
+from moelight.weights.boxes import AssembledInfo
+from moelight.weights.gguf_checkpoint import gguf_checkpoint
+from moelight.weights.load import PageReader, dequantised, load_dense
+from moelight.weights.quantized_checkpoint import QuantizedInfo
+from moelight.weights.tensor_map import OpenCheckpoint
+from moelight.weights.torch_dtypes import from_torch
+from tests.tiny import save_tiny
+from tests.weights.gguf_files import write_gguf
+from tests.weights.quantised import METHODS, quantise
+
+DTYPE = torch.bfloat16
+ROWS = 3
+HIDDEN, EXPERTS, VOCABULARY = 256, 2, 64
+GRAPHS = (
+    "deepseek2",
+    "deepseek2 softmax",
+    "gpt-oss",
+)  # no decoder of ours, and transformers takes seconds to start one
+SHARDS = 10  # pytest's processes may share the attempts
+WEIGHTS = "model.safetensors"
+
+
+def write_blocks(path: Path, kind: str) -> None:
+    """A model of one layer whose matrices are random bytes of the ggml type ``kind``."""
+    draw, writer = np.random.default_rng(1), gguf.GGUFWriter(path, "qwen3moe")
+    number = gguf.GGMLQuantizationType[kind]
+    block, size = gguf.GGML_QUANT_SIZES[number]
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(HIDDEN)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(4)
+    writer.add_key_length(64)
+    writer.add_value_length(64)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(1e4)
+    writer.add_vocab_size(VOCABULARY)
+    writer.add_expert_count(EXPERTS)
+    writer.add_expert_used_count(1)
+    writer.add_expert_feed_forward_length(HIDDEN)
+    for name in ("attn_norm", "ffn_norm"):
+        writer.add_tensor(f"blk.0.{name}.weight", np.ones(HIDDEN, np.float32))
+    for name in ("attn_q_norm", "attn_k_norm"):
+        writer.add_tensor(f"blk.0.{name}.weight", np.ones(64, np.float32))
+    writer.add_tensor("output_norm.weight", np.ones(HIDDEN, np.float32))
+    writer.add_tensor("blk.0.ffn_gate_inp.weight", np.ones((EXPERTS, HIDDEN), np.float32))
+    shapes = {f"blk.0.ffn_{matrix}_exps": (EXPERTS, HIDDEN, HIDDEN) for matrix in ("gate", "up", "down")}
+    shapes |= {f"blk.0.attn_{matrix}": (HIDDEN, HIDDEN) for matrix in ("q", "k", "v", "output")}
+    for name, shape in {**shapes, "token_embd": (VOCABULARY, HIDDEN), "output": (VOCABULARY, HIDDEN)}.items():
+        bits = draw.integers(0, 256, (*shape[:-1], shape[-1] // block * size), dtype=np.uint8)
+        writer.add_tensor(f"{name}.weight", bits, raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Sound files of every format by name: GGUF files, and directories."""
+    place, found = tmp_path_factory.mktemp("seeds"), dict[str, Path]()
+    for kind in GGML_FORMATS:
+        found[kind] = place / f"{kind}.gguf"
+        write_blocks(found[kind], kind)
+    for architecture in GRAPHS:
+        found[architecture] = place / f"{architecture}.gguf"
+        write_gguf(found[architecture], architecture, experts="MXFP4")
+    sizes = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    plain = save_tiny(place / "plain", "mixtral", num_hidden_layers=1, hidden_size=64, intermediate_size=96, **sizes)
+    for method, how in METHODS.items():
+        found[method] = quantise(plain, place / method, how)[0]
+    return found
+
+
+def compute(path: Path, name: str) -> None:
+    """Open ``path``, load it, dequantise it and multiply by an expert, as a run does."""
+    if name in GRAPHS:
+        for info in gguf_checkpoint(open_gguf(path)).tensors.values():
+            for part in _stored_parts(info):
+                for each in part.apart():
+                    matrix = each.stored()
+                    dequantised(matrix, torch.empty((matrix.rows, matrix.columns), dtype=DTYPE))
+        return
+    opened = open_model(str(path))
+    profile, weight_map = opened.profile, opened.weight_map
+    arena = torch.empty(dense_bytes(profile, from_torch(DTYPE)), dtype=torch.uint8)
+    load_dense(weight_map, profile, arena, DTYPE)
+    if weight_map.quantized is not None:
+        for layer in weight_map.quantized.kind_of:
+            _multiply(opened, layer)
+
+
+def _stored_parts(info: object) -> Iterator[QuantizedInfo]:
+    if isinstance(info, AssembledInfo):
+        for part in {id(box.info): box.info for box in info.tiled.boxes}.values():
+            yield from _stored_parts(part)
+    else:
+        assert isinstance(info, QuantizedInfo)
+        yield info
+
+
+def _multiply(opened: OpenCheckpoint, layer: int) -> None:
+    weight_map, profile = opened.weight_map, opened.profile
+    assert weight_map.quantized is not None
+    slots = torch.empty((profile.experts.num_experts, weight_map.quantized.nbytes), dtype=torch.uint8)
+    with PageReader(weight_map, profile, DTYPE) as reader:
+        for expert, slot in enumerate(slots):
+            reader.start(Page(layer=layer, expert=expert), slot)
+    experts = QuantizedExperts(weight_map.quantized)
+    found = [experts.matrices(layer, slot) for slot in slots]
+    up = None if found[0].up is None else [each.up for each in found]
+    x = torch.randn(ROWS * len(found), profile.hidden_size).to(DTYPE)
+    offsets = torch.arange(len(found) + 1, dtype=torch.int32) * ROWS
+    out = cpu_expert_ffn(x, [each.gate_up for each in found], [each.down for each in found], offsets, up=up)  # type: ignore[arg-type]
+    assert out.shape == x.shape
+
+
+def outcome(path: Path, name: str) -> str:
+    """The line of the refusal; empty for a model."""
+    try:
+        compute(path, name)
+    except (CheckpointError, ConfigError) as error:
+        line = str(error)
+        assert str(path) in line and line.isprintable() and len(line) < 1000, line
+        return line
+    return ""
+
+
+def mutated(data: bytes, draw: random.Random, header: int) -> bytes:
+    """``data``, mostly its first ``header`` bytes, with a few bytes changed, put in or left out, or cut short."""
+    found = bytearray(data)
+    for _ in range(draw.randrange(1, 4)):
+        at = draw.randrange(header if draw.random() < 0.7 else len(found))
+        change = draw.choice(
+            (
+                bytes([draw.randrange(256)]),
+                draw.randbytes(8),
+                struct.pack("<Q", draw.choice((0, 1, 1 << 31, 1 << 33, (1 << 63) - 1))),
+                struct.pack("<e", draw.choice((0.0, float("inf"), float("nan"), -1e-7))),
+            )
+        )
+        found[at : at + draw.choice((len(change), len(change), 0))] = change
+    if draw.random() < 0.15:
+        del found[draw.randrange(len(found)) :]
+    return bytes(found)
+
+
+def header_bytes(path: Path) -> int:
+    """Bytes of ``path`` before its numbers, about."""
+    data = path.read_bytes()
+    return 8 + int.from_bytes(data[:8], "little") if path.suffix == ".safetensors" else min(len(data), 4000)
+
+
+def mutate(source: Path, out: Path, draw: random.Random) -> Path:
+    """A mutated copy of the model ``source`` in ``out``: of a file its bytes, of a directory those of its weights, and
+    now and then a number of its quantization_config."""
+    if source.is_file():
+        path = out / "mutated.gguf"
+        path.write_bytes(mutated(source.read_bytes(), draw, header_bytes(source)))
+        return path
+    path = out / "mutated"
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(source, path)
+    weights, config = path / WEIGHTS, path / "config.json"
+    if draw.random() < 0.3:
+        text = config.read_text()
+        begin = text.index("quantization_config")
+        digits = [at for at in range(begin, len(text)) if text[at].isdigit()]
+        at = draw.choice(digits)
+        config.write_text(text[:at] + draw.choice(("0", "3", "64", "-1", "1e9", "9" * 20)) + text[at + 1 :])
+    else:
+        weights.write_bytes(mutated(weights.read_bytes(), draw, header_bytes(weights)))
+    return path
+
+
+def test_seeds_are_sound(seeds: dict[str, Path]) -> None:
+    assert {name: outcome(path, name) for name, path in seeds.items()} == dict.fromkeys(seeds, "")
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+@pytest.mark.parametrize("attempts", [60, pytest.param(500, marks=pytest.mark.thorough)])
+def test_a_mutated_file_is_a_line_or_a_model(attempts: int, shard: int, seeds: dict[str, Path], tmp_path: Path) -> None:
+    names, refused = sorted(seeds), 0
+    for attempt in range(shard, attempts, SHARDS):
+        name, draw = names[attempt % len(names)], random.Random(attempt)
+        refused += bool(outcome(mutate(seeds[name], tmp_path, draw), name))
+    assert refused
+
+
+UP = "model.layers.0.block_sparse_moe.experts.1.w3"
+Lie = Callable[[torch.Tensor], torch.Tensor]
+LIES: dict[str, Lie] = {
+    "a row short": lambda part: part[:-1].contiguous(),
+    "twice as wide": lambda part: torch.cat((part.view(torch.uint8), part.view(torch.uint8)), -1).view(part.dtype),
+    "of another dtype": lambda part: torch.zeros(part.shape, dtype=torch.int16),
+}
+
+
+@pytest.mark.parametrize("lie", [*LIES, "missing"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_lie_about_scales_zero_points_or_codes_names_the_tensor(
+    method: str, lie: str, seeds: dict[str, Path], tmp_path: Path
+) -> None:
+    whole = load_file(seeds[method] / WEIGHTS)
+    for name in [each for each in whole if each.startswith(UP)]:
+        path = tmp_path / name
+        shutil.copytree(seeds[method], path)
+        tensors = dict(whole)
+        part = tensors.pop(name)
+        if lie != "missing":
+            tensors[name] = LIES[lie](part)
+        save_file(tensors, path / WEIGHTS, {"format": "pt"})
+        assert UP in outcome(path, method), (name, lie)
+
+
+def dimensions(data: bytes, name: str) -> int:
+    """Where the sizes of tensor ``name`` begin in a GGUF file."""
+    return data.index(struct.pack("<Q", len(name)) + name.encode()) + 8 + len(name) + 4
+
+
+@pytest.mark.parametrize("kind", GGML_FORMATS)
+def test_a_lie_about_blocks_names_the_tensor(kind: str, seeds: dict[str, Path], tmp_path: Path) -> None:
+    data, path, name = seeds[kind].read_bytes(), tmp_path / "lies.gguf", "blk.0.ffn_up_exps.weight"
+    block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
+    at = dimensions(data, name)
+    for place, size in ((0, HIDDEN + 1), (0, HIDDEN + block), (1, HIDDEN - 1), (2, EXPERTS + 1), (2, 1 << 40)):
+        lying = bytearray(data)
+        struct.pack_into("<Q", lying, at + 8 * place, size)
+        path.write_bytes(lying)
+        assert "tensor '" in outcome(path, kind) and "blk.0." in outcome(path, kind)
+    path.write_bytes(data[:-1])
+    assert "tensor 'output.weight'" in outcome(path, kind) and "cut short" in outcome(path, kind)
