@@ -9,6 +9,7 @@
     tests        pytest -m gpu, with Triton's kernels compiled on the device
     profile      `moelight profile`: what all further parts plan with
     shapes       models of 0.9 billion parameters: predicted against measured, launches and waits
+    quantised    quantised experts beside 16 bits: the kernels alone, and rounded checkpoints
     least        the least device memory that a refusal names
     small-card   `gpu_small_card.py` at 16 and 24 GiB, accelerate beside it
     long         2,000 requests: memory and clocks
@@ -33,7 +34,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpu_sections import environment, least, long, machine, shapes, small_card, suites, tokens
+from gpu_sections import environment, least, long, machine, quantised, shapes, small_card, suites, tokens
 from gpu_sections.goals import goals
 from gpu_sections.setting import ROOT, FailedError, NeedsCardError, Setting, TimeOverError
 
@@ -52,6 +53,7 @@ PARTS = {
     "tests": Part(suites.run, suites.lines, 110),
     "profile": Part(machine.run, machine.lines, 120),
     "shapes": Part(shapes.run, shapes.lines, 120),
+    "quantised": Part(quantised.run, quantised.lines, 90),
     "least": Part(least.run, least.lines, 50),
     "small-card": Part(small_card.run, small_card.lines, 300),
     "long": Part(long.run, long.lines, 90),

@@ -20,7 +20,7 @@ from triton.runtime import interpreter
 from moelight.core.schedule import Lane, Task, TaskKind
 from moelight.kernels import arguments, native
 from moelight.kernels.gpu import routing
-from moelight.kernels.gpu.pages import PageTable
+from moelight.models.moe import table_of
 from moelight.runtime import moe_ops
 from moelight.runtime.lanes import Outcome
 from moelight.runtime.ops import Operations
@@ -109,7 +109,7 @@ def count_launches(monkeypatch: pytest.MonkeyPatch) -> Counted:
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", run_program)
     monkeypatch.setattr(Operations, "bind", bound)
     monkeypatch.setattr(native, "on_cpu", lambda _: threading.current_thread().name != "moelight-device")
-    monkeypatch.setattr(moe_ops, "grouped_pages", lambda weights, *_: PageTable.of(*zip(*weights, strict=True)))
+    monkeypatch.setattr(moe_ops, "grouped_pages", lambda weights, _, by: table_of(weights, by))
     for module in (arguments, routing):  # indices in a device's memory are not checked
         monkeypatch.setattr(module, "check_indices", lambda *_, **__: None)
     monkeypatch.setattr(arguments, "check_offsets", lambda *_: None)

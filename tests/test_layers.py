@@ -43,6 +43,7 @@ MOST_LINES = 60  # of a function with its signature and docstring
 ONE_PROGRAM = {
     "kernels/gpu/grouped_triton.py: grouped",
     "kernels/gpu/attention_triton.py: attend",
+    "kernels/gpu/quantized_triton.py: grouped_quantized",
     "kernels/gpu/rows_triton.py: finish_heads",
 }
 # Modules that only one module of their own package imports, and why they are files of their own.
@@ -60,6 +61,7 @@ SINGLE_IMPORTER = {
     "experts.adapt": "rules of the language, independent of caches",
     "integrations.paged_modules": "modules that transformers calls",
     "kernels.gpu.attention_triton": "imported only where Triton is installed",
+    "kernels.gpu.quantized_triton": "imported only where Triton is installed",
     "lang.rules": "rules over values, independent of texts",
     "models.graph.leaves": "modules by themselves, independent of the layers around them",
     "optimizer.milp": "the only module that depends on HiGHS",

@@ -36,7 +36,7 @@ def run(setting: Setting) -> None:
     models = [make_model(setting, name) for name in MODELS]
     for model in models:
         for run_name in RUNS:
-            setting.add_row(**_row(setting, model, run_name))
+            setting.add_row(**measured_row(setting, model, run_name))
     rows = setting.figures["rows"]
     for row in rows:
         if setting.twin:
@@ -102,7 +102,8 @@ def least_memory(ended: Ended) -> str | None:
     return named[1] if ended.code == 2 and named else None
 
 
-def _row(setting: Setting, model: Path, name: str) -> dict[str, Any]:
+def measured_row(setting: Setting, model: Path, name: str) -> dict[str, Any]:
+    """One run of `RUNS`: planned, carried out, and compared with its plan."""
     count, new = (4, 4) if setting.small else (256, 48)
     place = setting.scratch / f"{model.name}-{name}"
     row: dict[str, Any] = {"model": model.name, "run": name, "batch_size": count}

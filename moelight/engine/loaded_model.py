@@ -132,6 +132,9 @@ class LoadedModel:
         """All weights outside experts, in ``arena``; returns what makes the decoder of them."""
         self.weights: ModelWeights | None = None
         quantized = source.weight_map.quantized
+        self._page_kinds: dict[int, set[int]] = {}
+        for page, kind in ({} if quantized is None else quantized.kind_of).items():
+            self._page_kinds.setdefault(page.layer, set()).add(kind)
         experts = None if quantized is None else QuantizedExperts(quantized)
         if source.graph is not None:
             return source.graph.decoder(self.profile, arena, dtype, experts)
@@ -172,7 +175,8 @@ class LoadedModel:
         for layer, (moe, mine) in enumerate(zip(self.profile.moe_layers, self.weights.layers, strict=True)):
             given = (getattr(mine, field.name) for field in fields(mine))
             dtypes = (None if tensor is None else tensor.dtype for tensor in given)
-            found.setdefault((moe, layer in self._reader.wide_layers, *dtypes), layer)
+            kind = frozenset(self._page_kinds.get(layer, ())), layer in self._reader.wide_layers
+            found.setdefault((moe, kind, *dtypes), layer)
         return list(found.values())
 
     def _warm_up(self, policy: Policy, lane: LaneRunner, layers: Collection[int]) -> Ticket:

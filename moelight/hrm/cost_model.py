@@ -75,9 +75,12 @@ class CostModel:
         """Seconds of one expert on ``unit`` over ``rows`` tokens, beside others of its launch. A dense layer runs as
         other products do."""
         model = self.model
+        stored = model.stored if unit is self.speeds.gpu else None
+        if stored is not None and self.page_dtype.bits < 16:
+            rows = np.where(np.asarray(rows) > 0, rows + np.maximum(rows, costs.UNPACK_ROWS), 0.0)
         seconds = unit.product_s(rows, costs.page_elements(model), self.page_dtype, experts=not model.dense)
-        by_torch = model.experts.by_torch or (model.stored is not None and unit is self.speeds.gpu)
-        return seconds * costs.TORCH_EXPERTS if by_torch else seconds
+        slow = model.experts.by_torch or (stored is not None and (stored.mixed or not unit.unpacks))
+        return seconds * costs.TORCH_EXPERTS if slow else seconds
 
     def rounding_s(self, tokens: Any) -> Any:
         """Seconds in which the CPU rounds the inputs of its experts to the format of the pages, in mixed precision."""

@@ -28,7 +28,12 @@ ROW_PADDING = 32
 KV_SCALE_BYTES = 4  # float32, of the key or value of one head and token in a quantised cache
 PART_BYTES = 32 * MiB  # 2.7 ms of the slowest shipped link (12.3 GB/s): the longest that a transfer waits behind a page
 EXPERT_ROWS = 1024  # rows of one expert at a time: enough to make any processor compute-bound, not weight-bound
-TORCH_EXPERTS = 4.0  # seconds of an expert whose activation torch computes over those by our kernels (docs/log.md)
+# Seconds of an expert whose activation torch computes over those by our kernels (docs/log.md), and of a quantised one
+# where Triton does not use the tensor units (compute capability 7.5).
+TORCH_EXPERTS = 4.0
+# On a GPU, rows of a product that take as long as unpacking a quantised matrix once, for a block of as many rows: about
+# ten integer operations a number. Estimated; no card has measured it.
+UNPACK_ROWS = 128.0
 _ALL_MET = 1e3
 _AFTER_ATTENTION = ("o", "router", "dense", "shared")
 

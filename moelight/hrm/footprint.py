@@ -254,14 +254,14 @@ def transient_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> Any:
     if model.layers:
         cost_model = np.maximum(cost_model, norm + tokens * GRAPH_COPIES * rows_of_widest * item)
     more = graph_bytes(model, sizes, dtype) if sizes.discrete else 0
-    if model.stored is not None and sizes.discrete:
+    if model.stored is not None and (model.stored.mixed or model.experts.by_torch) and sizes.discrete:
         more = more + _dequantised_bytes(model, item)
     return in_flight_bytes(model, sizes, dtype) + cost_model + _product_bytes(model, tokens, largest * item) + more
 
 
 def _dequantised_bytes(model: ModelProfile, itemsize: int) -> int:
     """Bytes of an expert's largest matrix as numbers of ``itemsize`` bytes, and of what some rows of it become on the
-    way: on a GPU torch multiplies by that."""
+    way: what torch multiplies by on a GPU where no kernel of ours computes the experts."""
     largest = 2 * model.experts.intermediate_size * model.expert_input
     widest = max(model.experts.intermediate_size, model.expert_input)
     return largest * itemsize + DEQUANTISED_ROWS * widest * 16

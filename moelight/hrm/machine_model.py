@@ -26,7 +26,8 @@ ELEMENTWISE_SHARE = 0.5
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
     """A processor (or all equal GPUs together) with its memory; rates in bytes/s and flop/s. ``task_s``: overhead of
-    one layer phase of a micro-batch; ``launch_s``: overhead of each kernel in it."""
+    one layer phase of a micro-batch; ``launch_s``: overhead of each kernel in it; ``unpacks``: kernels multiply
+    quantised experts on tensor units."""
 
     flops: float
     memory: float
@@ -39,6 +40,7 @@ class Unit:
     prefill: Surface | None = None
     touching: Surface | None = None
     prefill_flops: float = 0.0
+    unpacks: bool = True
 
     def product_s(self, rows: Any, elements: int, dtype: DType, *, experts: bool = False) -> Any:
         """Seconds of ``rows`` vectors times a matrix of ``elements``, weights read from this unit's memory."""
@@ -187,5 +189,6 @@ def _unit(
         task_s=task_s,
         launch_s=launch_s,
         prefill_flops=unit.peak_flops * count * SUSTAINED["prefill"],
+        unpacks=unit.bfloat16,
         **{field: surface.times(count) for field, surface in fields.items() if surface is not None},
     )

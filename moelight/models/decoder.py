@@ -20,7 +20,16 @@ from moelight.kernels import native
 from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.norm import finish_heads, rms_norm, rms_norm_mixed
 from moelight.kernels.products import Workspace, feed_forward, linear, parts, rows_computed
-from moelight.models.moe import Experts, ExpertWeights, FormedExpert, Routed, gated_silu, moe_forward, route_tokens
+from moelight.models.moe import (
+    Experts,
+    ExpertWeights,
+    FormedExpert,
+    Matrices,
+    Routed,
+    gated_silu,
+    moe_forward,
+    route_tokens,
+)
 from moelight.models.quantized import QuantizedExperts
 from moelight.profiles.model import AttentionSpec, ModelProfile
 from moelight.weights.load import ModelWeights
@@ -115,6 +124,14 @@ class Decoder(Protocol):
 
     def experts(self, layer: int, pages: Sequence[Any]) -> Sequence[ExpertWeights | None]:
         """The experts of ``layer`` whose ``pages`` are given as a `PageStore` has them."""
+        ...
+
+    def kind_of(self, layer: int) -> int | None:
+        """The number of the way in which all pages of ``layer`` lie; None if they lie in several."""
+        ...
+
+    def matrices(self, kind: int, pages: Sequence[Any]) -> Sequence[tuple[Tensor, Tensor] | Matrices]:
+        """The matrices of experts whose ``pages``, given as a `PageStore` has them, lie as ``kind`` says."""
         ...
 
     def predict_experts(self, layer: int, hidden: Tensor, running: Running) -> tuple[Tensor, Tensor]:
@@ -217,6 +234,12 @@ class NativeDecoder:
             None if found is None else FormedExpert(found, SILU, partial(gated_silu, found))
             for found in self._quantized.layer(layer, pages)
         ]
+
+    def kind_of(self, layer: int) -> int | None:
+        return 0 if self._quantized is None else self._quantized.kind_of(layer)
+
+    def matrices(self, kind: int, pages: Sequence[Any]) -> Sequence[tuple[Tensor, Tensor] | Matrices]:
+        return pages if self._quantized is None else self._quantized.of_kind(kind, pages)
 
     def predict_experts(self, layer: int, hidden: Tensor, running: Running) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         x = self._norm(hidden, self.weights.layers[layer].post_norm)

@@ -21,7 +21,8 @@ from moelight.kernels.ffn import cpu_expert_ffn
 from moelight.kernels.gpu import routing as gpu_routing
 from moelight.kernels.gpu import serving
 from moelight.kernels.gpu.grouped import expert_ffn
-from moelight.kernels.gpu.pages import ALIGNMENT_BYTES, PageTable
+from moelight.kernels.gpu.pages import ALIGNMENT_BYTES, ExpertTable, PageTable
+from moelight.kernels.gpu.quantized import QuantizedTable
 from moelight.kernels.products import Workspace, feed_forward, linear, padded_rows, rows_computed
 from moelight.kernels.quantized import QuantizedMatrix, numbers_of
 from moelight.kernels.reference import gate_and_up, route_topk
@@ -81,7 +82,7 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 # gate_up and down of a gated SiLU, or an expert of another form; of a dense layer, what puts its page in place.
 ExpertWeights: TypeAlias = tuple[Tensor, Tensor] | FormedExpert | Callable[[Tensor], Tensor]
 # A layer's experts, None for one computed elsewhere; or, for grouped kernels, their pages.
-Experts: TypeAlias = Sequence[ExpertWeights | None] | PageTable
+Experts: TypeAlias = Sequence[ExpertWeights | None] | ExpertTable
 MATRICES = ("gate_up", "up", "down")
 PARTS = (*MATRICES, "gate_up_bias", "up_bias", "down_bias")  # of `Matrices`
 
@@ -116,10 +117,12 @@ def grouped_pages(
     weights: Sequence[tuple[Tensor, Tensor] | Matrices],
     dtype: torch.dtype,
     activations: Sequence[Activation | None] = (SILU,),
-) -> PageTable | None:
+) -> ExpertTable | None:
     """The pages of ``weights``, if the grouped kernels compute with them where they are, on rows of ``dtype`` and by
     all of the layers' ``activations``; else None. Waits for the device: called at loading."""
-    first = next((each.gate_up if isinstance(each, Matrices) else each[0] for each in weights), None)
+    first: Any = next((each.gate_up if isinstance(each, Matrices) else each[0] for each in weights), None)
+    if isinstance(first, QuantizedMatrix):
+        first = next(iter(first.parts.values()))
     if not isinstance(first, Tensor) or not first.is_cuda or not serving.serves(first.device, dtype)[0]:
         return None
     return table_of(weights, activations)
@@ -127,7 +130,7 @@ def grouped_pages(
 
 def table_of(
     weights: Sequence[tuple[Tensor, Tensor] | Matrices], activations: Sequence[Activation | None]
-) -> PageTable | None:
+) -> ExpertTable | None:
     """The pages of ``weights``; None if the grouped kernels do not compute with them or by all ``activations``."""
     known = [each for each in activations if each is not None]
     if not known or len(known) < len(activations):
@@ -136,9 +139,27 @@ def table_of(
     parts: dict[str, Any] = {
         name: [getattr(each, name) for each in pages] for name in PARTS if getattr(pages[0], name) is not None
     }
-    if any(t.data_ptr() % ALIGNMENT_BYTES for name in MATRICES for t in parts.get(name, ())):
+    matrices = [weight for name in MATRICES for weight in parts.get(name, ())]
+    if any(tensor.data_ptr() % ALIGNMENT_BYTES for weight in matrices for tensor in _tensors(weight)):
         return None
-    return PageTable.of(**parts, activation=known[0], interleaved=pages[0].interleaved)
+    if not any(isinstance(weight, QuantizedMatrix) for weight in matrices):
+        return PageTable.of(**parts, activation=known[0], interleaved=pages[0].interleaved)
+    if any(isinstance(weight, Tensor) and not weight.is_contiguous() for weight in matrices):
+        return None
+    if "up" in parts and _stored_as(pages[0].gate_up) != _stored_as(pages[0].up):
+        return None
+    return QuantizedTable.of(**parts, activation=known[0], interleaved=pages[0].interleaved)
+
+
+def _tensors(weight: Weight) -> Sequence[Tensor]:
+    return list(weight.parts.values()) if isinstance(weight, QuantizedMatrix) else [weight]
+
+
+def _stored_as(weight: Weight | None) -> object:
+    """What the grouped kernels need to be the same in gate and up."""
+    if not isinstance(weight, QuantizedMatrix):
+        return None if weight is None else weight.dtype
+    return weight.stored, [tensor.dtype for tensor in weight.parts.values()]
 
 
 def _natively(x: Tensor, experts: Sequence[ExpertWeights | None]) -> bool:
@@ -160,7 +181,7 @@ def moe_forward(
     if routed.resume is not None:
         routed.resume(experts)
         return routed.x
-    if isinstance(experts, PageTable):
+    if isinstance(experts, ExpertTable):
         return grouped_forward(routed, experts, space, into, wide=wide)
     if _natively(routed.x, experts):
         return SplitMoE(routed, experts, frozenset(), space).end(into)
@@ -274,7 +295,7 @@ def _alike_in_place(rows: Tensor, experts: Sequence[ExpertWeights | None], offse
 
 def grouped_forward(
     routed: Routed,
-    pages: PageTable,
+    pages: ExpertTable,
     space: Workspace,
     into: Tensor | None = None,
     sums: Tensor | None = None,

@@ -23,6 +23,15 @@ class QuantizedExperts:
             self._kinds.setdefault(page.layer, []).append(pages.kind_of[page])
         self._known: dict[tuple[int, int], Matrices] = {}
 
+    def kind_of(self, layer: int) -> int | None:
+        """The number of the way in which all pages of ``layer`` lie; None if they lie in several."""
+        kinds = set(self._kinds[layer])
+        return kinds.pop() if len(kinds) == 1 else None
+
+    def of_kind(self, kind: int, slots: Sequence[Tensor]) -> list[Matrices]:
+        """The matrices of experts whose pages, in ``slots`` (uint8), all lie as ``kind`` says."""
+        return [self._matrices(kind, slot) for slot in slots]
+
     def layer(self, layer: int, slots: Sequence[Any]) -> list[Matrices | None]:
         """The matrices of the experts of ``layer``, whose pages are in ``slots`` (uint8); None for those elsewhere."""
         return [

@@ -309,6 +309,7 @@ class StoredWeights:
         dtype: the experts as a number format for prices: `DType.bytes_for` all numbers of an expert is the largest
             page.
         dense: quantised tensors outside the experts: name, layer and bytes; the others have the model's dtype.
+        mixed: experts of some layer are stored in several formats, so that on a GPU torch computes them.
     """
 
     name: str
@@ -317,6 +318,7 @@ class StoredWeights:
     total_bytes: int
     mean_page_bytes: int
     dense: tuple[tuple[str, int, int], ...] = ()
+    mixed: bool = False
 
     @classmethod
     def of(
@@ -341,6 +343,7 @@ class StoredWeights:
             total_bytes=total,
             mean_page_bytes=-(-total // max(count, 1)),
             dense=tuple(dense),
+            mixed=any(len(set(layer)) > 1 for layer in pages),
         )
 
     @property

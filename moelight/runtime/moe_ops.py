@@ -13,7 +13,7 @@ from moelight.core.schedule import Task, TaskKind
 from moelight.core.units import align_up
 from moelight.kernels.activations import Activation
 from moelight.kernels.copies import pinned
-from moelight.kernels.gpu.pages import PageTable
+from moelight.kernels.gpu.pages import ExpertTable
 from moelight.kernels.products import Workspace
 from moelight.models.decoder import Decoder
 from moelight.models.moe import (
@@ -44,22 +44,24 @@ class LayerPages:
     kernels that read its former contents and ahead of those that read the new ones, so no thread waits for either.
     """
 
-    def __init__(self, pages: PageTable, activations: Sequence[Activation | None], experts: int) -> None:
-        """``activations``: of every layer."""
+    def __init__(self, tables: Sequence[ExpertTable], activations: Sequence[Activation | None], experts: int) -> None:
+        """``tables``, all of the same memory, and ``activations``: of every layer."""
         rows = align_up(experts, _INDEX_ROW)
-        self._index = torch.full((len(activations), rows), -1, dtype=torch.int32, device=pages.table.device)
-        self._layers = [pages.chosen_by(row[:experts], by) for row, by in zip(self._index, activations, strict=True)]
+        self._index = torch.full((len(tables), rows), -1, dtype=torch.int32, device=tables[0].table.device)
+        self._layers = [
+            table.chosen_by(row[:experts], by) for table, row, by in zip(tables, self._index, activations, strict=True)
+        ]
         self._of_pass: tuple[Hashable, np.ndarray] = (None, np.zeros(0, dtype=np.int32))
         self._holds: np.ndarray | None = None  # the numbers that were copied last
 
-    def of_pass(self, layer: int, key: Hashable, find: Callable[[], np.ndarray]) -> PageTable:
+    def of_pass(self, layer: int, key: Hashable, find: Callable[[], np.ndarray]) -> ExpertTable:
         """The experts of ``layer``, numbered by ``find()`` int32 [layers, experts]: the same for equal keys."""
         if self._of_pass[0] != key:
             self._of_pass = key, find()
         self._copy(self._index, self._of_pass[1])
         return self._layers[layer]
 
-    def of_layer(self, layer: int, numbers: np.ndarray) -> PageTable:
+    def of_layer(self, layer: int, numbers: np.ndarray) -> ExpertTable:
         """The experts of ``layer``, numbered by ``numbers`` int32 [experts], which nobody changes later."""
         self._copy(self._index[layer], numbers)
         return self._layers[layer]
@@ -93,9 +95,8 @@ class MoEOps:
         self._host_space, self._hidden, self._wide_layers = host_space, hidden, wide_layers
         self._moe, self._num_experts = decoder.model.moe_layers, decoder.model.experts.num_experts
         self._top_k, self._discrete = decoder.model.router.top_k, pages.fast_tier == "device"
-        by = [each for each, moe in zip(decoder.activations, self._moe, strict=True) if moe]
-        table = grouped_pages(pages.weights, decoder.dtype, by) if self._discrete else None
-        self._grouped = None if table is None else LayerPages(table, decoder.activations, self._num_experts)
+        tables = self._tables() if self._discrete else None
+        self._grouped = None if tables is None else LayerPages(tables, decoder.activations, self._num_experts)
         self._found: dict[tuple[int, int], list[Sequence[ExpertWeights | None]]] = {}
         self._residents = 0
         self.table: Mapping[TaskKind, MoEOperation] = {
@@ -109,6 +110,25 @@ class MoEOps:
             TaskKind.LOAD_EXPERTS: self._load_experts,
             TaskKind.COMBINE: self._combine,
         }
+
+    def _tables(self) -> list[ExpertTable] | None:
+        """The addresses of every layer's experts, those of the first with experts for one without; None unless the
+        grouped kernels compute all of them, and those of a layer lie alike."""
+        decoder, found = self._decoder, dict[int, ExpertTable]()
+        by = [each for each, moe in zip(decoder.activations, self._moe, strict=True) if moe]
+        if None in by:
+            return None
+        kinds = [decoder.kind_of(layer) if moe else None for layer, moe in enumerate(self._moe)]
+        for kind, moe in zip(kinds, self._moe, strict=True):
+            if not moe or kind in found:
+                continue
+            weights = () if kind is None else decoder.matrices(kind, self._pages.weights)
+            table = grouped_pages(weights, decoder.dtype, by)
+            if kind is None or table is None:
+                return None
+            found[kind] = table
+        first = next(iter(found.values()), None)
+        return None if first is None else [first if kind is None else found[kind] for kind in kinds]
 
     def _post_attention(self, task: Task, pass_pages: PassPages) -> None:
         mb = pass_pages.micro_batches[task.micro_batch]
@@ -179,7 +199,7 @@ class MoEOps:
                 moe_forward(require(mb.routed), experts, self._decoder.space)
             return
         everyone, wide = require(self._kept).rows(0, tokens), task.layer in self._wide_layers
-        if isinstance(experts, PageTable):
+        if isinstance(experts, ExpertTable):
             hidden = self._hidden[:tokens]  # of the micro-batches one after another
             grouped_forward(everyone.routed, experts, self._decoder.space, into=hidden, sums=everyone.sums, wide=wide)
             return

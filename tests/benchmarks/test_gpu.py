@@ -58,9 +58,11 @@ def test_cheap_parts_run_on_a_twin(module: Any, tmp_path: Path) -> None:
         "gpu_sections.setting.run_module": inside,
         "gpu_sections.shapes.RUNS": {"cgopipe-streamed": ("schedule=cgopipe", "ffn=gpu")},
         "gpu_sections.shapes.MODELS": ("mixtral-0p9b",),
+        "gpu_sections.quantised.KINDS": ("int4",),
         "gpu_sections.least.ORDERS": ("cgopipe",),
     }
-    options = ["--device", "twin", "--out", tmp_path, "--parts", "tokens", "profile", "shapes", "least", "long"]
+    options = ["--device", "twin", "--out", tmp_path, "--parts"]
+    options += ["tokens", "profile", "shapes", "quantised", "least", "long"]
     module("gpu")
     said = ran("gpu", *options, changes=changes)
     (report,) = (json.loads(path.read_text()) for path in tmp_path.glob("gpu_twin_*.json"))
@@ -69,6 +71,7 @@ def test_cheap_parts_run_on_a_twin(module: Any, tmp_path: Path) -> None:
         "tokens": "done",
         "profile": "left out",
         "shapes": "done",
+        "quantised": "done",
         "least": "done",
         "long": "done",
     }, (tmp_path / "gpu.log").read_text()
@@ -76,6 +79,10 @@ def test_cheap_parts_run_on_a_twin(module: Any, tmp_path: Path) -> None:
     assert all({"disk", "h2d", "device"} <= set(row["tasks"]) for row in parts["tokens"]["rows"])
     (shape,) = parts["shapes"]["rows"]
     assert shape["report"]["lanes"]["h2d"]["bytes"] > 0 and "needs a card" in shape["calls"]["unable"]
+    plain, packed = parts["quantised"]["rows"]
+    crossed = [row["report"]["lanes"]["h2d"]["bytes"] for row in (plain, packed)]
+    assert 0 < crossed[1] < crossed[0] / 2, "int4 pages cross as they are stored"
+    assert {row["format"] for row in parts["quantised"]["products"]} > {"16 bits", "int4", "Q4_K", "fp8 blocks"}
     assert parts["long"]["completed"] == parts["long"]["requests"] == 12
     assert said["goals"] == report["goals"] and said["parts"]["profile"]["why"].startswith("needs a card")
     (text,) = (path.read_text() for path in tmp_path.glob("gpu_twin_*.md"))

@@ -33,8 +33,8 @@ from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES
 from moelight.kernels import arguments
 from moelight.kernels.copies import pinned
 from moelight.kernels.gpu import attention, routing, serving
-from moelight.kernels.gpu.pages import PageTable
 from moelight.kernels.products import Workspace
+from moelight.models.moe import table_of
 from moelight.runtime import moe_ops
 from moelight.runtime.host_copy import HostCopy
 from moelight.runtime.lanes import Outcome
@@ -144,7 +144,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     monkeypatch.setattr(HostCopy, "wait", unwatched(HostCopy.wait, but=Lane.DEVICE))  # threads that fetch may wait
     for module in (attention, moe_ops, sampling):
         monkeypatch.setattr(module, "pinned", unwatched(pinned))
-    monkeypatch.setattr(moe_ops, "grouped_pages", lambda weights, *_: PageTable.of(*zip(*weights, strict=True)))
+    monkeypatch.setattr(moe_ops, "grouped_pages", lambda weights, _, by: table_of(weights, by))
     # Arguments in host memory are checked; on a device nothing reads them.
     monkeypatch.setattr(arguments, "check_offsets", lambda *_: None)
     monkeypatch.setattr(arguments, "check_indices", lambda *_: None)

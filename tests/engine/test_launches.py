@@ -19,6 +19,7 @@ from moelight.runtime.graphs import Graphs
 from tests.graphs import TwinRecorder
 from tests.launches import count_launches
 from tests.tiny import save_tiny
+from tests.weights.quantised import METHODS, quantise
 
 MOST = 20
 SIZES = {"batch_size": 1, "ffn_device": "gpu", "weights": Shares(device=1.0)}
@@ -67,6 +68,18 @@ def test_launches_of_a_layer(model: Path, attention: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("attention", ["cpu", "gpu"])
 def test_mixed_precision_launches_no_more(narrow: Path, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_launches(narrow, "twin:fp16", attention, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("method", "device"), [("gptq int4 ordered", "twin"), ("fp8 blocks", "twin:fp16"), ("int4 zero points", "twin")]
+)
+def test_quantised_pages_launch_no_more(
+    method: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And give the tokens that torch finds on the twin; an expert's bytes stay as they are stored."""
+    dtype = {"dtype": "bfloat16"} if device == "twin:fp16" else {}
+    model = small_model(tmp_path / "model", "mixtral", **dtype)
+    check_launches(quantise(model, tmp_path, METHODS[method])[0], device, "cpu", monkeypatch)
 
 
 def check_launches(model: Path, device: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,11 @@ from moelight.cli.main import main
 from moelight.core.errors import CheckpointError, ConfigError
 from moelight.core.policy import Shares
 from moelight.engine.checkpoints import open_model
+from moelight.kernels.gpu import serving
+from moelight.kernels.gpu.pages import PageTable
+from moelight.kernels.gpu.quantized import QuantizedTable
+from moelight.models.moe import table_of
+from moelight.runtime import moe_ops
 from tests.engine.graphs import ORDERS, STREAMED, tokens
 from tests.engines import Tiny
 from tests.weights.quantised import METHODS, Method, quantise, quantise_stacks
@@ -31,6 +36,11 @@ BUT_ATTENTION = {
     "fp8 blocks": {"modules_to_not_convert": ["self_attn"]},
 }
 Pair = tuple[Path, Path]
+# The experts of the last layer are plain numbers.
+MIXED = replace(
+    METHODS["fp8 blocks"],
+    config=METHODS["fp8 blocks"].config | {"modules_to_not_convert": ["layers.2.block_sparse_moe"]},
+)
 
 
 @pytest.fixture
@@ -79,9 +89,7 @@ def test_stacks_of_gpt_oss_run_as_they_are_released(checkpoints: Any, tmp_path: 
 
 def test_layers_may_be_stored_in_different_formats(mixtral: Path, tmp_path: Path) -> None:
     """The experts of the last layer are not quantised, so its pages are larger."""
-    method = METHODS["fp8 blocks"]
-    mixed = replace(method, config=method.config | {"modules_to_not_convert": ["layers.2.block_sparse_moe"]})
-    quantised, numbers = quantise(mixtral, tmp_path, mixed)
+    quantised, numbers = quantise(mixtral, tmp_path, MIXED)
     assert len(open_model(str(quantised)).weight_map.quantized.kinds) == 2  # type: ignore[union-attr]
     for homes in (RESIDENT, STREAMED):
         assert tokens(quantised, weights=homes) == tokens(numbers, weights=homes)
@@ -120,6 +128,53 @@ def test_dense_matrices_alone_may_be_quantised(mixtral: Path, tmp_path: Path) ->
     quantised, numbers = quantise(mixtral, tmp_path, dense)
     assert open_model(str(quantised)).weight_map.quantized is None
     assert tokens(quantised, weights=STREAMED) == tokens(numbers, weights=STREAMED)
+
+
+@pytest.fixture
+def by_triton(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The twin takes a card's way through experts, Triton's kernels interpreted; the tables that were made."""
+    if not serving.triton_available() or not serving.interpreting():
+        pytest.skip(f"triton does not interpret: {serving.triton_reason()}")
+    tables: list[Any] = []
+
+    def table(weights: Any, _: torch.dtype, activations: Any) -> Any:
+        tables.append(table_of(weights, activations))
+        return tables[-1]
+
+    monkeypatch.setattr(moe_ops, "grouped_pages", table)
+    return tables
+
+
+ON_A_DEVICE: dict[str, Any] = {
+    "schedule": "cgopipe",
+    "attention_device": "cpu",
+    "ffn_device": "gpu",
+    "weights": Shares(device=0.5, host=0.5),
+}
+
+
+def test_kernels_of_a_device_find_each_layers_format(mixtral: Path, by_triton: list[Any], tmp_path: Path) -> None:
+    """Pages of a quantised and of a plain layer lie in the same slots, which have a table for each."""
+    quantised, numbers = quantise(mixtral, tmp_path, MIXED)
+    assert tokens(quantised, "twin", **ON_A_DEVICE) == tokens(numbers, weights=RESIDENT)
+    assert [type(table) for table in by_triton] == [QuantizedTable, PageTable]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", METHODS)
+def test_kernels_of_a_device_give_the_tokens_of_the_numbers(
+    name: str, mixtral: Path, by_triton: list[Any], tmp_path: Path
+) -> None:
+    quantised, numbers = quantise(mixtral, tmp_path, METHODS[name])
+    assert tokens(quantised, "twin", **ON_A_DEVICE) == tokens(numbers, weights=RESIDENT)
+    assert [type(table) for table in by_triton] == [QuantizedTable]
+
+
+@pytest.mark.thorough
+def test_kernels_of_a_device_read_the_stacks_of_gpt_oss(checkpoints: Any, by_triton: list[Any], tmp_path: Path) -> None:
+    quantised, numbers = quantise_stacks(checkpoints("gpt_oss")[0], tmp_path)
+    assert tokens(quantised, "twin", **ON_A_DEVICE) == tokens(numbers, weights=RESIDENT)
+    assert [type(table) for table in by_triton] == [QuantizedTable]
 
 
 Change = Callable[[dict[str, Tensor]], None]

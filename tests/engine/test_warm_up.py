@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from moelight.core.policy import Policy, Shares
 from moelight.core.request import SamplingParams
 from moelight.engine.engine import Engine
 from moelight.kernels.gpu import routing, serving, tiles
-from moelight.kernels.gpu.pages import PageTable
 from moelight.models import decoder
+from moelight.models.moe import table_of
 from moelight.runtime import moe_ops, warm_up
 from moelight.runtime.machine import Machine
 from tests.engines import Tiny
 from tests.shapes import examples
+from tests.weights.quantised import METHODS, quantise
 
 if not serving.triton_available():
     pytest.skip(serving.triton_reason(), allow_module_level=True)
@@ -79,7 +81,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, set[Program]]]:
     monkeypatch.setattr(warm_up, "_play", played)
     monkeypatch.setattr(Machine, "compiles", property(lambda _: True))
     monkeypatch.setattr(decoder, "route_tokens", route)
-    monkeypatch.setattr(moe_ops, "grouped_pages", lambda weights, *_: PageTable.of(*zip(*weights, strict=True)))
+    monkeypatch.setattr(moe_ops, "grouped_pages", lambda weights, _, by: table_of(weights, by))
     yield launched
     serving._refused.clear()
 
@@ -113,6 +115,18 @@ def test_passes_launch_the_programs_that_were_launched_while_loading(
     assert card["passes"] == card["loading"]
     rows = {dict(program[2:])["BM"] for program in card["loading"] if program[0] == "grouped"}
     assert rows == {"16", "32", "64"}
+
+
+def test_every_format_of_a_model_is_warmed_up(tiny: Tiny, card: dict[str, set[Program]], tmp_path: Path) -> None:
+    """The experts of the last layer are plain numbers."""
+    sizes = {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 3, "hidden_size": 64}
+    plain, method = tiny("mixtral", dtype="float16", head_dim=16, intermediate_size=64, **sizes), METHODS["fp8 blocks"]
+    kept = {"modules_to_not_convert": ["layers.1.block_sparse_moe"]}
+    quantised, _ = quantise(plain, tmp_path, replace(method, config=method.config | kept))
+    with Engine(policy_for(quantised), device="twin") as engine:
+        assert engine.generate([[65] * MOST_ROWS, [67, 68]], HOW)[0].completion_tokens == 3
+    assert card["passes"] <= card["loading"]
+    assert {program[0] for program in card["passes"]} >= {"grouped", "grouped_quantized"}
 
 
 def test_where_a_kernel_fails_torch_computes_and_says_so(

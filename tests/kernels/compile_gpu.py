@@ -28,10 +28,15 @@ from moelight.kernels.gpu import (
     tiles,
 )
 from moelight.kernels.gpu.pages import PageTable
+from moelight.kernels.gpu.quantized import QuantizedTable
+from tests.kernels.quantized import FORMATS, matrix
 
 HIDDEN, WIDTH, EXPERTS, ROWS = 256, 512, 4, 64
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "i8"}
 NAMES |= {torch.int32: "i32", torch.int64: "i64"}
+# Those of `tests.kernels.quantized.FORMATS` whose products are compiled: every kind, and every layout of ggml's blocks.
+QUANTISED = ("packed int4", "packed int4 short", "fp8 blocks", "int8 groups", "mxfp4", "gptq int4", "awq")
+QUANTISED += ("Q8_0", "Q4_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q3_K", "Q2_K", "IQ4_XS", "IQ4_NL", "MXFP4")
 
 
 def experts(form: str, dtype: torch.dtype) -> PageTable:
@@ -49,6 +54,13 @@ def experts(form: str, dtype: torch.dtype) -> PageTable:
         down_scale=[scales[1]] * EXPERTS,
         group_size=group,
     )
+
+
+def quantised_experts(form: str) -> QuantizedTable:
+    """Pages of quantised matrices, of sizes that groups divide."""
+    stored = FORMATS[form]
+    gate_up, down = matrix(stored, 2 * WIDTH, HIDDEN), matrix(stored, HIDDEN, WIDTH)
+    return QuantizedTable.of([gate_up] * EXPERTS, [down] * EXPERTS)
 
 
 def facts(
@@ -95,13 +107,13 @@ def products(card: int) -> list[dict[str, Any]]:
     product meets each dtype, and where it has many rows, which need most registers and
     shared memory, each format too."""
     rows = []
-    for number, form in enumerate(("float", "int8", "int8 groups", "int4")):
+    for number, form in enumerate(("float", "int8", "int8 groups", "int4", *QUANTISED)):
         turned = number % 2 == 1
         parts = ("down", "gate_up") if turned else ("gate_up", "down")
         cases = [(torch.float16, 4, parts[0])]
         if card >= 80:
             cases += [(torch.float16, 512, parts[0]), (torch.bfloat16, 512, parts[1])]
-        if form in ("float", "int4"):
+        if form in ("float", "int4", *QUANTISED[:2]):
             cases += [(torch.float32, mean_rows, parts[0]) for mean_rows in ((4, 512) if card >= 80 else (4,))]
         for dtype, mean_rows, part in cases:
             rows.append(product(card, dtype, form, part, mean_rows))
@@ -123,7 +135,8 @@ def product(
     wide: bool = False,
 ) -> dict[str, Any]:
     """One product of ``mean_rows`` rows an expert; in mixed precision if floats are ``stored`` in another dtype."""
-    pages = experts(form, stored or dtype)
+    quantised = form in QUANTISED
+    pages = quantised_experts(form) if quantised else experts(form, stored or dtype)
     inputs, outputs = (HIDDEN, WIDTH) if part == "gate_up" else (WIDTH, HIDDEN)
     result = dtype if stored is None or part == "gate_up" else torch.float32
     x, out = torch.empty(ROWS, inputs, dtype=dtype), torch.empty(ROWS, outputs, dtype=result)
@@ -131,16 +144,18 @@ def product(
         divmod(card, 10),
         itemsize=4 if wide else dtype.itemsize,
         mean_rows=mean_rows,
-        group=pages.group,
+        group=0 if quantised else pages.group,
         matrices=2 if part == "gate_up" else 1,
     )
     slots = torch.empty((16, 3), dtype=torch.int32)
     tokens = torch.empty(ROWS, dtype=torch.int64) if part == "gate_up" else None
-    arguments, constants = grouped.arguments_of(pages, part, x, out, slots, tokens, tile, pages.activation, wide=wide)
+    program, arguments, constants = grouped.program_of(
+        pages, part, x, out, slots, tokens, tile, pages.activation, 0.5 if stored else 1.0, wide=wide
+    )
     constants |= {"PRODUCT": grouped.triton_dtype(torch.float32 if wide else dtype), "BY_HAND": False}
     what = f"{'fp32' if wide else NAMES[dtype]} {NAMES[stored] if stored else form} {part} {mean_rows}"
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    return facts(what, card, grouped_triton.grouped, arguments, constants, **options)
+    return facts(what, card, program, arguments, constants, **options)
 
 
 def attentions(card: int) -> list[dict[str, Any]]:
@@ -250,7 +265,8 @@ def compiled(card: int, *, whole: bool) -> list[dict[str, Any]]:
     """``whole``: every kernel in every format; else products of experts and attention of decoding, one format each."""
     if whole:
         return others(card) + attentions(card) + products(card)
-    some = [product(card, torch.float16, "float", "gate_up", 512), product(card, torch.float16, "int4", "down", 512)]
+    some = [product(card, torch.float16, form, "gate_up", 512) for form in ("float", "packed int4", "Q4_K")]
+    some += [product(card, torch.float16, form, "down", 512) for form in ("int4", "fp8 blocks")]
     return [*some, attend(card, torch.float16, 128, 4, decodes=True, options="")]
 
 

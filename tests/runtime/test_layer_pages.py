@@ -22,7 +22,7 @@ def test_an_index_is_copied_once_for_a_pass_or_for_a_layer_of_a_small_one(monkey
 
     monkeypatch.setattr(moe_ops, "pinned", counted)
     table = PageTable.of([torch.zeros(8, 4)] * 7, [torch.zeros(4, 4)] * 7)
-    pages, whole = LayerPages(table, [SILU] * 3, experts=5), np.arange(15, dtype=np.int32).reshape(3, 5) % 7
+    pages, whole = LayerPages([table] * 3, [SILU] * 3, experts=5), np.arange(15, dtype=np.int32).reshape(3, 5) % 7
     found = [pages.of_pass(layer, (0, 0), lambda: whole) for layer in range(3)]
     assert [each.index.tolist() for each in found] == whole.tolist()
     assert all(each.table is table.table and each.index.data_ptr() % 16 == 0 for each in found)

@@ -22,9 +22,11 @@ from torch.nn import functional
 from moelight.kernels import arguments
 from moelight.kernels.activations import Activation, activation_of
 from moelight.kernels.arguments import FLOATS, check_tensor
-from moelight.kernels.gpu import grouped_cuda, serving, tiles
-from moelight.kernels.gpu.pages import PageTable
+from moelight.kernels.gpu import grouped_cuda, quantized, serving, tiles
+from moelight.kernels.gpu.pages import ExpertTable, PageTable
+from moelight.kernels.gpu.quantized import QuantizedTable
 from moelight.kernels.products import SHRINK
+from moelight.kernels.quantized import QuantizedMatrix, numbers_of
 from moelight.kernels.reference import dequantized, gate_and_up
 
 _MAP_NUMBERS = 4096
@@ -33,7 +35,7 @@ _MIXED = (torch.float16, torch.bfloat16)  # dtypes of x and of the matrices in m
 
 def expert_ffn(
     x: Tensor,
-    pages: PageTable,
+    pages: ExpertTable,
     offsets: Tensor,
     *,
     activation: str | Activation | None = None,
@@ -47,11 +49,13 @@ def expert_ffn(
 
     x        [T, H] float32, bfloat16 or float16, contiguous within its rows; sorted by expert, unless ``tokens`` sorts
     pages    the matrices of E experts, on the same device; in x's dtype, in integers, or bfloat16 beside float16 x
-             (mixed precision: rounded to float16 as they are loaded)
+             (mixed precision: rounded to float16 as they are loaded); or quantised, whose numbers are rounded to x's
+             dtype as they are unpacked
     offsets  int32 [E + 1]: expert e has the rows offsets[e] to offsets[e + 1], from 0 to R
     tokens   int64 [R]: row r is x[tokens[r]]; None: R is T and row r is x[r]
     activation  or the name of one (`activations.NAMED`); None: that of ``pages``
-    out      [R, H] in x's dtype, or float32 in mixed precision; contiguous; may be x where ``tokens`` is None
+    out      [R, H] in x's dtype, or float32 in mixed precision, which it makes of float16 x and quantised pages;
+             contiguous; may be x where ``tokens`` is None
     scratch  [R, I] in x's dtype, contiguous: overwritten; None: allocated by torch
     mean_rows  expected rows of an expert that has any, by which the kernels choose their tiles; None: R / min(R, E)
     wide     float16 does not hold the bfloat16 matrices: products in float32
@@ -64,7 +68,7 @@ def expert_ffn(
     rows, by = _check(x, pages, offsets, tokens), pages.activation if activation is None else activation_of(activation)
     if by.gated != pages.activation.gated:
         raise ValueError("activation: must have a gate as the pages do")
-    result = torch.float32 if (x.dtype, pages.stored) == _MIXED else x.dtype
+    result = _result_dtype(x, pages, out)
     for name, buffer, dtype, columns in (
         ("out", out, result, pages.hidden),
         ("scratch", scratch, x.dtype, pages.width),
@@ -76,20 +80,30 @@ def expert_ffn(
     if rows == 0:
         return out
     mean_rows = rows / min(rows, pages.experts) if mean_rows is None else mean_rows
-    plain = pages.plain and grouped_cuda.activation_number(by) is not None
+    plain = isinstance(pages, PageTable) and pages.plain and grouped_cuda.activation_number(by) is not None
     kernel, _ = serving.expert_kernel(x.device, torch.float32 if wide else x.dtype, mean_rows, plain=plain)
     if kernel == "torch":
         return expert_ffn_in_torch(x, pages, offsets, activation=by, tokens=tokens, out=out, wide=wide)
     with on_device(x.device):
         active = torch.empty((rows, pages.width), dtype=x.dtype, device=x.device) if scratch is None else scratch
-        launch = _launch_cuda if kernel == "cuda" else partial(_launch, mean_rows=mean_rows, wide=wide)
-        launch(x, pages, offsets, by, tokens, active, out)
+        if kernel == "cuda" and isinstance(pages, PageTable):
+            _launch_cuda(x, pages, offsets, by, tokens, active, out)
+        else:
+            _launch(x, pages, offsets, by, tokens, active, out, mean_rows=mean_rows, wide=wide)
     return out
+
+
+def _result_dtype(x: Tensor, pages: ExpertTable, out: Tensor | None) -> torch.dtype:
+    """The dtype that ``out`` must have."""
+    if isinstance(pages, PageTable):
+        return torch.float32 if (x.dtype, pages.stored) == _MIXED else x.dtype
+    mixed = x.dtype == torch.float16 and isinstance(out, Tensor) and out.dtype == torch.float32
+    return torch.float32 if mixed else x.dtype
 
 
 def expert_ffn_in_torch(
     x: Tensor,
-    pages: PageTable,
+    pages: ExpertTable,
     offsets: Tensor,
     *,
     activation: Activation,
@@ -100,7 +114,7 @@ def expert_ffn_in_torch(
     """`expert_ffn` into ``out`` [R, H], one expert after another; reads ``offsets`` and the index of ``pages``, which
     synchronizes the device."""
     result = torch.zeros_like(out)
-    source, factor = x if tokens is None else x[tokens], shrink(x.dtype, pages)
+    source, factor = x if tokens is None else x[tokens], shrink(x.dtype, out.dtype)
     kind = torch.float32 if wide else x.dtype
     for page, (first, last) in zip(pages.index.tolist(), pairwise(offsets.tolist()), strict=True):
         if first < last and 0 <= page < pages.pages and pages.parts["gate_up"][page] is not None:
@@ -115,18 +129,24 @@ def expert_ffn_in_torch(
     return out.copy_(result)
 
 
-def shrink(dtype: torch.dtype, pages: PageTable) -> float:
-    """The power of two by which activations of ``dtype`` are multiplied before they are rounded."""
-    return SHRINK if (dtype, pages.stored) == _MIXED else 1.0
+def shrink(dtype: torch.dtype, result: torch.dtype) -> float:
+    """The power of two by which activations of ``dtype`` are multiplied before they are rounded, where the experts'
+    outputs are ``result``."""
+    return SHRINK if (dtype, result) == (torch.float16, torch.float32) else 1.0
 
 
-def _linear(x: Tensor, pages: PageTable, part: str, page: int, factor: float = 1.0) -> Tensor:
+def _linear(x: Tensor, pages: ExpertTable, part: str, page: int, factor: float = 1.0) -> Tensor:
     """x times the matrix times ``factor``, plus the bias."""
     weight, scale, bias = (
         pages.parts[name][page] if pages.parts.get(name) else None for name in (part, f"{part}_scale", f"{part}_bias")
     )
     assert weight is not None
-    dense = (weight if scale is None else dequantized(weight, scale, pages.group or None)).to(x.dtype)
+    if isinstance(weight, QuantizedMatrix):
+        dense = numbers_of(weight, x.dtype)
+    elif scale is None or not isinstance(pages, PageTable):
+        dense = weight.to(x.dtype)
+    else:
+        dense = dequantized(weight, scale, pages.group or None).to(x.dtype)
     if factor == 1:
         return functional.linear(x, dense, None if bias is None else bias.to(x.dtype))
     total = functional.linear(x, dense).float().mul_(factor)
@@ -138,12 +158,14 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _check(x: Tensor, pages: PageTable, offsets: Tensor, tokens: Tensor | None) -> int:
+def _check(x: Tensor, pages: ExpertTable, offsets: Tensor, tokens: Tensor | None) -> int:
     """Check the arguments; return R."""
-    if not isinstance(pages, PageTable):
-        raise ValueError(f"pages: must be a PageTable, is {type(pages).__name__}")
+    if not isinstance(pages, ExpertTable):
+        raise ValueError(f"pages: must be an ExpertTable, is {type(pages).__name__}")
     device = pages.table.device
-    dtypes = FLOATS if pages.scaled else _MIXED if pages.stored == _MIXED[1] else pages.stored
+    dtypes: Any = FLOATS
+    if isinstance(pages, PageTable) and not pages.scaled:
+        dtypes = _MIXED if pages.stored == _MIXED[1] else pages.stored
     rows, _ = check_tensor("x", x, dtypes, (None, pages.hidden), device=device)
     if tokens is not None:
         check_tensor("tokens", tokens, torch.int64, (None,), device=device)
@@ -159,7 +181,7 @@ def _check(x: Tensor, pages: PageTable, offsets: Tensor, tokens: Tensor | None) 
 
 def _launch(
     x: Tensor,
-    pages: PageTable,
+    pages: ExpertTable,
     offsets: Tensor,
     activation: Activation,
     tokens: Tensor | None,
@@ -169,22 +191,20 @@ def _launch(
     mean_rows: float,
     wide: bool,
 ) -> None:
-    from moelight.kernels.gpu import grouped_triton
-
-    rows = out.shape[0]
+    rows, factor = out.shape[0], shrink(x.dtype, out.dtype)
     card = tiles.UNITS_SINCE if x.device.type == "cpu" else serving.capability(x.device.index)
     itemsize = torch.float32.itemsize if wide else x.element_size()
-    choose = partial(tiles.choose, card, itemsize=itemsize, mean_rows=mean_rows, group=pages.group)
+    group = pages.group if isinstance(pages, PageTable) else 0  # unpacked numbers need no second sum
+    choose = partial(tiles.choose, card, itemsize=itemsize, mean_rows=mean_rows, group=group)
     double, single = choose(matrices=2 if activation.gated else 1), choose(matrices=1)
     slots = _slots(offsets, pages, rows, single.rows)
-    for part, source, into, index, tile in (
-        ("gate_up", x, active, tokens, double),
-        ("down", active, out, None, single),
+    for part, source, into, index, tile, by in (
+        ("gate_up", x, active, tokens, double, factor),
+        ("down", active, out, None, single, 1 / factor),
     ):
-        given, constants = arguments_of(pages, part, source, into, slots, index, tile, activation, wide=wide)
-        blocks = -(-into.shape[1] // tile.columns)
-        grid = (len(slots) * blocks,)
-        grouped_triton.grouped[grid](*given, **constants, num_warps=tile.warps, num_stages=tile.stages)
+        program, given, constants = program_of(pages, part, source, into, slots, index, tile, activation, by, wide=wide)
+        grid = (len(slots) * -(-into.shape[1] // tile.columns),)
+        program[grid](*given, **constants, num_warps=tile.warps, num_stages=tile.stages)
 
 
 def _launch_cuda(
@@ -196,7 +216,7 @@ def _launch_cuda(
     active: Tensor,
     out: Tensor,
 ) -> None:
-    height, factor = grouped_cuda.rows_of_slot(pages.group), shrink(x.dtype, pages)
+    height, factor = grouped_cuda.rows_of_slot(pages.group), shrink(x.dtype, out.dtype)
     slots = _slots(offsets, pages, out.shape[0], height)
     for part, source, into, index, by in (
         ("gate_up", x, active, tokens, factor),
@@ -206,7 +226,7 @@ def _launch_cuda(
         grouped_cuda.launch(*call)
 
 
-def _slots(offsets: Tensor, pages: PageTable, rows: int, height: int) -> Tensor:
+def _slots(offsets: Tensor, pages: ExpertTable, rows: int, height: int) -> Tensor:
     """Blocks of at most ``height`` rows of one expert: int32 [n, 3] (page, first row, row after the expert's last).
 
     In order of rows, then unused ones with page -1; n is the most that ``rows`` rows can need.
@@ -223,8 +243,8 @@ def _slots(offsets: Tensor, pages: PageTable, rows: int, height: int) -> Tensor:
     return slots
 
 
-def arguments_of(
-    pages: PageTable,
+def program_of(
+    pages: ExpertTable,
     part: str,
     x: Tensor,
     out: Tensor,
@@ -232,13 +252,52 @@ def arguments_of(
     tokens: Tensor | None,
     tile: tiles.Tile,
     activation: Activation,
+    factor: float = 1.0,
     *,
     wide: bool = False,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments and constants of `grouped_triton.grouped` for the matrices ``part``."""
-    depth, columns = x.shape[1], out.shape[1]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The Triton program of the product of ``x`` with the matrices ``part`` -> ``out``, its arguments and constants.
+
+    ``factor`` multiplies the activation, and the sums of ``down``.
+    """
+    from moelight.kernels.gpu import grouped_triton, quantized_triton
+
+    if isinstance(pages, QuantizedTable):
+        program: Any = quantized_triton.grouped_quantized
+        arguments, constants = quantized.arguments_of(pages, part, x, out, slots, tokens, tile, activation, wide=wide)
+    else:
+        assert isinstance(pages, PageTable)
+        program = grouped_triton.grouped
+        arguments, constants = _arguments_of(pages, part, x, out, slots, tokens, activation)
     by_hand = x.device.type == "cpu" and x.dtype == torch.bfloat16
-    factor = shrink(x.dtype, pages)
+    constants |= {
+        **_constants_of(activation, active=part == "gate_up"),
+        "GATHERED": tokens is not None,
+        "EVEN": x.shape[1] % tile.depth == 0,
+        "PRODUCT": torch.float32 if by_hand or wide else x.dtype,
+        "PRECISION": tile.precision,
+        "FACTOR": factor,
+        "BY_HAND": by_hand,
+        "BM": tile.rows,
+        "BN": tile.columns,
+        "BK": tile.depth,
+        "BAND": tile.band,
+    }
+    dtypes = {name: triton_dtype(value) for name, value in constants.items() if isinstance(value, torch.dtype)}
+    return program, arguments, constants | dtypes
+
+
+def _arguments_of(
+    pages: PageTable,
+    part: str,
+    x: Tensor,
+    out: Tensor,
+    slots: Tensor,
+    tokens: Tensor | None,
+    activation: Activation,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of `grouped_triton.grouped`, and those of its constants that say how matrices are stored."""
+    depth, columns = x.shape[1], out.shape[1]
     row = (0, 2, 4) if part == "gate_up" else (1, 3, 5)
     weights, scales, biases = (pages.table[i] for i in row)
     arguments = (
@@ -259,27 +318,15 @@ def arguments_of(
         slots.shape[0],
         activation.limit,
     )
-    constants = {
-        **_constants_of(activation, active=part == "gate_up"),
-        "GATHERED": tokens is not None,
-        "STORED": triton_dtype(pages.stored),
-        "SCALE": triton_dtype(pages.dtype_of(f"{part}_scale")),
-        "BIAS": triton_dtype(pages.dtype_of(f"{part}_bias")),
+    return arguments, {
+        "STORED": pages.stored,
+        "SCALE": pages.dtype_of(f"{part}_scale"),
+        "BIAS": pages.dtype_of(f"{part}_bias"),
         "INT4": pages.packed,
         "SCALED": pages.scaled,
         "BIASED": pages.biased,
         "GROUP": pages.group,
-        "EVEN": depth % tile.depth == 0,
-        "PRODUCT": triton_dtype(torch.float32 if by_hand or wide else x.dtype),
-        "PRECISION": tile.precision,
-        "FACTOR": factor if part == "gate_up" else 1 / factor,
-        "BY_HAND": by_hand,
-        "BM": tile.rows,
-        "BN": tile.columns,
-        "BK": tile.depth,
-        "BAND": tile.band,
     }
-    return arguments, constants
 
 
 def _constants_of(activation: Activation, *, active: bool) -> dict[str, Any]:

@@ -154,6 +154,45 @@ def finished(
     return total
 
 
+@triton.jit
+def place_of(columns, slot_count, BN: tl.constexpr, BAND: tl.constexpr):
+    """Slot of a program, and the first of its BN columns. Programs go over BAND slots for one block of columns, then
+    the next: rows are in the cache while a band's weights are read once."""
+    program = tl.program_id(0)
+    blocks = tl.cdiv(columns, BN)
+    first_slot = program // (BAND * blocks) * BAND
+    band = tl.minimum(slot_count - first_slot, BAND)
+    inside = program % (BAND * blocks)
+    return first_slot + inside % band, inside // band * BN
+
+
+@triton.jit
+def source_of(tokens, rows, live, row, x_rows, GATHERED: tl.constexpr):
+    """The rows of x of ``rows`` that are ``live``, else of ``row``."""
+    source = tl.where(live, rows, row).to(tl.int64)
+    if GATHERED:
+        source = tl.minimum(tl.maximum(tl.load(tokens + source), 0), x_rows - 1).to(tl.int64)
+    return source
+
+
+@triton.jit
+def rows_at(x, source, x_stride, step, depth, EVEN: tl.constexpr, PRODUCT: tl.constexpr, BK: tl.constexpr):
+    """Inputs step * BK on of the rows ``source`` [BM] of x, [BM, BK]; zeros beyond the last."""
+    k = step * BK + tl.arange(0, BK)
+    pointers = x + source[:, None] * x_stride + k[None, :]
+    a = tl.load(pointers) if EVEN else tl.load(pointers, mask=(k < depth)[None, :], other=0.0)
+    return a.to(PRODUCT)
+
+
+@triton.jit
+def store_rows(out, total, rows, live, first, columns, BY_HAND: tl.constexpr, BN: tl.constexpr):
+    """total [BM, BN] into ``rows`` [BM] of out [R, columns], columns ``first`` on."""
+    column = first + tl.arange(0, BN)
+    pointers = out + rows.to(tl.int64)[:, None] * columns + column[None, :]
+    result = rounded(total, out.dtype.element_ty, BY_HAND)
+    tl.store(pointers, result, mask=live[:, None] & (column < columns)[None, :])
+
+
 @triton.jit(do_not_specialize=["x_rows", "slot_count", "limit", "up_bias"])
 def grouped(
     x,
@@ -205,25 +244,16 @@ def grouped(
 
     weights, scales and biases are int64 addresses, one per page; 0 for an expert that is computed elsewhere, whose
     rows are zeros. Rows of a matrix are row_step and its columns column_step apart; where GATED the number of up is
-    up_step behind that of its gate. The activation, or else the product, is multiplied by FACTOR. Programs go over BAND
-    slots for one block of columns, then the next: rows are in the cache while a band's weights are read once.
+    up_step behind that of its gate. The activation, or else the product, is multiplied by FACTOR.
     """
-    program = tl.program_id(0)
-    blocks = tl.cdiv(columns, BN)
-    first_slot = program // (BAND * blocks) * BAND
-    band = tl.minimum(slot_count - first_slot, BAND)
-    inside = program % (BAND * blocks)
-    slot = first_slot + inside % band
-    first = inside // band * BN
+    slot, first = place_of(columns, slot_count, BN, BAND)
     page = tl.load(slots + slot * 3)
     if page < 0:
         return
     row = tl.load(slots + slot * 3 + 1)
     rows = row + tl.arange(0, BM)
     live = rows < tl.load(slots + slot * 3 + 2)
-    source = tl.where(live, rows, row).to(tl.int64)
-    if GATHERED:
-        source = tl.minimum(tl.maximum(tl.load(tokens + source), 0), x_rows - 1).to(tl.int64)
+    source = source_of(tokens, rows, live, row, x_rows, GATHERED)
 
     address = tl.load(weights + page)
     there = (tl.zeros((BN,), dtype=tl.int64) + address) != 0
@@ -241,12 +271,7 @@ def grouped(
     total = tl.zeros((BM, BN), dtype=tl.float32)
     total_up = tl.zeros((BM, BN), dtype=tl.float32)
     for step in range(tl.cdiv(tl.where(address != 0, depth, 0), BK)):
-        k = step * BK + tl.arange(0, BK)
-        pointers = x + source[:, None] * x_stride + k[None, :]
-        if EVEN:
-            a = tl.load(pointers).to(PRODUCT)
-        else:
-            a = tl.load(pointers, mask=(k < depth)[None, :], other=0.0).to(PRODUCT)
+        a = rows_at(x, source, x_stride, step, depth, EVEN, PRODUCT, BK)
         total = step_of_product(
             total, a, weight, scale, column, step, row_elements, row_step, column_step, groups,
             INT4, GROUP, EVEN, PRODUCT, PRECISION, BM, BK,
@@ -264,7 +289,4 @@ def grouped(
         )
     if ACTIVE:
         total = activated(total, total_up, limit, CURVE, ALPHA, SHIFT, LIMITED, LATE, GATED) * FACTOR
-    column = first + tl.arange(0, BN)
-    pointers = out + rows.to(tl.int64)[:, None] * columns + column[None, :]
-    result = rounded(total, out.dtype.element_ty, BY_HAND)
-    tl.store(pointers, result, mask=live[:, None] & (column < columns)[None, :])
+    store_rows(out, total, rows, live, first, columns, BY_HAND, BN)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,30 +44,22 @@ class Steps:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PageTable:
-    """Matrices of P pages, of which E experts choose. Created by `of`, which checks; the pages may change their bytes.
+class ExpertTable:
+    """Addresses of the matrices of P pages, of which E experts choose; the pages may change their bytes.
 
-    ``table`` int64 [6, P + 1]: addresses in the order of PARTS, 0 for absent ones; the last column is the page of
-    experts without one. ``index`` int32 [E]: the page of each expert; any other number: none, because another processor
-    computes the expert. ``group``: inputs with one scale, 0 if a row has one or none. ``parts`` has for each part a
-    tuple of P tensors or None, or an empty tuple. ``steps``: within gate_up and down. ``activation``: between them.
+    ``table`` int64 [tensors of a page, P + 1]: addresses, 0 for absent ones; the last column is the page of experts
+    without one. ``index`` int32 [E]: the page of each expert; any other number: none, because another processor
+    computes the expert. ``parts`` has for each part a tuple of P matrices, biases or None, or an empty tuple.
+    ``activation``: between gate_up and down.
     """
 
     hidden: int
     width: int
-    stored: torch.dtype
-    group: int
-    parts: dict[str, tuple[Tensor | None, ...]]
+    parts: dict[str, tuple[Any, ...]]
     table: Tensor
     index: Tensor
-    steps: dict[str, Steps]
     activation: Activation = SILU
     interleaved: bool = False
-
-    @property
-    def plain(self) -> bool:
-        """True if rows of the gate, then of up, are one matrix, and all rows are contiguous."""
-        return self.activation.gated and all(steps.plain for steps in self.steps.values())
 
     @property
     def experts(self) -> int:
@@ -75,6 +68,32 @@ class PageTable:
     @property
     def pages(self) -> int:
         return self.table.shape[1] - 1
+
+    def chosen_by(self, index: Tensor, activation: Activation | None = None) -> ExpertTable:
+        """The same pages for the experts of ``index`` int32 [E], on the same device; E at least 1. The numbers are read
+        when kernels run. ``activation``: of these experts, if another."""
+        check_tensor("index", index, torch.int32, (None,), device=self.table.device, gap=False)
+        if not index.numel():
+            raise ValueError("index: names the page of no expert")
+        return replace(self, index=index, activation=activation or self.activation)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PageTable(ExpertTable):
+    """Matrices of floats, or of integers with scales. Created by `of`, which checks.
+
+    ``table``: in the order of PARTS. ``group``: inputs with one scale, 0 if a row has one or none. ``steps``: within
+    gate_up and down.
+    """
+
+    stored: torch.dtype
+    group: int
+    steps: dict[str, Steps]
+
+    @property
+    def plain(self) -> bool:
+        """True if rows of the gate, then of up, are one matrix, and all rows are contiguous."""
+        return self.activation.gated and all(steps.plain for steps in self.steps.values())
 
     @property
     def packed(self) -> bool:
@@ -93,14 +112,6 @@ class PageTable:
     def dtype_of(self, part: str) -> torch.dtype:
         """Dtype of a part's tensors; float32 if there are none."""
         return next((tensor.dtype for tensor in self.parts[part] if tensor is not None), torch.float32)
-
-    def chosen_by(self, index: Tensor, activation: Activation | None = None) -> PageTable:
-        """The same pages for the experts of ``index`` int32 [E], on the same device; E at least 1. The numbers are read
-        when kernels run. ``activation``: of these experts, if another."""
-        check_tensor("index", index, torch.int32, (None,), device=self.table.device, gap=False)
-        if not index.numel():
-            raise ValueError("index: names the page of no expert")
-        return replace(self, index=index, activation=activation or self.activation)
 
     @staticmethod
     def of(

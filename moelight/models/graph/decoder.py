@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from moelight.core.errors import ScheduleError
 from moelight.kernels import native
 from moelight.kernels.activations import Activation
-from moelight.kernels.gpu.pages import PageTable
+from moelight.kernels.gpu.pages import ExpertTable
 from moelight.kernels.products import Workspace
 from moelight.models.decoder import Rows, Watch
 from moelight.models.graph.effects import Attend, Effect, Ended, Experts, Latents, MixerPassed
@@ -169,7 +169,7 @@ class GraphDecoder:
         """All rows of the micro-batch to the page of dense ``layer``."""
 
         def resume(experts: Pages) -> None:
-            assert not isinstance(experts, PageTable)
+            assert not isinstance(experts, ExpertTable)
             (bind,) = experts
             assert callable(bind), f"the page of layer {layer} is not there"
             bind(hidden)
@@ -196,6 +196,12 @@ class GraphDecoder:
             for page in pages
             if not isinstance(page, Tensor)
         ]
+
+    def kind_of(self, layer: int) -> int | None:
+        return 0 if self._quantized is None else self._quantized.kind_of(layer)
+
+    def matrices(self, kind: int, pages: Sequence[Any]) -> Sequence[tuple[Tensor, Tensor] | Matrices]:
+        return pages if self._quantized is None else self._quantized.of_kind(kind, pages)
 
     def predict_experts(self, layer: int, hidden: Tensor, running: Running) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """By the block of ``layer`` on the input of the last layer's experts: what the graph adds to it is within."""

@@ -1,0 +1,121 @@
+"""Experts of quantised pages beside the same numbers in 16 bits, by the grouped kernels, at few rows and at many.
+
+    python -m gpu_sections.unpacking --device cuda
+
+A process of its own. Pages rotate over more memory than a card's caches hold. The last line is JSON: seconds of a layer
+in each format and at each number of rows an expert.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moelight.kernels.gpu.grouped import expert_ffn
+from moelight.kernels.gpu.pages import ExpertTable, PageTable
+from moelight.kernels.gpu.quantized import QuantizedTable
+from moelight.kernels.gpu.serving import card_lacks_bfloat16, expert_kernel
+from moelight.kernels.quantized import QuantizedMatrix
+from moelight.profiles import stored as formats
+from moelight.profiles.stored import GGML_FORMATS, StoredFormat
+from moelight.runtime.machine import find_machine
+
+PACKED = StoredFormat(
+    name="int4",
+    kind=formats.PACKED,
+    bits=4,
+    scale="BF16",
+    group=128,
+    names=(".weight_packed", ".weight_scale", ".weight_zero_point"),
+)
+FORMATS = {
+    "int4": PACKED,
+    "gptq int4": formats.gptq(bits=4, group=128, order=False),
+    "fp8 blocks": formats.fp8(block=(128, 128), scale="F32"),
+    "mxfp4": formats.mxfp4(("_blocks", "_scales")),
+    "Q4_K": GGML_FORMATS["Q4_K"],
+    "Q6_K": GGML_FORMATS["Q6_K"],
+    "Q8_0": GGML_FORMATS["Q8_0"],
+}
+_DTYPES = {"I32": torch.int32, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+ROWS = (1, 16, 64, 512)
+EXPERTS, HIDDEN, WIDTH, COPIES = 16, 2048, 768, 8
+SMALL = (2, 256, 256, 1)
+
+
+def matrix(stored: StoredFormat, rows: int, columns: int, device: torch.device) -> QuantizedMatrix:
+    """Any codes and small scales."""
+    parts = {}
+    for part in stored.parts(rows, columns):
+        if (name := part.dtypes[0]) in _FLOATS:
+            parts[part.suffix] = torch.full(part.shape, 1e-3, dtype=_FLOATS[name], device=device)
+        elif part.suffix in stored.names:
+            some = torch.randint(0, 8, (part.nbytes,), dtype=torch.uint8, device=device)
+            parts[part.suffix] = some.view(_DTYPES[name]).view(part.shape)
+    return QuantizedMatrix(stored=stored, rows=rows, columns=columns, parts=parts)
+
+
+def tables(form: str, sizes: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> list[ExpertTable]:
+    """As many layers as rotate."""
+    experts, hidden, width, copies = sizes
+    shapes = ((2 * width, hidden), (hidden, width))
+    if form == "16 bits":
+        return [
+            PageTable.of(*([torch.randn(shape, device=device).to(dtype) for _ in range(experts)] for shape in shapes))
+            for _ in range(copies)
+        ]
+    return [
+        QuantizedTable.of(*([matrix(FORMATS[form], *shape, device) for _ in range(experts)] for shape in shapes))
+        for _ in range(copies)
+    ]
+
+
+def seconds_of(work: Callable[[int], Any], device: torch.device, rounds: int) -> float:
+    """Median seconds of ``work``, by number."""
+    found = []
+    for number in range(rounds + 2):  # the first ones compile
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        work(number)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - began)
+    return statistics.median(found[2:])
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--small", action="store_true", help="sizes for a machine without a card")
+    args = parser.parse_args()
+    device = find_machine(args.device).device
+    sizes = SMALL if args.small else (EXPERTS, HIDDEN, WIDTH, COPIES)
+    experts, hidden, _, copies = sizes
+    dtype, found = torch.float16 if card_lacks_bfloat16(device) else torch.bfloat16, []
+    for form in ("16 bits", *FORMATS):
+        layers = tables(form, sizes, device, dtype)
+        for rows in ROWS[:2] if args.small else ROWS:
+            x = torch.randn(experts * rows, hidden, device=device).to(dtype)
+            offsets = torch.arange(0, len(x) + 1, rows, dtype=torch.int32, device=device)
+            seconds = seconds_of(
+                lambda number, x=x, layers=layers, offsets=offsets: expert_ffn(x, layers[number % copies], offsets),
+                device,
+                3 if args.small else 10,
+            )
+            found.append({"format": form, "rows": rows, "seconds": seconds})
+        del layers
+    kernel, why = expert_kernel(device, dtype, 1, plain=False)
+    print(json.dumps({"kernel": kernel, "why": why, "sizes": sizes, "products": found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""Experts whose matrices are quantised, for the grouped kernels of a GPU: addresses of the stored tensors of all pages.
+
+`grouped.expert_ffn` computes with them as with a `PageTable`. Every wrong argument is a ValueError that names it.
+
+Legend: P pages, E experts, H hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelight.kernels.activations import SILU, Activation
+from moelight.kernels.arguments import FLOATS, check_tensor
+from moelight.kernels.gpu import tiles
+from moelight.kernels.gpu.pages import ALIGNMENT_BYTES, ExpertTable
+from moelight.kernels.quantized import QuantizedMatrix, parts_checked
+from moelight.profiles.stored import GGML, PLAIN, SCALED, StoredFormat, plain
+
+MATRICES = ("gate_up", "up", "down")
+TENSORS = ("codes", "scales", "zero points", "order", "bias")  # rows of a matrix in the table of addresses
+_MOST_BYTES = 2**31 - 1  # of a tensor: kernels count in 32 bits
+_GGML_SHARED = {"Q2_K": 16, "Q3_K": 16, "Q6_K": 16}  # numbers with one scale, where they are not 32
+_PLAIN = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+# As which the kernels load the bytes of narrow floats.
+_LOADED_AS = {torch.float8_e4m3fn: torch.uint8, torch.float8_e8m0fnu: torch.uint8}
+
+Weights = Sequence[QuantizedMatrix | Tensor | None]
+Biases = Sequence[Tensor | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MatrixForm:
+    """What is the same in the matrix of every page: its format, ``rows``, ``columns``, and the dtypes of its tensors by
+    suffix; ``bias``: that of its bias, None without one."""
+
+    stored: StoredFormat
+    rows: int
+    columns: int
+    dtypes: tuple[tuple[str, torch.dtype], ...]
+    bias: torch.dtype | None
+
+    def dtype_of(self, place: int) -> torch.dtype:
+        """The dtype as which kernels load the codes (0) or scales (1); that of the codes if there are none."""
+        names, dtypes = self.stored.names, dict(self.dtypes)
+        found = dtypes.get(names[place] if place < len(names) else "", dtypes[names[0]])
+        return _LOADED_AS.get(found, found)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class QuantizedTable(ExpertTable):
+    """Quantised matrices of P pages, of which E experts choose. Created by `of`, which checks.
+
+    ``table`` int64 [3 * 5, P + 1]: addresses of `TENSORS` of each of `MATRICES`; where gate and up are one matrix, up's
+    are those of gate_up. ``forms``: of gate_up and down.
+    """
+
+    forms: Mapping[str, MatrixForm]
+
+    @staticmethod
+    def of(
+        gate_up: Weights,
+        down: Weights,
+        *,
+        up: Weights | None = None,
+        gate_up_bias: Biases | None = None,
+        up_bias: Biases | None = None,
+        down_bias: Biases | None = None,
+        activation: Activation = SILU,
+        interleaved: bool = False,
+    ) -> QuantizedTable:
+        """Table of one matrix per page, at any addresses of one device; None for an expert computed elsewhere. Waits
+        for its copy to the device: tables are made at loading.
+
+        gate_up, up, down  as in `cpu_expert_ffn`: `QuantizedMatrix`, each list in one format, that of ``up`` being
+                           gate_up's; or plain matrices (floats), contiguous
+        *_bias             float32, bfloat16 or float16
+
+        Tensors begin at multiples of 16 bytes.
+        """
+        weights = {"gate_up": gate_up, "up": up or (), "down": down}
+        biases = {"gate_up": gate_up_bias or (), "up": up_bias or (), "down": down_bias or ()}
+        matrices = {name: _matrices(name, each) for name, each in weights.items()}
+        forms = {
+            name: _form(name, each, biases[name], len(gate_up), bool(down_bias))
+            for name, each in matrices.items()
+            if name != "up" or up is not None
+        }
+        if up is not None and forms["up"] != forms["gate_up"]:
+            raise ValueError("up: must be stored as gate_up is")
+        halves = 2 if activation.gated and up is None else 1
+        width, hidden = forms["gate_up"].rows // halves, forms["gate_up"].columns
+        if forms["gate_up"].rows % halves or (forms["down"].rows, forms["down"].columns) != (hidden, width):
+            found = f"[{forms['down'].rows}, {forms['down'].columns}]"
+            raise ValueError(f"down: must have shape [{hidden}, {width}], has {found}")
+        device = next(iter(next(each for each in matrices["gate_up"] if each is not None).parts.values())).device
+        each = {name: _addresses(matrices[name], biases[name]) for name in forms}
+        rows = [row for name in MATRICES for row in each.get(name, each["gate_up"])]
+        parts: dict[str, tuple[Any, ...]] = {name: tuple(given) for name, given in weights.items()}
+        return QuantizedTable(
+            hidden=hidden,
+            width=width,
+            parts=parts | {f"{name}_bias": tuple(given) for name, given in biases.items()},
+            table=torch.tensor(rows, dtype=torch.int64).to(device),
+            index=torch.arange(len(gate_up), dtype=torch.int32, device=device),
+            activation=activation,
+            interleaved=interleaved,
+            forms=forms,
+        )
+
+
+def _matrices(name: str, weights: Any) -> list[QuantizedMatrix | None]:
+    """``weights``, plain numbers as matrices of a plain format; all checked."""
+    if not isinstance(weights, (list, tuple)):
+        raise ValueError(f"{name}: must be a list of matrices, is {type(weights).__name__}")
+    found: list[QuantizedMatrix | None] = []
+    for e, weight in enumerate(weights):
+        matrix = weight
+        if isinstance(weight, Tensor):
+            rows, columns = check_tensor(f"{name}: entry {e}", weight, FLOATS, (None, None), device=None, gap=False)
+            stored = plain(_PLAIN[weight.dtype])
+            matrix = QuantizedMatrix(stored=stored, rows=rows, columns=columns, parts={stored.names[0]: weight})
+        if matrix is not None:
+            if not isinstance(matrix, QuantizedMatrix):
+                raise ValueError(f"{name}: entry {e} must be a matrix, is {type(weight).__name__}")
+            for part, tensor in parts_checked(f"{name}: entry {e}", matrix).parts.items():
+                if tensor.data_ptr() % ALIGNMENT_BYTES or tensor.nbytes > _MOST_BYTES:
+                    raise ValueError(
+                        f"{name}: entry {e}: {part} must begin at a multiple of {ALIGNMENT_BYTES} bytes, and have at "
+                        f"most {_MOST_BYTES} of them"
+                    )
+        found.append(matrix)
+    return found
+
+
+def _form(name: str, matrices: Sequence[QuantizedMatrix | None], biases: Any, pages: int, biased: bool) -> MatrixForm:
+    """The form that all ``matrices`` have."""
+    if len(matrices) != pages or (len(biases) != pages if biased else biases):
+        raise ValueError(f"{name}: must have {pages} entries, one for each page, and as many biases if any has some")
+    found = set()
+    for e, matrix in enumerate(matrices):
+        bias = biases[e] if biased else None
+        if matrix is None:
+            continue
+        if bias is not None:
+            check_tensor(f"{name}_bias: entry {e}", bias, FLOATS, (matrix.rows,), device=None, gap=False)
+        dtypes = tuple((part, tensor.dtype) for part, tensor in matrix.parts.items() if part in matrix.stored.names)
+        kind = None if bias is None else bias.dtype
+        form = MatrixForm(stored=matrix.stored, rows=matrix.rows, columns=matrix.columns, dtypes=dtypes, bias=kind)
+        found.add(form)
+    if len(found) != 1:
+        raise ValueError(f"{name}: must be of one format and size, and some page must have it")
+    return found.pop()
+
+
+def _addresses(matrices: Sequence[QuantizedMatrix | None], biases: Biases) -> list[list[int]]:
+    """Of `TENSORS`, one a page and 0 for the page of experts without one; 0 where there is none."""
+
+    def at(find: Callable[[QuantizedMatrix], Tensor | None]) -> list[int]:
+        tensors = (None if matrix is None else find(matrix) for matrix in matrices)
+        return [0 if tensor is None else tensor.data_ptr() for tensor in tensors] + [0]
+
+    def part(place: int) -> list[int]:
+        return at(lambda matrix: matrix.parts.get((*matrix.stored.names, "", "", "")[place]))
+
+    bias = [0 if each is None else each.data_ptr() for each in biases or [None] * len(matrices)]
+    return [*(part(place) for place in range(4)), [*bias, 0]]
+
+
+def arguments_of(
+    pages: QuantizedTable,
+    part: str,
+    x: Tensor,
+    out: Tensor,
+    slots: Tensor,
+    tokens: Tensor | None,
+    tile: tiles.Tile,
+    activation: Activation,
+    *,
+    wide: bool = False,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of `quantized_triton.grouped_quantized` for the matrices ``part``, and those of its constants that say
+    how they are stored."""
+    form, depth = pages.forms[part], x.shape[1]
+    stored, columns = form.stored, out.shape[1]
+    joined = part == "gate_up" and activation.gated and "up" not in pages.forms
+    row_step, up_row = (2, 1) if joined and pages.interleaved else (1, columns if joined else 0)
+    arguments = (
+        x,
+        x if tokens is None else tokens,
+        out,
+        slots,
+        pages.table,
+        pages.table.stride(0),
+        x.shape[0],
+        x.stride(0),
+        depth,
+        columns,
+        form.rows,
+        row_step,
+        up_row,
+        stored.groups(depth),
+        slots.shape[0],
+        activation.limit,
+    )
+    return arguments, {
+        "GATE": MATRICES.index(part) * len(TENSORS),
+        "UP": MATRICES.index("up" if part == "gate_up" else part) * len(TENSORS),
+        "BIAS": form.bias or torch.float32,
+        "BIASED": form.bias is not None,
+        "NUMBER": torch.float32 if wide else x.dtype,
+        **format_constants(form, tile.depth),
+    }
+
+
+def format_constants(form: MatrixForm, depth: int) -> dict[str, Any]:
+    """Those constants of `quantized_triton.unpacked` that say the format, and the dtypes of codes and scales; for tiles
+    of ``depth`` inputs."""
+    stored = form.stored
+    codes = "fp8" if stored.codes == "F8_E4M3" else "int8"
+    group = stored.block if stored.kind == GGML else stored.group
+    shared = 1 if stored.order else min(group & -group or depth, depth)
+    if stored.kind == GGML:
+        shared = _GGML_SHARED.get(stored.name, 32)
+    return {
+        "CODES": form.dtype_of(0),
+        "SCALE": form.dtype_of(1),
+        "KIND": stored.kind,
+        "NAME": stored.name if stored.kind == GGML else codes if stored.kind == SCALED else "",
+        "BITS": stored.bits,
+        "BYTES": stored.block_bytes,
+        "GROUP": group,
+        "GROUP_ROWS": stored.group_rows,
+        "TRANSPOSED": stored.transposed,
+        "SHARED": shared,
+        "ZEROS": stored.zero_points,
+        "ZERO_BIAS": stored.zero_bias,
+        "ORDER": stored.order,
+        "EXPONENT": stored.kind not in (GGML, PLAIN) and form.dtype_of(1) == torch.uint8,
+    }

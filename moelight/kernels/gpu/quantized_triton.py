@@ -1,0 +1,598 @@
+"""Experts whose matrices are quantised, in Triton, for compute capability 7.5 and later: the numbers of a tile of any
+format of `profiles.stored`, from the stored bytes, and the grouped product over such tiles.
+
+Each unpacker gives the tile [K, N] float32 of K inputs, from ``first`` on, of the N stored rows ``row``, as
+`kernels.quantized` defines them: the same operations in float32, so the same bits. K and N are powers of two, and K at
+least 32. Values that several inputs share are loaded once and repeated in registers. Inputs beyond the last one repeat
+it (or others of its word), which is in memory, and finite wherever the matrix is. No conversion of a narrow float is
+needed: E4M3, E2M1 and E8M0 are put together from their bits, on every card alike.
+
+The product is `grouped_triton.grouped` over these tiles, each number rounded to the dtype of the rows, so that results
+are those of the numbers. A tile is unpacked once for a block of rows; the height of the blocks grows with the rows of
+an expert (`tiles.choose`), and so does what an unpacking serves.
+"""
+
+import triton
+import triton.language as tl
+
+from moelight.kernels.gpu.grouped_triton import activated, place_of, rounded, rows_at, source_of, store_rows
+
+
+def _four(*values: int) -> tl.constexpr:
+    """Four signed bytes as one word, the first lowest."""
+    return tl.constexpr(int.from_bytes(bytes(value & 255 for value in values), "little", signed=True))
+
+
+# The numbers of IQ4_NL's and IQ4_XS's codes.
+_IQ4_0 = _four(-127, -104, -83, -65)
+_IQ4_4 = _four(-49, -35, -22, -10)
+_IQ4_8 = _four(1, 13, 25, 38)
+_IQ4_12 = _four(53, 69, 89, 113)
+_E2M1_DOUBLED = tl.constexpr(0xC8643210 - (1 << 32))  # 0, 1, 2, 3, 4, 6, 8, 12 in four bits each
+# Bits of float32 numbers.
+_LEAST_POWER = tl.constexpr(0x00400000)  # 2^-127, below the normal numbers
+_TWO_TO_23 = tl.constexpr(0x4B000000)
+_NAN = tl.constexpr(0x7FC00000)
+
+
+@triton.jit
+def repeat_rows(values, TIMES: tl.constexpr):
+    """values [n, N] -> [n * TIMES, N], each row TIMES times; one row is left to broadcasting."""
+    if TIMES == 1 or values.shape[0] == 1:
+        result = values
+    else:
+        rows: tl.constexpr = values.shape[0]
+        columns: tl.constexpr = values.shape[1]
+        wide = tl.broadcast_to(tl.expand_dims(values, 1), (rows, TIMES, columns))
+        result = tl.reshape(wide, (rows * TIMES, columns))
+    return result
+
+
+@triton.jit
+def inputs(first, depth, EVEN: tl.constexpr, COUNT: tl.constexpr, EACH: tl.constexpr):
+    """Each EACH-th of COUNT * EACH inputs from ``first`` on; below ``depth``, which they reach unless EVEN."""
+    k = first + tl.arange(0, COUNT) * EACH
+    if not EVEN:
+        k = tl.minimum(k, depth - 1)
+    return k
+
+
+@triton.jit
+def whole(code):
+    """Codes (int32, 0 to 2^23) as float32, by their bits: conversions run at a quarter of the rate."""
+    return (code | _TWO_TO_23).to(tl.float32, bitcast=True) - 8388608.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Narrow floats, by their bits.
+
+
+@triton.jit
+def e4m3(code):
+    """Numbers of E4M3 codes (uint8)."""
+    size = (code & 127).to(tl.uint32)
+    normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    found = tl.where(size < 8, whole(size) * 0.001953125, normal)
+    bits = found.to(tl.uint32, bitcast=True) | ((code & 128).to(tl.uint32) << 24)
+    bits = tl.where(size == 127, bits * 0 + _NAN, bits)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e2m1(code):
+    """Numbers of E2M1 codes (int32, 0 to 15): 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same negative."""
+    table = (code & 0) | _E2M1_DOUBLED  # the interpreter shifts no constant
+    size = whole((table >> ((code & 7) * 4)) & 15) * 0.5
+    return tl.where(code < 8, size, -size)
+
+
+@triton.jit
+def e8m0(exponent):
+    """Powers of two by exponents (uint8) biased by 127."""
+    bits = exponent.to(tl.uint32) << 23
+    bits = tl.where(exponent == 0, bits + _LEAST_POWER, bits)
+    return tl.where(exponent == 255, bits * 0 + _NAN, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def iq4(code):
+    """Numbers of the codes (int32, 0 to 15) of IQ4_NL and IQ4_XS."""
+    low = tl.where(code < 4, _IQ4_0, _IQ4_4)
+    high = tl.where(code < 12, _IQ4_8, _IQ4_12)
+    byte = tl.where(code < 8, low, high) >> ((code & 3) * 8)
+    return whole((byte & 255) ^ 128) - 128.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Codes, scales and zero points in tensors of their own.
+
+
+@triton.jit
+def codes_of_words(
+    words, row, first, depth, word_step, row_step, BITS: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr
+):
+    """Codes (int32) of words along the inputs, the lowest bits first."""
+    EACH: tl.constexpr = 32 // BITS
+    word = inputs(first, depth, EVEN, K // EACH, EACH) // EACH
+    found = tl.load(words + row[None, :] * row_step + word[:, None] * word_step)
+    shift = (tl.arange(0, K) % EACH) * BITS
+    return (repeat_rows(found, EACH) >> shift[:, None]) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def codes_by_row(words, row, k, k_step, row_step, BITS: tl.constexpr, AWQ: tl.constexpr):
+    """Codes (int32) [len(k), N] of words that hold neighbouring rows; AWQ's are in the order 0, 2, 4, 6, 1, 3, 5, 7.
+
+    Of a word the byte with the code is loaded: pipelines copy what they load, and would copy a word for each code."""
+    EACH: tl.constexpr = 32 // BITS
+    place = row % EACH
+    if AWQ:
+        place = place // 2 + place % 2 * 4
+    byte = words.to(tl.pointer_type(tl.uint8)) + k[:, None] * k_step * 4
+    found = tl.load(byte + (row // EACH * row_step * 4 + place * BITS // 8)[None, :]).to(tl.int32)
+    return (found >> (place * BITS % 8)[None, :]) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def loaded_byte(pointers, NAME: tl.constexpr):
+    """The numbers of 8-bit codes, ``fp8`` (as uint8) or ``int8``, in float32."""
+    found = tl.load(pointers)
+    return e4m3(found) if NAME == "fp8" else found.to(tl.float32)
+
+
+@triton.jit
+def groups_of(
+    order,
+    first,
+    depth,
+    groups,
+    GROUP: tl.constexpr,
+    SHARED: tl.constexpr,
+    ORDER: tl.constexpr,
+    EVEN: tl.constexpr,
+    K: tl.constexpr,
+):
+    """The group of each SHARED-th input."""
+    k = inputs(first, depth, EVEN, K // SHARED, SHARED)
+    if ORDER:
+        found = tl.minimum(tl.maximum(tl.load(order + k), 0), groups - 1)
+    elif GROUP == 0:
+        found = k * 0
+    else:
+        found = k // GROUP
+    return found
+
+
+@triton.jit
+def loaded_scale(pointers, EXPONENT: tl.constexpr):
+    """Scales in float32; EXPONENT: stored as E8M0."""
+    found = tl.load(pointers)
+    return e8m0(found) if EXPONENT else found.to(tl.float32)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Blocks of ggml: the layouts of ggml/src/ggml-common.h, as in `kernels.quantized`.
+
+
+@triton.jit
+def block_bytes(blocks, row, k, at, row_bytes, BLOCK: tl.constexpr, BYTES: tl.constexpr):
+    """The byte ``at`` (one, or of each k) of the block that holds input k, uint8 [len(k), N]."""
+    return tl.load(blocks + row[None, :] * row_bytes + (k // BLOCK * BYTES + at)[:, None])
+
+
+@triton.jit
+def block_half(blocks, row, k, row_bytes, AT: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr):
+    """The float16 number at byte AT of the block that holds input k, as float32 [len(k), N]."""
+    pointers = blocks + row[None, :] * row_bytes + (k // BLOCK * BYTES + AT)[:, None]
+    return tl.load(pointers.to(tl.pointer_type(tl.float16))).to(tl.float32)
+
+
+@triton.jit
+def block_code(blocks, row, k, at, shift, row_bytes, MASK: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr):
+    """Bits of the byte ``at`` from ``shift`` on, int32 [len(k), N]."""
+    byte = block_bytes(blocks, row, k, at, row_bytes, BLOCK, BYTES).to(tl.int32)
+    return (byte >> shift[:, None]) & MASK
+
+
+@triton.jit
+def small_blocks(blocks, row, k, g, row_bytes, NAME: tl.constexpr, BYTES: tl.constexpr):
+    """Types of blocks of 32 numbers, of which each input of ``g`` is in another."""
+    n = k % 32
+    if NAME == "Q8_0":
+        code = block_bytes(blocks, row, k, n + 2, row_bytes, 32, BYTES).to(tl.int8, bitcast=True).to(tl.float32)
+    else:
+        # What is ahead of the codes: the scale; in types of 4 n bytes a minimum; in larger ones the fifth bits.
+        AHEAD: tl.constexpr = BYTES - 16
+        code = block_code(blocks, row, k, n % 16 + AHEAD, n // 16 * 4, row_bytes, 15, 32, BYTES)
+        if BYTES > 20:
+            fifth = block_code(blocks, row, k, n // 8 + (AHEAD - 4), n % 8, row_bytes, 1, 32, BYTES)
+            code = code | (fifth << 4)
+        if NAME == "IQ4_NL":
+            code = iq4(code)
+        elif NAME == "MXFP4":
+            code = e2m1(code)
+        elif NAME == "Q4_0":
+            code = whole(code) - 8.0
+        elif NAME == "Q5_0":
+            code = whole(code) - 16.0
+        else:
+            code = whole(code)
+    if NAME == "MXFP4":
+        scale = e8m0(block_bytes(blocks, row, g, g * 0, row_bytes, 32, BYTES))
+    else:
+        scale = block_half(blocks, row, g, row_bytes, 0, 32, BYTES)
+    result = repeat_rows(scale, 32) * code
+    if BYTES % 4 == 0:
+        result += repeat_rows(block_half(blocks, row, g, row_bytes, 2, 32, BYTES), 32)
+    return result
+
+
+@triton.jit
+def k_minima(blocks, row, k, g, row_bytes, NAME: tl.constexpr, BYTES: tl.constexpr):
+    """Q4_K and Q5_K: scales and minima of 6 bits for each 32 of 256 numbers, one of which each input of ``g`` is."""
+    s, n = g % 256 // 32, k % 256
+    # Of the upper four, four bits are in the last bytes and two are the highest ones of the bytes of the lower four.
+    low = block_bytes(blocks, row, g, s % 4 + 4, row_bytes, 256, BYTES).to(tl.int32)
+    low_least = block_bytes(blocks, row, g, s % 4 + 8, row_bytes, 256, BYTES).to(tl.int32)
+    both = block_bytes(blocks, row, g, s % 4 + 12, row_bytes, 256, BYTES).to(tl.int32)
+    upper = (s >= 4)[:, None]
+    scale = tl.where(upper, (both & 15) | ((low >> 2) & 48), low & 63).to(tl.float32)
+    least = tl.where(upper, (both >> 4) | ((low_least >> 2) & 48), low_least & 63).to(tl.float32)
+    scale *= block_half(blocks, row, g, row_bytes, 0, 256, BYTES)
+    least *= block_half(blocks, row, g, row_bytes, 2, 256, BYTES)
+    code = block_code(blocks, row, k, n // 64 * 32 + n % 32 + (BYTES - 128), n // 32 % 2 * 4, row_bytes, 15, 256, BYTES)
+    if NAME == "Q5_K":
+        code = code | (block_code(blocks, row, k, n % 32 + 16, n // 32, row_bytes, 1, 256, BYTES) << 4)
+    return repeat_rows(scale, 32) * whole(code) - repeat_rows(least, 32)
+
+
+@triton.jit
+def k_sixteens(blocks, row, k, g, row_bytes, NAME: tl.constexpr, BYTES: tl.constexpr):
+    """Q2_K, Q3_K and Q6_K: a scale for each 16 of 256 numbers, one of which each input of ``g`` is."""
+    s, n = g % 256 // 16, k % 256
+    quarter, pair = n // 128 * 32 + n % 32, n // 32 % 4 * 2  # byte and shift of two bits of a number
+    if NAME == "Q2_K":
+        packed = block_bytes(blocks, row, g, s, row_bytes, 256, BYTES).to(tl.int32)
+        scale = block_half(blocks, row, g, row_bytes, 80, 256, BYTES) * (packed & 15).to(tl.float32)
+        least = block_half(blocks, row, g, row_bytes, 82, 256, BYTES) * (packed >> 4).to(tl.float32)
+        code = block_code(blocks, row, k, quarter + 16, pair, row_bytes, 3, 256, BYTES)
+        result = repeat_rows(scale, 16) * whole(code) - repeat_rows(least, 16)
+    elif NAME == "Q3_K":
+        low = block_code(blocks, row, g, s % 8 + 96, s // 8 * 4, row_bytes, 15, 256, BYTES)
+        high = block_code(blocks, row, g, s % 4 + 104, s // 4 * 2, row_bytes, 3, 256, BYTES)
+        scale = block_half(blocks, row, g, row_bytes, 108, 256, BYTES) * ((low | (high << 4)) - 32).to(tl.float32)
+        code = block_code(blocks, row, k, quarter + 32, pair, row_bytes, 3, 256, BYTES)
+        code = code | (block_code(blocks, row, k, n % 32, n // 32, row_bytes, 1, 256, BYTES) << 2)
+        result = repeat_rows(scale, 16) * (whole(code) - 4.0)
+    else:
+        scale = block_bytes(blocks, row, g, s + 192, row_bytes, 256, BYTES).to(tl.int8, bitcast=True).to(tl.float32)
+        scale *= block_half(blocks, row, g, row_bytes, 208, 256, BYTES)
+        code = block_code(blocks, row, k, n // 128 * 64 + n % 64, n // 64 % 2 * 4, row_bytes, 15, 256, BYTES)
+        code = code | (block_code(blocks, row, k, quarter + 128, pair, row_bytes, 3, 256, BYTES) << 4)
+        result = repeat_rows(scale, 16) * (whole(code) - 32.0)
+    return result
+
+
+@triton.jit
+def iq4_xs(blocks, row, k, g, row_bytes, BYTES: tl.constexpr):
+    """A scale of 6 bits for each 32 of 256 numbers, one of which each input of ``g`` is."""
+    s, n = g % 256 // 32, k % 256
+    low = block_code(blocks, row, g, s // 2 + 4, s % 2 * 4, row_bytes, 15, 256, BYTES)
+    high = block_code(blocks, row, g, s // 4 + 2, s % 4 * 2, row_bytes, 3, 256, BYTES)
+    scale = block_half(blocks, row, g, row_bytes, 0, 256, BYTES) * ((low | (high << 4)) - 32).to(tl.float32)
+    code = block_code(blocks, row, k, n // 32 * 16 + n % 16 + 8, n // 16 % 2 * 4, row_bytes, 15, 256, BYTES)
+    return repeat_rows(scale, 32) * iq4(code)
+
+
+@triton.jit
+def ggml(
+    blocks,
+    row,
+    first,
+    depth,
+    NAME: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BYTES: tl.constexpr,
+    SHARED: tl.constexpr,
+    EVEN: tl.constexpr,
+    K: tl.constexpr,
+):
+    """Numbers of the type NAME, in blocks of BLOCK numbers in BYTES bytes, SHARED of which have one scale."""
+    k, g = inputs(first, depth, EVEN, K, 1), inputs(first, depth, EVEN, K // SHARED, SHARED)
+    row_bytes = depth // BLOCK * BYTES
+    if BLOCK == 32:
+        result = small_blocks(blocks, row, k, g, row_bytes, NAME, BYTES)
+    elif SHARED == 16:
+        result = k_sixteens(blocks, row, k, g, row_bytes, NAME, BYTES)
+    elif NAME == "IQ4_XS":
+        result = iq4_xs(blocks, row, k, g, row_bytes, BYTES)
+    else:
+        result = k_minima(blocks, row, k, g, row_bytes, NAME, BYTES)
+    return result
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def codes_of(
+    codes,
+    row,
+    first,
+    rows,
+    depth,
+    KIND: tl.constexpr,
+    NAME: tl.constexpr,
+    BITS: tl.constexpr,
+    EVEN: tl.constexpr,
+    K: tl.constexpr,
+):
+    """What scales multiply, zero points aside, in float32 [K, N]."""
+    k = inputs(first, depth, EVEN, K, 1)
+    if KIND == "mxfp4":
+        pair = inputs(first, depth, EVEN, K // 2, 2) // 2
+        byte = tl.load(codes + row[None, :] * (depth // 2) + pair[:, None]).to(tl.int32)
+        result = e2m1((repeat_rows(byte, 2) >> (tl.arange(0, K) % 2 * 4)[:, None]) & 15)
+    elif KIND == "scaled":
+        result = loaded_byte(codes + row[None, :] * depth + k[:, None], NAME)
+    elif KIND == "packed":
+        result = whole(codes_of_words(codes, row, first, depth, 1, (depth * BITS + 31) // 32, BITS, EVEN, K))
+    elif KIND == "gptq":
+        result = whole(codes_of_words(codes, row, first, depth, rows, 1, BITS, EVEN, K))
+    else:
+        result = whole(codes_by_row(codes, row, k, rows * BITS // 32, 1, BITS, True))
+    return result
+
+
+@triton.jit
+def scaled_codes(
+    codes,
+    scales,
+    zeros,
+    order,
+    row,
+    first,
+    rows,
+    depth,
+    groups,
+    KIND: tl.constexpr,
+    NAME: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    SHARED: tl.constexpr,
+    ZEROS: tl.constexpr,
+    ZERO_BIAS: tl.constexpr,
+    ORDER: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    EVEN: tl.constexpr,
+    K: tl.constexpr,
+):
+    """`unpacked` of the formats that have scales of their own."""
+    code = codes_of(codes, row, first, rows, depth, KIND, NAME, BITS, EVEN, K)
+    group = groups_of(order, first, depth, groups, GROUP, SHARED, ORDER, EVEN, K)
+    if TRANSPOSED:
+        place = group[:, None] * rows + row[None, :]
+    elif KIND == "scaled":
+        band = row * 0 if GROUP_ROWS == 0 else row // GROUP_ROWS
+        place = band[None, :] * groups + group[:, None]
+    else:
+        place = row[None, :] * groups + group[:, None]
+
+    if KIND == "packed" and not ZEROS:
+        code -= 1 << (BITS - 1)
+    elif ZEROS:
+        if KIND == "scaled":
+            zero = loaded_byte(zeros + place, NAME)
+        elif KIND == "packed":
+            zero = whole(codes_by_row(zeros, row, group, 1, groups, BITS, False))
+        else:
+            zero = codes_by_row(zeros, row, group, rows * BITS // 32, 1, BITS, KIND == "awq")
+            zero = whole((zero + ZERO_BIAS) & ((1 << BITS) - 1))
+        code -= repeat_rows(zero, SHARED)
+    return code * repeat_rows(loaded_scale(scales + place, EXPONENT), SHARED)
+
+
+@triton.jit
+def unpacked(
+    codes,
+    scales,
+    zeros,
+    order,
+    row,
+    first,
+    rows,
+    depth,
+    groups,
+    KIND: tl.constexpr,
+    NAME: tl.constexpr,
+    BITS: tl.constexpr,
+    BYTES: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    SHARED: tl.constexpr,
+    ZEROS: tl.constexpr,
+    ZERO_BIAS: tl.constexpr,
+    ORDER: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    EVEN: tl.constexpr,
+    K: tl.constexpr,
+):
+    """Inputs ``first`` to ``first`` + K of the stored ``row`` [N] of a matrix [rows, depth], as float32 [K, N].
+
+    KIND, BITS, GROUP, GROUP_ROWS, TRANSPOSED, ZEROS, ZERO_BIAS, ORDER: as in `StoredFormat`. NAME: of a ggml type,
+    whose blocks are GROUP numbers in BYTES bytes; of 8-bit codes ``fp8`` or ``int8``. SHARED: inputs of a tile that
+    surely have one scale, a power of two. EXPONENT: scales are E8M0.
+    """
+    if KIND == "ggml":
+        result = ggml(codes, row, first, depth, NAME, GROUP, BYTES, SHARED, EVEN, K)
+    elif KIND == "plain":
+        k = inputs(first, depth, EVEN, K, 1)
+        result = tl.load(codes + row[None, :] * depth + k[:, None]).to(tl.float32)
+    else:
+        result = scaled_codes(
+            codes, scales, zeros, order, row, first, rows, depth, groups,
+            KIND, NAME, BITS, GROUP, GROUP_ROWS, TRANSPOSED, SHARED, ZEROS, ZERO_BIAS, ORDER, EXPONENT, EVEN, K,
+        )  # fmt: skip
+    return result
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The product.
+
+
+@triton.jit
+def pointer_to(table, table_step, part, page, DTYPE: tl.constexpr):
+    """The tensor of row ``part`` of the table of addresses, of ``page``."""
+    return tl.multiple_of(tl.load(table + part * table_step + page).to(tl.pointer_type(DTYPE)), 16)
+
+
+@triton.jit
+def unpacked_product(
+    total,
+    a,
+    codes,
+    scales,
+    zeros,
+    order,
+    row,
+    first,
+    rows,
+    depth,
+    groups,
+    KIND: tl.constexpr,
+    NAME: tl.constexpr,
+    BITS: tl.constexpr,
+    BYTES: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    SHARED: tl.constexpr,
+    ZEROS: tl.constexpr,
+    ZERO_BIAS: tl.constexpr,
+    ORDER: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    EVEN: tl.constexpr,
+    NUMBER: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BY_HAND: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """total [BM, BN] + a [BM, BK] times the stored rows ``row`` [BN], inputs ``first`` on, rounded to NUMBER."""
+    tile = unpacked(
+        codes, scales, zeros, order, row, first, rows, depth, groups,
+        KIND, NAME, BITS, BYTES, GROUP, GROUP_ROWS, TRANSPOSED, SHARED, ZEROS, ZERO_BIAS, ORDER, EXPONENT, EVEN, BK,
+    )  # fmt: skip
+    return tl.dot(a, rounded(tile, NUMBER, BY_HAND).to(PRODUCT), total, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["x_rows", "slot_count", "limit", "up_row"])
+def grouped_quantized(
+    x,
+    tokens,
+    out,
+    slots,
+    table,
+    table_step,
+    x_rows,
+    x_stride,
+    depth,
+    columns,
+    rows_stored,
+    row_step,
+    up_row,
+    groups,
+    slot_count,
+    limit,
+    GATE: tl.constexpr,
+    UP: tl.constexpr,
+    ACTIVE: tl.constexpr,
+    GATED: tl.constexpr,
+    CURVE: tl.constexpr,
+    ALPHA: tl.constexpr,
+    SHIFT: tl.constexpr,
+    LIMITED: tl.constexpr,
+    LATE: tl.constexpr,
+    GATHERED: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALE: tl.constexpr,
+    BIAS: tl.constexpr,
+    BIASED: tl.constexpr,
+    KIND: tl.constexpr,
+    NAME: tl.constexpr,
+    BITS: tl.constexpr,
+    BYTES: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    SHARED: tl.constexpr,
+    ZEROS: tl.constexpr,
+    ZERO_BIAS: tl.constexpr,
+    ORDER: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    EVEN: tl.constexpr,
+    NUMBER: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FACTOR: tl.constexpr,
+    BY_HAND: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BAND: tl.constexpr,
+):
+    """out [R, columns] = rows of x times the matrix of their expert, through the activation where ACTIVE.
+
+    table: int64 addresses, a row for each tensor of a page (`gpu.quantized.TENSORS`) and a column for each page; those
+    of the matrix begin at row GATE, those of its up at row UP; 0 for an expert that is computed elsewhere, whose rows
+    are zeros. Output c is the stored row c * row_step, of up the one up_row behind it. All else as in
+    `grouped_triton.grouped`, and the format as in `unpacked`.
+    """
+    slot, first = place_of(columns, slot_count, BN, BAND)
+    page = tl.load(slots + slot * 3)
+    if page < 0:
+        return
+    row = tl.load(slots + slot * 3 + 1)
+    rows = row + tl.arange(0, BM)
+    live = rows < tl.load(slots + slot * 3 + 2)
+    source = source_of(tokens, rows, live, row, x_rows, GATHERED)
+
+    address = tl.load(table + GATE * table_step + page)
+    codes = pointer_to(table, table_step, GATE, page, CODES)
+    scales = pointer_to(table, table_step, GATE + 1, page, SCALE)
+    zeros = pointer_to(table, table_step, GATE + 2, page, CODES)
+    order = pointer_to(table, table_step, GATE + 3, page, tl.int32)
+    up_codes = pointer_to(table, table_step, UP, page, CODES)
+    up_scales = pointer_to(table, table_step, UP + 1, page, SCALE)
+    up_zeros = pointer_to(table, table_step, UP + 2, page, CODES)
+    up_order = pointer_to(table, table_step, UP + 3, page, tl.int32)
+    stored = tl.minimum(first + tl.arange(0, BN), columns - 1) * row_step
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    total_up = tl.zeros((BM, BN), dtype=tl.float32)
+    for step in range(tl.cdiv(tl.where(address != 0, depth, 0), BK)):
+        a = rows_at(x, source, x_stride, step, depth, EVEN, PRODUCT, BK)
+        total = unpacked_product(
+            total, a, codes, scales, zeros, order, stored, step * BK, rows_stored, depth, groups,
+            KIND, NAME, BITS, BYTES, GROUP, GROUP_ROWS, TRANSPOSED, SHARED, ZEROS, ZERO_BIAS, ORDER, EXPONENT, EVEN,
+            NUMBER, PRODUCT, PRECISION, BY_HAND, BK,
+        )  # fmt: skip
+        if GATED:
+            total_up = unpacked_product(
+                total_up, a, up_codes, up_scales, up_zeros, up_order, stored + up_row, step * BK, rows_stored, depth,
+                groups, KIND, NAME, BITS, BYTES, GROUP, GROUP_ROWS, TRANSPOSED, SHARED, ZEROS, ZERO_BIAS, ORDER,
+                EXPONENT, EVEN, NUMBER, PRODUCT, PRECISION, BY_HAND, BK,
+            )  # fmt: skip
+    total *= 1.0 if ACTIVE else FACTOR
+    if BIASED:
+        there = (tl.zeros((BN,), dtype=tl.int64) + address) != 0
+        bias = pointer_to(table, table_step, GATE + 4, page, BIAS)
+        total += tl.load(bias + stored, mask=there, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            bias = pointer_to(table, table_step, UP + 4, page, BIAS)
+            total_up += tl.load(bias + stored + up_row, mask=there, other=0.0).to(tl.float32)[None, :]
+    if ACTIVE:
+        total = activated(total, total_up, limit, CURVE, ALPHA, SHIFT, LIMITED, LATE, GATED) * FACTOR
+    store_rows(out, total, rows, live, first, columns, BY_HAND, BN)

@@ -1,0 +1,183 @@
+"""Quantised matrices in the GPU's kernels: unpacked tiles hold the numbers of `kernels.quantized`, and products are
+those with the numbers; interpreted on the CPU, by torch, and on a device where there is one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moelight.kernels.activations import SILU, Activation
+from moelight.kernels.gpu.grouped import expert_ffn, triton_dtype
+from moelight.kernels.gpu.pages import PageTable
+from moelight.kernels.gpu.quantized import QuantizedTable, format_constants
+from moelight.kernels.quantized import QuantizedMatrix
+from moelight.profiles import stored as formats
+from tests.kernels.gpu_layers import distance, rows_of
+from tests.kernels.quantized import FORMATS, matrix, packed, step
+
+TILES = FORMATS | {"packed int8 rows": packed(bits=8, group=0)}
+UNGATED = Activation(gated=False)
+
+
+def sizes(name: str, rows: int, columns: int) -> tuple[int, int]:
+    """About so many, as the format allows."""
+    row_step, column_step = step(TILES[name])
+    return -(-rows // row_step) * row_step, -(-columns // column_step) * column_step
+
+
+def moved(weight: QuantizedMatrix, device: torch.device) -> QuantizedMatrix:
+    parts = {name: part.to(device) for name, part in weight.parts.items()}
+    return QuantizedMatrix(stored=weight.stored, rows=weight.rows, columns=weight.columns, parts=parts)
+
+
+def unpacked(weight: QuantizedMatrix, depth: int, device: torch.device) -> Tensor:
+    """The numbers of ``weight``, tile by tile of ``depth`` inputs."""
+    from tests.kernels.unpacked_tiles import write_tile
+
+    here = moved(weight, device)
+    outward = torch.zeros(weight.columns, weight.rows, device=device)
+    table = QuantizedTable.of([here], [outward], activation=UNGATED)
+    constants = {
+        name: triton_dtype(value) if isinstance(value, torch.dtype) else value
+        for name, value in format_constants(table.forms["gate_up"], depth).items()
+    }
+    out = torch.full((weight.columns, weight.rows), torch.nan, device=device)
+    given = (table.table, table.table.stride(0), out, weight.rows, weight.columns, here.stored.groups(weight.columns))
+    grid = (-(-weight.columns // depth), -(-weight.rows // 32))
+    write_tile[grid](*given, **constants, EVEN=weight.columns % depth == 0, BN=32, BK=depth)
+    return out.t().cpu()
+
+
+BY_TRITON = pytest.mark.parametrize(
+    "device", ["interpreted", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
+
+
+@BY_TRITON
+@pytest.mark.parametrize("name", TILES)
+def test_tiles_are_the_numbers(name: str, device: torch.device) -> None:
+    """Bit for bit, in steps of 64 inputs and of 32; the last one reaches beyond the matrix where the format allows."""
+    weight = matrix(TILES[name], *sizes(name, 24, 104), seed=3, ordered=False)
+    for depth in (64, 32):
+        assert torch.equal(unpacked(weight, depth, device), weight.numbers(torch.float32))
+
+
+@BY_TRITON
+def test_every_code_of_narrow_floats(device: torch.device) -> None:
+    """All numbers of E4M3, and E2M1 times all powers of two, those below the normal numbers too."""
+    every = torch.arange(256, dtype=torch.uint8)
+    eights = formats.fp8(block=(0, 0), scale="F32")
+    parts = {".weight": every.view(torch.float8_e4m3fn).repeat(2, 1), ".weight_scale_inv": torch.ones(1, 1)}
+    weight = QuantizedMatrix(stored=eights, rows=2, columns=256, parts=parts)
+    assert torch.equal(unpacked(weight, 64, device).nan_to_num(1e9), weight.numbers(torch.float32).nan_to_num(1e9))
+    pairs = (torch.arange(16) | (15 - torch.arange(16)) << 4).to(torch.uint8).repeat(253, 1)
+    fours = formats.mxfp4(("_blocks", "_scales"))
+    parts = {"_blocks": pairs, "_scales": every[:253, None].contiguous()}
+    weight = QuantizedMatrix(stored=fours, rows=253, columns=32, parts=parts)
+    assert torch.equal(unpacked(weight, 32, device), weight.numbers(torch.float32))
+
+
+def layer(form: str, pairing: str, device: torch.device, dtype: torch.dtype, biased: bool) -> tuple[Any, Any]:
+    """Three experts, quantised and as the numbers in ``dtype``; the second is elsewhere."""
+    unit = max(step(TILES[form]))
+    inner, hidden = -(-40 // unit) * unit, -(-96 // unit) * unit
+    wide = inner if pairing == "apart" else 2 * inner
+    lists = {"gate_up": (wide, hidden), "down": (hidden, inner)}
+    if pairing == "apart":
+        lists["up"] = (inner, hidden)
+    drawn = {
+        name: [matrix(TILES[form], *size, seed=e * 7 + len(name)) for e in range(3)] for name, size in lists.items()
+    }
+    rest: dict[str, Any] = {"activation": Activation("silu", 1.702, 7.0, 1.0), "interleaved": pairing == "interleaved"}
+    if biased:
+        rest |= {
+            f"{name}_bias": [torch.randn(each.rows).to(dtype).to(device) for each in drawn[name]] for name in drawn
+        }
+
+    def without(each: list[Any]) -> list[Any]:
+        return [each[0], None, each[2]]
+
+    rest = {name: without(each) if isinstance(each, list) else each for name, each in rest.items()}
+    given = {name: without([moved(each, device) for each in all_]) for name, all_ in drawn.items()}
+    quantised = QuantizedTable.of(**given, **rest)
+    if pairing == "apart":  # tables of plain numbers want up as far behind in every page
+        numbers = {name: [each.numbers(dtype).to(device) for each in all_] for name, all_ in drawn.items()}
+        joined = [torch.cat(each) for each in zip(numbers["gate_up"], numbers.pop("up"), strict=True)]
+        numbers["gate_up"] = joined
+        if biased:
+            pairs = zip(rest["gate_up_bias"], rest.pop("up_bias"), strict=True)
+            rest["gate_up_bias"] = [None if gate is None else torch.cat((gate, up)) for gate, up in pairs]
+    else:
+        numbers = {name: [each.numbers(dtype).to(device) for each in all_] for name, all_ in drawn.items()}
+    return quantised, PageTable.of(**{name: without(each) for name, each in numbers.items()}, **rest)
+
+
+@pytest.mark.parametrize(
+    ("form", "pairing", "dtype", "biased"),
+    [
+        ("packed int4", "joined", torch.bfloat16, False),
+        ("mxfp4", "interleaved", torch.bfloat16, True),
+        ("fp8 blocks", "apart", torch.float16, True),
+        ("gptq int4", "apart", torch.float32, False),
+        ("awq", "joined", torch.float16, False),
+        ("Q8_0", "apart", torch.bfloat16, False),
+    ],
+    ids=str,
+)
+def test_products_are_those_of_the_numbers(
+    form: str, pairing: str, dtype: torch.dtype, biased: bool, device: torch.device
+) -> None:
+    """Bit for bit, as tiles are alike; rows gathered, and of an expert elsewhere."""
+    quantised, numbers = layer(form, pairing, device, dtype, biased)
+    x, offsets = rows_of((3, 1, 18), quantised.hidden, dtype, device)
+    tokens = torch.arange(len(x), device=device).flip(0)
+    found, wanted = (expert_ffn(x, pages, offsets, tokens=tokens) for pages in (quantised, numbers))
+    assert torch.equal(found, wanted)
+    assert wanted[:3].any() and not found[3].any()
+
+
+def test_mixed_precision_asks_for_float32(device: torch.device) -> None:
+    """float16 rows: activations are shrunk where the outputs are float32, so that louder ones fit."""
+    quantised, _ = layer("packed int4", "joined", device, torch.float16, biased=False)
+    x, offsets = rows_of((3, 0, 2), quantised.hidden, torch.float16, device)
+    wide = torch.empty(len(x), quantised.hidden, device=device)
+    assert expert_ffn(x, quantised, offsets, out=wide) is wide
+    exact = expert_ffn(x.float(), quantised, offsets).double().cpu()
+    assert distance(wide, exact) <= 2e-3
+    assert expert_ffn(x, quantised, offsets).dtype == torch.float16
+
+
+def test_experts_of_plain_numbers_beside_quantised_ones(device: torch.device) -> None:
+    quantised, numbers = layer("packed int4", "joined", device, torch.float32, biased=False)
+    pages = QuantizedTable.of(quantised.parts["gate_up"], numbers.parts["down"], activation=quantised.activation)
+    x, offsets = rows_of((2, 1, 3), pages.hidden, torch.float32, device)
+    assert torch.equal(expert_ffn(x, pages, offsets), expert_ffn(x, numbers, offsets))
+
+
+def test_tables_name_the_wrong_argument() -> None:
+    cpu = torch.device("cpu")
+    right, _ = layer("packed int4", "apart", cpu, torch.float32, biased=True)
+    parts = {name: list(each) for name, each in right.parts.items()}
+    other, short = matrix(TILES["mxfp4"], 40, 128), matrix(TILES["packed int4"], 40, 256)
+    for name, wrong in (
+        ("gate_up", None),
+        ("gate_up", [None, None, None]),
+        ("gate_up", [parts["gate_up"][0], None, short]),
+        ("gate_up", [parts["gate_up"][0], 3, None]),
+        ("up", [other, None, other]),
+        ("up", parts["up"][:2]),
+        ("down", [short, None, short]),
+        ("down_bias", [torch.zeros(3), None, None]),
+        ("gate_up_bias", [torch.zeros(40)] * 2),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name.removesuffix('_bias')}"):
+            QuantizedTable.of(**(parts | {name: wrong}), activation=SILU)
+    with pytest.raises(ValueError, match=r"multiple of 16 bytes"):
+        shifted = {
+            name: torch.cat((part[:1].flatten()[:1], part.flatten()))[1:].view(part.shape)
+            for name, part in short.parts.items()
+        }
+        QuantizedTable.of([QuantizedMatrix(stored=short.stored, rows=40, columns=256, parts=shifted)], [short])

@@ -1,0 +1,47 @@
+"""A Triton program that writes unpacked tiles, for the tests of `kernels.gpu.quantized_triton`."""
+
+import triton
+import triton.language as tl
+
+from moelight.kernels.gpu.quantized_triton import pointer_to, unpacked
+
+
+@triton.jit
+def write_tile(
+    table,
+    table_step,
+    out,
+    rows,
+    depth,
+    groups,
+    CODES: tl.constexpr,
+    SCALE: tl.constexpr,
+    KIND: tl.constexpr,
+    NAME: tl.constexpr,
+    BITS: tl.constexpr,
+    BYTES: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    SHARED: tl.constexpr,
+    ZEROS: tl.constexpr,
+    ZERO_BIAS: tl.constexpr,
+    ORDER: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    EVEN: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """out float32 [depth, rows]: the numbers of the matrix [rows, depth] of the first page; a program writes BK x BN of
+    them."""
+    codes = pointer_to(table, table_step, 0, 0, CODES)
+    scales = pointer_to(table, table_step, 1, 0, SCALE)
+    zeros = pointer_to(table, table_step, 2, 0, CODES)
+    order = pointer_to(table, table_step, 3, 0, tl.int32)
+    row, first = tl.program_id(1) * BN + tl.arange(0, BN), tl.program_id(0) * BK
+    tile = unpacked(
+        codes, scales, zeros, order, tl.minimum(row, rows - 1), first, rows, depth, groups,
+        KIND, NAME, BITS, BYTES, GROUP, GROUP_ROWS, TRANSPOSED, SHARED, ZEROS, ZERO_BIAS, ORDER, EXPONENT, EVEN, BK,
+    )  # fmt: skip
+    k = first + tl.arange(0, BK)
+    tl.store(out + k[:, None] * rows + row[None, :], tile, mask=(k < depth)[:, None] & (row < rows)[None, :])
