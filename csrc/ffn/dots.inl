@@ -291,7 +291,7 @@ void multiply_blocks(const Product& p, char* buffer, float* sums) {
 
 template <class Stored, class P = typename Stored::Lanes>
 void multiply(const Product& p, void* scratch, float* sums) {
-  const typename P::Subnormals zeros(true);
+  const Subnormals zeros(true);
   auto* const buffer = static_cast<char*>(scratch);
   if (2 * p.tokens * p.depth <= kStayingBytes) {
     multiply_rows<Stored, P>(p, buffer, sums);
@@ -312,7 +312,7 @@ void multiply_unpacked(const Product& p, void* scratch, float* sums) {
                        p.lead_of(row, rows_ahead(p, kRows, kLeadBytes)), buffer, kBufferRow<P>);
     // Of a short last tile some rows are an earlier one's; nobody reads those sums.
     const Rows tile = {buffer, kBufferRow<P>, rounded(size, kUnpackStep) / 32 * P::kLineBytes, {nullptr, 0}};
-    const typename P::Subnormals zeros(true);
+    const Subnormals zeros(true);
     all_tokens<P, true>(tile, p.tokens, p.x + 2 * first, p.x_bytes, sums + row);
   };
   if (2 * p.tokens * p.depth <= kStayingBytes) {

@@ -23,14 +23,23 @@ struct Blocks {
       : count((depth + kMostBlock - 1) / kMostBlock), size(rounded((depth + count - 1) / count, 64)) {}
 };
 
+// While it lives, results that are subnormal are zero, as those of vdpbf16ps are, and operands too where it says so.
+class Subnormals {
+ public:
+  explicit Subnormals(bool operands) : before_(_mm_getcsr()) { _mm_setcsr(before_ | (operands ? 0x8040 : 0x8000)); }
+  ~Subnormals() { _mm_setcsr(before_); }
+  Subnormals(const Subnormals&) = delete;
+  Subnormals& operator=(const Subnormals&) = delete;
+
+ private:
+  unsigned before_;
+};
+
 // A line is thirty-two numbers. Pairs multiply them by vdpbf16ps.
 struct Pairs {
   using V = __m512;
   using Line = __m512i;
   static constexpr int64_t kLineBytes = 64;
-  struct Subnormals {
-    explicit Subnormals(bool) {}
-  };
   static V zero() { return _mm512_setzero_ps(); }
   static Line of(__m512i pairs) { return pairs; }
   static Line token(__m512i pairs) { return pairs; }
@@ -49,17 +58,6 @@ struct Halves {
     __m512 even, odd;
   };
   static constexpr int64_t kLineBytes = 128;
-  // While it lives, results that are subnormal are zero, and operands too where it says so.
-  class Subnormals {
-   public:
-    explicit Subnormals(bool operands) : before_(_mm_getcsr()) { _mm_setcsr(before_ | (operands ? 0x8040 : 0x8000)); }
-    ~Subnormals() { _mm_setcsr(before_); }
-    Subnormals(const Subnormals&) = delete;
-    Subnormals& operator=(const Subnormals&) = delete;
-
-   private:
-    unsigned before_;
-  };
   static V zero() { return _mm512_setzero_ps(); }
   static Line of(__m512i pairs) {
     const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));

@@ -22,7 +22,6 @@ namespace {
 struct Words {
   using V = __m512i;
   using Line = __m512i;
-  using Subnormals = Pairs::Subnormals;
   static constexpr int64_t kLineBytes = 64;
   static V zero() { return _mm512_setzero_si512(); }
   static Line of(__m512i words) { return words; }

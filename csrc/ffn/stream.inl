@@ -69,7 +69,7 @@ template <class Stored, class P = typename Stored::Lanes>
 void multiply_few(const Product& p, void* scratch, float* sums) {
   const bool grouped = Stored::kGroups && p.group < p.depth;
   if (grouped || !streams<P>(p)) return multiply<Stored, P>(p, scratch, sums);
-  const typename P::Subnormals zeros(true);
+  const Subnormals zeros(true);
   auto* const x = static_cast<char*>(scratch);
   const int64_t count = stream_count(p.tokens);
   beside<P>(p, Stored::kHead, count, x);
@@ -96,7 +96,7 @@ template <class P>
 void multiply_quantized(const Product& p, void* scratch, float* sums) {
   const Unpacking& by = p.unpacking;
   if (by.one == nullptr || !streams<P>(p)) return multiply_unpacked<P>(p, scratch, sums);
-  const typename P::Subnormals zeros(false);
+  const Subnormals zeros(false);
   auto* const x = static_cast<char*>(scratch);
   const int64_t count = stream_count(p.tokens);
   beside<P>(p, 0, count, x);

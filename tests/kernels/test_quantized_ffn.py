@@ -46,7 +46,7 @@ def test_linear_equals_that_of_the_numbers(name: str, server: str) -> None:
 
 @pytest.mark.parametrize("name", ["packed int4 rows", "packed int8", "fp8 blocks", "mxfp4", "Q4_1", "Q4_K", "IQ4_XS"])
 def test_few_tokens_meet_rows_as_they_are_unpacked(name: str, server: str) -> None:
-    """Every number of rows and tokens that are multiplied at once, blocks of columns, and scales that are no numbers."""
+    """Rows and tokens that are multiplied at once, blocks of columns, subnormals, scales that are no numbers."""
     for rows, columns in ((1, 256), (7, 1792), (66, 1280)):
         sane = matrix(FORMATS[name], *sizes(name, rows, columns))
         for weight in (sane, garbage(FORMATS[name], sane.rows, sane.columns)):
