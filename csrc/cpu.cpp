@@ -95,6 +95,7 @@ bool products_run(Bf16Products how) {
       return tiles;
     case Bf16Products::kPairs:
     case Bf16Products::kEmulated:
+    case Bf16Products::kHalves:
       return pairs;
     case Bf16Products::kWide:
       break;
@@ -171,9 +172,11 @@ bool force_isa(Isa isa) {
 void unforce_isa() { forced.store(kNotForced, std::memory_order_relaxed); }
 
 Bf16Products bf16_products() {
-  static const Bf16Products best = products_run(Bf16Products::kTiles)   ? Bf16Products::kTiles
-                                   : products_run(Bf16Products::kPairs) ? Bf16Products::kPairs
-                                                                        : Bf16Products::kWide;
+  static const bool halves = cpu_vendor() == "GenuineIntel";
+  static const Bf16Products best = products_run(Bf16Products::kTiles)    ? Bf16Products::kTiles
+                                   : !products_run(Bf16Products::kPairs) ? Bf16Products::kWide
+                                   : halves                              ? Bf16Products::kHalves
+                                                                         : Bf16Products::kPairs;
   if (active_isa() != Isa::kAvx512) return Bf16Products::kWide;
   const int choice = forced_products.load(std::memory_order_relaxed);
   return choice == kNotForced ? best : static_cast<Bf16Products>(choice);

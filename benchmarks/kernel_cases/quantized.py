@@ -14,7 +14,7 @@ from kernel_cases.setting import Setting, here
 from kernel_cases.turns import Case, Contender, Timed
 from moelight.kernels.ffn import cpu_expert_ffn
 from moelight.kernels.quantized import QuantizedMatrix
-from moelight.profiles.stored import GGML, PACKED, StoredFormat, fp8, ggml_format, mxfp4
+from moelight.profiles.stored import GGML, PACKED, SCALED, StoredFormat, awq, fp8, ggml_format, gptq, mxfp4
 
 SHAPE, SIZES = "H1024 I3584 E8", (1024, 3584, 8)
 ROWS = (1, 4, 16, 64)
@@ -29,15 +29,32 @@ PACKED_INT4 = StoredFormat(
     group=128,
     names=(".weight_packed", ".weight_scale", ".weight_zero_point"),
 )
+INT8 = StoredFormat(
+    name="int8 rows",
+    kind=SCALED,
+    bits=8,
+    codes="I8",
+    scale="BF16",
+    group=0,
+)
 # Of each format how much faster than bfloat16 it has to be with few rows, and with more.
 FORMATS = (
-    (ggml_format("Q4_K"), 3.0, 0.95),
-    (ggml_format("Q8_0"), 1.8, 0.0),
-    (mxfp4(("_blocks", "_scales")), 3.0, 0.95),
     (PACKED_INT4, 3.0, 0.95),
-    (fp8(block=(128, 128), scale="F32"), 1.8, 0.0),
+    (INT8, 1.8, 0.0),
+    (mxfp4(("_blocks", "_scales")), 3.0, 0.95),
+    (fp8(block=(128, 128), scale="F32"), 1.5, 0.0),
+    (gptq(bits=4, group=128, order=False), 0.0, 0.0),
+    (awq(group=128), 0.0, 0.0),
+    (ggml_format("Q4_0"), 0.0, 0.0),
+    (ggml_format("Q4_K"), 3.0, 0.95),
+    (ggml_format("Q5_K"), 0.0, 0.0),
+    (ggml_format("Q6_K"), 1.5, 0.0),
+    (ggml_format("Q8_0"), 1.8, 0.0),
+    (ggml_format("IQ4_XS"), 0.0, 0.0),
 )
-_HALVES = {"Q4_K": (0, 2), "Q8_0": (0,)}  # bytes of a block at which its float16 scales begin
+# Bytes of a block at which its float16 scales begin.
+_HALVES = {"Q4_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q8_0": (0,), "IQ4_XS": (0,)}
+FEW_SHARE = 0.8  # of its own read roof, with few rows
 
 
 def cases(setting: Setting) -> Iterator[Case]:
@@ -56,6 +73,7 @@ def cases(setting: Setting) -> Iterator[Case]:
                     nbytes=_bytes(stored, layer) + moved,
                     flop=flop,
                     over="moelight",
+                    share_bar=FEW_SHARE if few and rows <= FEW else 0.0,
                     ratio_bar=few if rows <= FEW else middle if rows >= MIDDLE else 0.0,
                 )
             )
@@ -91,7 +109,7 @@ def _matrices(stored: StoredFormat, count: int, rows: int, columns: int) -> list
     for suffix, part in parts.items():
         nbytes = count * part.nbytes
         if stored.kind != GGML and suffix == stored.names[1]:
-            dtypes = {"F32": torch.float32, "BF16": torch.bfloat16}
+            dtypes = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
             exponents = torch.full((count, *part.shape), 120, dtype=torch.uint8)
             dtype = dtypes.get(part.dtypes[0])
             found[suffix] = exponents if dtype is None else torch.full((count, *part.shape), 0.002, dtype=dtype)
@@ -105,8 +123,9 @@ def _matrices(stored: StoredFormat, count: int, rows: int, columns: int) -> list
             codes &= 0xB7  # no number above 2^-1 or so, and no NaN
         found[suffix] = codes.view(count, *part.shape) if part.dtypes[0] != "I32" else codes.view(torch.int32)
         found[suffix] = found[suffix].view(count, *part.shape)
-        if part.dtypes[0] == "F8_E4M3":
-            found[suffix] = found[suffix].view(torch.float8_e4m3fn)
+        views = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
+        if part.dtypes[0] in views:
+            found[suffix] = found[suffix].view(views[part.dtypes[0]])
     return [
         QuantizedMatrix(stored=stored, rows=rows, columns=columns, parts={key: each[e] for key, each in found.items()})
         for e in range(count)

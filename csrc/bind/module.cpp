@@ -27,16 +27,16 @@ void set_isa(const std::string& name) {
   refuse("isa", "must be auto, scalar, avx2 or avx512, is '" + name + "'");
 }
 
-constexpr const char* kProducts[] = {"wide", "pairs", "tiles", "emulated"};
+constexpr const char* kProducts[] = {"wide", "pairs", "tiles", "emulated", "halves"};
 
 void set_bf16_products(const std::string& name) {
   if (name == "auto") return unforce_bf16_products();
-  for (int how = 0; how < 4; ++how) {
+  for (int how = 0; how < 5; ++how) {
     if (name != kProducts[how]) continue;
     if (!force_bf16_products(static_cast<Bf16Products>(how))) refuse("name", name + " does not run on this processor");
     return;
   }
-  refuse("name", "must be auto, wide, pairs, tiles or emulated, is '" + name + "'");
+  refuse("name", "must be auto, wide, pairs, tiles, emulated or halves, is '" + name + "'");
 }
 
 constexpr const char* kInt8Products[] = {"wide", "dots"};

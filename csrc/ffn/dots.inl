@@ -1,9 +1,6 @@
 // Products of bf16 activations with weights as dot products along K (AVX512_BF16, AVX512_VNNI). Included by the file
 // that is compiled with those; all of it has internal linkage.
 //
-// K is cut into blocks of equal size, by K alone; within a block lane i sums products, step by step, and the lanes are
-// added in a fixed tree; the blocks are added in order, in float32.
-//
 // A register tile is kRows rows times up to kTokens tokens. Its rows' block stays in the first-level cache while all
 // tokens pass by, so what the second-level cache has to deliver is the tokens, a quarter of a line for each product.
 // The rows are read where they lie if they are bf16 and whole, else converted into the first-level cache. The first
@@ -16,6 +13,7 @@
 
 #include "finish.h"
 #include "moelight/simd_avx512.h"
+#include "pairs.h"
 #include "stored.h"
 
 namespace moelight {
@@ -23,8 +21,9 @@ namespace {
 
 constexpr int kRows = 8, kTokens = 3;
 constexpr int64_t kStepBytes = 64;
-constexpr int64_t kMostBlock = 1024;                         // elements of a block of K
-constexpr int64_t kBufferRow = 2 * kMostBlock + kStepBytes;  // a row converted; the rows fall into different cache sets
+// A row converted to lines; the rows fall into different cache sets.
+template <class P>
+constexpr int64_t kBufferRow = kMostBlock / 32 * P::kLineBytes + kStepBytes;
 // Activations up to this size stay in the second-level cache: then rows are read to their end, one tile after the
 // other, instead of block after block.
 constexpr int64_t kStayingBytes = 384 << 10;
@@ -37,7 +36,7 @@ struct Ahead {
   int64_t stride;    // of rows; 0: one after the other
 };
 
-// Rows of one block of K, equally far from each other.
+// Rows of one block of K, equally far from each other: numbers as they are stored, or lines.
 struct Rows {
   const char* data;
   int64_t stride, bytes;
@@ -70,29 +69,12 @@ struct Strides {
   }
 };
 
-// The eight sums across the lanes of eight vectors, always in the same tree.
-inline __m256 across(const __m512 (&v)[kRows]) {
-  __m512 two[4], four[2];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i)
-    two[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
-#pragma GCC unroll 2
-  for (int i = 0; i < 2; ++i)
-    four[i] = _mm512_add_ps(_mm512_shuffle_ps(two[2 * i], two[2 * i + 1], 0x44),
-                            _mm512_shuffle_ps(two[2 * i], two[2 * i + 1], 0xee));
-  const __m512 eight =
-      _mm512_add_ps(_mm512_shuffle_f32x4(four[0], four[1], 0x88), _mm512_shuffle_f32x4(four[0], four[1], 0xdd));
-  const __m512 swapped = _mm512_shuffle_f32x4(eight, eight, 0xb1);
-  const __m512 whole = _mm512_add_ps(eight, swapped);
-  return _mm256_insertf128_ps(_mm512_castps512_ps256(whole), _mm512_extractf32x4_ps(whole, 2), 1);
-}
-
 inline void add_across(const __m512 (&v)[kRows], float* sums) {
   _mm256_storeu_ps(sums, _mm256_add_ps(_mm256_loadu_ps(sums), across(v)));
 }
 
 // sums[c][0..kRows) += x[c] . row[0..kRows), fetching kFetch rows' lines from `ahead` on.
-template <class P, int kCount, int kFetch>
+template <class P, bool kLines, int kCount, int kFetch>
 void tile(const Rows& rows, const char* ahead, const char* x, int64_t x_bytes, float* sums) {
   typename P::V sum[kCount][kRows];
 #pragma GCC unroll 3
@@ -103,14 +85,15 @@ void tile(const Rows& rows, const char* ahead, const char* x, int64_t x_bytes, f
   const int64_t lead_step = rows.ahead.stride == 0 ? kFetch * kStepBytes : kStepBytes;
   const char* row = rows.data;
   const char* const end = row + rows.bytes;
-  for (; row < end; row += kStepBytes, x += kStepBytes, ahead += lead_step) {
-    __m512i token[kCount];
+  for (; row < end; row += kLines ? P::kLineBytes : kStepBytes, x += kStepBytes, ahead += lead_step) {
+    typename P::Line token[kCount];
 #pragma GCC unroll 3
-    for (int c = 0; c < kCount; ++c) token[c] = _mm512_loadu_si512(x + c * x_bytes);
+    for (int c = 0; c < kCount; ++c) token[c] = P::of(_mm512_loadu_si512(x + c * x_bytes));
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       if (r < kFetch) _mm_prefetch(leads.row(ahead, r), _MM_HINT_T0);
-      const __m512i weight = _mm512_loadu_si512(strides.row(row, r));
+      const char* const from = strides.row(row, r);
+      const typename P::Line weight = kLines ? P::load(from) : P::of(_mm512_loadu_si512(from));
 #pragma GCC unroll 3
       for (int c = 0; c < kCount; ++c) sum[c][r] = P::madd(sum[c][r], weight, token[c]);
     }
@@ -124,16 +107,16 @@ void tile(const Rows& rows, const char* ahead, const char* x, int64_t x_bytes, f
   }
 }
 
-template <class P, int kFetch>
+template <class P, bool kLines, int kFetch>
 void tile_of(int64_t count, const Rows& rows, const char* ahead, const char* x, int64_t x_bytes, float* sums) {
-  if (count == 3) return tile<P, 3, kFetch>(rows, ahead, x, x_bytes, sums);
-  if (count == 2) return tile<P, 2, kFetch>(rows, ahead, x, x_bytes, sums);
-  tile<P, 1, kFetch>(rows, ahead, x, x_bytes, sums);
+  if (count == 3) return tile<P, kLines, 3, kFetch>(rows, ahead, x, x_bytes, sums);
+  if (count == 2) return tile<P, kLines, 2, kFetch>(rows, ahead, x, x_bytes, sums);
+  tile<P, kLines, 1, kFetch>(rows, ahead, x, x_bytes, sums);
 }
 
 // All tokens, in passes of nearly equal size; each fetches its share of what lies ahead. A token alone leaves that to
 // the hardware, which sees nothing but eight rows read from end to end: 1.02 of the read roof, 0.94 when asked.
-template <class P>
+template <class P, bool kLines>
 void all_tokens(const Rows& rows, int64_t tokens, const char* x, int64_t x_bytes, float* sums) {
   const int64_t passes = (tokens + kTokens - 1) / kTokens;
   for (int64_t i = 0, begin = 0, fetched = 0; i < passes; ++i) {
@@ -142,17 +125,17 @@ void all_tokens(const Rows& rows, int64_t tokens, const char* x, int64_t x_bytes
     float* const to = sums + begin * kUnitRows;
     const char* const ahead = rows.ahead.data + fetched * (rows.ahead.stride == 0 ? rows.bytes : rows.ahead.stride);
     if (rows.ahead.data == nullptr || share == 0 || tokens == 1) {
-      tile_of<P, 0>(count, rows, nullptr, from, x_bytes, to);
+      tile_of<P, kLines, 0>(count, rows, nullptr, from, x_bytes, to);
     } else if (share == 1) {
-      tile_of<P, 1>(count, rows, ahead, from, x_bytes, to);
+      tile_of<P, kLines, 1>(count, rows, ahead, from, x_bytes, to);
     } else if (share == 2) {
-      tile_of<P, 2>(count, rows, ahead, from, x_bytes, to);
+      tile_of<P, kLines, 2>(count, rows, ahead, from, x_bytes, to);
     } else if (share == 3) {
-      tile_of<P, 3>(count, rows, ahead, from, x_bytes, to);
+      tile_of<P, kLines, 3>(count, rows, ahead, from, x_bytes, to);
     } else if (share == 4) {
-      tile_of<P, 4>(count, rows, ahead, from, x_bytes, to);
+      tile_of<P, kLines, 4>(count, rows, ahead, from, x_bytes, to);
     } else {
-      tile_of<P, 8>(count, rows, ahead, from, x_bytes, to);
+      tile_of<P, kLines, 8>(count, rows, ahead, from, x_bytes, to);
     }
     fetched += share;
     begin = end;
@@ -161,18 +144,16 @@ void all_tokens(const Rows& rows, int64_t tokens, const char* x, int64_t x_bytes
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// Blocks of K, all but the last of `size` elements.
-struct Blocks {
-  int64_t count, size;
-  explicit Blocks(int64_t depth)
-      : count((depth + kMostBlock - 1) / kMostBlock), size(rounded((depth + count - 1) / count, 64)) {}
-};
-
 // A tile of rows in a block of K: where it lies, and what is read after it.
 struct Place {
   int64_t row, first, size;
   Ahead ahead;
 };
+
+// Rows of codes in at least so many bytes, of which `step` are read at once.
+inline int64_t rows_ahead(const Product& p, int64_t step, int64_t bytes) {
+  return step * ((bytes + step * p.row_bytes - 1) / (step * p.row_bytes));
+}
 
 // As all_tokens for int16 lanes whose scale changes along the row: half the rows at a time, so that both the exact sums
 // of a group and their scaled total fit the registers.
@@ -242,31 +223,33 @@ inline void all_grouped(const Rows& rows, const Product& p, const Place& at, con
 
 // The product tile by tile. Rows of eight whose block is whole are read in place if they are Stored as the lanes take
 // them.
-template <class Stored>
+template <class Stored, class P>
 void multiply_tile(const Product& p, const Place& at, char* buffer, float* sums) {
   const char* const x = p.x + Stored::kHead + 2 * at.first;
   Rows rows = {p.weight + at.row * p.row_bytes + Stored::bytes(at.first), p.row_bytes,
                2 * rounded(at.size, Stored::kStep), at.ahead};
   const int64_t whole = p.rows - at.row < kRows ? p.rows - at.row : kRows;
-  if (!Stored::kInPlace || whole < kRows || at.size % Stored::kStep != 0) {
+  constexpr bool kLines = P::kLineBytes != kStepBytes;  // which are not as bf16 is stored
+  if (kLines || !Stored::kInPlace || whole < kRows || at.size % Stored::kStep != 0) {
     const char* ahead = at.ahead.data == nullptr ? p.weight : at.ahead.data;
     const int64_t lead = at.ahead.data == nullptr ? 0 : at.ahead.stride != 0 ? at.ahead.stride : Stored::bytes(at.size);
     for (int64_t r = 0; r < kRows; ++r, ahead += lead) {
       // A short last tile repeats its last row; nobody reads those sums.
       const int64_t row = at.row + (r < whole ? r : whole - 1);
-      Stored::convert(p, row, at.first, at.size, ahead, buffer + r * kBufferRow);
+      Stored::template convert<P>(p, row, at.first, at.size, ahead, buffer + r * kBufferRow<P>);
     }
-    rows.data = buffer, rows.stride = kBufferRow, rows.ahead.data = nullptr;
+    rows.data = buffer, rows.stride = kBufferRow<P>, rows.bytes = rows.bytes / kStepBytes * P::kLineBytes;
+    rows.ahead.data = nullptr;
   }
   if constexpr (Stored::kGroups) {
     if (p.group < p.depth) return all_grouped(rows, p, at, x, sums + at.row);
   }
-  all_tokens<typename Stored::Lanes>(rows, p.tokens, x, p.x_bytes, sums + at.row);
+  all_tokens<P, kLines>(rows, p.tokens, x, p.x_bytes, sums + at.row);
 }
 
 // All blocks of a tile, then the next tile, so that memory is read in its own order. What is fetched is a tile some way
 // ahead, line after line; where that is too much to lie beside this one, it is the next block.
-template <class Stored>
+template <class Stored, class P>
 void multiply_rows(const Product& p, char* buffer, float* sums) {
   const Blocks blocks(p.depth);
   const int64_t tiles = (p.rows + kRows - 1) / kRows, tile_bytes = kRows * p.row_bytes;
@@ -283,13 +266,13 @@ void multiply_rows(const Product& p, char* buffer, float* sums) {
       } else if (first + size < p.depth) {
         ahead.data = p.weight + i * tile_bytes + Stored::bytes(first + size), ahead.stride = p.row_bytes;
       }
-      multiply_tile<Stored>(p, {i * kRows, first, size, ahead}, buffer, sums);
+      multiply_tile<Stored, P>(p, {i * kRows, first, size, ahead}, buffer, sums);
     }
   }
 }
 
 // All tiles of one block, then the next.
-template <class Stored>
+template <class Stored, class P>
 void multiply_blocks(const Product& p, char* buffer, float* sums) {
   const Blocks blocks(p.depth);
   for (int64_t first = 0; first < p.depth; first += blocks.size) {
@@ -301,33 +284,36 @@ void multiply_blocks(const Product& p, char* buffer, float* sums) {
       } else if (first + size < p.depth) {
         ahead = {p.weight + Stored::bytes(first + size), p.row_bytes};
       }
-      multiply_tile<Stored>(p, {row, first, size, ahead}, buffer, sums);
+      multiply_tile<Stored, P>(p, {row, first, size, ahead}, buffer, sums);
     }
   }
 }
 
-template <class Stored>
+template <class Stored, class P = typename Stored::Lanes>
 void multiply(const Product& p, void* scratch, float* sums) {
+  const Subnormals zeros(true);
   auto* const buffer = static_cast<char*>(scratch);
   if (2 * p.tokens * p.depth <= kStayingBytes) {
-    multiply_rows<Stored>(p, buffer, sums);
+    multiply_rows<Stored, P>(p, buffer, sums);
   } else {
-    multiply_blocks<Stored>(p, buffer, sums);
+    multiply_blocks<Stored, P>(p, buffer, sums);
   }
   Stored::finish(p, sums);
 }
 
 // The product with a quantised matrix: a tile's block is unpacked into the first-level cache, where all tokens meet it.
-inline void multiply_unpacked(const Product& p, void* scratch, float* sums) {
+template <class P>
+void multiply_unpacked(const Product& p, void* scratch, float* sums) {
   auto* const buffer = static_cast<char*>(scratch);
   const Blocks blocks(p.depth);
-  const int64_t ahead = kRows * ((kLeadBytes + kRows * p.row_bytes - 1) / (kRows * p.row_bytes));
   const auto meet = [&](int64_t row, int64_t first) {
     const int64_t size = std::min(blocks.size, p.depth - first), rows = std::min<int64_t>(kRows, p.rows - row);
-    p.unpack(*p.quantized, p.first_row + row, rows, first, size, p.lead_of(row, ahead), buffer, kBufferRow);
+    p.unpacking.unpack(*p.quantized, p.first_row + row, rows, first, size,
+                       p.lead_of(row, rows_ahead(p, kRows, kLeadBytes)), buffer, kBufferRow<P>);
     // Of a short last tile some rows are an earlier one's; nobody reads those sums.
-    const Rows tile = {buffer, kBufferRow, 2 * rounded(size, kUnpackStep), {nullptr, 0}};
-    all_tokens<Pairs>(tile, p.tokens, p.x + 2 * first, p.x_bytes, sums + row);
+    const Rows tile = {buffer, kBufferRow<P>, rounded(size, kUnpackStep) / 32 * P::kLineBytes, {nullptr, 0}};
+    const Subnormals zeros(true);
+    all_tokens<P, true>(tile, p.tokens, p.x + 2 * first, p.x_bytes, sums + row);
   };
   if (2 * p.tokens * p.depth <= kStayingBytes) {
     for (int64_t row = 0; row < p.rows; row += kRows)

@@ -132,7 +132,7 @@ struct Product {
   int64_t next_bytes;
   const Quantized* quantized = nullptr;  // of kQuantized: `weight` is null or the codes of `first_row`
   int64_t first_row = 0;
-  Unpack unpack = nullptr;
+  Unpacking unpacking = {};
 
   // From the codes of a row to those read `ahead` rows later; 0: nothing is fetched.
   int64_t lead_of(int64_t row, int64_t ahead) const {
@@ -165,8 +165,8 @@ struct Kernel {
   // kUngated: sums and bias are those of up.
   void (*activate)(const Activation&, Pairing, const float* sums, const float* ups, const float* bias,
                    const float* up_bias, int64_t columns, int64_t tokens, void* out, int64_t stride);
-  // Of kQuantized: the Unpack of matrices like one.
-  Unpack (*unpack)(const Quantized& like) = nullptr;
+  // Of kQuantized: what is done with matrices like one.
+  Unpacking (*unpacking)(const Quantized& like) = nullptr;
   // Instead of `prepare`, where tokens are rounded to meet matrices like one.
   void (*quantise)(const Quantized& like, const void* x, int64_t x_bytes, int64_t count, void* out,
                    int64_t out_bytes) = nullptr;
@@ -177,6 +177,7 @@ Kernel ffn_avx2(DType x, WeightType weight);
 Kernel ffn_avx512(DType x, WeightType weight);
 // bfloat16 x alone, and no float32 or float16 weights.
 Kernel ffn_avx512_dots(WeightType weight);
+Kernel ffn_avx512_halves(WeightType weight);
 Kernel ffn_amx(WeightType weight);
 Kernel ffn_emulated(WeightType weight);  // of ffn_amx, for processors with AVX512_BF16 but without tiles
 

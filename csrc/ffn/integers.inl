@@ -213,7 +213,7 @@ Kernel integer_kernel() {
           .prepare = nullptr,
           .store = store<S, X>,
           .activate = activate<S, X>,
-          .unpack = [](const Quantized&) { return Unpack{nullptr}; },
+          .unpacking = [](const Quantized&) { return Unpacking{}; },
           .quantise = quantise<L, X>};
 }
 

@@ -170,7 +170,7 @@ Rows<L> rows_of(const Product& p, int64_t r, int64_t first, int64_t size, bool i
   const int64_t whole = p.rows - r < kRowTile ? p.rows - r : kRowTile;
   Rows<L> rows = {{}, (size + L::kStep - 1) / L::kStep * L::kStep, 0};
   if constexpr (std::is_same_v<W, Unpacked>) {
-    p.unpack(*p.quantized, p.first_row + r, whole, first, size, p.lead_of(r, kRowTile), room, kBlockBytes);
+    p.unpacking.unpack(*p.quantized, p.first_row + r, whole, first, size, p.lead_of(r, kRowTile), room, kBlockBytes);
   } else {
     rows.lead = lead_of<L, W>(p, r, first);
   }
@@ -232,7 +232,7 @@ Kernel kernel() {
           .prepare = prepare<L, X>,
           .store = store<S, X>,
           .activate = activate<S, X>,
-          .unpack = [](const Quantized&) { return Unpack{unpack_plainly<float, X>}; }};
+          .unpacking = [](const Quantized&) { return Unpacking{unpack_plainly<float, X>}; }};
 }
 
 template <class L, class X>

@@ -58,6 +58,9 @@ Kernel kernel_for(DType x, const Format& format) {
           case Bf16Products::kPairs:
             if (format.transposed) break;
             return ffn_avx512_dots(weight);
+          case Bf16Products::kHalves:
+            if (format.transposed) break;
+            return ffn_avx512_halves(weight);
           case Bf16Products::kTiles:
             return ffn_amx(weight);
           case Bf16Products::kEmulated:
@@ -91,7 +94,7 @@ struct Side {
   Format format;
   DType type;
   const Quantized* like = nullptr;
-  Unpack unpack = nullptr;
+  Unpacking unpacking = {};
   bool in_place = false;
   Span source = {}, prepared = {};
 
@@ -111,7 +114,7 @@ struct Side {
   // Chooses how weights like this one are unpacked, once for a call.
   void choose(const Weight& weight) {
     like = weight.quantized;
-    if (like != nullptr) unpack = kernel.unpack(*like);
+    if (like != nullptr) unpacking = kernel.unpacking(*like);
   }
 
   // Where the tokens come from, and where `room` bytes for the prepared ones are.
@@ -163,7 +166,7 @@ struct Side {
         .next_bytes = next.stride,
         .quantized = weight.quantized,
         .first_row = weight.first_row + row,
-        .unpack = unpack,
+        .unpacking = unpacking,
     };
     if (!format.transposed) return kernel.multiply(product, scratch, sums);
     if (kernel.multiply_transposed != nullptr) return kernel.multiply_transposed(product, scratch, sums);

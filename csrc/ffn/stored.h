@@ -3,8 +3,8 @@
 //
 // A Stored says: the Lanes that multiply it; kStep elements of K go together; kHead bytes come before a prepared
 // token's elements; bytes(k), how far into a row element k is; convert(), one row in one block of K, zeros up to the
-// step, touching what lies `ahead` meanwhile; lines(), the same without zeros and vector by vector, for a size that the
-// step divides; arrange(), one token; finish(), what is left to do to sums.
+// step, as lines of Lanes P, touching what lies `ahead` meanwhile; lines(), the same without zeros and vector by
+// vector, for a size that the step divides; arrange(), one token; finish(), what is left to do to sums.
 #pragma once
 
 #include <immintrin.h>
@@ -13,20 +13,21 @@
 #include <cstring>
 
 #include "ffn.h"
+#include "pairs.h"
 
 namespace moelight {
 namespace {
 
-// Lanes over pairs of bf16, and over pairs of int16 with exact sums.
-struct Pairs {
-  using V = __m512;
-  static V zero() { return _mm512_setzero_ps(); }
-  static V madd(V sum, __m512i weight, __m512i x) { return _mm512_dpbf16_ps(sum, (__m512bh)weight, (__m512bh)x); }
-  static __m512 floats(V sum) { return sum; }
-};
+// Lanes over pairs of int16 with exact sums.
 struct Words {
   using V = __m512i;
+  using Line = __m512i;
+  static constexpr int64_t kLineBytes = 64;
   static V zero() { return _mm512_setzero_si512(); }
+  static Line of(__m512i words) { return words; }
+  static Line token(__m512i words) { return words; }
+  static void store(char* p, Line line) { _mm512_storeu_si512(p, line); }
+  static Line load(const char* p) { return _mm512_loadu_si512(p); }
   // In assembly, because gcc 12 keeps sums of the intrinsic in memory.
   static V madd(V sum, __m512i weight, __m512i x) {
     asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(weight), "v"(x));
@@ -34,8 +35,6 @@ struct Words {
   }
   static __m512 floats(V sum) { return _mm512_cvtepi32_ps(sum); }
 };
-
-inline int64_t rounded(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 inline __mmask32 first_of(int64_t count) { return count >= 32 ? ~__mmask32{0} : (__mmask32{1} << count) - 1; }
 inline __m512i load_words(const void* p, int64_t count) { return _mm512_maskz_loadu_epi16(first_of(count), p); }
@@ -47,12 +46,13 @@ struct StoredBf16 {
   static constexpr bool kInPlace = true, kGroups = false;
   static int64_t bytes(int64_t element) { return 2 * element; }
 
+  template <class P = Lanes>
   static void convert(const Product& p, int64_t row, int64_t first, int64_t size, const char* ahead, void* out) {
     const char* from = p.weight + row * p.row_bytes + 2 * first;
     auto* to = static_cast<char*>(out);
-    for (int64_t k = 0; k < size; k += kStep, from += 64, to += 64, ahead += 64) {
+    for (int64_t k = 0; k < size; k += kStep, from += 64, to += P::kLineBytes, ahead += 64) {
       _mm_prefetch(ahead, _MM_HINT_T0);
-      _mm512_storeu_si512(to, load_words(from, size - k));
+      P::store(to, P::of(load_words(from, size - k)));
     }
   }
   template <class F>
@@ -77,6 +77,7 @@ struct StoredInt8 {
   static constexpr bool kInPlace = false, kGroups = true;
   static int64_t bytes(int64_t element) { return element; }
 
+  template <class P = Lanes>
   static void convert(const Product& p, int64_t row, int64_t first, int64_t size, const char* ahead, void* out) {
     auto* to = static_cast<char*>(out);
     const int64_t whole = size / kStep * kStep;
@@ -168,6 +169,7 @@ struct StoredInt4 {
   static constexpr bool kInPlace = false, kGroups = false;
   static int64_t bytes(int64_t element) { return element / 2; }
 
+  template <class P = Lanes>
   static void convert(const Product& p, int64_t row, int64_t first, int64_t size, const char* ahead, void* out) {
     auto* to = static_cast<char*>(out);
     const auto store = [&](__m512i line) { _mm512_storeu_si512(to, line), to += 64; };

@@ -46,7 +46,7 @@ struct StoredInt8Pairs : StoredBf16 {
   static __m512 floats(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); }
 };
 
-// What unpack_avx512_pairs gives.
+// What unpacking_pairs gives.
 struct StoredUnpacked : StoredBf16 {};
 
 // The left operand: kTileRows rows of a block of K; what is fetched meanwhile.
@@ -93,8 +93,8 @@ TileRows left_operand(const Product& p, int64_t row, int64_t first, int64_t size
   const int64_t whole = p.rows - row < kTileRows ? p.rows - row : kTileRows;
   const int64_t steps = rounded(size, Stored::kStep) / 32;
   if constexpr (std::is_same_v<Stored, StoredUnpacked>) {
-    p.unpack(*p.quantized, p.first_row + row, whole, first, size, ahead == nullptr ? 0 : p.lead_of(row, kTileRows),
-             buffer, kTileBufferRow);
+    p.unpacking.unpack(*p.quantized, p.first_row + row, whole, first, size,
+                       ahead == nullptr ? 0 : p.lead_of(row, kTileRows), buffer, kTileBufferRow);
     return {buffer, kTileBufferRow, steps, nullptr, 0};
   }
   if (Stored::kInPlace && whole == kTileRows && size % Stored::kStep == 0 && p.row_bytes % 4 == 0)
@@ -180,7 +180,7 @@ Kernel tile_kernel_for(WeightType weight) {
       return tile_kernel<Tile, StoredInt4>();
     case WeightType::kQuantized: {
       Kernel kernel = tile_kernel<Tile, StoredUnpacked>();
-      kernel.unpack = unpack_avx512_pairs;
+      kernel.unpacking = unpacking_pairs;
       return kernel;
     }
     default:

@@ -20,6 +20,7 @@ const PrefillKernels& avx512_kernels() {
     case Bf16Products::kTiles:
       return prefill_amx();
     case Bf16Products::kPairs:
+    case Bf16Products::kHalves:
       return prefill_avx512_bf16();
     case Bf16Products::kEmulated:
       return prefill_emulated();

@@ -1,14 +1,22 @@
-// Rows of quantised matrices as vectors of thirty-two bf16, for AVX-512 with BF16. Internal linkage.
+// Rows of quantised matrices as lines of thirty-two numbers rounded to bf16, for AVX-512 with BF16. Internal linkage.
 //
 // Codes of up to five bits are looked up in a table of all their numbers in a group, rounded to bf16: an index is the
-// five lowest bits of a word, whatever stands above them. Wider ones go through float32. Products in float32 of scales
-// and codes are exact in these formats, so that a fused subtraction rounds as one after the other does.
+// lowest bits of a word or of four bytes, whatever stands above them. Wider ones go through float32. Products in
+// float32 of scales and codes are exact in these formats, so that a fused subtraction rounds as one after the other
+// does.
 //
-// A format says lines(matrix, row, first, size, lead, line): line(32 numbers) for each of size / 32 parts of a row.
+// A format is a class over Lanes P (ffn/pairs.h):
+//   Format(matrix, row, first, size)  what some columns of a row share, at most kMostColumns: scales as float32
+//   run(k, group)                     what the columns from k on share, which lie in the group-th group from the first
+//   run.line(i)                       the i-th thirty-two numbers of those
+//   codes(k)                          where the bytes of column k are
+//   tame                              whether run() may be asked: no scale is huge, infinite or no number
+//   kColumns, kLineBytes              columns of a run at most, which begins at a multiple of them; bytes of a line
 #pragma once
 
 #include <immintrin.h>
 
+#include "ffn/pairs.h"
 #include "numbers.h"
 
 namespace moelight {
@@ -22,20 +30,84 @@ inline __m256i load32(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_
 inline __m128i load16(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
 inline void fetch_from(const void* p, int64_t lead) { _mm_prefetch(static_cast<const char*>(p) + lead, _MM_HINT_T0); }
 
-// Indices by sixteen bytes of two codes each, the lower bits first.
-inline __m512i by_pairs(const uint8_t* p) {
-  const __m512i two = _mm512_cvtepu8_epi32(load16(p));
-  return _mm512_or_si512(two, _mm512_slli_epi32(two, 12));
-}
-// By sixteen bytes: first the lower bits of all.
-inline __m512i by_halves(const uint8_t* p) {
-  const __m256i two = _mm256_cvtepu8_epi16(load16(p));
-  return _mm512_inserti64x4(_mm512_castsi256_si512(two), _mm256_srli_epi16(two, 4), 1);
-}
 // The first words of a in `mask`, the others of b.
 inline __m512i select(int mask, __m512i a, __m512i b) {
   return _mm512_ternarylogic_epi32(_mm512_set1_epi16(static_cast<int16_t>(mask)), a, b, 0xca);
 }
+// Indices by sixteen bytes of two codes each, first the lower bits of all.
+inline __m512i by_halves(const uint8_t* p) {
+  const __m256i two = _mm256_cvtepu8_epi16(load16(p));
+  return _mm512_inserti64x4(_mm512_castsi256_si512(two), _mm256_srli_epi16(two, 4), 1);
+}
+
+// Rounded to bf16: the sum with 1.5 * 2^16 times its power of two has as many bits left. Tame numbers are below 2^111.
+inline __m512 round_tame(__m512 x) {
+  const __m512i power = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(static_cast<int>(0xff800000)));
+  const __m512 far = _mm512_set1_ps(98304.0f), sum = _mm512_fmadd_ps(_mm512_castsi512_ps(power), far, x);
+  return _mm512_fnmadd_ps(_mm512_castsi512_ps(power), far, sum);
+}
+// Scales so small that products with codes are tame.
+inline bool are_tame(__m512 scales) {
+  const __m512i most = _mm512_set1_epi32(0x60000000), sign = _mm512_set1_epi32(0x7fffffff);
+  return _mm512_cmpgt_epu32_mask(_mm512_and_si512(_mm512_castps_si512(scales), sign), most) == 0;
+}
+inline bool is_tame_half(const uint8_t* p) { return (p[1] & 0x7c) != 0x7c; }
+
+// Sixteen numbers, rounded, and lines of them by codes of four bits.
+template <class P>
+struct Table;
+
+template <>
+struct Table<Pairs> {
+  __m512i twice;
+
+  explicit Table(__m512 numbers) : twice(moelight::twice(numbers)) {}
+  static Table tame(__m512 numbers) { return Table(numbers); }
+  static Table exact(__m512 numbers) { return Table(numbers); }  // of numbers that need no rounding
+  // By sixteen bytes of two codes each, the lower bits first; and first the lower bits of all.
+  __m512i by_pairs(const uint8_t* p) const {
+    const __m512i two = _mm512_cvtepu8_epi32(load16(p));
+    return look_up(_mm512_or_si512(two, _mm512_slli_epi32(two, 12)), twice);
+  }
+  __m512i by_halves(const uint8_t* p) const { return look_up(moelight::by_halves(p), twice); }
+  // By the bits from `shift` on of thirty-two bytes.
+  __m512i by_bytes(const uint8_t* p, int shift) const {
+    const __m512i bytes = _mm512_cvtepu8_epi16(load32(p));
+    return look_up(shift == 0 ? bytes : _mm512_srli_epi16(bytes, 4), twice);
+  }
+};
+
+template <>
+struct Table<Halves> {
+  __m512 numbers;
+
+  Table() = default;
+  explicit Table(__m512 unrounded)
+      : numbers(
+            _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(unrounded)), 16))) {
+  }
+  static Table tame(__m512 unrounded) { return exact(round_tame(unrounded)); }
+  static Table exact(__m512 numbers) {
+    Table table;
+    table.numbers = numbers;
+    return table;
+  }
+  __m512 at(__m512i index) const { return _mm512_permutexvar_ps(index, numbers); }
+  Halves::Line by_pairs(const uint8_t* p) const {
+    const __m512i two = _mm512_cvtepu8_epi32(load16(p));
+    return {at(two), at(_mm512_srli_epi32(two, 4))};
+  }
+  Halves::Line by_halves(const uint8_t* p) const {
+    const __m512i lower = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4);
+    const __m512i two = _mm512_cvtepu16_epi32(_mm256_broadcastsi128_si256(load16(p)));
+    return {at(_mm512_srlv_epi32(two, lower)),
+            at(_mm512_srlv_epi32(two, _mm512_add_epi32(lower, _mm512_set1_epi32(8))))};
+  }
+  Halves::Line by_bytes(const uint8_t* p, int shift) const {
+    const __m512i two = _mm512_cvtepu16_epi32(load32(p));
+    return {at(shift == 0 ? two : _mm512_srli_epi32(two, 4)), at(_mm512_srli_epi32(two, 8 + shift))};
+  }
+};
 
 inline __m512 half_of(const uint8_t* p) {
   int16_t bits;
@@ -49,149 +121,239 @@ inline __m512i scaled_bytes(__m256i bytes, __m512 low, __m512 high) {
               _mm512_mul_ps(floats_of(_mm256_extracti128_si256(bytes, 1)), high));
 }
 
-// part(from, to, zero point and scale) of each run of columns in one group, which are multiples of 32.
-template <class Part>
-void by_groups(const Quantized& q, int64_t row, int64_t first, int64_t size, Part&& part) {
-  for (int64_t k = first, end = first + size; k < end;) {
-    const int64_t group = k / q.group, stop = q.groups == 1 ? end : std::min(end, (group + 1) * q.group);
-    part(k, stop, line_of(q, row, group));
-    k = stop;
+inline __m512 numbers_of(const Line& line) {
+  return _mm512_mul_ps(_mm512_sub_ps(counting(), _mm512_set1_ps(line.zero)), _mm512_set1_ps(line.scale));
+}
+
+// The scales and zero points of the groups in some columns of a row, from that of the first column on.
+struct GroupScales {
+  alignas(64) float scale[kMostColumns / 32], zero[kMostColumns / 32];
+  bool tame = true;
+
+  GroupScales(const Quantized& q, int64_t row, int64_t first, int64_t size) {
+    const int64_t begin = q.groups == 1 ? 0 : first / q.group;
+    const int64_t count = q.groups == 1 ? 1 : (first + size - 1) / q.group + 1 - begin;
+    const int64_t share = q.packing == Packing::kPacked || q.packing == Packing::kMx ? 1 : q.group_rows;
+    const int64_t at = (share == 0 ? 0 : row / share) * q.groups + begin;
+    for (int64_t i = 0; i < count; i += 16) {
+      const auto there = static_cast<__mmask16>((uint32_t{1} << std::min<int64_t>(16, count - i)) - 1);
+      const __m512 some = scales(q, at + i, there);
+      _mm512_store_ps(scale + i, some);
+      tame = tame && are_tame(some);
+      _mm512_store_ps(zero + i, zeros(q, row, begin + i, at + i, there));
+    }
   }
-}
+  Line line(int64_t group) const { return {zero[group], scale[group]}; }
 
-inline __m512i table_of(const Line& line) {
-  return twice(_mm512_mul_ps(_mm512_sub_ps(counting(), _mm512_set1_ps(line.zero)), _mm512_set1_ps(line.scale)));
-}
+ private:
+  static __m512 scales(const Quantized& q, int64_t at, __mmask16 there) {
+    switch (q.scale_type) {
+      case ScaleType::kFloat32:
+        return _mm512_maskz_loadu_ps(there, static_cast<const char*>(q.scales) + 4 * at);
+      case ScaleType::kBFloat16:
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words(q, at, there)), 16));
+      case ScaleType::kFloat16:
+        return _mm512_cvtph_ps(words(q, at, there));
+      case ScaleType::kPower:
+        break;
+    }
+    // Of kMx half of it, which is a number in any case.
+    const __m512i e = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(there, static_cast<const char*>(q.scales) + at));
+    const bool half = q.packing == Packing::kMx;
+    const __m512i one = _mm512_set1_epi32(half), normal = _mm512_slli_epi32(_mm512_sub_epi32(e, one), 23);
+    const __m512i subnormal = _mm512_sllv_epi32(_mm512_set1_epi32(half ? 0x00200000 : 0x00400000), e);
+    const __m512i power = _mm512_mask_mov_epi32(subnormal, _mm512_cmpgt_epu32_mask(e, one), normal);
+    const __mmask16 lost = half ? 0 : _mm512_cmpeq_epi32_mask(e, _mm512_set1_epi32(255));
+    return _mm512_castsi512_ps(_mm512_mask_mov_epi32(power, lost, _mm512_set1_epi32(0x7fc00000)));
+  }
+  static __m256i words(const Quantized& q, int64_t at, __mmask16 there) {
+    return _mm256_maskz_loadu_epi16(there, static_cast<const char*>(q.scales) + 2 * at);
+  }
+  static __m512 zeros(const Quantized& q, int64_t row, int64_t group, int64_t at, __mmask16 there) {
+    if (q.packing != Packing::kPacked) {
+      if (q.zeros == nullptr) return _mm512_setzero_ps();
+      return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(there, q.zeros + at)));
+    }
+    if (q.zeros == nullptr) return _mm512_set1_ps(static_cast<float>(1 << (q.bits - 1)));
+    const int64_t per = 32 / q.bits;
+    const __m512i word = _mm512_maskz_loadu_epi32(there, q.zeros + 4 * (row / per * q.groups + group));
+    const __m128i shift = _mm_cvtsi32_si128(static_cast<int>(q.bits * (row % per)));
+    return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srl_epi32(word, shift), _mm512_set1_epi32((1 << q.bits) - 1)));
+  }
+};
 
-struct Fp8Lines {
-  template <class F>
-  static void lines(const Quantized& q, int64_t row, int64_t first, int64_t size, int64_t lead, F&& line) {
-    const uint8_t* const codes = q.codes + row * q.row_bytes;
-    by_groups(q, row, first, size, [&](int64_t k, int64_t stop, const Line& scales) {
+// Rows of codes of `kBits` bits whose groups are multiples of 32.
+template <int kBits>
+struct Grouped {
+  static constexpr bool kGrouped = true;
+  static constexpr int kColumns = 128, kLineBytes = 4 * kBits;
+  GroupScales scales;
+  const uint8_t* from;
+  bool tame;
+
+  Grouped(const Quantized& q, int64_t row, int64_t first, int64_t size)
+      : scales(q, row, first, size), from(q.codes + row * q.row_bytes), tame(scales.tame) {}
+  const uint8_t* codes(int64_t k) const { return from + k * kBits / 8; }
+};
+
+template <class P>
+struct Fp8 : Grouped<8> {
+  using Grouped::Grouped;
+  struct Run {
+    const uint8_t* from;
+    __m512 scale;  // times 2^8
+
+    typename P::Line line(int i) const {
       // A code is a float16 2^8 too small, except those that are no numbers.
-      const __m512 scale = _mm512_set1_ps(scales.scale), power = _mm512_set1_ps(256.0f);
-      for (; k < stop; k += 32) {
-        fetch_from(codes + k, lead);
-        const __m256i bytes = load32(codes + k), all = _mm256_set1_epi8(127);
-        const __mmask32 lost = _mm256_cmpeq_epi8_mask(_mm256_and_si256(bytes, all), all);
-        const __m512i shifted = _mm512_srai_epi16(_mm512_slli_epi16(_mm512_cvtepu8_epi16(bytes), 8), 1);
-        const __m512i halves = _mm512_and_si512(shifted, _mm512_set1_epi16(static_cast<int16_t>(0xbf80)));
-        const __m512 low = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(halves)), power);
-        const __m512 high = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1)), power);
-        const __m512i found = join(_mm512_mul_ps(low, scale), _mm512_mul_ps(high, scale));
-        line(_mm512_mask_mov_epi16(found, lost, _mm512_set1_epi16(0x7fc0)));
-      }
-    });
-  }
+      const __m256i bytes = load32(from + 32 * i), all = _mm256_set1_epi8(127);
+      const __mmask32 lost = _mm256_cmpeq_epi8_mask(_mm256_and_si256(bytes, all), all);
+      const __m512i shifted = _mm512_srai_epi16(_mm512_slli_epi16(_mm512_cvtepu8_epi16(bytes), 8), 1);
+      const __m512i halves = _mm512_and_si512(shifted, _mm512_set1_epi16(static_cast<int16_t>(0xbf80)));
+      const __m512 low = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+      const __m512 high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
+      const __m512i found = join(_mm512_mul_ps(low, scale), _mm512_mul_ps(high, scale));
+      return P::of(_mm512_mask_mov_epi16(found, lost, _mm512_set1_epi16(0x7fc0)));
+    }
+  };
+  Run run(int64_t k, int64_t group) const { return {codes(k), _mm512_set1_ps(256.0f * scales.scale[group])}; }
 };
 
 // Bytes less a zero point, signed or not.
-template <bool kSigned>
-struct ByteLines {
-  template <class F>
-  static void part(const uint8_t* codes, int64_t size, int64_t lead, const Line& by, F&& line) {
-    const __m512 zero = _mm512_set1_ps(by.zero), scale = _mm512_set1_ps(by.scale);
-    const auto wide = [](const uint8_t* p) {
-      return _mm512_cvtepi32_ps(kSigned ? _mm512_cvtepi8_epi32(load16(p)) : _mm512_cvtepu8_epi32(load16(p)));
-    };
-    for (const uint8_t* const end = codes + size; codes < end; codes += 32) {
-      fetch_from(codes, lead);
-      line(join(_mm512_mul_ps(_mm512_sub_ps(wide(codes), zero), scale),
-                _mm512_mul_ps(_mm512_sub_ps(wide(codes + 16), zero), scale)));
+template <class P, bool kSigned>
+struct Bytes : Grouped<8> {
+  using Grouped::Grouped;
+  struct Run {
+    const uint8_t* from;
+    __m512 zero, scale;
+
+    Run(const uint8_t* from, const Line& by)
+        : from(from), zero(_mm512_set1_ps(by.zero)), scale(_mm512_set1_ps(by.scale)) {}
+    typename P::Line line(int i) const {
+      const auto wide = [](const uint8_t* p) {
+        return _mm512_cvtepi32_ps(kSigned ? _mm512_cvtepi8_epi32(load16(p)) : _mm512_cvtepu8_epi32(load16(p)));
+      };
+      const uint8_t* const p = from + 32 * i;
+      return P::of(join(_mm512_mul_ps(_mm512_sub_ps(wide(p), zero), scale),
+                        _mm512_mul_ps(_mm512_sub_ps(wide(p + 16), zero), scale)));
     }
-  }
-  template <class F>
-  static void lines(const Quantized& q, int64_t row, int64_t first, int64_t size, int64_t lead, F&& line) {
-    const uint8_t* const codes = q.codes + row * q.row_bytes;
-    by_groups(q, row, first, size,
-              [&](int64_t k, int64_t stop, const Line& by) { part(codes + k, stop - k, lead, by, line); });
-  }
+  };
+  Run run(int64_t k, int64_t group) const { return {codes(k), scales.line(group)}; }
+};
+template <class P>
+using SignedBytes = Bytes<P, true>;
+template <class P>
+using UnsignedBytes = Bytes<P, false>;
+
+template <class P>
+struct Nibbles : Grouped<4> {
+  using Grouped::Grouped;
+  struct Run {
+    const uint8_t* from;
+    Table<P> table;
+
+    Run(const uint8_t* from, Table<P> table) : from(from), table(table) {}
+    Run(const uint8_t* from, const Line& by) : Run(from, Table<P>(numbers_of(by))) {}  // tame or not
+    typename P::Line line(int i) const { return table.by_pairs(from + 16 * i); }
+  };
+  Run run(int64_t k, int64_t group) const { return {codes(k), Table<P>::tame(numbers_of(scales.line(group)))}; }
 };
 
-struct NibbleLines {
-  template <class F>
-  static void part(const uint8_t* codes, int64_t size, int64_t lead, const Line& by, F&& line) {
-    const __m512i table = table_of(by);
-    for (const uint8_t* const end = codes + size / 2; codes < end; codes += 16) {
-      fetch_from(codes, lead);
-      line(look_up(by_pairs(codes), table));
-    }
+// MXFP4 of two tensors: 32 columns share a scale.
+template <class P>
+struct Mx : Grouped<4> {
+  static constexpr bool kGrouped = false;
+  int64_t first;
+  Mx(const Quantized& q, int64_t row, int64_t first, int64_t size) : Grouped(q, row, first, size), first(first) {
+    tame = true;  // nothing is rounded
   }
-  template <class F>
-  static void lines(const Quantized& q, int64_t row, int64_t first, int64_t size, int64_t lead, F&& line) {
-    const uint8_t* const codes = q.codes + row * q.row_bytes;
-    by_groups(q, row, first, size,
-              [&](int64_t k, int64_t stop, const Line& by) { part(codes + k / 2, stop - k, lead, by, line); });
-  }
-};
+  struct Run {
+    const uint8_t* from;
+    const float* scale;
 
-struct MxLines {
-  template <class F>
-  static void lines(const Quantized& q, int64_t row, int64_t first, int64_t size, int64_t lead, F&& line) {
-    const uint8_t* codes = q.codes + row * q.row_bytes + first / 2;
-    const auto* const powers = static_cast<const uint8_t*>(q.scales) + row * q.groups + first / 32;
-    const int64_t count = size / 32;
-    alignas(64) float scale[kMostColumns / 32];
-    for (int64_t i = 0; i < count; i += 16) {
-      const auto there = static_cast<__mmask16>((uint32_t{1} << std::min<int64_t>(16, count - i)) - 1);
-      const __m512i e = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(there, powers + i));
-      const __m512i one = _mm512_set1_epi32(1), normal = _mm512_slli_epi32(_mm512_sub_epi32(e, one), 23);
-      const __m512i subnormal = _mm512_sllv_epi32(_mm512_set1_epi32(0x00200000), e);
-      _mm512_store_si512(scale + i, _mm512_mask_mov_epi32(subnormal, _mm512_cmpgt_epu32_mask(e, one), normal));
+    typename P::Line line(int i) const {
+      const __m512 numbers = _mm512_mul_ps(_mm512_loadu_ps(kTwiceE2m1), _mm512_set1_ps(scale[i]));
+      return Table<P>::exact(numbers).by_pairs(from + 16 * i);
     }
-    const __m512 values = _mm512_loadu_ps(kTwiceE2m1);
-    for (int64_t i = 0; i < count; ++i, codes += 16) {
-      fetch_from(codes, lead);
-      line(look_up(by_pairs(codes), twice(_mm512_mul_ps(values, _mm512_set1_ps(scale[i])))));
-    }
-  }
+  };
+  Run run(int64_t k, int64_t) const { return {codes(k), scales.scale + (k - first) / 32}; }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
 // ggml's blocks of 32.
 
-template <Packing kPacking>
-struct SmallLines {
+template <class P, Packing kPacking>
+struct SmallBlocks {
   static constexpr bool kLeast = kPacking == Packing::kQ4_1 || kPacking == Packing::kQ5_1;
   static constexpr bool kFive = kPacking == Packing::kQ5_0 || kPacking == Packing::kQ5_1;
-  static constexpr int64_t kHead = kPacking == Packing::kMxBlocks ? 1 : kLeast ? 4 : 2;
+  static constexpr int kHead = kPacking == Packing::kMxBlocks ? 1 : kLeast ? 4 : 2;
+  static constexpr bool kGrouped = false;
+  static constexpr int kColumns = 128, kLineBytes = block_size(kPacking).bytes;
 
-  static __m512i table(const uint8_t* p) {
-    if constexpr (kPacking == Packing::kMxBlocks)
-      return twice(_mm512_mul_ps(_mm512_loadu_ps(kDoubledE2m1), _mm512_set1_ps(half_power_of(p[0]))));
-    const __m512 scale = half_of(p);
-    if constexpr (kPacking == Packing::kIq4Nl) return twice(_mm512_mul_ps(_mm512_loadu_ps(kIq4), scale));
-    const __m512 sixteen = _mm512_set1_ps(16), values = counting();
-    if constexpr (kLeast) {
-      const __m512 least = half_of(p + 2), low = _mm512_fmadd_ps(values, scale, least);
-      return join(low, kFive ? _mm512_fmadd_ps(_mm512_add_ps(values, sixteen), scale, least) : low);
-    }
-    if constexpr (kFive)
-      return join(_mm512_mul_ps(_mm512_sub_ps(values, sixteen), scale), _mm512_mul_ps(values, scale));
-    return twice(_mm512_mul_ps(_mm512_sub_ps(values, _mm512_set1_ps(8)), scale));
-  }
+  alignas(64) float scale[kMostColumns / 32], least[kMostColumns / 32];
+  bool tame = true;
+  const uint8_t* from;
+  int64_t first;
 
-  template <class F>
-  static void lines(const Quantized& q, int64_t row, int64_t first, int64_t size, int64_t lead, F&& line) {
-    constexpr int64_t kBytes = block_size(kPacking).bytes;
-    const uint8_t* p = q.codes + row * q.row_bytes + first / 32 * kBytes;
-    for (const uint8_t* const end = p + size / 32 * kBytes; p < end; p += kBytes) {
-      fetch_from(p, lead);
-      if constexpr (kPacking == Packing::kQ8_0) {
-        const __m512 scale = half_of(p);
-        line(scaled_bytes(load32(p + 2), scale, scale));
-      } else if constexpr (kFive) {
-        const __m512i high = _mm512_maskz_set1_epi16(word_at(p + kHead, 0), 16);
-        line(look_up(select(15, by_halves(p + kHead + 4), high), table(p)));
+  SmallBlocks(const Quantized& q, int64_t row, int64_t first, int64_t size)
+      : from(q.codes + row * q.row_bytes), first(first) {
+    const __m512i blocks = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i places = _mm512_mullo_epi32(blocks, _mm512_set1_epi32(kLineBytes));
+    for (int64_t i = 0; i < size / 32; i += 16) {
+      const auto there = static_cast<__mmask16>((uint32_t{1} << std::min<int64_t>(16, size / 32 - i)) - 1);
+      const __m512i heads =
+          _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), there, places, codes(first + 32 * i), 1);
+      if constexpr (kPacking == Packing::kMxBlocks) {
+        const __m512i e = _mm512_and_si512(heads, _mm512_set1_epi32(255)), one = _mm512_set1_epi32(1);
+        const __m512i normal = _mm512_slli_epi32(_mm512_sub_epi32(e, one), 23);
+        const __m512i subnormal = _mm512_sllv_epi32(_mm512_set1_epi32(0x00200000), e);
+        _mm512_store_si512(scale + i, _mm512_mask_mov_epi32(subnormal, _mm512_cmpgt_epu32_mask(e, one), normal));
       } else {
-        line(look_up(by_halves(p + kHead), table(p)));
+        const __m512 some = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(heads));
+        const __m512 others = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(heads, 16)));
+        _mm512_store_ps(scale + i, some);
+        if constexpr (kLeast) _mm512_store_ps(least + i, others);
+        tame = tame && are_tame(some) && (!kLeast || are_tame(others));
       }
     }
+  }
+  const uint8_t* codes(int64_t k) const { return from + k / 32 * kLineBytes; }
+
+  struct Run {
+    const uint8_t* from;
+    const float *scales, *leasts;
+
+    typename P::Line line(int i) const {
+      const uint8_t* const p = from + i * kLineBytes;
+      const __m512 scale = _mm512_set1_ps(scales[i]), sixteen = _mm512_set1_ps(16), values = counting();
+      if constexpr (kPacking == Packing::kMxBlocks)
+        return Table<P>::exact(_mm512_mul_ps(_mm512_loadu_ps(kDoubledE2m1), scale)).by_halves(p + kHead);
+      if constexpr (kPacking == Packing::kQ8_0) return P::of(scaled_bytes(load32(p + 2), scale, scale));
+      if constexpr (kPacking == Packing::kIq4Nl) return four(p, _mm512_mul_ps(_mm512_loadu_ps(kIq4), scale));
+      if constexpr (kLeast) {
+        const __m512 least = _mm512_set1_ps(leasts[i]), low = _mm512_fmadd_ps(values, scale, least);
+        return kFive ? five(p, low, _mm512_fmadd_ps(_mm512_add_ps(values, sixteen), scale, least)) : four(p, low);
+      }
+      if constexpr (kFive)
+        return five(p, _mm512_mul_ps(_mm512_sub_ps(values, sixteen), scale), _mm512_mul_ps(values, scale));
+      return four(p, _mm512_mul_ps(_mm512_sub_ps(values, _mm512_set1_ps(8)), scale));
+    }
+
+   private:
+    static typename P::Line four(const uint8_t* p, __m512 numbers) {
+      return Table<P>::tame(numbers).by_halves(p + kHead);
+    }
+    static typename P::Line five(const uint8_t* p, __m512 low, __m512 high) {
+      const __m512i fifth = _mm512_maskz_set1_epi16(word_at(p + kHead, 0), 16);
+      return P::of(look_up(select(15, by_halves(p + kHead + 4), fifth), join(low, high)));
+    }
+  };
+  Run run(int64_t k, int64_t) const {
+    return {codes(k), scale + (k - first) / 32, kLeast ? least + (k - first) / 32 : nullptr};
   }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Of 256: begin(block) reads what a block's lines share, line(i) is the i-th of its eight.
+// Of 256: Block(p) is a run, which reads what the eight lines of a block share; line(i) is the i-th of all.
 
 inline uint32_t low_bits(uint32_t bytes, int shift, int mask) {
   return (bytes >> shift) & (0x01010101u * static_cast<uint32_t>(mask));
@@ -200,9 +362,9 @@ inline __m128i four_words(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   return _mm_setr_epi32(static_cast<int>(a), static_cast<int>(b), static_cast<int>(c), static_cast<int>(d));
 }
 
-template <bool kFive>
+template <class P, bool kFive>
 struct KBlock {
-  explicit KBlock(const uint8_t* p) : codes(p + (kFive ? 48 : 16)) {
+  explicit KBlock(const uint8_t* p) : from(p + (kFive ? 48 : 16)) {
     const uint32_t a = word_at(p, 1), b = word_at(p, 2), both = word_at(p, 3);
     const __m128i packed = four_words(low_bits(a, 0, 63), low_bits(both, 0, 15) | low_bits(a, 2, 48),
                                       low_bits(b, 0, 63), low_bits(both, 4, 15) | low_bits(b, 2, 48));
@@ -210,20 +372,25 @@ struct KBlock {
     _mm512_store_ps(steps, _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(packed)), halves));
     if constexpr (kFive) fifth = _mm512_slli_epi16(_mm512_cvtepu8_epi16(load32(p + 16)), 4);
   }
-  __m512i line(int i) const {
-    const __m512i two = _mm512_cvtepu8_epi16(load32(codes + 32 * (i / 2)));
-    const __m512i index = i % 2 == 0 ? two : _mm512_srli_epi16(two, 4);
+  static bool is_tame(const uint8_t* p) { return is_tame_half(p) && is_tame_half(p + 2); }
+  typename P::Line line(int i) const {
     const __m512 step = _mm512_set1_ps(steps[i]), below = _mm512_set1_ps(steps[8 + i]);
     const __m512 low = _mm512_fmsub_ps(counting(), step, below);
-    if constexpr (!kFive) return look_up(index, twice(low));
+    if constexpr (!kFive) return Table<P>::tame(low).by_bytes(from + 32 * (i / 2), 4 * (i % 2));
+    const __m512i two = _mm512_cvtepu8_epi16(load32(from + 32 * (i / 2)));
+    const __m512i index = i % 2 == 0 ? two : _mm512_srli_epi16(two, 4);
     const __m512 high = _mm512_fmsub_ps(_mm512_add_ps(counting(), _mm512_set1_ps(16)), step, below);
-    return look_up(select(15, index, _mm512_srl_epi16(fifth, _mm_cvtsi32_si128(i))), join(low, high));
+    return P::of(look_up(select(15, index, _mm512_srl_epi16(fifth, _mm_cvtsi32_si128(i))), join(low, high)));
   }
 
   alignas(64) float steps[16];  // of eight groups, and what is subtracted
-  const uint8_t* codes;
+  const uint8_t* from;
   __m512i fifth;
 };
+template <class P>
+using Q4Block = KBlock<P, false>;
+template <class P>
+using Q5Block = KBlock<P, true>;
 
 // Indices of two bits, and the sixteenth entry on for the second half of a line.
 inline __m512i by_quarters(__m512i four, int i) {
@@ -231,26 +398,29 @@ inline __m512i by_quarters(__m512i four, int i) {
   return select(3, _mm512_srl_epi16(four, _mm_cvtsi32_si128(2 * (i % 4))), upper);
 }
 
+template <class P>
 struct Q2Block {
-  explicit Q2Block(const uint8_t* p) : codes(p + 16) {
+  explicit Q2Block(const uint8_t* p) : from(p + 16) {
     const __m512i packed = _mm512_cvtepu8_epi32(load16(p));
     const __m512i low = _mm512_and_si512(packed, _mm512_set1_epi32(15)), high = _mm512_srli_epi32(packed, 4);
     _mm512_store_ps(steps, _mm512_mul_ps(_mm512_cvtepi32_ps(low), half_of(p + 80)));
     _mm512_store_ps(below, _mm512_mul_ps(_mm512_cvtepi32_ps(high), half_of(p + 82)));
   }
-  __m512i line(int i) const {
+  static bool is_tame(const uint8_t*) { return true; }
+  typename P::Line line(int i) const {
     const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3);
     const __m512 a = _mm512_fmsub_ps(values, _mm512_set1_ps(steps[2 * i]), _mm512_set1_ps(below[2 * i]));
     const __m512 b = _mm512_fmsub_ps(values, _mm512_set1_ps(steps[2 * i + 1]), _mm512_set1_ps(below[2 * i + 1]));
-    return look_up(by_quarters(_mm512_cvtepu8_epi16(load32(codes + 32 * (i / 4))), i), join(a, b));
+    return P::of(look_up(by_quarters(_mm512_cvtepu8_epi16(load32(from + 32 * (i / 4))), i), join(a, b)));
   }
 
   alignas(64) float steps[16], below[16];
-  const uint8_t* codes;
+  const uint8_t* from;
 };
 
+template <class P>
 struct Q3Block {
-  explicit Q3Block(const uint8_t* p) : codes(p + 32), third(_mm512_slli_epi16(_mm512_cvtepu8_epi16(load32(p)), 2)) {
+  explicit Q3Block(const uint8_t* p) : from(p + 32), third(_mm512_slli_epi16(_mm512_cvtepu8_epi16(load32(p)), 2)) {
     const uint32_t a = word_at(p, 24), b = word_at(p, 25), c = word_at(p, 26);
     const __m128i packed =
         four_words(low_bits(a, 0, 15) | low_bits(c, 0, 3) << 4, low_bits(b, 0, 15) | low_bits(c, 2, 3) << 4,
@@ -258,72 +428,109 @@ struct Q3Block {
     const __m512i scales = _mm512_sub_epi32(_mm512_cvtepu8_epi32(packed), _mm512_set1_epi32(32));
     _mm512_store_ps(steps, _mm512_mul_ps(_mm512_cvtepi32_ps(scales), half_of(p + 108)));
   }
-  __m512i line(int i) const {
+  static bool is_tame(const uint8_t*) { return true; }
+  typename P::Line line(int i) const {
     const __m512 values = _mm512_setr_ps(-4, -3, -2, -1, 0, 1, 2, 3, -4, -3, -2, -1, 0, 1, 2, 3);
-    const __m512i quarters = by_quarters(_mm512_cvtepu8_epi16(load32(codes + 32 * (i / 4))), i);
+    const __m512i quarters = by_quarters(_mm512_cvtepu8_epi16(load32(from + 32 * (i / 4))), i);
     const __m512i index = select(4, _mm512_srl_epi16(third, _mm_cvtsi32_si128(i)), quarters);
-    return look_up(index, join(_mm512_mul_ps(values, _mm512_set1_ps(steps[2 * i])),
-                               _mm512_mul_ps(values, _mm512_set1_ps(steps[2 * i + 1]))));
+    return P::of(look_up(index, join(_mm512_mul_ps(values, _mm512_set1_ps(steps[2 * i])),
+                                     _mm512_mul_ps(values, _mm512_set1_ps(steps[2 * i + 1])))));
   }
 
   alignas(64) float steps[16];
-  const uint8_t* codes;
+  const uint8_t* from;
   __m512i third;
 };
 
+template <class P>
 struct Q6Block {
-  explicit Q6Block(const uint8_t* p) : codes(p) {
+  explicit Q6Block(const uint8_t* p) : from(p) {
     _mm512_store_ps(steps, _mm512_mul_ps(floats_of(load16(p + 192)), half_of(p + 208)));
   }
-  __m512i line(int i) const {
+  static bool is_tame(const uint8_t*) { return true; }
+  typename P::Line line(int i) const {
     const int half = i / 4, quarter = i % 4;
-    const __m256i low = load32(codes + 64 * half + 32 * (quarter % 2)), high = load32(codes + 128 + 32 * half);
+    const __m256i low = load32(from + 64 * half + 32 * (quarter % 2)), high = load32(from + 128 + 32 * half);
     const __m256i four = _mm256_srl_epi16(low, _mm_cvtsi32_si128(4 * (quarter / 2)));
     const __m256i bits = _mm256_and_si256(high, _mm256_set1_epi8(static_cast<char>(3 << (2 * quarter))));
     const __m256i two =
         quarter == 3 ? _mm256_srli_epi16(bits, 2) : _mm256_sll_epi16(bits, _mm_cvtsi32_si128(4 - 2 * quarter));
     const __m256i both = _mm256_or_si256(_mm256_and_si256(four, _mm256_set1_epi8(15)), two);
-    return scaled_bytes(_mm256_sub_epi8(both, _mm256_set1_epi8(32)), _mm512_set1_ps(steps[2 * i]),
-                        _mm512_set1_ps(steps[2 * i + 1]));
+    return P::of(scaled_bytes(_mm256_sub_epi8(both, _mm256_set1_epi8(32)), _mm512_set1_ps(steps[2 * i]),
+                              _mm512_set1_ps(steps[2 * i + 1])));
   }
 
   alignas(64) float steps[16];
-  const uint8_t* codes;
+  const uint8_t* from;
 };
 
+template <class P>
 struct Iq4Block {
-  explicit Iq4Block(const uint8_t* p) : codes(p + 8) {
+  explicit Iq4Block(const uint8_t* p) : from(p + 8) {
     for (int i = 0; i < 8; ++i) steps[i] = half_at(p) * iq4_scale(p, i);
   }
-  __m512i line(int i) const {
-    return look_up(by_halves(codes + 16 * i), twice(_mm512_mul_ps(_mm512_loadu_ps(kIq4), _mm512_set1_ps(steps[i]))));
+  static bool is_tame(const uint8_t* p) { return is_tame_half(p); }
+  typename P::Line line(int i) const {
+    return Table<P>::tame(_mm512_mul_ps(_mm512_loadu_ps(kIq4), _mm512_set1_ps(steps[i]))).by_halves(from + 16 * i);
   }
 
   float steps[8];
-  const uint8_t* codes;
+  const uint8_t* from;
 };
 
-template <class Block, Packing kPacking>
-struct LargeLines {
-  template <class F>
-  static void lines(const Quantized& q, int64_t row, int64_t first, int64_t size, int64_t lead, F&& line) {
-    constexpr int64_t kBytes = block_size(kPacking).bytes;
-    for (int64_t k = first, end = first + size; k < end;) {
-      const uint8_t* const p = q.codes + row * q.row_bytes + k / 256 * kBytes;
-      const Block block(p);
-      const auto begin = static_cast<int>(k % 256 / 32),
-                 stop = static_cast<int>(std::min<int64_t>(256, k % 256 + end - k) / 32);
-      for (int64_t at = 64 * (begin * kBytes / 512); at < kBytes * stop / 8; at += 64) fetch_from(p + at, lead);
-      if (begin == 0 && stop == 8) {
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) line(block.line(i));
-      } else {
-        for (int i = begin; i < stop; ++i) line(block.line(i));
-      }
-      k += 32 * (stop - begin);
-    }
+template <class P, template <class> class Block, Packing kPacking>
+struct LargeBlocks {
+  static constexpr bool kGrouped = false;
+  static constexpr int kColumns = 256, kLineBytes = block_size(kPacking).bytes / 8;
+  const uint8_t* from;
+
+  bool tame = true;
+
+  LargeBlocks(const Quantized& q, int64_t row, int64_t first, int64_t size) : from(q.codes + row * q.row_bytes) {
+    for (int64_t k = first; k < first + size; k = (k / 256 + 1) * 256) tame = tame && Block<P>::is_tame(codes(k));
   }
+  const uint8_t* codes(int64_t k) const { return from + k / 256 * block_size(kPacking).bytes; }
+  using Run = Block<P>;
+  Run run(int64_t k, int64_t) const { return Run(codes(k)); }
 };
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+// run(k, stop, group) for the runs of columns from first to end.
+template <class Format, class F>
+inline __attribute__((always_inline)) void each_run(const Quantized& q, int64_t first, int64_t end, F&& run) {
+  constexpr int64_t kMost = Format::kColumns;
+  int64_t group = 0, last = end;
+  if (Format::kGrouped && q.groups > 1) last = first - first % q.group + q.group;
+  for (int64_t k = first, stop; k < end; k = stop) {
+    stop = std::min({k / kMost * kMost + kMost, end, last});
+    run(k, stop, group);
+    if (Format::kGrouped && stop == last) ++group, last += q.group;
+  }
+}
+
+// line(i) of those of a run from column k to `stop`.
+template <class Format, class F>
+inline __attribute__((always_inline)) void each_line(int64_t k, int64_t stop, F&& line) {
+  const auto first = static_cast<int>(Format::kColumns == 256 ? k % 256 / 32 : 0);
+  const auto end = first + static_cast<int>((stop - k) / 32);
+  if (first == 0 && end == Format::kColumns / 32) {
+#pragma GCC unroll 8
+    for (int i = 0; i < Format::kColumns / 32; ++i) line(i);
+  } else {
+    for (int i = first; i < end; ++i) line(i);
+  }
+}
+
+template <class Format>
+constexpr int kRunBytes = Format::kColumns / 32 * Format::kLineBytes;
+
+// Fetches what lies `lead` bytes after the codes of a run of columns from k on.
+template <class Format>
+inline __attribute__((always_inline)) void fetch_run(const Format& row, int64_t k, int64_t lead) {
+#pragma GCC unroll 8
+  for (int at = 0; at < kRunBytes<Format>; at += 64) fetch_from(row.codes(k) + at, lead);
+}
 
 }  // namespace
 }  // namespace moelight

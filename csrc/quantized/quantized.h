@@ -74,11 +74,24 @@ constexpr int64_t kMostColumns = 1024, kUnpackStep = 32;
 using Unpack = void (*)(const Quantized& from, int64_t row, int64_t rows, int64_t first, int64_t size, int64_t lead,
                         void* to, int64_t to_bytes);
 
+// sums[c * stride + r] += x[c] . row r, of at most kSummedRows rows from `row` on and the first `tokens` tokens. The
+// tokens lie beside each other, line k of all, then line k + 1 (ffn/pairs.h); kUnpackStep divides the columns.
+using SumRows = void (*)(const Quantized& from, int64_t row, int64_t rows, const char* x, int64_t lead, int64_t tokens,
+                         float* sums, int64_t stride);
+constexpr int kSummedRows = 4;
+
+// What is done with matrices of one format: null where rows cannot be summed as they are unpacked.
+struct Unpacking {
+  Unpack unpack = nullptr;
+  SumRows one = nullptr, two = nullptr, four = nullptr;  // tokens
+};
+
 Unpack unpack_scalar(DType to);
 Unpack unpack_avx2(DType to);
 Unpack unpack_avx512(DType to);
-// bfloat16 for products that take subnormal numbers as zeros: here they may be.
-Unpack unpack_avx512_pairs(const Quantized& like);
+// Lines of Pairs and of Halves, for products that take subnormal numbers as zeros: here they may be.
+Unpacking unpacking_pairs(const Quantized& like);
+Unpacking unpacking_halves(const Quantized& like);
 
 // out[row][column] of all rows, `stride` numbers apart.
 void dequantize(const Quantized& from, DType type, void* out, int64_t stride, int threads);

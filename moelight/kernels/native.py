@@ -45,7 +45,7 @@ def isa() -> str | None:
 
 
 def bf16_products() -> str | None:
-    """Form of bfloat16 products under AVX-512 (`wide`, `pairs`, `tiles`); None without the extension."""
+    """Form of bfloat16 products under AVX-512 (`wide`, `pairs`, `tiles`, `halves`); None without the extension."""
     native = extension()
     return None if native is None else str(native.bf16_products())
 
@@ -106,6 +106,7 @@ NATIVE_OPERATIONS = PRODUCTS + OTHERS
 _UNITS = {
     "pairs": "bfloat16 in pairs (AVX512_BF16, AVX512_VNNI)",
     "tiles": "bfloat16 in tiles (AMX)",
+    "halves": "bfloat16 in pairs, as two products of float32 (AVX512_BF16, AVX512_VNNI)",
     "wide": "bfloat16 is widened to float32",
 }
 

@@ -21,10 +21,19 @@ KINDS = {
     "int8": torch.int8,
     "int4": torch.uint8,
 }
-PRODUCTS = {"avx512 without bf16": "wide", "avx512 with emulated tiles": "emulated", "avx512 with tiles": "tiles"}
+PRODUCTS = {
+    "avx512 without bf16": "wide",
+    "avx512 in pairs": "pairs",
+    "avx512 in halves": "halves",
+    "avx512 with emulated tiles": "emulated",
+    "avx512 with tiles": "tiles",
+}
 
 
 def _runs(products: str) -> bool:
+    """True if the processor multiplies so, but not by itself."""
+    if products == native.bf16_products():
+        return False
     try:
         native.extension().set_bf16_products(products)
     except ValueError:

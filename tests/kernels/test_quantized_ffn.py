@@ -44,6 +44,19 @@ def test_linear_equals_that_of_the_numbers(name: str, server: str) -> None:
                 same_bits(cpu_linear(x, weight, threads=2), cpu_linear(x, numbers, threads=1))
 
 
+@pytest.mark.parametrize("name", ["packed int4 rows", "packed int8", "fp8 blocks", "mxfp4", "Q4_1", "Q4_K", "IQ4_XS"])
+def test_few_tokens_meet_rows_as_they_are_unpacked(name: str, server: str) -> None:
+    """Rows and tokens that are multiplied at once, blocks of columns, subnormals, scales that are no numbers."""
+    for rows, columns in ((1, 256), (7, 1792), (66, 1280)):
+        sane = matrix(FORMATS[name], *sizes(name, rows, columns))
+        for weight in (sane, garbage(FORMATS[name], sane.rows, sane.columns)):
+            numbers = weight.numbers(torch.bfloat16)
+            for tokens in range(1, 10):
+                x = generator(tokens)(tokens, weight.columns).bfloat16()
+                x.view(-1)[::7] = 1e-39  # subnormal
+                same_bits(cpu_linear(x, weight, threads=1), cpu_linear(x, numbers, threads=1))
+
+
 def experts(form: str, server: str, pairing: str, inner: int = 40, hidden: int = 300) -> None:
     """Quantised experts and those with their numbers, with biases."""
     width, depth = sizes(form, inner, hidden), sizes(form, hidden, inner)

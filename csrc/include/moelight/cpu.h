@@ -29,8 +29,9 @@ bool force_isa(Isa isa);
 void unforce_isa();
 
 // How bf16 is multiplied under kAvx512: widened to float32, in pairs (AVX512_BF16, and AVX512_VNNI for integers), in
-// tiles (AMX), or in emulated tiles, which let any processor with pairs test what is written for tiles.
-enum class Bf16Products : int { kWide = 0, kPairs = 1, kTiles = 2, kEmulated = 3 };
+// tiles (AMX), in emulated tiles, which let any processor with pairs test what is written for tiles, or with the sums
+// of pairs where two products of float32 take less time than one of pairs: on Intel's processors.
+enum class Bf16Products : int { kWide = 0, kPairs = 1, kTiles = 2, kEmulated = 3, kHalves = 4 };
 
 // The way in force: the best that runs, unless force_bf16_products chose another; kWide under any other set.
 Bf16Products bf16_products();

@@ -1,0 +1,277 @@
+// Unpacks quantised matrices for Lanes P (ffn/pairs.h), eight rows at a time where codes are transposed, and multiplies
+// rows with few tokens as they are unpacked. Included by one file for each P; all of it has internal linkage.
+#pragma once
+
+#include "lines.h"
+
+namespace moelight {
+namespace {
+
+// Rows without lines of their own, and what is left of a row behind whole lines: rounded one by one.
+template <class P>
+void unpack_singly(const Quantized& q, int64_t row, int64_t rows, int64_t first, int64_t size, int64_t lead, void* to,
+                   int64_t to_bytes) {
+  for (int64_t r = 0; r < rows; ++r) {
+    alignas(64) char pairs[2 * kMostColumns];
+    unpack_plainly<Bf16>(q, row + r, 1, first, size, lead, pairs, 0);
+    char* const out = static_cast<char*>(to) + r * to_bytes;
+    for (int64_t i = 0; 32 * i < size; ++i) P::store(out + i * P::kLineBytes, P::of(_mm512_load_si512(pairs + 64 * i)));
+  }
+}
+
+template <class P, class Format>
+void unpack_rows(const Quantized& q, int64_t row, int64_t rows, int64_t first, int64_t size, int64_t lead, void* to,
+                 int64_t to_bytes) {
+  const int64_t whole = size / kUnpackStep * kUnpackStep;
+  for (int64_t r = 0; r < rows; ++r) {
+    char* out = static_cast<char*>(to) + r * to_bytes;
+    const Format format(q, row + r, first, size);
+    const int64_t lines = format.tame ? whole : 0;
+    each_run<Format>(q, first, first + lines, [&](int64_t k, int64_t stop, int64_t group) {
+      const auto run = format.run(k, group);
+      fetch_run(format, k, lead);
+      each_line<Format>(k, stop, [&](int i) { P::store(out, run.line(i)), out += P::kLineBytes; });
+    });
+    if (lines < size) unpack_singly<P>(q, row + r, 1, first + lines, size - lines, 0, out, 0);
+  }
+}
+
+// Adds the products of lines from column `first` to `end` of kSummedRows rows with kTokens tokens, as they are
+// unpacked.
+template <class P, class Format, int kTokens, int kSums>
+inline __attribute__((always_inline)) void add_lines(const Quantized& q, const Format (&rows)[kSummedRows],
+                                                     int64_t first, int64_t end, const char* x, const char* ahead,
+                                                     typename P::V (&sum)[kSums]) {
+  each_run<Format>(q, first, end, [&](int64_t k, int64_t stop, int64_t group) __attribute__((always_inline)) {
+    const typename Format::Run runs[] = {rows[0].run(k, group), rows[1].run(k, group), rows[2].run(k, group),
+                                         rows[3].run(k, group)};
+#pragma GCC unroll 16
+    for (int i = 0; i < kSummedRows * kRunBytes<Format> / 64; ++i, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T0);
+    each_line<Format>(k, stop, [&](int i) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+      for (int r = 0; r < kSummedRows; ++r) {
+        const typename P::Line line = runs[r].line(i);
+#pragma GCC unroll 4
+        for (int c = 0; c < kTokens; ++c)
+          sum[kSummedRows * c + r] = P::madd(sum[kSummedRows * c + r], line, P::load(x + c * P::kLineBytes));
+      }
+      x += kTokens * P::kLineBytes;
+    });
+  });
+}
+
+// The same with rows that are not tame.
+template <class P, int kTokens, int kSums>
+__attribute__((noinline)) void add_singly(const Quantized& q, const int64_t (&rows)[kSummedRows], int64_t first,
+                                          int64_t end, const char* x, typename P::V (&sum)[kSums]) {
+  alignas(64) char lines[kSummedRows][kMostBlock / 32 * P::kLineBytes];
+  for (int r = 0; r < kSummedRows; ++r) unpack_singly<P>(q, rows[r], 1, first, end - first, 0, lines[r], 0);
+  for (int64_t at = 0; at < (end - first) / 32 * P::kLineBytes; at += P::kLineBytes)
+    for (int c = 0; c < kTokens; ++c, x += P::kLineBytes)
+      for (int r = 0; r < kSummedRows; ++r)
+        sum[kSummedRows * c + r] = P::madd(sum[kSummedRows * c + r], P::load(lines[r] + at), P::load(x));
+}
+
+// sums[c * stride + r] += x[c] . row r, of at most kSummedRows rows. Rows go side by side, so that sums need not wait
+// for each other; memory is asked for them as they lie, one after the other.
+template <class P, class Format, int kTokens>
+void sum_rows(const Quantized& q, int64_t row, int64_t rows, const char* x, int64_t lead, int64_t tokens, float* sums,
+              int64_t stride) {
+  constexpr int kSums = kTokens == 1 ? 8 : kSummedRows * kTokens;
+  const Blocks blocks(q.columns);
+  const int64_t last = row + rows - 1;  // is repeated; nobody reads those sums
+  const int64_t at[] = {row, std::min(row + 1, last), std::min(row + 2, last), std::min(row + 3, last)};
+  const char* const codes = reinterpret_cast<const char*>(q.codes) + row * q.row_bytes + lead;
+  for (int64_t first = 0, end; first < q.columns; first = end) {
+    end = std::min(first + blocks.size, q.columns);
+    const int64_t size = end - first;
+    const Format formats[] = {
+        {q, at[0], first, size}, {q, at[1], first, size}, {q, at[2], first, size}, {q, at[3], first, size}};
+    typename P::V sum[kSums];
+#pragma GCC unroll 16
+    for (auto& each : sum) each = P::zero();
+    const char* const token = x + first / 32 * kTokens * P::kLineBytes;
+    if (formats[0].tame && formats[1].tame && formats[2].tame && formats[3].tame) {
+      const char* const ahead = codes + kSummedRows * q.row_bytes * first / q.columns;
+      add_lines<P, Format, kTokens>(q, formats, first, end, token, ahead, sum);
+    } else {
+      add_singly<P, kTokens>(q, at, first, end, token, sum);
+    }
+    float found[kSums];
+#pragma GCC unroll 2
+    for (int i = 0; i < kSums; i += 8) {
+      __m512 eight[8];
+#pragma GCC unroll 8
+      for (int j = 0; j < 8; ++j) eight[j] = P::floats(sum[i + j]);
+      _mm256_storeu_ps(found + i, across(eight));
+    }
+    for (int64_t c = 0; c < tokens; ++c)
+      for (int64_t r = 0; r < rows; ++r) sums[c * stride + r] += found[kSummedRows * c + r];
+  }
+}
+
+constexpr int64_t kTogether = 8;  // rows
+
+// The words of `rows` rows (at most kTogether) of GPTQ, `count` each, as rows of words.
+void turn_words(const Quantized& q, int64_t row, int64_t rows, int64_t first_word, int64_t count,
+                uint8_t (*to)[kMostColumns + 32]) {
+  const __m256i there =
+      _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(rows)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  const uint8_t* const from = q.codes + 4 * row;
+  for (int64_t j = 0; j < count; j += 8) {
+    __m256i a[8], b[8], c[8];
+    for (int64_t i = 0; i < 8; ++i) {
+      const auto* const line = reinterpret_cast<const int*>(from + 4 * (first_word + j + i) * q.rows);
+      a[i] = j + i < count ? _mm256_maskload_epi32(line, there) : _mm256_setzero_si256();
+    }
+    for (int i = 0; i < 8; i += 2) {
+      b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]), b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+      c[i] = _mm256_unpacklo_epi64(b[i], b[i + 2]), c[i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 2]);
+      c[i + 2] = _mm256_unpacklo_epi64(b[i + 1], b[i + 3]), c[i + 3] = _mm256_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    for (int i = 0; i < 4; ++i) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to[i] + 4 * j), _mm256_permute2x128_si256(c[i], c[4 + i], 0x20));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to[4 + i] + 4 * j),
+                          _mm256_permute2x128_si256(c[i], c[4 + i], 0x31));
+    }
+  }
+}
+
+// Whether the columns of each step of kUnpackStep share their group.
+bool in_steps(const Quantized& q, int64_t first, int64_t size) {
+  if (q.order == nullptr) return true;
+  for (int64_t k = first; k < first + size; k += kUnpackStep)
+    for (int64_t i = 1; i < kUnpackStep; ++i)
+      if (q.order[k + i] != q.order[k]) return false;
+  return true;
+}
+
+template <class P, class Format, int kBits>
+void unpack_gptq(const Quantized& q, int64_t row, int64_t rows, int64_t first, int64_t size, int64_t lead, void* to,
+                 int64_t to_bytes) {
+  const int64_t whole = size / kUnpackStep * kUnpackStep;
+  if (!in_steps(q, first, whole)) return unpack_singly<P>(q, row, rows, first, size, lead, to, to_bytes);
+  for (int64_t r = 0; r < rows; r += kTogether) {
+    const int64_t some = std::min(kTogether, rows - r);
+    uint8_t words[kTogether][kMostColumns + 32];
+    turn_words(q, row + r, some, first * kBits / 32, whole * kBits / 32, words);
+    for (int64_t i = 0; i < some; ++i) {
+      char* out = static_cast<char*>(to) + (r + i) * to_bytes;
+      for (int64_t k = first, stop; k < first + whole; k = stop) {
+        const int64_t group = group_of(q, k);
+        stop = q.order != nullptr ? k + kUnpackStep : q.groups == 1 ? first + whole : (group + 1) * q.group;
+        stop = std::min(first + whole, stop);
+        const typename Format::Run run(words[i] + (k - first) * kBits / 8, line_of(q, row + r + i, group));
+        for (int line = 0; line < (stop - k) / kUnpackStep; ++line) P::store(out, run.line(line)), out += P::kLineBytes;
+      }
+      if (whole < size) unpack_singly<P>(q, row + r + i, 1, first + whole, size - whole, 0, out, 0);
+    }
+  }
+}
+
+// Rows that share the word of each column: thirty-two columns' words, the even ones and the odd ones, give every row
+// its indices by a rotation.
+template <class P>
+void unpack_awq_word(const Quantized& q, int64_t row, int64_t rows, int64_t first, int64_t size, char* to,
+                     int64_t to_bytes) {
+  const auto words = static_cast<int>(q.rows / 8);
+  const __m512i lines = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i even = _mm512_mullo_epi32(lines, _mm512_set1_epi32(words));
+  const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(words));
+  for (int64_t k = first, end = first + size; k < end;) {
+    const int64_t group = k / q.group, stop = q.groups == 1 ? end : std::min(end, (group + 1) * q.group);
+    __m512i tables[8];
+    for (int64_t r = 0; r < rows; ++r) tables[r] = twice(numbers_of(line_of(q, row + r, group)));
+    for (; k < stop; k += kUnpackStep) {
+      const uint8_t* const from = q.codes + 4 * (k * words + row / 8);
+      const __m512i a = _mm512_i32gather_epi32(even, from, 4), b = _mm512_i32gather_epi32(odd, from, 4);
+      for (int64_t r = 0; r < rows; ++r) {
+        const int shift = 4 * kAwqPlaces[(row + r) % 8];
+        const __m512i low = _mm512_rorv_epi32(a, _mm512_set1_epi32(shift));
+        const __m512i high = _mm512_rorv_epi32(b, _mm512_set1_epi32((shift + 16) % 32));
+        const __m512i index = _mm512_mask_blend_epi16(0xaaaaaaaa, low, high);
+        P::store(to + r * to_bytes + (k - first) / 32 * P::kLineBytes, P::of(look_up(index, tables[r])));
+      }
+    }
+  }
+}
+
+template <class P>
+void unpack_awq(const Quantized& q, int64_t row, int64_t rows, int64_t first, int64_t size, int64_t, void* to,
+                int64_t to_bytes) {
+  const int64_t whole = size / kUnpackStep * kUnpackStep;
+  for (int64_t r = 0, some; r < rows; r += some) {
+    some = std::min(rows - r, 8 - (row + r) % 8);
+    char* const out = static_cast<char*>(to) + r * to_bytes;
+    unpack_awq_word<P>(q, row + r, some, first, whole, out, to_bytes);
+    for (int64_t i = 0; whole < size && i < some; ++i)
+      unpack_singly<P>(q, row + r + i, 1, first + whole, size - whole, 0,
+                       out + i * to_bytes + whole / 32 * P::kLineBytes, 0);
+  }
+}
+
+template <class P, class Format>
+constexpr Unpacking kRows = {unpack_rows<P, Format>, sum_rows<P, Format, 1>, sum_rows<P, Format, 2>,
+                             sum_rows<P, Format, 4>};
+template <class P, Packing kPacking>
+constexpr Unpacking kSmall = kRows<P, SmallBlocks<P, kPacking>>;
+template <class P, template <class> class Block, Packing kPacking>
+constexpr Unpacking kLarge = kRows<P, LargeBlocks<P, Block, kPacking>>;
+
+template <class P>
+Unpacking unpacking_of_blocks(Packing packing) {
+  switch (packing) {
+    case Packing::kQ4_0:
+      return kSmall<P, Packing::kQ4_0>;
+    case Packing::kQ4_1:
+      return kSmall<P, Packing::kQ4_1>;
+    case Packing::kQ5_0:
+      return kSmall<P, Packing::kQ5_0>;
+    case Packing::kQ5_1:
+      return kSmall<P, Packing::kQ5_1>;
+    case Packing::kQ8_0:
+      return kSmall<P, Packing::kQ8_0>;
+    case Packing::kQ2_K:
+      return kLarge<P, Q2Block, Packing::kQ2_K>;
+    case Packing::kQ3_K:
+      return kLarge<P, Q3Block, Packing::kQ3_K>;
+    case Packing::kQ4_K:
+      return kLarge<P, Q4Block, Packing::kQ4_K>;
+    case Packing::kQ5_K:
+      return kLarge<P, Q5Block, Packing::kQ5_K>;
+    case Packing::kQ6_K:
+      return kLarge<P, Q6Block, Packing::kQ6_K>;
+    case Packing::kIq4Nl:
+      return kSmall<P, Packing::kIq4Nl>;
+    case Packing::kIq4Xs:
+      return kLarge<P, Iq4Block, Packing::kIq4Xs>;
+    default:
+      return kSmall<P, Packing::kMxBlocks>;
+  }
+}
+
+template <class P>
+Unpacking unpacking_of(const Quantized& like) {
+  if (in_blocks(like.packing)) return unpacking_of_blocks<P>(like.packing);
+  const bool even = like.groups == 1 || like.group % kUnpackStep == 0;
+  if (like.bits == 2 || !even) return {unpack_singly<P>};
+  switch (like.packing) {
+    case Packing::kFp8:
+      return kRows<P, Fp8<P>>;
+    case Packing::kInt8:
+      return kRows<P, SignedBytes<P>>;
+    case Packing::kPacked:
+      return like.bits == 4 ? kRows<P, Nibbles<P>> : kRows<P, UnsignedBytes<P>>;
+    case Packing::kGptq:
+      return {like.bits == 4 ? unpack_gptq<P, Nibbles<P>, 4> : unpack_gptq<P, UnsignedBytes<P>, 8>};
+    case Packing::kAwq:
+      return {unpack_awq<P>};
+    default:
+      return kRows<P, Mx<P>>;
+  }
+}
+
+}  // namespace
+}  // namespace moelight
