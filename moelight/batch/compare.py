@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,8 @@ Progress = Callable[[str, int, int], None]  # whose turn it is, prompts done, of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompareOptions:
-    """``model`` is measured against ``reference``; ``planning`` are arguments of `Engine.from_pretrained`, and
-    ``space_bytes`` of temporary files may be taken."""
+    """``model``, with ``activations``, is measured against ``reference``; ``planning`` are arguments of
+    `Engine.from_pretrained`, and ``space_bytes`` of temporary files may be taken."""
 
     model: str
     reference: str
@@ -55,6 +56,7 @@ class CompareOptions:
     format: str = AUTO
     space_bytes: int = SPACE_BYTES
     planning: Mapping[str, Any] = field(default_factory=dict)
+    activations: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,12 +104,10 @@ def compare_models(options: CompareOptions, progress: Progress = lambda *_: None
         )
     prompts = _read_prompts(options, min(profile.max_positions for profile in profiles))
     with _Distributions(prompts, profiles[0].vocab_size, options.space_bytes) as measured:
-        _score_all(
-            options.reference, prompts, measured.keep, options, lambda done: progress("reference", done, len(prompts))
-        )
-        _score_all(
-            options.model, prompts, measured.compare, options, lambda done: progress("model", done, len(prompts))
-        )
+        exact = partial(Engine.from_pretrained, options.reference, **options.planning)
+        _score_all(exact, prompts, measured.keep, lambda done: progress("reference", done, len(prompts)))
+        mine = partial(Engine.from_pretrained, options.model, activations=options.activations, **options.planning)
+        _score_all(mine, prompts, measured.compare, lambda done: progress("model", done, len(prompts)))
         return measured.result()
 
 
@@ -140,13 +140,12 @@ def _read_prompts(options: CompareOptions, context: int) -> list[tuple[int, ...]
 
 
 def _score_all(
-    model: str,
+    load: Callable[..., Engine],
     prompts: Sequence[tuple[int, ...]],
     watch: ScoreWatch,
-    options: CompareOptions,
     progress: Callable[[int], None],
 ) -> None:
-    """Let ``watch`` see the logits of every predicted token of ``prompts`` under ``model``."""
+    """Let ``watch`` see the logits of every predicted token of ``prompts`` under the model that ``load`` gives."""
     requests = [Request(index=index, token_ids=tokens, sampling=_SCORING) for index, tokens in enumerate(prompts)]
     lengths = [len(tokens) for tokens in prompts]
     workload = Workload(
@@ -156,12 +155,12 @@ def _score_all(
         gen_len=1,
     )
     progress(0)
-    with Engine.from_pretrained(model, workload=workload, prefix_caching=False, **options.planning) as engine:
+    with load(workload=workload, prefix_caching=False) as engine:
         for request in requests:
             engine.check(request)
         for done, completion in enumerate(engine.run(requests, on_scores=watch), start=1):
             if completion.finish_reason == "error":
-                raise InputError(f"{model}: prompt {completion.index}: {completion.stop_reason}")
+                raise InputError(f"{engine.policy.model}: prompt {completion.index}: {completion.stop_reason}")
             progress(done)
 
 

@@ -26,9 +26,12 @@ def sampling_facts(sampling: SamplingParams) -> dict[str, Any]:
     return facts
 
 
-def number_facts(policy: Policy | None) -> dict[str, str]:
-    """The number formats of a policy: the only values of a policy that change tokens."""
-    return {name: "auto" if policy is None else getattr(policy, name) for name in ("weight_dtype", "kv_dtype")}
+def number_facts(policy: Policy | None, activations: str | None = None) -> dict[str, str]:
+    """The number formats of a policy, or ``activations`` without one: the only values of a policy that change tokens.
+    Activations that are not rounded go without saying."""
+    found = {name: "auto" if policy is None else getattr(policy, name) for name in ("weight_dtype", "kv_dtype")}
+    rounded = activations if policy is None else policy.activations
+    return found if rounded in (None, "auto") else {**found, "activations": str(rounded)}
 
 
 def digest_of_file(path: Path | None) -> str | None:

@@ -29,6 +29,7 @@ def compare(
     host_memory: str | None = option("The most host memory, e.g. 3GiB.", metavar="SIZE"),
     device_memory: str | None = option("The most GPU memory, e.g. 10GiB.", metavar="SIZE"),
     device: str = option("auto, cpu, cuda, xpu, or a card as in cuda:1.", default="auto"),
+    activations: str | None = option("Of MODEL: auto, or int8 as for generate.", metavar="auto|int8"),
     space: str = option("The most temporary files; they hold the reference's distributions.", default="8GiB"),
     as_json: ask.Json = False,
 ) -> None:
@@ -39,15 +40,18 @@ def compare(
     other.
     """
     from moelight.batch.compare import CompareOptions, compare_models
+    from moelight.optimizer.fixed_values import check_activations
 
     if against is None:
         raise ConfigError("against which model? give --against REFERENCE")
+    check_activations(activations)
     found = compare_models(
         CompareOptions(
             model=model,
             reference=against,
             prompts=prompts,
             format=format,
+            activations=activations,
             space_bytes=parse_bytes(space, what="--space"),
             planning={"host_memory": host_memory, "device_memory": device_memory, "device": device},
         ),

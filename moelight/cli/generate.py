@@ -19,7 +19,7 @@ from moelight.core.units import parse_bytes
 if TYPE_CHECKING:
     from moelight.batch.options import JobOptions
 
-_PLANNED = ("batch_size", "micro_batch_size", "schedule", "host_memory", "device_memory")
+_PLANNED = ("batch_size", "micro_batch_size", "schedule", "activations", "host_memory", "device_memory")
 _ORDERS = ("input", "completion")
 
 
@@ -75,6 +75,9 @@ class JobArguments:
     micro_batch_size: int | None = option("Sequences in a micro-batch; planned if not given.", min=1)
     schedule: str | None = option(
         "The schedule: cgopipe, fastdecode, flexgen-c, flexgen, flexgen-loop, serial or module."
+    )
+    activations: str | None = option(
+        "auto, or int8: experts stored as integers are multiplied by activations rounded to int8.", metavar="auto|int8"
     )
     policy: Path | None = option("Run this policy, as optimize -o writes it.", metavar="FILE.yaml")
     hw: str = option("The machine to plan for; auto is this one.", metavar="NAME|FILE|auto", default="auto")
@@ -134,10 +137,12 @@ def read_options(given: JobArguments, *, as_table: bool) -> JobOptions:
     from moelight.batch.output import STANDARD_OUTPUT
     from moelight.experts.options import ExpertOptions
     from moelight.lang.files import load_expert_policy
+    from moelight.optimizer.fixed_values import check_activations
     from moelight.scheduler import SCHEDULES
 
     if given.schedule is not None:
         SCHEDULES.get(given.schedule)
+    check_activations(given.activations)
     policy = None if given.policy is None else read_policy(given.policy, given)
     sampling = {
         **_fields_of(SamplingParams, given),

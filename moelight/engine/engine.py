@@ -203,6 +203,7 @@ class Engine:
         batch_size: int | None = None,
         micro_batch_size: int | None = None,
         schedule: str | None = None,
+        activations: str | None = None,
         workload: Workload | None = None,
         adapt: bool | None = None,
         experts: ExpertOptions | None = None,
@@ -221,6 +222,8 @@ class Engine:
             batch_size: sequences in progress at a time (N); None: the planner's choice.
             micro_batch_size: sequences per micro-batch (μ); None: the planner's choice.
             schedule: name of a schedule; None: the planner's choice.
+            activations: ``int8``: the experts' products take activations rounded to int8 and the integers that are
+                stored; None: as they are.
             workload: what to plan for; None: the default `Workload`.
             experts: as for `Engine`; an expert policy in it restricts the search to schedules with on-demand passes.
 
@@ -240,6 +243,7 @@ class Engine:
             batch_size=batch_size,
             micro_batch_size=micro_batch_size,
             schedule=schedule,
+            activations=activations,
             workload=workload or Workload(),
             experts=None if experts is None else experts.policy,
         )

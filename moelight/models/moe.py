@@ -33,7 +33,8 @@ Weight: TypeAlias = Tensor | QuantizedMatrix
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matrices:
-    """Views of an expert's matrices and biases, by the names of `cpu_expert_ffn`, whose form is any that it takes."""
+    """Views of an expert's matrices and biases, by the names of `cpu_expert_ffn`, whose form is any that it takes;
+    ``activations`` as there."""
 
     gate_up: Weight
     down: Weight
@@ -42,6 +43,7 @@ class Matrices:
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     interleaved: bool = False
+    activations: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +243,7 @@ def _expert_ffn_in_place(rows: Tensor, experts: Sequence[ExpertWeights | None], 
     options: dict[str, Any] = {
         "activation": formed.activation,
         "interleaved": formed.matrices.interleaved,
+        "activations": formed.matrices.activations,
         "offsets": offsets,
         "out": rows,
     }

@@ -13,10 +13,11 @@ from moelight.weights.stored_matrix import TORCH
 
 
 class QuantizedExperts:
-    """The experts in pages of ``pages``; one is known by the memory of its page and its layer."""
+    """The experts in pages of ``pages``; one is known by the memory of its page and its layer. ``activations``: those
+    that their products take, as `Policy` says."""
 
-    def __init__(self, pages: QuantizedPages) -> None:
-        self._pages = pages
+    def __init__(self, pages: QuantizedPages, activations: str = "auto") -> None:
+        self._pages, self._activations = pages, activations
         self._known: dict[tuple[int, int], Matrices] = {}
 
     def matrices(self, layer: int, slot: Tensor) -> Matrices:
@@ -29,7 +30,7 @@ class QuantizedExperts:
 
     def _view(self, kind: int, slot: Tensor) -> Matrices:
         views = {name: _view(place, slot) for name, place in self._pages.kinds[kind]}
-        return Matrices(**views, interleaved=self._pages.interleaved)
+        return Matrices(**views, interleaved=self._pages.interleaved, activations=self._activations)
 
 
 def _view(place: MatrixPlace, slot: Tensor) -> Any:

@@ -336,4 +336,5 @@ def _stored(profile: ModelProfile, tensors: Mapping[tuple[str, int], GGMLTensor]
     elements = 3 * profile.experts.intermediate_size * profile.hidden_size
     name = "GGUF " + " and ".join(sorted(experts, key=lambda each: -experts[each])[:2])
     sizes = [(name, layer, size) for (name, layer), size in sorted(dense.items())]
-    return StoredWeights.of(name, name, pages, elements, sizes)
+    without = (ggml_format(each).without_integers for each in experts)
+    return StoredWeights.of(name, name, pages, elements, sizes, next(filter(None, without), None))

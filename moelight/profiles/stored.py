@@ -150,14 +150,14 @@ class StoredFormat:
         """The reason why numbers are not whole numbers that int8 activations could be multiplied by, or None."""
         if self.kind == GGML:
             if self.name not in _INTEGER_BLOCKS:
-                return f"{self.name}: int8 activations are served for the ggml types {', '.join(_INTEGER_BLOCKS)}"
+                return f"{self.name}; int8 activations are served for the ggml types {', '.join(_INTEGER_BLOCKS)}"
             return None
         if self.kind == PLAIN or self.codes == "F8_E4M3":
-            return f"{self.name}: its numbers are no integers times scales, as int8 activations need them"
+            return f"{self.name}, whose numbers are no integers times scales, as int8 activations need them"
         if self.bits not in (4, 8):
-            return f"{self.name}: codes of {self.bits} bits are not multiplied by int8 activations"
+            return f"{self.name}; int8 activations are served for codes of 4 and 8 bits"
         if self.group % _LEAST_GROUP:
-            return f"{self.name}: int8 activations need groups of a multiple of {_LEAST_GROUP} columns"
+            return f"{self.name}; int8 activations need groups of a multiple of {_LEAST_GROUP} columns"
         return None
 
     def integer_group(self, columns: int) -> int:
@@ -307,23 +307,31 @@ class StoredWeights:
         dtype: the experts as a number format for prices: `DType.bytes_for` all numbers of an expert is the largest
             page.
         dense: quantised tensors outside the experts: name, layer and bytes; the others have the model's dtype.
+        without_integers: the reason why activations rounded to int8 cannot multiply the experts, or None.
     """
 
     name: str
     pages: tuple[int, ...]
     dtype: DType
     dense: tuple[tuple[str, int, int], ...] = ()
+    without_integers: str | None = None
 
     @classmethod
     def of(
-        cls, name: str, experts: str, pages: Sequence[int], elements: int, dense: Sequence[tuple[str, int, int]]
+        cls,
+        name: str,
+        experts: str,
+        pages: Sequence[int],
+        elements: int,
+        dense: Sequence[tuple[str, int, int]],
+        without_integers: str | None = None,
     ) -> StoredWeights:
         """Pages of ``elements`` numbers at most, whose format is called ``experts``."""
         largest = max(pages)
         bits = max(1, 8 * largest // elements)
         scales = max(0, largest - -(-elements * bits // 8))
         dtype = DType(name=experts, bits=bits, group=elements, scale_bytes=scales)
-        return cls(name=name, pages=tuple(pages), dtype=dtype, dense=tuple(dense))
+        return cls(name=name, pages=tuple(pages), dtype=dtype, dense=tuple(dense), without_integers=without_integers)
 
     @property
     def page_bytes(self) -> int:

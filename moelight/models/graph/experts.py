@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ class PageViews:
             "up_bias": layout.up_bias if apart else None,
             "down_bias": layout.down_bias,
         }
-        views = {name: place.of(numbers) for name, place in places.items() if place is not None}
+        views: dict[str, Any] = {name: place.of(numbers) for name, place in places.items() if place is not None}
         return Matrices(**views, interleaved=layout.interleaved)
 
 
