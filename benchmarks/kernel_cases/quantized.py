@@ -20,15 +20,22 @@ SHAPE, SIZES = "H1024 I3584 E8", (1024, 3584, 8)
 ROWS = (1, 4, 16, 64)
 FEW, MIDDLE = 4, 16
 TITLE = f"experts {SHAPE} as checkpoints store them, one layer a call"
-PACKED_INT4 = StoredFormat(
-    name="int4 g128",
-    kind=PACKED,
-    bits=4,
-    codes="I32",
-    scale="BF16",
-    group=128,
-    names=(".weight_packed", ".weight_scale", ".weight_zero_point"),
-)
+
+
+def packed(bits: int, group: int) -> StoredFormat:
+    """As `moelight convert` writes it."""
+    return StoredFormat(
+        name=f"int{bits} g{group}",
+        kind=PACKED,
+        bits=bits,
+        codes="I32",
+        scale="BF16",
+        group=group,
+        names=(".weight_packed", ".weight_scale", ".weight_zero_point"),
+    )
+
+
+PACKED_INT4 = packed(4, 128)
 # Of each format how much faster than bfloat16 it has to be with few rows, and with more.
 FORMATS = (
     (ggml_format("Q4_K"), 3.0, 0.95),
@@ -37,7 +44,17 @@ FORMATS = (
     (PACKED_INT4, 3.0, 0.95),
     (fp8(block=(128, 128), scale="F32"), 1.8, 0.0),
 )
-_HALVES = {"Q4_K": (0, 2), "Q8_0": (0,)}  # bytes of a block at which its float16 scales begin
+# The same with activations rounded to int8.
+INTEGERS = (
+    (PACKED_INT4, 3.0, 1.5),
+    (packed(4, 32), 3.0, 1.5),
+    (packed(8, 128), 1.8, 1.5),
+    (ggml_format("Q8_0"), 1.8, 1.5),
+    (ggml_format("Q4_0"), 3.0, 1.5),
+    (ggml_format("Q4_K"), 3.0, 1.5),
+    (mxfp4(("_blocks", "_scales")), 3.0, 1.5),
+)
+_HALVES = {"Q4_K": (0, 2), "Q8_0": (0,), "Q4_0": (0,)}  # bytes of a block at which its float16 scales begin
 
 
 def cases(setting: Setting) -> Iterator[Case]:
@@ -48,11 +65,14 @@ def cases(setting: Setting) -> Iterator[Case]:
         numbers, moved = 3 * hidden * width * count, 4 * count * rows * hidden
         flop = 2 * numbers * rows
         contenders = [Contender(name="moelight", make=layer.ours, nbytes=2 * numbers + moved, flop=flop)]
-        for stored, few, middle in FORMATS:
+        exact = [(*form, "auto") for form in FORMATS]
+        for stored, few, middle, activations in (*exact, *((*form, "int8") for form in INTEGERS)):
+            rounded = activations == "int8"
             contenders.append(
                 Contender(
-                    name=f"moelight {stored.name}",
-                    make=partial(_ours, stored, layer, setting),
+                    name=f"{'int8 x' if rounded else 'moelight'} {stored.name}",
+                    make=partial(_ours, stored, layer, setting, activations),
+                    numbers="int8" if rounded else "bfloat16",
                     nbytes=_bytes(stored, layer) + moved,
                     flop=flop,
                     over="moelight",
@@ -71,13 +91,15 @@ def _bytes(stored: StoredFormat, layer: Layer) -> int:
     return layer.count * sum(stored.bytes_for(*side) for side in _sides(layer))
 
 
-def _ours(stored: StoredFormat, layer: Layer, setting: Setting) -> Timed:
+def _ours(stored: StoredFormat, layer: Layer, setting: Setting, activations: str) -> Timed:
     sets, out = sets_for(_bytes(stored, layer), setting.gib), torch.empty_like(layer.x)
     layers = [[_matrices(stored, layer.count, *side) for side in _sides(layer)] for _ in range(sets)]
     turn = turns(sets)
 
     def once() -> None:
-        cpu_expert_ffn(layer.x, *layers[next(turn)], layer.offsets, out=out, threads=setting.threads)
+        cpu_expert_ffn(
+            layer.x, *layers[next(turn)], layer.offsets, activations=activations, out=out, threads=setting.threads
+        )
 
     timed = here(once)
     agree(out[:1], fed_forward(layer.x[:1], *(side[0].numbers(torch.float32) for side in layers[0])))

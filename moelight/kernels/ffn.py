@@ -123,22 +123,22 @@ def cpu_expert_ffn(
     given = (gate_up_bias, up_bias, down_bias, gate_up_scale, down_scale)
     optional = dict(zip(_OPTIONAL, given, strict=True))
     extension = native.extension()
-    weights = {"gate_up": gate_up, "up": up, "down": down}
+    weights, size = {"gate_up": gate_up, "up": up, "down": down}, group_size or 0
     if extension is None:
         (wide, second, narrow), both = _stand_ins(weights, offsets, activations), act.gated and up is None
         cuts = _check_experts(x, wide, narrow, offsets, {"up": second} | optional, group_size, out, both=both)
-        options = {"activation": act, "interleaved": interleaved, "group_size": group_size, "activations": activations}
-        return stored(reference.expert_ffn(x, gate_up, down, cuts, up=up, **options, **optional), out)
+        options: dict[str, Any] = {"activation": act, "interleaved": interleaved, "group_size": group_size} | optional
+        options["activations"] = activations
+        return stored(reference.expert_ffn(x, gate_up, down, cuts, up=up, **options), out)
     rows = as_dlpack("x", x)
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     wide, second, narrow = (None if tensors is None else _export(name, tensors) for name, tensors in weights.items())
-    rest = [None if tensors is None else _export(name, tensors) for name, tensors in optional.items()]
+    rest: list[object] = [None if tensors is None else _export(name, tensors) for name, tensors in optional.items()]
     bounds, into = lend(offsets=offsets, out=out)
     by = (act.curve, act.alpha, act.limit, act.shift, act.late)
     pairing = "interleaved" if interleaved else "joined" if act.gated else "ungated"
-    rest += [group_size or 0, activations]
-    extension.expert_ffn(rows, wide, second, narrow, bounds, by, pairing, *rest, into, threads)
+    extension.expert_ffn(rows, wide, second, narrow, bounds, by, pairing, *rest, size, activations, into, threads)
     return out
 
 
