@@ -14,6 +14,7 @@ from kernel_cases.setting import Setting, here
 from kernel_cases.turns import Case, Contender, Timed
 from moelight.kernels.ffn import cpu_expert_ffn
 from moelight.kernels.quantized import QuantizedMatrix
+from moelight.kernels.reference import expert_ffn
 from moelight.profiles.stored import GGML, PACKED, StoredFormat, fp8, ggml_format, mxfp4
 
 SHAPE, SIZES = "H1024 I3584 E8", (1024, 3584, 8)
@@ -102,7 +103,11 @@ def _ours(stored: StoredFormat, layer: Layer, setting: Setting, activations: str
         )
 
     timed = here(once)
-    agree(out[:1], fed_forward(layer.x[:1], *(side[0].numbers(torch.float32) for side in layers[0])))
+    first, sides = layer.x[:1], layers[0]
+    if activations == "int8":
+        agree(out[:1], expert_ffn(first, sides[0][:1], sides[1][:1], [0, 1], activations=activations))
+    else:
+        agree(out[:1], fed_forward(first, *(side[0].numbers(torch.float32) for side in sides)))
     return timed
 
 
