@@ -24,9 +24,7 @@ inline __mmask16 first16(int64_t count) {
 struct HalfPanel {
   Panel& panel;
   int64_t at;
-  void put(int64_t quad, __m512i codes) const {
-    _mm512_store_si512(panel.codes + (quad * kPanelRows + at) * 4, codes);
-  }
+  void put(int64_t quad, __m512i codes) const { _mm512_store_si512(panel.codes + (quad * kPanelRows + at) * 4, codes); }
 };
 
 inline __m512i low_halves(__m512i words) { return _mm512_and_si512(words, _mm512_set1_epi8(15)); }
@@ -178,8 +176,8 @@ void scales_by_rows(const Quantized& q, const IntegerForm& form, int64_t first, 
 
 // Zero points of sixteen rows in two words, rows of eight beside each other in `places`.
 inline __m512i zeros16(uint32_t low, uint32_t high, __m512i places, int bias) {
-  const __m512i words = _mm512_inserti64x4(_mm512_set1_epi32(static_cast<int>(low)),
-                                           _mm256_set1_epi32(static_cast<int>(high)), 1);
+  const __m512i words =
+      _mm512_inserti64x4(_mm512_set1_epi32(static_cast<int>(low)), _mm256_set1_epi32(static_cast<int>(high)), 1);
   const __m512i found = _mm512_add_epi32(_mm512_srlv_epi32(words, places), _mm512_set1_epi32(bias));
   return _mm512_and_si512(found, _mm512_set1_epi32(15));
 }
