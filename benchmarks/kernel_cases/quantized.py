@@ -14,21 +14,29 @@ from kernel_cases.setting import Setting, here
 from kernel_cases.turns import Case, Contender, Timed
 from moelight.kernels.ffn import cpu_expert_ffn
 from moelight.kernels.quantized import QuantizedMatrix
+from moelight.kernels.reference import expert_ffn
 from moelight.profiles.stored import GGML, PACKED, SCALED, StoredFormat, awq, fp8, ggml_format, gptq, mxfp4
 
 SHAPE, SIZES = "H1024 I3584 E8", (1024, 3584, 8)
 ROWS = (1, 4, 16, 64)
 FEW, MIDDLE = 4, 16
 TITLE = f"experts {SHAPE} as checkpoints store them, one layer a call"
-PACKED_INT4 = StoredFormat(
-    name="int4 g128",
-    kind=PACKED,
-    bits=4,
-    codes="I32",
-    scale="BF16",
-    group=128,
-    names=(".weight_packed", ".weight_scale", ".weight_zero_point"),
-)
+
+
+def packed(bits: int, group: int) -> StoredFormat:
+    """As `moelight convert` writes it."""
+    return StoredFormat(
+        name=f"int{bits} g{group}",
+        kind=PACKED,
+        bits=bits,
+        codes="I32",
+        scale="BF16",
+        group=group,
+        names=(".weight_packed", ".weight_scale", ".weight_zero_point"),
+    )
+
+
+PACKED_INT4 = packed(4, 128)
 INT8 = StoredFormat(
     name="int8 rows",
     kind=SCALED,
@@ -52,6 +60,16 @@ FORMATS = (
     (ggml_format("Q8_0"), 1.8, 0.0),
     (ggml_format("IQ4_XS"), 0.0, 0.0),
 )
+# The same with activations rounded to int8.
+INTEGERS = (
+    (PACKED_INT4, 3.0, 1.5),
+    (packed(4, 32), 3.0, 1.5),
+    (packed(8, 128), 1.8, 1.5),
+    (ggml_format("Q8_0"), 1.8, 1.5),
+    (ggml_format("Q4_0"), 3.0, 1.5),
+    (ggml_format("Q4_K"), 3.0, 1.5),
+    (mxfp4(("_blocks", "_scales")), 3.0, 1.5),
+)
 # Bytes of a block at which its float16 scales begin.
 _HALVES = {"Q4_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q8_0": (0,), "IQ4_XS": (0,)}
 FEW_SHARE = 0.8  # of its own read roof, with few rows
@@ -65,11 +83,14 @@ def cases(setting: Setting) -> Iterator[Case]:
         numbers, moved = 3 * hidden * width * count, 4 * count * rows * hidden
         flop = 2 * numbers * rows
         contenders = [Contender(name="moelight", make=layer.ours, nbytes=2 * numbers + moved, flop=flop)]
-        for stored, few, middle in FORMATS:
+        exact = [(*form, "auto") for form in FORMATS]
+        for stored, few, middle, activations in (*exact, *((*form, "int8") for form in INTEGERS)):
+            rounded = activations == "int8"
             contenders.append(
                 Contender(
-                    name=f"moelight {stored.name}",
-                    make=partial(_ours, stored, layer, setting),
+                    name=f"{'int8 x' if rounded else 'moelight'} {stored.name}",
+                    make=partial(_ours, stored, layer, setting, activations),
+                    numbers="int8" if rounded else "bfloat16",
                     nbytes=_bytes(stored, layer) + moved,
                     flop=flop,
                     over="moelight",
@@ -89,16 +110,22 @@ def _bytes(stored: StoredFormat, layer: Layer) -> int:
     return layer.count * sum(stored.bytes_for(*side) for side in _sides(layer))
 
 
-def _ours(stored: StoredFormat, layer: Layer, setting: Setting) -> Timed:
+def _ours(stored: StoredFormat, layer: Layer, setting: Setting, activations: str) -> Timed:
     sets, out = sets_for(_bytes(stored, layer), setting.gib), torch.empty_like(layer.x)
     layers = [[_matrices(stored, layer.count, *side) for side in _sides(layer)] for _ in range(sets)]
     turn = turns(sets)
 
     def once() -> None:
-        cpu_expert_ffn(layer.x, *layers[next(turn)], layer.offsets, out=out, threads=setting.threads)
+        cpu_expert_ffn(
+            layer.x, *layers[next(turn)], layer.offsets, activations=activations, out=out, threads=setting.threads
+        )
 
     timed = here(once)
-    agree(out[:1], fed_forward(layer.x[:1], *(side[0].numbers(torch.float32) for side in layers[0])))
+    first, sides = layer.x[:1], layers[0]
+    if activations == "int8":
+        agree(out[:1], expert_ffn(first, sides[0][:1], sides[1][:1], [0, 1], activations=activations))
+    else:
+        agree(out[:1], fed_forward(first, *(side[0].numbers(torch.float32) for side in sides)))
     return timed
 
 

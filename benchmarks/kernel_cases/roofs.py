@@ -51,9 +51,10 @@ class Roofs:
         return 1 / self.reads[-1]
 
     def seconds_per_flop(self, dtype: str = "bfloat16") -> float:
-        """Of products of ``dtype``, sums in float32."""
+        """Of products of ``dtype``, sums in float32, or of int8 in int32."""
         took, flop = self._product_seconds(dtype)
-        self.products.append(flop / took)
+        if dtype == "bfloat16":
+            self.products.append(flop / took)
         return took / flop
 
     def _product_seconds(self, dtype: str) -> tuple[float, float]:

@@ -26,15 +26,16 @@ Timed = Callable[[int], float]  # does so many operations, says the seconds of a
 class Contender:
     """One way of doing a case. ``make`` allocates the operands and does it once; what it gives is called in turns.
 
-    ``nbytes``, ``flop`` give it a roof; 0 and 0 for what has none. ``over`` names the contender whose time is divided
-    by this one's (ours in another form), or is empty: then this one's time is divided by the case's first contender's
-    (theirs). The bars are what the share of the roof and that ratio should reach.
+    ``nbytes``, and ``flop`` in products of ``numbers``, give it a roof; 0 and 0 for what has none. ``over`` names the
+    contender whose time is divided by this one's (ours in another form), or is empty: then this one's time is divided
+    by the case's first contender's (theirs). The bars are what the share of the roof and that ratio should reach.
     """
 
     name: str
     make: Callable[[], Timed]
     nbytes: float = 0.0
     flop: float = 0.0
+    numbers: str = "bfloat16"
     over: str = ""
     share_bar: float = 0.0
     ratio_bar: float = 0.0
@@ -87,10 +88,12 @@ def race(case: Case, roofs: Roofs, rounds: int, turn_s: float) -> list[Row]:
             slow.add(contender.name)
     spread()
     samples: dict[str, list[float]] = {name: [] for name in timed}
-    reads, products = [], []
+    reads: list[float] = []
+    products: dict[str, list[float]] = {contender.numbers: [] for contender in case.contenders}
     for number in range(rounds):
         reads.append(roofs.read_seconds_per_byte())
-        products.append(roofs.seconds_per_flop())
+        for numbers, mine in products.items():
+            mine.append(roofs.seconds_per_flop(numbers))
         for name in timed if number % 2 == 0 else reversed(timed):
             if name not in slow or number < SLOW_ROUNDS:
                 time.sleep(PAUSE_S)
@@ -104,7 +107,7 @@ def _row(
     samples: dict[str, list[float]],
     absent: dict[str, str],
     reads: list[float],
-    products: list[float],
+    products: dict[str, list[float]],
 ) -> Row:
     if contender.name in absent:
         return Row(case=case.name, who=contender.name, unable=absent[contender.name])
@@ -116,7 +119,7 @@ def _row(
     if contender.flop:
         row.gflop_per_s = contender.flop / took / 1e9
     if contender.nbytes or contender.flop:
-        row.share = _median_ratio([_roof_s(contender, *rates) for rates in zip(reads, products, strict=True)], mine)
+        row.share = _median_ratio(_roofs_s(contender, reads, products), mine)
     first = case.contenders[0].name
     if contender.over in samples and contender.over:
         row.ratio, row.of = _median_ratio(samples[contender.over], mine), f"x {contender.over}"
@@ -125,14 +128,16 @@ def _row(
     if row.share and row.share < contender.share_bar:
         row.below.append(f"share < {contender.share_bar:.2f}")
     if row.ratio and row.ratio < contender.ratio_bar:
-        most = _median_ratio(mine, [_roof_s(case.contenders[0], *rates) for rates in zip(reads, products, strict=True)])
+        most = _median_ratio(mine, _roofs_s(case.contenders[0], reads, products))
         limit = f", and the roof allows {most:.2f}" if not contender.over and most < contender.ratio_bar else ""
         row.below.append(f"ratio < {contender.ratio_bar:.1f}{limit}")
     return row
 
 
-def _roof_s(contender: Contender, seconds_per_byte: float, seconds_per_flop: float) -> float:
-    return max(contender.nbytes * seconds_per_byte, contender.flop * seconds_per_flop)
+def _roofs_s(contender: Contender, reads: list[float], products: dict[str, list[float]]) -> list[float]:
+    """Seconds of each round's roof, by its seconds per byte and per flop."""
+    pairs = zip(reads, products[contender.numbers], strict=True)
+    return [max(contender.nbytes * each, contender.flop * flop) for each, flop in pairs]
 
 
 def _median_ratio(above: list[float], below: list[float]) -> float:

@@ -400,8 +400,8 @@ int64_t linear_workspace(int x, int weight, bool integers, int64_t tokens, int64
   return moelight::linear_workspace(static_cast<DType>(x), format, tokens, checked_threads(threads));
 }
 
-int64_t expert_ffn_workspace(int x, int weight, bool integers, bool transposed, int64_t tokens, int64_t hidden, int64_t intermediate,
-                             int64_t experts, int64_t threads) {
+int64_t expert_ffn_workspace(int x, int weight, bool integers, bool transposed, int64_t tokens, int64_t hidden,
+                             int64_t intermediate, int64_t experts, int64_t threads) {
   const auto type = static_cast<WeightType>(weight);
   Format up = make_format("gate_up", type, 2 * intermediate, hidden, 0);
   Format down = make_format("down", type, hidden, intermediate, 0);
@@ -415,11 +415,11 @@ int64_t expert_ffn_workspace(int x, int weight, bool integers, bool transposed, 
 void add_ffn(nb::module_& module) {
   module.def("linear_workspace", linear_workspace, "x"_a, "weight"_a, "integers"_a, "tokens"_a, "outputs"_a, "inputs"_a,
              "threads"_a);
-  module.def("expert_ffn_workspace", expert_ffn_workspace, "x"_a, "weight"_a, "integers"_a, "transposed"_a, "tokens"_a, "hidden"_a,
-             "intermediate"_a, "experts"_a, "threads"_a);
+  module.def("expert_ffn_workspace", expert_ffn_workspace, "x"_a, "weight"_a, "integers"_a, "transposed"_a, "tokens"_a,
+             "hidden"_a, "intermediate"_a, "experts"_a, "threads"_a);
   module.def("ffn_workspace_kept", moelight::ffn_workspace_kept);
-  module.def("linear", linear, "x"_a, "weight"_a, "bias"_a.none(), "scale"_a.none(), "group_size"_a,
-             "activations"_a, "out"_a, "threads"_a);
+  module.def("linear", linear, "x"_a, "weight"_a, "bias"_a.none(), "scale"_a.none(), "group_size"_a, "activations"_a,
+             "out"_a, "threads"_a);
   module.def("expert_ffn", expert_ffn, "x"_a, "gate_up"_a, "up"_a.none(), "down"_a, "offsets"_a, "activation"_a,
              "pairing"_a, "gate_up_bias"_a.none(), "up_bias"_a.none(), "down_bias"_a.none(), "gate_up_scale"_a.none(),
              "down_scale"_a.none(), "group_size"_a, "activations"_a, "out"_a, "threads"_a);

@@ -1,5 +1,5 @@
-// Quantised matrices as whole numbers: what products with int8 activations multiply. Internal linkage: every instruction
-// set compiles its own copy.
+// Quantised matrices as whole numbers: what products with int8 activations multiply. Internal linkage: every
+// instruction set compiles its own copy.
 //
 // A number is (code - zero) scale - least: codes are unsigned bytes, scales, zero points and `least` those of a row in
 // one group of columns. A panel holds the codes of kPanelRows rows as vectors of products want them: four

@@ -24,9 +24,7 @@ inline __mmask16 first16(int64_t count) {
 struct HalfPanel {
   Panel& panel;
   int64_t at;
-  void put(int64_t quad, __m512i codes) const {
-    _mm512_store_si512(panel.codes + (quad * kPanelRows + at) * 4, codes);
-  }
+  void put(int64_t quad, __m512i codes) const { _mm512_store_si512(panel.codes + (quad * kPanelRows + at) * 4, codes); }
 };
 
 inline __m512i low_halves(__m512i words) { return _mm512_and_si512(words, _mm512_set1_epi8(15)); }
@@ -71,6 +69,9 @@ struct BlockHalves {
   }
 };
 
+// Brings what a row has next into the first-level cache: the processor does not see sixteen rows coming.
+inline void fetch_soon(const void* p) { _mm_prefetch(static_cast<const char*>(p) + 128, _MM_HINT_T0); }
+
 // The codes of sixteen rows; load(row, step) gives the `step`-th sixteen words of one.
 template <class Words, class Load>
 void turned_codes(const HalfPanel& to, int64_t size, Fetched& fetched, Load&& load) {
@@ -91,6 +92,7 @@ void codes_by_rows(const uint8_t* const (&line)[kHalf], int64_t bytes, int64_t s
                    Fetched& fetched) {
   turned_codes<Words>(to, size, fetched, [&](int64_t r, int64_t step) {
     const int64_t left = bytes - 64 * step;
+    fetch_soon(line[r] + 64 * step);
     if (left >= 64) return load64(line[r] + 64 * step);
     return _mm512_maskz_loadu_epi8((__mmask64{1} << left) - 1, line[r] + 64 * step);
   });
@@ -104,6 +106,7 @@ void codes_by_blocks(const uint8_t* const (&line)[kHalf], int64_t size, const Ha
   turned_codes<Words>(to, size, fetched, [&](int64_t r, int64_t step) {
     const uint8_t* const at = line[r] + step * kBlocks * kBytes + kHead;
     const int64_t left = blocks - step * kBlocks;
+    fetch_soon(at);
     if constexpr (kBlocks == 2) {
       const __m512i low = _mm512_castsi256_si512(bytes32(at));
       return left < 2 ? low : _mm512_inserti64x4(low, bytes32(at + kBytes), 1);
@@ -173,8 +176,8 @@ void scales_by_rows(const Quantized& q, const IntegerForm& form, int64_t first, 
 
 // Zero points of sixteen rows in two words, rows of eight beside each other in `places`.
 inline __m512i zeros16(uint32_t low, uint32_t high, __m512i places, int bias) {
-  const __m512i words = _mm512_inserti64x4(_mm512_set1_epi32(static_cast<int>(low)),
-                                           _mm256_set1_epi32(static_cast<int>(high)), 1);
+  const __m512i words =
+      _mm512_inserti64x4(_mm512_set1_epi32(static_cast<int>(low)), _mm256_set1_epi32(static_cast<int>(high)), 1);
   const __m512i found = _mm512_add_epi32(_mm512_srlv_epi32(words, places), _mm512_set1_epi32(bias));
   return _mm512_and_si512(found, _mm512_set1_epi32(15));
 }
@@ -226,6 +229,7 @@ inline void k_panel(const uint8_t* const (&line)[kHalf], int64_t size, const Hal
       __m512i rows[kHalf];
       for (int64_t r = 0; r < kHalf; ++r) {
         rows[r] = load64(line[r] + block * 144 + 16 + 64 * part);
+        fetch_soon(line[r] + block * 144 + 16 + 64 * part);
         if (fetched.next != nullptr) _mm_prefetch(fetched.next, _MM_HINT_T1), fetched.next += 72;
       }
       columns16(rows, [&](int64_t word, __m512i words) {

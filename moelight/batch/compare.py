@@ -46,8 +46,8 @@ Progress = Callable[[str, int, int], None]  # whose turn it is, prompts done, of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompareOptions:
-    """``model``, with keys and values in ``kv_dtype``, is measured against ``reference``; ``planning`` are arguments of
-    `Engine.from_pretrained`, and ``space_bytes`` of temporary files may be taken."""
+    """``model``, with ``activations`` and keys and values in ``kv_dtype``, is measured against ``reference``;
+    ``planning`` are arguments of `Engine.from_pretrained`, and ``space_bytes`` of temporary files may be taken."""
 
     model: str
     reference: str
@@ -56,6 +56,7 @@ class CompareOptions:
     space_bytes: int = SPACE_BYTES
     kv_dtype: str = "auto"
     planning: Mapping[str, Any] = field(default_factory=dict)
+    activations: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +114,7 @@ def compare_models(options: CompareOptions, progress: Progress = lambda *_: None
             options,
             lambda done: progress("model", done, len(prompts)),
             kv_dtype=options.kv_dtype,
+            activations=options.activations,
         )
         return measured.result()
 
@@ -153,6 +155,7 @@ def score_all(
     progress: Callable[[int], None],
     *,
     kv_dtype: str = "auto",
+    activations: str | None = None,
 ) -> None:
     """Let ``watch`` see the logits of every predicted token of ``prompts`` under ``model``."""
     requests = [Request(index=index, token_ids=tokens, sampling=_SCORING) for index, tokens in enumerate(prompts)]
@@ -164,13 +167,13 @@ def score_all(
         gen_len=1,
     )
     progress(0)
-    how = {"workload": workload, "prefix_caching": False, "kv_dtype": kv_dtype, **options.planning}
-    with Engine.from_pretrained(model, **how) as engine:
+    how: dict[str, Any] = {"workload": workload, "prefix_caching": False, "kv_dtype": kv_dtype, "activations": activations}
+    with Engine.from_pretrained(model, **how, **options.planning) as engine:
         for request in requests:
             engine.check(request)
         for done, completion in enumerate(engine.run(requests, on_scores=watch), start=1):
             if completion.finish_reason == "error":
-                raise InputError(f"{model}: prompt {completion.index}: {completion.stop_reason}")
+                raise InputError(f"{engine.policy.model}: prompt {completion.index}: {completion.stop_reason}")
             progress(done)
 
 

@@ -26,12 +26,14 @@ def sampling_facts(sampling: SamplingParams) -> dict[str, Any]:
     return facts
 
 
-def number_facts(policy: Policy | None, kv_dtype: str = "auto") -> dict[str, str]:
-    """The number formats of a policy, the only values of it that change tokens; without one, ``kv_dtype`` as asked for
-    (of ``choose``, `Ledger.chosen` has the choice)."""
-    if policy is not None:
-        return {"weight_dtype": policy.weight_dtype, "kv_dtype": policy.kv_dtype}
-    return {"weight_dtype": "auto", "kv_dtype": kv_dtype}
+def number_facts(policy: Policy | None, kv_dtype: str = "auto", activations: str | None = None) -> dict[str, str]:
+    """The number formats of a policy, the only values of it that change tokens; without one, those asked for (of a
+    ``kv_dtype`` to ``choose``, `Ledger.chosen` has the choice). Activations that are not rounded go without saying."""
+    if policy is None:
+        found, rounded = {"weight_dtype": "auto", "kv_dtype": kv_dtype}, activations
+    else:
+        found, rounded = {"weight_dtype": policy.weight_dtype, "kv_dtype": policy.kv_dtype}, policy.activations
+    return found if rounded in (None, "auto") else {**found, "activations": str(rounded)}
 
 
 def digest_of_file(path: Path | None) -> str | None:

@@ -250,7 +250,7 @@ def prepare(options: JobOptions) -> Iterator[JobInput]:
                 "prompts": {"format": source.format.name, "bytes": source.size_bytes, "digest": source.digest()},
                 "model": model_facts(model.directory),
                 "sampling": sampling_facts(options.sampling),
-                "numbers": number_facts(options.policy, options.kv_dtype),
+                "numbers": number_facts(options.policy, options.kv_dtype, options.activations),
                 "rows": {
                     "chat_template": digest_of_file(options.chat_template),
                     "ignore_model": options.ignore_model,

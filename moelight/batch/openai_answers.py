@@ -47,7 +47,7 @@ class OpenAIFormat:
                 for index, each in enumerate(completions)
             ],
             "usage": _usage(completions),
-            "system_fingerprint": None,
+            "system_fingerprint": served.system_fingerprint,
         }
         if chat and row.answered["prompt_logprobs"]:
             body["prompt_logprobs"] = prompt_logprobs_row(completions[0])

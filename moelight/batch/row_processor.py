@@ -48,7 +48,13 @@ class JobInput:
 
     def header(self) -> AnswerHeader:
         """The header of an answer that is written now."""
-        return AnswerHeader(model=self.model.name, created=int(time.time()), job=str(self.facts["prompts"]["digest"]))
+        activations = self.facts["numbers"].get("activations")
+        return AnswerHeader(
+            model=self.model.name,
+            created=int(time.time()),
+            job=str(self.facts["prompts"]["digest"]),
+            system_fingerprint=None if activations is None else f"activations-{activations}",
+        )
 
     def refusal(self, bad: BadRow) -> bytes:
         """The output line of ``bad``."""

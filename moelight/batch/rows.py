@@ -64,11 +64,13 @@ class BadRow:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerHeader:
     """The fields common to all answers of a job: the model's name as the user gave it, the time of the answer (seconds
-    since 1970), and an identity of the input, equal for equal inputs alone."""
+    since 1970), an identity of the input, equal for equal inputs alone, and the arithmetic if it is not the
+    checkpoint's."""
 
     model: str
     created: int
     job: str
+    system_fingerprint: str | None = None
 
 
 class RowFormat(Protocol):

@@ -32,6 +32,7 @@ def compare(
     device_memory: str | None = option("The most GPU memory, e.g. 10GiB.", metavar="SIZE"),
     device: str = option("auto, cpu, cuda, xpu, or a card as in cuda:1.", default="auto"),
     kv_dtype: str = option("Of MODEL's keys and values: auto or int8.", metavar="auto|int8", default="auto"),
+    activations: str | None = option("Of MODEL: auto, or int8 as for generate.", metavar="auto|int8"),
     space: str = option("The most temporary files; they hold the reference's distributions.", default="8GiB"),
     output: Path | None = option(
         "Write the figures as JSON; MODEL/quality.json is what optimize shows.", "--output", "-o", metavar="FILE.json"
@@ -46,10 +47,12 @@ def compare(
     """
     from moelight.batch.compare import CompareOptions, compare_models
     from moelight.batch.output import STANDARD_OUTPUT
+    from moelight.optimizer.fixed_values import check_activations
 
     if against is None:
         raise ConfigError("against which model? give --against REFERENCE")
     _check_kv_dtype(kv_dtype)
+    check_activations(activations)
     check_output(output, as_json=as_json)
     found = compare_models(
         CompareOptions(
@@ -57,6 +60,7 @@ def compare(
             reference=against,
             prompts=prompts,
             format=format,
+            activations=activations,
             space_bytes=parse_bytes(space, what="--space"),
             kv_dtype=kv_dtype,
             planning={"host_memory": host_memory, "device_memory": device_memory, "device": device},

@@ -19,7 +19,16 @@ from moelight.core.units import parse_bytes
 if TYPE_CHECKING:
     from moelight.batch.options import JobOptions
 
-_PLANNED = ("batch_size", "micro_batch_size", "schedule", "kv_dtype", "allow", "host_memory", "device_memory")
+_PLANNED = (
+    "batch_size",
+    "micro_batch_size",
+    "schedule",
+    "kv_dtype",
+    "allow",
+    "activations",
+    "host_memory",
+    "device_memory",
+)
 _ORDERS = ("input", "completion")
 
 
@@ -82,6 +91,9 @@ class JobArguments:
         default="auto",
     )
     allow: str | None = option("kv8 is --kv-dtype choose; experts are run as they are stored.", metavar="kv8")
+    activations: str | None = option(
+        "auto, or int8: experts stored as integers are multiplied by activations rounded to int8.", metavar="auto|int8"
+    )
     policy: Path | None = option("Run this policy, as optimize -o writes it.", metavar="FILE.yaml")
     hw: str = option("The machine to plan for; auto is this one.", metavar="NAME|FILE|auto", default="auto")
     device: str = option(
@@ -140,10 +152,12 @@ def read_options(given: JobArguments, *, as_table: bool) -> JobOptions:
     from moelight.batch.output import STANDARD_OUTPUT
     from moelight.experts.options import ExpertOptions
     from moelight.lang.files import load_expert_policy
+    from moelight.optimizer.fixed_values import check_activations
     from moelight.scheduler import SCHEDULES
 
     if given.schedule is not None:
         SCHEDULES.get(given.schedule)
+    check_activations(given.activations)
     policy = None if given.policy is None else read_policy(given.policy, given)
     sampling = {
         **_fields_of(SamplingParams, given),

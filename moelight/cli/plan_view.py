@@ -81,6 +81,8 @@ def _policy(plan: Plan) -> Table:
     own = policy.weight_dtype == policy.kv_dtype == "auto"
     each = f"experts {_dtype(policy.weight_dtype)}, keys and values {_dtype(policy.kv_dtype)}"
     grid.add_row("numbers", "as the model has them" if own else each)
+    if policy.activations != "auto":
+        grid.add_row("activations", f"rounded to {policy.activations} before they meet the experts' integers")
     grid.add_row("order", policy.schedule)
     return grid
 

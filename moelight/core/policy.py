@@ -16,12 +16,15 @@ KV_BLOCK_SIZES = (16, 32, 64, 128)
 ADMISSIONS = ("refill", "static")
 HOST_PAGES = ("auto", "staged", "pinned")
 RESIDENTS = ("auto", "static", "learned")
+INT8 = "int8"
+ACTIVATIONS = ("auto", INT8)
 _WORDS = {
     "attention_device": PROCESSORS,
     "ffn_device": FFN_DEVICES,
     "admission": ADMISSIONS,
     "host_pages": HOST_PAGES,
     "residents": RESIDENTS,
+    "activations": ACTIVATIONS,
 }
 MOST_LOOK_AHEAD = 8
 PROMPT_MICRO_BATCHES = 8
@@ -78,6 +81,8 @@ class Policy:
         weight_dtype: number format of the weights; ``auto`` keeps the checkpoint's dtype. float16 over a bfloat16
             checkpoint, also ``auto`` on a GPU without bfloat16, is mixed precision.
         kv_dtype: number format of the KV cache; ``auto`` keeps the checkpoint's dtype.
+        activations: what the experts' products multiply: ``auto`` (the activations as they are, and the numbers of the
+            weights) or ``int8`` (activations rounded to int8, and the integers that the checkpoint stores).
         schedule: name of the schedule builder.
         kv_block_size: tokens in one block of the paged KV cache.
         look_ahead: micro-batches whose attention precedes the experts of an earlier one (algorithm 1), in schedules
@@ -110,6 +115,7 @@ class Policy:
     kv: Shares = Shares(host=1.0)
     weight_dtype: str = "auto"
     kv_dtype: str = "auto"
+    activations: str = "auto"
     schedule: str = "cgopipe"
     kv_block_size: int = 32
     look_ahead: int = 2

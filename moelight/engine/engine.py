@@ -204,6 +204,7 @@ class Engine:
         micro_batch_size: int | None = None,
         schedule: str | None = None,
         kv_dtype: str = "auto",
+        activations: str | None = None,
         workload: Workload | None = None,
         adapt: bool | None = None,
         experts: ExpertOptions | None = None,
@@ -223,6 +224,8 @@ class Engine:
             micro_batch_size: sequences per micro-batch (μ); None: the planner's choice.
             schedule: name of a schedule; None: the planner's choice.
             kv_dtype: of keys and values: ``auto`` (that of the computation), ``int8``, or ``choose``, the faster one.
+            activations: ``int8``: the experts' products take activations rounded to int8 and the integers that are
+                stored; None: as they are.
             workload: what to plan for; None: the default `Workload`.
             experts: as for `Engine`; an expert policy in it restricts the search to schedules with on-demand passes.
 
@@ -243,6 +246,7 @@ class Engine:
             micro_batch_size=micro_batch_size,
             schedule=schedule,
             kv_dtype=kv_dtype,
+            activations=activations,
             workload=workload or Workload(),
             experts=None if experts is None else experts.policy,
         )

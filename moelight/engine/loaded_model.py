@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moelight.core.dtypes import DType, computed_in, dtype_named
 from moelight.core.errors import CheckpointError, ConfigError
-from moelight.core.policy import Policy
+from moelight.core.policy import INT8, Policy
 from moelight.core.schedule import Lane, TaskKind
 from moelight.engine.batcher import places
 from moelight.engine.experts import ExpertRuntime
@@ -103,7 +103,7 @@ class LoadedModel:
                 self.kept = SavedActivations.in_arena(
                     arenas["mixture"], tokens=tokens, hidden=hidden, top_k=top_k, dtype=dtype
                 )
-            make_decoder = self._load_dense(source, arenas["dense"], dtype)
+            make_decoder = self._load_dense(source, arenas["dense"], dtype, policy.activations)
             self.pages = self._page_store(source, arenas, experts)
             self.pager: RingPager | None = None
             if experts is not None and self.layout.streamed:
@@ -128,14 +128,16 @@ class LoadedModel:
             self.pager.land()
         self._opened.close()
 
-    def _load_dense(self, source: OpenCheckpoint, arena: Tensor, dtype: torch.dtype) -> Callable[[Workspace], Decoder]:
+    def _load_dense(
+        self, source: OpenCheckpoint, arena: Tensor, dtype: torch.dtype, activations: str
+    ) -> Callable[[Workspace], Decoder]:
         """All weights outside experts, in ``arena``; returns what makes the decoder of them."""
         self.weights: ModelWeights | None = None
         quantized = source.weight_map.quantized
         self._page_kinds: dict[int, set[int]] = {}
         for page, kind in ({} if quantized is None else quantized.kind_of).items():
             self._page_kinds.setdefault(page.layer, set()).add(kind)
-        experts = None if quantized is None else QuantizedExperts(quantized)
+        experts = None if quantized is None else QuantizedExperts(quantized, activations)
         if source.graph is not None:
             return source.graph.decoder(self.profile, arena, dtype, experts)
         self.weights = load_dense(source.weight_map, self.profile, arena, dtype)
@@ -278,6 +280,7 @@ def _page_reader(source: OpenCheckpoint, dtype: DType, policy: Policy, opened: E
         kept,
         lambda parts: files.submit([ReadPart(*each) for each in parts]),
         mixed=bool(dtype.pages) and policy.ffn_device != "cpu",
+        in_order=policy.activations == INT8,
     )
 
 

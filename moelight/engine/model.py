@@ -61,6 +61,7 @@ class EngineOptions:
     micro_batch_size: int | None = None
     schedule: str | None = None
     kv_dtype: str = "auto"
+    activations: str | None = None
     policy: Policy | None = None
     hw: str = "auto"
     adapt: bool | None = None
@@ -134,6 +135,7 @@ class LazyModel:
                 micro_batch_size=options.micro_batch_size,
                 schedule=options.schedule,
                 kv_dtype=options.kv_dtype,
+                activations=options.activations,
                 workload=workload,
                 experts=options.experts.policy,
             )
@@ -161,9 +163,10 @@ class PlannedModel:
         if self.plan is not None:
             return self.plan.why
         policy = self.policy
+        rounded = "" if policy.activations == "auto" else f" with {policy.activations} activations"
         return (
             f"as the policy says: N = {policy.batch_size} in micro-batches of {policy.micro_batch_size}, "
-            f"{policy.schedule}, attention on the {policy.attention_device}, experts on {policy.ffn_device}"
+            f"{policy.schedule}, attention on the {policy.attention_device}, experts on {policy.ffn_device}{rounded}"
         )
 
     def load(self, *, record: bool = False) -> Engine:

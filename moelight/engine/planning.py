@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from moelight.core.dtypes import FLOAT32, DType
 from moelight.core.errors import BudgetError, ConfigError, did_you_mean
-from moelight.core.policy import Policy
+from moelight.core.policy import INT8, Policy
 from moelight.core.units import format_bytes
 from moelight.engine.experts import resident_share
 from moelight.experts.options import ExpertOptions
@@ -17,11 +17,12 @@ from moelight.hrm.footprint import Footprint, footprint
 from moelight.hrm.machine_model import Speeds, speeds_of
 from moelight.hrm.placement import place, with_residents
 from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES, routed_only
+from moelight.kernels import native
 from moelight.optimizer.allowed import AUTO, CACHES, CHOOSE, KV8, allowed_caches
 from moelight.optimizer.optimize import best_plan, capacities
 from moelight.optimizer.plan import Plan
 from moelight.optimizer.problem import SEARCHED_SCHEDULES, Fixed, Problem
-from moelight.optimizer.runnable import cache_faults, policy_faults
+from moelight.optimizer.runnable import activation_faults, cache_faults, policy_faults
 from moelight.paging.arena import PinningError, locks_in_place
 from moelight.profiles.hardware import HardwareProfile, Tier, load_hardware_profile, with_gpus
 from moelight.profiles.model import ModelProfile
@@ -55,12 +56,14 @@ def plan_for(
     micro_batch_size: int | None = None,
     schedule: str | None = None,
     kv_dtype: str = "auto",
+    activations: str | None = None,
     workload: Workload,
     experts: ExpertPolicy | None = None,
 ) -> Plan:
     """The plan for ``source`` on ``machine``: the search of `optimize`, over all that this engine can run there. Memory
     limits are in bytes; None: 90 % of the memory free now. ``kv_dtype``: of keys and values; ``choose``: int8 or not,
     whichever is faster. Raises BudgetError if nothing fits."""
+    asked = _activations(activations, source.profile, machine)
     limits = {"host": host_memory or int(FREE_SHARE * available_bytes())}
     if machine.discrete:
         limits["device"] = _device_limit(machine, device_memory)
@@ -73,7 +76,7 @@ def plan_for(
     on_disk = len(pages(source.profile)) * page_bytes(source.profile, FLOAT32)
     _check_schedule(schedule, discrete=machine.discrete)
     given = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "schedule": schedule}
-    fixed: dict[str, Fixed] = {key: value for key, value in given.items() if value is not None}
+    fixed: dict[str, Fixed] = asked | {key: value for key, value in given.items() if value is not None}
     if experts is not None:
         # Which share of the experts is resident and, beside a GPU, whether the CPU may compute missing ones in place.
         fixed["weights.device" if machine.discrete else "weights.host"] = resident_share(experts, source.profile, dtype)
@@ -120,6 +123,16 @@ def _caches(kv_dtype: str, model: ModelProfile) -> tuple[str, ...]:
     for fault in cache_faults(Policy(model=model.name, kv_dtype=kv_dtype), model):
         raise ConfigError(f"--kv-dtype {kv_dtype}: {fault}")
     return (kv_dtype,)
+
+
+def _activations(asked: str | None, model: ModelProfile, machine: Machine) -> dict[str, Fixed]:
+    """The activations that are asked for, as a fixed value; ConfigError if no policy for ``machine`` has them."""
+    if asked in (None, "auto"):
+        return {}
+    policy = Policy(model=model.name, activations=str(asked), ffn_device="gpu" if machine.discrete else "cpu")
+    for fault in (*activation_faults(policy, model), *policy_faults(policy), *_missing(policy)):
+        raise ConfigError(fault)
+    return {"activations": policy.activations}
 
 
 def _device_limit(machine: Machine, asked: int | None) -> int:
@@ -263,6 +276,12 @@ def _fit_ring(policy: Policy, model: ModelProfile, dtype: DType, before: Footpri
     return None
 
 
+def _missing(policy: Policy) -> Iterator[str]:
+    """What the installation does not have that ``policy`` needs, a clause each."""
+    if policy.activations == INT8 and not native.available():
+        yield f"activations int8 need the native kernels ({native.reason()})"
+
+
 def resolve(policy: Policy, model: ModelProfile, *, discrete: bool) -> Policy:
     """``policy`` with nothing left open: ``kv_tokens`` 0 becomes 1024 tokens per sequence, or the model's context if
     shorter. Raises ConfigError if a device is missing or the engine does not support the policy."""
@@ -279,7 +298,8 @@ def resolve(policy: Policy, model: ModelProfile, *, discrete: bool) -> Policy:
         )
     if policy.weights.device and not discrete:
         raise ConfigError("weights: a share on 'device' needs a GPU")
-    for fault in (*policy_faults(policy), *cache_faults(policy, model)):
+    faults = (*policy_faults(policy), *cache_faults(policy, model), *activation_faults(policy, model))
+    for fault in (*faults, *_missing(policy)):
         raise ConfigError(f"this policy cannot be run: {fault}")
     if policy.kv_tokens:
         return policy

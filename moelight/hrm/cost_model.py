@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from moelight.core.dtypes import DType
+from moelight.core.policy import INT8
 from moelight.hrm import costs
 from moelight.hrm.machine_model import Speeds, Unit
 from moelight.profiles.model import ModelProfile
@@ -24,6 +25,11 @@ TOUCHED_PER_EXPERT = 16
 KERNELS = {"before": 3, "attention": 2, "after": 4, "experts": 5, "head": 4}
 
 
+# Speed of products of int8 over that of bfloat16 in vectors: an instruction has twice as many. Measured with 64 rows on
+# an Emerald Rapids without AMX: 3.6 to 5.1 (docs/log.md). No profile states the peak of int8.
+INT8_PRODUCTS = 2.0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
     """Costs of one model on one machine. ``dtype``: of computation and activations; ``page_dtype``: of the expert
@@ -36,6 +42,7 @@ class CostModel:
     page_dtype: DType
     attention_device: str
     ffn_device: str
+    activations: str = "auto"
     pinned_pages: bool = False
 
     @property
@@ -78,7 +85,9 @@ class CostModel:
         stored = model.stored if unit is self.speeds.gpu else None
         if stored is not None and self.page_dtype.bits < 16:
             rows = np.where(np.asarray(rows) > 0, rows + np.maximum(rows, costs.UNPACK_ROWS), 0.0)
-        seconds = unit.product_s(rows, costs.page_elements(model), self.page_dtype, experts=not model.dense)
+        faster = INT8_PRODUCTS if self.activations == INT8 else 1.0
+        size, dtype = costs.page_elements(model), self.page_dtype
+        seconds = unit.product_s(rows, size, dtype, experts=not model.dense, faster=faster)
         slow = model.experts.by_torch or (stored is not None and (stored.mixed or not unit.unpacks))
         return seconds * costs.TORCH_EXPERTS if slow else seconds
 

@@ -75,6 +75,7 @@ def cost_model_of(model: ModelProfile, policy: Policy, speeds: Speeds, dtype: DT
         dtype=own,
         kv_dtype=costs.kv_dtype(policy, own),
         page_dtype=costs.page_dtype(model, own, policy.weight_dtype),
+        activations=policy.activations,
         attention_device=policy.attention_device,
         ffn_device=policy.ffn_device,
         pinned_pages=policy.host_pages == "pinned",

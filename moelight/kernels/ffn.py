@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelight.kernels import arguments, integers, native, reference
+from moelight.kernels import arguments, native, reference
 from moelight.kernels.activations import Activation, activation_of
 from moelight.kernels.arguments import FLOATS, INTEGERS, as_dlpack, check_tensor, lend, lend_given, stored
+from moelight.kernels.integers import check_integers
 from moelight.kernels.quantized import QuantizedMatrix, lend_matrix, parts_checked
 from moelight.profiles.stored import StoredFormat
 
@@ -67,7 +68,7 @@ def cpu_linear(
         outputs, _ = check_tensor("weight", shaped, _STORED, (None, None))
         names = ("weight", "bias", "scale")
         _check_weight(names, (shaped, bias, scale), (outputs, inputs), group_size, shaped.dtype, FLOATS)
-        integers.check("weight", activations, weight)
+        check_integers("weight", activations, weight)
         if out is not None:
             check_tensor("out", out, x.dtype, (tokens, outputs))
         found = reference.linear(x, weight, bias, scale=scale, group_size=group_size, activations=activations)
@@ -122,14 +123,10 @@ def cpu_expert_ffn(
     given = (gate_up_bias, up_bias, down_bias, gate_up_scale, down_scale)
     optional = dict(zip(_OPTIONAL, given, strict=True))
     extension = native.extension()
-    weights = {"gate_up": gate_up, "up": up, "down": down}
+    weights, size = {"gate_up": gate_up, "up": up, "down": down}, group_size or 0
     if extension is None:
-        (wide, second, narrow), both = _stand_ins(weights, offsets), act.gated and up is None
+        (wide, second, narrow), both = _stand_ins(weights, offsets, activations), act.gated and up is None
         cuts = _check_experts(x, wide, narrow, offsets, {"up": second} | optional, group_size, out, both=both)
-        for name, each in weights.items():
-            for weight in each or ():
-                if weight is not None:
-                    integers.check(name, activations, weight)
         options: dict[str, Any] = {"activation": act, "interleaved": interleaved, "group_size": group_size} | optional
         options["activations"] = activations
         return stored(reference.expert_ffn(x, gate_up, down, cuts, up=up, **options), out)
@@ -137,11 +134,11 @@ def cpu_expert_ffn(
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     wide, second, narrow = (None if tensors is None else _export(name, tensors) for name, tensors in weights.items())
-    rest = [None if tensors is None else _export(name, tensors) for name, tensors in optional.items()]
+    rest: list[object] = [None if tensors is None else _export(name, tensors) for name, tensors in optional.items()]
     bounds, into = lend(offsets=offsets, out=out)
     by = (act.curve, act.alpha, act.limit, act.shift, act.late)
     pairing = "interleaved" if interleaved else "joined" if act.gated else "ungated"
-    extension.expert_ffn(rows, wide, second, narrow, bounds, by, pairing, *rest, group_size or 0, activations, into, threads)
+    extension.expert_ffn(rows, wide, second, narrow, bounds, by, pairing, *rest, size, activations, into, threads)
     return out
 
 
@@ -176,8 +173,10 @@ def cpu_linear_workspace(
     """
     types = _check_sizes(dtype, weight_dtype, tokens=tokens, outputs=outputs, inputs=inputs)
     threads, extension = arguments.check_threads(threads), native.extension()
-    return 0 if extension is None else int(
-        extension.linear_workspace(*types, activations == "int8", tokens, outputs, inputs, threads)
+    return (
+        0
+        if extension is None
+        else int(extension.linear_workspace(*types, activations == "int8", tokens, outputs, inputs, threads))
     )
 
 
@@ -214,14 +213,15 @@ def _stand_in(name: str, weight: Any) -> Any:
     return torch.empty(parts_checked(name, weight).shape, dtype=torch.bfloat16)
 
 
-def _stand_ins(weights: Mapping[str, Weights | None], offsets: Tensor) -> list[Any]:
+def _stand_ins(weights: Mapping[str, Weights | None], offsets: Tensor, activations: str) -> list[Any]:
     """Lists of weights as lists of tensors, where experts without rows have none; the quantised ones of ``gate_up`` and
-    ``up`` share one format, and those of ``down``."""
+    ``up`` share one format, and those of ``down``, which ``activations`` can multiply."""
     check_tensor("offsets", offsets, torch.int32, (None,))
     busy = (offsets.diff() > 0).tolist()
     found: list[Any] = []
     forms: set[object] = set()
     for name, each in weights.items():
+        check_integers(name, activations, *(each or ()))
         if not isinstance(each, (list, tuple)) or not any(isinstance(weight, QuantizedMatrix) for weight in each):
             found.append(each)
             continue

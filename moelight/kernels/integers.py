@@ -33,11 +33,13 @@ class WholeNumbers(NamedTuple):
     least: Tensor | None = None
 
 
-def check(name: str, activations: str, weight: object) -> None:
-    """Raise ValueError unless ``weight`` can be multiplied so."""
+def check_integers(name: str, activations: str, *weights: object) -> None:
+    """Raise ValueError unless ``weights``, of which some may be None, can be multiplied so."""
     if activations not in ACTIVATIONS:
         raise ValueError(f"activations: must be auto or int8, is {activations!r}")
-    if activations == INT8:
+    for weight in weights if activations == INT8 else ():
+        if weight is None:
+            continue
         if not isinstance(weight, QuantizedMatrix):
             raise ValueError(f"{name}: int8 activations need quantised matrices")
         why = weight.stored.without_integers
@@ -90,6 +92,7 @@ def integer_product(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
 
 
 def whole_numbers(matrix: QuantizedMatrix) -> WholeNumbers:
+    """``matrix``, of a format with integers, as whole numbers and scales."""
     stored, columns = matrix.stored, matrix.columns
     group = stored.integer_group(columns)
     whole, scales, least = _parts(stored)(matrix)
@@ -164,8 +167,7 @@ def _small(scale_bytes: int) -> Callable[[QuantizedMatrix], _Found]:
 def _q4_k(matrix: QuantizedMatrix) -> _Found:
     def number(blocks: Tensor) -> _Found:
         codes, scales, least = quantized.k_codes(blocks)
-        wide = (each.repeat_interleave(32, dim=1) for each in (scales, least))
-        return codes, *wide
+        return codes, scales.repeat_interleave(32, dim=1), least.repeat_interleave(32, dim=1)
 
     return _by_blocks(matrix, number)
 

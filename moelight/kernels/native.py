@@ -103,6 +103,7 @@ OTHERS = (
     "file_reads",
 )
 NATIVE_OPERATIONS = PRODUCTS + OTHERS
+INT8_ACTIVATIONS = "int8_activations"  # of `linear` and `expert_ffn`
 _UNITS = {
     "pairs": "bfloat16 in pairs (AVX512_BF16, AVX512_VNNI)",
     "tiles": "bfloat16 in tiles (AMX)",
@@ -118,4 +119,13 @@ def serving() -> list[Serving]:
     reasons = dict.fromkeys(NATIVE_OPERATIONS, reason())
     if units is not None:
         reasons |= dict.fromkeys(PRODUCTS, f"{reason()}; {units}")
-    return [Serving(operation=name, implementation=implementation, reason=why) for name, why in reasons.items()]
+    found = [Serving(operation=name, implementation=implementation, reason=why) for name, why in reasons.items()]
+    return [*found, Serving(operation=INT8_ACTIVATIONS, implementation=implementation, reason=_int8_reason())]
+
+
+def _int8_reason() -> str:
+    if not available():
+        return f"{reason()}; `generate` refuses --activations int8"
+    instructions = "AVX512_VNNI" if isa() == "avx512" else "AVX_VNNI"
+    by = f"four products at a time ({instructions})" if int8_products() == "dots" else "products of words"
+    return f"{reason()}; {by}"

@@ -295,9 +295,7 @@ def expert_ffn(
         elif activation.gated:
             given = list(gate_and_up(given[0], interleaved=interleaved))
         inner = activation(*given).to(x.dtype)
-        out[first:last] = linear(
-            inner, narrow, bias, scale=scale, group_size=group_size, activations=activations
-        )
+        out[first:last] = linear(inner, narrow, bias, scale=scale, group_size=group_size, activations=activations)
     return out
 
 

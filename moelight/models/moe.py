@@ -34,8 +34,8 @@ Weight: TypeAlias = Tensor | QuantizedMatrix
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matrices:
-    """Views of an expert's matrices and biases, by the names of `cpu_expert_ffn`, whose form is any that it takes.
-    Those of one ``kind`` have one form; others of a layer are computed apart."""
+    """Views of an expert's matrices and biases, by the names of `cpu_expert_ffn`, whose form is any that it takes;
+    ``activations`` as there. Those of one ``kind`` have one form; others of a layer are computed apart."""
 
     gate_up: Weight
     down: Weight
@@ -45,6 +45,7 @@ class Matrices:
     down_bias: Tensor | None = None
     interleaved: bool = False
     kind: int = 0
+    activations: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +286,7 @@ def _alike_in_place(rows: Tensor, experts: Sequence[ExpertWeights | None], offse
     options: dict[str, Any] = {
         "activation": formed.activation,
         "interleaved": formed.matrices.interleaved,
+        "activations": formed.matrices.activations,
         "offsets": offsets,
         "out": rows,
     }

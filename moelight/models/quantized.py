@@ -14,10 +14,11 @@ from moelight.weights.stored_matrix import TORCH
 
 
 class QuantizedExperts:
-    """The experts in pages of ``pages``; one is known by the memory of its page and how the page lies."""
+    """The experts in pages of ``pages``; one is known by the memory of its page and how the page lies. ``activations``:
+    those that their products take, as `Policy` says."""
 
-    def __init__(self, pages: QuantizedPages) -> None:
-        self._pages = pages
+    def __init__(self, pages: QuantizedPages, activations: str = "auto") -> None:
+        self._pages, self._activations = pages, activations
         self._kinds: dict[int, list[int]] = {}  # of the experts of each layer
         for page in sorted(pages.kind_of):
             self._kinds.setdefault(page.layer, []).append(pages.kind_of[page])
@@ -47,7 +48,7 @@ class QuantizedExperts:
 
     def _view(self, kind: int, slot: Tensor) -> Matrices:
         views = {name: _view(place, slot) for name, place in self._pages.kinds[kind]}
-        return Matrices(**views, kind=kind, interleaved=self._pages.interleaved)
+        return Matrices(**views, kind=kind, interleaved=self._pages.interleaved, activations=self._activations)
 
 
 def _view(place: MatrixPlace, slot: Tensor) -> Any:

@@ -10,6 +10,7 @@ from itertools import chain, combinations, product
 from moelight.core.dtypes import DTYPES, FLOAT32
 from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.policy import (
+    ACTIVATIONS,
     ADMISSIONS,
     FFN_DEVICES,
     HOST_PAGES,
@@ -45,6 +46,7 @@ _WORDS = {
     "ffn_device": FFN_DEVICES,
     "weight_dtype": tuple(DTYPES),
     "kv_dtype": tuple(DTYPES),
+    "activations": ACTIVATIONS,
     "schedule": SCHEDULES.names(),
     "host_pages": HOST_PAGES,
     "residents": RESIDENTS,
@@ -56,6 +58,13 @@ _MOST_CACHE_BYTES = 1 << 62
 _OFF_HOST = ("weights.device", "weights.disk")
 _SLACK = 1e-9
 _MOST_DIGITS = 20  # of a count
+
+
+def check_activations(given: str | None) -> None:
+    """Raise ConfigError for a value of ``--activations`` that is none."""
+    if given is not None and given not in ACTIVATIONS:
+        hint = did_you_mean(given, ACTIVATIONS)
+        raise ConfigError(f"--activations {given!r} is not one of {', '.join(ACTIVATIONS)}{hint}")
 
 
 def parse_fixes(given: Iterable[str]) -> dict[str, Fixed]:

@@ -134,15 +134,16 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
 
 
 _SIZES = ("batch_size", "micro_batch_size", "num_micro_batches", "micro_batch_tokens", "kv_tokens", "kv_block_size")
-_DEVICES = ("attention_device", "ffn_device", "weights", "cpu_experts", "kv", "weight_dtype", "kv_dtype", "schedule")
-_REST = ("prompt_micro_batches", "look_ahead", "admission", "host_pages", "residents", "gpus")
+_DEVICES = ("attention_device", "ffn_device", "weights", "cpu_experts", "kv", "weight_dtype", "kv_dtype")
+_ORDER = ("activations", "schedule", "prompt_micro_batches", "look_ahead")
+_REST = ("admission", "host_pages", "residents", "gpus")
 
 
 def policy_as_dict(policy: Policy) -> dict[str, Any]:
     """``policy`` as plain values, shares unrounded; ``num_micro_batches`` follows from N and μ."""
     values = {**asdict(policy), "num_micro_batches": policy.num_micro_batches}
     values["kv"].pop("disk")
-    return {name: values[name] for name in ("model", *_SIZES, *_DEVICES, *_REST)}
+    return {name: values[name] for name in ("model", *_SIZES, *_DEVICES, *_ORDER, *_REST)}
 
 
 def key_of(*inputs: Any) -> str:

@@ -15,6 +15,7 @@ from moelight.core.errors import ConfigError
 from moelight.core.policy import (
     ADMISSIONS,
     FFN_DEVICES,
+    INT8,
     KV_BLOCK_SIZES,
     MOST_COUNTS,
     MOST_LOOK_AHEAD,
@@ -47,6 +48,7 @@ _DEVICE_KEYS = (
     "kv.device",
     "kv.host",
     "cpu_experts",
+    "activations",
 )
 
 
@@ -180,6 +182,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "schedule": SEARCHED_SCHEDULES,
     "weight_dtype": ("auto",),
     "kv_dtype": ("auto",),
+    "activations": ("auto",),
     "admission": ADMISSIONS,
     "residents": ("auto", "learned"),
 }
@@ -223,7 +226,8 @@ def _contradicts(problem: Problem, attention: str, ffn: str) -> bool:
     """True if fixed shares contradict the devices: device memory holds pages and cache only for work on the GPU. Beside
     a GPU, a dense layer, projections and all, runs there."""
     return bool(
-        (ffn == "cpu" and problem.share("weights.device"))
+        (ffn != "cpu" and problem.fixed.get("activations") == INT8)
+        or (ffn == "cpu" and problem.share("weights.device"))
         or (attention == "cpu" and (problem.share("kv.device") or (problem.share("kv.host") or 1.0) < 1.0))
         or (ffn != "split" and problem.share("cpu_experts"))
         or (problem.model.dense and (attention == "gpu" or ffn != "cpu") and ffn != "gpu")

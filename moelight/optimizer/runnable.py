@@ -3,8 +3,8 @@ only on policies and models; the engine checks the devices of the machine."""
 
 from __future__ import annotations
 
-from moelight.core.dtypes import INT8, DType, dtype_named
-from moelight.core.policy import Policy
+from moelight.core.dtypes import DType, dtype_named
+from moelight.core.policy import INT8, Policy
 from moelight.hrm.costs import attention_kinds
 from moelight.profiles.model import ModelProfile, not_computed
 
@@ -13,7 +13,7 @@ def why_not(policy: Policy, model: ModelProfile, dtype: DType) -> tuple[str, ...
     """The reasons why the engine refuses ``policy`` for ``model``, computed in ``dtype``, a clause each; empty if the
     policy runs. Only the native decoder computes in mixed precision."""
     graph = bool(model.layers) or bool(not_computed(model))
-    found = (*policy_faults(policy), *cache_faults(policy, model))
+    found = (*policy_faults(policy), *cache_faults(policy, model), *activation_faults(policy, model))
     if not (graph and dtype.pages and policy.weight_dtype in ("auto", dtype.name)):
         return found
     narrow = f"{model.model_type} runs as its module graph, which is not computed in float16 on a GPU without bfloat16"
@@ -31,15 +31,17 @@ def policy_faults(policy: Policy) -> tuple[str, ...]:
             f"experts in {kind} (weight_dtype) need a checkpoint that stores them so: moelight convert {policy.model} "
             f"OUT --experts {kind} makes one, and OUT runs as it is"
         )
-    if policy.kv_dtype not in ("auto", INT8.name, policy.weight_dtype):
+    if policy.kv_dtype not in ("auto", INT8, policy.weight_dtype):
         found.append(f"kv_dtype {policy.kv_dtype!r} must be int8 or the weights' dtype; or leave it at auto")
+    if policy.activations == INT8 and policy.ffn_device != "cpu":
+        found.append(f"activations int8 are served on the CPU alone, and ffn_device is {policy.ffn_device!r}")
     return tuple(found)
 
 
 def cache_faults(policy: Policy, model: ModelProfile) -> tuple[str, ...]:
     """Why the cache of ``model`` is not kept in the format of ``policy``, a clause each: only keys and values of
     grouped-query attention are quantised."""
-    if policy.kv_dtype != INT8.name or quantises_cache(model):
+    if policy.kv_dtype != INT8 or quantises_cache(model):
         return ()
     what = "caches latents, which are not quantised" if attention_kinds(model) else "has no paged cache to quantise"
     return (f"{model.model_type} {what} (kv_dtype int8); leave kv_dtype at auto",)
@@ -49,3 +51,20 @@ def quantises_cache(model: ModelProfile) -> bool:
     """True if the cache of ``model`` can be int8: some layers have one, and none caches latents."""
     kinds = attention_kinds(model)
     return bool(kinds) and all(kind.spec.latent is None for kind in kinds)
+
+
+def activation_faults(policy: Policy, model: ModelProfile) -> tuple[str, ...]:
+    """The reason why the experts of ``model`` are not multiplied by the activations of ``policy``, if there is one."""
+    if policy.activations != INT8:
+        return ()
+    if model.dense or model.experts.by_torch:
+        what = "is dense" if model.dense else "has experts that torch computes"
+        return (f"activations int8 are served for experts of the kernels, and {model.model_type} {what}",)
+    if model.stored is None:
+        return (
+            f"activations int8 need experts stored as integers, and those here are {model.dtype} "
+            "(moelight convert --experts int8 or int4 writes such a checkpoint)",
+        )
+    if (why := model.stored.without_integers) is not None:
+        return (f"activations int8: the experts are {why}",)
+    return ()

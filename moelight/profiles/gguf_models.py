@@ -346,4 +346,12 @@ def _stored(profile: ModelProfile, tensors: Mapping[tuple[str, int], GGMLTensor]
     name = "GGUF " + " and ".join(sorted(experts, key=lambda each: -experts[each])[:2])
     sizes = [(name, layer, size) for (name, layer), size in sorted(dense.items())]
     count = profile.experts.num_experts
-    return StoredWeights.of(name, name, [[size] * count if size else [] for size in pages], elements, sizes)
+    without = (ggml_format(each).without_integers for each in experts)
+    return StoredWeights.of(
+        name,
+        name,
+        [[size] * count if size else [] for size in pages],
+        elements,
+        sizes,
+        next(filter(None, without), None),
+    )

@@ -32,6 +32,7 @@ _NOTES = {
     "kv": "the tiers of keys and values, as shares that sum to 1",
     "weight_dtype": "",
     "kv_dtype": "",
+    "activations": "auto: as they are; int8: rounded, for experts stored as integers",
     "schedule": "the schedule",
     "look_ahead": "micro-batches that attend ahead of the experts",
     "admission": "refill: places are refilled at once; static: batch by batch",

@@ -88,7 +88,7 @@ def with_stored(profile: ModelProfile, format_of: Callable[[str], StoredFormat |
     model's dtype. Raises ConfigError, naming the file ``where``, if a matrix cannot be."""
     counted = _Count(profile, format_of, where)
     pages = [counted.pages(layer) if moe else [] for layer, moe in enumerate(profile.moe_layers)]
-    experts = tuple(counted.named)
+    experts, without = tuple(counted.named), counted.without_integers
     dense = tuple(
         (part.name, part.layer, size)
         for tensor in dense_tensors(profile)
@@ -97,14 +97,16 @@ def with_stored(profile: ModelProfile, format_of: Callable[[str], StoredFormat |
         and (size := counted.matrix(_module(profile, part.name, part.layer), *part.shape)) is not None
     )
     name, of_experts = (", ".join(names) or profile.dtype for names in (counted.named, experts))
-    return replace(profile, stored=StoredWeights.of(name, of_experts, pages, _elements(profile), dense))
+    return replace(profile, stored=StoredWeights.of(name, of_experts, pages, _elements(profile), dense, without))
 
 
 def with_pages(profile: ModelProfile, pages: Sequence[Sequence[int]]) -> ModelProfile:
     """Quantised ``profile`` with the bytes that pages were found to have, of each expert of each layer."""
     stored = profile.stored
     assert stored is not None, "only quantised pages differ from what the profile says"
-    found = StoredWeights.of(stored.name, stored.dtype.name, pages, _elements(profile), stored.dense)
+    found = StoredWeights.of(
+        stored.name, stored.dtype.name, pages, _elements(profile), stored.dense, stored.without_integers
+    )
     return replace(profile, stored=found)
 
 
@@ -113,19 +115,23 @@ def _elements(profile: ModelProfile) -> int:
 
 
 class _Count:
-    """Bytes of the matrices of a model; ``named``: the formats met, in order."""
+    """Bytes of the matrices of a model; ``named``: the formats met, in order; ``without_integers``: that of the last
+    matrix that had a reason."""
 
     def __init__(self, profile: ModelProfile, format_of: Callable[[str], StoredFormat | None], where: str) -> None:
         self._profile, self._format_of, self._where = profile, format_of, where
         self._itemsize = dtype_named(profile.dtype).itemsize
         self.named: dict[str, None] = {}
+        self.without_integers: str | None = None
 
     def matrix(self, module: str, rows: int, columns: int, *, paged: bool = False) -> int | None:
         """Bytes of the matrix [rows, columns] of ``module``, in an expert's page if ``paged``; None in the model's
         dtype."""
         stored = self._format_of(module)
         if stored is None:
+            self.without_integers = self._profile.dtype
             return None
+        self.without_integers = stored.without_integers or self.without_integers
         try:
             size = stored.paged_bytes(rows, columns) if paged else stored.bytes_for(rows, columns)
         except ConfigError as error:

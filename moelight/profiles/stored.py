@@ -150,14 +150,14 @@ class StoredFormat:
         """The reason why numbers are not whole numbers that int8 activations could be multiplied by, or None."""
         if self.kind == GGML:
             if self.name not in _INTEGER_BLOCKS:
-                return f"{self.name}: int8 activations are served for the ggml types {', '.join(_INTEGER_BLOCKS)}"
+                return f"{self.name}; int8 activations are served for the ggml types {', '.join(_INTEGER_BLOCKS)}"
             return None
         if self.kind == PLAIN or self.codes == "F8_E4M3":
-            return f"{self.name}: its numbers are no integers times scales, as int8 activations need them"
+            return f"{self.name}, whose numbers are no integers times scales, as int8 activations need them"
         if self.bits not in (4, 8):
-            return f"{self.name}: codes of {self.bits} bits are not multiplied by int8 activations"
+            return f"{self.name}; int8 activations are served for codes of 4 and 8 bits"
         if self.group % _LEAST_GROUP:
-            return f"{self.name}: int8 activations need groups of a multiple of {_LEAST_GROUP} columns"
+            return f"{self.name}; int8 activations need groups of a multiple of {_LEAST_GROUP} columns"
         return None
 
     def integer_group(self, columns: int) -> int:
@@ -310,6 +310,7 @@ class StoredWeights:
             page.
         dense: quantised tensors outside the experts: name, layer and bytes; the others have the model's dtype.
         mixed: experts of some layer are stored in several formats, so that on a GPU torch computes them.
+        without_integers: the reason why activations rounded to int8 cannot multiply the experts, or None.
     """
 
     name: str
@@ -319,6 +320,7 @@ class StoredWeights:
     mean_page_bytes: int
     dense: tuple[tuple[str, int, int], ...] = ()
     mixed: bool = False
+    without_integers: str | None = None
 
     @classmethod
     def of(
@@ -328,6 +330,7 @@ class StoredWeights:
         pages: Sequence[Sequence[int]],
         elements: int,
         dense: Sequence[tuple[str, int, int]],
+        without_integers: str | None = None,
     ) -> StoredWeights:
         """``pages``: bytes of each expert of each layer. They hold ``elements`` numbers at most; their format is called
         ``experts``."""
@@ -343,6 +346,7 @@ class StoredWeights:
             total_bytes=total,
             mean_page_bytes=-(-total // max(count, 1)),
             dense=tuple(dense),
+            without_integers=without_integers,
             mixed=any(len(set(layer)) > 1 for layer in pages),
         )
 

@@ -271,6 +271,8 @@ class PageReader(TensorReader):
     Attributes:
         wide_layers: layers with an expert that float16 does not hold, complete for pages whose reads have ended; empty
             unless ``mixed`` (bfloat16 pages are computed in float16). A page is examined at its first read.
+
+    ``in_order``: columns of quantised matrices must be in the order of their groups.
     """
 
     def __init__(
@@ -281,6 +283,7 @@ class PageReader(TensorReader):
         submit: Submit | None = None,
         *,
         mixed: bool = False,
+        in_order: bool = False,
     ) -> None:
         super().__init__(page_files(weight_map), weight_map.dtype)
         self._pages, self._quantized = weight_map.pages, weight_map.quantized
@@ -292,6 +295,7 @@ class PageReader(TensorReader):
             self.page_bytes = page_bytes(model, from_torch(dtype))
         self._submit = submit if self._stored == self._dtype else None
         self.wide_layers: set[int] = set()
+        self._in_order = in_order
         self._mixed, self._examined = mixed, set[tuple[Page, int, int]]()
 
     def start(self, page: Page, dest: torch.Tensor, begin: int = 0) -> PageRead | None:
@@ -320,7 +324,7 @@ class PageReader(TensorReader):
             return
         self._examined.add(part)
         if self._quantized is not None:
-            _check_groups(self._quantized.groups, reads)
+            _check_groups(self._quantized.groups, reads, in_order=self._in_order)
             return
         for piece, numbers in reads:
             if exceeds_float16(numbers):
@@ -344,16 +348,25 @@ class PageReader(TensorReader):
             start = align_up(start + numbers, self._alignment)
 
 
-def _check_groups(groups: Mapping[str, int], reads: Iterable[tuple[TensorInfo, torch.Tensor]]) -> None:
-    """Raise CheckpointError if a tensor that says the group of each column names one that is not there."""
+def _check_groups(
+    groups: Mapping[str, int], reads: Iterable[tuple[TensorInfo, torch.Tensor]], *, in_order: bool
+) -> None:
+    """Raise CheckpointError if a tensor that says the group of each column names one that is not there, or, if they
+    have to be ``in_order``, one before that of the column to its left."""
     for piece, numbers in reads:
         if (count := groups.get(piece.name)) is not None:
-            least, most = numbers.view(torch.int32).aminmax()
+            each = numbers.view(torch.int32)
+            least, most = each.aminmax()
             if least < 0 or most >= count:
                 wrong = int(least if least < 0 else most)
                 raise CheckpointError(
                     f"{piece.file}: tensor {piece.name!r} puts a column into group {wrong}, and there are {count}; "
                     "fetch the checkpoint again"
+                )
+            if in_order and (each.diff() < 0).any():
+                raise CheckpointError(
+                    f"{piece.file}: tensor {piece.name!r}: columns are not in the order of their groups, as "
+                    "activations int8 need them; leave activations at auto"
                 )
 
 

@@ -29,7 +29,7 @@ def test_every_byte_is_read() -> None:
             assert read(data, threads) == int(np.bitwise_xor.reduce(words))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_products_are_counted(dtype: str, threads: int) -> None:
     extension = native.extension()
@@ -53,7 +53,7 @@ def test_refusals() -> None:
         extension.read_peak(as_dlpack("bytes", torch.zeros(16, dtype=torch.uint8)[::2]), 1)
     with pytest.raises(ValueError, match="threads: must be at least 1"):
         extension.read_peak(as_dlpack("bytes", torch.zeros(8, dtype=torch.uint8)), 0)
-    with pytest.raises(ValueError, match="dtype: must be float32 or bfloat16"):
-        extension.product_peak("int8", 1, 1)
+    with pytest.raises(ValueError, match="dtype: must be float32, bfloat16 or int8"):
+        extension.product_peak("int4", 1, 1)
     with pytest.raises(ValueError, match="rounds: must be at least 1"):
         extension.product_peak("float32", 0, 1)

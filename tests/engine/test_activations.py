@@ -1,0 +1,137 @@
+"""Activations rounded to int8 through the engine: asked for, said, near the exact tokens, and refused by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moelight.batch.fingerprint import number_facts
+from moelight.cli.main import main
+from moelight.core.errors import CheckpointError, ConfigError
+from moelight.core.policy import Policy, Shares
+from moelight.engine.checkpoints import open_model
+from moelight.engine.planning import resolve
+from moelight.hrm.cost_model import INT8_PRODUCTS
+from moelight.hrm.estimate import cost_model_of
+from moelight.hrm.machine_model import speeds_of
+from moelight.kernels import native
+from moelight.optimizer.api import optimize
+from moelight.optimizer.plan import plan_as_dict
+from moelight.optimizer.runnable import activation_faults
+from moelight.profiles.hardware import load_hardware_profile
+from moelight.profiles.model_files import load_model_profile
+from moelight.profiles.workload import Workload
+from tests.engine.graphs import STREAMED, tokens
+from tests.engines import Tiny
+from tests.weights.quantised import METHODS, quantise, quantise_stacks
+
+SHAPE: dict[str, Any] = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+BOTH = ("auto", "int8")
+RESIDENT = Shares(host=1.0)
+WORK = Workload(num_requests=64, prompt_len=64, max_prompt_len=64, gen_len=32)
+native_kernels = pytest.mark.skipif(not native.available(), reason="the extension is not built")
+
+
+@pytest.fixture
+def mixtral(tiny: Tiny) -> Path:
+    return tiny("mixtral", intermediate_size=96, **SHAPE)
+
+
+@native_kernels
+@pytest.mark.parametrize("name", ["int4", "int4 zero points", "int8", "gptq int4", "awq", "mxfp4"])
+def test_tokens_do_not_depend_on_the_order_of_work(name: str, mixtral: Path, tmp_path: Path) -> None:
+    quantised, _ = quantise(mixtral, tmp_path, METHODS[name])
+    wanted = tokens(quantised, weights=RESIDENT, activations="int8")
+    small = {"batch_size": 1, "micro_batch_size": 1}
+    for how in ({"schedule": "serial"}, {"schedule": "module"}, {"weights": STREAMED}, small):
+        assert tokens(quantised, **{"weights": RESIDENT, "activations": "int8", **how}) == wanted
+
+
+@native_kernels
+def test_graphs_with_stacks_in_mxfp4_take_them(checkpoints: Any, tmp_path: Path) -> None:
+    """Biases, and gate and up interleaved."""
+    quantised, _ = quantise_stacks(checkpoints("gpt_oss")[0], tmp_path)
+    wanted = tokens(quantised, weights=STREAMED, activations="int8")
+    assert tokens(quantised, weights=RESIDENT, activations="int8", schedule="serial") == wanted
+
+
+@native_kernels
+def test_commands_ask_for_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The bundled model in 8 bits: the plan and every row say so, a job keeps to it, and predictions stay near."""
+    model, out, prompts = str(tmp_path / "rounded"), str(tmp_path / "out.jsonl"), tmp_path / "prompts.jsonl"
+    body = {"model": model, "max_tokens": 4}
+    lines = [{"custom_id": str(a), "method": "POST", "url": "/v1/completions", "body": body} for a in range(5, 21)]
+    for a, line in enumerate(lines, start=5):
+        line["body"] = {**body, "prompt": f"{a} + {a + 3} ="}
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["convert", "demo", model, "--experts", "int8", "--group-size", "32"]) == 0
+    job = ["generate", str(prompts), "--model", model, "-o", out]
+    capsys.readouterr()
+    assert main([*job, "--activations", "int8", "--dry-run"]) == 0
+    assert "int8 activations" in " ".join(capsys.readouterr().out.split())
+    assert main([*job, "--activations", "int8"]) == 0
+    rows = [json.loads(line)["response"]["body"] for line in Path(out).read_text().splitlines()]
+    assert len(rows) == 16 and {row["system_fingerprint"] for row in rows} == {"activations-int8"}
+    assert main(job) == 2
+    assert "numbers.activations" in capsys.readouterr().err
+    against = ["compare", model, str(prompts), "--against", model, "--json"]
+    assert main([*against, "--activations", "int8"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0 < found["kl"]["value"] < 0.02 and found["top1"]["value"] > 0.9
+
+
+def test_refusals(mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Policy(model="m", activations="int8")
+    with pytest.raises(ConfigError, match="activations must be one of auto, int8, not 'int4'"):
+        replace(asked, activations="int4")
+    plain = open_model(str(mixtral)).profile
+    with pytest.raises(ConfigError, match="need experts stored as integers, and those here are float32"):
+        resolve(asked, plain, discrete=False)
+    eight = open_model(str(quantise(mixtral, tmp_path / "fp8", METHODS["fp8 blocks"])[0])).profile
+    with pytest.raises(ConfigError, match="the experts are FP8 in blocks of 32x32, whose numbers are no integers"):
+        resolve(asked, eight, discrete=False)
+    four = open_model(str(quantise(mixtral, tmp_path / "int4", METHODS["int4"])[0])).profile
+    with pytest.raises(ConfigError, match="activations int8 are served on the CPU alone, and ffn_device is 'gpu'"):
+        resolve(replace(asked, ffn_device="gpu", schedule="flexgen", attention_device="gpu"), four, discrete=True)
+    monkeypatch.setattr(native, "available", lambda: False)
+    with pytest.raises(ConfigError, match="activations int8 need the native kernels"):
+        resolve(asked, four, discrete=False)
+
+
+@native_kernels
+def test_columns_out_of_order_are_refused_by_tensor(mixtral: Path, tmp_path: Path) -> None:
+    quantised, _ = quantise(mixtral, tmp_path, METHODS["gptq int4 ordered"])
+    with pytest.raises(CheckpointError, match=r"g_idx.*not in the order of their groups"):
+        tokens(quantised, weights=RESIDENT, activations="int8")
+
+
+def test_they_are_planned_only_where_asked_for() -> None:
+    plans = {}
+    for given in BOTH:
+        fix = {} if given == "auto" else {"activations": given}
+        plans[given] = optimize("l4", "gpt-oss-20b", WORK, cache=False, fix=fix)
+    assert plans["auto"].policy.activations == "auto"
+    assert plans["int8"].policy.ffn_device == "cpu" and plans["int8"].runs == (not activation_faults_of("gpt-oss-20b"))
+    assert "int8 activations" in plans["int8"].why
+    assert plan_as_dict(plans["int8"])["policy"]["activations"] == "int8"
+
+
+def activation_faults_of(name: str) -> tuple[str, ...]:
+    return activation_faults(Policy(model=name, activations="int8"), load_model_profile(name))
+
+
+@pytest.mark.parametrize("machine", ["cpu-amx", "l4"])
+def test_products_are_priced_as_faster_and_reads_as_they_are(machine: str) -> None:
+    model, speeds = load_model_profile("gpt-oss-20b"), speeds_of(load_hardware_profile(machine))
+    models = [cost_model_of(model, Policy(model="m", activations=given), speeds) for given in BOTH]
+    few, many = ([each.expert_s(speeds.cpu, rows) for each in models] for rows in (1, 4096))
+    assert few[1] == few[0] and many[1] == pytest.approx(many[0] / INT8_PRODUCTS)
+
+
+def test_facts_of_jobs_name_them_only_where_they_are() -> None:
+    assert "activations" not in number_facts(None) and "activations" not in number_facts(None, "auto")
+    assert number_facts(None, "int8") == number_facts(Policy(model="m", activations="int8"))
