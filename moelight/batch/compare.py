@@ -167,7 +167,8 @@ def score_all(
         gen_len=1,
     )
     progress(0)
-    how: dict[str, Any] = {"workload": workload, "prefix_caching": False, "kv_dtype": kv_dtype, "activations": activations}
+    numbers = {"kv_dtype": kv_dtype, "activations": activations}
+    how: dict[str, Any] = {"workload": workload, "prefix_caching": False, **numbers}
     with Engine.from_pretrained(model, **how, **options.planning) as engine:
         for request in requests:
             engine.check(request)
