@@ -48,7 +48,6 @@ ONE_PROGRAM = {
 }
 # Modules that only one module of their own package imports, and why they are files of their own.
 SINGLE_IMPORTER = {
-    "batch.calibration": "what prompts show, independent of files of weights",
     "batch.columns": "a row format of the registry",
     "batch.openai": "a row format of the registry",
     "batch.row_processor": "rows to requests, completions to lines; independent of the job's life cycle",
@@ -62,11 +61,10 @@ SINGLE_IMPORTER = {
     "integrations.paged_modules": "modules that transformers calls",
     "kernels.gpu.attention_triton": "imported only where Triton is installed",
     "kernels.gpu.quantized_triton": "imported only where Triton is installed",
-    "lang.rules": "rules over values, independent of texts",
     "models.graph.leaves": "modules by themselves, independent of the layers around them",
     "optimizer.milp": "the only module that depends on HiGHS",
     "optimizer.published": "the published planner, imported only on request",
-    "optimizer.published.grid": "the published search",
+    "optimizer.published.formulas": "the published equations, a function each",
     "profiles.families.family": "the one reader of all families, which are data",
     "runtime.calibration.disk": "one kind of measurement",
     "runtime.calibration.surfaces": "one kind of measurement",

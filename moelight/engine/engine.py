@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -235,10 +234,9 @@ class Engine:
             BudgetError: no policy fits the memory limits.
         """
         source = open_model(str(model))
+        of = str(model), source, find_machine(device)
         plan = plan_for(
-            str(model),
-            source,
-            find_machine(device),
+            *of,
             hw=hw,
             host_memory=None if host_memory is None else parse_bytes(host_memory, what="host_memory"),
             device_memory=None if device_memory is None else parse_bytes(device_memory, what="device_memory"),
@@ -250,8 +248,8 @@ class Engine:
             workload=workload or Workload(),
             experts=None if experts is None else experts.policy,
         )
-        load = partial(cls, device=device, lanes=lanes, source=source, adapt=adapt, experts=experts)
-        return load(plan, prefix_caching=prefix_caching, cuda_graphs=cuda_graphs)
+        switches = {"prefix_caching": prefix_caching, "cuda_graphs": cuda_graphs}
+        return cls(plan, device=device, lanes=lanes, source=source, adapt=adapt, experts=experts, **switches)
 
     def generate(
         self,

@@ -221,7 +221,7 @@ def _stand_ins(weights: Mapping[str, Weights | None], offsets: Tensor, activatio
     found: list[Any] = []
     forms: set[object] = set()
     for name, each in weights.items():
-        check_integers(name, activations, *(each or ()))
+        check_integers(name, activations, *(each if isinstance(each, (list, tuple)) else ()))
         if not isinstance(each, (list, tuple)) or not any(isinstance(weight, QuantizedMatrix) for weight in each):
             found.append(each)
             continue

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from moelight.batch import convert as convert_module
-from moelight.batch.calibration import LEAST_ROWS, InputRows
 from moelight.batch.compare import CompareOptions, compare_models
-from moelight.batch.convert import RECORD, ConvertOptions, convert_checkpoint
+from moelight.batch.convert import LEAST_ROWS, RECORD, ConvertOptions, InputRows, convert_checkpoint
 from moelight.core.errors import ConfigError, InputError
 from moelight.kernels.quantized import row_blocks
 from moelight.kernels.rounding import round_matrix

@@ -133,5 +133,5 @@ def test_products_are_priced_as_faster_and_reads_as_they_are(machine: str) -> No
 
 
 def test_facts_of_jobs_name_them_only_where_they_are() -> None:
-    assert "activations" not in number_facts(None) and "activations" not in number_facts(None, "auto")
-    assert number_facts(None, "int8") == number_facts(Policy(model="m", activations="int8"))
+    assert "activations" not in number_facts(None) and "activations" not in number_facts(None, activations="auto")
+    assert number_facts(None, activations="int8") == number_facts(Policy(model="m", activations="int8"))

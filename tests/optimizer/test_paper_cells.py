@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from moelight.core.dtypes import FLOAT16
 from moelight.core.units import MiB
+from moelight.optimizer import published as paper_grid
+from moelight.optimizer.published import Limits
 from moelight.optimizer.published import formulas as paper
-from moelight.optimizer.published import grid as paper_grid
 from moelight.optimizer.published.formulas import PaperPolicy, PaperSetting
-from moelight.optimizer.published.grid import Limits
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.workload import Workload
 from tests.published import l4, machine

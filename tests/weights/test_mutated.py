@@ -112,7 +112,7 @@ def compute(path: Path, name: str) -> None:
     arena = torch.empty(dense_bytes(profile, from_torch(DTYPE)), dtype=torch.uint8)
     load_dense(weight_map, profile, arena, DTYPE)
     if weight_map.quantized is not None:
-        for layer in weight_map.quantized.kind_of:
+        for layer in sorted({page.layer for page in weight_map.quantized.kind_of}):
             _multiply(opened, layer)
 
 
@@ -133,7 +133,7 @@ def _multiply(opened: OpenCheckpoint, layer: int) -> None:
         for expert, slot in enumerate(slots):
             reader.start(Page(layer=layer, expert=expert), slot)
     experts = QuantizedExperts(weight_map.quantized)
-    found = [experts.matrices(layer, slot) for slot in slots]
+    found = experts.layer(layer, slots)
     up = None if found[0].up is None else [each.up for each in found]
     x = torch.randn(ROWS * len(found), profile.hidden_size).to(DTYPE)
     offsets = torch.arange(len(found) + 1, dtype=torch.int32) * ROWS
