@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -47,7 +48,7 @@ _DTYPES = {"I32": torch.int32, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 ROWS = (1, 16, 64, 512)
 EXPERTS, HIDDEN, WIDTH, COPIES = 16, 2048, 768, 8
-SMALL = (2, 256, 256, 1)
+SMALL, SMALL_FORMATS = (2, 256, 256, 1), ("16 bits", "int4", "fp8 blocks", "mxfp4", "Q4_K")
 
 
 def matrix(stored: StoredFormat, rows: int, columns: int, device: torch.device) -> QuantizedMatrix:
@@ -77,10 +78,10 @@ def tables(form: str, sizes: tuple[int, int, int, int], device: torch.device, dt
     ]
 
 
-def seconds_of(work: Callable[[int], Any], device: torch.device, rounds: int) -> float:
-    """Median seconds of ``work``, by number."""
+def seconds_of(work: Callable[[int], Any], device: torch.device, rounds: int, first: int) -> float:
+    """Median seconds of ``work``, by number; the ``first`` rounds, which compile, do not count."""
     found = []
-    for number in range(rounds + 2):  # the first ones compile
+    for number in range(first + rounds):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         began = time.perf_counter()
@@ -88,10 +89,10 @@ def seconds_of(work: Callable[[int], Any], device: torch.device, rounds: int) ->
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         found.append(time.perf_counter() - began)
-    return statistics.median(found[2:])
+    return statistics.median(found[first:])
 
 
-def main() -> None:
+def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto")
@@ -101,7 +102,8 @@ def main() -> None:
     sizes = SMALL if args.small else (EXPERTS, HIDDEN, WIDTH, COPIES)
     experts, hidden, _, copies = sizes
     dtype, found = torch.float16 if card_lacks_bfloat16(device) else torch.bfloat16, []
-    for form in ("16 bits", *FORMATS):
+    rounds, first = (1, 0) if args.small else (10, 2)
+    for form in SMALL_FORMATS if args.small else ("16 bits", *FORMATS):
         layers = tables(form, sizes, device, dtype)
         for rows in ROWS[:2] if args.small else ROWS:
             x = torch.randn(experts * rows, hidden, device=device).to(dtype)
@@ -109,13 +111,15 @@ def main() -> None:
             seconds = seconds_of(
                 lambda number, x=x, layers=layers, offsets=offsets: expert_ffn(x, layers[number % copies], offsets),
                 device,
-                3 if args.small else 10,
+                rounds,
+                first,
             )
             found.append({"format": form, "rows": rows, "seconds": seconds})
         del layers
     kernel, why = expert_kernel(device, dtype, 1, plain=False)
     print(json.dumps({"kernel": kernel, "why": why, "sizes": sizes, "products": found}))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

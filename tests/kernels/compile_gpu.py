@@ -146,6 +146,7 @@ def product(
         mean_rows=mean_rows,
         group=0 if quantised else pages.group,
         matrices=2 if part == "gate_up" else 1,
+        unpacks=quantised,
     )
     slots = torch.empty((16, 3), dtype=torch.int32)
     tokens = torch.empty(ROWS, dtype=torch.int64) if part == "gate_up" else None

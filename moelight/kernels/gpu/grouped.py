@@ -195,7 +195,8 @@ def _launch(
     card = tiles.UNITS_SINCE if x.device.type == "cpu" else serving.capability(x.device.index)
     itemsize = torch.float32.itemsize if wide else x.element_size()
     group = pages.group if isinstance(pages, PageTable) else 0  # unpacked numbers need no second sum
-    choose = partial(tiles.choose, card, itemsize=itemsize, mean_rows=mean_rows, group=group)
+    sizes = {"itemsize": itemsize, "mean_rows": mean_rows, "group": group, "unpacks": not isinstance(pages, PageTable)}
+    choose = partial(tiles.choose, card, **sizes)  # type: ignore[arg-type]
     double, single = choose(matrices=2 if activation.gated else 1), choose(matrices=1)
     slots = _slots(offsets, pages, rows, single.rows)
     for part, source, into, index, tile, by in (

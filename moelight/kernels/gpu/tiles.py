@@ -48,10 +48,13 @@ def depth_of(group: int, *, itemsize: int, units: bool) -> int:
     return min(group & -group, deepest) if group else deepest
 
 
-def choose(card: tuple[int, int], *, itemsize: int, mean_rows: float, group: int, matrices: int) -> Tile:
+def choose(
+    card: tuple[int, int], *, itemsize: int, mean_rows: float, group: int, matrices: int, unpacks: bool = False
+) -> Tile:
     """The tile of a product with numbers of ``itemsize`` bytes and ``mean_rows`` rows per expert.
 
-    ``group``: inputs with one scale, 0 for none; ``matrices``: 2 if gate and up are computed at once. The sums of a
+    ``group``: inputs with one scale, 0 for none; ``matrices``: 2 if gate and up are computed at once; ``unpacks``: the
+    numbers of a quantised page are made in registers. The sums of a
     tile fit the registers (`tests/kernels/test_gpu_compiles.py`); groups need a second sum.
     """
     units = card >= UNITS_SINCE
@@ -59,7 +62,7 @@ def choose(card: tuple[int, int], *, itemsize: int, mean_rows: float, group: int
     if not units:
         return Tile(rows=16, columns=32, depth=depth, warps=4, stages=1, band=_BAND_ROWS // 16)
     if itemsize == 4:
-        return _single(card, depth, mean_rows, matrices)
+        return _single(card, depth, 32 if unpacks and mean_rows > 32 else mean_rows, matrices)
     most = 64 if group else 128
     rows = next((size for size in (16, 32, 64) if mean_rows <= size <= most), most)
     columns = 64
