@@ -14,6 +14,8 @@ _MOST_STAGES = 4
 _BAND_ROWS = 1024
 # Triton dropped Turing's tensor cores in 3.3 (triton-lang/triton#5066): below this its products do not use any.
 UNITS_SINCE = (8, 0)
+# From Blackwell on, 128 rows of products leave unpacked numbers too few registers.
+_UNPACKED_BY_64_SINCE = (10, 0)
 # From Hopper on, products read widened integers from shared memory, not from registers.
 _WIDE_FROM_SHARED_SINCE = (9, 0)
 
@@ -63,7 +65,7 @@ def choose(
         return Tile(rows=16, columns=32, depth=depth, warps=4, stages=1, band=_BAND_ROWS // 16)
     if itemsize == 4:
         return _single(card, depth, 32 if unpacks and mean_rows > 32 else mean_rows, matrices)
-    most = 64 if group else 128
+    most = 64 if group or (unpacks and card >= _UNPACKED_BY_64_SINCE) else 128
     rows = next((size for size in (16, 32, 64) if mean_rows <= size <= most), most)
     columns = 64
     if rows > 32 and matrices == 1:
