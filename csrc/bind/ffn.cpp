@@ -1,13 +1,15 @@
 // Linear layers and experts: arrays come in by DLPack, are checked here, and leave as plain structs. Does not depend on
 // any torch and no algorithm.
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 
 #include <memory>
 #include <vector>
 
 #include "checks.h"
-#include "ffn/ffn.h"
+#include "ffn.h"
 #include "quantized.h"
 #include "quantized/integers.h"
 
@@ -212,6 +214,13 @@ class Experts {
       refuse("offsets", "ends with " + std::to_string(at_[count_]) + ", x has " + std::to_string(tokens) + " rows");
   }
 
+  // Every expert of a list that is not None, as if it had one row.
+  explicit Experts(const nb::list& weights) : own_(nb::len(weights) + 1), at_(own_.data()) {
+    count_ = static_cast<int64_t>(own_.size()) - 1;
+    for (size_t e = 0; e + 1 < own_.size(); ++e) own_[e + 1] = own_[e] + (weights[e].is_none() ? 0 : 1);
+  }
+  Experts(Experts&&) = default;
+
   // The first expert that has tokens, or -1.
   int64_t first_busy() const {
     for (int64_t e = 0; e < count_; ++e)
@@ -283,7 +292,8 @@ class Experts {
   }
 
   int64_t count_;
-  const int32_t* at_;
+  std::vector<int32_t> own_;  // of weights that are given before their rows
+  const int32_t* at_;         // a moved vector keeps its memory
   std::vector<In> kept_;  // biases, scales and parts, for as long as the product runs
 };
 
@@ -326,8 +336,79 @@ std::vector<Weight> second_half(const std::vector<Weight>& weights, const Format
   return found;
 }
 
-// Only experts with tokens are looked at. `up` None: gate_up has both, interleaved if `interleaved`, or `ungated` up
-// alone.
+class CheckedExperts : public BoundExperts {
+ public:
+  // Only experts with rows are looked at. `up` None: gate_up has both, interleaved if `interleaved`, or `ungated` up
+  // alone.
+  CheckedExperts(Experts experts, int64_t hidden, const nb::object& gate_up, const nb::object& up, const nb::object& down,
+               const nb::tuple& activation, const std::string& pairing, const nb::object& gate_up_bias,
+               const nb::object& up_bias, const nb::object& down_bias, const nb::object& gate_up_scale,
+               const nb::object& down_scale, int64_t group_size, const std::string& activations)
+      : experts_(std::move(experts)) {
+    const Lists first_lists = {"gate_up", "gate_up_bias", "gate_up_scale", gate_up, gate_up_bias, gate_up_scale};
+    const Lists up_lists = {"up", "up_bias", "up_scale", up, up_bias, nb::none()};
+    const Lists down_lists = {"down", "down_bias", "down_scale", down, down_bias, down_scale};
+    const bool apart = !up.is_none(), joined = !apart && pairing == "joined";
+    experts_.check_lengths(first_lists);
+    if (apart) experts_.check_lengths(up_lists);
+    experts_.check_lengths(down_lists);
+    args.activation = activation_named(nb::cast<std::string>(activation[0]), nb::cast<double>(activation[1]),
+                                        nb::cast<double>(activation[2]), nb::cast<double>(activation[3]),
+                                        nb::cast<bool>(activation[4]));
+    args.pairing = apart || joined            ? Pairing::kApart
+                    : pairing == "interleaved" ? Pairing::kInterleaved
+                                               : Pairing::kUngated;
+    args.offsets = experts_.offsets();
+    args.experts = experts_.count();
+    const int64_t busy = experts_.first_busy();
+    if (busy < 0) return;
+
+    const auto at = static_cast<size_t>(busy);
+    first_entries_ = experts_.entries("gate_up", gate_up), down_entries_ = experts_.entries("down", down);
+    const Entry &first = first_entries_[at], &first_down = down_entries_[at];
+    check_matrix("gate_up", first);
+    const bool both = joined || args.pairing == Pairing::kInterleaved;
+    const int64_t rows = first.rows();
+    if (both && rows % 2 != 0) refuse("gate_up", "must have an even number of rows, has " + std::to_string(rows));
+    const int64_t inner = both ? rows / 2 : rows;
+    args.up_format = format_of("gate_up", first, rows, hidden, group_size);
+    args.down_format = format_of("down", first_down, hidden, inner, group_size);
+    args.up_format.integers = rounds_tokens("gate_up", activations, args.up_format.type);
+    args.down_format.integers = rounds_tokens("down", activations, args.down_format.type);
+    firsts_ = experts_.check(first_lists, first_entries_, args.up_format);
+    downs_ = experts_.check(down_lists, down_entries_, args.down_format);
+    up_entries_ = experts_.entries("up", up);
+    if (joined) {
+      args.up_format.rows = inner;
+      ups_ = second_half(firsts_, args.up_format, inner);
+    } else if (apart) {
+      const DType bias_type = args.up_format.bias_type;
+      ups_ = experts_.check(up_lists, up_entries_, args.up_format);
+      if (first.quantized != nullptr && !alike(*first.quantized, *up_entries_[at].quantized))
+        refuse("up", "its matrices must have the format of gate_up");
+      if (gate_up_bias.is_none() != up_bias.is_none() || args.up_format.bias_type != bias_type)
+        refuse("up_bias", "must be given as gate_up_bias is, with its dtype");
+    }
+    args.gate = args.pairing == Pairing::kApart ? firsts_.data() : nullptr;
+    args.up = args.pairing == Pairing::kApart ? ups_.data() : firsts_.data();
+    args.down = downs_.data();
+  }
+
+ private:
+  Experts experts_;
+  std::vector<Entry> first_entries_, up_entries_, down_entries_;
+  std::vector<Weight> firsts_, ups_, downs_;
+};
+
+std::unique_ptr<BoundExperts> bind_experts(int64_t hidden, nb::object gate_up, nb::object up, nb::object down,
+                                           nb::tuple activation, const std::string& pairing, nb::object gate_up_bias,
+                                           nb::object up_bias, nb::object down_bias, const std::string& activations) {
+  if (!nb::isinstance<nb::list>(gate_up)) refuse("gate_up", "must be a list with one tensor per expert");
+  const nb::object none = nb::none();
+  return std::make_unique<CheckedExperts>(Experts(nb::borrow<nb::list>(gate_up)), hidden, gate_up, up, down, activation,
+                                          pairing, gate_up_bias, up_bias, down_bias, none, none, 0, activations);
+}
+
 void expert_ffn(const In& x, nb::object gate_up, nb::object up, nb::object down, const In& offsets,
                 nb::tuple activation, const std::string& pairing, nb::object gate_up_bias, nb::object up_bias,
                 nb::object down_bias, nb::object gate_up_scale, nb::object down_scale, int64_t group_size,
@@ -335,59 +416,13 @@ void expert_ffn(const In& x, nb::object gate_up, nb::object up, nb::object down,
   check_group_size(group_size);
   check_layout("x", x, 2);
   const int64_t hidden = size_of(x, 1);
-  Experts experts(offsets, size_of(x, 0));
-  const Lists first_lists = {"gate_up", "gate_up_bias", "gate_up_scale", gate_up, gate_up_bias, gate_up_scale};
-  const Lists up_lists = {"up", "up_bias", "up_scale", up, up_bias, nb::none()};
-  const Lists down_lists = {"down", "down_bias", "down_scale", down, down_bias, down_scale};
-  const bool apart = !up.is_none(), joined = !apart && pairing == "joined";
-  experts.check_lengths(first_lists);
-  if (apart) experts.check_lengths(up_lists);
-  experts.check_lengths(down_lists);
-  ExpertArgs args;
-  args.activation =
-      activation_named(nb::cast<std::string>(activation[0]), nb::cast<double>(activation[1]),
-                       nb::cast<double>(activation[2]), nb::cast<double>(activation[3]), nb::cast<bool>(activation[4]));
-  args.pairing = apart || joined            ? Pairing::kApart
-                 : pairing == "interleaved" ? Pairing::kInterleaved
-                                            : Pairing::kUngated;
+  const Tokens tokens = check_tokens(x, out, hidden);
+  const CheckedExperts experts(Experts(offsets, tokens.count), hidden, gate_up, up, down, activation, pairing,
+                               gate_up_bias, up_bias, down_bias, gate_up_scale, down_scale, group_size, activations);
+  ExpertArgs args = experts.args;
   args.threads = checked_threads(threads);
-  args.tokens = check_tokens(x, out, hidden);
-  const int64_t busy = experts.first_busy();
-  if (busy < 0) return;
-
-  const std::vector<Entry> first_entries = experts.entries("gate_up", gate_up),
-                           down_entries = experts.entries("down", down);
-  const Entry &first = first_entries[static_cast<size_t>(busy)], &first_down = down_entries[static_cast<size_t>(busy)];
-  check_matrix("gate_up", first);
-  const bool both = joined || args.pairing == Pairing::kInterleaved;
-  const int64_t rows = first.rows();
-  if (both && rows % 2 != 0) refuse("gate_up", "must have an even number of rows, has " + std::to_string(rows));
-  const int64_t inner = both ? rows / 2 : rows;
-  args.up_format = format_of("gate_up", first, rows, hidden, group_size);
-  args.down_format = format_of("down", first_down, hidden, inner, group_size);
-  args.up_format.integers = rounds_tokens("gate_up", activations, args.up_format.type);
-  args.down_format.integers = rounds_tokens("down", activations, args.down_format.type);
-  const std::vector<Weight> firsts = experts.check(first_lists, first_entries, args.up_format);
-  const std::vector<Weight> downs = experts.check(down_lists, down_entries, args.down_format);
-  const std::vector<Entry> up_entries = experts.entries("up", up);
-  std::vector<Weight> ups;
-  if (joined) {
-    args.up_format.rows = inner;
-    ups = second_half(firsts, args.up_format, inner);
-  } else if (apart) {
-    const DType bias_type = args.up_format.bias_type;
-    ups = experts.check(up_lists, up_entries, args.up_format);
-    const auto i = static_cast<size_t>(busy);
-    if (first.quantized != nullptr && !alike(*first.quantized, *up_entries[i].quantized))
-      refuse("up", "its matrices must have the format of gate_up");
-    if (gate_up_bias.is_none() != up_bias.is_none() || args.up_format.bias_type != bias_type)
-      refuse("up_bias", "must be given as gate_up_bias is, with its dtype");
-  }
-  args.offsets = experts.offsets();
-  args.experts = experts.count();
-  args.gate = args.pairing == Pairing::kApart ? firsts.data() : nullptr;
-  args.up = args.pairing == Pairing::kApart ? ups.data() : firsts.data();
-  args.down = downs.data();
+  args.tokens = tokens;
+  if (args.down == nullptr) return;
   nb::gil_scoped_release release;
   moelight::expert_ffn(args);
 }
@@ -412,7 +447,22 @@ int64_t expert_ffn_workspace(int x, int weight, bool integers, bool transposed, 
 
 }  // namespace
 
+LinearArgs bind_linear(const char* name, const In& weight, const char* bias_name, const std::optional<In>& bias,
+                       int64_t columns) {
+  check_layout(name, weight, 2);
+  LinearArgs args;
+  args.format = make_format(name, weight_type(name, weight), size_of(weight, 0), columns, 0);
+  if (has_scale(args.format.type)) refuse(name, "must be of floats");
+  args.weight = check_weight(name, weight, args.format);
+  bool seen = false;
+  if (bias) args.weight.bias = check_bias(bias_name, *bias, args.format, seen);
+  return args;
+}
+
 void add_ffn(nb::module_& module) {
+  nb::class_<BoundExperts>(module, "BoundExperts");
+  module.def("bind_experts", bind_experts, "hidden"_a, "gate_up"_a, "up"_a.none(), "down"_a, "activation"_a,
+             "pairing"_a, "gate_up_bias"_a.none(), "up_bias"_a.none(), "down_bias"_a.none(), "activations"_a);
   module.def("linear_workspace", linear_workspace, "x"_a, "weight"_a, "integers"_a, "tokens"_a, "outputs"_a, "inputs"_a,
              "threads"_a);
   module.def("expert_ffn_workspace", expert_ffn_workspace, "x"_a, "weight"_a, "integers"_a, "transposed"_a, "tokens"_a,

@@ -75,6 +75,7 @@ NB_MODULE(_native, module) {
   module.def("cpu_vendor", moelight::cpu_vendor);
   add_gqa(module);
   add_ffn(module);
+  add_layer(module);
   add_mla(module);
   add_copy(module);
   add_norm(module);

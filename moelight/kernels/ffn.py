@@ -133,8 +133,8 @@ def cpu_expert_ffn(
     rows = as_dlpack("x", x)
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    wide, second, narrow = (None if tensors is None else _export(name, tensors) for name, tensors in weights.items())
-    rest: list[object] = [None if tensors is None else _export(name, tensors) for name, tensors in optional.items()]
+    wide, second, narrow = (None if tensors is None else export(name, tensors) for name, tensors in weights.items())
+    rest: list[object] = [None if tensors is None else export(name, tensors) for name, tensors in optional.items()]
     bounds, into = lend(offsets=offsets, out=out)
     by = (act.curve, act.alpha, act.limit, act.shift, act.late)
     pairing = "interleaved" if interleaved else "joined" if act.gated else "ungated"
@@ -242,7 +242,8 @@ def _rows(name: str, tensor: object) -> int:
     return tensor.shape[0]
 
 
-def _export(name: str, tensors: Weights) -> list[object]:
+def export(name: str, tensors: Weights) -> list[object]:
+    """The weights of every expert, lent to the extension; None for None. Raises ValueError."""
     if not isinstance(tensors, (list, tuple)):
         raise ValueError(f"{name}: must be a list with one tensor per expert, is {type(tensors).__name__}")
     return [None if tensor is None else _lend(name, tensor) for tensor in tensors]

@@ -18,12 +18,14 @@ from moelight.core.errors import MoelightError
 from moelight.hrm.footprint import HEAD_CHUNK_BYTES
 from moelight.kernels import native
 from moelight.kernels.activations import SILU, Activation
+from moelight.kernels.layer import MOST_TOKENS, BoundExperts, DecoderLayer
 from moelight.kernels.norm import finish_heads, rms_norm, rms_norm_mixed
 from moelight.kernels.products import Workspace, feed_forward, linear, parts, rows_computed
 from moelight.models.moe import (
     Experts,
     ExpertWeights,
     FormedExpert,
+    LayerExperts,
     Matrices,
     Routed,
     gated_silu,
@@ -170,6 +172,9 @@ class NativeDecoder:
         self.finite: Tensor | None = None
         if space.rows.dtype != self.dtype:
             self.finite = torch.zeros(model.num_layers + 1, dtype=torch.float32, device=space.rows.device)
+        self._small: Mapping[int, DecoderLayer] = {
+            layer: whole for layer in range(model.num_layers) if (whole := self._whole(layer)) is not None
+        }
 
     def begin(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, rows: Sequence[Rows]) -> Running:  # noqa: ARG002
         """Embed ``token_ids`` int64 [T] into ``hidden`` [T, H]; returns the rotation at ``positions`` int64 [T]."""
@@ -182,6 +187,8 @@ class NativeDecoder:
     def pre_attention(self, layer: int, hidden: Tensor, running: Running) -> Sequence[Tensor]:
         """hidden [T, H] -> queries, keys and values [T, Hq + 2 Hkv, D], after norms, clipping and rotary embedding."""
         spec, mine, eps = self.model.attention, self.weights.layers[layer], self.model.norm_eps
+        if layer in self._small and len(hidden) <= MOST_TOKENS:
+            return (self._small[layer].before_attention(hidden, *running),)
         qkv = linear(self._norm(hidden, mine.input_norm, enters=layer), mine.qkv, mine.qkv_bias).to(self.dtype)
         norms = None if mine.q_norm is None or mine.k_norm is None else (mine.q_norm, mine.k_norm)
         if norms is not None and spec.qk_norm == "projection":
@@ -212,6 +219,9 @@ class NativeDecoder:
     ) -> None:
         """hidden [T, H] += o(attention [T, Hq, D]), then += experts(norm(hidden)), ``wide`` as for `moe_forward`; in
         place."""
+        if watch is None and attention is not None and (bound := self._bound(layer, hidden, experts)) is not None:
+            self._small[layer].after_attention(hidden, attention.flatten(1), bound)
+            return
         x = self._after_attention(layer, hidden, attention)
         mine = self.weights.layers[layer]
         if mine.router is None:
@@ -229,11 +239,11 @@ class NativeDecoder:
 
     def experts(self, layer: int, pages: Sequence[Any]) -> Sequence[ExpertWeights | None]:
         if self._quantized is None:
-            return pages
-        return [
+            return LayerExperts(pages)
+        return LayerExperts(
             None if found is None else FormedExpert(found, SILU, partial(gated_silu, found))
             for found in self._quantized.layer(layer, pages)
-        ]
+        )
 
     def kind_of(self, layer: int) -> int | None:
         return 0 if self._quantized is None else self._quantized.kind_of(layer)
@@ -260,6 +270,31 @@ class NativeDecoder:
         for first in range(0, head.shape[0], rows):
             out[:, first : first + rows] = linear(x, head[first : first + rows])
         return out
+
+    def _whole(self, layer: int) -> DecoderLayer | None:
+        """``layer`` with its weights bound, if a call for each side of attention computes it."""
+        mine, spec, router = self.weights.layers[layer], self.model.attention, self.model.router
+        by_head = mine.q_norm is None or spec.qk_norm != "projection"
+        if mine.router is None or self.finite is not None or spec.clip_qkv is not None or not by_head:
+            return None
+        names = ("input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias", "post_norm", "router")
+        weights: dict[str, Any] = {name: getattr(mine, name) for name in names}
+        given = [each for each in weights.values() if each is not None]
+        if not native.available() or any(not native.on_cpu(each) or each.dtype != self.dtype for each in given):
+            return None
+        return DecoderLayer(
+            **weights,
+            eps=self.model.norm_eps,
+            head_dim=spec.head_dim,
+            top_k=router.top_k,
+            normalize=router.normalize,
+            round_weights=router.weights_in_model_dtype,
+        )
+
+    def _bound(self, layer: int, hidden: Tensor, experts: Experts) -> BoundExperts | None:
+        """``experts`` for one call with all else after attention; None if there is no such call."""
+        small = layer in self._small and len(hidden) <= MOST_TOKENS
+        return experts.bound if small and isinstance(experts, LayerExperts) else None
 
     def _after_attention(self, layer: int, hidden: Tensor, attention: Tensor | None) -> Tensor:
         mine = self.weights.layers[layer]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -23,6 +23,7 @@ from moelight.kernels.gpu import serving
 from moelight.kernels.gpu.grouped import expert_ffn
 from moelight.kernels.gpu.pages import ALIGNMENT_BYTES, ExpertTable, PageTable
 from moelight.kernels.gpu.quantized import QuantizedTable
+from moelight.kernels.layer import BoundExperts
 from moelight.kernels.products import Workspace, feed_forward, linear, padded_rows, rows_computed
 from moelight.kernels.quantized import QuantizedMatrix, numbers_of
 from moelight.kernels.reference import gate_and_up, route_topk
@@ -86,6 +87,34 @@ ExpertWeights: TypeAlias = tuple[Tensor, Tensor] | FormedExpert | Callable[[Tens
 Experts: TypeAlias = Sequence[ExpertWeights | None] | ExpertTable
 MATRICES = ("gate_up", "up", "down")
 PARTS = (*MATRICES, "gate_up_bias", "up_bias", "down_bias")  # of `Matrices`
+
+
+class LayerExperts(list["ExpertWeights | None"]):
+    """The experts of a layer, of rows [n, H], in memory that does not change while this is used."""
+
+    @cached_property
+    def bound(self) -> BoundExperts | None:
+        """All of them as `DecoderLayer` takes them; None if it does not compute them, or if one is elsewhere."""
+        pairs = [each for each in self if isinstance(each, tuple)]
+        if pairs and len(pairs) == len(self):
+            gate_up, down = map(list, zip(*pairs, strict=True))
+            return BoundExperts(len(down[0]), gate_up, down, activation=SILU)
+        formed = [each for each in self if isinstance(each, FormedExpert)]
+        if not formed or len(formed) < len(self):
+            return None
+        first = formed[0]
+        kinds = {(each.matrices.kind, each.activation, each.finish) for each in formed}
+        if first.activation is None or first.finish is not None or len(kinds) > 1:
+            return None
+        parts: dict[str, Any] = {
+            name: [getattr(each.matrices, name) for each in formed]
+            for name in PARTS
+            if getattr(first.matrices, name) is not None
+        }
+        down = first.matrices.down
+        hidden = down.rows if isinstance(down, QuantizedMatrix) else len(down)
+        how = {"interleaved": first.matrices.interleaved, "activations": first.matrices.activations}
+        return BoundExperts(hidden, **parts, activation=first.activation, **how)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -141,6 +141,9 @@ class HostAttention:
         q, k, v = require(self._layers.given(task.layer, mb) if mb.crossing is None else mb.qkv_host)
         if mb.crossing is None:
             mb.qkv = None  # on a device, streams may still read them
+            if mb.packed is None and spec.latent is None and spec.chunk is None:
+                mb.attn = self._decode(task.layer, mb, q, k, v)
+                return
         self._append(task.layer, mb, k, v)
         out = torch.empty_like(q) if mb.crossing is None else mb.crossing.attention_output(q.shape)
         if spec.latent is not None:
@@ -169,6 +172,20 @@ class HostAttention:
                 out=out[n:],
             )
         mb.attn = out if mb.crossing is not None else _narrowed(out, spec)
+
+    def _decode(self, layer: int, mb: MicroBatch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """All rows decode: their keys and values are appended by the call that attends."""
+        spec, (k_cache, v_cache, *scales) = self._layers.specs[layer], self._cache[layer]
+        out = cpu_gqa_decode(
+            *(q, k_cache, v_cache, mb.block_tables, mb.seq_lens, spec.product_scale),
+            window=spec.window,
+            sinks=self._layers.sinks(layer, q.device),
+            softcap=spec.softcap,
+            **_by_name(scales),
+            k_new=k,
+            v_new=v,
+        )
+        return _narrowed(out, spec)
 
     def _as_cached(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """What the cache of ``layer`` keeps of k and v [T, Hkv, D], which are in ``slots`` of it, in their dtype."""

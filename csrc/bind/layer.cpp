@@ -1,0 +1,130 @@
+// A decoder layer on either side of its attention: weights are checked once, activations at every call. Does not depend
+// on any algorithm.
+
+#include "layer/layer.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/unique_ptr.h>
+
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "ffn.h"
+
+namespace moelight::bind {
+namespace {
+
+using namespace nb::literals;
+
+using MaybeArray = std::optional<In>;
+
+// A layer and the arrays that its weights lie in.
+class BoundLayer {
+ public:
+  BoundLayer(const In& input_norm, const In& qkv, const MaybeArray& qkv_bias, const MaybeArray& q_norm,
+             const MaybeArray& k_norm, const In& o, const MaybeArray& o_bias, const In& post_norm, const In& router,
+             double eps, int64_t head_dim, int64_t top_k, bool normalize, bool round)
+      : kept_{input_norm, qkv, o, post_norm, router} {
+    check_layout("input_norm", input_norm, 1);
+    layer_.dtype = float_type("input_norm", input_norm);
+    layer_.hidden = static_cast<int64_t>(input_norm.shape(0));
+    layer_.eps = static_cast<float>(eps);
+    if (head_dim < 2 || head_dim % 2) refuse("head_dim", "must be even, is " + std::to_string(head_dim));
+    layer_.head_dim = head_dim;
+    check_layout("o", o, 2);
+    const auto attended = static_cast<int64_t>(o.shape(1));
+    layer_.input_norm = vector("input_norm", input_norm, layer_.hidden);
+    layer_.post_norm = vector("post_norm", post_norm, layer_.hidden);
+    if (q_norm.has_value() != k_norm.has_value()) refuse("k_norm", "must come with q_norm");
+    layer_.q_norm = q_norm ? vector("q_norm", keep(*q_norm), head_dim) : nullptr;
+    layer_.k_norm = k_norm ? vector("k_norm", keep(*k_norm), head_dim) : nullptr;
+    layer_.qkv = matrix("qkv", qkv, "qkv_bias", qkv_bias, layer_.hidden);
+    layer_.o = matrix("o", o, "o_bias", o_bias, attended);
+    layer_.router = matrix("router", router, "router", std::nullopt, layer_.hidden);
+    if (layer_.o.format.rows != layer_.hidden) refuse("o", "must have as many rows as there are hidden numbers");
+    const int64_t keys = (layer_.qkv.format.rows - attended) / 2;
+    if (attended % head_dim || keys < head_dim || keys % head_dim || attended + 2 * keys != layer_.qkv.format.rows)
+      refuse("qkv", "must have the rows of queries, keys and values, has " + std::to_string(layer_.qkv.format.rows));
+    layer_.queries = attended / head_dim, layer_.keys = keys / head_dim;
+    if (top_k < 1 || top_k > layer_.router.format.rows)
+      refuse("top_k", "must be from 1 to the number of experts, is " + std::to_string(top_k));
+    layer_.top_k = top_k, layer_.normalize = normalize, layer_.round = round;
+  }
+
+  void before(const Out& hidden, const In& cos, const In& sin, const Out& qkv, int64_t threads) const {
+    const Activations x = rows("hidden", hidden, -1, layer_.hidden);
+    const Activations out = rows("qkv", qkv, x.tokens, layer_.qkv.format.rows);
+    const Rotation rotation = {angles("cos", cos, x.tokens), angles("sin", sin, x.tokens), cos.stride(0),
+                               sin.stride(0)};
+    const int count = checked_threads(threads);
+    nb::gil_scoped_release release;
+    before_attention(layer_, x, rotation, out, count);
+  }
+
+  void after(const Out& hidden, const Out& attention, const BoundExperts& experts, int64_t threads) const {
+    const Activations x = rows("hidden", hidden, -1, layer_.hidden);
+    const Activations attended = rows("attention", attention, x.tokens, layer_.o.format.depth);
+    const ExpertArgs& args = experts.args;
+    if (args.experts != layer_.router.format.rows || args.down == nullptr)
+      refuse("experts", "must be as many as the router has, are " + std::to_string(args.experts));
+    if (args.down_format.rows != layer_.hidden) refuse("experts", "must have the hidden size of the layer");
+    const int count = checked_threads(threads);
+    nb::gil_scoped_release release;
+    after_attention(layer_, x, attended, args, count);
+  }
+
+ private:
+  const In& keep(const In& array) {
+    kept_.push_back(array);
+    return kept_.back();
+  }
+
+  const void* vector(const char* name, const In& array, int64_t size) const {
+    check_layout(name, array, 1);
+    if (float_type(name, array) != layer_.dtype) refuse(name, "must have the dtype of input_norm");
+    check_dim(name, array, 0, size, "size");
+    if (size > 1 && array.stride(0) != 1) refuse(name, "must be contiguous");
+    return array.data();
+  }
+
+  LinearArgs matrix(const char* name, const In& array, const char* bias_name, const MaybeArray& bias,
+                    int64_t columns) {
+    if (float_type(name, array) != layer_.dtype) refuse(name, "must have the dtype of input_norm");
+    if (bias) keep(*bias);
+    return bind_linear(name, array, bias_name, bias, columns);
+  }
+
+  Activations rows(const char* name, const Out& array, int64_t tokens, int64_t columns) const {
+    check_layout(name, array, 2);
+    if (float_type(name, array) != layer_.dtype) refuse(name, "must have the dtype of the layer");
+    if (tokens >= 0) check_dim(name, array, 0, tokens, "tokens");
+    check_dim(name, array, 1, columns, "columns");
+    return {array.data(), static_cast<int64_t>(array.shape(0)), array.stride(0)};
+  }
+
+  const void* angles(const char* name, const In& array, int64_t tokens) const {
+    check_layout(name, array, 2);
+    if (float_type(name, array) != layer_.dtype) refuse(name, "must have the dtype of the layer");
+    check_dim(name, array, 0, tokens, "tokens");
+    check_dim(name, array, 1, layer_.head_dim, "head size");
+    return array.data();
+  }
+
+  Layer layer_ = {};
+  std::vector<In> kept_;
+};
+
+}  // namespace
+
+void add_layer(nb::module_& module) {
+  nb::class_<BoundLayer>(module, "DecoderLayer")
+      .def(nb::init<const In&, const In&, const MaybeArray&, const MaybeArray&, const MaybeArray&, const In&,
+                    const MaybeArray&, const In&, const In&, double, int64_t, int64_t, bool, bool>(),
+           "input_norm"_a, "qkv"_a, "qkv_bias"_a.none(), "q_norm"_a.none(), "k_norm"_a.none(), "o"_a,
+           "o_bias"_a.none(), "post_norm"_a, "router"_a, "eps"_a, "head_dim"_a, "top_k"_a, "normalize"_a, "round"_a)
+      .def("before_attention", &BoundLayer::before, "hidden"_a, "cos"_a, "sin"_a, "qkv"_a, "threads"_a)
+      .def("after_attention", &BoundLayer::after, "hidden"_a, "attention"_a, "experts"_a, "threads"_a);
+}
+
+}  // namespace moelight::bind

@@ -1,0 +1,175 @@
+// The order of kernels around attention, and the memory between them. Does not depend on any instruction set.
+
+#include "layer.h"
+
+#include <stdexcept>
+#include <string>
+
+#include "moelight/workspace.h"
+#include "norm/norm.h"
+#include "route/route.h"
+
+namespace moelight {
+namespace {
+
+// Pieces of one workspace of the calling thread, one after the other.
+class Pieces {
+ public:
+  explicit Pieces(int64_t bytes) {
+    thread_local Workspace own;
+    next_ = own.bytes(bytes);
+  }
+
+  template <class T = void>
+  T* take(int64_t bytes) {
+    char* const here = next_;
+    next_ += Workspace::aligned(bytes);
+    return reinterpret_cast<T*>(here);
+  }
+
+ private:
+  char* next_;
+};
+
+void multiply(LinearArgs args, DType type, const Activations& x, const Activations& out, int threads) {
+  args.tokens = {type, x.tokens, x.data, x.stride, out.data, out.stride};
+  args.threads = threads;
+  linear(args);
+}
+
+// out = norm(x += add), in groups of `size` numbers; `add` without data adds nothing.
+void norm(const Layer& layer, const void* weight, int64_t groups, int64_t size, const Activations& x,
+          const Activations& add, const Activations& out, int threads) {
+  rms_norm({.dtype = layer.dtype,
+            .tokens = x.tokens,
+            .groups = groups,
+            .hidden = size,
+            .x = x.data,
+            .x_stride = x.stride,
+            .add = add.data,
+            .add_stride = add.stride,
+            .weight = weight,
+            .eps = layer.eps,
+            .out = out.data,
+            .out_stride = out.stride,
+            .threads = threads});
+}
+
+Activations part(const Layer& layer, const Activations& x, int64_t first_head) {
+  return {static_cast<char*>(x.data) + first_head * layer.head_dim * dtype_bytes(layer.dtype), x.tokens, x.stride};
+}
+
+// The experts of every token, and its rows sorted by them.
+struct Routing {
+  float* weights;
+  int32_t *ids, *order, *token, *position, *offsets;
+};
+
+void choose(const Layer& layer, const void* logits, int64_t tokens, int64_t experts, const Routing& to, int threads) {
+  route({.dtype = layer.dtype,
+         .tokens = tokens,
+         .experts = experts,
+         .top_k = layer.top_k,
+         .logits = logits,
+         .stride = experts,
+         .normalize = layer.normalize,
+         .round = layer.round,
+         .weights = to.weights,
+         .ids = to.ids,
+         .threads = threads});
+  sort_by_expert({.tokens = tokens,
+                  .experts = experts,
+                  .top_k = layer.top_k,
+                  .ids = to.ids,
+                  .stride = layer.top_k,
+                  .order = to.order,
+                  .token = to.token,
+                  .position = to.position,
+                  .offsets = to.offsets});
+}
+
+// out [T, H] += the experts of x [T, H]; rows [T k, H].
+void add_experts(const Layer& layer, const Activations& x, const Activations& out, ExpertArgs experts,
+                 const Routing& routing, char* rows, int threads) {
+  const int64_t count = x.tokens * layer.top_k, bytes = layer.hidden * dtype_bytes(layer.dtype);
+  gather_rows({.row_bytes = bytes,
+               .rows = count,
+               .x = static_cast<const char*>(x.data),
+               .x_stride = x.stride * dtype_bytes(layer.dtype),
+               .token = routing.token,
+               .out = rows,
+               .out_stride = bytes,
+               .threads = threads});
+  experts.tokens = {layer.dtype, count, rows, layer.hidden, rows, layer.hidden};
+  experts.offsets = routing.offsets, experts.threads = threads;
+  expert_ffn(experts);
+  scatter_sum({.dtype = layer.dtype,
+               .tokens = x.tokens,
+               .top_k = layer.top_k,
+               .hidden = layer.hidden,
+               .rows = rows,
+               .row_stride = layer.hidden,
+               .position = routing.position,
+               .position_stride = layer.top_k,
+               .weights = routing.weights,
+               .weight_stride = layer.top_k,
+               .out = out.data,
+               .out_stride = out.stride,
+               .residual = true,
+               .threads = threads});
+}
+
+}  // namespace
+
+void before_attention(const Layer& layer, const Activations& hidden, const Rotation& rotation, const Activations& qkv,
+                      int threads) {
+  const int64_t bytes = layer.hidden * dtype_bytes(layer.dtype), turned = layer.queries + layer.keys;
+  const Activations x = {Pieces(hidden.tokens * bytes).take(hidden.tokens * bytes), hidden.tokens, layer.hidden};
+  norm(layer, layer.input_norm, 1, layer.hidden, hidden, {}, x, threads);
+  multiply(layer.qkv, layer.dtype, x, qkv, threads);
+  if (layer.q_norm != nullptr) {
+    const Activations keys = part(layer, qkv, layer.queries);
+    norm(layer, layer.q_norm, layer.queries, layer.head_dim, qkv, {}, qkv, threads);
+    norm(layer, layer.k_norm, layer.keys, layer.head_dim, keys, {}, keys, threads);
+  }
+  rotate({.dtype = layer.dtype,
+          .tokens = qkv.tokens,
+          .heads = turned,
+          .head_dim = layer.head_dim,
+          .x = qkv.data,
+          .x_stride = qkv.stride,
+          .cos = rotation.cos,
+          .sin = rotation.sin,
+          .cos_stride = rotation.cos_stride,
+          .sin_stride = rotation.sin_stride,
+          .out = qkv.data,
+          .out_stride = qkv.stride,
+          .threads = threads});
+}
+
+void after_attention(const Layer& layer, const Activations& hidden, const Activations& attention,
+                     const ExpertArgs& experts, int threads) {
+  const int64_t tokens = hidden.tokens, row = layer.hidden * dtype_bytes(layer.dtype), rows = tokens * layer.top_k;
+  const int64_t logits_bytes = tokens * experts.experts * dtype_bytes(layer.dtype), index = rows * 4;
+  Pieces pieces(2 * Workspace::aligned(tokens * row) + Workspace::aligned(logits_bytes) + 5 * Workspace::aligned(index) +
+                Workspace::aligned(4 * (experts.experts + 1)) + rows * row);
+  const Activations projected = {pieces.take(tokens * row), tokens, layer.hidden};
+  const Activations x = {pieces.take(tokens * row), tokens, layer.hidden};
+  const Activations logits = {pieces.take(logits_bytes), tokens, experts.experts};
+  const Routing routing = {.weights = pieces.take<float>(index),
+                           .ids = pieces.take<int32_t>(index),
+                           .order = pieces.take<int32_t>(index),
+                           .token = pieces.take<int32_t>(index),
+                           .position = pieces.take<int32_t>(index),
+                           .offsets = pieces.take<int32_t>(4 * (experts.experts + 1))};
+  multiply(layer.o, layer.dtype, attention, projected, threads);
+  norm(layer, layer.post_norm, 1, layer.hidden, hidden, projected, x, threads);
+  multiply(layer.router, layer.dtype, x, logits, threads);
+  choose(layer, logits.data, tokens, experts.experts, routing, threads);
+  for (int64_t e = 0; e < experts.experts; ++e)
+    if (routing.offsets[e + 1] > routing.offsets[e] && !experts.down[e].given())
+      throw std::out_of_range("experts: " + std::to_string(e) + " has tokens and None");
+  add_experts(layer, x, hidden, experts, routing, pieces.take<char>(rows * row), threads);
+}
+
+}  // namespace moelight

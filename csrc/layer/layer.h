@@ -1,0 +1,46 @@
+// One decoder layer on either side of its attention, for few tokens: kernels one after the other, without a return to
+// the caller between them. Each is the kernel that serves by itself too, so results are theirs to the bit.
+//
+// Legend: T tokens, H hidden, Hq query heads, Hkv key/value heads, D head size, E experts, k experts of a token.
+#pragma once
+
+#include <cstdint>
+
+#include "ffn/ffn.h"
+
+namespace moelight {
+
+// Weights of one dtype, which is that of all activations.
+struct Layer {
+  DType dtype;
+  int64_t hidden, queries, keys, head_dim;  // of queries and keys: heads
+  const void *input_norm, *post_norm;       // [H]
+  const void *q_norm, *k_norm;              // [D], or both null
+  float eps;
+  LinearArgs qkv, o, router;  // without tokens and threads
+  int64_t top_k;
+  bool normalize, round;  // as of RouteArgs
+};
+
+// Rows of an activation, `stride` elements apart.
+struct Activations {
+  void* data;
+  int64_t tokens, stride;
+};
+
+// Half rotations of the tokens, [T, D], rows stride elements apart.
+struct Rotation {
+  const void *cos, *sin;
+  int64_t cos_stride, sin_stride;
+};
+
+// qkv [T, (Hq + 2 Hkv) D] = the product of norm(hidden [T, H]), queries and keys normed and rotated.
+void before_attention(const Layer& layer, const Activations& hidden, const Rotation& rotation, const Activations& qkv,
+                      int threads);
+
+// hidden [T, H] += o(attention [T, Hq D]); then += the experts of norm(hidden). `experts` are without rows, tokens and
+// threads. Throws std::out_of_range, of a token's expert that has no weights, before any expert is computed.
+void after_attention(const Layer& layer, const Activations& hidden, const Activations& attention,
+                     const ExpertArgs& experts, int threads);
+
+}  // namespace moelight

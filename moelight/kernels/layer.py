@@ -1,0 +1,114 @@
+"""A decoder layer on either side of its attention as one call each, for few tokens on the CPU; the extension alone.
+
+Each call is the kernels of `norm`, `ffn` and `routing` one after the other, with their results to the bit. Nothing is
+left to do between them, so with few tokens, where weights are read in the time that a few calls from Python take, the
+memory is not idle and the threads of the kernels do not fall asleep.
+
+Legend: T tokens, H hidden, Hq query heads, Hkv key/value heads, D head size, E experts, I intermediate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelight.kernels import arguments, native
+from moelight.kernels.activations import Activation
+from moelight.kernels.arguments import as_dlpack, lend, lend_given
+from moelight.kernels.ffn import Tensors, Weights, export
+
+# More tokens are computed kernel by kernel: what lies between two of them would be memory that no plan announces.
+MOST_TOKENS = 64
+
+
+class BoundExperts:
+    """The experts of a layer, checked once, whose memory stays in use as long as this object.
+
+    Arguments are those of `cpu_expert_ffn`, for rows [T, ``hidden``]; an expert that is None has no rows.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        gate_up: Weights,
+        down: Weights,
+        *,
+        activation: Activation,
+        up: Weights | None = None,
+        interleaved: bool = False,
+        gate_up_bias: Tensors | None = None,
+        up_bias: Tensors | None = None,
+        down_bias: Tensors | None = None,
+        activations: str = "auto",
+    ) -> None:
+        """Raises ValueError where `cpu_expert_ffn` does, and without the extension."""
+        biases = {"gate_up_bias": gate_up_bias, "up_bias": up_bias, "down_bias": down_bias}
+        rest = [None if each is None else export(name, each) for name, each in biases.items()]
+        by = (activation.curve, activation.alpha, activation.limit, activation.shift, activation.late)
+        pairing = "interleaved" if interleaved else "joined" if activation.gated else "ungated"
+        second = None if up is None else export("up", up)
+        matrices = export("gate_up", gate_up), second, export("down", down)
+        self.native = _extension().bind_experts(hidden, *matrices, by, pairing, *rest, activations)
+
+
+class DecoderLayer:
+    """One layer with experts: attention of grouped queries with half rotations, a softmax router.
+
+    input_norm, post_norm   [H], of one dtype, as all other weights and all activations: float32, bfloat16 or float16
+    qkv, qkv_bias           [(Hq + 2 Hkv) D, H], and a number for each row
+    q_norm, k_norm          [D]: of every query and key, or neither
+    o, o_bias               [H, Hq D], and a number for each row
+    router                  [E, H]; ``top_k``, ``normalize`` and ``round_weights`` are those of `cpu_route`
+
+    Every wrong argument is a ValueError that names it; so is a missing extension.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_norm: Tensor,
+        qkv: Tensor,
+        o: Tensor,
+        post_norm: Tensor,
+        router: Tensor,
+        eps: float,
+        head_dim: int,
+        top_k: int,
+        normalize: bool,
+        round_weights: bool,
+        qkv_bias: Tensor | None = None,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        o_bias: Tensor | None = None,
+    ) -> None:
+        first, rest = lend(input_norm=input_norm, qkv=qkv), lend(post_norm=post_norm, router=router)
+        given = lend_given(qkv_bias=qkv_bias, q_norm=q_norm, k_norm=k_norm)
+        out = [as_dlpack("o", o), *lend_given(o_bias=o_bias)]
+        eps = arguments.check_number("eps", eps, 0)
+        how = (eps, head_dim, top_k, bool(normalize), bool(round_weights))
+        self._native = _extension().DecoderLayer(*first, *given, *out, *rest, *how)
+        self._rows, self._head_dim = qkv.shape[0], head_dim
+
+    def before_attention(self, hidden: Tensor, cos: Tensor, sin: Tensor, *, threads: int | None = None) -> Tensor:
+        """hidden [T, H], cos and sin [T, D] as for `cpu_rotate` -> [T, Hq + 2 Hkv, D]: normed, multiplied, queries and
+        keys normed and rotated."""
+        qkv = torch.empty((hidden.shape[0], self._rows), dtype=hidden.dtype)
+        given = lend(hidden=hidden, cos=cos, sin=sin, qkv=qkv)
+        self._native.before_attention(*given, arguments.check_threads(threads))
+        return qkv.view(len(qkv), -1, self._head_dim)
+
+    def after_attention(
+        self, hidden: Tensor, attention: Tensor, experts: BoundExperts, *, threads: int | None = None
+    ) -> None:
+        """hidden [T, H] += o(attention [T, Hq D]), then += the experts of its norm; in place."""
+        given = lend(hidden=hidden, attention=attention)
+        self._native.after_attention(*given, experts.native, arguments.check_threads(threads))
+
+
+def _extension() -> Any:
+    extension = native.extension()
+    if extension is None:
+        raise ValueError(f"a decoder layer in one call needs the extension: {native.reason()}")
+    return extension
