@@ -208,4 +208,12 @@ bool force_int8_products(Int8Products how) {
 
 void unforce_int8_products() { forced_int8.store(kNotForced, std::memory_order_relaxed); }
 
+int64_t near_cache_bytes() {
+#if defined(_SC_LEVEL1_DCACHE_SIZE)
+  static const int64_t found = ::sysconf(_SC_LEVEL1_DCACHE_SIZE);
+  if (found > 0) return found;
+#endif
+  return 32 << 10;
+}
+
 }  // namespace moelight

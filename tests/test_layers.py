@@ -67,7 +67,7 @@ SINGLE_IMPORTER = {
     "optimizer.published.formulas": "the published equations, a function each",
     "profiles.families.family": "the one reader of all families, which are data",
     "runtime.calibration.disk": "one kind of measurement",
-    "runtime.calibration.surfaces": "one kind of measurement",
+    "runtime.calibration.forms": "one kind of measurement",
     "runtime.twin": "the emulated device, which a run on a card does without",
     "scheduler.schedules": "the builders of the registry",
     "serve.app": "routes, independent of the server",

@@ -10,6 +10,7 @@
 
 #include "checks.h"
 #include "ffn.h"
+#include "ffn/streams.h"
 #include "quantized.h"
 #include "quantized/integers.h"
 
@@ -294,7 +295,7 @@ class Experts {
   int64_t count_;
   std::vector<int32_t> own_;  // of weights that are given before their rows
   const int32_t* at_;         // a moved vector keeps its memory
-  std::vector<In> kept_;  // biases, scales and parts, for as long as the product runs
+  std::vector<In> kept_;      // biases, scales and parts, for as long as the product runs
 };
 
 Activation activation_named(const std::string& curve, double alpha, double limit, double shift, bool late) {
@@ -340,10 +341,11 @@ class CheckedExperts : public BoundExperts {
  public:
   // Only experts with rows are looked at. `up` None: gate_up has both, interleaved if `interleaved`, or `ungated` up
   // alone.
-  CheckedExperts(Experts experts, int64_t hidden, const nb::object& gate_up, const nb::object& up, const nb::object& down,
-               const nb::tuple& activation, const std::string& pairing, const nb::object& gate_up_bias,
-               const nb::object& up_bias, const nb::object& down_bias, const nb::object& gate_up_scale,
-               const nb::object& down_scale, int64_t group_size, const std::string& activations)
+  CheckedExperts(Experts experts, int64_t hidden, const nb::object& gate_up, const nb::object& up,
+                 const nb::object& down, const nb::tuple& activation, const std::string& pairing,
+                 const nb::object& gate_up_bias, const nb::object& up_bias, const nb::object& down_bias,
+                 const nb::object& gate_up_scale, const nb::object& down_scale, int64_t group_size,
+                 const std::string& activations)
       : experts_(std::move(experts)) {
     const Lists first_lists = {"gate_up", "gate_up_bias", "gate_up_scale", gate_up, gate_up_bias, gate_up_scale};
     const Lists up_lists = {"up", "up_bias", "up_scale", up, up_bias, nb::none()};
@@ -353,11 +355,11 @@ class CheckedExperts : public BoundExperts {
     if (apart) experts_.check_lengths(up_lists);
     experts_.check_lengths(down_lists);
     args.activation = activation_named(nb::cast<std::string>(activation[0]), nb::cast<double>(activation[1]),
-                                        nb::cast<double>(activation[2]), nb::cast<double>(activation[3]),
-                                        nb::cast<bool>(activation[4]));
+                                       nb::cast<double>(activation[2]), nb::cast<double>(activation[3]),
+                                       nb::cast<bool>(activation[4]));
     args.pairing = apart || joined            ? Pairing::kApart
-                    : pairing == "interleaved" ? Pairing::kInterleaved
-                                               : Pairing::kUngated;
+                   : pairing == "interleaved" ? Pairing::kInterleaved
+                                              : Pairing::kUngated;
     args.offsets = experts_.offsets();
     args.experts = experts_.count();
     const int64_t busy = experts_.first_busy();
@@ -445,6 +447,26 @@ int64_t expert_ffn_workspace(int x, int weight, bool integers, bool transposed, 
   return moelight::expert_ffn_workspace(static_cast<DType>(x), up, down, tokens, experts, checked_threads(threads));
 }
 
+nb::list stream_forms() {
+  nb::list names;
+  for (const StreamForm& form : kStreamForms) names.append(form.name);
+  return names;
+}
+
+// The place of a number of tokens among those that have a form.
+int stream_size(int64_t tokens) {
+  for (int size = 0; size < kStreamSizes; ++size)
+    if (tokens == kStreamTokenCounts[size]) return size;
+  refuse("tokens", "must be 1, 2 or 4, is " + std::to_string(tokens));
+}
+
+void set_stream(int64_t tokens, const std::string& name) {
+  const int size = stream_size(tokens);
+  for (int form = 0; form < kStreamFormCount; ++form)
+    if (name == kStreamForms[form].name) return set_stream_form(size, form);
+  refuse("form", "is none of `stream_forms`: '" + name + "'");
+}
+
 }  // namespace
 
 LinearArgs bind_linear(const char* name, const In& weight, const char* bias_name, const std::optional<In>& bias,
@@ -460,6 +482,9 @@ LinearArgs bind_linear(const char* name, const In& weight, const char* bias_name
 }
 
 void add_ffn(nb::module_& module) {
+  module.def("stream_forms", stream_forms);
+  module.def("stream", [](int64_t tokens) { return kStreamForms[stream_form(stream_size(tokens))].name; }, "tokens"_a);
+  module.def("set_stream", set_stream, "tokens"_a, "form"_a);
   nb::class_<BoundExperts>(module, "BoundExperts");
   module.def("bind_experts", bind_experts, "hidden"_a, "gate_up"_a, "up"_a.none(), "down"_a, "activation"_a,
              "pairing"_a, "gate_up_bias"_a.none(), "up_bias"_a.none(), "down_bias"_a.none(), "activations"_a);

@@ -62,16 +62,19 @@ class BoundLayer {
     before_attention(layer_, x, rotation, out, count);
   }
 
-  void after(const Out& hidden, const Out& attention, const BoundExperts& experts, int64_t threads) const {
-    const Activations x = rows("hidden", hidden, -1, layer_.hidden);
-    const Activations attended = rows("attention", attention, x.tokens, layer_.o.format.depth);
+  void after(const Out& hidden, const Out& attention, const BoundExperts& experts, const Out& rows,
+             int64_t threads) const {
+    const Activations x = this->rows("hidden", hidden, -1, layer_.hidden);
+    const Activations attended = this->rows("attention", attention, x.tokens, layer_.o.format.depth);
     const ExpertArgs& args = experts.args;
     if (args.experts != layer_.router.format.rows || args.down == nullptr)
       refuse("experts", "must be as many as the router has, are " + std::to_string(args.experts));
     if (args.down_format.rows != layer_.hidden) refuse("experts", "must have the hidden size of the layer");
+    const Activations room = this->rows("rows", rows, x.tokens * layer_.top_k, layer_.hidden);
+    if (room.tokens > 1 && room.stride != layer_.hidden) refuse("rows", "must be contiguous");
     const int count = checked_threads(threads);
     nb::gil_scoped_release release;
-    after_attention(layer_, x, attended, args, count);
+    after_attention(layer_, x, attended, args, room, count);
   }
 
  private:
@@ -88,8 +91,7 @@ class BoundLayer {
     return array.data();
   }
 
-  LinearArgs matrix(const char* name, const In& array, const char* bias_name, const MaybeArray& bias,
-                    int64_t columns) {
+  LinearArgs matrix(const char* name, const In& array, const char* bias_name, const MaybeArray& bias, int64_t columns) {
     if (float_type(name, array) != layer_.dtype) refuse(name, "must have the dtype of input_norm");
     if (bias) keep(*bias);
     return bind_linear(name, array, bias_name, bias, columns);
@@ -121,10 +123,10 @@ void add_layer(nb::module_& module) {
   nb::class_<BoundLayer>(module, "DecoderLayer")
       .def(nb::init<const In&, const In&, const MaybeArray&, const MaybeArray&, const MaybeArray&, const In&,
                     const MaybeArray&, const In&, const In&, double, int64_t, int64_t, bool, bool>(),
-           "input_norm"_a, "qkv"_a, "qkv_bias"_a.none(), "q_norm"_a.none(), "k_norm"_a.none(), "o"_a,
-           "o_bias"_a.none(), "post_norm"_a, "router"_a, "eps"_a, "head_dim"_a, "top_k"_a, "normalize"_a, "round"_a)
+           "input_norm"_a, "qkv"_a, "qkv_bias"_a.none(), "q_norm"_a.none(), "k_norm"_a.none(), "o"_a, "o_bias"_a.none(),
+           "post_norm"_a, "router"_a, "eps"_a, "head_dim"_a, "top_k"_a, "normalize"_a, "round"_a)
       .def("before_attention", &BoundLayer::before, "hidden"_a, "cos"_a, "sin"_a, "qkv"_a, "threads"_a)
-      .def("after_attention", &BoundLayer::after, "hidden"_a, "attention"_a, "experts"_a, "threads"_a);
+      .def("after_attention", &BoundLayer::after, "hidden"_a, "attention"_a, "experts"_a, "rows"_a, "threads"_a);
 }
 
 }  // namespace moelight::bind

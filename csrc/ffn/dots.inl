@@ -12,6 +12,7 @@
 #include <algorithm>
 
 #include "finish.h"
+#include "moelight/cpu.h"
 #include "moelight/simd_avx512.h"
 #include "pairs.h"
 #include "stored.h"
@@ -74,7 +75,7 @@ inline void add_across(const __m512 (&v)[kRows], float* sums) {
 }
 
 // sums[c][0..kRows) += x[c] . row[0..kRows), fetching kFetch rows' lines from `ahead` on.
-template <class P, bool kLines, int kCount, int kFetch>
+template <class P, bool kLines, int kCount, int kFetch, int kHint>
 void tile(const Rows& rows, const char* ahead, const char* x, int64_t x_bytes, float* sums) {
   typename P::V sum[kCount][kRows];
 #pragma GCC unroll 3
@@ -91,7 +92,7 @@ void tile(const Rows& rows, const char* ahead, const char* x, int64_t x_bytes, f
     for (int c = 0; c < kCount; ++c) token[c] = P::of(_mm512_loadu_si512(x + c * x_bytes));
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      if (r < kFetch) _mm_prefetch(leads.row(ahead, r), _MM_HINT_T0);
+      if (r < kFetch) _mm_prefetch(leads.row(ahead, r), static_cast<_mm_hint>(kHint));
       const char* const from = strides.row(row, r);
       const typename P::Line weight = kLines ? P::load(from) : P::of(_mm512_loadu_si512(from));
 #pragma GCC unroll 3
@@ -107,11 +108,33 @@ void tile(const Rows& rows, const char* ahead, const char* x, int64_t x_bytes, f
   }
 }
 
-template <class P, bool kLines, int kFetch>
+template <class P, bool kLines, int kFetch, int kHint = _MM_HINT_T0>
 void tile_of(int64_t count, const Rows& rows, const char* ahead, const char* x, int64_t x_bytes, float* sums) {
-  if (count == 3) return tile<P, kLines, 3, kFetch>(rows, ahead, x, x_bytes, sums);
-  if (count == 2) return tile<P, kLines, 2, kFetch>(rows, ahead, x, x_bytes, sums);
-  tile<P, kLines, 1, kFetch>(rows, ahead, x, x_bytes, sums);
+  if (count == 3) return tile<P, kLines, 3, kFetch, kHint>(rows, ahead, x, x_bytes, sums);
+  if (count == 2) return tile<P, kLines, 2, kFetch, kHint>(rows, ahead, x, x_bytes, sums);
+  tile<P, kLines, 1, kFetch, kHint>(rows, ahead, x, x_bytes, sums);
+}
+
+// Whether the first-level cache holds `bytes` of tokens beside what is asked for ahead; else that would push them out,
+// and is left to the second level.
+inline bool near_holds(int64_t bytes) { return bytes + kLeadBytes <= near_cache_bytes(); }
+
+// As tile_of, fetching `share` rows' lines into the cache of `kHint`.
+template <class P, bool kLines, int kHint>
+void tile_ahead(int64_t share, int64_t count, const Rows& rows, const char* ahead, const char* x, int64_t x_bytes,
+                float* sums) {
+  switch (share) {
+    case 1:
+      return tile_of<P, kLines, 1, kHint>(count, rows, ahead, x, x_bytes, sums);
+    case 2:
+      return tile_of<P, kLines, 2, kHint>(count, rows, ahead, x, x_bytes, sums);
+    case 3:
+      return tile_of<P, kLines, 3, kHint>(count, rows, ahead, x, x_bytes, sums);
+    case 4:
+      return tile_of<P, kLines, 4, kHint>(count, rows, ahead, x, x_bytes, sums);
+    default:
+      return tile_of<P, kLines, 8, kHint>(count, rows, ahead, x, x_bytes, sums);
+  }
 }
 
 // All tokens, in passes of nearly equal size; each fetches its share of what lies ahead. A token alone leaves that to
@@ -119,6 +142,7 @@ void tile_of(int64_t count, const Rows& rows, const char* ahead, const char* x, 
 template <class P, bool kLines>
 void all_tokens(const Rows& rows, int64_t tokens, const char* x, int64_t x_bytes, float* sums) {
   const int64_t passes = (tokens + kTokens - 1) / kTokens;
+  const bool near = near_holds(tokens * rows.bytes);
   for (int64_t i = 0, begin = 0, fetched = 0; i < passes; ++i) {
     const int64_t end = tokens * (i + 1) / passes, count = end - begin, share = kRows * (i + 1) / passes - fetched;
     const char* const from = x + begin * x_bytes;
@@ -126,16 +150,10 @@ void all_tokens(const Rows& rows, int64_t tokens, const char* x, int64_t x_bytes
     const char* const ahead = rows.ahead.data + fetched * (rows.ahead.stride == 0 ? rows.bytes : rows.ahead.stride);
     if (rows.ahead.data == nullptr || share == 0 || tokens == 1) {
       tile_of<P, kLines, 0>(count, rows, nullptr, from, x_bytes, to);
-    } else if (share == 1) {
-      tile_of<P, kLines, 1>(count, rows, ahead, from, x_bytes, to);
-    } else if (share == 2) {
-      tile_of<P, kLines, 2>(count, rows, ahead, from, x_bytes, to);
-    } else if (share == 3) {
-      tile_of<P, kLines, 3>(count, rows, ahead, from, x_bytes, to);
-    } else if (share == 4) {
-      tile_of<P, kLines, 4>(count, rows, ahead, from, x_bytes, to);
+    } else if (near) {
+      tile_ahead<P, kLines, _MM_HINT_T0>(share, count, rows, ahead, from, x_bytes, to);
     } else {
-      tile_of<P, kLines, 8>(count, rows, ahead, from, x_bytes, to);
+      tile_ahead<P, kLines, _MM_HINT_T1>(share, count, rows, ahead, from, x_bytes, to);
     }
     fetched += share;
     begin = end;

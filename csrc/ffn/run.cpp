@@ -2,12 +2,14 @@
 // depend on instruction set.
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <vector>
 
 #include "ffn.h"
 #include "moelight/cpu.h"
 #include "moelight/workspace.h"
+#include "streams.h"
 #include "work.h"
 
 namespace moelight {
@@ -422,6 +424,8 @@ Workspace& workspace() {
   return own;
 }
 
+std::atomic<int> stream_forms[kStreamSizes] = {1, 1, 5};
+
 // What a call works in, one after the other.
 struct Rooms {
   int64_t x, inner, prepared, worker;
@@ -490,6 +494,9 @@ int64_t expert_ffn_workspace(DType x, const Format& up, const Format& down, int6
 int64_t linear_workspace(DType x, const Format& format, int64_t tokens, int threads) {
   return rooms_of(nullptr, Side(x, format), tokens, 1).total(threads);
 }
+
+int stream_form(int size) { return stream_forms[size].load(std::memory_order_relaxed); }
+void set_stream_form(int size, int form) { stream_forms[size].store(form, std::memory_order_relaxed); }
 
 int64_t ffn_workspace_kept() { return workspace().capacity(); }
 

@@ -1,27 +1,31 @@
-// Products with one to four tokens, bound by memory: rows pass by once, one after the other as they lie, and every line
-// of them meets all tokens, which stay in the first-level cache. The sums are those of dots.inl, bit for
+// Products with one to four tokens, bound by memory: rows pass by once, one or a few side by side as they lie, and
+// every line of them meets all tokens, which stay in the first-level cache. The sums are those of dots.inl, bit for
 // bit.
 //
-// A simple stream is what the processor reads at full rate beside ten cycles of products a line. It has to be whole: by
-// parts of rows it is slower than dots.inl, as it is with more tokens, which leave it no room (docs/log.md).
+// A simple stream is what the processor reads at full rate beside ten cycles of products a line. Rows side by side have
+// more sums, which do not wait for each other, and share each line of a token that is loaded. A stream has to be whole:
+// by parts of rows it is slower than dots.inl, as it is with more tokens, which leave it no room (docs/log.md).
 #pragma once
 
+#include <type_traits>
+
 #include "dots.inl"
+#include "streams.h"
 
 namespace moelight {
 namespace {
 
 constexpr int64_t kStreamTokens = 4;
-constexpr int64_t kStreamLead = 4096;  // bytes ahead that memory is asked for
+constexpr int64_t kStreamLead = 4096;  // bytes ahead that memory is asked for, of a quantised matrix
 template <class P>
 constexpr int64_t kStreamRoom = 448 * P::kLineBytes;  // of tokens
 
 // One row after the other, each block after block of K, for tokens whose lines lie beside each other in x: line k of
 // all, then line k + 1.
 template <class Stored, class P, int kCount>
-void stream_rows(const Product& p, const char* x, float* sums) {
+void stream_rows(const Product& p, const char* x, int64_t lead_bytes, float* sums) {
   const Blocks blocks(p.depth);
-  const int64_t lead = (kStreamLead + p.row_bytes - 1) / p.row_bytes;
+  const int64_t lead = (lead_bytes + p.row_bytes - 1) / p.row_bytes;
   for (int64_t r = 0; r < p.rows; ++r) {
     const char* ahead = p.weight + r * p.row_bytes;  // nothing new
     if (r + lead < p.rows) {
@@ -49,12 +53,80 @@ void stream_rows(const Product& p, const char* x, float* sums) {
   }
 }
 
-inline int64_t stream_count(int64_t tokens) { return tokens == 3 ? 4 : tokens; }
+// kSide rows of bf16 at once, and what is left of them by stream_rows.
+template <class P, int kSide, int kCount, int kHint>
+void stream_tiles(const Product& p, const char* x, int64_t lead_bytes, float* sums) {
+  const Blocks blocks(p.depth);
+  const int64_t tile_bytes = kSide * p.row_bytes, lead = (lead_bytes + tile_bytes - 1) / tile_bytes * kSide;
+  int64_t row = 0;
+  for (; row + kSide <= p.rows; row += kSide) {
+    const char* ahead = p.weight + row * p.row_bytes;  // nothing new
+    if (row + lead < p.rows) {
+      ahead += lead * p.row_bytes;
+    } else if (p.next != nullptr) {
+      ahead = p.next + (row + lead - p.rows) * p.next_bytes;
+    }
+    const char* const first = p.weight + row * p.row_bytes;
+    for (int64_t k = 0; k < p.depth; k += blocks.size) {
+      typename P::V sum[kCount * kSide];
+#pragma GCC unroll 32
+      for (int i = 0; i < kCount * kSide; ++i) sum[i] = P::zero();
+      const char* token = x + k / 32 * P::kLineBytes * kCount;
+      const char* from = first + 2 * k;
+      const char* const end = from + 2 * std::min(blocks.size, p.depth - k);
+      for (; from < end; from += kStepBytes, token += P::kLineBytes * kCount) {
+        typename P::Line weight[kSide];
+#pragma GCC unroll 8
+        for (int r = 0; r < kSide; ++r, ahead += kStepBytes) {
+          _mm_prefetch(ahead, static_cast<_mm_hint>(kHint));
+          weight[r] = P::of(_mm512_loadu_si512(from + r * p.row_bytes));
+        }
+#pragma GCC unroll 8
+        for (int c = 0; c < kCount; ++c) {
+          const typename P::Line line = P::load(token + c * P::kLineBytes);
+#pragma GCC unroll 8
+          for (int r = 0; r < kSide; ++r) sum[c * kSide + r] = P::madd(sum[c * kSide + r], weight[r], line);
+        }
+      }
+      float found[(kCount * kSide + kRows - 1) / kRows * kRows];
+#pragma GCC unroll 4
+      for (int i = 0; i < kCount * kSide; i += kRows) {
+        __m512 eight[kRows];
+#pragma GCC unroll 8
+        for (int j = 0; j < kRows; ++j) eight[j] = i + j < kCount * kSide ? P::floats(sum[i + j]) : _mm512_setzero_ps();
+        _mm256_storeu_ps(found + i, across(eight));
+      }
+      for (int64_t c = 0; c < p.tokens; ++c)
+        for (int r = 0; r < kSide; ++r) sums[c * kUnitRows + row + r] += found[c * kSide + r];
+    }
+  }
+  if (row == p.rows) return;
+  Product rest = p;
+  rest.weight += row * p.row_bytes, rest.rows -= row;
+  stream_rows<StoredBf16, P, kCount>(rest, x, lead_bytes, sums + row);
+}
+
+// The size of kStreamTokenCounts that `tokens` take.
+constexpr int stream_size(int64_t tokens) {
+  int size = 0;
+  while (kStreamTokenCounts[size] < tokens) ++size;
+  return size;
+}
+
+constexpr int64_t stream_count(int64_t tokens) { return kStreamTokenCounts[stream_size(tokens)]; }
 
 template <class P>
 bool streams(const Product& p) {
   return p.tokens <= kStreamTokens && p.depth % 32 == 0 &&
          stream_count(p.tokens) * p.depth / 32 * P::kLineBytes <= kStreamRoom<P>;
+}
+
+template <class Stored, class P>
+constexpr bool kHasForms = std::is_same_v<Stored, StoredBf16> && std::is_same_v<P, Pairs>;
+
+template <class Stored, class P>
+bool in_tiles(int64_t tokens) {
+  return kHasForms<Stored, P> && kStreamForms[stream_form(stream_size(tokens))].rows == 0;
 }
 
 // The tokens' lines beside each other, and zeros for a token that is not there.
@@ -65,20 +137,42 @@ void beside(const Product& p, int64_t head, int64_t count, char* to) {
       P::store(to, P::token(c < p.tokens ? _mm512_loadu_si512(p.x + c * p.x_bytes + k) : _mm512_setzero_si512()));
 }
 
+template <class P, int kSide, int kCount>
+void stream_side_by_side(const Product& p, const char* x, int64_t lead, float* sums) {
+  if (near_holds(kCount * p.depth * 2)) return stream_tiles<P, kSide, kCount, _MM_HINT_T0>(p, x, lead, sums);
+  stream_tiles<P, kSide, kCount, _MM_HINT_T1>(p, x, lead, sums);
+}
+
+// Only pairs of bf16 as they are stored have a choice.
+template <class Stored, class P, int kSize>
+void stream(const Product& p, const char* x, float* sums) {
+  constexpr int kCount = kStreamTokenCounts[kSize];
+  if constexpr (kHasForms<Stored, P>) {
+    const StreamForm& form = kStreamForms[stream_form(kSize)];
+    if (form.rows == 4) return stream_side_by_side<P, 4, kCount>(p, x, form.lead, sums);
+    if (form.rows == 2) return stream_side_by_side<P, 2, kCount>(p, x, form.lead, sums);
+    stream_rows<Stored, P, kCount>(p, x, form.lead, sums);
+  } else {
+    stream_rows<Stored, P, kCount>(p, x, kStreamLead, sums);
+  }
+}
+
 template <class Stored, class P = typename Stored::Lanes>
 void multiply_few(const Product& p, void* scratch, float* sums) {
   const bool grouped = Stored::kGroups && p.group < p.depth;
-  if (grouped || !streams<P>(p)) return multiply<Stored, P>(p, scratch, sums);
+  if (grouped || !streams<P>(p) || in_tiles<Stored, P>(p.tokens)) return multiply<Stored, P>(p, scratch, sums);
   const Subnormals zeros(true);
   auto* const x = static_cast<char*>(scratch);
-  const int64_t count = stream_count(p.tokens);
-  beside<P>(p, Stored::kHead, count, x);
-  if (count == 1) {
-    stream_rows<Stored, P, 1>(p, x, sums);
-  } else if (count == 2) {
-    stream_rows<Stored, P, 2>(p, x, sums);
-  } else {
-    stream_rows<Stored, P, kStreamTokens>(p, x, sums);
+  beside<P>(p, Stored::kHead, stream_count(p.tokens), x);
+  switch (stream_size(p.tokens)) {
+    case 0:
+      stream<Stored, P, 0>(p, x, sums);
+      break;
+    case 1:
+      stream<Stored, P, 1>(p, x, sums);
+      break;
+    default:
+      stream<Stored, P, 2>(p, x, sums);
   }
   Stored::finish(p, sums);
 }

@@ -148,11 +148,11 @@ void before_attention(const Layer& layer, const Activations& hidden, const Rotat
 }
 
 void after_attention(const Layer& layer, const Activations& hidden, const Activations& attention,
-                     const ExpertArgs& experts, int threads) {
-  const int64_t tokens = hidden.tokens, row = layer.hidden * dtype_bytes(layer.dtype), rows = tokens * layer.top_k;
-  const int64_t logits_bytes = tokens * experts.experts * dtype_bytes(layer.dtype), index = rows * 4;
-  Pieces pieces(2 * Workspace::aligned(tokens * row) + Workspace::aligned(logits_bytes) + 5 * Workspace::aligned(index) +
-                Workspace::aligned(4 * (experts.experts + 1)) + rows * row);
+                     const ExpertArgs& experts, const Activations& rows, int threads) {
+  const int64_t tokens = hidden.tokens, row = layer.hidden * dtype_bytes(layer.dtype);
+  const int64_t logits_bytes = tokens * experts.experts * dtype_bytes(layer.dtype), index = 4 * tokens * layer.top_k;
+  Pieces pieces(2 * Workspace::aligned(tokens * row) + Workspace::aligned(logits_bytes) +
+                5 * Workspace::aligned(index) + Workspace::aligned(4 * (experts.experts + 1)));
   const Activations projected = {pieces.take(tokens * row), tokens, layer.hidden};
   const Activations x = {pieces.take(tokens * row), tokens, layer.hidden};
   const Activations logits = {pieces.take(logits_bytes), tokens, experts.experts};
@@ -169,7 +169,7 @@ void after_attention(const Layer& layer, const Activations& hidden, const Activa
   for (int64_t e = 0; e < experts.experts; ++e)
     if (routing.offsets[e + 1] > routing.offsets[e] && !experts.down[e].given())
       throw std::out_of_range("experts: " + std::to_string(e) + " has tokens and None");
-  add_experts(layer, x, hidden, experts, routing, pieces.take<char>(rows * row), threads);
+  add_experts(layer, x, hidden, experts, routing, static_cast<char*>(rows.data), threads);
 }
 
 }  // namespace moelight

@@ -39,8 +39,9 @@ void before_attention(const Layer& layer, const Activations& hidden, const Rotat
                       int threads);
 
 // hidden [T, H] += o(attention [T, Hq D]); then += the experts of norm(hidden). `experts` are without rows, tokens and
-// threads. Throws std::out_of_range, of a token's expert that has no weights, before any expert is computed.
+// threads; rows [T k, H], one after the other, is their memory. Throws std::out_of_range, of a token's expert that has
+// no weights, before any expert is computed.
 void after_attention(const Layer& layer, const Activations& hidden, const Activations& attention,
-                     const ExpertArgs& experts, int threads);
+                     const ExpertArgs& experts, const Activations& rows, int threads);
 
 }  // namespace moelight

@@ -22,6 +22,7 @@ from moelight.core.errors import InputError
 from moelight.core.units import format_bytes
 from moelight.kernels import native
 from moelight.kernels.native import Serving, serving
+from moelight.profiles.hardware import KERNELS
 from moelight.runtime import measure
 from moelight.runtime.topology import (
     LINK_BYTES_PER_S,
@@ -68,7 +69,7 @@ def facts(model: Path | None = None) -> dict[str, Any]:
         **machine_facts(torch["threads"], plugs, model),
         "torch": torch,
         "extension": {"available": native.available(), "reason": native.reason()},
-        "kernels": [asdict(row) for row in [*serving(), *_on_devices(torch["devices"])]],
+        "kernels": [asdict(row) for row in [*serving(), *_forms(torch), *_on_devices(torch["devices"])]],
     }
 
 
@@ -135,6 +136,20 @@ def _torch() -> dict[str, Any]:
         device = {"id": f"{kind}:{index}", "name": properties.name, "total_bytes": properties.total_memory}
         found["devices"].append({**device, "plug": None if plug is None else asdict(plug)})
     return found
+
+
+def _forms(torch: dict[str, Any]) -> Iterator[Serving]:
+    """Kernels whose form is chosen by a measurement, which no result depends on."""
+    if torch["fault"]:
+        return
+    from moelight.kernels import variants
+    from moelight.runtime.machine_profile import kept_profile
+
+    kept = kept_profile(say=lambda _: None)
+    measured = {} if kept is None else dict(kept.kernels)
+    for name, form in variants.chosen().items():
+        by = "the fastest here, as measured" if name in measured else "by default: `moelight profile` measures it"
+        yield Serving(operation=name, implementation=measured.get(name, form), reason=f"{KERNELS[name]}; {by}")
 
 
 def _on_devices(devices: list[dict[str, Any]]) -> Iterator[Serving]:

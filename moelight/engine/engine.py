@@ -26,7 +26,15 @@ from moelight.engine.experts import choices_for
 from moelight.engine.loaded_model import weight_dtype
 from moelight.engine.output_processor import OutputProcessor, ScoreWatch, check_tokens, most_tokens
 from moelight.engine.pass_runner import PackedPass, PassRunner
-from moelight.engine.planning import choose_residents, plan_for, resolve, resolve_host_pages, speeds_for, stage_pages
+from moelight.engine.planning import (
+    choose_kernels,
+    choose_residents,
+    plan_for,
+    resolve,
+    resolve_host_pages,
+    speeds_for,
+    stage_pages,
+)
 from moelight.engine.tokenizer import Tokenizer
 from moelight.experts.options import ExpertOptions
 from moelight.experts.profile import save_profile
@@ -150,6 +158,7 @@ class Engine:
         self.plan = policy if isinstance(policy, Plan) else None
         given = policy.policy if isinstance(policy, Plan) else policy
         machine = find_machine("cpu" if device == "auto" and not given.discrete else device)
+        choose_kernels()
         source = source or open_model(given.model)
         self.profile, self._machine, self._overlaps = source.profile, machine, machine.discrete
         resolved = resolve(given, self.profile, discrete=machine.discrete)

@@ -89,7 +89,7 @@ class DecoderLayer:
         eps = arguments.check_number("eps", eps, 0)
         how = (eps, head_dim, top_k, bool(normalize), bool(round_weights))
         self._native = _extension().DecoderLayer(*first, *given, *out, *rest, *how)
-        self._rows, self._head_dim = qkv.shape[0], head_dim
+        self._rows, self._head_dim, self._top_k = qkv.shape[0], head_dim, top_k
 
     def before_attention(self, hidden: Tensor, cos: Tensor, sin: Tensor, *, threads: int | None = None) -> Tensor:
         """hidden [T, H], cos and sin [T, D] as for `cpu_rotate` -> [T, Hq + 2 Hkv, D]: normed, multiplied, queries and
@@ -100,11 +100,20 @@ class DecoderLayer:
         return qkv.view(len(qkv), -1, self._head_dim)
 
     def after_attention(
-        self, hidden: Tensor, attention: Tensor, experts: BoundExperts, *, threads: int | None = None
+        self,
+        hidden: Tensor,
+        attention: Tensor,
+        experts: BoundExperts,
+        *,
+        rows: Tensor | None = None,
+        threads: int | None = None,
     ) -> None:
-        """hidden [T, H] += o(attention [T, Hq D]), then += the experts of its norm; in place."""
-        given = lend(hidden=hidden, attention=attention)
-        self._native.after_attention(*given, experts.native, arguments.check_threads(threads))
+        """hidden [T, H] += o(attention [T, Hq D]), then += the experts of its norm; in place. ``rows`` [T top_k, H] is
+        memory to work in; None: allocated."""
+        if rows is None:
+            rows = torch.empty((len(hidden) * self._top_k, hidden.shape[1]), dtype=hidden.dtype)
+        given, room = lend(hidden=hidden, attention=attention), as_dlpack("rows", rows)
+        self._native.after_attention(*given, experts.native, room, arguments.check_threads(threads))
 
 
 def _extension() -> Any:

@@ -220,7 +220,8 @@ class NativeDecoder:
         """hidden [T, H] += o(attention [T, Hq, D]), then += experts(norm(hidden)), ``wide`` as for `moe_forward`; in
         place."""
         if watch is None and attention is not None and (bound := self._bound(layer, hidden, experts)) is not None:
-            self._small[layer].after_attention(hidden, attention.flatten(1), bound)
+            rows = self.space.rows[: len(hidden) * self.model.router.top_k]
+            self._small[layer].after_attention(hidden, attention.flatten(1), bound, rows=rows)
             return
         x = self._after_attention(layer, hidden, attention)
         mine = self.weights.layers[layer]

@@ -97,8 +97,8 @@ class LayerExperts(list["ExpertWeights | None"]):
         """All of them as `DecoderLayer` takes them; None if it does not compute them, or if one is elsewhere."""
         pairs = [each for each in self if isinstance(each, tuple)]
         if pairs and len(pairs) == len(self):
-            gate_up, down = map(list, zip(*pairs, strict=True))
-            return BoundExperts(len(down[0]), gate_up, down, activation=SILU)
+            narrow = [down for _, down in pairs]
+            return BoundExperts(len(narrow[0]), [wide for wide, _ in pairs], narrow, activation=SILU)
         formed = [each for each in self if isinstance(each, FormedExpert)]
         if not formed or len(formed) < len(self):
             return None
@@ -113,8 +113,8 @@ class LayerExperts(list["ExpertWeights | None"]):
         }
         down = first.matrices.down
         hidden = down.rows if isinstance(down, QuantizedMatrix) else len(down)
-        how = {"interleaved": first.matrices.interleaved, "activations": first.matrices.activations}
-        return BoundExperts(hidden, **parts, activation=first.activation, **how)
+        parts |= {"interleaved": first.matrices.interleaved, "activations": first.matrices.activations}
+        return BoundExperts(hidden, **parts, activation=first.activation)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -60,6 +60,12 @@ MEASURED = {
 WORK = {"linear": FLOPS, "experts": FLOPS, "attention": BYTES_PER_S, "prefill": FLOPS, "elementwise": BYTES_PER_S}
 EFFICIENCY = {f"{unit}_{work}": speed for unit in PROCESSORS for work, speed in WORK.items()}
 BY_WEIGHT_BYTES = frozenset(f"{unit}_{work}" for unit in PROCESSORS for work in ("linear", "experts"))
+# Kernels whose fastest form a measurement finds; results do not depend on it.
+KERNELS = {
+    "stream_1": "bfloat16 weights meeting one token",
+    "stream_2": "bfloat16 weights meeting two tokens",
+    "stream_4": "bfloat16 weights meeting three or four tokens",
+}
 QUANTITIES = {
     BYTES_PER_S: BANDWIDTH,
     FLOPS: SPEED,
@@ -127,6 +133,7 @@ class HardwareProfile:
         date: the day of the measurements, such as ``2026-11-03``; ``notes`` describes their method.
         spread: interquartile range of the samples over their median, by dotted key (``efficiency.cpu_linear`` for a
             whole surface).
+        kernels: the fastest form of kernels by name, see `KERNELS`.
     """
 
     name: str
@@ -140,6 +147,7 @@ class HardwareProfile:
     date: str = ""
     notes: str = ""
     spread: tuple[tuple[str, float], ...] = ()
+    kernels: tuple[tuple[str, str], ...] = ()
 
     def tier(self, name: str) -> Tier | None:
         return next((tier for tier in self.tiers if tier.name == name), None)
@@ -199,7 +207,7 @@ def load_hardware_profile(name_or_path: str) -> HardwareProfile:
 def read_hardware_profile(path: Path) -> HardwareProfile:
     """The hardware profile in the YAML file ``path``; an error names file and line."""
     root = read_yaml(path)
-    optional = ("source", "date", "notes", "links", "measured", "efficiency", "spread")
+    optional = ("source", "date", "notes", "links", "measured", "efficiency", "spread", "kernels")
     given = root.fields(*optional, required=("name", "tiers", "processors"))
 
     def section(name: str, known: Collection[str]) -> dict[str, YamlNode]:
@@ -218,6 +226,7 @@ def read_hardware_profile(path: Path) -> HardwareProfile:
             (name, _quantity(node, QUANTITIES[MEASURED[name].unit], sources)) for name, node in measured.items()
         ),
         efficiency=tuple(_surface(name, node) for name, node in surfaces.items()),
+        kernels=tuple((name, node.text()) for name, node in section("kernels", KERNELS).items()),
         sources=tuple(sorted(sources.items())),
         date=given["date"].day() if "date" in given else "",
         source=given["source"].text() if "source" in given else "",

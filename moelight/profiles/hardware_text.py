@@ -64,6 +64,9 @@ def _lines(profile: HardwareProfile) -> Iterator[str]:
     if profile.spread:
         yield "spread:"
         yield from (f"  {key}: {width!r}" for key, width in profile.spread)
+    if profile.kernels:
+        yield "kernels:"
+        yield from (f"  {name}: {_text(form)}" for name, form in profile.kernels)
 
 
 def _surface(surface: Surface) -> Iterator[str]:

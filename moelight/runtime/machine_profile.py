@@ -131,6 +131,7 @@ def _joined(kept: HardwareProfile, measured: HardwareProfile) -> HardwareProfile
         processors=_merged(kept.processors, measured.processors, "name"),
         measured=tuple((dict(measured.measured) | dict(kept.measured)).items()),
         efficiency=_merged(kept.efficiency, measured.efficiency, "name"),
+        kernels=kept.kernels or measured.kernels,
     )
     return replace(joined, spread=tuple((key, spread[key]) for key in joined.figure_keys() if key in spread))
 

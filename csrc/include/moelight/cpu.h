@@ -1,6 +1,7 @@
 // What the processor can do, and which instruction set the kernels use. Does not depend on kernels.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <utility>
 #include <vector>
@@ -49,5 +50,8 @@ Int8Products int8_products();
 // Chooses for the whole process. False, and no change, when `how` does not run here.
 bool force_int8_products(Int8Products how);
 void unforce_int8_products();
+
+// Bytes of the first-level data cache of one core; 32 KiB where the system does not say.
+int64_t near_cache_bytes();
 
 }  // namespace moelight

@@ -18,11 +18,13 @@ import torch
 from moelight.core.dtypes import BFLOAT16
 from moelight.core.errors import ConfigError, UserError
 from moelight.core.units import KiB, MiB, format_bytes
+from moelight.kernels import variants
 from moelight.profiles.efficiency import Surface
 from moelight.profiles.hardware import EFFICIENCY, TO, HardwareProfile, Link, Processor, Tier
 from moelight.profiles.hardware_text import write_hardware_profile
 from moelight.runtime.calibration import disk, surfaces
 from moelight.runtime.calibration.effort import QUICK, Effort, Shape
+from moelight.runtime.calibration.forms import fastest_forms
 from moelight.runtime.calibration.surfaces import SHARE_OF_FREE, Point, Pool, significant
 from moelight.runtime.calibration.timing import (
     DISTURBED_CORES,
@@ -96,6 +98,7 @@ class _Findings:
     surfaces: list[tuple[Surface, float]] = field(default_factory=list)
     capacities: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    kernels: dict[str, str] = field(default_factory=dict)
     busy_elsewhere: float = 0.0
 
     def read(self, unit: str, figures: dict[str, Measure], pool: Pool, effort: Effort) -> dict[str, Measurement]:
@@ -155,6 +158,9 @@ def measure_machine(
                     raise
                 found.notes.append(str(error))
         pool = _host_pool(effort)
+        say("measuring forms of kernels")
+        found.kernels = fastest_forms(pool)
+        variants.choose(found.kernels)  # what is measured from here on is what will run
         say("measuring memory, processor and disk" if scratch else "measuring memory and processor")
         _measure_host(found, pool, scratch, effort)
         if machine.discrete:
@@ -280,6 +286,7 @@ def _profile(name: str, machine: Machine, found: _Findings, took_s: float) -> Ha
             *((key, significant(each.spread, 2)) for key, each in figures),
             *((f"efficiency.{surface.name}", significant(spread, 2)) for surface, spread in found.surfaces),
         ),
+        kernels=tuple(found.kernels.items()),
     )
 
 

@@ -1,0 +1,33 @@
+// Forms in which weights stream past few tokens (stream.inl). Results of all forms are the same to the bit, so the
+// choice is one of time alone, and may be measured.
+#pragma once
+
+#include <cstdint>
+
+namespace moelight {
+
+// How many rows are read side by side (0: the tiles of dots.inl), and how many bytes ahead memory is asked for.
+struct StreamForm {
+  const char* name;
+  int64_t rows, lead;
+};
+
+inline constexpr StreamForm kStreamForms[] = {
+    {"tiles", 0, 0},
+    {"1 row, nothing asked for", 1, 0},
+    {"1 row, 4 KiB ahead", 1, 4 << 10},
+    {"2 rows, 8 KiB ahead", 2, 8 << 10},
+    {"4 rows, 8 KiB ahead", 4, 8 << 10},
+    {"4 rows, 16 KiB ahead", 4, 16 << 10},
+};
+inline constexpr int kStreamFormCount = sizeof kStreamForms / sizeof *kStreamForms;
+
+// Numbers of tokens that have a form each; those between them have the next larger one's.
+inline constexpr int64_t kStreamTokenCounts[] = {1, 2, 4};
+inline constexpr int kStreamSizes = 3;
+
+// For a size, by its place in kStreamTokenCounts.
+int stream_form(int size);
+void set_stream_form(int size, int form);
+
+}  // namespace moelight

@@ -1,0 +1,149 @@
+"""A layer in one call on each side of attention gives what its kernels give one after the other, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moelight.kernels import native
+from moelight.kernels.activations import SILU, Activation
+from moelight.kernels.ffn import cpu_expert_ffn, cpu_linear
+from moelight.kernels.layer import BoundExperts, DecoderLayer
+from moelight.kernels.norm import cpu_rms_norm, cpu_rotate
+from moelight.kernels.routing import cpu_gather_rows, cpu_route, cpu_scatter_sum, cpu_sort_by_expert
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="the extension alone has it")
+HIDDEN, WIDTH, EXPERTS, QUERIES, KEYS, SIZE, EPS = 96, 64, 5, 4, 2, 16, 1e-5
+ROUTER = {"top_k": 2, "normalize": True, "round_weights": True}
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16, std: float = 0.1) -> Tensor:
+    return (torch.randn(shape) * std).to(dtype)
+
+
+def weights(dtype: torch.dtype, *, full: bool) -> dict[str, Tensor]:
+    rows = (QUERIES + 2 * KEYS) * SIZE
+    found = {
+        "input_norm": random(HIDDEN, dtype=dtype, std=1.0),
+        "qkv": random(rows, HIDDEN, dtype=dtype),
+        "o": random(HIDDEN, QUERIES * SIZE, dtype=dtype),
+        "post_norm": random(HIDDEN, dtype=dtype, std=1.0),
+        "router": random(EXPERTS, HIDDEN, dtype=dtype),
+    }
+    if full:
+        found |= {"qkv_bias": random(rows, dtype=dtype), "o_bias": random(HIDDEN, dtype=dtype)}
+        found |= {"q_norm": random(SIZE, dtype=dtype, std=1.0), "k_norm": random(SIZE, dtype=dtype, std=1.0)}
+    return found
+
+
+def experts(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    gate_up = [random(2 * WIDTH, HIDDEN, dtype=dtype) for _ in range(EXPERTS)]
+    return gate_up, [random(HIDDEN, WIDTH, dtype=dtype) for _ in range(EXPERTS)]
+
+
+def layer_of(given: dict[str, Tensor], **changes: Any) -> DecoderLayer:
+    return DecoderLayer(**{**given, "eps": EPS, "head_dim": SIZE, **ROUTER, **changes})
+
+
+def angles(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    half = torch.rand(tokens, SIZE // 2)
+    whole = torch.cat((half, half), dim=1)
+    return whole.cos().to(dtype), whole.sin().to(dtype)
+
+
+def before_by_kernels(given: dict[str, Tensor], hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x = cpu_rms_norm(hidden, given["input_norm"], EPS)
+    heads = cpu_linear(x, given["qkv"], given.get("qkv_bias")).unflatten(1, (-1, SIZE))
+    if "q_norm" in given:
+        q, k = heads[:, :QUERIES], heads[:, QUERIES : QUERIES + KEYS]
+        cpu_rms_norm(q, given["q_norm"], EPS, out=q)
+        cpu_rms_norm(k, given["k_norm"], EPS, out=k)
+    turned = heads[:, : QUERIES + KEYS]
+    cpu_rotate(turned, cos, sin, out=turned)
+    return heads
+
+
+def after_by_kernels(
+    given: dict[str, Tensor], hidden: Tensor, attention: Tensor, gate_up: Any, down: Any, **how: Any
+) -> None:
+    projected = cpu_linear(attention, given["o"], given.get("o_bias"))
+    x = cpu_rms_norm(hidden, given["post_norm"], EPS, add=projected)
+    shares, ids = cpu_route(cpu_linear(x, given["router"]), 2, normalize=True, round_weights=True)
+    by_expert = cpu_sort_by_expert(ids, EXPERTS)
+    rows = cpu_expert_ffn(cpu_gather_rows(x, by_expert.token), gate_up, down, by_expert.offsets, **how)
+    cpu_scatter_sum(rows, by_expert.position, shares, hidden, residual=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("tokens", [1, 5, 33])
+@pytest.mark.parametrize("full", [False, True])
+def test_equals_its_kernels(dtype: torch.dtype, tokens: int, full: bool) -> None:
+    torch.manual_seed(tokens)
+    given, (gate_up, down) = weights(dtype, full=full), experts(dtype)
+    layer, bound = layer_of(given), BoundExperts(HIDDEN, gate_up, down, activation=SILU)
+    hidden, attention = random(tokens, HIDDEN, dtype=dtype), random(tokens, QUERIES * SIZE, dtype=dtype)
+    turns = angles(tokens, dtype)
+    for threads in (1, 3):
+        assert torch.equal(
+            layer.before_attention(hidden, *turns, threads=threads), before_by_kernels(given, hidden, *turns)
+        )
+        found, wanted = hidden.clone(), hidden.clone()
+        layer.after_attention(found, attention, bound, threads=threads)
+        after_by_kernels(given, wanted, attention, gate_up, down)
+        assert torch.equal(found, wanted)
+
+
+def test_experts_in_other_forms() -> None:
+    torch.manual_seed(0)
+    given, (gate_up, down) = weights(torch.bfloat16, full=False), experts(torch.bfloat16)
+    layer, attention = layer_of(given), random(7, QUERIES * SIZE)
+    form = {"activation": Activation("gelu_tanh"), "interleaved": True}
+    form["gate_up_bias"] = [random(2 * WIDTH) for _ in range(EXPERTS)]
+    found = random(7, HIDDEN)
+    wanted = found.clone()
+    layer.after_attention(found, attention, BoundExperts(HIDDEN, gate_up, down, **form))
+    after_by_kernels(given, wanted, attention, gate_up, down, **form)
+    assert torch.equal(found, wanted)
+
+
+def test_an_expert_elsewhere_that_a_token_needs_is_named() -> None:
+    given, (gate_up, down) = weights(torch.bfloat16, full=False), experts(torch.bfloat16)
+    bound = BoundExperts(HIDDEN, [None, *gate_up[1:]], [None, *down[1:]], activation=SILU)
+    with pytest.raises(IndexError, match="experts: 0 has tokens and None"):
+        layer_of(given, top_k=EXPERTS).after_attention(random(1, HIDDEN), random(1, QUERIES * SIZE), bound)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"qkv": random(64, HIDDEN)}, "qkv: must have the rows of queries, keys and values, has 64"),
+        ({"o": random(HIDDEN - 1, QUERIES * SIZE)}, "o: must have as many rows as there are hidden numbers"),
+        ({"router": random(EXPERTS, HIDDEN, dtype=torch.float32)}, "router: must have the dtype of input_norm"),
+        ({"post_norm": random(HIDDEN + 1)}, "post_norm: size must be 96"),
+        ({"q_norm": random(SIZE)}, "k_norm: must come with q_norm"),
+        ({"head_dim": 7}, "head_dim: must be even, is 7"),
+        ({"top_k": 6}, "top_k: must be from 1 to the number of experts, is 6"),
+    ],
+)
+def test_wrong_weights_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        layer_of(weights(torch.bfloat16, full=False), **changes)
+
+
+def test_wrong_activations_are_named() -> None:
+    given = weights(torch.bfloat16, full=False)
+    layer, bound = layer_of(given), BoundExperts(HIDDEN, *experts(torch.bfloat16), activation=SILU)
+    hidden, attention = random(2, HIDDEN), random(2, QUERIES * SIZE)
+    cos, sin = angles(2, torch.bfloat16)
+    with pytest.raises(ValueError, match="hidden: columns must be 96"):
+        layer.before_attention(hidden[:, 1:], cos, sin)
+    with pytest.raises(ValueError, match="sin: tokens must be 2"):
+        layer.before_attention(hidden, cos, sin[:1])
+    with pytest.raises(ValueError, match="attention: must have the dtype of the layer"):
+        layer.after_attention(hidden, attention.float(), bound)
+    fewer = BoundExperts(HIDDEN, *(each[1:] for each in experts(torch.bfloat16)), activation=SILU)
+    with pytest.raises(ValueError, match="experts: must be as many as the router has, are 4"):
+        layer.after_attention(hidden, attention, fewer)
