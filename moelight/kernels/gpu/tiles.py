@@ -119,6 +119,6 @@ def choose_attention(
 
 
 def launch_options(tile: Tile | AttentionTile) -> dict[str, int | bool]:
-    """Triton's options of a program over ``tile``. Sums of products are fused, whatever the version's default is: Triton
-    3.9 fuses and warns, 3.10 does not."""
+    """Triton's options of a program over ``tile``. Sums of products are fused, whatever the default of the version is:
+    Triton 3.9 fuses and warns, 3.10 does not."""
     return {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
