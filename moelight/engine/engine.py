@@ -27,7 +27,6 @@ from moelight.engine.loaded_model import weight_dtype
 from moelight.engine.output_processor import OutputProcessor, ScoreWatch, check_tokens, most_tokens
 from moelight.engine.pass_runner import PackedPass, PassRunner
 from moelight.engine.planning import (
-    choose_kernels,
     choose_residents,
     plan_for,
     resolve,
@@ -50,6 +49,7 @@ from moelight.runtime.machine import (
     out_of_device_memory,
     watch_device_memory,
 )
+from moelight.runtime.machine_profile import use_kept_kernels
 from moelight.runtime.measure import peak_rss_bytes
 from moelight.weights.tensor_map import OpenCheckpoint
 
@@ -158,7 +158,6 @@ class Engine:
         self.plan = policy if isinstance(policy, Plan) else None
         given = policy.policy if isinstance(policy, Plan) else policy
         machine = find_machine("cpu" if device == "auto" and not given.discrete else device)
-        choose_kernels()
         source = source or open_model(given.model)
         self.profile, self._machine, self._overlaps = source.profile, machine, machine.discrete
         resolved = resolve(given, self.profile, discrete=machine.discrete)
@@ -188,6 +187,7 @@ class Engine:
 
     def _load(self, source: OpenCheckpoint, lanes: str, dtype: DType, cuda_graphs: bool) -> PassRunner:
         """The loaded model; expert pages are staged if the system refuses to lock their memory."""
+        use_kept_kernels()
         try:
             return PassRunner(source, self.policy, self._machine, lanes, self._experts, cuda_graphs)
         except PinningError as error:

@@ -18,7 +18,7 @@ from moelight.hrm.footprint import Footprint, footprint
 from moelight.hrm.machine_model import Speeds, speeds_of
 from moelight.hrm.placement import place, with_residents
 from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES, routed_only
-from moelight.kernels import native, variants
+from moelight.kernels import native
 from moelight.optimizer.allowed import AUTO, CACHES, CHOOSE, KV8, allowed_caches
 from moelight.optimizer.optimize import best_plan, capacities
 from moelight.optimizer.plan import Plan
@@ -157,13 +157,6 @@ def speeds_for(plan: Plan | None, *, discrete: bool) -> Speeds:
     if plan is not None and plan.speeds is not None:
         return plan.speeds
     return speeds_of(hardware_for("auto", discrete=discrete))
-
-
-def choose_kernels() -> None:
-    """Use the forms of kernels that were the fastest when this machine was measured, else those by default."""
-    measured = kept_profile()
-    if measured is not None:
-        variants.choose(dict(measured.kernels))
 
 
 def hardware_for(hw: str, *, discrete: bool) -> HardwareProfile:

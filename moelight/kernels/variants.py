@@ -16,7 +16,7 @@ from moelight.profiles.hardware import KERNELS
 _TOKENS = dict(zip(KERNELS, (1, 2, 4), strict=True))
 
 
-def variants() -> tuple[str, ...]:
+def forms() -> tuple[str, ...]:
     """The forms of every kernel in `KERNELS`; none without the extension."""
     extension = native.extension()
     return () if extension is None else tuple(map(str, extension.stream_forms()))
@@ -28,12 +28,12 @@ def chosen() -> dict[str, str]:
     return {} if extension is None else {name: str(extension.stream(tokens)) for name, tokens in _TOKENS.items()}
 
 
-def choose(forms: Mapping[str, str]) -> None:
-    """Use ``forms`` by kernel from now on, in this process. A kernel that is not named, and a form that this build does
-    not have, changes nothing."""
+def choose(given: Mapping[str, str]) -> None:
+    """Use the forms ``given`` by kernel from now on, in this process. A kernel that is not named, and a form that this
+    build does not have, changes nothing."""
     extension: Any = native.extension()
-    for name, form in forms.items():
-        if name in _TOKENS and form in variants():
+    for name, form in given.items():
+        if name in _TOKENS and form in forms():
             extension.set_stream(_TOKENS[name], form)
 
 

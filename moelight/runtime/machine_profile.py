@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from moelight.core.errors import ConfigError
 from moelight.core.paths import cache_directory
-from moelight.kernels import native
+from moelight.kernels import native, variants
 from moelight.profiles.hardware import WORK, HardwareProfile, read_hardware_profile
 from moelight.profiles.hardware_text import write_hardware_profile
 from moelight.runtime.measure import available_bytes, processor_name
@@ -84,6 +84,12 @@ def kept_profile(device: str = AUTO, *, say: Say = to_stderr) -> HardwareProfile
     """The cached profile of this machine, if there is one; measures nothing."""
     kept = _kept(kept_path(device), say)
     return None if kept is None or _missing(kept, device) else kept
+
+
+def use_kept_kernels() -> None:
+    """Use the forms of kernels that were the fastest when this machine was measured; else those in force stay."""
+    if (kept := kept_profile()) is not None:
+        variants.choose(dict(kept.kernels))
 
 
 def kept_path(device: str = AUTO) -> Path:

@@ -37,7 +37,7 @@ def test_every_form_gives_the_same_bits(products: str, shape: tuple[int, int]) -
     x = torch.randn(4, shape[1]).to(torch.bfloat16)
     try:
         wanted = cpu_linear(x.repeat(6, 1), weight, threads=1)[:4]
-        for form in variants.variants():
+        for form in variants.forms():
             variants.choose(dict.fromkeys(KERNELS, form))
             assert variants.chosen() == dict.fromkeys(KERNELS, form)
             for tokens in range(1, 5):
@@ -49,17 +49,17 @@ def test_every_form_gives_the_same_bits(products: str, shape: tuple[int, int]) -
 
 def test_forms_and_kernels_that_this_build_lacks_change_nothing() -> None:
     before = variants.chosen()
-    variants.choose({"stream_1": "17 rows", "stream_17": variants.variants()[0]})
+    variants.choose({"stream_1": "17 rows", "stream_17": variants.forms()[0]})
     assert variants.chosen() == before
 
 
 def test_measuring_finds_a_form_of_every_kernel_and_leaves_those_in_force() -> None:
-    variants.choose({"stream_2": variants.variants()[-1]})
+    variants.choose({"stream_2": variants.forms()[-1]})
     before = variants.chosen()
     found = fastest_forms(Pool(128 * MiB, device=torch.device("cpu"), dtype=torch.bfloat16))
     assert variants.chosen() == before
     assert set(found) == set(KERNELS)
-    assert set(found.values()) <= set(variants.variants())
+    assert set(found.values()) <= set(variants.forms())
 
 
 def test_a_small_pool_measures_nothing() -> None:

@@ -20,7 +20,7 @@ _MARGIN = 1.02  # by which another form must be faster than the one in force
 def fastest_forms(pool: Pool) -> dict[str, str]:
     """The form of every kernel in `KERNELS`, for weights out of ``pool``, in bfloat16; nothing without the extension,
     or if the pool is too small to tell memory from a cache. The forms in force afterwards are those of before."""
-    if not variants.variants() or pool.dtype != torch.bfloat16 or not pool.holds(*[_WEIGHT] * _GROUPS):
+    if not variants.forms() or pool.dtype != torch.bfloat16 or not pool.holds(*[_WEIGHT] * _GROUPS):
         return {}
     before, found = variants.chosen(), dict[str, str]()
     try:
@@ -33,7 +33,7 @@ def fastest_forms(pool: Pool) -> dict[str, str]:
 
 def _fastest(kernel: str, pool: Pool, current: str) -> str:
     x = pool.normal(variants.tokens_of(kernel), _WEIGHT[1])
-    groups, least = pool.groups(*[_WEIGHT] * _GROUPS), dict.fromkeys(variants.variants(), float("inf"))
+    groups, least = pool.groups(*[_WEIGHT] * _GROUPS), dict.fromkeys(variants.forms(), float("inf"))
     for _ in range(_ROUNDS):
         for form in least:
             variants.choose({kernel: form})
