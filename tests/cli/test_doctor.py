@@ -14,7 +14,7 @@ from moelight import __version__
 from moelight.cli import doctor
 from moelight.cli.doctor import machine_facts, machine_lines
 from moelight.core.units import format_bytes
-from moelight.kernels import native
+from moelight.kernels import native, variants
 from moelight.kernels.gpu import serving as gpu_serving
 from moelight.kernels.native import serving
 from moelight.runtime.topology import PciSlot
@@ -29,7 +29,8 @@ def test_facts_as_json() -> None:
     assert found["moelight"] == __version__
     assert found["libraries"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert found["extension"]["available"] == native.available()
-    assert [row["operation"] for row in found["kernels"]] == [row.operation for row in serving()]
+    operations = [*(row.operation for row in serving()), *variants.chosen()]
+    assert [row["operation"] for row in found["kernels"]] == operations
     memory = found["memory"]
     assert 0 < memory["available_bytes"] <= memory["limit_bytes"] <= memory["physical_bytes"]
     assert 1 <= found["processor"]["usable"] <= found["processor"]["threads"] <= os.cpu_count()
