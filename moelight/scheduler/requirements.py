@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
+from moelight.hrm.footprint import WHOLE_EXPERTS
 from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES
 from moelight.scheduler.layout import EXPERT_PLACES, Layout, PassShape
 
@@ -54,6 +55,19 @@ def check_layout(schedule: str, layout: Layout, shape: PassShape) -> None:
     _check(schedule, layout.discrete, layout.attention, layout.experts)
     if shape.routed_only and schedule not in ON_DEMAND_SCHEDULES:
         raise ConfigError(f"schedule {schedule!r} moves every page, whoever is routed to it")
+    if layout.turn_parts and (schedule not in WHOLE_EXPERTS or shape.routed_only):
+        check_ring(schedule, layout.ring_slots // len(layout.parts))
+        raise ConfigError("a pass of routed pages only needs a ring of two layers")
+
+
+def check_ring(schedule: str, ring_pages: int) -> None:
+    """Raise ConfigError if experts run micro-batch by micro-batch under ``schedule``, which a ring of ``ring_pages``,
+    fewer than two layers stream, cannot serve."""
+    if schedule not in WHOLE_EXPERTS:
+        raise ConfigError(
+            f"ring_pages {ring_pages}: fewer than two layers stream, and schedule {schedule!r} computes micro-batch by "
+            f"micro-batch with all pages of a layer; use schedule {' or '.join(WHOLE_EXPERTS)}, or ring_pages 0"
+        )
 
 
 def _check(schedule: str, discrete: bool, attention: str, experts: str) -> None:
