@@ -134,7 +134,9 @@ class Policy:
         for name in MOST_COUNTS:
             check_count(name, getattr(self, name), least=0 if name in FROM_ZERO else 1)
         if self.ring_pages == 1:
-            raise ConfigError("ring_pages must be at least 2 (0: two layers): one page arrives while another is computed")
+            raise ConfigError(
+                "ring_pages must be at least 2 (0: two layers): one page arrives while another is computed"
+            )
         if self.micro_batch_tokens < self.micro_batch_size:
             raise ConfigError(
                 f"micro_batch_tokens ({self.micro_batch_tokens}) must be at least micro_batch_size "

@@ -98,6 +98,15 @@ def slot_table(placement: Placement, model: ModelProfile) -> Table:
     return table
 
 
+# Parts of a ring of fewer pages than two layers stream: one is computed while the others are filled.
+TURNS_OF_RING = 4
+
+
+def turn_pages(ring_pages: Any) -> Any:
+    """Pages whose experts run at a time behind a ring of ``ring_pages``, fewer than two layers stream."""
+    return np.maximum(1, ring_pages // TURNS_OF_RING)
+
+
 # Multiples of this ratio, modulo 1, are evenly distributed over [0, 1) for any count: where a tier holds one expert
 # more in some layers than in others, those layers are spread out, so that a ring of two layers evens out their pages.
 GOLDEN = (5**0.5 - 1) / 2

@@ -13,13 +13,11 @@ from moelight.core.policy import Policy
 from moelight.core.schedule import Lane, Page
 from moelight.hrm import costs
 from moelight.hrm.footprint import pinned_slots, ring_slots
-from moelight.hrm.placement import Placement, place
+from moelight.hrm.placement import Placement, place, turn_pages
 from moelight.profiles.model import ModelProfile
 
 # The place where experts run, by ``Policy.ffn_device``.
 EXPERT_PLACES = {"gpu": "device", "split": "split", "cpu": "host"}
-# Parts of a ring of fewer pages than two layers: one is computed while the others are filled.
-TURNS_OF_RING = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,7 +210,7 @@ def layout_of(
         ring_slots=len(parts) * ring_slots(placement),
         pinned_slots=len(parts) * pinned_slots(placement) if crosses else 0,
         pinned_pages=placement.pinned_pages,
-        turn_parts=len(parts) * max(1, ring_slots(placement) // TURNS_OF_RING) if placement.small_ring else 0,
+        turn_parts=len(parts) * int(turn_pages(placement.ring_pages)) if placement.small_ring else 0,
     )
 
 

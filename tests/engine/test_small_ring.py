@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moelight.core.policy import Policy, Shares
-from tests.engine.test_invariance import DEVICES, MODELS, answers, fits, run, truth
+from moelight.core.policy import Policy
+from tests.engine.test_invariance import DEVICES, MODELS, fits, run, truth
 from tests.engines import Tiny
 
 SMALL = [name for name, chosen in DEVICES.items() if fits("module", Policy(model="m", **chosen))]
