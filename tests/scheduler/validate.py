@@ -372,7 +372,7 @@ def _check_phases(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
 def _check_turns(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
     """Check that the turns of a layer compute its experts in the order of their numbers, each once, and that a turn
     reads no more pages than `Layout.turn_parts`, so that the ring has room for others meanwhile."""
-    every, done = layout.model.experts.num_experts, dict[int, int]()
+    every, done, last = layout.model.experts.num_experts, dict[int, int](), dict[int, Task]()
     for task in schedule.tasks:
         if task.experts is None:
             continue
@@ -380,10 +380,10 @@ def _check_turns(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
             raise ScheduleError(f"{task.name} computes experts {task.experts} out of turn")
         if len(pages_read(layout, task.layer, task.experts)) > layout.turn_parts:
             raise ScheduleError(f"{task.name} reads more pages than a turn")
-        done[task.layer] = task.experts.stop
+        done[task.layer], last[task.layer] = task.experts.stop, task
     for layer, stop in done.items():
         if stop != every:
-            raise ScheduleError(f"layer {layer} computes experts up to {stop} of {every}")
+            raise ScheduleError(f"{last[layer].name} is the last turn, and ends with expert {stop} of {every}")
 
 
 def _check_pages(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
