@@ -149,7 +149,8 @@ def test_happens_before_is_what_walking_back_finds(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_no_dependency_can_be_spared(kind: str) -> None:
-    """CGOPipe's tasks, and those behind a small ring, wait for nothing without need: without any one dependency that no other implies, it fails."""
+    """CGOPipe's tasks, and those behind a small ring, wait for nothing without need: without any one dependency that
+    no other implies, it fails."""
     layout = LAYOUTS[kind]
     schedule, needed = build(layout), 0
     for position, task in enumerate(schedule.tasks):
