@@ -150,6 +150,7 @@ def pass_cost(
         share=share,
         apart=apart,
         look_ahead=look_ahead,
+        attended=cost.lanes.get("device", cost.lanes["cpu"]) - cost.experts,
         ahead=_ahead(cost_model, ring),
         turn=cost.experts * np.minimum(last / cost_model.model.experts.num_experts, 1.0),
     )
@@ -208,7 +209,6 @@ def _on_the_cpu(
         experts=experts,
         pages=(reading,),
         first=before + attend_each,
-        attended=busy - experts,
         meanwhile=batches.count * each * resident,
     )
 
@@ -271,7 +271,6 @@ def _beside_a_gpu(
         experts=experts,
         pages=pages,
         link_waits=experts_s,
-        attended=device - experts + decode.count * attend * (1.0 - attention_on_cpu),
         link_reads=share * (placed.from_host + placed.from_disk) * page / speeds.dram,
     )
 

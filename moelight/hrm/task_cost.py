@@ -127,9 +127,8 @@ class PassCosts:
         cost_model = self._cost_model
         if not cost_model.model.moe_layers[task.layer] or (cost_model.discrete and cost_model.ffn_device == "cpu"):
             return 0.0
-        share = 1.0 - self._computed[task.layer] / self._experts
-        if task.experts is not None:
-            share = len(task.experts) / self._experts
+        some = self._experts - self._computed[task.layer] if task.experts is None else len(task.experts)
+        share = some / self._experts
         return float(cost_model.experts_s(cost_model.expert_unit, tokens, share))
 
     def _transfer(self, task: Task) -> TaskCost:

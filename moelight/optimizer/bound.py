@@ -1,14 +1,14 @@
 """Upper bound on the speed of any policy: branch and bound over boxes of all values of a policy.
 
 A box is a range of N, of numbers of micro-batches, of tokens in a prompt micro-batch, of prompt tokens in a pass, of
-pages for the CPU, of the cache's share on the device and of the ring's pages (as few memory as its smallest takes, as
-many pages ahead as in its largest). Its price combines the best values in the box: passes that are
-fewer and have fewer tokens than those of any N in it (`bounding_passes`), weights read for its fewest micro-batches, a
-pipeline filled as by its most, the free memory of its smallest candidate, pages computed and cached where that is best,
-no transfer of a page without routed tokens and no wait for routers, on a machine where more work never takes less time
-or is done at a lower rate. So no policy in the box is faster under any schedule: cgopipe takes no longer than any other
-but ``module``. Unless fixed otherwise, the cache has the smallest blocks, host pages are pinned and look-ahead is the
-largest allowed, none of which ever takes longer. Each way of admission has its own boxes.
+pages for the CPU, of the cache's share on the device and of the ring's pages (as little memory as its smallest takes,
+as many pages ahead as in its largest). Its price combines the best values in the box: passes that are fewer and have
+fewer tokens than those of any N in it (`bounding_passes`), weights read for its fewest micro-batches, a pipeline filled
+as by its most, the free memory of its smallest candidate, pages computed and cached where that is best, no transfer of
+a page without routed tokens and no wait for routers, on a machine where more work never takes less time or is done at a
+lower rate. So no policy in the box is faster under any schedule: cgopipe takes no longer than any other but ``module``.
+Unless fixed otherwise, the cache has the smallest blocks, host pages are pinned and look-ahead is the largest allowed,
+none of which ever takes longer. Each way of admission has its own boxes.
 
 Boxes that cannot beat the best known policy are dropped. The others are cut in two along the side that has raised
 bounds the most so far for its length, until all remaining boxes are within the gap or the limit of boxes is reached.
