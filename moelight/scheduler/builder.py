@@ -369,9 +369,10 @@ class ScheduleBuilder:
         if not self.layout.model.moe_layers[layer]:
             return
         micro_batches = range(self.count)
-        for turn, (_, experts) in enumerate(
-            ((range(0), None),) if self.shape.routed_only else self.layout.turns(layer)
-        ):
+        turns: tuple[tuple[range, range | None], ...] = ((range(0), None),)
+        if not self.shape.routed_only:
+            turns = self.layout.turns(layer)
+        for turn, (_, experts) in enumerate(turns):
             task = self.add(
                 TaskKind.EXPERTS,
                 self.layout.compute,
