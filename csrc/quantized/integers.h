@@ -14,12 +14,13 @@
 namespace moelight {
 namespace {
 
-constexpr int64_t kPanelRows = 32, kPanelColumns = 512, kLeastGroup = 32, kMostGroup = 128;
-constexpr int64_t kPanelGroups = kPanelColumns / kLeastGroup;
+constexpr int64_t kPanelRows = 32, kPanelColumns = 512, kLeastPart = 16, kMostGroup = 256;
+constexpr int64_t kPanelParts = kPanelColumns / kLeastPart;
 
 // How a matrix is multiplied.
 struct IntegerForm {
-  int64_t group;  // columns of a token that share a scale: so do those of a row; divides kPanelColumns
+  int64_t group;  // columns of a token that share a scale; divides kPanelColumns
+  int64_t part;   // columns of a row that share a scale; divides the group
   bool pairs;     // of eight columns first the even ones, then the odd ones: the order in words of 4-bit codes
   int zero;       // of all codes, or -1: scales have zero points of their own
   bool least;     // something is taken off all numbers of a group
@@ -27,9 +28,9 @@ struct IntegerForm {
 
 struct Panel {
   alignas(64) uint8_t codes[kPanelColumns * kPanelRows];  // [columns / 4][rows][4]
-  alignas(64) float scales[kPanelGroups][kPanelRows];
-  alignas(64) int32_t zeros[kPanelGroups][kPanelRows];  // where the form has no zero
-  alignas(64) float least[kPanelGroups][kPanelRows];    // where the form has it
+  alignas(64) float scales[kPanelParts][kPanelRows];
+  alignas(64) int32_t zeros[kPanelParts][kPanelRows];  // where the form has no zero
+  alignas(64) float least[kPanelParts][kPanelRows];    // where the form has it
 };
 
 // What is fetched while a panel is filled: line after line.
@@ -38,8 +39,8 @@ struct Fetched {
 };
 
 inline int64_t token_group(int64_t group, int64_t groups) {
-  if (groups == 1) return kMostGroup;
-  return group % kMostGroup == 0 ? kMostGroup : group % 64 == 0 ? 64 : kLeastGroup;
+  if (groups == 1) return 128;
+  return group % 128 == 0 ? 128 : group % 64 == 0 ? 64 : 32;
 }
 
 // The form of matrices like one that `whole_numbers` says has one.
@@ -47,23 +48,26 @@ inline IntegerForm integer_form(const Quantized& q) {
   const int64_t group = token_group(q.group, q.groups);
   switch (q.packing) {
     case Packing::kInt8:
-      return {group, false, q.zeros == nullptr ? 128 : -1, false};
+      return {group, group, false, q.zeros == nullptr ? 128 : -1, false};
     case Packing::kPacked:
-      return {group, q.bits == 4, q.zeros == nullptr ? 1 << (q.bits - 1) : -1, false};
+      return {group, group, q.bits == 4, q.zeros == nullptr ? 1 << (q.bits - 1) : -1, false};
     case Packing::kGptq:
-      return {group, q.bits == 4, -1, false};
+      return {group, group, q.bits == 4, -1, false};
     case Packing::kAwq:
-      return {group, false, -1, false};
+      return {group, group, false, -1, false};
     case Packing::kMx:
-      return {kLeastGroup, true, 12, false};
+      return {32, 32, true, 12, false};
     case Packing::kMxBlocks:
-      return {kLeastGroup, false, 12, false};
+      return {32, 32, false, 12, false};
     case Packing::kQ4_K:
-      return {kLeastGroup, false, 0, true};
+    case Packing::kQ5_K:
+      return {256, 32, false, 0, true};
+    case Packing::kQ6_K:
+      return {256, 16, false, 32, false};
     case Packing::kQ4_0:
-      return {kLeastGroup, false, 8, false};
+      return {32, 32, false, 8, false};
     default:
-      return {kLeastGroup, false, 128, false};
+      return {32, 32, false, 128, false};
   }
 }
 
@@ -92,12 +96,22 @@ inline uint8_t code_at(const Quantized& q, int64_t row, int64_t k) {
       return static_cast<uint8_t>(piece(line + k / 32 * 18 + 2, 16, 4, static_cast<int>(k % 32)));
     case Packing::kQ4_K:
       return static_cast<uint8_t>(piece(line + k / 256 * 144 + 16, 32, 4, static_cast<int>(k % 256)));
+    case Packing::kQ5_K: {
+      const uint8_t* const p = line + k / 256 * 176;
+      const int i = static_cast<int>(k % 256);
+      return static_cast<uint8_t>(piece(p + 48, 32, 4, i) | piece(p + 16, 32, 1, i) << 4);
+    }
+    case Packing::kQ6_K: {
+      const uint8_t* const p = line + k / 256 * 210;
+      const int i = static_cast<int>(k % 256);
+      return static_cast<uint8_t>(piece(p, 64, 4, i) | piece(p + 128, 32, 2, i) << 4);
+    }
     default:
       return line[k / 32 * 34 + 2 + k % 32] ^ 0x80;
   }
 }
 
-// Of the group that column k belongs to.
+// Of the part that column k belongs to.
 struct IntegerLine {
   float scale;
   int32_t zero;
@@ -113,11 +127,16 @@ inline IntegerLine integer_line(const Quantized& q, int64_t row, int64_t k) {
       return {half_power_of(line[k / 32 * 17]), 12, 0};
     case Packing::kQ4_0:
       return {half_at(line + k / 32 * 18), 8, 0};
-    case Packing::kQ4_K: {
-      const uint8_t* const block = line + k / 256 * 144;
+    case Packing::kQ4_K:
+    case Packing::kQ5_K: {
+      const uint8_t* const block = line + k / 256 * block_size(q.packing).bytes;
       const KScales scales(block + 4);
       const auto i = k % 256 / 32;
       return {half_at(block) * scales.scale[i], 0, half_at(block + 2) * scales.least[i]};
+    }
+    case Packing::kQ6_K: {
+      const uint8_t* const block = line + k / 256 * 210;
+      return {half_at(block + 208) * static_cast<float>(static_cast<int8_t>(block[192 + k % 256 / 16])), 32, 0};
     }
     case Packing::kQ8_0:
       return {half_at(line + k / 32 * 34), 128, 0};
@@ -137,10 +156,10 @@ inline int64_t place_of(const IntegerForm& form, int64_t k) {
 inline void plain_lines(const Quantized& q, const IntegerForm& form, int64_t row, int64_t count, int64_t first,
                         int64_t size, int64_t at, Panel& to) {
   for (int64_t r = 0; r < count; ++r) {
-    for (int64_t k = 0; k < size; k += form.group) {
+    for (int64_t k = 0; k < size; k += form.part) {
       const IntegerLine line = integer_line(q, row + r, first + k);
-      to.scales[k / form.group][at + r] = line.scale, to.zeros[k / form.group][at + r] = line.zero;
-      to.least[k / form.group][at + r] = line.least;
+      to.scales[k / form.part][at + r] = line.scale, to.zeros[k / form.part][at + r] = line.zero;
+      to.least[k / form.part][at + r] = line.least;
     }
   }
 }
@@ -185,6 +204,8 @@ inline const char* no_whole_numbers(const Quantized& q) {
     case Packing::kQ4_0:
     case Packing::kQ8_0:
     case Packing::kQ4_K:
+    case Packing::kQ5_K:
+    case Packing::kQ6_K:
       return nullptr;
     default:
       return "its numbers are no integers times scales, as int8 activations need them";

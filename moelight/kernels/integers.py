@@ -1,9 +1,11 @@
 """Products of tokens rounded to int8 with quantised matrices whose codes stay whole numbers: the reference for kernels.
 
 A token is cut into groups of columns: the groups in which a row of the matrix has its scales, or 128, 64 or 32 columns
-that lie in one. Each group is a float32 scale, its largest magnitude over 127, times int8 numbers, rounded to nearest,
-ties to even. A sum takes the groups in order, each product and each sum rounded to float32: the exact sum of the
-products of whole numbers times the product of both scales. Nothing else has any influence on a bit of it.
+that lie in one, or the block of 256 whose parts have scales (ggml's K formats; llama.cpp rounds activations so, too).
+Each group is a float32 scale, its largest magnitude over 127, times int8 numbers, rounded to nearest, ties to even. A
+sum takes the groups in order, and in a group the parts, each product and each sum rounded to float32: the exact sum of
+the products of whole numbers of a part times its scale; the parts' sum times the scale of the token. Nothing else has
+any influence on a bit of it.
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ _LEAST_MAGNITUDE = 1e-30  # below it, a group of a token is zero
 
 
 class WholeNumbers(NamedTuple):
-    """A matrix as numbers ``whole`` (int32 [R, C]) times ``scales`` (float32 [R, groups of ``group`` columns]), less
-    ``least`` (the same, or None)."""
+    """A matrix as numbers ``whole`` (int32 [R, C]) times ``scales`` (float32 [R, parts of ``part`` columns]), less
+    ``least`` (the same, or None), for tokens in groups of ``group`` columns."""
 
     whole: Tensor
     scales: Tensor
     group: int
+    part: int
     least: Tensor | None = None
 
 
@@ -42,12 +45,17 @@ def check_integers(name: str, activations: str, *weights: object) -> None:
             continue
         if not isinstance(weight, QuantizedMatrix):
             raise ValueError(f"{name}: int8 activations need quantised matrices")
-        why = weight.stored.without_integers
-        order = weight.parts[weight.stored.names[3]] if why is None and weight.stored.order else None
-        if order is not None and not torch.equal(order.long(), _groups(weight)):
-            why = "int8 activations need columns in the order of their groups"
-        if why is not None:
+        if (why := no_integers(weight)) is not None:
             raise ValueError(f"{name}: {why}")
+
+
+def no_integers(weight: QuantizedMatrix) -> str | None:
+    """The reason why ``weight`` is no matrix of whole numbers times scales, or None."""
+    why = weight.stored.without_integers
+    order = weight.parts[weight.stored.names[3]] if why is None and weight.stored.order else None
+    if order is not None and not torch.equal(order.long(), _groups(weight)):
+        why = "int8 activations need columns in the order of their groups"
+    return why
 
 
 def _groups(matrix: QuantizedMatrix) -> Tensor:
@@ -74,30 +82,33 @@ def round_tokens(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 def integer_product(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
     """x [T, C] times ``matrix`` [R, C] -> float32 [T, R]."""
-    whole, scales, group, least = whole_numbers(matrix)
-    numbers, token_scales = round_tokens(x, group)
+    found = whole_numbers(matrix)
+    numbers, token_scales = round_tokens(x, found.group)
     rows, columns = matrix.shape
-    padded = torch.zeros(rows, numbers.shape[1] * group, dtype=torch.int32)
-    padded[:, :columns] = whole
-    parts = padded.view(rows, -1, group)
-    sums = torch.zeros(len(x), rows)
-    for g in range(parts.shape[1]):
-        # whole numbers of less than 2^24 are exact in float64 and float32
-        exact = (numbers[:, g].double() @ parts[:, g].double().t()).float()
-        sums = sums + exact * (scales[:, g] * token_scales[:, g, None])
-        if least is not None:
-            below = token_scales[:, g] * -numbers[:, g].sum(-1).float()
-            sums = sums + least[:, g] * below[:, None]
+    padded = torch.zeros(rows, numbers.shape[1] * found.group, dtype=torch.int32)
+    padded[:, :columns] = found.whole
+    numbers, parts = (each.reshape(len(each), -1, found.part) for each in (numbers, padded))
+    sums, each = torch.zeros(len(x), rows), found.group // found.part
+    for g in range(token_scales.shape[1]):
+        together = torch.zeros(len(x), rows)
+        for p in range(g * each, min(g * each + each, found.scales.shape[1])):
+            # whole numbers of less than 2^24 are exact in float64 and float32
+            exact = (numbers[:, p].double() @ parts[:, p].double().t()).float()
+            together = together + exact * found.scales[:, p]
+            if found.least is not None:
+                below = -numbers[:, p].sum(-1).float()
+                together = together + found.least[:, p] * below[:, None]
+        sums = sums + together * token_scales[:, g, None]
     return sums
 
 
 def whole_numbers(matrix: QuantizedMatrix) -> WholeNumbers:
     """``matrix``, of a format with integers, as whole numbers and scales."""
     stored, columns = matrix.stored, matrix.columns
-    group = stored.integer_group(columns)
+    group, part = stored.integer_groups(columns)
     whole, scales, least = _parts(stored)(matrix)
-    first = torch.arange(0, columns, group)
-    return WholeNumbers(whole.int(), scales[:, first], group, None if least is None else least[:, first])
+    first = torch.arange(0, columns, part)
+    return WholeNumbers(whole.int(), scales[:, first], group, part, None if least is None else least[:, first])
 
 
 _Found = tuple[Tensor, Tensor, Tensor | None]  # of each number [R, C]: whole numbers, scales, least ones
@@ -164,12 +175,21 @@ def _small(scale_bytes: int) -> Callable[[QuantizedMatrix], _Found]:
     return found
 
 
-def _q4_k(matrix: QuantizedMatrix) -> _Found:
+def _large(matrix: QuantizedMatrix) -> _Found:
+    """Blocks of 256 whose parts have scales."""
+
     def number(blocks: Tensor) -> _Found:
-        codes, scales, least = quantized.k_codes(blocks)
-        return codes, scales.repeat_interleave(32, dim=1), least.repeat_interleave(32, dim=1)
+        whole, scales, least = quantized.k_codes(matrix.stored, blocks)
+        part = whole.shape[1] // scales.shape[1]
+        below = None if least is None else least.repeat_interleave(part, dim=1)
+        return whole, scales.repeat_interleave(part, dim=1), below
 
     return _by_blocks(matrix, number)
 
 
-_BLOCKS = {"Q8_0": _small(2), "Q4_0": _small(2), "MXFP4": _small(1), "Q4_K": _q4_k}
+_BLOCKS = {
+    "Q8_0": _small(2),
+    "Q4_0": _small(2),
+    "MXFP4": _small(1),
+    **dict.fromkeys(("Q4_K", "Q5_K", "Q6_K"), _large),
+}
