@@ -1,8 +1,9 @@
 // Quantised matrices as whole numbers: what products with int8 activations multiply. Internal linkage: every
 // instruction set compiles its own copy.
 //
-// A number is (code - zero) scale - least: codes are unsigned bytes, scales, zero points and `least` those of a row in
-// one group of columns. A panel holds the codes of kPanelRows rows as vectors of products want them: four
+// A number is (code - zero) scale: codes are unsigned bytes, scales and zero points those of a row in one group of
+// columns. In forms of parts it is (code - zero) step scale - low least: `step` and `low` are whole numbers of one part
+// of the group. A panel holds the codes of kPanelRows rows as vectors of products want them: four
 // columns of each row beside each other, for sums in one lane a row.
 #pragma once
 
@@ -15,22 +16,26 @@ namespace moelight {
 namespace {
 
 constexpr int64_t kPanelRows = 32, kPanelColumns = 512, kLeastPart = 16, kMostGroup = 256;
-constexpr int64_t kPanelParts = kPanelColumns / kLeastPart;
+constexpr int64_t kPanelParts = kPanelColumns / kLeastPart, kPanelGroups = kPanelColumns / 32;
 
 // How a matrix is multiplied.
 struct IntegerForm {
   int64_t group;  // columns of a token that share a scale; divides kPanelColumns
-  int64_t part;   // columns of a row that share a scale; divides the group
+  int64_t part;   // columns of a row that share a step, where they are fewer; divides the group
   bool pairs;     // of eight columns first the even ones, then the odd ones: the order in words of 4-bit codes
   int zero;       // of all codes, or -1: scales have zero points of their own
-  bool least;     // something is taken off all numbers of a group
+  bool least;     // something is taken off all numbers of a part
+
+  bool parted() const { return part < group; }
 };
 
 struct Panel {
   alignas(64) uint8_t codes[kPanelColumns * kPanelRows];  // [columns / 4][rows][4]
-  alignas(64) float scales[kPanelParts][kPanelRows];
-  alignas(64) int32_t zeros[kPanelParts][kPanelRows];  // where the form has no zero
-  alignas(64) float least[kPanelParts][kPanelRows];    // where the form has it
+  alignas(64) float scales[kPanelGroups][kPanelRows];
+  alignas(64) int32_t zeros[kPanelGroups][kPanelRows];    // where the form has no zero
+  alignas(64) float least[kPanelGroups][kPanelRows];      // where the form has it
+  alignas(64) int32_t steps[kPanelParts][kPanelRows];     // of forms of parts
+  alignas(64) int32_t lows[kPanelParts / 2][kPanelRows];  // two parts' in one word, where the form has `least`
 };
 
 // What is fetched while a panel is filled: line after line.
@@ -111,38 +116,26 @@ inline uint8_t code_at(const Quantized& q, int64_t row, int64_t k) {
   }
 }
 
-// Of the part that column k belongs to.
+// Of the group that column k belongs to.
 struct IntegerLine {
   float scale;
   int32_t zero;
-  float least;
 };
 
 inline IntegerLine integer_line(const Quantized& q, int64_t row, int64_t k) {
   const uint8_t* const line = q.codes + row * q.row_bytes;
   switch (q.packing) {
     case Packing::kMx:
-      return {half_power_of(static_cast<const uint8_t*>(q.scales)[row * q.groups + k / 32]), 12, 0};
+      return {half_power_of(static_cast<const uint8_t*>(q.scales)[row * q.groups + k / 32]), 12};
     case Packing::kMxBlocks:
-      return {half_power_of(line[k / 32 * 17]), 12, 0};
+      return {half_power_of(line[k / 32 * 17]), 12};
     case Packing::kQ4_0:
-      return {half_at(line + k / 32 * 18), 8, 0};
-    case Packing::kQ4_K:
-    case Packing::kQ5_K: {
-      const uint8_t* const block = line + k / 256 * block_size(q.packing).bytes;
-      const KScales scales(block + 4);
-      const auto i = k % 256 / 32;
-      return {half_at(block) * scales.scale[i], 0, half_at(block + 2) * scales.least[i]};
-    }
-    case Packing::kQ6_K: {
-      const uint8_t* const block = line + k / 256 * 210;
-      return {half_at(block + 208) * static_cast<float>(static_cast<int8_t>(block[192 + k % 256 / 16])), 32, 0};
-    }
+      return {half_at(line + k / 32 * 18), 8};
     case Packing::kQ8_0:
-      return {half_at(line + k / 32 * 34), 128, 0};
+      return {half_at(line + k / 32 * 34), 128};
     default: {
       const Line by = line_of(q, row, k / q.group);
-      return {by.scale, static_cast<int32_t>(by.zero) + (q.packing == Packing::kInt8 ? 128 : 0), 0};
+      return {by.scale, static_cast<int32_t>(by.zero) + (q.packing == Packing::kInt8 ? 128 : 0)};
     }
   }
 }
@@ -152,14 +145,31 @@ inline int64_t place_of(const IntegerForm& form, int64_t k) {
   return form.pairs ? k / 8 * 8 + k % 2 * 4 + k % 8 / 2 : k;
 }
 
-// Scales, zero points and `least` of `count` rows from `row` on, to those from `at` on.
+// Of a group of row `at` of a panel, whose block is given: Q4_K, Q5_K or Q6_K.
+inline void plain_parts(const Quantized& q, const uint8_t* block, int64_t group, int64_t at, Panel& to) {
+  if (q.packing == Packing::kQ6_K) {
+    to.scales[group][at] = half_at(block + 208);
+    for (int64_t i = 0; i < 16; ++i) to.steps[16 * group + i][at] = static_cast<int8_t>(block[192 + i]);
+    return;
+  }
+  const KScales parts(block + 4);
+  to.scales[group][at] = half_at(block), to.least[group][at] = half_at(block + 2);
+  for (int64_t i = 0; i < 8; ++i) to.steps[8 * group + i][at] = parts.scale[i];
+  for (int64_t i = 0; i < 4; ++i) to.lows[4 * group + i][at] = parts.least[2 * i] | parts.least[2 * i + 1] << 16;
+}
+
+// Scales, zero points and what parts have of `count` rows from `row` on, to those from `at` on.
 inline void plain_lines(const Quantized& q, const IntegerForm& form, int64_t row, int64_t count, int64_t first,
                         int64_t size, int64_t at, Panel& to) {
   for (int64_t r = 0; r < count; ++r) {
-    for (int64_t k = 0; k < size; k += form.part) {
+    for (int64_t k = 0, g = 0; k < size; k += form.group, ++g) {
+      if (form.parted()) {
+        const uint8_t* const line = q.codes + (row + r) * q.row_bytes;
+        plain_parts(q, line + (first + k) / 256 * block_size(q.packing).bytes, g, at + r, to);
+        continue;
+      }
       const IntegerLine line = integer_line(q, row + r, first + k);
-      to.scales[k / form.part][at + r] = line.scale, to.zeros[k / form.part][at + r] = line.zero;
-      to.least[k / form.part][at + r] = line.least;
+      to.scales[g][at + r] = line.scale, to.zeros[g][at + r] = line.zero;
     }
   }
 }

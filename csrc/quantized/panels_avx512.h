@@ -168,7 +168,7 @@ void scales_by_rows(const Quantized& q, const IntegerForm& form, int64_t first, 
   for (int64_t r = 0; r < kHalf; ++r) rows[r] = _mm512_castps_si512(load(r, from, there));
   alignas(64) float columns[16][16];
   columns16(rows, [&](int64_t column, __m512i words) { _mm512_store_si512(columns[column], words); });
-  for (int64_t k = 0, g = 0; k < size; k += form.part, ++g) {
+  for (int64_t k = 0, g = 0; k < size; k += form.group, ++g) {
     const int64_t column = q.groups == 1 ? 0 : (first + k) / group - from;
     _mm512_store_ps(to.panel.scales[g] + to.at, _mm512_load_ps(columns[column]));
   }
@@ -188,7 +188,7 @@ inline void lines_by_columns(const Quantized& q, const IntegerForm& form, int64_
   const bool awq = q.packing == Packing::kAwq;
   const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
   const __m512i by_awq = _mm512_setr_epi32(0, 16, 4, 20, 8, 24, 12, 28, 0, 16, 4, 20, 8, 24, 12, 28);
-  for (int64_t k = 0, g = 0; k < size; k += form.part, ++g) {
+  for (int64_t k = 0, g = 0; k < size; k += form.group, ++g) {
     const int64_t group = (first + k) / q.group;
     _mm512_store_ps(to.panel.scales[g] + to.at, scales16(q, group * q.rows + row, 0xffff));
     const int64_t word = group * (q.rows / 8) + row / 8;
@@ -235,21 +235,23 @@ inline __m512i low_bits16(__m512i words, int shift, int mask) {
   return _mm512_and_si512(_mm512_srl_epi32(words, _mm_cvtsi32_si128(shift)), _mm512_set1_epi32(mask));
 }
 
-// Scales and minima of a block of Q4_K or Q5_K (KScales) that begins at byte `at`, those of the parts from `part` on.
-inline void k_scales(const uint8_t* const (&line)[kHalf], int64_t at, int64_t part, const HalfPanel& to) {
-  __m512i words[4];
+// Scales and parts of a block of Q4_K or Q5_K (KScales) that begins at byte `at`, those of a group.
+inline void k_scales(const uint8_t* const (&line)[kHalf], int64_t at, int64_t group, const HalfPanel& to) {
+  __m512i words[4], lows[8];
   four_columns(line, at, words);
-  const __m512 scale = halves16(words[0]), least = halves16(_mm512_srli_epi32(words[0], 16));
-  const auto put = [&](int64_t i, __m512i steps, __m512i below) {
-    _mm512_store_ps(to.panel.scales[part + i] + to.at, _mm512_mul_ps(scale, _mm512_cvtepi32_ps(steps)));
-    _mm512_store_ps(to.panel.least[part + i] + to.at, _mm512_mul_ps(least, _mm512_cvtepi32_ps(below)));
-  };
+  _mm512_store_ps(to.panel.scales[group] + to.at, halves16(words[0]));
+  _mm512_store_ps(to.panel.least[group] + to.at, halves16(_mm512_srli_epi32(words[0], 16)));
+  const auto put = [&](int i, __m512i step) { _mm512_store_si512(to.panel.steps[8 * group + i] + to.at, step); };
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
-    put(i, low_bits16(words[1], 8 * i, 63), low_bits16(words[2], 8 * i, 63));
-    put(4 + i, _mm512_or_si512(low_bits16(words[3], 8 * i, 15), low_bits16(words[1], 8 * i + 2, 48)),
-        _mm512_or_si512(low_bits16(words[3], 8 * i + 4, 15), low_bits16(words[2], 8 * i + 2, 48)));
+    put(i, low_bits16(words[1], 8 * i, 63)), lows[i] = low_bits16(words[2], 8 * i, 63);
+    put(4 + i, _mm512_or_si512(low_bits16(words[3], 8 * i, 15), low_bits16(words[1], 8 * i + 2, 48)));
+    lows[4 + i] = _mm512_or_si512(low_bits16(words[3], 8 * i + 4, 15), low_bits16(words[2], 8 * i + 2, 48));
   }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i)
+    _mm512_store_si512(to.panel.lows[4 * group + i] + to.at,
+                       _mm512_or_si512(lows[2 * i], _mm512_slli_epi32(lows[2 * i + 1], 16)));
 }
 
 // Sixty-four bytes from `at` of each row, which are fetched further on, as sixteen vectors: put(word, words).
@@ -268,7 +270,7 @@ void all_columns(const uint8_t* const (&line)[kHalf], int64_t at, int64_t bytes_
 // Q4_K: of `size` columns, a multiple of 256, from `line` on.
 inline void k4_panel(const uint8_t* const (&line)[kHalf], int64_t size, const HalfPanel& to, Fetched& fetched) {
   for (int64_t block = 0; block < size / 256; ++block) {
-    k_scales(line, block * 144, 8 * block, to);
+    k_scales(line, block * 144, block, to);
     for (int64_t half = 0; half < 2; ++half)
       all_columns(line, block * 144 + 16 + 64 * half, 72, fetched, [&](int64_t word, __m512i words) {
         BlockHalves<8, false>::put(to, 64 * block + 32 * half, word, words);
@@ -286,7 +288,7 @@ inline __m512i high_bits(__m512i bytes, int from, int mask) {
 // Q5_K: the fifth bits of column k of each part are byte k of thirty-two.
 inline void k5_panel(const uint8_t* const (&line)[kHalf], int64_t size, const HalfPanel& to, Fetched& fetched) {
   for (int64_t block = 0; block < size / 256; ++block) {
-    k_scales(line, block * 176, 8 * block, to);
+    k_scales(line, block * 176, block, to);
     __m512i fifth[8], words[4];
     for (int i = 0; i < 2; ++i) {
       four_columns(line, block * 176 + 16 + 16 * i, words);
@@ -311,12 +313,13 @@ inline void k6_panel(const uint8_t* const (&line)[kHalf], int64_t size, const Ha
     __m512i words[4];
     alignas(32) uint16_t halves[kHalf];
     for (int64_t r = 0; r < kHalf; ++r) std::memcpy(halves + r, line[r] + begin + 208, 2);
-    const __m512 scale = _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<__m256i*>(halves)));
+    _mm512_store_ps(to.panel.scales[block] + to.at,
+                    _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<__m256i*>(halves))));
     four_columns(line, begin + 192, words);
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i) {
       const __m512i step = _mm512_srai_epi32(_mm512_sll_epi32(words[i / 4], _mm_cvtsi32_si128(24 - 8 * (i % 4))), 24);
-      _mm512_store_ps(to.panel.scales[16 * block + i] + to.at, _mm512_mul_ps(scale, _mm512_cvtepi32_ps(step)));
+      _mm512_store_si512(to.panel.steps[16 * block + i] + to.at, step);
     }
     __m512i upper[16];
     all_columns(line, begin + 128, 70, fetched, [&](int64_t word, __m512i bits) { upper[word] = bits; });
@@ -337,7 +340,7 @@ inline void zeros_by_rows(const Quantized& q, const IntegerForm& form, int64_t r
                           int64_t size, const HalfPanel& to) {
   const __m512i places = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
   const bool whole = q.packing == Packing::kPacked && q.bits == 4 && row % 8 == 0 && count == kHalf;
-  for (int64_t k = 0, g = 0; k < size; k += form.part, ++g) {
+  for (int64_t k = 0, g = 0; k < size; k += form.group, ++g) {
     const int64_t group = q.groups == 1 ? 0 : (first + k) / q.group;
     int32_t* const zeros = to.panel.zeros[g] + to.at;
     if (whole) {

@@ -128,9 +128,7 @@ class LoadedModel:
             self.pager.land()
         self._opened.close()
 
-    def _load_dense(
-        self, source: OpenCheckpoint, arena: Tensor, policy: Policy
-    ) -> Callable[[Workspace], Decoder]:
+    def _load_dense(self, source: OpenCheckpoint, arena: Tensor, policy: Policy) -> Callable[[Workspace], Decoder]:
         """All weights outside experts, in ``arena``; returns what makes the decoder of them."""
         self.weights: ModelWeights | None = None
         dtype, activations = to_torch(self.dtype), policy.activations
@@ -142,9 +140,7 @@ class LoadedModel:
         if source.graph is not None:
             return source.graph.decoder(self.profile, arena, dtype, experts)
         kept = costs.keeps_stored(self.profile, self.dtype, discrete=policy.discrete)
-        self.weights = load_dense(
-            source.weight_map, self.profile, arena, dtype, kept=kept, activations=activations
-        )
+        self.weights = load_dense(source.weight_map, self.profile, arena, dtype, kept=kept, activations=activations)
         return partial(NativeDecoder, self.profile, self.weights, quantized=experts)
 
     def _page_store(

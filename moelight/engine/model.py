@@ -165,9 +165,10 @@ class PlannedModel:
             return self.plan.why
         policy = self.policy
         rounded = activations_text(policy, self.source.profile)
+        how = f" with {rounded}" if rounded else ""
         return (
             f"as the policy says: N = {policy.batch_size} in micro-batches of {policy.micro_batch_size}, "
-            f"{policy.schedule}, attention on the {policy.attention_device}, experts on {policy.ffn_device}{rounded and f' with {rounded}'}"
+            f"{policy.schedule}, attention on the {policy.attention_device}, experts on {policy.ffn_device}{how}"
         )
 
     def load(self, *, record: bool = False) -> Engine:

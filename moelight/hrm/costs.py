@@ -88,7 +88,9 @@ def page_parts(size: int, most: int = PART_BYTES) -> tuple[range, ...]:
 def dense_bytes(model: ModelProfile, dtype: DType, *, kept: bool = False) -> int:
     """Bytes of all tensors outside the experts in memory, each aligned for vector loads. ``kept``: as `keeps_stored`
     says; else none is quantised there."""
-    return sum(align_up(dense_tensor_bytes(model, each, dtype, kept=kept), TENSOR_ALIGNMENT) for each in dense_tensors(model))
+    return sum(
+        align_up(dense_tensor_bytes(model, each, dtype, kept=kept), TENSOR_ALIGNMENT) for each in dense_tensors(model)
+    )
 
 
 def dense_tensor_bytes(model: ModelProfile, tensor: StackedTensor, dtype: DType, *, kept: bool) -> int:

@@ -270,14 +270,14 @@ def numbers_of_blocks(stored: StoredFormat, blocks: Tensor) -> Tensor:
     return _GGML_BLOCKS[stored.name](blocks)
 
 
-def k_codes(stored: StoredFormat, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of blocks of Q4_K, Q5_K or Q6_K: whole numbers int32 [n, 256], and scales and minima (or None) of their parts
-    [n, parts]; a number is its whole number times the scale, less the minimum."""
+def k_numbers(stored: StoredFormat, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Of blocks of Q4_K, Q5_K or Q6_K: whole numbers int32 [n, 256], of each part its step and `low` int32 [n, parts],
+    scales and `least` float32 [n, 1]; a number is whole x step x scale - low x least."""
     if stored.name == "Q6_K":
-        return _q6_codes(blocks).int() - 32, _half(blocks, 208) * _q6_scales(blocks), None
-    scales, least = _k_scales(blocks[:, 4:16])
+        return _q6_codes(blocks).int() - 32, _q6_scales(blocks).int(), None, _half(blocks, 208), None
+    steps, lows = _k_scales(blocks[:, 4:16])
     codes = _q4_codes(blocks) if stored.name == "Q4_K" else _q5_codes(blocks)
-    return codes.int(), _half(blocks, 0) * scales, _half(blocks, 2) * least
+    return codes.int(), steps.int(), lows.int(), _half(blocks, 0), _half(blocks, 2)
 
 
 _KINDS: dict[str, Callable[[StoredFormat, Parts, int, int, int], Tensor]] = {

@@ -39,10 +39,11 @@ def why(plan: Plan, model: ModelProfile) -> str:
     """One sentence: sizes, placement, and the binding lane."""
     policy, tier = plan.policy, "host" if plan.policy.ffn_device == "cpu" else "device"
     lane, pages = plan.estimate.binding, "layers" if model.dense else "experts"
-    rounded = activations_text(policy, model)
+    said = activations_text(policy, model)
+    rounded = f", {said}" if said else ""
     return (
         f"{model.name}: N = {policy.batch_size} in micro-batches of {policy.micro_batch_size}, {policy.schedule}"
-        f"{rounded and f', {rounded}'}; "
+        f"{rounded}; "
         f"{_placed(policy, tier, pages)} ({format_bytes(plan.use_of(tier).total_bytes)} of it used); "
         f"{_LANES.get(lane, lane)} binds"
     )

@@ -313,7 +313,7 @@ class StoredWeights:
         dtype: the experts as a number format for prices: `DType.bytes_for` all numbers of an expert is the largest
             page.
         dense: quantised tensors outside the experts: name, layer and bytes; the others have the model's dtype.
-        kept: those of them that our own decoder multiplies on a CPU as they are stored: name, layer and bytes in memory.
+        kept: those that our own decoder multiplies on a CPU as they are stored: name, layer and bytes in memory.
         mixed: experts of some layer are stored in several formats, so that on a GPU torch computes them.
         without_integers: the reason why activations rounded to int8 multiply no matrix of the experts, or None.
         exact: where they multiply some, the formats of those that meet activations as they are.

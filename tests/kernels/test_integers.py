@@ -68,9 +68,13 @@ def test_whole_numbers_are_those_of_the_matrix() -> None:
     for name, stored in FORMS.items():
         weight = matrix(stored, *sizes(name, 40, 200))
         found = whole_numbers(weight)
-        each = torch.arange(weight.columns) // found.part
-        numbers = found.whole * found.scales[:, each] - (0 if found.least is None else found.least[:, each])
-        torch.testing.assert_close(numbers, weight.numbers(torch.float32), rtol=1e-6, atol=1e-6)
+        group, part = (torch.arange(weight.columns) // each for each in (found.group, found.part))
+        numbers = found.whole * found.scales[:, group]
+        if found.steps is not None:
+            numbers = numbers * found.steps[:, part]
+        if found.lows is not None and found.least is not None:
+            numbers = numbers - found.lows[:, part] * found.least[:, group]
+        torch.testing.assert_close(numbers, weight.numbers(torch.float32), rtol=1e-6, atol=1e-5)
         assert found.whole.abs().max() < 1 << 9 and found.group % found.part == 0
     x = generator(0)(5, 200)
     numbers, scales = round_tokens(x, 64)
@@ -122,10 +126,15 @@ def test_gate_and_up_may_be_rounded_where_down_is_not(server: str) -> None:
     gate, wide = cpu_linear(x, up, activations="int8").float().chunk(2, dim=1)
     inner = (torch.nn.functional.silu(gate) * wide).bfloat16()
     torch.testing.assert_close(found, cpu_linear(inner, down), rtol=0.02, atol=0.02 * float(found.abs().max()))
-    other = cpu_expert_ffn(x, [matrix(FORMATS["Q3_K"], 512, 256)], [matrix(FORMATS["Q4_K"], 256, 256)], offsets,
-                           activations=("auto", "int8"))
+    other = cpu_expert_ffn(
+        x,
+        [matrix(FORMATS["Q3_K"], 512, 256)],
+        [matrix(FORMATS["Q4_K"], 256, 256)],
+        offsets,
+        activations=("auto", "int8"),
+    )
     assert other.isfinite().all()
-    with pytest.raises(ValueError, match="^down: .*int8 activations"):
+    with pytest.raises(ValueError, match=r"^down: .*int8 activations"):
         cpu_expert_ffn(x, [up], [down], offsets, activations="int8")
 
 
