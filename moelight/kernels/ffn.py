@@ -112,8 +112,7 @@ def cpu_expert_ffn(
     gate_up_bias, up_bias, down_bias  E tensors of one float, one number a row
     gate_up_scale, down_scale         E tensors float32, as in `cpu_linear`: for int8 and uint8 only
     group_size    of both weights: a multiple of 32; None for one scale per row
-    activations   auto, or int8: rows of x, and what the activation gives, are rounded before they are multiplied; two
-                  of these: of gate and up, and of down
+    activations   auto; int8: rows of x, and what the activation gives, are rounded; or one for (gate and up, down)
 
     Lists of weights may hold quantised matrices of one format instead. Floats may be transposed: the tensor of a matrix
     is then the transpose of contiguous rows. All entries of an expert without rows may be None. The tensors of a list
@@ -130,8 +129,7 @@ def cpu_expert_ffn(
         (wide, second, narrow), both = _stand_ins(weights, offsets, by_side), act.gated and up is None
         cuts = _check_experts(x, wide, narrow, offsets, {"up": second} | optional, group_size, out, both=both)
         options: dict[str, Any] = {"activation": act, "interleaved": interleaved, "group_size": group_size} | optional
-        options["activations"] = by_side
-        return stored(reference.expert_ffn(x, gate_up, down, cuts, up=up, **options), out)
+        return stored(reference.expert_ffn(x, gate_up, down, cuts, up=up, activations=by_side, **options), out)
     rows = as_dlpack("x", x)
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
