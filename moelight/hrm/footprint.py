@@ -126,7 +126,9 @@ def fixed_bytes(model: ModelProfile, sizes: Policy, *, dtype: DType) -> dict[tup
     """Bytes by (purpose, tier) of every region that does not depend on the placement of pages and cache blocks."""
     fast_tier, tokens, hidden = "device" if sizes.discrete else "host", pass_tokens(sizes), model.hidden_size
     found = {
-        ("dense", fast_tier): costs.dense_bytes(model, dtype),
+        ("dense", fast_tier): costs.dense_bytes(
+            model, dtype, kept=costs.keeps_stored(model, dtype, discrete=sizes.discrete)
+        ),
         ("hidden", fast_tier): tokens * hidden * dtype.residual_itemsize,  # the residual stream
         ("work", fast_tier): work_bytes(model, sizes, dtype, grouped=sizes.discrete),
         ("transient", fast_tier): transient_bytes(model, sizes, dtype),

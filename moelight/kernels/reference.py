@@ -277,7 +277,7 @@ def expert_ffn(
     gate_up_scale: Sequence[Tensor | None] | None = None,
     down_scale: Sequence[Tensor | None] | None = None,
     group_size: int | None = None,
-    activations: str = "auto",
+    activations: tuple[str, str] = ("auto", "auto"),
 ) -> Tensor:
     """`cpu_expert_ffn`: x [T, H] sorted by expert -> [T, H]; expert e has rows offsets[e] to offsets[e + 1]."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -289,13 +289,13 @@ def expert_ffn(
             None if each is None else each[e] for each in (gate_up_bias, up_bias, gate_up_scale, down_bias, down_scale)
         )
         rows = x[first:last]
-        given = [_product(rows, wide, first_bias, first_scale, group_size, activations)]
+        given = [_product(rows, wide, first_bias, first_scale, group_size, activations[0])]
         if up is not None and (second := up[e]) is not None:
-            given.append(_product(rows, second, second_bias, None, None, activations))
+            given.append(_product(rows, second, second_bias, None, None, activations[0]))
         elif activation.gated:
             given = list(gate_and_up(given[0], interleaved=interleaved))
         inner = activation(*given).to(x.dtype)
-        out[first:last] = linear(inner, narrow, bias, scale=scale, group_size=group_size, activations=activations)
+        out[first:last] = linear(inner, narrow, bias, scale=scale, group_size=group_size, activations=activations[1])
     return out
 
 

@@ -45,7 +45,7 @@ class Matrices:
     down_bias: Tensor | None = None
     interleaved: bool = False
     kind: int = 0
-    activations: str = "auto"
+    activations: str | tuple[str, str] = "auto"
 
 
 @dataclass(frozen=True, slots=True)
