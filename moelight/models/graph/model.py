@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from moelight.core.errors import ConfigError, MoelightError, quoted
 from moelight.kernels import native
 from moelight.kernels.threads import one_thread_for_torch
+from moelight.models.graph.delta import DeltaModule, delta_module
 from moelight.models.graph.effects import Attend, Effect, Ended, Experts, Latents, MixerPassed
 from moelight.models.graph.families import (
     ATTENTION,
@@ -170,12 +171,13 @@ class GraphModel:
         use(self.module, NAME)
         stateful = False
         within: set[nn.Module] = set()
+        known: dict[Any, Any] = {}
         for part in self._decoder.modules():
             name = type(part).__name__
             if (spec := STATEFUL.get(name)) is not None and part not in within:
                 within.update(part.modules())
                 stateful = True
-                _run_per_sequence(part, spec, self._decoder)
+                _run_per_sequence(part, spec, self._decoder, delta_module(part, known))
             elif part in within:
                 continue
             elif latents and hasattr(part, "expand_kv"):
@@ -517,12 +519,13 @@ def _form(experts: nn.Module) -> ExpertForm:
     return interface_form(experts) if outside is None else outside.form(experts)
 
 
-def _run_per_sequence(module: Any, spec: StateSpec, decoder: Any) -> None:
-    """Let ``module`` run once for each sequence of the run that it is called in, counted if it is a mixer."""
+def _run_per_sequence(module: Any, spec: StateSpec, decoder: Any, together: DeltaModule | None) -> None:
+    """Let ``module`` run once for each sequence of the run that it is called in, or ``together`` for all of them;
+    counted if it is a mixer."""
     kind = MixerKind.OPAQUE if spec.opaque else MixerKind.RECURRENT
     if spec.opaque:
         own_config(module)
-    stateful = StatefulModule(module, spec, decoder)
+    stateful = StatefulModule(module, spec, decoder, together)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         run = running()
