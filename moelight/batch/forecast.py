@@ -47,7 +47,7 @@ class Forecast:
     @property
     def predicted_s(self) -> float | None:
         """Seconds of all passes if every answer has its maximum length; None without a plan."""
-        return None if self.plan is None else predicted_s(self.plan)
+        return None if self.plan is None else self.plan.predicted_s
 
     @property
     def given(self) -> str:
@@ -67,11 +67,6 @@ class Forecast:
             "phases": [asdict(each) for each in self.phases],
             "plan": None if self.plan is None else plan_as_dict(self.plan),
         }
-
-
-def predicted_s(plan: Plan) -> float:
-    """Seconds of ``plan`` for its whole workload."""
-    return sum(phase.passes * phase.seconds for phase in plan.estimate.phases)
 
 
 def predicted_prompt_s(plan: Plan) -> float:
