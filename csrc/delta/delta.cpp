@@ -79,10 +79,9 @@ void delta_rule(const DeltaArgs& args) {
   float* const apart = floats(args.threads * scratch);
   const auto rule = active_kernels().rule[static_cast<int>(args.dtype)];
   const int64_t numbers = args.starts[args.sequences] * args.heads * args.key_dim * args.value_dim;
-  parallel_for(useful_threads(args.threads, numbers, kStatesPerThread), args.sequences * args.heads,
-               [&](int64_t task, int worker) {
-                 rule(args, task / args.heads, task % args.heads, apart + worker * scratch);
-               });
+  parallel_for(
+      useful_threads(args.threads, numbers, kStatesPerThread), args.sequences * args.heads,
+      [&](int64_t task, int worker) { rule(args, task / args.heads, task % args.heads, apart + worker * scratch); });
 }
 
 }  // namespace moelight

@@ -34,15 +34,15 @@ void causal_conv(const ConvArgs& args);
 struct DeltaArgs {
   DType dtype;
   int64_t sequences, key_heads, heads, key_dim, value_dim;
-  const int32_t* starts;   // [B + 1]
-  const void *q, *k, *v;   // [T, Hk, Dk], [T, Hk, Dk], [T, H, Dv], rows stride apart
+  const int32_t* starts;  // [B + 1]
+  const void *q, *k, *v;  // [T, Hk, Dk], [T, Hk, Dk], [T, H, Dv], rows stride apart
   int64_t q_stride, k_stride, v_stride;
-  const float* decay;      // [T, H, 1 or Dk]: logarithms
+  const float* decay;  // [T, H, 1 or Dk]: logarithms
   int64_t decay_stride, decays;
-  const float* beta;       // [T, H]
+  const float* beta;  // [T, H]
   int64_t beta_stride;
-  float* const* states;    // of each sequence [H, Dk, Dv]
-  void* out;               // [T, H, Dv]
+  float* const* states;  // of each sequence [H, Dk, Dv]
+  void* out;             // [T, H, Dv]
   int64_t out_stride;
   int threads;
 };

@@ -89,8 +89,7 @@ void norm_tokens(const NormArgs& args, int64_t begin, int64_t end) {
                   args.add ? static_cast<const T*>(args.add) + t * args.add_stride + first : nullptr,
                   static_cast<const T*>(args.weight),
                   args.gate ? static_cast<const T*>(args.gate) + t * args.gate_stride + first : nullptr, args.hidden,
-                  args.eps,
-                  static_cast<T*>(args.out) + t * args.out_stride + first);
+                  args.eps, static_cast<T*>(args.out) + t * args.out_stride + first);
     }
   }
 }
