@@ -128,3 +128,20 @@ def test_bfloat16_is_as_near_the_truth_as_the_modules_own():
         use_leaf_kernels(module)
         ours = delta_module(module, {})([(State(), 40)], x.bfloat16()).float()
     assert (ours - truth).norm() <= 1.1 * (own - truth).norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_norm_with_a_gate_is_recognised_as_a_leaf(dtype):
+    """Of SiLU alone: Kimi's gate is a sigmoid."""
+    module = module_of("qwen3_next", FAMILIES["qwen3_next"]).to(dtype)
+    other = module_of("kimi_linear", FAMILIES["kimi_linear"])
+    own = module.norm.forward
+    x, gate = torch.randn(2, 30, module.head_v_dim, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = own(x, gate)
+    for each in (module, other):
+        use_leaf_kernels(each)
+    assert "forward" in vars(module.norm)
+    assert "forward" not in vars(other.o_norm)
+    found = module.norm(x, gate)
+    assert found.dtype == dtype
+    assert torch.allclose(found, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2)
