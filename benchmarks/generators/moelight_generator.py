@@ -95,6 +95,7 @@ def _engine(task: Task) -> Engine:
 def _policy(engine: Engine) -> dict[str, Any]:
     policy = engine.policy
     names = ("batch_size", "micro_batch_size", "micro_batch_tokens", "kv_tokens", "schedule", "admission")
+    names = (*names, "ring_pages")
     return {name: getattr(policy, name) for name in names} | {"resident": policy.weights.host}
 
 

@@ -128,7 +128,8 @@ def _placed(policy: Policy, tier: str, pages: str) -> str:
     text += f" in {tier} memory"
     if policy.cpu_experts:
         text += f", the CPU computes {policy.cpu_experts:.0%} where they lie"
-    return text + ("" if share + policy.cpu_experts > 1 - 1e-9 else ", the rest streams in every pass")
+    through = f" through a ring of {policy.ring_pages}" if policy.ring_pages else ""
+    return text + ("" if share + policy.cpu_experts > 1 - 1e-9 else f", the rest streams in every pass{through}")
 
 
 _TIERS = ("host", "device")  # a candidate that lacks host memory alone fits the device, so it is easier to fix
