@@ -2,6 +2,7 @@
 // any torch and no algorithm.
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 
@@ -345,7 +346,7 @@ class CheckedExperts : public BoundExperts {
                  const nb::object& down, const nb::tuple& activation, const std::string& pairing,
                  const nb::object& gate_up_bias, const nb::object& up_bias, const nb::object& down_bias,
                  const nb::object& gate_up_scale, const nb::object& down_scale, int64_t group_size,
-                 const std::string& activations)
+                 const std::pair<std::string, std::string>& activations)
       : experts_(std::move(experts)) {
     const Lists first_lists = {"gate_up", "gate_up_bias", "gate_up_scale", gate_up, gate_up_bias, gate_up_scale};
     const Lists up_lists = {"up", "up_bias", "up_scale", up, up_bias, nb::none()};
@@ -375,8 +376,8 @@ class CheckedExperts : public BoundExperts {
     const int64_t inner = both ? rows / 2 : rows;
     args.up_format = format_of("gate_up", first, rows, hidden, group_size);
     args.down_format = format_of("down", first_down, hidden, inner, group_size);
-    args.up_format.integers = rounds_tokens("gate_up", activations, args.up_format.type);
-    args.down_format.integers = rounds_tokens("down", activations, args.down_format.type);
+    args.up_format.integers = rounds_tokens("gate_up", activations.first, args.up_format.type);
+    args.down_format.integers = rounds_tokens("down", activations.second, args.down_format.type);
     firsts_ = experts_.check(first_lists, first_entries_, args.up_format);
     downs_ = experts_.check(down_lists, down_entries_, args.down_format);
     up_entries_ = experts_.entries("up", up);
@@ -404,7 +405,8 @@ class CheckedExperts : public BoundExperts {
 
 std::unique_ptr<BoundExperts> bind_experts(int64_t hidden, nb::object gate_up, nb::object up, nb::object down,
                                            nb::tuple activation, const std::string& pairing, nb::object gate_up_bias,
-                                           nb::object up_bias, nb::object down_bias, const std::string& activations) {
+                                           nb::object up_bias, nb::object down_bias,
+                                           const std::pair<std::string, std::string>& activations) {
   if (!nb::isinstance<nb::list>(gate_up)) refuse("gate_up", "must be a list with one tensor per expert");
   const nb::object none = nb::none();
   return std::make_unique<CheckedExperts>(Experts(nb::borrow<nb::list>(gate_up)), hidden, gate_up, up, down, activation,
@@ -414,7 +416,7 @@ std::unique_ptr<BoundExperts> bind_experts(int64_t hidden, nb::object gate_up, n
 void expert_ffn(const In& x, nb::object gate_up, nb::object up, nb::object down, const In& offsets,
                 nb::tuple activation, const std::string& pairing, nb::object gate_up_bias, nb::object up_bias,
                 nb::object down_bias, nb::object gate_up_scale, nb::object down_scale, int64_t group_size,
-                const std::string& activations, const Out& out, int64_t threads) {
+                const std::pair<std::string, std::string>& activations, const Out& out, int64_t threads) {
   check_group_size(group_size);
   check_layout("x", x, 2);
   const int64_t hidden = size_of(x, 1);

@@ -41,7 +41,7 @@ class BoundExperts:
         gate_up_bias: Tensors | None = None,
         up_bias: Tensors | None = None,
         down_bias: Tensors | None = None,
-        activations: str = "auto",
+        activations: str | tuple[str, str] = "auto",
     ) -> None:
         """Raises ValueError where `cpu_expert_ffn` does, and without the extension."""
         biases = {"gate_up_bias": gate_up_bias, "up_bias": up_bias, "down_bias": down_bias}
@@ -50,7 +50,8 @@ class BoundExperts:
         pairing = "interleaved" if interleaved else "joined" if activation.gated else "ungated"
         second = None if up is None else export("up", up)
         matrices = export("gate_up", gate_up), second, export("down", down)
-        self.native = _extension().bind_experts(hidden, *matrices, by, pairing, *rest, activations)
+        by_side = (activations, activations) if isinstance(activations, str) else activations
+        self.native = _extension().bind_experts(hidden, *matrices, by, pairing, *rest, by_side)
 
 
 class DecoderLayer:
