@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -29,6 +30,9 @@ from moelight.cli.tables import bar, plain_table, printable, section, show, stac
 from moelight.core.units import format_bytes
 from moelight.observe.number_format import rate_or_count, scaled_text, seconds_text, share_text
 from moelight.observe.stats import Binding, RunStats
+
+if TYPE_CHECKING:
+    from moelight.integrations.ray.cluster import ClusterOptions
 
 _MANY_TOKENS = 100_000
 
@@ -127,15 +131,17 @@ _MOST_BUCKETS = 12
 _WIDEST_BAR = 40
 
 
-def run_and_report(options: JobOptions, *, as_table: bool) -> int:
-    """Run the job, show its progress and return the exit code of the program."""
+def run_and_report(options: JobOptions, *, as_table: bool, nodes: ClusterOptions | None = None) -> int:
+    """Run the job, on ``nodes`` if given, show its progress and return the exit code of the program."""
     table = TableOfRows() if as_table else None
     rows_on_screen = options.output == STANDARD_OUTPUT and sys.stdout.isatty()
     eta = TimeLeft()
     with progress_view(eta, quiet=rows_on_screen) as view:
         watchers: list[Progress] = [view] if table is None else [view, table]
         try:
-            result = job.run_job(options, progress=ProgressGroup(watchers), eta=eta)
+            result = job.run_job(
+                options, progress=ProgressGroup(watchers), eta=eta, answer=_answer_on(nodes, shown=as_table)
+            )
         except KeyboardInterrupt:
             view.say_last(interrupted_line(None, output=_file_of(options), command=_command()))
             return cli.INTERRUPTED
@@ -154,7 +160,15 @@ def run_and_report(options: JobOptions, *, as_table: bool) -> int:
     return cli.ERRORS if result.failed and result.state == DONE else 0
 
 
-def forecast_and_report(options: JobOptions, *, as_json: bool) -> int:
+def _answer_on(nodes: ClusterOptions | None, *, shown: bool) -> job.Answer | None:
+    if nodes is None:
+        return None
+    from moelight.integrations.ray.job import answer_on
+
+    return answer_on(nodes, shown=shown)
+
+
+def forecast_and_report(options: JobOptions, *, as_json: bool, nodes: ClusterOptions | None = None) -> int:
     """Read and plan the job, print the forecast and return the exit code of the program."""
     with progress_view(TimeLeft(), quiet=as_json) as view:
         forecast = job.forecast_job(options, progress=view)

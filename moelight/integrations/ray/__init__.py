@@ -1,0 +1,1 @@
+"""Jobs and Ray Data stages on Ray clusters."""
