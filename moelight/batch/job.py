@@ -20,7 +20,7 @@ import msgspec
 
 from moelight.batch.fields import RowContext
 from moelight.batch.fingerprint import digest_of_file, number_facts, sampling_facts
-from moelight.batch.forecast import Forecast, predicted_prompt_s, predicted_s
+from moelight.batch.forecast import EngineForecast, Forecast, predicted_prompt_s, predicted_s
 from moelight.batch.input import open_input
 from moelight.batch.journal import Ledger, open_outputs
 from moelight.batch.model_names import ModelNames
@@ -141,6 +141,7 @@ class JobAnswers:
 
 
 Answer: TypeAlias = Callable[[JobRun], JobAnswers]
+PlanEngines: TypeAlias = Callable[[JobInput, ScanSummary], tuple[EngineForecast, ...]]
 
 
 class RowSync:
@@ -247,10 +248,21 @@ def run_job(
             return replace(result, troubles=tuple(file.trouble for file in files if file.trouble))
 
 
-def forecast_job(options: JobOptions, *, progress: Progress | None = None) -> Forecast:
+def forecast_job(
+    options: JobOptions, *, progress: Progress | None = None, plan_engines: PlanEngines | None = None
+) -> Forecast:
     """Read the input and plan the job, as `run_job` does; nothing is loaded or written, and output files are not
-    checked."""
+    checked. ``plan_engines`` asks the engines of a cluster for their plans."""
     with prepare(options) as prepared:
+        if plan_engines is not None:
+            summary = _scanned(prepared, progress or Progress())
+            return Forecast(
+                input=prepared.source.name,
+                detected=prepared.source.detected,
+                model=options.model,
+                summary=summary,
+                engines=plan_engines(prepared, summary),
+            )
         summary, plan = _planned(prepared, progress or Progress())
         return Forecast(
             input=prepared.source.name,
@@ -261,8 +273,12 @@ def forecast_job(options: JobOptions, *, progress: Progress | None = None) -> Fo
         )
 
 
+def _scanned(prepared: JobInput, told: Progress) -> ScanSummary:
+    return scan(prepared.source, prepared.encode, told, context=prepared.model.context).summary
+
+
 def _planned(prepared: JobInput, told: Progress) -> tuple[ScanSummary, Plan | None]:
-    summary = scan(prepared.source, prepared.encode, told, context=prepared.model.context).summary
+    summary = _scanned(prepared, told)
     workload = summary.workload()
     return summary, None if workload is None else prepared.model.plan(prepared.options, workload).plan
 

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moelight.batch.job import DONE, INTERRUPTED, Interrupt, JobAnswers, JobRun, job_start, refuse_rest
-from moelight.batch.options import JobOptions
+from moelight.batch.forecast import EngineForecast
+from moelight.batch.job import Answer, Interrupt, JobAnswers, JobRun, PlanEngines, job_start, refuse_rest
+from moelight.batch.options import DONE, INTERRUPTED, JobOptions
 from moelight.batch.output import whole_file
 from moelight.batch.progress import EngineCounts, JobCounts, ProgressFields
+from moelight.batch.row_processor import JobInput
 from moelight.batch.rows import BadRow, Row, bad_row
 from moelight.batch.scan import duplicate
+from moelight.batch.summary import ScanSummary
 from moelight.core.errors import ConfigError, InputError
 from moelight.core.request import Completion
 from moelight.core.schedule import Lane
@@ -94,7 +97,7 @@ def answer_on(
     sizes: LeaseSizes | None = None,
     shown: bool = False,
     worker: type[EngineWorker] = EngineWorker,
-) -> Any:
+) -> Answer:
     """The ``answer`` of `run_job` that puts each row into the ledger when an engine of the cluster has answered it."""
 
     def answer(job: JobRun) -> JobAnswers:
@@ -106,12 +109,62 @@ def answer_on(
     return answer
 
 
-def setup_of(job: JobRun, *, engines: int, shown: bool) -> WorkerSetup:
-    """What the engines of ``job`` need, if there are ``engines`` of them."""
-    prepared, workload = job.prepared, job.summary.workload()
-    assert workload is not None
+def plan_on(options: ClusterOptions, *, worker: type[EngineWorker] = EngineWorker) -> PlanEngines:
+    """The ``plan_engines`` of `forecast_job`: the plan of each engine, for its node."""
+
+    def plan(prepared: JobInput, summary: ScanSummary) -> tuple[EngineForecast, ...]:
+        workload = summary.workload()
+        if workload is None:
+            return ()
+        with Cluster(options, worker) as cluster:
+            seats = cluster.seats()
+            setup = setup_of(prepared, workload, engines=len(seats), shown=False)
+            actors = [cluster.start(seat, setup) for seat in seats]
+            calls = {actor.plan.remote(): seat for actor, seat in zip(actors, seats, strict=True)}
+            found: dict[str, Any] = {}
+            while calls:
+                for call, answer in cluster.answers(list(calls), 1.0):
+                    found[calls.pop(call).name] = answer
+        if not found:
+            raise ConfigError(f"--ray {options.address}: no node has what an engine takes")
+        return _forecasts(found, summary)
+
+    return plan
+
+
+def _forecasts(found: Mapping[str, Any], summary: ScanSummary) -> tuple[EngineForecast, ...]:
+    plans = {name: plan for name, plan in found.items() if isinstance(plan, EnginePlan)}
+    weight = 1 + PROMPT_WEIGHT * summary.prompt_tokens / max(1, summary.generated_tokens)
+    speeds = {name: plan.tokens_per_s / weight for name, plan in plans.items()}
+    total = sum(speeds.values())
+    forecasts = []
+    for name, answer in sorted(found.items()):
+        plan = plans.get(name)
+        if plan is None:
+            why = answer.why if isinstance(answer, ActorLost) else str(answer)
+            forecasts.append(EngineForecast(name=name, refused=why))
+            continue
+        share = speeds[name] / total if total else 1 / len(plans)
+        forecasts.append(
+            EngineForecast(
+                name=name,
+                share=share,
+                rows=round(share * summary.served),
+                tokens_per_s=speeds[name],
+                binding=plan.binding,
+                seconds=share * summary.generated_tokens / speeds[name] if speeds[name] else None,
+                why=plan.why,
+            )
+        )
+    return tuple(forecasts)
+
+
+def setup_of(
+    prepared: JobInput, workload: Workload, *, engines: int, shown: bool, chosen: Mapping[str, str] | None = None
+) -> WorkerSetup:
+    """What the engines of a job need, if there are ``engines`` of them and ``chosen`` is what was left to a planner."""
     options: JobOptions = prepared.options
-    kv_dtype = options.kv_dtype if job.ledger.chosen is None else job.ledger.chosen["kv_dtype"]
+    kv_dtype = options.kv_dtype if chosen is None else chosen["kv_dtype"]
     template = options.chat_template
     return WorkerSetup(
         options=replace(options, kv_dtype=kv_dtype, chat_template=None, trace=None, stats=None),
@@ -237,7 +290,10 @@ class ClusterJob:
     def _start(self, seat: _SeatState) -> None:
         self._started += 1
         count = self._cluster.options.engines or len(self._seats)
-        actor = self._cluster.start(seat.seat, setup_of(self._job, engines=count, shown=self._shown))
+        job, workload = self._job, self._job.summary.workload()
+        assert workload is not None
+        setup = setup_of(job.prepared, workload, engines=count, shown=self._shown, chosen=job.ledger.chosen)
+        actor = self._cluster.start(seat.seat, setup)
         name = f"{seat.seat.name}" if self._started <= len(self._seats) else f"{seat.seat.name}.{self._started}"
         self._engines[name] = _EngineState(seat=seat, actor=actor, call=actor.load.remote(), heard_s=time.monotonic())
 

@@ -6,8 +6,8 @@ so that all engines end together. Shares are those of the engines' speeds: plann
 engine is given rows that another one has not begun; a lease that is late is given to a second engine. A row is done
 once: at its first result.
 
-A row that was in an engine that died has died once more. Those that died are spread: beside other rows, an engine holds
-at most as many that died once as the root of the rows of that engine, and at most one that died twice. So the third
+A row that was in an engine that died has died once more. Those that died are spread: beside rows that never did, an
+engine holds at most as many that died once as the root of the rows of that engine, or one that died twice. So the third
 death of a row that ends its engine has one suspect, and passes stay full.
 """
 
@@ -28,7 +28,7 @@ class LeaseSizes:
     """How much an engine is given, in seconds of its work.
 
     Attributes:
-        ahead_s: beyond its passes.
+        ahead_s: beyond its passes; at least as many rows as fill them once more.
         least_s: the least that a new lease adds, and that is worth stealing.
         slack: a lease is late after this many times the seconds that its engine needs for all that it holds ...
         late_s: ... and this many seconds.
@@ -228,16 +228,17 @@ class LeaseBook:
     def _target(self, engine: str) -> float:
         """Estimated tokens that ``engine`` should hold."""
         holder = self._holders[engine]
-        full = holder.batch_rows * self._row_tokens + self.sizes.ahead_s * holder.tokens_per_s / self._scale
+        passes = holder.batch_rows * self._row_tokens
+        full = passes + max(passes, self.sizes.ahead_s * holder.tokens_per_s / self._scale)
         return min(full, max(self._row_tokens, self.share(engine) * self.unfinished * self._row_tokens))
 
     def _next(self, holder: _Holder) -> LeasedRow | None:
         """The next row for ``holder``: those that died first, as many as it may hold, then others."""
         once = max(1, math.isqrt(self._crowd))
-        for deaths, most in ((2, 1), (1, once), (0, None)):
+        for deaths, most, apart_from in ((2, 1, 1), (1, once, 2), (0, math.inf, None)):
             waiting = self._again[deaths]
             for _ in range(len(waiting)):
-                if most is not None and holder.died[deaths] >= most:
+                if holder.died[deaths] >= most or (apart_from is not None and holder.died[apart_from]):
                     break
                 row = waiting.popleft()
                 if row.number in holder.held:  # late there

@@ -153,6 +153,7 @@ class LeaseQueue:
         self._rows: deque[tuple[int, int, bytes, bool]] = deque()
         self._results: list[RowResult] = []
         self._closed = False
+        self._low = 0  # rows at which the exchange ends that is under way
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -177,8 +178,8 @@ class LeaseQueue:
                 self._changed.wait(1.0)
             if not self._rows:
                 return None
-            if len(self._rows) == 1:
-                self._changed.notify_all()  # an exchange waits for the last row to be begun
+            if len(self._rows) - 1 == self._low:
+                self._changed.notify_all()
             return self._rows.popleft()
 
     @property
@@ -202,13 +203,15 @@ class LeaseQueue:
             return [self._rows.pop()[0] for _ in range(min(count, len(self._rows)))]
 
     def results(self, wait_s: float, over: Callable[[], bool]) -> list[RowResult]:
-        """The results since the last call, after ``wait_s``; earlier if there are many, or once no row is left to
-        begin."""
+        """The results since the last call, after ``wait_s``; earlier if there are many, or once half of the rows are
+        begun."""
         end_s = time.monotonic() + wait_s
         with self._changed:
+            self._low = len(self._rows) // 2
             given = bool(self._rows)
             while (left_s := end_s - time.monotonic()) > 0 and not over():
-                if len(self._results) >= _MANY_RESULTS or ((self._results or given) and not self._rows):
+                low = len(self._rows) <= self._low
+                if len(self._results) >= _MANY_RESULTS or (low and (self._results or given)):
                     break
                 self._changed.wait(min(left_s, 0.2))
             taken, self._results = self._results, []
