@@ -94,6 +94,7 @@ class Cluster:
         quiet = {"logging_level": "ERROR", "log_to_driver": False}
         try:
             if options.address == LOCAL:
+                os.environ.setdefault("RAY_worker_niceness", "0")  # else an engine yields to whatever else runs here
                 cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
                 ray.init(
                     num_cpus=max(cores or 1, options.engines or 1),

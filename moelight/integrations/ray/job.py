@@ -48,6 +48,7 @@ from moelight.profiles.workload import Workload
 from moelight.runtime.measure import peak_rss_bytes
 
 EXCHANGE_S = 1.0
+_EXCHANGE_COST_S, _EXCHANGE_SHARE = 1.5e-3, 0.25  # of the driver's time: `benchmarks/ray_jobs.py`
 _IDLE_S = 0.1  # of an exchange with an engine that waits for rows
 _SEATS_EVERY_S, _TOLD_EVERY_S = 2.0, 1.0
 _SILENT_S = 60.0  # an engine that answers no exchange for this long: its rows are leased to others too
@@ -387,7 +388,9 @@ class ClusterJob:
         rows = self._book.lease(name, time.monotonic())
         state.queued += len(rows)
         idle = not state.queued
-        state.call = state.actor.exchange.remote(pack_rows(rows), _IDLE_S if idle else EXCHANGE_S)
+        # The driver's time for exchanges that carry nothing is bounded, however many engines there are.
+        wait_s = max(_IDLE_S if idle else EXCHANGE_S, _EXCHANGE_COST_S / _EXCHANGE_SHARE * len(self._engines))
+        state.call = state.actor.exchange.remote(pack_rows(rows), wait_s)
         if idle and (found := self._book.victim(name)) is not None:
             victim = self._engines[found[0]]
             count = min(victim.queued, max(1, round(found[1] / self._tokens_of_row)))

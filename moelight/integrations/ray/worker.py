@@ -136,7 +136,16 @@ def pack_rows(rows: Sequence[LeasedRow]) -> bytes:
 
 _ROWS = msgspec.msgpack.Decoder(list[tuple[int, int, bytes, bool]])
 _RESULTS = msgspec.msgpack.Decoder(list[RowResult])
-_encode = msgspec.msgpack.Encoder().encode
+
+
+def unpack_rows(packed: bytes) -> list[tuple[int, int, bytes, bool]]:
+    """Number, line and bytes of the rows of `pack_rows`, and whether these are Python objects."""
+    return _ROWS.decode(packed)
+
+
+def pack_results(results: Sequence[RowResult]) -> bytes:
+    """Results as bytes."""
+    return msgspec.msgpack.encode(results)
 
 
 def unpack_results(report: EngineReport) -> list[RowResult]:
@@ -160,7 +169,7 @@ class LeaseQueue:
 
     def add(self, packed: bytes) -> None:
         with self._changed:
-            self._rows.extend(_ROWS.decode(packed))
+            self._rows.extend(unpack_rows(packed))
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -416,6 +425,10 @@ class EngineWorker:
         self._loop.ready()
         return self._said(planned) if self._loop.fault is None else self._loop.fault[0]
 
+    def add(self, packed: bytes) -> None:
+        """Take rows; an exchange that is under way returns their results too."""
+        self._queue.add(packed)
+
     def exchange(self, packed: bytes, wait_s: float) -> EngineReport:
         """Take the rows ``packed``; return the results since the last exchange, after ``wait_s`` or earlier."""
         loop = self._loop
@@ -423,7 +436,7 @@ class EngineWorker:
         self._queue.add(packed)
         results = self._queue.results(wait_s, over=lambda: loop.fault is not None)
         return EngineReport(
-            results=_encode(results),
+            results=pack_results(results),
             count=len(results),
             queued=len(self._queue),
             running=loop.running,
@@ -441,7 +454,7 @@ class EngineWorker:
         assert loop is not None
         self._queue.close()
         loop.join(timeout_s)
-        report = self.exchange(_encode([]), 0.0)
+        report = self.exchange(pack_rows(()), 0.0)
         self._files.close()
         return report, loop.trace() if loop.fault is None else b""
 

@@ -110,7 +110,7 @@ def test_a_pass_is_refilled_while_it_runs(tmp_path: Path) -> None:
     run(PlayedCluster(kind), path, sizes=LeaseSizes(ahead_s=0.5, least_s=0.05))
     passes = kind.made[0].passes  # type: ignore[attr-defined]
     assert sum(passes) == 400
-    assert sum(each < 8 for each in passes) <= 2
+    assert set(passes[:-5]) == {8}
 
 
 def test_a_slow_engine_gets_less(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_slow_engine_gets_less(tmp_path: Path) -> None:
     assert done[0] > 3 * done[1] > 0
 
 
-@pytest.mark.parametrize("kills", [1, 4])
+@pytest.mark.parametrize("kills", [1, 2])  # three may be deaths of one row
 def test_killed_engines_lose_nothing(tmp_path: Path, expected: Any, kills: int) -> None:
     path = prompts(tmp_path)
     cluster = PlayedCluster(worker(batch_size=4, pass_s=0.01), worker(batch_size=4, pass_s=0.01))
@@ -152,7 +152,6 @@ def test_a_row_that_ends_its_engine_becomes_an_error_row(tmp_path: Path, expecte
 
     def die(request: Request) -> None:
         if len(request.token_ids) == len(poison):
-            cluster.actors[-1][1].kill()
             for _, actor in cluster.actors:
                 if actor.worker._loop is not None and threading.current_thread() is actor.worker._loop._thread:
                     actor.kill()
