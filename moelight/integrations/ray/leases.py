@@ -17,10 +17,12 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from moelight.batch.rows import BadRow, Row
 
 MOST_DEATHS = 3
+_MOST_VICTIMS = 64  # engines among which an idle one looks for rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +68,7 @@ class _Holder:
 
     batch_rows: int
     tokens_per_s: float
+    planned: float
     measured: bool = False
     queued: int = 0
     tokens: float = 0.0
@@ -89,6 +92,8 @@ class LeaseBook:
         self._again: list[deque[LeasedRow]] = [deque() for _ in range(MOST_DEATHS)]
         self._open: dict[int, LeasedRow] = {}
         self._holders: dict[str, _Holder] = {}
+        self._queuing: dict[str, None] = {}  # engines with rows that they have not begun, the longest unheard first
+        self._speed = self._planned = self._measured = 0.0  # of all engines; of those that were measured, both
         self._estimated = self._spent = 0.0
         self._crowd = 1
 
@@ -112,18 +117,25 @@ class LeaseBook:
 
     def share(self, engine: str) -> float:
         """The part of the work that is left which is for ``engine``, 0 to 1."""
-        return self._holders[engine].tokens_per_s / sum(each.tokens_per_s for each in self._holders.values())
+        return self._holders[engine].tokens_per_s / max(self._speed, 1e-9)
 
     def join(self, engine: str, *, batch_rows: int, tokens_per_s: float) -> None:
         """Add an engine, with the speed that its plan predicts. It is corrected by what the others' plans predicted and
         what they then did."""
         planned = max(1e-9, tokens_per_s)
-        self._holders[engine] = _Holder(batch_rows=max(1, batch_rows), tokens_per_s=planned)
+        if self._planned:  # what the plans of the others were wrong by
+            planned *= self._measured / self._planned
+        self._holders[engine] = _Holder(
+            batch_rows=max(1, batch_rows), tokens_per_s=planned, planned=max(1e-9, tokens_per_s)
+        )
+        self._speed += planned
 
     def leave(self, engine: str, *, died: bool) -> list[LeasedRow]:
         """Remove an engine; its rows wait again. ``died``: by itself, not with its node and not because it was told
         to. Returns the rows that have now died too often, which are done."""
         holder = self._holders.pop(engine)
+        self._queuing.pop(engine, None)
+        self._speed -= holder.tokens_per_s
         condemned: list[LeasedRow] = []
         self._crowd = max(self._crowd, len(holder.held)) if died else self._crowd
         for row in holder.held.values():
@@ -140,14 +152,19 @@ class LeaseBook:
     def measure(self, engine: str, *, tokens_per_s: float, queued: int) -> None:
         """Record the speed of ``engine``, in tokens of prompts and answers, and the rows that it has not begun."""
         holder = self._holders[engine]
-        holder.queued = queued
-        if tokens_per_s > 0:
-            ratio = tokens_per_s / holder.tokens_per_s
-            if not holder.measured:  # the plans of the others err likewise, until they are measured
+        self._queue(engine, queued)
+        if tokens_per_s <= 0:
+            return
+        if not holder.measured:
+            if not self._planned:  # all plans are of one planner: they err likewise, until they are measured
+                ratio = tokens_per_s / holder.planned
                 for other in self._holders.values():
-                    if not other.measured and other is not holder:
-                        other.tokens_per_s *= ratio
-            holder.tokens_per_s, holder.measured = tokens_per_s, True
+                    other.tokens_per_s *= ratio
+                self._speed *= ratio
+            self._planned, self._measured = self._planned + holder.planned, self._measured + tokens_per_s
+            holder.measured = True
+        self._speed += tokens_per_s - holder.tokens_per_s
+        holder.tokens_per_s = tokens_per_s
 
     def lease(self, engine: str, now_s: float) -> list[LeasedRow]:
         """The rows that ``engine`` is given now; empty if it has enough, or none are left."""
@@ -168,7 +185,7 @@ class LeaseBook:
         if given:
             due_s = now_s + sizes.late_s + sizes.slack * self.seconds_left(engine)
             holder.leases.append(_Lease(numbers={row.number for row in given}, due_s=due_s))
-            holder.queued += len(given)
+            self._queue(engine, holder.queued + len(given))
         return given
 
     def returned(self, engine: str, number: int, *, spent: float | None = None) -> LeasedRow | None:
@@ -195,10 +212,8 @@ class LeaseBook:
     def victim(self, thief: str) -> tuple[str, float] | None:
         """The engine from which ``thief``, which has nothing to begin, is to get rows, and how many tokens of them."""
         mine = self.seconds_left(thief)
-        others = [
-            (self.seconds_left(name), name) for name, each in self._holders.items() if each.queued and name != thief
-        ]
-        most, name = max(others, default=(0.0, ""))
+        some = islice(self._queuing, _MOST_VICTIMS)
+        most, name = max(((self.seconds_left(name), name) for name in some if name != thief), default=(0.0, ""))
         if most - mine < self.sizes.least_s:
             return None
         rates = self._holders[thief].tokens_per_s, self._holders[name].tokens_per_s
@@ -219,6 +234,12 @@ class LeaseBook:
                         count += 1
             holder.leases = [lease for lease in holder.leases if lease.numbers]
         return count
+
+    def _queue(self, engine: str, queued: int) -> None:
+        self._holders[engine].queued = queued
+        self._queuing.pop(engine, None)
+        if queued:
+            self._queuing[engine] = None
 
     @property
     def _scale(self) -> float:

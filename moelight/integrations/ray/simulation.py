@@ -12,12 +12,13 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from dataclasses import dataclass, field, replace
+from collections import deque
+from dataclasses import dataclass, field
 
 from moelight.core.errors import ConfigError
 from moelight.integrations.ray.leases import LeaseBook, LeasedRow, LeaseSizes
 
-_MOST_BUNDLES = 100_000
+_MOST_BUNDLES = 60_000
 _HEARTBEAT_S = 1.0
 _LEAST_PLACES = 4  # of an engine, in bundles
 
@@ -88,7 +89,7 @@ class _SimulatedEngine:
     speed: float
     born: int = 0
     running: dict[int, float] = field(default_factory=dict)
-    queue: list[LeasedRow] = field(default_factory=list)
+    queue: deque[LeasedRow] = field(default_factory=deque)
     finished: list[int] = field(default_factory=list)
     exchanging: bool = False
     alive: bool = False
@@ -177,9 +178,14 @@ class ClusterSimulation:
             return
         self._failures += 1
         self._book.leave(str(number), died=False)
-        self._engines[number] = replace(engine, born=engine.born + 1, running={}, queue=[], finished=[], alive=False)
+        self._engines[number] = replace(
+            engine, born=engine.born + 1, running={}, queue=deque(), finished=[], alive=False
+        )
         self._engines[number].exchanging = False
         self._event(now_s + self._at.back_s + self._at.load_s, "up", number)
+        for other, idle in enumerate(self._engines):
+            if idle.alive and not idle.queue and len(idle.running) < self._places:
+                self._exchange(other, idle, now_s)
 
     def _exchange(self, number: int, engine: _SimulatedEngine, now_s: float) -> None:
         """An engine calls: the driver takes its results and leases rows, one engine after another."""
@@ -223,7 +229,7 @@ class ClusterSimulation:
         """Fill the free places from the queue."""
         at = self._at
         while engine.queue and len(engine.running) < self._places:
-            row = engine.queue.pop(0)
+            row = engine.queue.popleft()
             length = (1 - at.spread) + at.spread * self._draw.expovariate(1.0)
             end_s = now_s + at.row_s * length / engine.speed
             engine.running[row.number] = end_s
