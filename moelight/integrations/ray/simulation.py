@@ -178,10 +178,7 @@ class ClusterSimulation:
             return
         self._failures += 1
         self._book.leave(str(number), died=False)
-        self._engines[number] = replace(
-            engine, born=engine.born + 1, running={}, queue=deque(), finished=[], alive=False
-        )
-        self._engines[number].exchanging = False
+        self._engines[number] = _SimulatedEngine(speed=engine.speed, born=engine.born + 1)
         self._event(now_s + self._at.back_s + self._at.load_s, "up", number)
         for other, idle in enumerate(self._engines):
             if idle.alive and not idle.queue and len(idle.running) < self._places:
