@@ -19,6 +19,7 @@ import os
 import random
 import resource
 import shutil
+import signal
 import statistics
 import tempfile
 import time
@@ -98,7 +99,8 @@ class Watch(Progress):
     def counts(self, counts: JobCounts) -> None:
         self.memory.append((counts.done, rss_bytes()))
         if self._stop_at is not None and counts.done >= self._stop_at:
-            os.kill(os.getpid(), 2)
+            self._stop_at = None
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def driver(scratch: Path, count: int) -> dict[str, Any]:
@@ -289,7 +291,10 @@ def main() -> None:
         "throughput": lambda: throughput(scratch, args.mixed_rows, rounds=args.rounds),
         "simulator": lambda: simulator(scratch),
     }
-    found = {name: sections[name]() for name in args.sections}
+    found = {}
+    for name in args.sections:
+        found[name] = sections[name]()
+        print(f"{name}: {found[name]}", flush=True)
     shutil.rmtree(scratch)
     print(json.dumps(found))
 

@@ -389,7 +389,8 @@ class EngineLoop:
         self.figures = EngineFigures(
             stats=engine.stats,
             kv_usage=engine.kv_usage,
-            binding=None if binding is None else (str(binding.lane), binding.share),
+            # None at the start of each run of the engine
+            binding=self.figures.binding if binding is None else (str(binding.lane), binding.share),
             changes=(*self.figures.changes, *(change.reason for change in changes)),
         )
 
