@@ -2,7 +2,7 @@
 order of the rows, the status. Engines are leased rows (`LeaseBook`) and return lines; they keep nothing.
 
 The driver has one call under way to each engine, an exchange: it carries new rows there and results back, at the latest
-after `EXCHANGE_S`. A call that ends with an error ends the engine; its rows are leased to others, and its seat is given
+after `exchange_interval_s`. A call that ends with an error ends the engine; its rows are leased to others, and its seat is given
 another engine.
 """
 
@@ -30,7 +30,13 @@ from moelight.core.schedule import Lane
 from moelight.core.small_files import read_bytes
 from moelight.engine.tokenizer import MOST_TOKENIZER_BYTES
 from moelight.integrations.ray.cluster import ActorLost, Cluster, ClusterOptions, Seat
-from moelight.integrations.ray.leases import MOST_DEATHS, LeaseBook, LeasedRow, LeaseSizes
+from moelight.integrations.ray.leases import (
+    MOST_DEATHS,
+    LeaseBook,
+    LeasedRow,
+    LeaseSizes,
+    exchange_interval_s,
+)
 from moelight.integrations.ray.worker import (
     PROMPT_WEIGHT,
     EngineFigures,
@@ -47,9 +53,7 @@ from moelight.optimizer.allowed import CHOOSE
 from moelight.profiles.workload import Workload
 from moelight.runtime.measure import peak_rss_bytes
 
-EXCHANGE_S = 1.0
-_EXCHANGE_COST_S, _EXCHANGE_SHARE = 1.5e-3, 0.25  # of the driver's time: `benchmarks/ray_jobs.py`
-_IDLE_S = 0.1  # of an exchange with an engine that waits for rows
+_IDLE_SHARE = 0.1  # of the interval of exchanges: for an engine that waits for rows
 _SEATS_EVERY_S, _TOLD_EVERY_S = 2.0, 1.0
 _SILENT_S = 60.0  # an engine that answers no exchange for this long: its rows are leased to others too
 _MOST_FAILURES = 5  # of the engines of a seat, one after another without a result
@@ -388,8 +392,8 @@ class ClusterJob:
         rows = self._book.lease(name, time.monotonic())
         state.queued += len(rows)
         idle = not state.queued
-        # The driver's time for exchanges that carry nothing is bounded, however many engines there are.
-        wait_s = max(_IDLE_S if idle else EXCHANGE_S, _EXCHANGE_COST_S / _EXCHANGE_SHARE * len(self._engines))
+        interval_s = exchange_interval_s(len(self._engines))
+        wait_s = interval_s * _IDLE_SHARE if idle else interval_s
         state.call = state.actor.exchange.remote(pack_rows(rows), wait_s)
         if idle and (found := self._book.victim(name)) is not None:
             victim = self._engines[found[0]]
@@ -463,7 +467,7 @@ class ClusterJob:
         silent = frozenset(
             name
             for name, state in self._engines.items()
-            if state.plan is not None and now_s - state.heard_s > _SILENT_S + EXCHANGE_S
+            if state.plan is not None and now_s - state.heard_s > _SILENT_S + exchange_interval_s(len(self._engines))
         )
         self._book.late(now_s, silent=silent)
         counts = self._counts()

@@ -22,7 +22,15 @@ from itertools import islice
 from moelight.batch.rows import BadRow, Row
 
 MOST_DEATHS = 3
+EXCHANGE_S = 1.0
+_EXCHANGE_COST_S, _EXCHANGE_SHARE = 1.5e-3, 0.25  # of the driver's time: `benchmarks/ray_jobs.py`
 _MOST_VICTIMS = 64  # engines among which an idle one looks for rows
+
+
+def exchange_interval_s(engines: int) -> float:
+    """Seconds between two exchanges with an engine that has enough: exchanges that carry nothing take at most
+    `_EXCHANGE_SHARE` of the driver's time, however many engines there are."""
+    return max(EXCHANGE_S, _EXCHANGE_COST_S / _EXCHANGE_SHARE * engines)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,10 +16,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from moelight.core.errors import ConfigError
-from moelight.integrations.ray.leases import LeaseBook, LeasedRow, LeaseSizes
+from moelight.integrations.ray.leases import LeaseBook, LeasedRow, LeaseSizes, exchange_interval_s
 
 _MOST_BUNDLES = 60_000
-_HEARTBEAT_S = 1.0
 _LEAST_PLACES = 4  # of an engine, in bundles
 
 
@@ -124,8 +123,8 @@ class ClusterSimulation:
     def run(self) -> ClusterRun:
         """Simulate until the last row is done."""
         at = self._at
-        # The driver answers the heartbeats of all engines beside everything else.
-        heartbeats = min(0.95, at.nodes * at.exchange_s / _HEARTBEAT_S)
+        # Exchanges are counted by the clock, since bundles make few: one of each engine in `exchange_interval_s`.
+        heartbeats = at.nodes * at.exchange_s / exchange_interval_s(at.nodes)
         self._slowed = 1.0 / (1.0 - heartbeats)
         for number in range(at.nodes):
             self._event(at.load_s, "up", number)
@@ -136,7 +135,7 @@ class ClusterSimulation:
             engine = self._engines[number]
             if now_s >= next_late_s:
                 self._book.late(now_s)
-                next_late_s = now_s + max(1.0, at.row_s / 100)
+                next_late_s = now_s + max(1.0, at.row_s / 10)
             if kind == "down":
                 self._down(number, engine, now_s)
             elif born == engine.born:
@@ -191,7 +190,7 @@ class ClusterSimulation:
         engine.exchanging = True
         begin_s = max(now_s + self._at.latency_s / 2, self._driver_free_s)
         taken = len(engine.finished)
-        cost_s = (self._at.exchange_s + self._at.row_driver_s * taken * self._bundle) * self._slowed
+        cost_s = self._at.row_driver_s * taken * self._bundle * self._slowed
         self._driver_free_s = begin_s + cost_s
         self._driver_busy_s += cost_s
         self._exchanges += 1
