@@ -316,8 +316,7 @@ class Engine:
         """Serve ``requests`` that `check` accepted; yield each completion when it is finished.
 
         Args:
-            requests: read lazily, one ahead; may exceed memory. A None among them: there is none at present, so the run
-                goes on and asks again before the next pass. Its exceptions are raised once the pass has ended.
+            requests: read lazily, one ahead (None: none at present); exceptions are raised once the pass has ended.
             on_pass: called after every pass; `timeline`, `progress_tokens` and `binding` then describe that pass.
             until: called after every pass, once its completions were consumed; True ends the run and drops all
                 unfinished requests.

@@ -34,7 +34,7 @@ _WAIT_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Processor:
+class DataProcessor:
     """A stage of Ray Data: called with a dataset, it returns the dataset with the columns of the answers.
 
     Attributes:
@@ -90,7 +90,7 @@ def build_processor(
     tasks_per_engine: int = 8,
     ray_remote_args: Mapping[str, Any] | None = None,
     **plan: Any,
-) -> Processor:
+) -> DataProcessor:
     """Return a stage of Ray Data that answers the rows of a dataset.
 
     Args:
@@ -105,14 +105,33 @@ def build_processor(
     Raises:
         ConfigError: Ray is not installed, or an option is unknown.
     """
+    from moelight.integrations.ray.cluster import require_ray
+
+    require_ray()
+    return DataProcessor(
+        setup=_setup(policy, model, sampling, workload, plan),
+        preprocess=preprocess,
+        postprocess=postprocess,
+        engines=engines,
+        rows_per_task=rows_per_task,
+        tasks_per_engine=tasks_per_engine,
+        ray_remote_args=dict(ray_remote_args or {}),
+    )
+
+
+def _setup(
+    policy: Policy | str | Path | None,
+    model: str | None,
+    sampling: SamplingParams | Mapping[str, Any] | None,
+    workload: Workload | None,
+    plan: Mapping[str, Any],
+) -> WorkerSetup:
     from moelight.batch.options import JobOptions
     from moelight.engine.model import EngineOptions
-    from moelight.integrations.ray.cluster import require_ray
     from moelight.integrations.ray.worker import WorkerSetup
     from moelight.profiles.policy_files import load_policy
     from moelight.profiles.workload import Workload
 
-    require_ray()
     known = [each.name for each in fields(EngineOptions)]
     for name in plan:
         if name not in known:
@@ -125,19 +144,11 @@ def build_processor(
     options = JobOptions(
         prompts=Path(), model=named, policy=policy, sampling=sampling, token_ids=True, ignore_model=True, **plan
     )
-    return Processor(
-        setup=WorkerSetup(
-            options=options,
-            format="simple",
-            facts={"model": {}, "numbers": {}, "prompts": {"digest": ""}},
-            workload=workload or replace(Workload(), gen_len=max(1, sampling.max_tokens)),
-        ),
-        preprocess=preprocess,
-        postprocess=postprocess,
-        engines=engines,
-        rows_per_task=rows_per_task,
-        tasks_per_engine=tasks_per_engine,
-        ray_remote_args=dict(ray_remote_args or {}),
+    return WorkerSetup(
+        options=options,
+        format="simple",
+        facts={"model": {}, "numbers": {}, "prompts": {"digest": ""}},
+        workload=workload or replace(Workload(), gen_len=max(1, sampling.max_tokens)),
     )
 
 
