@@ -168,6 +168,7 @@ def throughput(scratch: Path, count: int, engines: tuple[int, ...] = (2,), round
         answer = answer_on(ClusterOptions(address="local", engines=engines)) if engines else None
         result = run_job(options, answer=answer)
         assert result.stats is not None
+        assert result.state == "done"
         return result.stats.tokens_per_s, output.read_bytes()
 
     speeds: dict[int, list[float]] = {each: [] for each in (0, *engines)}

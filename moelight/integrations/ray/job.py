@@ -2,8 +2,8 @@
 order of the rows, the status. Engines are leased rows (`LeaseBook`) and return lines; they keep nothing.
 
 The driver has one call under way to each engine, an exchange: it carries new rows there and results back, at the latest
-after `exchange_interval_s`. A call that ends with an error ends the engine; its rows are leased to others, and its seat is given
-another engine.
+after `exchange_interval_s`. A call that ends with an error ends the engine; its rows are leased to others, and its seat
+is given another engine.
 """
 
 from __future__ import annotations
