@@ -1,6 +1,6 @@
 """Jobs on clusters of 1 to 4,096 nodes on the virtual clock: efficiency, the driver's share, and the sizes of leases.
 
-    python benchmarks/scale.py [--quick] [--plot docs/guides/ray.svg]
+    python benchmarks/scale.py [--quick] [--plot docs/guides/ray.png]
 
 The driver's seconds for an exchange and for a row are those that `ray_jobs.py --sections driver` measured. Tables:
 

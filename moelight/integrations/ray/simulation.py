@@ -13,7 +13,7 @@ import heapq
 import math
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moelight.core.errors import ConfigError
 from moelight.integrations.ray.leases import LeaseBook, LeasedRow, LeaseSizes, exchange_interval_s
@@ -90,6 +90,7 @@ class _SimulatedEngine:
     running: dict[int, float] = field(default_factory=dict)
     queue: deque[LeasedRow] = field(default_factory=deque)
     finished: list[int] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
     exchanging: bool = False
     alive: bool = False
 
@@ -99,7 +100,10 @@ class ClusterSimulation:
 
     def __init__(self, cluster: SimulatedCluster) -> None:
         self._bundle = self._bundle_of(cluster)
-        self._at = cluster
+        # Of a longer job, the steady middle is repeated.
+        self._whole_rows = cluster.rows
+        most = max(_MOST_BUNDLES, 16 * cluster.nodes * _LEAST_PLACES) * self._bundle
+        self._at = cluster = replace(cluster, rows=min(cluster.rows, most))
         self._draw = random.Random(cluster.seed)
         count = math.ceil(cluster.rows / self._bundle)
         self._places = max(1, round(cluster.batch_rows / self._bundle))
@@ -117,8 +121,8 @@ class ClusterSimulation:
 
     @staticmethod
     def _bundle_of(cluster: SimulatedCluster) -> int:
-        largest = max(1, cluster.batch_rows // _LEAST_PLACES, cluster.rows // (cluster.nodes * 64))
-        return max(1, min(math.ceil(cluster.rows / _MOST_BUNDLES), largest))
+        largest = max(1, min(cluster.batch_rows // _LEAST_PLACES, cluster.rows // (cluster.nodes * 64)))
+        return min(math.ceil(cluster.rows / _MOST_BUNDLES), largest)
 
     def run(self) -> ClusterRun:
         """Simulate until the last row is done."""
@@ -130,7 +134,10 @@ class ClusterSimulation:
             self._event(at.load_s, "up", number)
             self._event(self._failure_s(), "down", number)
         now_s = next_late_s = 0.0
+        middle: list[float] = []  # when a half and a quarter of the rows were left
         while not self._book.finished:
+            if len(middle) < 2 and self._book.unfinished <= self._count // (2 << len(middle)):
+                middle.append(now_s)
             now_s, _, kind, number, born = heapq.heappop(self._events)
             engine = self._engines[number]
             if now_s >= next_late_s:
@@ -141,13 +148,13 @@ class ClusterSimulation:
             elif born == engine.born:
                 getattr(self, f"_{kind}")(number, engine, now_s)
         total = sum(engine.speed for engine in self._engines)
-        ideal_s = at.rows * at.row_s / (at.batch_rows * total)
+        repeated = (self._whole_rows - at.rows) / (at.rows / 4)
         return ClusterRun(
-            seconds=now_s,
-            ideal_s=ideal_s,
+            seconds=now_s + (repeated * (middle[1] - middle[0]) if repeated else 0.0),
+            ideal_s=self._whole_rows * at.row_s / (at.batch_rows * total),
             driver_share=min(1.0, heartbeats + self._driver_busy_s / max(now_s, 1e-9) * (1 - heartbeats)),
-            redone_rows=(self._begun - self._count) * self._bundle,
-            failures=self._failures,
+            redone_rows=round((self._begun - self._count) * self._bundle * self._whole_rows / at.rows),
+            failures=round(self._failures * self._whole_rows / at.rows),
             exchanges=self._exchanges,
             stolen_rows=self._stolen * self._bundle,
         )
@@ -189,7 +196,8 @@ class ClusterSimulation:
             return
         engine.exchanging = True
         begin_s = max(now_s + self._at.latency_s / 2, self._driver_free_s)
-        taken = len(engine.finished)
+        engine.sent, engine.finished = engine.finished, []
+        taken = len(engine.sent)
         cost_s = self._at.row_driver_s * taken * self._bundle * self._slowed
         self._driver_free_s = begin_s + cost_s
         self._driver_busy_s += cost_s
@@ -200,15 +208,17 @@ class ClusterSimulation:
         """The driver's answer has arrived."""
         name = str(number)
         engine.exchanging = False
-        for done in engine.finished:
+        for done in engine.sent:
             self._book.returned(name, done, spent=None)
-        engine.finished.clear()
+        engine.sent = []
         self._book.measure(name, tokens_per_s=self._rate * engine.speed, queued=len(engine.queue))
         given = self._book.lease(name, now_s)
         if not given and not engine.queue and len(engine.running) < self._places:
             given = self._steal(name, now_s)
         engine.queue += given
         self._begin(number, engine, now_s)
+        if engine.finished and not engine.queue:  # what ended meanwhile
+            self._exchange(number, engine, now_s)
 
     def _steal(self, name: str, now_s: float) -> list[LeasedRow]:
         victim = self._book.victim(name)

@@ -52,13 +52,15 @@ def test_amounts_and_labels_are_checked_before_a_cluster_is_reached(options: tup
 
 
 def test_a_simulated_cluster_is_shown() -> None:
-    question = ("-m", "mixtral-8x7b", "--hw", "t4", "--nodes", "16", "--rows", "100000", "--failures", "0.1")
+    work = ("--num-requests", "24", "--prompt-len", "12", "--gen-len", "8")
+    question = ("-m", "demo", "--hw", "t4", *work, "--nodes", "4", "--rows", "4000", "--load", "0")
     done = moelight_inside("simulate", *question, "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["cluster"]
-    assert found["nodes"] == 16
-    assert 0.5 < found["efficiency"] <= 1.0
-    assert found["tokens_per_s"] == pytest.approx(16 * found["engine_tokens_per_s"] * found["efficiency"], rel=0.1)
+    assert (found["nodes"], found["rows"], found["failures"]) == (4, 4000, 0)
+    assert 0 < found["efficiency"] <= 1.0
+    assert found["tokens_per_s"] == pytest.approx(4 * found["engine_tokens_per_s"] * found["efficiency"], rel=0.2)
+    assert "4,000" in moelight_inside("simulate", *question).stdout
 
 
 def test_the_cluster_for_clouds_has_rays_schema() -> None:

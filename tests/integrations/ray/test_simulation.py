@@ -39,7 +39,7 @@ def test_slow_nodes_cost_what_they_lack() -> None:
 def test_failures_redo_the_rows_that_an_engine_held() -> None:
     found = run(rows=40_000, failures_per_hour=2.0)
     assert found.failures > 3
-    assert 0 < found.redone_rows <= found.failures * 64
+    assert 0 < found.redone_rows <= found.failures * 2 * 64  # in its passes, and answers on their way
     assert found.efficiency < run(rows=40_000).efficiency
 
 
