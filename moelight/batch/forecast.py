@@ -66,7 +66,7 @@ class Forecast:
         """Seconds of all passes if every answer has its maximum length; None without a plan."""
         if self.engines:
             return max((each.seconds for each in self.engines if each.seconds is not None), default=None)
-        return None if self.plan is None else predicted_s(self.plan)
+        return None if self.plan is None else self.plan.predicted_s
 
     @property
     def given(self) -> str:
@@ -87,11 +87,6 @@ class Forecast:
             "plan": None if self.plan is None else plan_as_dict(self.plan),
             **({"engines": [asdict(each) for each in self.engines]} if self.engines else {}),
         }
-
-
-def predicted_s(plan: Plan) -> float:
-    """Seconds of ``plan`` for its whole workload."""
-    return sum(phase.passes * phase.seconds for phase in plan.estimate.phases)
 
 
 def predicted_prompt_s(plan: Plan) -> float:

@@ -20,7 +20,7 @@ import msgspec
 
 from moelight.batch.fields import RowContext
 from moelight.batch.fingerprint import digest_of_file, number_facts, sampling_facts
-from moelight.batch.forecast import EngineForecast, Forecast, predicted_prompt_s, predicted_s
+from moelight.batch.forecast import EngineForecast, Forecast, predicted_prompt_s
 from moelight.batch.input import open_input
 from moelight.batch.journal import Ledger, open_outputs
 from moelight.batch.model_names import ModelNames
@@ -434,7 +434,7 @@ def job_start(job: JobRun, *, why: str, plan: Plan | None) -> JobStart:
         prompt_tokens=summary.prompt_tokens,
         expected_tokens=summary.generated_tokens,
         plan=why,
-        predicted_s=None if plan is None else share * predicted_s(plan),
+        predicted_s=None if plan is None else share * plan.predicted_s,
         predicted_prompt_s=None if plan is None else share * predicted_prompt_s(plan),
     )
 

@@ -112,9 +112,10 @@ class LazyModel:
                 constraints.check(sampling.structured_outputs)
 
     def plan(self, options: EngineOptions, workload: Workload) -> PlannedModel:
-        """Audit the checkpoint; return the given policy, or the fastest for ``workload`` (BudgetError if none fits)."""
+        """Audit the checkpoint; return the given policy, or the fastest for ``workload`` (BudgetError if none fits). A
+        machine of which no profile is kept is measured first if the job is long enough to be worth it."""
         from moelight.engine.checkpoints import open_model
-        from moelight.engine.planning import plan_for
+        from moelight.engine.planning import measured_for, plan_for
         from moelight.runtime.machine import find_machine
 
         source = open_model(self.name)
@@ -123,7 +124,7 @@ class LazyModel:
             return PlannedModel(source=source, policy=policy, plan=None, workload=workload, options=options)
         machine = find_machine(options.device)
 
-        def planned(batch_size: int | None) -> Plan:
+        def fastest(batch_size: int | None) -> Plan:
             return plan_for(
                 self.name,
                 source,
@@ -140,11 +141,17 @@ class LazyModel:
                 experts=options.experts.policy,
             )
 
-        plan = planned(options.batch_size)
-        if plan.policy.batch_size > _MANY and options.batch_size is None:
-            fewer = planned(_MANY)
-            if fewer.estimate.tokens_per_s >= _AS_FAST * plan.estimate.tokens_per_s:
-                plan = fewer
+        def planned() -> Plan:
+            plan = fastest(options.batch_size)
+            if plan.policy.batch_size > _MANY and options.batch_size is None:
+                fewer = fastest(_MANY)
+                if fewer.estimate.tokens_per_s >= _AS_FAST * plan.estimate.tokens_per_s:
+                    return fewer
+            return plan
+
+        plan = planned()
+        if options.hw == "auto" and measured_for(plan.predicted_s, machine, self.directory):
+            plan = planned()
         return PlannedModel(source=source, policy=plan.policy, plan=plan, workload=workload, options=options)
 
 

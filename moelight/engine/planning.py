@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from moelight.core.dtypes import FLOAT32, DType
 from moelight.core.errors import BudgetError, ConfigError, did_you_mean
@@ -29,7 +30,7 @@ from moelight.profiles.model import ModelProfile
 from moelight.profiles.tensor_list import pages
 from moelight.profiles.workload import Workload
 from moelight.runtime.machine import Machine
-from moelight.runtime.machine_profile import kept_profile
+from moelight.runtime.machine_profile import accelerator_name, kept_profile, machine_profile, to_stderr
 from moelight.runtime.measure import available_bytes, memory_limit_bytes
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.requirements import NEEDS, check_policy, misfit
@@ -38,6 +39,8 @@ from moelight.weights.tensor_map import OpenCheckpoint
 FREE_SHARE = 0.9
 _TYPICAL = {True: "t4", False: "cpu-amx"}
 _DEFAULT_CONTEXT = 1024
+# A measurement takes about ten seconds. Typical machines are fast ones, so the job takes longer than predicted here.
+_WORTH_MEASURING_S = 10.0
 # Schedules under which an expert policy has an effect.
 ON_DEMAND_SEARCHED = tuple(name for name in SEARCHED_SCHEDULES if name in ON_DEMAND_SCHEDULES)
 # A typical NVMe drive, for profiles without a disk: the checkpoint is on some disk.
@@ -158,7 +161,7 @@ def speeds_for(plan: Plan | None, *, discrete: bool) -> Speeds:
 
 def hardware_for(hw: str, *, discrete: bool) -> HardwareProfile:
     """The hardware profile ``hw``, completed with a disk and reduced to one GPU. ``auto``: this machine if it was
-    measured (`moelight profile`), else a typical one of its kind."""
+    measured (`measured_for`, `moelight profile`), else a typical one of its kind."""
     measured = kept_profile() if hw == "auto" else None
     if measured is not None and (measured.tier("device") is not None) == discrete:
         profile = measured
@@ -170,6 +173,20 @@ def hardware_for(hw: str, *, discrete: bool) -> HardwareProfile:
     if profile.tier("disk") is None:
         profile = replace(profile, tiers=(*profile.tiers, _PLAIN_DISK))
     return with_gpus(profile, 1)
+
+
+def measured_for(seconds: float, machine: Machine, model: Path) -> bool:
+    """Measure this machine and keep its profile, for a job that takes ``seconds`` on a typical one; False if there is a
+    profile, the measurement would take longer than the job, or ``machine`` is not what `machine_profile` measures."""
+    if seconds < _WORTH_MEASURING_S or machine.twin or kept_profile() is not None:
+        return False
+    if machine.discrete != (accelerator_name("auto") is not None):
+        return False
+    try:
+        machine_profile(disk_dir=model if model.is_dir() else model.parent)
+    except ConfigError as error:
+        to_stderr(f"warning: {error}")
+    return kept_profile() is not None
 
 
 def resolve_host_pages(policy: Policy, model: ModelProfile, machine: Machine, dtype: DType) -> tuple[Policy, str]:

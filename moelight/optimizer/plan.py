@@ -93,6 +93,11 @@ class Plan:
         """True if the engine can run the plan on such a machine."""
         return not self.why_not
 
+    @property
+    def predicted_s(self) -> float:
+        """Seconds of the whole workload, if every answer has its maximum length."""
+        return sum(phase.passes * phase.seconds for phase in self.estimate.phases)
+
     def use_of(self, tier: str) -> TierUse:
         """The use of ``tier``, of capacity 0 if the machine has no such tier."""
         return next(

@@ -1,8 +1,12 @@
-"""Whether experts that are near may change: decided where it can help, and never at the cost of memory."""
+"""Whether experts that are near may change: decided where it can help, and never at the cost of memory. Which machine a
+plan is for."""
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,15 +14,20 @@ from hypothesis import strategies as st
 
 from moelight.core.dtypes import FLOAT32
 from moelight.core.policy import Policy, Shares
+from moelight.engine import planning
+from moelight.engine.model import EngineOptions, LazyModel
 from moelight.engine.planning import resolve_residents
 from moelight.hrm.footprint import footprint, ring_slots
 from moelight.hrm.placement import place
 from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES
+from moelight.profiles.hardware import HardwareProfile, load_hardware_profile
 from moelight.profiles.model import ModelProfile
+from moelight.profiles.workload import Workload
 from moelight.scheduler import SCHEDULES
 from tests.shapes import examples, small_model, small_policy
 
 MODEL = small_model((True, True), experts=8)
+TWIN = {"device": "twin", "device_memory": 1 << 30}
 
 
 def resolved(policy: Policy, *, wanted: bool = False, model: ModelProfile = MODEL, **limits: int) -> tuple[Policy, str]:
@@ -89,3 +98,28 @@ def test_it_takes_no_more_memory_than_was_planned(
         assert ring_slots(placement) >= 8
     else:
         assert found.weights == policy.weights
+
+
+@pytest.mark.parametrize(
+    ("requests", "options", "measured"),
+    [(10**6, {}, 1), (10, {}, 0), (10**6, {"hw": "cpu-avx2"}, 0), (10**6, TWIN, 0)],
+)
+def test_a_long_job_on_an_unknown_machine_measures_it(
+    monkeypatch: pytest.MonkeyPatch, requests: int, options: dict[str, Any], measured: int
+) -> None:
+    """Once, before the plan is made, with the disk of the model."""
+    kept: list[HardwareProfile] = []
+    disks: list[Path | None] = []
+
+    def measure(*, disk_dir: Path | None) -> None:
+        disks.append(disk_dir)
+        kept.append(replace(load_hardware_profile("laptop-nvme"), name="auto"))
+
+    monkeypatch.setattr(planning, "machine_profile", measure)
+    monkeypatch.setattr(planning, "kept_profile", lambda: kept[0] if kept else None)
+    monkeypatch.setattr(planning, "accelerator_name", lambda device: None)
+    monkeypatch.setattr(planning, "hardware_for", inspect.unwrap(planning.hardware_for))
+    model, workload = LazyModel("demo"), Workload(num_requests=requests)
+    plans = [model.plan(EngineOptions(**({"device": "cpu"} | options)), workload).plan for _ in range(2)]
+    assert disks == [model.directory] * measured
+    assert [plan and plan.hardware == "auto" for plan in plans] == [bool(measured)] * 2

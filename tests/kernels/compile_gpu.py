@@ -155,8 +155,7 @@ def product(
     )
     constants |= {"PRODUCT": grouped.triton_dtype(torch.float32 if wide else dtype), "BY_HAND": False}
     what = f"{'fp32' if wide else NAMES[dtype]} {NAMES[stored] if stored else form} {part} {mean_rows}"
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    return facts(what, card, program, arguments, constants, **options)
+    return facts(what, card, program, arguments, constants, **tiles.launch_options(tile))
 
 
 def attentions(card: int) -> list[dict[str, Any]]:
@@ -197,8 +196,7 @@ def attend(card: int, dtype: torch.dtype, head_dim: int, group: int, *, decodes:
         arguments,
         constants,
         unaligned=("sequences", "tiles", "entries"),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        **tiles.launch_options(tile),
     )
 
 

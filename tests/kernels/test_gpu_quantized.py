@@ -12,7 +12,7 @@ from torch import Tensor
 from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.gpu.grouped import expert_ffn, triton_dtype
 from moelight.kernels.gpu.pages import PageTable
-from moelight.kernels.gpu.quantized import QuantizedTable, format_constants
+from moelight.kernels.gpu.quantized import QuantizedTable
 from moelight.kernels.quantized import QuantizedMatrix
 from moelight.profiles import stored as formats
 from tests.kernels.gpu_layers import distance, rows_of
@@ -40,14 +40,12 @@ def unpacked(weight: QuantizedMatrix, depth: int, device: torch.device) -> Tenso
     here = moved(weight, device)
     outward = torch.zeros(weight.columns, weight.rows, device=device)
     table = QuantizedTable.of([here], [outward], activation=UNGATED)
-    constants = {
-        name: triton_dtype(value) if isinstance(value, torch.dtype) else value
-        for name, value in format_constants(table.forms["gate_up"], depth).items()
-    }
+    form = table.forms["gate_up"]
+    constants = {"CODES": triton_dtype(form.dtype_of(0)), "SCALE": triton_dtype(form.dtype_of(1))}
     out = torch.full((weight.columns, weight.rows), torch.nan, device=device)
     given = (table.table, table.table.stride(0), out, weight.rows, weight.columns, here.stored.groups(weight.columns))
     grid = (-(-weight.columns // depth), -(-weight.rows // 32))
-    write_tile[grid](*given, **constants, EVEN=weight.columns % depth == 0, BN=32, BK=depth)
+    write_tile[grid](*given, **constants, FORM=form.tile(depth), EVEN=weight.columns % depth == 0, BN=32, BK=depth)
     return out.t().cpu()
 
 

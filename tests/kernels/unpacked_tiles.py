@@ -16,18 +16,7 @@ def write_tile(
     groups,
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
-    KIND: tl.constexpr,
-    NAME: tl.constexpr,
-    BITS: tl.constexpr,
-    BYTES: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    SHARED: tl.constexpr,
-    ZEROS: tl.constexpr,
-    ZERO_BIAS: tl.constexpr,
-    ORDER: tl.constexpr,
-    EXPONENT: tl.constexpr,
+    FORM: tl.constexpr,
     EVEN: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -40,8 +29,7 @@ def write_tile(
     order = pointer_to(table, table_step, 3, 0, tl.int32)
     row, first = tl.program_id(1) * BN + tl.arange(0, BN), tl.program_id(0) * BK
     tile = unpacked(
-        codes, scales, zeros, order, tl.minimum(row, rows - 1), first, rows, depth, groups,
-        KIND, NAME, BITS, BYTES, GROUP, GROUP_ROWS, TRANSPOSED, SHARED, ZEROS, ZERO_BIAS, ORDER, EXPONENT, EVEN, BK,
+        codes, scales, zeros, order, tl.minimum(row, rows - 1), first, rows, depth, groups, FORM, EVEN, BK
     )  # fmt: skip
     k = first + tl.arange(0, BK)
     tl.store(out + k[:, None] * rows + row[None, :], tile, mask=(k < depth)[:, None] & (row < rows)[None, :])

@@ -211,7 +211,7 @@ def attend(
                 if not decodes and batch.tile_tokens != tile.rows // (q.shape[1] // k.shape[1]):
                     raise ValueError(f"batch: its tiles have {batch.tile_tokens} tokens, see `prompt_form`")
                 grid = (programs, k.shape[1])
-                attention_triton.attend[grid](*given, **constants, num_warps=tile.warps, num_stages=tile.stages)
+                attention_triton.attend[grid](*given, **constants, **tiles.launch_options(tile))
     return attend_in_torch(q, k, v, batch, scale, **rest, out=out, only=batch.apart) if batch.apart else out
 
 

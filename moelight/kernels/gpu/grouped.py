@@ -205,7 +205,7 @@ def _launch(
     ):
         program, given, constants = program_of(pages, part, source, into, slots, index, tile, activation, by, wide=wide)
         grid = (len(slots) * -(-into.shape[1] // tile.columns),)
-        program[grid](*given, **constants, num_warps=tile.warps, num_stages=tile.stages)
+        program[grid](*given, **constants, **tiles.launch_options(tile))
 
 
 def _launch_cuda(

@@ -34,6 +34,34 @@ Biases = Sequence[Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TileForm:
+    """A stored format as the programs of `quantized_triton` know it: one constant of theirs.
+
+    Attributes:
+        kind, bits, group_rows, transposed, zero_bias, order: as in `StoredFormat`.
+        name: a ggml type; of 8-bit codes ``fp8`` or ``int8``.
+        block_bytes: bytes of a block of ggml.
+        group: inputs with one scale, 0 for all; numbers of a block of ggml.
+        shared: inputs of a tile that surely have one scale, a power of two.
+        zeros: there are zero points.
+        exponent: scales are E8M0.
+    """
+
+    kind: str
+    name: str
+    bits: int
+    block_bytes: int
+    group: int
+    group_rows: int
+    transposed: bool
+    shared: int
+    zeros: bool
+    zero_bias: int
+    order: bool
+    exponent: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixForm:
     """What is the same in the matrix of every page: its format, ``rows``, ``columns``, and the dtypes of its tensors by
     suffix; ``bias``: that of its bias, None without one."""
@@ -43,6 +71,29 @@ class MatrixForm:
     columns: int
     dtypes: tuple[tuple[str, torch.dtype], ...]
     bias: torch.dtype | None
+
+    def tile(self, depth: int) -> TileForm:
+        """How the matrix is unpacked in tiles of ``depth`` inputs, a power of two."""
+        stored = self.stored
+        codes = "fp8" if stored.codes == "F8_E4M3" else "int8"
+        group = stored.block if stored.kind == GGML else stored.group
+        shared = 1 if stored.order else min(group & -group or depth, depth)
+        if stored.kind == GGML:
+            shared = _GGML_SHARED.get(stored.name, 32)
+        return TileForm(
+            kind=stored.kind,
+            name=stored.name if stored.kind == GGML else codes if stored.kind == SCALED else "",
+            bits=stored.bits,
+            block_bytes=stored.block_bytes,
+            group=group,
+            group_rows=stored.group_rows,
+            transposed=stored.transposed,
+            shared=shared,
+            zeros=stored.zero_points,
+            zero_bias=stored.zero_bias,
+            order=stored.order,
+            exponent=stored.kind not in (GGML, PLAIN) and self.dtype_of(1) == torch.uint8,
+        )
 
     def dtype_of(self, place: int) -> torch.dtype:
         """The dtype as which kernels load the codes (0) or scales (1); that of the codes if there are none."""
@@ -213,32 +264,7 @@ def arguments_of(
         "BIAS": form.bias or torch.float32,
         "BIASED": form.bias is not None,
         "NUMBER": torch.float32 if wide else x.dtype,
-        **format_constants(form, tile.depth),
-    }
-
-
-def format_constants(form: MatrixForm, depth: int) -> dict[str, Any]:
-    """Those constants of `quantized_triton.unpacked` that say the format, and the dtypes of codes and scales; for tiles
-    of ``depth`` inputs."""
-    stored = form.stored
-    codes = "fp8" if stored.codes == "F8_E4M3" else "int8"
-    group = stored.block if stored.kind == GGML else stored.group
-    shared = 1 if stored.order else min(group & -group or depth, depth)
-    if stored.kind == GGML:
-        shared = _GGML_SHARED.get(stored.name, 32)
-    return {
         "CODES": form.dtype_of(0),
         "SCALE": form.dtype_of(1),
-        "KIND": stored.kind,
-        "NAME": stored.name if stored.kind == GGML else codes if stored.kind == SCALED else "",
-        "BITS": stored.bits,
-        "BYTES": stored.block_bytes,
-        "GROUP": group,
-        "GROUP_ROWS": stored.group_rows,
-        "TRANSPOSED": stored.transposed,
-        "SHARED": shared,
-        "ZEROS": stored.zero_points,
-        "ZERO_BIAS": stored.zero_bias,
-        "ORDER": stored.order,
-        "EXPONENT": stored.kind not in (GGML, PLAIN) and form.dtype_of(1) == torch.uint8,
+        "FORM": form.tile(tile.depth),
     }

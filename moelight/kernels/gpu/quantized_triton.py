@@ -141,25 +141,15 @@ def loaded_byte(pointers, NAME: tl.constexpr):
 
 
 @triton.jit
-def groups_of(
-    order,
-    first,
-    depth,
-    groups,
-    GROUP: tl.constexpr,
-    SHARED: tl.constexpr,
-    ORDER: tl.constexpr,
-    EVEN: tl.constexpr,
-    K: tl.constexpr,
-):
-    """The group of each SHARED-th input."""
-    k = inputs(first, depth, EVEN, K // SHARED, SHARED)
-    if ORDER:
+def groups_of(order, first, depth, groups, FORM: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr):
+    """The group of each ``FORM.shared``-th input."""
+    k = inputs(first, depth, EVEN, K // FORM.shared, FORM.shared)
+    if FORM.order:
         found = tl.minimum(tl.maximum(tl.load(order + k), 0), groups - 1)
-    elif GROUP == 0:
+    elif FORM.group == 0:
         found = k * 0
     else:
-        found = k // GROUP
+        found = k // FORM.group
     return found
 
 
@@ -285,29 +275,18 @@ def iq4_xs(blocks, row, k, g, row_bytes, BYTES: tl.constexpr):
 
 
 @triton.jit
-def ggml(
-    blocks,
-    row,
-    first,
-    depth,
-    NAME: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BYTES: tl.constexpr,
-    SHARED: tl.constexpr,
-    EVEN: tl.constexpr,
-    K: tl.constexpr,
-):
-    """Numbers of the type NAME, in blocks of BLOCK numbers in BYTES bytes, SHARED of which have one scale."""
-    k, g = inputs(first, depth, EVEN, K, 1), inputs(first, depth, EVEN, K // SHARED, SHARED)
-    row_bytes = depth // BLOCK * BYTES
-    if BLOCK == 32:
-        result = small_blocks(blocks, row, k, g, row_bytes, NAME, BYTES)
-    elif SHARED == 16:
-        result = k_sixteens(blocks, row, k, g, row_bytes, NAME, BYTES)
-    elif NAME == "IQ4_XS":
-        result = iq4_xs(blocks, row, k, g, row_bytes, BYTES)
+def ggml(blocks, row, first, depth, FORM: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr):
+    """Numbers of blocks of a ggml type."""
+    k, g = inputs(first, depth, EVEN, K, 1), inputs(first, depth, EVEN, K // FORM.shared, FORM.shared)
+    row_bytes = depth // FORM.group * FORM.block_bytes
+    if FORM.group == 32:
+        result = small_blocks(blocks, row, k, g, row_bytes, FORM.name, FORM.block_bytes)
+    elif FORM.shared == 16:
+        result = k_sixteens(blocks, row, k, g, row_bytes, FORM.name, FORM.block_bytes)
+    elif FORM.name == "IQ4_XS":
+        result = iq4_xs(blocks, row, k, g, row_bytes, FORM.block_bytes)
     else:
-        result = k_minima(blocks, row, k, g, row_bytes, NAME, BYTES)
+        result = k_minima(blocks, row, k, g, row_bytes, FORM.name, FORM.block_bytes)
     return result
 
 
@@ -315,32 +294,22 @@ def ggml(
 
 
 @triton.jit
-def codes_of(
-    codes,
-    row,
-    first,
-    rows,
-    depth,
-    KIND: tl.constexpr,
-    NAME: tl.constexpr,
-    BITS: tl.constexpr,
-    EVEN: tl.constexpr,
-    K: tl.constexpr,
-):
+def codes_of(codes, row, first, rows, depth, FORM: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr):
     """What scales multiply, zero points aside, in float32 [K, N]."""
     k = inputs(first, depth, EVEN, K, 1)
-    if KIND == "mxfp4":
+    if FORM.kind == "mxfp4":
         pair = inputs(first, depth, EVEN, K // 2, 2) // 2
         byte = tl.load(codes + row[None, :] * (depth // 2) + pair[:, None]).to(tl.int32)
         result = e2m1((repeat_rows(byte, 2) >> (tl.arange(0, K) % 2 * 4)[:, None]) & 15)
-    elif KIND == "scaled":
-        result = loaded_byte(codes + row[None, :] * depth + k[:, None], NAME)
-    elif KIND == "packed":
-        result = whole(codes_of_words(codes, row, first, depth, 1, (depth * BITS + 31) // 32, BITS, EVEN, K))
-    elif KIND == "gptq":
-        result = whole(codes_of_words(codes, row, first, depth, rows, 1, BITS, EVEN, K))
+    elif FORM.kind == "scaled":
+        result = loaded_byte(codes + row[None, :] * depth + k[:, None], FORM.name)
+    elif FORM.kind == "packed":
+        words = (depth * FORM.bits + 31) // 32
+        result = whole(codes_of_words(codes, row, first, depth, 1, words, FORM.bits, EVEN, K))
+    elif FORM.kind == "gptq":
+        result = whole(codes_of_words(codes, row, first, depth, rows, 1, FORM.bits, EVEN, K))
     else:
-        result = whole(codes_by_row(codes, row, k, rows * BITS // 32, 1, BITS, True))
+        result = whole(codes_by_row(codes, row, k, rows * FORM.bits // 32, 1, FORM.bits, True))
     return result
 
 
@@ -355,43 +324,33 @@ def scaled_codes(
     rows,
     depth,
     groups,
-    KIND: tl.constexpr,
-    NAME: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    SHARED: tl.constexpr,
-    ZEROS: tl.constexpr,
-    ZERO_BIAS: tl.constexpr,
-    ORDER: tl.constexpr,
-    EXPONENT: tl.constexpr,
+    FORM: tl.constexpr,
     EVEN: tl.constexpr,
     K: tl.constexpr,
 ):
     """`unpacked` of the formats that have scales of their own."""
-    code = codes_of(codes, row, first, rows, depth, KIND, NAME, BITS, EVEN, K)
-    group = groups_of(order, first, depth, groups, GROUP, SHARED, ORDER, EVEN, K)
-    if TRANSPOSED:
+    code = codes_of(codes, row, first, rows, depth, FORM, EVEN, K)
+    group = groups_of(order, first, depth, groups, FORM, EVEN, K)
+    if FORM.transposed:
         place = group[:, None] * rows + row[None, :]
-    elif KIND == "scaled":
-        band = row * 0 if GROUP_ROWS == 0 else row // GROUP_ROWS
+    elif FORM.kind == "scaled":
+        band = row * 0 if FORM.group_rows == 0 else row // FORM.group_rows
         place = band[None, :] * groups + group[:, None]
     else:
         place = row[None, :] * groups + group[:, None]
 
-    if KIND == "packed" and not ZEROS:
-        code -= 1 << (BITS - 1)
-    elif ZEROS:
-        if KIND == "scaled":
-            zero = loaded_byte(zeros + place, NAME)
-        elif KIND == "packed":
-            zero = whole(codes_by_row(zeros, row, group, 1, groups, BITS, False))
+    if FORM.kind == "packed" and not FORM.zeros:
+        code -= 1 << (FORM.bits - 1)
+    elif FORM.zeros:
+        if FORM.kind == "scaled":
+            zero = loaded_byte(zeros + place, FORM.name)
+        elif FORM.kind == "packed":
+            zero = whole(codes_by_row(zeros, row, group, 1, groups, FORM.bits, False))
         else:
-            zero = codes_by_row(zeros, row, group, rows * BITS // 32, 1, BITS, KIND == "awq")
-            zero = whole((zero + ZERO_BIAS) & ((1 << BITS) - 1))
-        code -= repeat_rows(zero, SHARED)
-    return code * repeat_rows(loaded_scale(scales + place, EXPONENT), SHARED)
+            zero = codes_by_row(zeros, row, group, rows * FORM.bits // 32, 1, FORM.bits, FORM.kind == "awq")
+            zero = whole((zero + FORM.zero_bias) & ((1 << FORM.bits) - 1))
+        code -= repeat_rows(zero, FORM.shared)
+    return code * repeat_rows(loaded_scale(scales + place, FORM.exponent), FORM.shared)
 
 
 @triton.jit
@@ -405,37 +364,19 @@ def unpacked(
     rows,
     depth,
     groups,
-    KIND: tl.constexpr,
-    NAME: tl.constexpr,
-    BITS: tl.constexpr,
-    BYTES: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    SHARED: tl.constexpr,
-    ZEROS: tl.constexpr,
-    ZERO_BIAS: tl.constexpr,
-    ORDER: tl.constexpr,
-    EXPONENT: tl.constexpr,
+    FORM: tl.constexpr,
     EVEN: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Inputs ``first`` to ``first`` + K of the stored ``row`` [N] of a matrix [rows, depth], as float32 [K, N].
-
-    KIND, BITS, GROUP, GROUP_ROWS, TRANSPOSED, ZEROS, ZERO_BIAS, ORDER: as in `StoredFormat`. NAME: of a ggml type,
-    whose blocks are GROUP numbers in BYTES bytes; of 8-bit codes ``fp8`` or ``int8``. SHARED: inputs of a tile that
-    surely have one scale, a power of two. EXPONENT: scales are E8M0.
-    """
-    if KIND == "ggml":
-        result = ggml(codes, row, first, depth, NAME, GROUP, BYTES, SHARED, EVEN, K)
-    elif KIND == "plain":
+    """Inputs ``first`` to ``first`` + K of the stored ``row`` [N] of a matrix [rows, depth], as float32 [K, N]; FORM: a
+    `gpu.quantized.TileForm`."""
+    if FORM.kind == "ggml":
+        result = ggml(codes, row, first, depth, FORM, EVEN, K)
+    elif FORM.kind == "plain":
         k = inputs(first, depth, EVEN, K, 1)
         result = tl.load(codes + row[None, :] * depth + k[:, None]).to(tl.float32)
     else:
-        result = scaled_codes(
-            codes, scales, zeros, order, row, first, rows, depth, groups,
-            KIND, NAME, BITS, GROUP, GROUP_ROWS, TRANSPOSED, SHARED, ZEROS, ZERO_BIAS, ORDER, EXPONENT, EVEN, K,
-        )  # fmt: skip
+        result = scaled_codes(codes, scales, zeros, order, row, first, rows, depth, groups, FORM, EVEN, K)
     return result
 
 
@@ -462,18 +403,7 @@ def unpacked_product(
     rows,
     depth,
     groups,
-    KIND: tl.constexpr,
-    NAME: tl.constexpr,
-    BITS: tl.constexpr,
-    BYTES: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    SHARED: tl.constexpr,
-    ZEROS: tl.constexpr,
-    ZERO_BIAS: tl.constexpr,
-    ORDER: tl.constexpr,
-    EXPONENT: tl.constexpr,
+    FORM: tl.constexpr,
     EVEN: tl.constexpr,
     NUMBER: tl.constexpr,
     PRODUCT: tl.constexpr,
@@ -482,10 +412,7 @@ def unpacked_product(
     BK: tl.constexpr,
 ):
     """total [BM, BN] + a [BM, BK] times the stored rows ``row`` [BN], inputs ``first`` on, rounded to NUMBER."""
-    tile = unpacked(
-        codes, scales, zeros, order, row, first, rows, depth, groups,
-        KIND, NAME, BITS, BYTES, GROUP, GROUP_ROWS, TRANSPOSED, SHARED, ZEROS, ZERO_BIAS, ORDER, EXPONENT, EVEN, BK,
-    )  # fmt: skip
+    tile = unpacked(codes, scales, zeros, order, row, first, rows, depth, groups, FORM, EVEN, BK)
     return tl.dot(a, rounded(tile, NUMBER, BY_HAND).to(PRODUCT), total, input_precision=PRECISION)
 
 
@@ -521,18 +448,7 @@ def grouped_quantized(
     SCALE: tl.constexpr,
     BIAS: tl.constexpr,
     BIASED: tl.constexpr,
-    KIND: tl.constexpr,
-    NAME: tl.constexpr,
-    BITS: tl.constexpr,
-    BYTES: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    SHARED: tl.constexpr,
-    ZEROS: tl.constexpr,
-    ZERO_BIAS: tl.constexpr,
-    ORDER: tl.constexpr,
-    EXPONENT: tl.constexpr,
+    FORM: tl.constexpr,
     EVEN: tl.constexpr,
     NUMBER: tl.constexpr,
     PRODUCT: tl.constexpr,
@@ -576,14 +492,12 @@ def grouped_quantized(
         a = rows_at(x, source, x_stride, step, depth, EVEN, PRODUCT, BK)
         total = unpacked_product(
             total, a, codes, scales, zeros, order, stored, step * BK, rows_stored, depth, groups,
-            KIND, NAME, BITS, BYTES, GROUP, GROUP_ROWS, TRANSPOSED, SHARED, ZEROS, ZERO_BIAS, ORDER, EXPONENT, EVEN,
-            NUMBER, PRODUCT, PRECISION, BY_HAND, BK,
+            FORM, EVEN, NUMBER, PRODUCT, PRECISION, BY_HAND, BK,
         )  # fmt: skip
         if GATED:
             total_up = unpacked_product(
                 total_up, a, up_codes, up_scales, up_zeros, up_order, stored + up_row, step * BK, rows_stored, depth,
-                groups, KIND, NAME, BITS, BYTES, GROUP, GROUP_ROWS, TRANSPOSED, SHARED, ZEROS, ZERO_BIAS, ORDER,
-                EXPONENT, EVEN, NUMBER, PRODUCT, PRECISION, BY_HAND, BK,
+                groups, FORM, EVEN, NUMBER, PRODUCT, PRECISION, BY_HAND, BK,
             )  # fmt: skip
     total *= 1.0 if ACTIVE else FACTOR
     if BIASED:

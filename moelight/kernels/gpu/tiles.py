@@ -116,3 +116,9 @@ def choose_attention(
     if decodes:
         return AttentionTile(rows=least, keys=keys, depth=head_dim, warps=wide if least <= 16 else 8, stages=stages)
     return AttentionTile(rows=max(least, 64), keys=keys, depth=head_dim, warps=8, stages=stages)
+
+
+def launch_options(tile: Tile | AttentionTile) -> dict[str, int | bool]:
+    """Triton's options of a program over ``tile``. Sums of products are fused, whatever the default of the version is:
+    Triton 3.9 fuses and warns, 3.10 does not."""
+    return {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
