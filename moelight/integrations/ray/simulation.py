@@ -134,9 +134,9 @@ class ClusterSimulation:
             self._event(at.load_s, "up", number)
             self._event(self._failure_s(), "down", number)
         now_s = next_late_s = 0.0
-        middle: list[float] = []  # when a half and a quarter of the rows were left
+        middle: list[float] = []  # when three quarters and a quarter of the rows were left
         while not self._book.finished:
-            if len(middle) < 2 and self._book.unfinished <= self._count // (2 << len(middle)):
+            if len(middle) < 2 and self._book.unfinished <= self._count * (3 - 2 * len(middle)) // 4:
                 middle.append(now_s)
             now_s, _, kind, number, born = heapq.heappop(self._events)
             engine = self._engines[number]
@@ -148,7 +148,7 @@ class ClusterSimulation:
             elif born == engine.born:
                 getattr(self, f"_{kind}")(number, engine, now_s)
         total = sum(engine.speed for engine in self._engines)
-        repeated = (self._whole_rows - at.rows) / (at.rows / 4)
+        repeated = (self._whole_rows - at.rows) / (at.rows / 2)
         return ClusterRun(
             seconds=now_s + (repeated * (middle[1] - middle[0]) if repeated else 0.0),
             ideal_s=self._whole_rows * at.row_s / (at.batch_rows * total),
