@@ -107,11 +107,13 @@ class ClusterSimulation:
         self._draw = random.Random(cluster.seed)
         count = math.ceil(cluster.rows / self._bundle)
         self._places = max(1, round(cluster.batch_rows / self._bundle))
-        # A bundle holds its place as long as a row does; the bundles' places are as many times fewer.
+        # A bundle holds its place as long as a row does, and there are as many times fewer places; what they hold more
+        # than the passes, or less, is a matter of time.
+        self._row_s = cluster.row_s * self._places * self._bundle / cluster.batch_rows
         tokens = cluster.row_tokens * self._bundle
         rows = (LeasedRow(number=n, line=n + 1, payload=b"", tokens=tokens) for n in range(count))
         self._book = LeaseBook(rows, count=count, row_tokens=tokens, sizes=cluster.sizes)
-        self._rate = self._places * tokens / cluster.row_s
+        self._rate = self._places * tokens / self._row_s
         self._engines = [self._engine() for _ in range(cluster.nodes)]
         self._events: list[tuple[float, int, str, int, int]] = []
         self._made = 0
@@ -237,7 +239,7 @@ class ClusterSimulation:
         while engine.queue and len(engine.running) < self._places:
             row = engine.queue.popleft()
             length = (1 - at.spread) + at.spread * self._draw.expovariate(1.0)
-            end_s = now_s + at.row_s * length / engine.speed
+            end_s = now_s + self._row_s * length / engine.speed
             engine.running[row.number] = end_s
             self._begun += 1
             self._event(end_s, "ended", number)
