@@ -8,7 +8,7 @@ ones (qwen3_moe). Every contestant is a process of its own; all of a group load,
 to warm up; then they take turns, one generation each, every other round backwards, so drift of a shared machine falls
 on all alike. Groups follow one another, because not everybody fits the memory at once; moelight is in each. Figures are
 medians over rounds; ratios are taken within a round, so each is of one group. A model may be a GGUF file, which
-llama.cpp reads too: --models MODEL-Q8_0.gguf --groups llamacpp.
+llama.cpp reads too: --models MODEL-Q8_0.gguf --groups llamacpp,moelight-int8 (the same with activations in int8).
 
 Printed beside them: the roofs measured in the same run, the share of them reached, the interpreter's own share of a
 pass, and how many prompts have moelight's first token (and all tokens): bfloat16 sums of another order differ at ties.
@@ -23,7 +23,6 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -113,13 +112,16 @@ def _result(
     for batch, contestants in rows.items():
         seconds = statistics.median(turn["seconds"] for turn in shares[batch])
         contestants[OURS]["tokens_per_s"] = work.tokens(batch) / seconds
-        ratios = [row["moelight_ratio"] for name, row in contestants.items() if name != OURS]
+        others = {name: row["moelight_ratio"] for name, row in contestants.items() if name != OURS}
+        best = min((ratio for name, ratio in others.items() if not name.startswith(OURS)), default=None)
+        forms = {name: ratio for name, ratio in others.items() if name.startswith(OURS)}
         table.append(
             {
                 "batch": batch,
                 "contestants": contestants,
                 "roof_share": bound_s(work, batch, roof) / seconds,
-                "ratio_to_best_peer": min(ratios, default=None),
+                "ratio_to_best_peer": best,
+                "forms_to_best_peer": {} if best is None else {name: best / ratio for name, ratio in forms.items()},
                 "python_share": statistics.median(turn["python_share"] for turn in shares[batch]),
             }
         )
@@ -151,7 +153,8 @@ def bound_s(work: Work, batch: int, roof: dict[str, float], alive: int | None = 
     each = costs.page_bytes(model, dtype)
     layers = model.stored.pages if model.stored else [each * sparse for sparse in model.moe_layers]
     experts = model.experts.num_experts * sum(layers)
-    weights = costs.dense_bytes(replace(model, stored=None), dtype) + touched * experts
+    kept = costs.keeps_stored(model, dtype, discrete=False)
+    weights = costs.dense_bytes(model, dtype, kept=kept) + touched * experts
     prompt_tokens = sum(map(len, work.prompts[:batch]))
     decode_s = max(alive * flops / roof["bf16_flops"], weights / roof["read_bytes_per_s"])
     passes = (work.tokens(batch) - batch) / alive
@@ -172,6 +175,8 @@ def print_table(result: dict[str, Any]) -> None:
                 f"{name:26}{row['tokens_per_s']:>9.1f}{row['moelight_ratio']:>8.2f} x{row['busy_cores']:>7.2f}"
                 f"{row['load_s']:>9.1f}{row['peak_rss_bytes'] / 2**30:>10.2f}{first:>13}{equal:>12}"
             )
+        for name, ratio in found["forms_to_best_peer"].items():
+            print(f"{name} is {ratio:.2f} x the best of the others")
         print(f"{'share of the roof':26}{found['roof_share']:>9.0%}; Python's own share {found['python_share']:.1%}")
     print(f"roof: reads {roof['read_bytes_per_s'] / 1e9:.1f} GB/s, products {roof['bf16_flops'] / 1e9:.0f} Gflop/s")
 

@@ -43,13 +43,14 @@ SPECIALS = ("<|pad|>", "<|bos|>", "<|eos|>")
 LEAST_VOCABULARY = 256 + len(SPECIALS)
 FAMILY_PROFILES = {"qwen3_moe": "qwen3-30b-a3b", "olmoe": "olmoe-1b-7b"}
 # The models of the benchmarks: of 0.9 billion parameters, few large experts and many small ones, one of them with norms
-# over all heads; and one with Mixtral's proportions of 6.6 GB, for disks.
+# over all heads; and two with Mixtral's proportions for disks, of 6.6 GB and, in few large layers, of 6.2 GB.
 _SIZES = ("layers", "hidden", "intermediate", "experts", "top_k", "heads", "kv_heads", "head_dim", "vocab")
 SHAPES = {
     "mixtral-0p9b": ("mixtral-8x7b", (10, 1024, 3584, 8, 2, 16, 4, 64, 8192)),
     "qwen3moe-0p9b": ("qwen3-30b-a3b", (11, 1024, 384, 64, 8, 16, 4, 128, 8192)),
     "olmoe-0p9b": ("olmoe-1b-7b", (11, 1024, 384, 64, 8, 16, 16, 64, 8192)),
     "mixtral-6g": ("mixtral-8x7b", (16, 1536, 5376, 8, 2, 12, 3, 128, 16000)),
+    "mixtral-6g-9l": ("mixtral-8x7b", (9, 2048, 6656, 8, 2, 16, 4, 128, 16000)),
 }
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"

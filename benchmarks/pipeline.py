@@ -1,18 +1,20 @@
 """CGOPipe at the roof: whether the link that binds ever waits, on a machine without a GPU, beside orders and peers.
 
-    python benchmarks/pipeline.py [--sections disk refill memory overhead long] [--models DIR DIR] [--big DIR]
-        [--hf-python P] [--vllm-python P] [--openvino-python P] [--llamacpp DIR]
+    python benchmarks/pipeline.py [--sections disk ring refill memory overhead long] [--models DIR DIR] [--big DIR]
+        [--ring DIR] [--hf-python P] [--vllm-python P] [--openvino-python P] [--llamacpp DIR]
 
     disk      a model three times the memory it is given: the disk's busy share and rate against plain direct reads;
               orders of work; the model in fewer bytes (--disk-experts int4 Q4_K_M); accelerate's disk offload and
               llama.cpp's mapping under the same limit (--disk-peers llamacpp-Q4_K_M: on its file of that type)
+    ring      a model of which two layers are more than the memory: a ring of a few pages, against plain direct reads
+              and the tokens of the same model all in memory
     refill    ragged lengths: continuous refill against static batches on the same policy
     memory    resident models beside all peers at batch 1, 16 and 64 (`e2e.py`)
     overhead  time outside of any task, idle of the lane that binds
     long      resident memory over 2,000 requests through a constrained plan
 
-Every section measures its roof in the same run. Models that are not given are made in --scratch (2 x 1.8 GB; 6.6 GB),
-where accelerate also writes a second copy of the big one. The last line is JSON.
+Every section measures its roof in the same run. Models that are not given are made in --scratch (2 x 1.8 GB; 6.6 and
+6.2 GB), where accelerate also writes a second copy of the big one. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -26,13 +28,20 @@ import torch
 from contestants import add_places, places_of
 from e2e import MODELS
 from make_checkpoint import make_shape
-from pipeline_sections import disk, long, overhead, refill, resident
+from pipeline_sections import disk, long, overhead, refill, resident, ring
 from pipeline_sections.setting import Setting
 
 from moelight.runtime.measure import processor_name
 
-SECTIONS = {"disk": disk.run, "refill": refill.run, "memory": resident.run, "overhead": overhead.run, "long": long.run}
-BIG = "mixtral-6g"
+SECTIONS = {
+    "disk": disk.run,
+    "ring": ring.run,
+    "refill": refill.run,
+    "memory": resident.run,
+    "overhead": overhead.run,
+    "long": long.run,
+}
+BIG, RING = "mixtral-6g", "mixtral-6g-9l"
 
 
 def main() -> None:
@@ -40,10 +49,11 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory(dir=args.scratch) as made:
         scratch = Path(made)
-        small = args.sections != ["disk"]
+        small = not set(args.sections) <= {"disk", "ring"}
         setting = Setting(
             models=args.models or ([make_shape(name, scratch) for name in MODELS] if small else []),
             big=args.big or (make_shape(BIG, scratch) if "disk" in args.sections else Path(BIG)),
+            ring=args.ring or (make_shape(RING, scratch) if "ring" in args.sections else Path(RING)),
             places=places_of(args),
             scratch=scratch,
             threads=args.threads,
@@ -59,6 +69,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--models", type=Path, nargs="+", help="resident models")
     parser.add_argument("--big", type=Path, help="the model of the disk section")
+    parser.add_argument("--ring", type=Path, help="the model of the ring section")
+    parser.add_argument("--ring-memory", default="1.2GiB", help="the real limit of the ring section")
+    parser.add_argument("--ring-batches", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--scratch", type=Path, help="a directory on a disk")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -215,6 +215,8 @@ def attacked(seed: int, samples: int) -> Attacked | None:
     except BudgetError:
         return None
     took_s = time.process_time() - began_s
+    if plan.policy.ring_pages:  # beside a GPU only where nothing else fits
+        problem = replace(problem, small_rings=True)
     best = best_of_samples(problem, plan.policy, samples, seed)
     if best.count < samples or best.policy is None:
         return None

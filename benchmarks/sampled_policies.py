@@ -47,6 +47,7 @@ class Sampled:
     look_ahead: int
     admission: str
     residents: str
+    ring_pages: Any
 
     @property
     def attention_device(self) -> str:
@@ -104,6 +105,7 @@ class Sampled:
             look_ahead=self.look_ahead,
             admission=self.admission,
             residents=self.residents,
+            ring_pages=int(one.ring_pages),
             host_pages="pinned" if self.cost_model.pinned_pages else "staged",
         )
 
@@ -190,9 +192,24 @@ def drawn(problem: Problem, rng: Any, count: int, cost_model: CostModel, schedul
         look_ahead=near.look_ahead if close else int(rng.integers(1, MOST_LOOK_AHEAD + 1)),
         admission=near.admission if close else str(rng.choice(ADMISSIONS)),
         residents="static" if cost_model.discrete or rng.random() < 0.6 else "learned",
+        ring_pages=none,
     )
+    sizes = replace(sizes, ring_pages=_rings(problem, rng, sizes, near.ring_pages if close else 0))
     held = cached_sequences(problem.workload, cache, block, problem.model.max_positions)
     return _placed(problem, rng, sizes.at(np.flatnonzero(held >= 1)), near)
+
+
+def _rings(problem: Problem, rng: Any, sizes: Sampled, near: int) -> Any:
+    """Pages of rings smaller than two layers, where a policy may have them; else 0."""
+    smallest, largest = problem.rings(sizes)  # type: ignore[arg-type]
+    none = np.zeros(len(sizes), dtype=np.int64)
+    if smallest == largest:
+        return none
+    drawn = np.exp(rng.uniform(np.log(smallest), np.log(largest), len(sizes)))
+    if near:
+        drawn = np.where(rng.random(len(sizes)) < 0.7, near * np.exp(rng.normal(0, 0.3, len(sizes))), drawn)
+    small = np.clip(drawn, smallest, largest).astype(np.int64)
+    return np.where(rng.random(len(sizes)) < 0.6, small, none)
 
 
 def _sizes(problem: Problem, rng: Any, count: int) -> tuple[Any, Any, Any, Any]:
@@ -244,10 +261,13 @@ def _placed(problem: Problem, rng: Any, sizes: Sampled, near: Policy | None) -> 
     at_home = "host" if cost_model.ffn_device == "cpu" else "device"
     pages = problem.pages - computed
     resident = _most_resident(pages, np.floor(free[at_home] / slot), model.num_moe_layers)
+    small = np.floor(free[at_home] / slot) - sizes.ring_pages
+    more = (sizes.ring_pages > 0) & (small > resident) & (resident < pages)
+    resident = np.where(more, np.minimum(small, pages), resident)
     resident = np.floor(resident * (1.0 if near is not None else rng.choice([1, 1, 0.999, 0.9, 0.5], count)))
     streamed = pages - resident
     per_layer = np.ceil(streamed / model.num_moe_layers)
-    ring = 2 * per_layer
+    ring = np.where(sizes.ring_pages > 0, np.minimum(sizes.ring_pages, 2 * per_layer), 2 * per_layer)
     if sizes.residents == "learned":
         resident = np.where(
             (resident < pages) & (rng.random(count) < 0.5), resident - model.experts.num_experts, resident
@@ -262,10 +282,11 @@ def _placed(problem: Problem, rng: Any, sizes: Sampled, near: Policy | None) -> 
     if at_home == "device":
         room = np.floor(free["host"] / slot) - computed
         wanted = np.where(rng.random(count) < 0.7, streamed, np.floor(streamed * rng.random(count)))
-        ring = 0 if cost_model.pinned_pages else per_layer  # where no page comes from disk
+        deep = ring
+        ring = 0 if cost_model.pinned_pages else np.minimum(per_layer, ring)  # where no page comes from disk
         shallow = (wanted >= streamed) & (streamed + ring <= room)
-        from_host = np.where(shallow, streamed, np.clip(np.minimum(wanted, room - 2 * per_layer), 0, streamed))
-        fits &= np.where(shallow, True, from_host + np.where(from_host < streamed, 2 * per_layer, ring) <= room)
+        from_host = np.where(shallow, streamed, np.clip(np.minimum(wanted, room - deep), 0, streamed))
+        fits &= np.where(shallow, True, from_host + np.where(from_host < streamed, deep, ring) <= room)
     from_disk = streamed - from_host
     fits &= from_disk * costs.page_bytes(model, cost_model.page_dtype) <= problem.capacity_bytes["disk"]
     counts = {"resident": resident, "from_host": from_host, "from_disk": from_disk, "computed": computed}

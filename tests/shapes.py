@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from moelight.core.dtypes import FLOAT32
 from moelight.core.policy import Policy, Shares
 from moelight.hrm.costs import PAGE_ALIGNMENT
+from moelight.hrm.footprint import WHOLE_EXPERTS
 from moelight.profiles.model import AttentionSpec, ExpertSpec, LatentSpec, LayerSpec, ModelProfile, RouterSpec
 from moelight.profiles.names import MIXTRAL_STYLE
 from moelight.profiles.tensor_list import pages
@@ -161,6 +162,8 @@ def layouts(draw: st.DrawFn, schedule: str = "serial") -> Layout:
         cpu_experts=draw(st.integers(0, host)) / total if ffn == "split" else 0.0,
     )
     policy = replace(policy, host_pages=draw(st.sampled_from(["staged", "pinned"])))
+    if schedule in WHOLE_EXPERTS:
+        policy = replace(policy, ring_pages=draw(st.sampled_from([0, 0, 2, 3, 4, 5, 8])))
     if attention == "gpu":
         on_device = draw(st.sampled_from([0.0, 0.3, 1.0]))
         policy = replace(policy, kv=Shares(device=on_device, host=1 - on_device))

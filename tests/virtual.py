@@ -182,6 +182,8 @@ class VirtualMachine:
             assert not moe or errand.task.layer in errand.state.brought, f"{errand.task.name} comes before its pages"
             return
         for k in self._layout.layer_pages[errand.task.layer]:
+            if errand.task.experts is not None and self._layout.streamed[k].expert not in errand.task.experts:
+                continue
             found = self._slots.get(self._absolute("ring", errand.position + k))
             assert found == self._layout.streamed[k], f"{errand.task.name} finds {found} for {self._layout.streamed[k]}"
 

@@ -1,5 +1,6 @@
 """moelight on the CPU as a contestant: the plan that it makes itself, or one that `options` change. In mode ``graph``
-a family that it has a decoder for runs as transformers' module graph like any other.
+a family that it has a decoder for runs as transformers' module graph like any other; in mode ``int8`` activations are
+rounded to int8, as llama.cpp does.
 
 ``options``: ``host_memory``, ``batch_size``, ``schedule``, ``admission`` (what the plan is made for, and what is put in
 its place afterwards), ``watch`` (say what lanes did), ``resident_after`` (say the resident set after so many
@@ -18,6 +19,7 @@ import torch
 from common import Facts, Generate, Ids, Task, serve
 
 from moelight import Engine, SamplingParams, Workload
+from moelight.core.policy import INT8
 from moelight.core.units import parse_bytes
 from moelight.engine import checkpoints
 from moelight.engine.engine import requests_from
@@ -85,6 +87,7 @@ def _engine(task: Task) -> Engine:
         find_machine("cpu"),
         host_memory=None if memory is None else parse_bytes(str(memory)),
         batch_size=options.get("batch_size"),
+        activations=INT8 if task.mode == INT8 else None,
         workload=workload,
     )
     changes = {name: options[name] for name in ("schedule", "admission") if name in options}
@@ -95,6 +98,7 @@ def _engine(task: Task) -> Engine:
 def _policy(engine: Engine) -> dict[str, Any]:
     policy = engine.policy
     names = ("batch_size", "micro_batch_size", "micro_batch_tokens", "kv_tokens", "schedule", "admission")
+    names = (*names, "ring_pages")
     return {name: getattr(policy, name) for name in names} | {"resident": policy.weights.host}
 
 

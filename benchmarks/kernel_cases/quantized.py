@@ -68,6 +68,8 @@ INTEGERS = (
     (ggml_format("Q8_0"), 1.8, 1.5),
     (ggml_format("Q4_0"), 3.0, 1.5),
     (ggml_format("Q4_K"), 3.0, 1.5),
+    (ggml_format("Q5_K"), 0.0, 1.5),
+    (ggml_format("Q6_K"), 1.5, 1.5),
     (mxfp4(("_blocks", "_scales")), 3.0, 1.5),
 )
 # Bytes of a block at which its float16 scales begin.
@@ -123,7 +125,7 @@ def _ours(stored: StoredFormat, layer: Layer, setting: Setting, activations: str
     timed = here(once)
     first, sides = layer.x[:1], layers[0]
     if activations == "int8":
-        agree(out[:1], expert_ffn(first, sides[0][:1], sides[1][:1], [0, 1], activations=activations))
+        agree(out[:1], expert_ffn(first, sides[0][:1], sides[1][:1], [0, 1], activations=(activations, activations)))
     else:
         agree(out[:1], fed_forward(first, *(side[0].numbers(torch.float32) for side in sides)))
     return timed

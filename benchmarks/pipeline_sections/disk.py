@@ -66,12 +66,12 @@ def run(setting: Setting) -> dict[str, Any]:
 def _orders(setting: Setting, work: Work, files: list[Path], limit: int, memory: int) -> list[dict[str, Any]]:
     """The first order at every batch size; all orders in rounds at the largest."""
     orders = setting.options["disk_orders"]
-    rows = [_ours(setting, work, files, batch, orders[0], limit, memory) for batch in work.batches[:-1]]
+    rows = [measured(setting, work, files, batch, orders[0], limit, memory) for batch in work.batches[:-1]]
     batch, absent = work.batches[-1], set[str]()
     for number in range(setting.rounds):
         for order in orders if number % 2 == 0 else reversed(orders):
             if order not in absent:
-                rows.append(_ours(setting, work, files, batch, order, limit, memory))
+                rows.append(measured(setting, work, files, batch, order, limit, memory))
                 absent |= {order} if "absent" in rows[-1] else set()
     return rows
 
@@ -85,7 +85,7 @@ def _form(setting: Setting, work: Work, kind: str, limit: int, memory: int) -> l
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     own, order = replace(work, model=path), setting.options["disk_orders"][0]
     size = sum(each.stat().st_size for each in files)
-    rows = [_ours(setting, own, files, batch, order, limit, memory) for batch in work.batches]
+    rows = [measured(setting, own, files, batch, order, limit, memory) for batch in work.batches]
     return [{"experts": kind, "bytes": size, **row} for row in rows]
 
 
@@ -96,9 +96,10 @@ def _work(setting: Setting, batches: list[int], new: int) -> Work:
     )
 
 
-def _ours(
+def measured(
     setting: Setting, work: Work, files: list[Path], batch: int, order: str, limit: int, memory: int
 ) -> dict[str, Any]:
+    """One limited run of ours in ``order``, beside the rate of plain direct reads before and after it."""
     row: dict[str, Any] = {"order": order, "batch": batch}
     alone = replace(work, batches=[batch], prompts=work.prompts[:batch], new_tokens=work.new_tokens[:batch])
     before = direct_rate(files)

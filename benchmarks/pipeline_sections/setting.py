@@ -21,12 +21,13 @@ class Setting:
 
     Attributes:
         models: resident ones.
-        big: one that is bigger than the memory it is given.
+        big: one that is bigger than the memory it is given; ``ring``: one of which two layers are.
         scratch: a directory on a disk, with room for a second copy of ``big``.
     """
 
     models: list[Path]
     big: Path
+    ring: Path
     places: Places
     scratch: Path
     threads: int

@@ -82,6 +82,7 @@ inline int checked_threads(int64_t threads) {
 
 // What each family of kernels adds to the module.
 void add_gqa(nb::module_& module);
+void add_delta(nb::module_& module);
 void add_ffn(nb::module_& module);
 void add_mla(nb::module_& module);
 void add_norm(nb::module_& module);

@@ -1,6 +1,7 @@
 // Linear layers and experts: arrays come in by DLPack, are checked here, and leave as plain structs. Does not depend on
 // any torch and no algorithm.
 
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
 #include <memory>
@@ -331,7 +332,7 @@ std::vector<Weight> second_half(const std::vector<Weight>& weights, const Format
 void expert_ffn(const In& x, nb::object gate_up, nb::object up, nb::object down, const In& offsets,
                 nb::tuple activation, const std::string& pairing, nb::object gate_up_bias, nb::object up_bias,
                 nb::object down_bias, nb::object gate_up_scale, nb::object down_scale, int64_t group_size,
-                const std::string& activations, const Out& out, int64_t threads) {
+                const std::pair<std::string, std::string>& activations, const Out& out, int64_t threads) {
   check_group_size(group_size);
   check_layout("x", x, 2);
   const int64_t hidden = size_of(x, 1);
@@ -365,8 +366,8 @@ void expert_ffn(const In& x, nb::object gate_up, nb::object up, nb::object down,
   const int64_t inner = both ? rows / 2 : rows;
   args.up_format = format_of("gate_up", first, rows, hidden, group_size);
   args.down_format = format_of("down", first_down, hidden, inner, group_size);
-  args.up_format.integers = rounds_tokens("gate_up", activations, args.up_format.type);
-  args.down_format.integers = rounds_tokens("down", activations, args.down_format.type);
+  args.up_format.integers = rounds_tokens("gate_up", activations.first, args.up_format.type);
+  args.down_format.integers = rounds_tokens("down", activations.second, args.down_format.type);
   const std::vector<Weight> firsts = experts.check(first_lists, first_entries, args.up_format);
   const std::vector<Weight> downs = experts.check(down_lists, down_entries, args.down_format);
   const std::vector<Entry> up_entries = experts.entries("up", up);

@@ -74,6 +74,7 @@ NB_MODULE(_native, module) {
   module.def("cpu_features", cpu_features);
   module.def("cpu_vendor", moelight::cpu_vendor);
   add_gqa(module);
+  add_delta(module);
   add_ffn(module);
   add_mla(module);
   add_copy(module);

@@ -22,8 +22,8 @@ void check_like(const char* name, const Array& array, const Out& x, DType dtype)
     check_dim(name, array, dim, static_cast<int64_t>(x.shape(dim)), dim ? "size of a row" : "tokens");
 }
 
-void rms_norm(const Out& x, const In& weight, double eps, const std::optional<In>& add, const Out& out,
-              int64_t threads) {
+void rms_norm(const Out& x, const In& weight, double eps, const std::optional<In>& add, const std::optional<In>& gate,
+              const Out& out, int64_t threads) {
   check_layout("x", x, 3);
   const DType dtype = float_type("x", x);
   check_layout("weight", weight, 1);
@@ -31,6 +31,7 @@ void rms_norm(const Out& x, const In& weight, double eps, const std::optional<In
   check_dim("weight", weight, 0, static_cast<int64_t>(x.shape(2)), "size of a row");
   if (weight.shape(0) > 1 && weight.stride(0) != 1) refuse("weight", "must be contiguous");
   if (add) check_like("add", *add, x, dtype);
+  if (gate) check_like("gate", *gate, x, dtype);
   check_like("out", out, x, dtype);
   const NormArgs args = {.dtype = dtype,
                          .tokens = static_cast<int64_t>(x.shape(0)),
@@ -41,6 +42,8 @@ void rms_norm(const Out& x, const In& weight, double eps, const std::optional<In
                          .add = add ? add->data() : nullptr,
                          .add_stride = add ? add->stride(0) : 0,
                          .weight = weight.data(),
+                         .gate = gate ? gate->data() : nullptr,
+                         .gate_stride = gate ? gate->stride(0) : 0,
                          .eps = static_cast<float>(eps),
                          .out = out.data(),
                          .out_stride = out.stride(0),
@@ -85,7 +88,7 @@ void rotate(const Out& x, const In& cos, const In& sin, const Out& out, int64_t 
 }  // namespace
 
 void add_norm(nb::module_& module) {
-  module.def("rms_norm", rms_norm, "x"_a, "weight"_a, "eps"_a, "add"_a.none(), "out"_a, "threads"_a);
+  module.def("rms_norm", rms_norm, "x"_a, "weight"_a, "eps"_a, "add"_a.none(), "gate"_a.none(), "out"_a, "threads"_a);
   module.def("rotate", rotate, "x"_a, "cos"_a, "sin"_a, "out"_a, "threads"_a);
 }
 

@@ -2,9 +2,11 @@
 // each instruction set; all of it has internal linkage.
 //
 // A token is cut into groups of columns (IntegerForm); each is a float32 scale, its largest magnitude over 127, times
-// int8 numbers, rounded to nearest, ties to even. A sum takes the groups in order, each product and each sum rounded to
-// float32: the exact sum of a group's (code - zero) times int8 numbers, times the product of both scales. So neither
-// other tokens nor the instruction set change a bit of it.
+// int8 numbers, rounded to nearest, ties to even. A sum takes the
+// groups in order, each product and each sum rounded to float32: the exact sum of (code - zero) times int8 numbers,
+// in forms of parts times their steps, times the scale of the row; less, where the form has it, the exact sum of `low`
+// times int8 numbers, times `least`; times the scale of the token. So neither other tokens nor the instruction set
+// change a bit of it.
 //
 // Codes of kPanelRows rows and kPanelColumns columns are spread in the first-level cache (quantized/integers.h); every
 // tile of tokens passes by, a lane a row, four columns at a time.
@@ -24,8 +26,9 @@ struct Unfused : S {
   static typename S::V fma(typename S::V x, typename S::V y, typename S::V z) { return S::add(S::mul(x, y), z); }
 };
 
-// A prepared token: `columns` numbers, in the order of the form, then of each group its scale, then minus the sum of
-// its numbers times the zero point, or times 1 where the form has none. All of it has room in kTokenBytes a column.
+// A prepared token: `columns` numbers, in the order of the form, then of each group its scale, then of each part minus
+// the sum of its numbers times the zero point, or times 1 where the form has none; where it has `least`, the sum as
+// int16. All of it has room in kTokenBytes a column.
 struct IntegerTokens {
   static constexpr int64_t kStep = 32, kTokenBytes = 2;
   int64_t columns, groups;
@@ -65,10 +68,19 @@ void quantise(const Quantized& like, const void* x, int64_t x_bytes, int64_t cou
         largest = std::max(largest, to_bits(numbers[i]) & 0x7fffffff);
       }
       const Rounding by(from_bits(largest));
-      const int32_t sum = L::round(numbers, size, by.factor, form.pairs, reinterpret_cast<int8_t*>(to + k));
-      const int32_t minus = -sum * times;
       std::memcpy(to + layout.scales() + 4 * g, &by.scale, 4);
-      std::memcpy(to + layout.sums() + 4 * g, &minus, 4);
+      for (int64_t i = 0; i < size; i += form.part) {
+        const int64_t some = std::min(form.part, size - i);
+        const int32_t sum = L::round(numbers + i, some, by.factor, form.pairs, reinterpret_cast<int8_t*>(to + k + i));
+        const int64_t part = (k + i) / form.part;
+        if (form.least) {
+          const auto narrow = static_cast<int16_t>(sum);
+          std::memcpy(to + layout.sums() + 2 * part, &narrow, 2);
+        } else {
+          const int32_t minus = -sum * times;
+          std::memcpy(to + layout.sums() + 4 * part, &minus, 4);
+        }
+      }
     }
   }
 }
@@ -84,94 +96,128 @@ inline int32_t round_plainly(const float* from, int64_t size, float factor, bool
   return sum;
 }
 
-// A tile: all rows of a panel times kCount tokens.
+// What a tile is: all rows of a panel times kCount tokens.
 template <class L, int kCount>
+struct Tile {
+  using S = typename L::Simd;
+  static constexpr int kVectors = L::kVectors;
+  static constexpr int64_t kLanes = S::kWidth;
+  // Sums of whole numbers in parts, so that few tokens do not wait for one product after the other.
+  static constexpr int kMore = L::kTokens < 4 || kCount > 3 ? 0 : kCount == 1 ? 3 : 1;
+  using Sums = typename L::V[kCount][kVectors];
+
+  const char* x;
+  int64_t x_bytes;
+  const uint8_t* codes;  // of the next four columns
+
+  template <class F>
+  static inline __attribute__((always_inline)) void each(F&& body) {
+#pragma GCC unroll 8
+    for (int c = 0; c < kCount; ++c)
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) body(c, v);
+  }
+
+  inline __attribute__((always_inline)) void quad(const char* numbers, Sums& to) {
+    typename L::V code[kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) code[v] = L::load(codes + v * 4 * kLanes);
+#pragma GCC unroll 8
+    for (int c = 0; c < kCount; ++c) {
+      const typename L::V four = L::spread(numbers + c * x_bytes);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) to[c][v] = L::dot(to[c][v], code[v], four);
+    }
+    codes += 4 * kPanelRows;
+  }
+
+  // sum += codes times numbers, of `count` columns from k on.
+  inline __attribute__((always_inline)) void add(int64_t k, int64_t count, Sums& sum) {
+    const char* numbers = x + k;
+    const char* const end = numbers + count;
+    if constexpr (kMore > 0) {
+      Sums more[kMore];
+      for (auto& some : more) each([&](int c, int v) { some[c][v] = L::zero(); });
+      for (; numbers + 4 * kMore < end;) {
+        quad(numbers, sum), numbers += 4;
+#pragma GCC unroll 4
+        for (int i = 0; i < kMore; ++i) quad(numbers, more[i]), numbers += 4;
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < kMore; ++i) each([&](int c, int v) { sum[c][v] = L::add(sum[c][v], more[i][c][v]); });
+    }
+    for (; numbers < end; numbers += 4) quad(numbers, sum);
+  }
+};
+
+template <class L, bool kParted, int kCount>
 void panel_tile(const IntegerForm& form, const IntegerTokens& layout, const Panel& panel, int64_t first, int64_t size,
                 const char* x, int64_t x_bytes, float* sums) {
+  using T = Tile<L, kCount>;
   using S = typename L::Simd;
-  constexpr int kVectors = L::kVectors;
-  constexpr int64_t kLanes = S::kWidth, kBytes = 4 * kLanes;
-  // Sums of whole numbers in parts, so that few tokens do not wait for one product after the other.
-  constexpr int kParts = L::kTokens < 4 || kCount > 3 ? 0 : kCount == 1 ? 3 : 1;
-  const auto at = [&](int64_t c, int64_t offset) { return x + c * x_bytes + offset; };
-  for (int64_t row = 0; row < kPanelRows; row += kVectors * kLanes) {
-    typename S::V total[kCount][kVectors];
-#pragma GCC unroll 8
-    for (int c = 0; c < kCount; ++c)
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) total[c][v] = S::load(sums + c * kUnitRows + row + v * kLanes);
-    const uint8_t* codes = panel.codes + 4 * row;
+  constexpr int64_t kLanes = S::kWidth;
+  const auto at = [&](int c, int64_t offset) { return x + c * x_bytes + offset; };
+  for (int64_t row = 0; row < kPanelRows; row += T::kVectors * kLanes) {
+    const auto of_rows = [&](const auto* line, int v) { return line + row + v * kLanes; };
+    T tile = {x + first, x_bytes, panel.codes + 4 * row};
     for (int64_t k = 0, g = 0; k < size; k += form.group, ++g) {
-      const int64_t whole = std::min(form.group, (size - k + 7) / 8 * 8), group = (first + k) / form.group;
-      typename L::V sum[kCount][kVectors], more[kParts + 1][kCount][kVectors];
-#pragma GCC unroll 8
-      for (int c = 0; c < kCount; ++c) {
-        const char* const minus = at(c, layout.sums() + 4 * group);
-#pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v) {
-          sum[c][v] = form.zero >= 0 ? (form.least ? L::zero() : L::spread(minus))
-                                     : L::times(panel.zeros[g] + row + v * kLanes, minus);
-#pragma GCC unroll 4
-          for (int i = 0; i < kParts; ++i) more[i][c][v] = L::zero();
+      const int64_t group = first / form.group + g;
+      typename S::V value[kCount][T::kVectors];
+      typename T::Sums sum;
+      if constexpr (kParted) {
+        const int64_t parts = form.group / form.part, before = g * parts, since = first / form.part + before;
+        typename T::Sums all;
+        T::each([&](int c, int v) { all[c][v] = L::zero(); });
+        for (int64_t p = 0; p < parts; ++p) {
+          if (form.least) {
+            T::each([&](int c, int v) { sum[c][v] = L::zero(); });
+          } else {
+            T::each([&](int c, int v) { sum[c][v] = L::spread(at(c, layout.sums() + 4 * (since + p))); });
+          }
+          tile.add(k + p * form.part, form.part, sum);
+          T::each([&](int c, int v) {
+            all[c][v] = L::add(all[c][v], L::product(sum[c][v], L::load(of_rows(panel.steps[before + p], v))));
+          });
         }
-      }
-      const char* numbers = x + first + k;
-      const auto quad = [&](typename L::V(&to)[kCount][kVectors]) {
-        typename L::V code[kVectors];
-#pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v) code[v] = L::load(codes + v * kBytes);
-#pragma GCC unroll 8
-        for (int c = 0; c < kCount; ++c) {
-          const typename L::V four = L::spread(numbers + c * x_bytes);
-#pragma GCC unroll 2
-          for (int v = 0; v < kVectors; ++v) to[c][v] = L::dot(to[c][v], code[v], four);
-        }
-        codes += 4 * kPanelRows, numbers += 4;
-      };
-      int64_t i = 0;
-      for (; i + 4 * kParts < whole; i += 4 * (kParts + 1)) {
-        quad(sum);
-#pragma GCC unroll 4
-        for (int part = 0; part < kParts; ++part) quad(more[part]);
-      }
-      for (; i < whole; i += 4) quad(sum);
-#pragma GCC unroll 4
-      for (int part = 0; part < kParts; ++part)
-#pragma GCC unroll 8
-        for (int c = 0; c < kCount; ++c)
-#pragma GCC unroll 2
-          for (int v = 0; v < kVectors; ++v) sum[c][v] = L::add(sum[c][v], more[part][c][v]);
-#pragma GCC unroll 8
-      for (int c = 0; c < kCount; ++c) {
-        float scale;
-        std::memcpy(&scale, at(c, layout.scales() + 4 * group), sizeof scale);
-#pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v) {
-          const auto both = S::mul(S::load(panel.scales[g] + row + v * kLanes), S::set(scale));
-          total[c][v] = S::add(total[c][v], S::mul(L::floats(sum[c][v]), both));
-        }
+        T::each(
+            [&](int c, int v) { value[c][v] = S::mul(L::floats(all[c][v]), S::load(of_rows(panel.scales[g], v))); });
         if (form.least) {
-          int32_t minus;
-          std::memcpy(&minus, at(c, layout.sums() + 4 * group), sizeof minus);
-          const auto below = S::set(scale * static_cast<float>(minus));
-#pragma GCC unroll 2
-          for (int v = 0; v < kVectors; ++v)
-            total[c][v] = S::add(total[c][v], S::mul(S::load(panel.least[g] + row + v * kLanes), below));
+          T::each([&](int c, int v) { sum[c][v] = L::zero(); });
+          for (int64_t p = 0; p < parts; p += 2) {
+            const int32_t* const lows = panel.lows[(before + p) / 2];
+            T::each([&](int c, int v) {
+              sum[c][v] =
+                  L::words(sum[c][v], L::load(of_rows(lows, v)), L::spread(at(c, layout.sums() + 2 * (since + p))));
+            });
+          }
+          T::each([&](int c, int v) {
+            value[c][v] = S::sub(value[c][v], S::mul(L::floats(sum[c][v]), S::load(of_rows(panel.least[g], v))));
+          });
         }
+      } else {
+        T::each([&](int c, int v) {
+          const char* const minus = at(c, layout.sums() + 4 * group);
+          sum[c][v] = form.zero >= 0 ? L::spread(minus) : L::times(of_rows(panel.zeros[g], v), minus);
+        });
+        tile.add(k, std::min(form.group, (size - k + 7) / 8 * 8), sum);
+        T::each(
+            [&](int c, int v) { value[c][v] = S::mul(L::floats(sum[c][v]), S::load(of_rows(panel.scales[g], v))); });
       }
+      T::each([&](int c, int v) {
+        float scale, *const to = sums + c * kUnitRows + row + v * kLanes;
+        std::memcpy(&scale, at(c, layout.scales() + 4 * group), sizeof scale);
+        S::store(to, S::add(S::load(to), S::mul(value[c][v], S::set(scale))));
+      });
     }
-#pragma GCC unroll 8
-    for (int c = 0; c < kCount; ++c)
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) S::store(sums + c * kUnitRows + row + v * kLanes, total[c][v]);
   }
 }
 
-template <class L, int kCount>
+template <class L, bool kParted, int kCount>
 void panel_tile_of(int64_t count, const IntegerForm& form, const IntegerTokens& layout, const Panel& panel,
                    int64_t first, int64_t size, const char* x, int64_t x_bytes, float* sums) {
-  if (count == kCount) return panel_tile<L, kCount>(form, layout, panel, first, size, x, x_bytes, sums);
-  if constexpr (kCount > 1) panel_tile_of<L, kCount - 1>(count, form, layout, panel, first, size, x, x_bytes, sums);
+  if (count == kCount) return panel_tile<L, kParted, kCount>(form, layout, panel, first, size, x, x_bytes, sums);
+  if constexpr (kCount > 1)
+    panel_tile_of<L, kParted, kCount - 1>(count, form, layout, panel, first, size, x, x_bytes, sums);
 }
 
 template <class L>
@@ -190,8 +236,9 @@ void multiply_integers(const Product& p, void* scratch, float* sums) {
       L::fill(q, form, p.first_row + row, rows, first, size, fetched, panel);
       for (int64_t i = 0, begin = 0; i < tiles; ++i) {
         const int64_t end = p.tokens * (i + 1) / tiles;
-        panel_tile_of<L, L::kTokens>(end - begin, form, layout, panel, first, size, p.x + begin * p.x_bytes, p.x_bytes,
-                                     sums + begin * kUnitRows + row);
+        const auto tile = form.parted() ? panel_tile_of<L, true, L::kTokens> : panel_tile_of<L, false, L::kTokens>;
+        tile(end - begin, form, layout, panel, first, size, p.x + begin * p.x_bytes, p.x_bytes,
+             sums + begin * kUnitRows + row);
         begin = end;
       }
     }

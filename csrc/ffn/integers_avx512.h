@@ -20,6 +20,8 @@ struct Avx512Integers {
     std::memcpy(&word, p, sizeof word);
     return _mm512_set1_epi32(word);
   }
+  static V product(V x, V y) { return _mm512_mullo_epi32(x, y); }
+  static V words(V sum, V x, V y) { return _mm512_add_epi32(sum, _mm512_madd_epi16(x, y)); }
   static V times(const int32_t* zeros, const void* minus) { return _mm512_mullo_epi32(load(zeros), spread(minus)); }
   // By words: the sum of two of these products fits no word.
   static V dot(V sum, V codes, V four) {

@@ -9,6 +9,10 @@ struct VnniIntegers : Avx512Integers {
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(four));
     return sum;
   }
+  static V words(V sum, V x, V y) {
+    asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y));
+    return sum;
+  }
 };
 
 }  // namespace

@@ -16,6 +16,10 @@ struct ScalarIntegers {
     std::memcpy(&word, p, sizeof word);
     return word;
   }
+  static V product(V x, V y) { return x * y; }
+  static V words(V sum, V x, V y) {
+    return sum + static_cast<int16_t>(x) * static_cast<int16_t>(y) + (x >> 16) * (y >> 16);
+  }
   static V times(const int32_t* zeros, const void* minus) { return *zeros * spread(minus); }
   static V dot(V sum, V codes, V four) {
     for (int shift = 0; shift < 32; shift += 8)

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "ffn/activation.h"
 #include "norm.h"
 
 namespace moelight {
@@ -48,7 +49,7 @@ void over_units(int64_t n, F&& unit) {
 }
 
 template <class S, class T>
-void norm_row(T* x, const T* add, const T* weight, int64_t n, float eps, T* out) {
+void norm_row(T* x, const T* add, const T* weight, const T* gate, int64_t n, float eps, T* out) {
   auto even = S::zero(), odd = S::zero();
   over_units<S>(n, [&](int64_t d, int64_t count) {
     typename S::V a, b, c, e;
@@ -69,7 +70,13 @@ void norm_row(T* x, const T* add, const T* weight, int64_t n, float eps, T* out)
     load<S>(weight + d, count, c, e);
     a = S::mul(a, factor), b = S::mul(b, factor);
     round<S, T>(a, b);
-    store<S>(out + d, count, S::mul(a, c), S::mul(b, e));
+    a = S::mul(a, c), b = S::mul(b, e);
+    if (gate) {
+      round<S, T>(a, b);
+      load<S>(gate + d, count, c, e);
+      a = S::mul(a, Silu<S>::apply(c, 1.0f)), b = S::mul(b, Silu<S>::apply(e, 1.0f));
+    }
+    store<S>(out + d, count, a, b);
   });
 }
 
@@ -80,8 +87,9 @@ void norm_tokens(const NormArgs& args, int64_t begin, int64_t end) {
       const int64_t first = g * args.hidden;
       norm_row<S>(static_cast<T*>(args.x) + t * args.x_stride + first,
                   args.add ? static_cast<const T*>(args.add) + t * args.add_stride + first : nullptr,
-                  static_cast<const T*>(args.weight), args.hidden, args.eps,
-                  static_cast<T*>(args.out) + t * args.out_stride + first);
+                  static_cast<const T*>(args.weight),
+                  args.gate ? static_cast<const T*>(args.gate) + t * args.gate_stride + first : nullptr, args.hidden,
+                  args.eps, static_cast<T*>(args.out) + t * args.out_stride + first);
     }
   }
 }

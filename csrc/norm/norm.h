@@ -17,6 +17,8 @@ struct NormArgs {
   const void* add;  // as x, or nothing: x += add first
   int64_t add_stride;
   const void* weight;  // [H]
+  const void* gate;    // as x, or nothing: silu of it is a factor of the result
+  int64_t gate_stride;
   float eps;
   void* out;  // [T, G, H], may be x
   int64_t out_stride;

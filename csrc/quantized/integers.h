@@ -1,8 +1,9 @@
 // Quantised matrices as whole numbers: what products with int8 activations multiply. Internal linkage: every
 // instruction set compiles its own copy.
 //
-// A number is (code - zero) scale - least: codes are unsigned bytes, scales, zero points and `least` those of a row in
-// one group of columns. A panel holds the codes of kPanelRows rows as vectors of products want them: four
+// A number is (code - zero) scale: codes are unsigned bytes, scales and zero points those of a row in one group of
+// columns. In forms of parts it is (code - zero) step scale - low least: `step` and `low` are whole numbers of one part
+// of the group. A panel holds the codes of kPanelRows rows as vectors of products want them: four
 // columns of each row beside each other, for sums in one lane a row.
 #pragma once
 
@@ -14,22 +15,27 @@
 namespace moelight {
 namespace {
 
-constexpr int64_t kPanelRows = 32, kPanelColumns = 512, kLeastGroup = 32, kMostGroup = 128;
-constexpr int64_t kPanelGroups = kPanelColumns / kLeastGroup;
+constexpr int64_t kPanelRows = 32, kPanelColumns = 512, kLeastPart = 16, kMostGroup = 256;
+constexpr int64_t kPanelParts = kPanelColumns / kLeastPart, kPanelGroups = kPanelColumns / 32;
 
 // How a matrix is multiplied.
 struct IntegerForm {
-  int64_t group;  // columns of a token that share a scale: so do those of a row; divides kPanelColumns
+  int64_t group;  // columns of a token that share a scale; divides kPanelColumns
+  int64_t part;   // columns of a row that share a step, where they are fewer; divides the group
   bool pairs;     // of eight columns first the even ones, then the odd ones: the order in words of 4-bit codes
   int zero;       // of all codes, or -1: scales have zero points of their own
-  bool least;     // something is taken off all numbers of a group
+  bool least;     // something is taken off all numbers of a part
+
+  bool parted() const { return part < group; }
 };
 
 struct Panel {
   alignas(64) uint8_t codes[kPanelColumns * kPanelRows];  // [columns / 4][rows][4]
   alignas(64) float scales[kPanelGroups][kPanelRows];
-  alignas(64) int32_t zeros[kPanelGroups][kPanelRows];  // where the form has no zero
-  alignas(64) float least[kPanelGroups][kPanelRows];    // where the form has it
+  alignas(64) int32_t zeros[kPanelGroups][kPanelRows];    // where the form has no zero
+  alignas(64) float least[kPanelGroups][kPanelRows];      // where the form has it
+  alignas(64) int32_t steps[kPanelParts][kPanelRows];     // of forms of parts
+  alignas(64) int32_t lows[kPanelParts / 2][kPanelRows];  // two parts' in one word, where the form has `least`
 };
 
 // What is fetched while a panel is filled: line after line.
@@ -38,8 +44,8 @@ struct Fetched {
 };
 
 inline int64_t token_group(int64_t group, int64_t groups) {
-  if (groups == 1) return kMostGroup;
-  return group % kMostGroup == 0 ? kMostGroup : group % 64 == 0 ? 64 : kLeastGroup;
+  if (groups == 1) return 128;
+  return group % 128 == 0 ? 128 : group % 64 == 0 ? 64 : 32;
 }
 
 // The form of matrices like one that `whole_numbers` says has one.
@@ -47,23 +53,26 @@ inline IntegerForm integer_form(const Quantized& q) {
   const int64_t group = token_group(q.group, q.groups);
   switch (q.packing) {
     case Packing::kInt8:
-      return {group, false, q.zeros == nullptr ? 128 : -1, false};
+      return {group, group, false, q.zeros == nullptr ? 128 : -1, false};
     case Packing::kPacked:
-      return {group, q.bits == 4, q.zeros == nullptr ? 1 << (q.bits - 1) : -1, false};
+      return {group, group, q.bits == 4, q.zeros == nullptr ? 1 << (q.bits - 1) : -1, false};
     case Packing::kGptq:
-      return {group, q.bits == 4, -1, false};
+      return {group, group, q.bits == 4, -1, false};
     case Packing::kAwq:
-      return {group, false, -1, false};
+      return {group, group, false, -1, false};
     case Packing::kMx:
-      return {kLeastGroup, true, 12, false};
+      return {32, 32, true, 12, false};
     case Packing::kMxBlocks:
-      return {kLeastGroup, false, 12, false};
+      return {32, 32, false, 12, false};
     case Packing::kQ4_K:
-      return {kLeastGroup, false, 0, true};
+    case Packing::kQ5_K:
+      return {256, 32, false, 0, true};
+    case Packing::kQ6_K:
+      return {256, 16, false, 32, false};
     case Packing::kQ4_0:
-      return {kLeastGroup, false, 8, false};
+      return {32, 32, false, 8, false};
     default:
-      return {kLeastGroup, false, 128, false};
+      return {32, 32, false, 128, false};
   }
 }
 
@@ -92,6 +101,16 @@ inline uint8_t code_at(const Quantized& q, int64_t row, int64_t k) {
       return static_cast<uint8_t>(piece(line + k / 32 * 18 + 2, 16, 4, static_cast<int>(k % 32)));
     case Packing::kQ4_K:
       return static_cast<uint8_t>(piece(line + k / 256 * 144 + 16, 32, 4, static_cast<int>(k % 256)));
+    case Packing::kQ5_K: {
+      const uint8_t* const p = line + k / 256 * 176;
+      const int i = static_cast<int>(k % 256);
+      return static_cast<uint8_t>(piece(p + 48, 32, 4, i) | piece(p + 16, 32, 1, i) << 4);
+    }
+    case Packing::kQ6_K: {
+      const uint8_t* const p = line + k / 256 * 210;
+      const int i = static_cast<int>(k % 256);
+      return static_cast<uint8_t>(piece(p, 64, 4, i) | piece(p + 128, 32, 2, i) << 4);
+    }
     default:
       return line[k / 32 * 34 + 2 + k % 32] ^ 0x80;
   }
@@ -101,29 +120,22 @@ inline uint8_t code_at(const Quantized& q, int64_t row, int64_t k) {
 struct IntegerLine {
   float scale;
   int32_t zero;
-  float least;
 };
 
 inline IntegerLine integer_line(const Quantized& q, int64_t row, int64_t k) {
   const uint8_t* const line = q.codes + row * q.row_bytes;
   switch (q.packing) {
     case Packing::kMx:
-      return {half_power_of(static_cast<const uint8_t*>(q.scales)[row * q.groups + k / 32]), 12, 0};
+      return {half_power_of(static_cast<const uint8_t*>(q.scales)[row * q.groups + k / 32]), 12};
     case Packing::kMxBlocks:
-      return {half_power_of(line[k / 32 * 17]), 12, 0};
+      return {half_power_of(line[k / 32 * 17]), 12};
     case Packing::kQ4_0:
-      return {half_at(line + k / 32 * 18), 8, 0};
-    case Packing::kQ4_K: {
-      const uint8_t* const block = line + k / 256 * 144;
-      const KScales scales(block + 4);
-      const auto i = k % 256 / 32;
-      return {half_at(block) * scales.scale[i], 0, half_at(block + 2) * scales.least[i]};
-    }
+      return {half_at(line + k / 32 * 18), 8};
     case Packing::kQ8_0:
-      return {half_at(line + k / 32 * 34), 128, 0};
+      return {half_at(line + k / 32 * 34), 128};
     default: {
       const Line by = line_of(q, row, k / q.group);
-      return {by.scale, static_cast<int32_t>(by.zero) + (q.packing == Packing::kInt8 ? 128 : 0), 0};
+      return {by.scale, static_cast<int32_t>(by.zero) + (q.packing == Packing::kInt8 ? 128 : 0)};
     }
   }
 }
@@ -133,14 +145,31 @@ inline int64_t place_of(const IntegerForm& form, int64_t k) {
   return form.pairs ? k / 8 * 8 + k % 2 * 4 + k % 8 / 2 : k;
 }
 
-// Scales, zero points and `least` of `count` rows from `row` on, to those from `at` on.
+// Of a group of row `at` of a panel, whose block is given: Q4_K, Q5_K or Q6_K.
+inline void plain_parts(const Quantized& q, const uint8_t* block, int64_t group, int64_t at, Panel& to) {
+  if (q.packing == Packing::kQ6_K) {
+    to.scales[group][at] = half_at(block + 208);
+    for (int64_t i = 0; i < 16; ++i) to.steps[16 * group + i][at] = static_cast<int8_t>(block[192 + i]);
+    return;
+  }
+  const KScales parts(block + 4);
+  to.scales[group][at] = half_at(block), to.least[group][at] = half_at(block + 2);
+  for (int64_t i = 0; i < 8; ++i) to.steps[8 * group + i][at] = parts.scale[i];
+  for (int64_t i = 0; i < 4; ++i) to.lows[4 * group + i][at] = parts.least[2 * i] | parts.least[2 * i + 1] << 16;
+}
+
+// Scales, zero points and what parts have of `count` rows from `row` on, to those from `at` on.
 inline void plain_lines(const Quantized& q, const IntegerForm& form, int64_t row, int64_t count, int64_t first,
                         int64_t size, int64_t at, Panel& to) {
   for (int64_t r = 0; r < count; ++r) {
-    for (int64_t k = 0; k < size; k += form.group) {
+    for (int64_t k = 0, g = 0; k < size; k += form.group, ++g) {
+      if (form.parted()) {
+        const uint8_t* const line = q.codes + (row + r) * q.row_bytes;
+        plain_parts(q, line + (first + k) / 256 * block_size(q.packing).bytes, g, at + r, to);
+        continue;
+      }
       const IntegerLine line = integer_line(q, row + r, first + k);
-      to.scales[k / form.group][at + r] = line.scale, to.zeros[k / form.group][at + r] = line.zero;
-      to.least[k / form.group][at + r] = line.least;
+      to.scales[g][at + r] = line.scale, to.zeros[g][at + r] = line.zero;
     }
   }
 }
@@ -185,6 +214,8 @@ inline const char* no_whole_numbers(const Quantized& q) {
     case Packing::kQ4_0:
     case Packing::kQ8_0:
     case Packing::kQ4_K:
+    case Packing::kQ5_K:
+    case Packing::kQ6_K:
       return nullptr;
     default:
       return "its numbers are no integers times scales, as int8 activations need them";

@@ -213,29 +213,124 @@ void scales_of_blocks(const uint8_t* const (&line)[kHalf], int64_t size, const H
   }
 }
 
+// Sixteen bytes from `at` of each row as four vectors of one word a row.
+inline void four_columns(const uint8_t* const (&line)[kHalf], int64_t at, __m512i (&words)[4]) {
+  __m512i rows[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    rows[i] = _mm512_castsi128_si512(bytes16(line[i] + at));
+    rows[i] = _mm512_inserti32x4(rows[i], bytes16(line[4 + i] + at), 1);
+    rows[i] = _mm512_inserti32x4(rows[i], bytes16(line[8 + i] + at), 2);
+    rows[i] = _mm512_inserti32x4(rows[i], bytes16(line[12 + i] + at), 3);
+  }
+  const __m512i a = _mm512_unpacklo_epi32(rows[0], rows[1]), b = _mm512_unpackhi_epi32(rows[0], rows[1]);
+  const __m512i c = _mm512_unpacklo_epi32(rows[2], rows[3]), d = _mm512_unpackhi_epi32(rows[2], rows[3]);
+  words[0] = _mm512_unpacklo_epi64(a, c), words[1] = _mm512_unpackhi_epi64(a, c);
+  words[2] = _mm512_unpacklo_epi64(b, d), words[3] = _mm512_unpackhi_epi64(b, d);
+}
+
+// The low sixteen bits of words as float16.
+inline __m512 halves16(__m512i words) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words)); }
+inline __m512i low_bits16(__m512i words, int shift, int mask) {
+  return _mm512_and_si512(_mm512_srl_epi32(words, _mm_cvtsi32_si128(shift)), _mm512_set1_epi32(mask));
+}
+
+// Scales and parts of a block of Q4_K or Q5_K (KScales) that begins at byte `at`, those of a group.
+inline void k_scales(const uint8_t* const (&line)[kHalf], int64_t at, int64_t group, const HalfPanel& to) {
+  __m512i words[4], lows[8];
+  four_columns(line, at, words);
+  _mm512_store_ps(to.panel.scales[group] + to.at, halves16(words[0]));
+  _mm512_store_ps(to.panel.least[group] + to.at, halves16(_mm512_srli_epi32(words[0], 16)));
+  const auto put = [&](int i, __m512i step) { _mm512_store_si512(to.panel.steps[8 * group + i] + to.at, step); };
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    put(i, low_bits16(words[1], 8 * i, 63)), lows[i] = low_bits16(words[2], 8 * i, 63);
+    put(4 + i, _mm512_or_si512(low_bits16(words[3], 8 * i, 15), low_bits16(words[1], 8 * i + 2, 48)));
+    lows[4 + i] = _mm512_or_si512(low_bits16(words[3], 8 * i + 4, 15), low_bits16(words[2], 8 * i + 2, 48));
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i)
+    _mm512_store_si512(to.panel.lows[4 * group + i] + to.at,
+                       _mm512_or_si512(lows[2 * i], _mm512_slli_epi32(lows[2 * i + 1], 16)));
+}
+
+// Sixty-four bytes from `at` of each row, which are fetched further on, as sixteen vectors: put(word, words).
+template <class Put>
+void all_columns(const uint8_t* const (&line)[kHalf], int64_t at, int64_t bytes_of_next, Fetched& fetched, Put&& put) {
+  __m512i rows[kHalf];
+#pragma GCC unroll 16
+  for (int64_t r = 0; r < kHalf; ++r) {
+    rows[r] = load64(line[r] + at);
+    fetch_soon(line[r] + at);
+    if (fetched.next != nullptr) _mm_prefetch(fetched.next, _MM_HINT_T1), fetched.next += bytes_of_next;
+  }
+  columns16(rows, put);
+}
+
 // Q4_K: of `size` columns, a multiple of 256, from `line` on.
-inline void k_panel(const uint8_t* const (&line)[kHalf], int64_t size, const HalfPanel& to, Fetched& fetched) {
+inline void k4_panel(const uint8_t* const (&line)[kHalf], int64_t size, const HalfPanel& to, Fetched& fetched) {
   for (int64_t block = 0; block < size / 256; ++block) {
-    for (int64_t r = 0; r < kHalf; ++r) {
-      const uint8_t* const p = line[r] + block * 144;
-      const KScales scales(p + 4);
-      const float scale = half_at(p), least = half_at(p + 2);
-      for (int64_t i = 0; i < 8; ++i) {
-        to.panel.scales[8 * block + i][to.at + r] = scale * scales.scale[i];
-        to.panel.least[8 * block + i][to.at + r] = least * scales.least[i];
-      }
-    }
-    for (int64_t part = 0; part < 2; ++part) {
-      __m512i rows[kHalf];
-      for (int64_t r = 0; r < kHalf; ++r) {
-        rows[r] = load64(line[r] + block * 144 + 16 + 64 * part);
-        fetch_soon(line[r] + block * 144 + 16 + 64 * part);
-        if (fetched.next != nullptr) _mm_prefetch(fetched.next, _MM_HINT_T1), fetched.next += 72;
-      }
-      columns16(rows, [&](int64_t word, __m512i words) {
-        BlockHalves<8, false>::put(to, 64 * block + 32 * part, word, words);
+    k_scales(line, block * 144, block, to);
+    for (int64_t half = 0; half < 2; ++half)
+      all_columns(line, block * 144 + 16 + 64 * half, 72, fetched, [&](int64_t word, __m512i words) {
+        BlockHalves<8, false>::put(to, 64 * block + 32 * half, word, words);
       });
+  }
+}
+
+// Bits `from` and higher of bytes, as many as `mask` has from bit 4 on, at bit 4.
+inline __m512i high_bits(__m512i bytes, int from, int mask) {
+  const __m512i moved = from > 4 ? _mm512_srl_epi16(bytes, _mm_cvtsi32_si128(from - 4))
+                                 : _mm512_sll_epi16(bytes, _mm_cvtsi32_si128(4 - from));
+  return _mm512_and_si512(moved, _mm512_set1_epi8(static_cast<char>(mask)));
+}
+
+// Q5_K: the fifth bits of column k of each part are byte k of thirty-two.
+inline void k5_panel(const uint8_t* const (&line)[kHalf], int64_t size, const HalfPanel& to, Fetched& fetched) {
+  for (int64_t block = 0; block < size / 256; ++block) {
+    k_scales(line, block * 176, block, to);
+    __m512i fifth[8], words[4];
+    for (int i = 0; i < 2; ++i) {
+      four_columns(line, block * 176 + 16 + 16 * i, words);
+      for (int j = 0; j < 4; ++j) fifth[4 * i + j] = words[j];
     }
+    for (int half = 0; half < 2; ++half)
+      all_columns(line, block * 176 + 48 + 64 * half, 88, fetched, [&](int64_t word, __m512i codes) {
+        const int part = 4 * half + 2 * static_cast<int>(word / 8);
+        const __m512i above = fifth[word % 8];
+        const int64_t quad = 64 * block + 8 * part + word % 8;
+        to.put(quad, _mm512_or_si512(low_halves(codes), high_bits(above, part, 16)));
+        to.put(quad + 8, _mm512_or_si512(high_halves(codes), high_bits(above, part + 1, 16)));
+      });
+  }
+}
+
+// Q6_K: of each half block sixty-four bytes of lower bits, and thirty-two of which a byte has the upper bits of four
+// columns.
+inline void k6_panel(const uint8_t* const (&line)[kHalf], int64_t size, const HalfPanel& to, Fetched& fetched) {
+  for (int64_t block = 0; block < size / 256; ++block) {
+    const int64_t begin = 210 * block;
+    __m512i words[4];
+    alignas(32) uint16_t halves[kHalf];
+    for (int64_t r = 0; r < kHalf; ++r) std::memcpy(halves + r, line[r] + begin + 208, 2);
+    _mm512_store_ps(to.panel.scales[block] + to.at,
+                    _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<__m256i*>(halves))));
+    four_columns(line, begin + 192, words);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      const __m512i step = _mm512_srai_epi32(_mm512_sll_epi32(words[i / 4], _mm_cvtsi32_si128(24 - 8 * (i % 4))), 24);
+      _mm512_store_si512(to.panel.steps[16 * block + i] + to.at, step);
+    }
+    __m512i upper[16];
+    all_columns(line, begin + 128, 70, fetched, [&](int64_t word, __m512i bits) { upper[word] = bits; });
+    for (int64_t half = 0; half < 2; ++half)
+      all_columns(line, begin + 64 * half, 70, fetched, [&](int64_t word, __m512i codes) {
+        const int quarter = static_cast<int>(word / 8);
+        const __m512i bits = upper[8 * half + word % 8];
+        const int64_t quad = 64 * block + 32 * half + word;
+        to.put(quad, _mm512_or_si512(low_halves(codes), high_bits(bits, 2 * quarter, 48)));
+        to.put(quad + 16, _mm512_or_si512(high_halves(codes), high_bits(bits, 4 + 2 * quarter, 48)));
+      });
   }
 }
 
@@ -297,7 +392,13 @@ inline bool fill_half(const Quantized& q, const IntegerForm& form, int64_t row, 
       codes_by_rows<MxPairs>(line, q.row_bytes - begin, size, to, fetched);
       break;
     case Packing::kQ4_K:
-      k_panel(line, size, to, fetched);
+      k4_panel(line, size, to, fetched);
+      return true;
+    case Packing::kQ5_K:
+      k5_panel(line, size, to, fetched);
+      return true;
+    case Packing::kQ6_K:
+      k6_panel(line, size, to, fetched);
       return true;
     case Packing::kQ4_0:
       codes_by_blocks<BlockHalves<4, false>, 18, 2>(line, size, to, fetched);

@@ -83,7 +83,8 @@ def _policy(plan: Plan) -> Table:
     grid.add_row("numbers", "as the model has them" if own else each)
     if policy.activations != "auto":
         grid.add_row("activations", f"rounded to {policy.activations} before they meet the experts' integers")
-    grid.add_row("order", policy.schedule)
+    ring = f" behind a ring of {policy.ring_pages} experts, which run as they arrive" if policy.ring_pages else ""
+    grid.add_row("order", policy.schedule + ring)
     return grid
 
 

@@ -37,8 +37,10 @@ MOST_COUNTS = {
     "prompt_micro_batches": 1 << 16,
     "kv_tokens": 1 << 40,
     "look_ahead": MOST_LOOK_AHEAD,
+    "ring_pages": 1 << 30,
     "gpus": 1 << 12,
 }
+FROM_ZERO = ("kv_tokens", "ring_pages")  # counts that may be 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +98,9 @@ class Policy:
             are routed to more often: any expert of a layer may be missing, so the ring holds a layer, and
             device-resident experts have copies in host memory); ``auto``: planned as static, and learned where memory
             allows.
+        ring_pages: the most expert pages in the ring that streamed pages pass through, at least 2; 0: those of two
+            layers. With fewer, a layer's experts run page by page as they arrive, for all micro-batches (schedule
+            ``module``).
         gpus: GPUs that share each layer. The engine runs on one; more can be planned for, and the engine refuses them.
 
     Raises:
@@ -122,11 +127,16 @@ class Policy:
     admission: str = "refill"
     host_pages: str = "auto"
     residents: str = "auto"
+    ring_pages: int = 0
     gpus: int = 1
 
     def __post_init__(self) -> None:
         for name in MOST_COUNTS:
-            check_count(name, getattr(self, name), least=0 if name == "kv_tokens" else 1)
+            check_count(name, getattr(self, name), least=0 if name in FROM_ZERO else 1)
+        if self.ring_pages == 1:
+            raise ConfigError(
+                "ring_pages must be at least 2 (0: two layers): one page arrives while another is computed"
+            )
         if self.micro_batch_tokens < self.micro_batch_size:
             raise ConfigError(
                 f"micro_batch_tokens ({self.micro_batch_tokens}) must be at least micro_batch_size "

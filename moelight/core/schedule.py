@@ -97,7 +97,7 @@ class Task:
 
     ``deps`` are positions of earlier tasks in the schedule. ``bytes`` is the bytes transferred (0 for compute and for
     prefetch tasks; for tasks that fetch routed experts, the most that the placement can leave to transfer). ``slot`` is
-    the ring slot that a page task fills.
+    the ring slot that a page task fills. ``experts``: the numbers of the experts that the task computes; None: of all.
     """
 
     kind: TaskKind
@@ -106,6 +106,7 @@ class Task:
     micro_batch: int = -1
     page: Page | None = None
     slot: int = -1
+    experts: range | None = None
     bytes: int = 0
     deps: tuple[int, ...] = ()
     reads: tuple[Buffer, ...] = ()

@@ -103,7 +103,7 @@ class LoadedModel:
                 self.kept = SavedActivations.in_arena(
                     arenas["mixture"], tokens=tokens, hidden=hidden, top_k=top_k, dtype=dtype
                 )
-            make_decoder = self._load_dense(source, arenas["dense"], dtype, policy.activations)
+            make_decoder = self._load_dense(source, arenas["dense"], policy)
             self.pages = self._page_store(source, arenas, experts)
             self.pager: RingPager | None = None
             if experts is not None and self.layout.streamed:
@@ -128,11 +128,10 @@ class LoadedModel:
             self.pager.land()
         self._opened.close()
 
-    def _load_dense(
-        self, source: OpenCheckpoint, arena: Tensor, dtype: torch.dtype, activations: str
-    ) -> Callable[[Workspace], Decoder]:
+    def _load_dense(self, source: OpenCheckpoint, arena: Tensor, policy: Policy) -> Callable[[Workspace], Decoder]:
         """All weights outside experts, in ``arena``; returns what makes the decoder of them."""
         self.weights: ModelWeights | None = None
+        dtype, activations = to_torch(self.dtype), policy.activations
         quantized = source.weight_map.quantized
         self._page_kinds: dict[int, set[int]] = {}
         for page, kind in ({} if quantized is None else quantized.kind_of).items():
@@ -140,7 +139,8 @@ class LoadedModel:
         experts = None if quantized is None else QuantizedExperts(quantized, activations)
         if source.graph is not None:
             return source.graph.decoder(self.profile, arena, dtype, experts)
-        self.weights = load_dense(source.weight_map, self.profile, arena, dtype)
+        kept = costs.keeps_stored(self.profile, self.dtype, discrete=policy.discrete)
+        self.weights = load_dense(source.weight_map, self.profile, arena, dtype, kept=kept, activations=activations)
         return partial(NativeDecoder, self.profile, self.weights, quantized=experts)
 
     def _page_store(

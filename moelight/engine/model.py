@@ -19,6 +19,7 @@ from moelight.engine.constraints import Constraints
 from moelight.engine.tokenizer import MOST_TOKENIZER_BYTES, Tokenizer
 from moelight.experts.options import ExpertOptions
 from moelight.models.graph.profile import know_other_families
+from moelight.optimizer.explain import activations_text
 from moelight.optimizer.plan import Plan
 from moelight.optimizer.simulation import SimulationSetup
 from moelight.profiles.gguf import gguf_parts
@@ -170,10 +171,11 @@ class PlannedModel:
         if self.plan is not None:
             return self.plan.why
         policy = self.policy
-        rounded = "" if policy.activations == "auto" else f" with {policy.activations} activations"
+        rounded = activations_text(policy, self.source.profile)
+        how = f" with {rounded}" if rounded else ""
         return (
             f"as the policy says: N = {policy.batch_size} in micro-batches of {policy.micro_batch_size}, "
-            f"{policy.schedule}, attention on the {policy.attention_device}, experts on {policy.ffn_device}{rounded}"
+            f"{policy.schedule}, attention on the {policy.attention_device}, experts on {policy.ffn_device}{how}"
         )
 
     def load(self, *, record: bool = False) -> Engine:

@@ -96,6 +96,7 @@ def plan_for(
         schedules=SEARCHED_SCHEDULES if experts is None else ON_DEMAND_SEARCHED,
         kv_dtypes=_caches(kv_dtype, source.profile),
         fixed=fixed,
+        small_rings=None if experts is None else False,  # a small ring streams every expert in every pass
     )
     try:
         plan = best_plan(problem, hardware, limits, proof=False)
@@ -262,6 +263,8 @@ def resolve_residents(
     placement = place(model, policy)
     if not placement.streamed or not placement.resident:
         return static("every expert is resident" if placement.resident else "no expert is resident")
+    if placement.small_ring:
+        return static(f"a ring of {policy.ring_pages} pages, less than two layers, moves every expert in every pass")
     if policy.schedule not in ON_DEMAND_SCHEDULES:
         return static(f"{policy.schedule} moves every expert in every pass")
     learned = replace(policy, residents="learned")
@@ -307,7 +310,7 @@ def resolve(policy: Policy, model: ModelProfile, *, discrete: bool) -> Policy:
         there = "a GPU" if discrete else "no GPU"
         name = "attention_device" if policy.ffn_device == "cpu" != policy.attention_device else "ffn_device"
         raise ConfigError(f"{name} is {getattr(policy, name)!r}, but the machine has {there}")
-    check_policy(policy, discrete=discrete)
+    check_policy(policy, discrete=discrete, small_ring=place(model, policy).small_ring)
     if model.dense and discrete and policy.ffn_device != "gpu":
         raise ConfigError(
             f"ffn_device is {policy.ffn_device!r}, but {model.model_type} is dense, and a dense layer runs where its "

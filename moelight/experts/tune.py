@@ -235,7 +235,7 @@ def room_for_experts(model: ModelProfile, hardware: HardwareProfile, batch_size:
         ffn_device=near,
     )
     found = fixed_bytes(model, sizes, dtype=dtype)
-    dense = costs.dense_bytes(model, dtype)
+    dense = found["dense", tier.name]
     working = sum(int(size) for (_, where), size in found.items() if where == tier.name) - dense
     capacity = tier.capacity_bytes * (1 if device is None or gpu is None else gpu.count)
     taken = {

@@ -67,9 +67,20 @@ class CostModel:
         return self._phase_s("after", tokens, elements.after_attention, TOUCHED_AFTER + copies * TOUCHED_PER_EXPERT)
 
     def _phase_s(self, phase: str, tokens: Any, elements: int, touched: int) -> Any:
-        unit = self.expert_unit
-        product_s, touch_s = unit.product_s(tokens, elements, self.dtype), unit.touch_s
+        unit, touch_s = self.expert_unit, self.expert_unit.touch_s
+        product_s = self._dense_s(tokens, elements, head=False)
         return product_s + touch_s(tokens * self.model.hidden_size * touched) + self._overhead_s(unit, KERNELS[phase])
+
+    def _dense_s(self, rows: Any, elements: int, *, head: bool) -> Any:
+        """Seconds of ``rows`` times matrices outside the experts (the ``head`` or others), kept as stored or not."""
+        if not costs.keeps_stored(self.model, self.dtype, discrete=self.discrete):
+            return self.expert_unit.product_s(rows, elements, self.dtype)
+        dtype = costs.kept_dtype(self.model, self.dtype, head=head)
+        return self.expert_unit.product_s(rows, elements, dtype, faster=self._faster)
+
+    @property
+    def _faster(self) -> float:
+        return INT8_PRODUCTS if self.activations == INT8 else 1.0
 
     def experts_s(self, unit: Unit, tokens: Any, share: Any = 1.0) -> Any:
         """Seconds of a ``share`` of the distinct experts of one layer for ``tokens`` tokens; each page is read once."""
@@ -85,9 +96,8 @@ class CostModel:
         stored = model.stored if unit is self.speeds.gpu else None
         if stored is not None and self.page_dtype.bits < 16:
             rows = np.where(np.asarray(rows) > 0, rows + np.maximum(rows, costs.UNPACK_ROWS), 0.0)
-        faster = INT8_PRODUCTS if self.activations == INT8 else 1.0
         size, dtype = costs.page_elements(model), self.page_dtype
-        seconds = unit.product_s(rows, size, dtype, experts=not model.dense, faster=faster)
+        seconds = unit.product_s(rows, size, dtype, experts=not model.dense, faster=self._faster)
         slow = model.experts.by_torch or (stored is not None and (stored.mixed or not unit.unpacks))
         return seconds * costs.TORCH_EXPERTS if slow else seconds
 
@@ -125,7 +135,7 @@ class CostModel:
         return touched + np.where(prompt_tokens > 0, unit.prefill_s(4.0 * prompt_tokens * seen, prompt_len), 0.0)
 
     def head_s(self, rows: Any) -> Any:
-        product = self.expert_unit.product_s(rows, costs.head_elements(self.model), self.dtype)
+        product = self._dense_s(rows, costs.head_elements(self.model), head=True)
         return product + self._overhead_s(self.expert_unit, KERNELS["head"])
 
     def kv_read_bytes(self, tokens: Any, context: Any, kind: costs.AttentionKind) -> Any:

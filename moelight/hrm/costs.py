@@ -35,6 +35,7 @@ TORCH_EXPERTS = 4.0
 # ten integer operations a number. Estimated; no card has measured it.
 UNPACK_ROWS = 128.0
 _ALL_MET = 1e3
+_PRICED_GROUP = 256
 _AFTER_ATTENTION = ("o", "router", "dense", "shared")
 
 
@@ -84,16 +85,59 @@ def page_parts(size: int, most: int = PART_BYTES) -> tuple[range, ...]:
 
 
 @lru_cache(maxsize=64)
-def dense_bytes(model: ModelProfile, dtype: DType) -> int:
-    """Bytes of all tensors outside the experts in memory, where none is quantised, each aligned for vector loads."""
-    sizes = (tensor.elements * (tensor.itemsize or dtype.itemsize) for tensor in dense_tensors(model))
-    return sum(align_up(size, TENSOR_ALIGNMENT) for size in sizes)
+def dense_bytes(model: ModelProfile, dtype: DType, *, kept: bool = False) -> int:
+    """Bytes of all tensors outside the experts in memory, each aligned for vector loads. ``kept``: as `keeps_stored`
+    says; else none is quantised there."""
+    return sum(
+        align_up(dense_tensor_bytes(model, each, dtype, kept=kept), TENSOR_ALIGNMENT) for each in dense_tensors(model)
+    )
+
+
+def dense_tensor_bytes(model: ModelProfile, tensor: StackedTensor, dtype: DType, *, kept: bool) -> int:
+    """Bytes of one of them, without the alignment."""
+    sizes = kept_parts(model, tensor) if kept else None
+    return tensor.elements * (tensor.itemsize or dtype.itemsize) if sizes is None else sum(sizes)
+
+
+def kept_parts(model: ModelProfile, tensor: StackedTensor) -> tuple[int, ...] | None:
+    """Bytes in memory of each part of a tensor that is kept as stored; None of another."""
+    sizes = [_kept_sizes(model).get((part.name, part.layer)) for part in tensor.parts]
+    found = tuple(size for size in sizes if size is not None)
+    return found if len(found) == len(sizes) else None
+
+
+def keeps_stored(model: ModelProfile, dtype: DType, *, discrete: bool) -> bool:
+    """True if the CPU multiplies by quantised matrices outside the experts as they are stored: beside no GPU
+    (``discrete``), computing in ``dtype``."""
+    return model.stored is not None and bool(model.stored.kept) and not discrete and not dtype.pages
+
+
+@lru_cache(maxsize=64)
+def kept_dtype(model: ModelProfile, dtype: DType, *, head: bool) -> DType:
+    """The matrices of all layers outside the experts (or the ``head``), of which some are kept as stored, as a number
+    format for prices: `DType.bytes_for` their numbers are their bytes, nearly."""
+    ends = ("embed",) if model.tie_embeddings else ("head",)
+    size = elements = 0
+    for tensor in dense_tensors(model):
+        if tensor.name in ends if head else tensor.layer >= 0 and len(tensor.shape) > 1:
+            size += dense_tensor_bytes(model, tensor, dtype, kept=True)
+            elements += tensor.elements
+    if not elements or size >= elements * dtype.itemsize:
+        return dtype
+    bits = 8 * size // elements
+    rest = -(-(8 * size - bits * elements) * _PRICED_GROUP // (8 * elements))
+    return DType(name="stored", bits=bits, group=_PRICED_GROUP, scale_bytes=rest)
 
 
 def stored_bytes(model: ModelProfile, tensor: StackedTensor, dtype: DType) -> int:
     """Bytes of a tensor outside the experts in the checkpoint: in ``dtype`` or its own size unless it is quantised."""
     stored, each = _stored_dense(model), tensor.itemsize or dtype.itemsize
     return sum(stored.get((part.name, part.layer), part.elements * each) for part in tensor.parts)
+
+
+@lru_cache(maxsize=64)
+def _kept_sizes(model: ModelProfile) -> dict[tuple[str, int], int]:
+    return {(name, layer): size for name, layer, size in model.stored.kept} if model.stored else {}
 
 
 @lru_cache(maxsize=64)

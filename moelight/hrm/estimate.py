@@ -15,7 +15,7 @@ from moelight.hrm import costs
 from moelight.hrm.cost_model import CostModel
 from moelight.hrm.footprint import WHOLE_EXPERTS, prefill_tokens
 from moelight.hrm.machine_model import Speeds
-from moelight.hrm.pass_cost import PassCost, PlacementCounts, pass_cost
+from moelight.hrm.pass_cost import PassCost, PlacementCounts, pass_cost, ring_of
 from moelight.hrm.placement import Placement, place
 from moelight.hrm.schedule_time import MEASURED_SHARE, ROUTED_ONLY_SHARE, pass_s, routed_only
 from moelight.hrm.workload_model import (
@@ -175,7 +175,12 @@ def cost_of(
     most, placed = each(sizes.micro_batch_tokens), placed.map(each)
     tokens = kinds.decode_tokens + kinds.prompt_tokens
     routed = routed_only(model, schedule, tokens, most, least=least_missed(sizes))
-    moving = np.asarray(placed.from_host + placed.from_disk) > 0 if streams is None else streams
+    streamed = np.asarray(placed.from_host + placed.from_disk)
+    moving = streamed > 0 if streams is None else streams
+    # Behind a ring smaller than two layers every pass is a whole one (`Placement.small_ring`).
+    layers, double = max(model.num_moe_layers, 1), 2 * model.experts.num_experts
+    most_ring = 2 * np.ceil(streamed / layers) if streams is None else double
+    routed = routed & (each(ring_of(model, sizes.ring_pages)) >= most_ring)
     return pass_cost(
         cost_model,
         kinds,
@@ -187,6 +192,7 @@ def cost_of(
         look_ahead=each(sizes.look_ahead),
         routed_only=routed,
         apart=np.where(routed & moving, 1.0, 0.0),
+        ring_pages=each(sizes.ring_pages),
     )
 
 

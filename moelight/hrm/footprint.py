@@ -126,7 +126,9 @@ def fixed_bytes(model: ModelProfile, sizes: Policy, *, dtype: DType) -> dict[tup
     """Bytes by (purpose, tier) of every region that does not depend on the placement of pages and cache blocks."""
     fast_tier, tokens, hidden = "device" if sizes.discrete else "host", pass_tokens(sizes), model.hidden_size
     found = {
-        ("dense", fast_tier): costs.dense_bytes(model, dtype),
+        ("dense", fast_tier): costs.dense_bytes(
+            model, dtype, kept=costs.keeps_stored(model, dtype, discrete=sizes.discrete)
+        ),
         ("hidden", fast_tier): tokens * hidden * dtype.residual_itemsize,  # the residual stream
         ("work", fast_tier): work_bytes(model, sizes, dtype, grouped=sizes.discrete),
         ("transient", fast_tier): transient_bytes(model, sizes, dtype),
@@ -168,18 +170,22 @@ def offloaded_pages(placement: Placement) -> tuple[Page, ...]:
 
 
 def ring_slots(placement: Placement) -> int:
-    """Ring slots on the fast tier: streamed pages of two layers; with learned residents at least one whole layer."""
+    """Ring slots on the fast tier: streamed pages of two layers, or as few as the policy says; with learned residents
+    at least one whole layer."""
     double = 2 * placement.most_streamed_per_layer
+    if placement.small_ring:
+        return placement.ring_pages
     return max(double, placement.most_per_layer) if placement.learned and double else double
 
 
 def pinned_slots(placement: Placement) -> int:
     """Slots of the pinned ring between an offloaded tier and the link: the streamed pages of one layer, or two if some
-    are on disk; 0 if every page crosses directly; at least one whole layer if evicted pages are read from disk."""
+    are on disk, but no more than those of the ring; 0 if every page crosses directly; at least one whole layer if
+    evicted pages are read from disk."""
     from_disk = any(placement.tiers[page] == "disk" for page in placement.streamed)
     if placement.pinned_pages and not from_disk:
         return 0
-    most = placement.most_streamed_per_layer * (2 if from_disk else 1)
+    most = min(placement.most_streamed_per_layer * (2 if from_disk else 1), ring_slots(placement))
     back = placement.learned and from_disk and not placement.host_copies
     return max(most, placement.most_per_layer) if back else most
 

@@ -15,7 +15,9 @@ import numpy as np
 from moelight.hrm import costs
 from moelight.hrm.cost_model import CostModel
 from moelight.hrm.machine_model import Unit
+from moelight.hrm.placement import turn_pages
 from moelight.hrm.workload_model import Passes
+from moelight.profiles.model import ModelProfile
 
 NO_DISK_BYTES_PER_S = 1e-3  # without a disk a page takes practically for ever, and no page takes no time
 ROUNDING = 1e-9  # of a quotient of whole numbers
@@ -67,6 +69,10 @@ class PassCost:
         share: the expected share of streamed pages that move.
         first: without a link, time of one micro-batch up to the end of attention.
         meanwhile: without a link, time of resident experts that run while routed pages are read.
+        attended: work of the compute lane without the experts that run once over the whole pass.
+        ahead: time on each lane of ``pages`` of those that can arrive before the experts of their layers run, as many
+            as the ring holds.
+        turn: work of the experts that run after the last page of each layer, where the ring is smaller than two layers.
     """
 
     lanes: dict[str, Any]
@@ -85,6 +91,9 @@ class PassCost:
     share: Any = 1.0
     first: Any = 0.0
     meanwhile: Any = 0.0
+    attended: Any = 0.0
+    ahead: tuple[Any, ...] = ()
+    turn: Any = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +114,8 @@ def pass_cost(
     look_ahead: Any = 2,
     routed_only: Any = False,
     apart: Any = None,
+    ring_pages: Any = 0,
+    least_ring: Any = None,
 ) -> PassCost:
     """The work of one pass of ``kind``.
 
@@ -116,6 +127,7 @@ def pass_cost(
         look_ahead: as in `Policy`; without effect if there is no GPU.
         routed_only: pages without routed tokens do not move.
         apart: as in `PassCost`; by default equal to ``routed_only``.
+        ring_pages: as in `Policy`; ``least_ring``: the ring whose last turn is counted, by default the same.
     """
     tokens = kind.decode_tokens + kind.prompt_tokens
     met = costs.distinct_experts(cost_model.model, tokens)
@@ -131,7 +143,33 @@ def pass_cost(
         together = _cut(tokens, np.ceil(fewest - ROUNDING))
         cost = _on_the_cpu(cost_model, kind, placed, together, whole, share)
     apart = np.where(routed_only, 1.0, 0.0) if apart is None else apart
-    return replace(cost, share=share, apart=apart, look_ahead=look_ahead)
+    ring = ring_of(cost_model.model, ring_pages)
+    last = turn_pages(ring if least_ring is None else least_ring)
+    return replace(
+        cost,
+        share=share,
+        apart=apart,
+        look_ahead=look_ahead,
+        attended=cost.lanes.get("device", cost.lanes["cpu"]) - cost.experts,
+        ahead=_ahead(cost_model, ring),
+        turn=cost.experts * np.minimum(last / cost_model.model.experts.num_experts, 1.0),
+    )
+
+
+def ring_of(model: ModelProfile, ring_pages: Any) -> Any:
+    """Pages that a ring of ``ring_pages`` (0: two layers) holds at most."""
+    return np.where(np.asarray(ring_pages) > 0, ring_pages, 2 * model.experts.num_experts)
+
+
+def _ahead(cost_model: CostModel, ring: Any) -> tuple[Any, ...]:
+    """`PassCost.ahead` of a ring of ``ring`` pages: beside a link as many more have passed the lanes before it."""
+    pages, speeds = ring * cost_model.model.num_moe_layers * cost_model.page_bytes(), cost_model.speeds
+    disk = pages / (speeds.disk or NO_DISK_BYTES_PER_S)
+    if not cost_model.discrete:
+        return (disk,)
+    if cost_model.ffn_device == "cpu":
+        return (0.0 * disk, 0.0 * disk, disk)
+    return pages / speeds.h2d, 2 * pages / speeds.stage, 2 * disk
 
 
 def _on_the_cpu(

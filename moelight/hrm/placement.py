@@ -23,7 +23,8 @@ Table = np.ndarray[Any, np.dtype[np.int32]]
 class Placement:
     """``tiers`` of all pages. Pages on ``fast_tier``, beside the processor of the experts, are resident; the CPU
     computes ``computed`` in host memory (``ffn_device`` split); every pass streams ``streamed``, in this order.
-    ``pinned_pages``: host pages are page-locked, without staging copy. ``learned``: the set of residents may change."""
+    ``pinned_pages``: host pages are page-locked, without staging copy. ``learned``: the set of residents may change.
+    ``ring_pages``: as in `Policy`."""
 
     fast_tier: str
     tiers: Mapping[Page, str]
@@ -31,6 +32,7 @@ class Placement:
     computed: tuple[Page, ...] = ()
     pinned_pages: bool = False
     learned: bool = False
+    ring_pages: int = 0
 
     @property
     def resident(self) -> tuple[Page, ...]:
@@ -52,6 +54,11 @@ class Placement:
     @property
     def most_streamed_per_layer(self) -> int:
         return max(Counter(map(attrgetter("layer"), self.streamed)).values(), default=0)
+
+    @property
+    def small_ring(self) -> bool:
+        """True if the ring holds fewer pages than two layers stream."""
+        return 0 < self.ring_pages < 2 * self.most_streamed_per_layer
 
 
 def with_residents(policy: Policy, share: float) -> Policy:
@@ -91,6 +98,15 @@ def slot_table(placement: Placement, model: ModelProfile) -> Table:
     return table
 
 
+# Parts of a ring of fewer pages than two layers stream: one is computed while the others are filled.
+TURNS_OF_RING = 4
+
+
+def turn_pages(ring_pages: Any) -> Any:
+    """Pages whose experts run at a time behind a ring of ``ring_pages``, fewer than two layers stream."""
+    return np.maximum(1, ring_pages // TURNS_OF_RING)
+
+
 # Multiples of this ratio, modulo 1, are evenly distributed over [0, 1) for any count: where a tier holds one expert
 # more in some layers than in others, those layers are spread out, so that a ring of two layers evens out their pages.
 GOLDEN = (5**0.5 - 1) / 2
@@ -106,7 +122,9 @@ def place(model: ModelProfile, policy: Policy) -> Placement:
     fast_tier = resident_tier(policy)
     placement = _place(model, policy.weights, policy.cpu_experts, fast_tier)
     pinned_pages, learned = policy.host_pages == "pinned" and fast_tier == "device", policy.residents == "learned"
-    return replace(placement, pinned_pages=pinned_pages, learned=learned) if pinned_pages or learned else placement
+    if not (pinned_pages or learned or policy.ring_pages):
+        return placement
+    return replace(placement, pinned_pages=pinned_pages, learned=learned, ring_pages=policy.ring_pages)
 
 
 @lru_cache(maxsize=256)

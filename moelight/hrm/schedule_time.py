@@ -100,11 +100,19 @@ def serial(cost: PassCost) -> list[Any]:
 
 def module(cost: PassCost) -> list[Any]:
     """Experts run once over the whole pass, between all attention of their layer and of the next. Meanwhile the next
-    layer's pages cross, but no contexts; at worst they delay attention's reads of host memory by their bytes."""
+    layer's pages cross, but no contexts; at worst they delay attention's reads of host memory by their bytes.
+
+    A ring that is full stays so until experts read it: of a layer's w pages, a ring of R takes no more than R beside
+    attention a, and the rest arrive while experts run, the last turn e of them after all: a + (w - R) + e."""
+    before = [cost.attended]
+    if "device" in cost.lanes:
+        before += [cost.lanes["cpu"], cost.count * cost.up]
+    late = [pages - ahead + cost.turn for pages, ahead in zip(cost.pages, cost.ahead, strict=True)]
+    behind = [attended + rest for attended in before for rest in late]
     if "device" not in cost.lanes:
-        return _overlapped(cost)
+        return [*_overlapped(cost), *behind]
     attended = cost.lanes["cpu"] + cost.link_reads + cost.waits["cpu"]
-    return [*_overlapped(cost), attended + cost.experts, cost.count * cost.up + cost.experts]
+    return [*_overlapped(cost), attended + cost.experts, cost.count * cost.up + cost.experts, *behind]
 
 
 def _links(cost: PassCost) -> list[Any]:

@@ -61,11 +61,11 @@ class PassCosts:
         met = float(costs.distinct_experts(cost_model.model, self._all.tokens))
         self._moved_share = met / self._experts if routed_only else 1.0
         # The key is all that a cost depends on. Micro-batches of a pass have few different loads.
-        self._known: dict[tuple[TaskKind, Lane, int, bool, MicroBatchLoad, int], TaskCost] = {}
+        self._known: dict[tuple[TaskKind, Lane, int, bool, MicroBatchLoad, int, range | None], TaskCost] = {}
 
     def __call__(self, task: Task) -> TaskCost:
         load = self._loads[task.micro_batch] if task.micro_batch >= 0 else self._all
-        key = (task.kind, task.lane, task.layer, task.micro_batch < 0, load, task.bytes)
+        key = (task.kind, task.lane, task.layer, task.micro_batch < 0, load, task.bytes, task.experts)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._priced(task, load)
@@ -127,7 +127,8 @@ class PassCosts:
         cost_model = self._cost_model
         if not cost_model.model.moe_layers[task.layer] or (cost_model.discrete and cost_model.ffn_device == "cpu"):
             return 0.0
-        share = 1.0 - self._computed[task.layer] / self._experts
+        some = self._experts - self._computed[task.layer] if task.experts is None else len(task.experts)
+        share = some / self._experts
         return float(cost_model.experts_s(cost_model.expert_unit, tokens, share))
 
     def _transfer(self, task: Task) -> TaskCost:

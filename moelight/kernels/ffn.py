@@ -95,7 +95,7 @@ def cpu_expert_ffn(
     gate_up_scale: Tensors | None = None,
     down_scale: Tensors | None = None,
     group_size: int | None = None,
-    activations: str = "auto",
+    activations: str | tuple[str, str] = "auto",
     out: Tensor | None = None,
     threads: int | None = None,
 ) -> Tensor:
@@ -112,24 +112,24 @@ def cpu_expert_ffn(
     gate_up_bias, up_bias, down_bias  E tensors of one float, one number a row
     gate_up_scale, down_scale         E tensors float32, as in `cpu_linear`: for int8 and uint8 only
     group_size    of both weights: a multiple of 32; None for one scale per row
-    activations   auto, or int8: rows of x, and what the activation gives, are rounded before they are multiplied
+    activations   auto; int8: rows of x, and what the activation gives, are rounded; or one for (gate and up, down)
 
     Lists of weights may hold quantised matrices of one format instead. Floats may be transposed: the tensor of a matrix
     is then the transpose of contiguous rows. All entries of an expert without rows may be None. The tensors of a list
     share their shape, dtype and order. The activation is rounded to the dtype of x. The GIL is released.
     """
     group_size, threads = _check_group_size(group_size), arguments.check_threads(threads)
+    by_side = (activations, activations) if isinstance(activations, str) else activations
     act = _check_form(activation, up, gate_up_bias, up_bias, interleaved=interleaved)
     given = (gate_up_bias, up_bias, down_bias, gate_up_scale, down_scale)
     optional = dict(zip(_OPTIONAL, given, strict=True))
     extension = native.extension()
     weights, size = {"gate_up": gate_up, "up": up, "down": down}, group_size or 0
     if extension is None:
-        (wide, second, narrow), both = _stand_ins(weights, offsets, activations), act.gated and up is None
+        (wide, second, narrow), both = _stand_ins(weights, offsets, by_side), act.gated and up is None
         cuts = _check_experts(x, wide, narrow, offsets, {"up": second} | optional, group_size, out, both=both)
         options: dict[str, Any] = {"activation": act, "interleaved": interleaved, "group_size": group_size} | optional
-        options["activations"] = activations
-        return stored(reference.expert_ffn(x, gate_up, down, cuts, up=up, **options), out)
+        return stored(reference.expert_ffn(x, gate_up, down, cuts, up=up, activations=by_side, **options), out)
     rows = as_dlpack("x", x)
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -138,7 +138,7 @@ def cpu_expert_ffn(
     bounds, into = lend(offsets=offsets, out=out)
     by = (act.curve, act.alpha, act.limit, act.shift, act.late)
     pairing = "interleaved" if interleaved else "joined" if act.gated else "ungated"
-    extension.expert_ffn(rows, wide, second, narrow, bounds, by, pairing, *rest, size, activations, into, threads)
+    extension.expert_ffn(rows, wide, second, narrow, bounds, by, pairing, *rest, size, by_side, into, threads)
     return out
 
 
@@ -213,15 +213,15 @@ def _stand_in(name: str, weight: Any) -> Any:
     return torch.empty(parts_checked(name, weight).shape, dtype=torch.bfloat16)
 
 
-def _stand_ins(weights: Mapping[str, Weights | None], offsets: Tensor, activations: str) -> list[Any]:
+def _stand_ins(weights: Mapping[str, Weights | None], offsets: Tensor, activations: tuple[str, str]) -> list[Any]:
     """Lists of weights as lists of tensors, where experts without rows have none; the quantised ones of ``gate_up`` and
-    ``up`` share one format, and those of ``down``, which ``activations`` can multiply."""
+    ``up`` share one format, and those of ``down``, which the ``activations`` of their side can multiply."""
     check_tensor("offsets", offsets, torch.int32, (None,))
     busy = (offsets.diff() > 0).tolist()
     found: list[Any] = []
     forms: set[object] = set()
     for name, each in weights.items():
-        check_integers(name, activations, *(each if isinstance(each, (list, tuple)) else ()))
+        check_integers(name, activations[name == "down"], *(each if isinstance(each, (list, tuple)) else ()))
         if not isinstance(each, (list, tuple)) or not any(isinstance(weight, QuantizedMatrix) for weight in each):
             found.append(each)
             continue

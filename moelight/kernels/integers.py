@@ -1,9 +1,12 @@
 """Products of tokens rounded to int8 with quantised matrices whose codes stay whole numbers: the reference for kernels.
 
 A token is cut into groups of columns: the groups in which a row of the matrix has its scales, or 128, 64 or 32 columns
-that lie in one. Each group is a float32 scale, its largest magnitude over 127, times int8 numbers, rounded to nearest,
-ties to even. A sum takes the groups in order, each product and each sum rounded to float32: the exact sum of the
-products of whole numbers times the product of both scales. Nothing else has any influence on a bit of it.
+that lie in one, or the block of 256 whose parts have scales (ggml's K formats; llama.cpp rounds activations so, too).
+Each group is a float32 scale, its largest magnitude over 127, times int8 numbers, rounded to nearest, ties to even. A
+sum takes the groups in order, each product and each sum rounded to float32: the exact sum of the products of whole
+numbers, those of a part times its step, times the scale of the row; less, where a format takes something off, the exact
+sum of each part's `low` times its numbers, times the row's `least`; times the scale of the token. Nothing else has any
+influence on a bit of it.
 """
 
 from __future__ import annotations
@@ -24,12 +27,16 @@ _LEAST_MAGNITUDE = 1e-30  # below it, a group of a token is zero
 
 
 class WholeNumbers(NamedTuple):
-    """A matrix as numbers ``whole`` (int32 [R, C]) times ``scales`` (float32 [R, groups of ``group`` columns]), less
-    ``least`` (the same, or None)."""
+    """A matrix as numbers ``whole`` (int32 [R, C]) times ``scales`` (float32 [R, groups of ``group`` columns]); where a
+    group has parts (of ``part`` columns) times ``steps``, less ``lows`` times ``least``: int32 [R, parts], or None, and
+    as ``scales``."""
 
     whole: Tensor
     scales: Tensor
     group: int
+    part: int
+    steps: Tensor | None = None
+    lows: Tensor | None = None
     least: Tensor | None = None
 
 
@@ -42,12 +49,17 @@ def check_integers(name: str, activations: str, *weights: object) -> None:
             continue
         if not isinstance(weight, QuantizedMatrix):
             raise ValueError(f"{name}: int8 activations need quantised matrices")
-        why = weight.stored.without_integers
-        order = weight.parts[weight.stored.names[3]] if why is None and weight.stored.order else None
-        if order is not None and not torch.equal(order.long(), _groups(weight)):
-            why = "int8 activations need columns in the order of their groups"
-        if why is not None:
+        if (why := no_integers(weight)) is not None:
             raise ValueError(f"{name}: {why}")
+
+
+def no_integers(weight: QuantizedMatrix) -> str | None:
+    """The reason why ``weight`` is no matrix of whole numbers times scales, or None."""
+    why = weight.stored.without_integers
+    order = weight.parts[weight.stored.names[3]] if why is None and weight.stored.order else None
+    if order is not None and not torch.equal(order.long(), _groups(weight)):
+        why = "int8 activations need columns in the order of their groups"
+    return why
 
 
 def _groups(matrix: QuantizedMatrix) -> Tensor:
@@ -74,33 +86,45 @@ def round_tokens(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 def integer_product(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
     """x [T, C] times ``matrix`` [R, C] -> float32 [T, R]."""
-    whole, scales, group, least = whole_numbers(matrix)
-    numbers, token_scales = round_tokens(x, group)
+    found = whole_numbers(matrix)
+    numbers, token_scales = round_tokens(x, found.group)
     rows, columns = matrix.shape
-    padded = torch.zeros(rows, numbers.shape[1] * group, dtype=torch.int32)
-    padded[:, :columns] = whole
-    parts = padded.view(rows, -1, group)
-    sums = torch.zeros(len(x), rows)
-    for g in range(parts.shape[1]):
-        # whole numbers of less than 2^24 are exact in float64 and float32
-        exact = (numbers[:, g].double() @ parts[:, g].double().t()).float()
-        sums = sums + exact * (scales[:, g] * token_scales[:, g, None])
-        if least is not None:
-            below = token_scales[:, g] * -numbers[:, g].sum(-1).float()
-            sums = sums + least[:, g] * below[:, None]
+    padded = torch.zeros(rows, numbers.shape[1] * found.group, dtype=torch.int32)
+    padded[:, :columns] = found.whole
+    # whole numbers are exact in float64
+    tokens, codes = (each.reshape(len(each), -1, found.part).double() for each in (numbers, padded))
+    sums, parts = torch.zeros(len(x), rows), found.group // found.part
+    for g in range(token_scales.shape[1]):
+        exact, low = torch.zeros(len(x), rows, dtype=torch.float64), torch.zeros(len(x), rows, dtype=torch.float64)
+        for p in range(g * parts, (g + 1) * parts):
+            product = tokens[:, p] @ codes[:, p].t()
+            exact += product if found.steps is None else product * found.steps[:, p]
+            if found.lows is not None:
+                low += tokens[:, p].sum(-1, keepdim=True) * found.lows[:, p]
+        value = exact.float() * found.scales[:, g]
+        if found.least is not None:
+            value = value - low.float() * found.least[:, g]
+        sums = sums + value * token_scales[:, g, None]
     return sums
 
 
 def whole_numbers(matrix: QuantizedMatrix) -> WholeNumbers:
     """``matrix``, of a format with integers, as whole numbers and scales."""
     stored, columns = matrix.stored, matrix.columns
-    group = stored.integer_group(columns)
-    whole, scales, least = _parts(stored)(matrix)
-    first = torch.arange(0, columns, group)
-    return WholeNumbers(whole.int(), scales[:, first], group, None if least is None else least[:, first])
+    group, part = stored.integer_groups(columns)
+    if part < group:
+        blocks = matrix.parts[stored.names[0]].reshape(-1, stored.block_bytes)
+        found = [
+            None if each is None else each.reshape(matrix.rows, -1) for each in quantized.k_numbers(stored, blocks)
+        ]
+        whole, steps, lows, scales, least = found
+        assert whole is not None and scales is not None
+        return WholeNumbers(whole, scales, group, part, steps, lows, least)
+    whole, scales = _parts(stored)(matrix)
+    return WholeNumbers(whole.int(), scales[:, torch.arange(0, columns, group)], group, part)
 
 
-_Found = tuple[Tensor, Tensor, Tensor | None]  # of each number [R, C]: whole numbers, scales, least ones
+_Found = tuple[Tensor, Tensor]  # of each number [R, C]: whole numbers, scales
 
 
 def _parts(stored: StoredFormat) -> Callable[[QuantizedMatrix], _Found]:
@@ -125,7 +149,7 @@ def _grouped(matrix: QuantizedMatrix) -> _Found:
         by_row = given.float().t()
     else:
         by_row = given.float().reshape(matrix.rows, -1)
-    return whole, by_row[:, _groups(matrix)], None
+    return whole, by_row[:, _groups(matrix)]
 
 
 def _mxfp4(matrix: QuantizedMatrix) -> _Found:
@@ -134,42 +158,25 @@ def _mxfp4(matrix: QuantizedMatrix) -> _Found:
     ones = {weight: matrix.parts[weight], scale: torch.full_like(exponents, 128, dtype=torch.uint8)}
     twice = quantized.unpack(matrix.stored, ones, 0, matrix.rows, matrix.columns)
     scales = torch.ldexp(torch.ones(exponents.shape), exponents - 128)
-    return twice, scales.repeat_interleave(matrix.stored.group, 1), None
-
-
-def _by_blocks(matrix: QuantizedMatrix, number: Callable[[Tensor], _Found]) -> _Found:
-    blocks = matrix.parts[matrix.stored.names[0]].reshape(-1, matrix.stored.block_bytes)
-    whole, scales, least = (None if each is None else each.reshape(matrix.shape) for each in number(blocks))
-    assert whole is not None and scales is not None
-    return whole, scales, least
+    return twice, scales.repeat_interleave(matrix.stored.group, 1)
 
 
 def _small(scale_bytes: int) -> Callable[[QuantizedMatrix], _Found]:
     """Blocks of 32 whose scale comes first: the numbers with a scale of one."""
 
     def found(matrix: QuantizedMatrix) -> _Found:
-        def number(blocks: Tensor) -> _Found:
-            ones = blocks.clone()
-            if scale_bytes == 1:
-                scales = torch.ldexp(torch.ones(len(blocks), 1), blocks[:, :1].int() - 128)
-                ones[:, 0] = 128
-            else:
-                scales = blocks[:, :2].contiguous().view(torch.float16).float()
-                ones[:, :2] = torch.tensor([1.0], dtype=torch.float16).view(torch.uint8)
-            whole = quantized.numbers_of_blocks(matrix.stored, ones)
-            return whole, scales.expand(whole.shape), None
-
-        return _by_blocks(matrix, number)
+        blocks = matrix.parts[matrix.stored.names[0]].reshape(-1, matrix.stored.block_bytes)
+        ones = blocks.clone()
+        if scale_bytes == 1:
+            scales = torch.ldexp(torch.ones(len(blocks), 1), blocks[:, :1].int() - 128)
+            ones[:, 0] = 128
+        else:
+            scales = blocks[:, :2].contiguous().view(torch.float16).float()
+            ones[:, :2] = torch.tensor([1.0], dtype=torch.float16).view(torch.uint8)
+        whole = quantized.numbers_of_blocks(matrix.stored, ones)
+        return whole.reshape(matrix.shape), scales.expand(whole.shape).reshape(matrix.shape)
 
     return found
 
 
-def _q4_k(matrix: QuantizedMatrix) -> _Found:
-    def number(blocks: Tensor) -> _Found:
-        codes, scales, least = quantized.k_codes(blocks)
-        return codes, scales.repeat_interleave(32, dim=1), least.repeat_interleave(32, dim=1)
-
-    return _by_blocks(matrix, number)
-
-
-_BLOCKS = {"Q8_0": _small(2), "Q4_0": _small(2), "MXFP4": _small(1), "Q4_K": _q4_k}
+_BLOCKS = {"Q8_0": _small(2), "Q4_0": _small(2), "MXFP4": _small(1)}

@@ -99,6 +99,8 @@ OTHERS = (
     "scatter_sum",
     "rms_norm",
     "rotate",
+    "causal_conv",
+    "delta_rule",
     "copy_pages",
     "file_reads",
 )

@@ -200,6 +200,7 @@ def cpu_rms_norm(
     eps: float,
     *,
     add: Tensor | None = None,
+    gate: Tensor | None = None,
     out: Tensor | None = None,
     threads: int | None = None,
 ) -> Tensor:
@@ -208,9 +209,11 @@ def cpu_rms_norm(
     x        [T, H] or [T, G, H]: float32, bfloat16 or float16; there may be a gap between tokens
     weight   [H], dtype of x
     add      as x: added to x first, in place
+    gate     as x: silu of it is a factor of the result
     out      as x, and may be x
 
-    Rounded as HF transformers does: normalised in float32, rounded to x's dtype, then scaled. The result of a row
+    Rounded as HF transformers does: normalised in float32, rounded to x's dtype, then scaled, and rounded again before
+    the gate. The result of a row
     is bit for bit independent of other rows and of the number of threads.
     """
     threads, eps = arguments.check_threads(threads), arguments.check_number("eps", eps, 0)
@@ -218,16 +221,17 @@ def cpu_rms_norm(
     if extension is None:
         shape = check_tensor("x", x, FLOATS, (None,) * (2 if getattr(x, "ndim", 0) == 2 else 3))
         check_tensor("weight", weight, x.dtype, shape[-1:])
-        for name, tensor in (("add", add), ("out", out)):
+        for name, tensor in (("add", add), ("gate", gate), ("out", out)):
             if tensor is not None:
                 check_tensor(name, tensor, x.dtype, shape)
         if add is not None:
             x += add
-        return stored(reference.rms_norm(x, weight, eps), out)
+        return stored(reference.rms_norm(x, weight, eps, gate=gate), out)
     rows, added = _headed("x", x), None if add is None else _headed("add", add)
+    factor = None if gate is None else _headed("gate", gate)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype)
-    extension.rms_norm(rows, as_dlpack("weight", weight), eps, added, _headed("out", out), threads)
+    extension.rms_norm(rows, as_dlpack("weight", weight), eps, added, factor, _headed("out", out), threads)
     return out
 
 

@@ -21,6 +21,7 @@ from moelight.hrm.costs import EXPERT_ROWS, ExpertWorkspace
 from moelight.hrm.footprint import SLAB_BYTES
 from moelight.kernels import native
 from moelight.kernels.ffn import cpu_expert_ffn, cpu_linear
+from moelight.kernels.quantized import StackedMatrix
 
 # Mixed precision stores act(gate) * up in float16 times this power of two, which the float32 sums of `down` undo: it
 # ends at 1,048,064, not 65,504, and numbers from 2^-10 on keep all bits.
@@ -50,8 +51,10 @@ def parts(first: int, count: int) -> Iterator[tuple[int, int]]:
         yield start, min(EXPERT_ROWS, first + count - start)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [R, in], weight [out, in], bias [out] -> [R, out] in x's dtype; float32 if the weights have another."""
+def linear(x: Tensor, weight: Tensor | StackedMatrix, bias: Tensor | None = None) -> Tensor:
+    """x [R, in], weight [out, in], bias [out] -> [R, out] in x's dtype; float32 if the weights are of another."""
+    if isinstance(weight, StackedMatrix):
+        return _linear_stacked(x, weight, bias)
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
         if native.on_cpu(x) and native.available():
             return cpu_linear(x.float(), weight, None if bias is None else bias.float())
@@ -64,6 +67,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         wide[:rows] = x
         return linear(wide, weight, bias)[:rows]
     return _linear_widened(x, weight, bias, x.dtype) if _widens(x) else functional.linear(x, weight, bias)
+
+
+def _linear_stacked(x: Tensor, weight: StackedMatrix, bias: Tensor | None) -> Tensor:
+    out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype)
+    first = 0
+    for part, activations in zip(weight.parts, weight.activations, strict=True):
+        rows = slice(first, first + part.rows)
+        some = None if bias is None else bias[rows]
+        cpu_linear(x, part, some, activations=activations, out=out[:, rows])
+        first += part.rows
+    return out
 
 
 def _linear_widened(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -109,6 +123,15 @@ class Workspace:
     def narrow(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """View [rows, columns] of the smaller buffer."""
         return _front(self._narrow, rows, columns, dtype)
+
+
+def feed_forward_stored(x: Tensor, gate_up: Tensor | StackedMatrix, down: Tensor | StackedMatrix) -> Tensor:
+    """`feed_forward` on the CPU by matrices of which at least one is kept as stored; gate and up are parts then."""
+    gate, *up = gate_up.parts if isinstance(gate_up, StackedMatrix) else (gate_up,)
+    (narrow,) = down.parts if isinstance(down, StackedMatrix) else (down,)
+    inward, outward = (each.activations[0] if isinstance(each, StackedMatrix) else "auto" for each in (gate_up, down))
+    offsets = torch.tensor((0, x.shape[0]), dtype=torch.int32)
+    return cpu_expert_ffn(x, (gate,), (narrow,), offsets, up=up or None, activations=(inward, outward))
 
 
 def feed_forward(x: Tensor, gate_up: Tensor, down: Tensor, space: Workspace, *, wide: bool = False) -> Tensor:

@@ -58,6 +58,27 @@ class QuantizedMatrix:
         return row_blocks(self.stored, self.parts, self.rows, self.columns)
 
 
+@dataclass(frozen=True, slots=True)
+class StackedMatrix:
+    """Quantised matrices ``parts`` below one another, each multiplied by its own ``activations`` (`integers`)."""
+
+    parts: tuple[QuantizedMatrix, ...]
+    activations: tuple[str, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(part.rows for part in self.parts), self.parts[0].columns
+
+    def rows(self, places: Tensor, out: Tensor) -> Tensor:
+        """The numbers of rows ``places`` (int64 [n]) of its only part, whose stored rows are by themselves -> ``out``
+        [n, C]."""
+        (whole,) = self.parts
+        steps = {suffix: whole.stored.rows_of_line(suffix) for suffix in whole.parts}
+        chosen = {suffix: part[places] if steps[suffix] else part for suffix, part in whole.parts.items()}
+        some = QuantizedMatrix(stored=whole.stored, rows=len(places), columns=whole.columns, parts=chosen)
+        return cpu_dequantize(some, out.dtype, out=out)
+
+
 def numbers_of(weight: Tensor | QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     """``weight`` if it is a tensor, else its numbers as ``dtype``."""
     return weight.numbers(dtype) if isinstance(weight, QuantizedMatrix) else weight
@@ -249,11 +270,14 @@ def numbers_of_blocks(stored: StoredFormat, blocks: Tensor) -> Tensor:
     return _GGML_BLOCKS[stored.name](blocks)
 
 
-def k_codes(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of blocks of Q4_K: codes [n, 256], and scales and minima [n, 8]; a number is its code times the scale, less the
-    minimum."""
-    scales, least = _k_scales(blocks[:, 4:16])
-    return _pieces(blocks[:, 16:], 32, 4), _half(blocks, 0) * scales, _half(blocks, 2) * least
+def k_numbers(stored: StoredFormat, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Of blocks of Q4_K, Q5_K or Q6_K: whole numbers int32 [n, 256], of each part its step and `low` int32 [n, parts],
+    scales and `least` float32 [n, 1]; a number is whole x step x scale - low x least."""
+    if stored.name == "Q6_K":
+        return _q6_codes(blocks).int() - 32, _q6_scales(blocks).int(), None, _half(blocks, 208), None
+    steps, lows = _k_scales(blocks[:, 4:16])
+    codes = _q4_codes(blocks) if stored.name == "Q4_K" else _q5_codes(blocks)
+    return codes.int(), steps.int(), lows.int(), _half(blocks, 0), _half(blocks, 2)
 
 
 _KINDS: dict[str, Callable[[StoredFormat, Parts, int, int, int], Tensor]] = {
@@ -335,12 +359,28 @@ def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
     return scales.float(), least.float()
 
 
+def _q4_codes(blocks: Tensor) -> Tensor:
+    return _pieces(blocks[:, 16:], 32, 4)
+
+
+def _q5_codes(blocks: Tensor) -> Tensor:
+    return _pieces(blocks[:, 48:], 32, 4) | (_pieces(blocks[:, 16:48], 32, 1) << 4)
+
+
+def _q6_codes(blocks: Tensor) -> Tensor:
+    return _pieces(blocks[:, :128], 64, 4) | (_pieces(blocks[:, 128:192], 32, 2) << 4)
+
+
+def _q6_scales(blocks: Tensor) -> Tensor:
+    return blocks[:, 192:208].contiguous().view(torch.int8).float()
+
+
 def _q4_k(blocks: Tensor) -> Tensor:
-    return _k_blocks(blocks, _pieces(blocks[:, 16:], 32, 4))
+    return _k_blocks(blocks, _q4_codes(blocks))
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
-    return _k_blocks(blocks, _pieces(blocks[:, 48:], 32, 4) | (_pieces(blocks[:, 16:48], 32, 1) << 4))
+    return _k_blocks(blocks, _q5_codes(blocks))
 
 
 def _k_blocks(blocks: Tensor, codes: Tensor) -> Tensor:
@@ -351,9 +391,8 @@ def _k_blocks(blocks: Tensor, codes: Tensor) -> Tensor:
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
-    codes = _pieces(blocks[:, :128], 64, 4) | (_pieces(blocks[:, 128:192], 32, 2) << 4)
-    scales = blocks[:, 192:208].contiguous().view(torch.int8).float()
-    return ((_half(blocks, 208) * scales).unsqueeze(-1) * (codes.float() - 32).view(-1, 16, 16)).view(-1, _K)
+    steps = (_half(blocks, 208) * _q6_scales(blocks)).unsqueeze(-1)
+    return (steps * (_q6_codes(blocks).float() - 32).view(-1, 16, 16)).view(-1, _K)
 
 
 def _iq4_nl(blocks: Tensor) -> Tensor:

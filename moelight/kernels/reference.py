@@ -3,7 +3,7 @@
 They run on any device; callers check the arguments.
 
 Legend: T tokens, B sequences, Hq query heads, Hkv key/value heads, D head size, P block size, E experts, H hidden; of
-latent attention H heads, R the size of the latent, Rr of the rotary part.
+latent attention H heads, R the size of the latent, Rr of the rotary part; of the delta rule as in `delta`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,49 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`cpu_rms_norm`, without its sum: x [..., H], weight [H] -> [..., H]."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, gate: Tensor | None = None) -> Tensor:
+    """`cpu_rms_norm`, without its sum: x and gate [..., H], weight [H] -> [..., H]."""
     wide = _wide(x)
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return wide.to(x.dtype) * weight
+    scaled = wide.to(x.dtype) * weight
+    return scaled if gate is None else (_wide(scaled) * functional.silu(_wide(gate))).to(x.dtype)
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, states: Sequence[Tensor], starts: Sequence[int], *, silu: bool
+) -> Tensor:
+    """`cpu_causal_conv`: x [T, C], weight [C, K], bias [C], states [K - 1, C] each -> [T, C]."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for (first, last), state in zip(pairwise(starts), states, strict=True):
+        rows = torch.cat((state, x[first:last]))
+        taps = _wide(weight).t().unsqueeze(1)  # [K, 1, C]
+        sums = sum((_wide(rows[j : j + last - first]) * taps[j] for j in range(len(taps))), torch.zeros(()))
+        rounded = (sums if bias is None else sums + bias).to(x.dtype)
+        out[first:last] = functional.silu(_wide(rounded)).to(x.dtype) if silu else rounded
+        state.copy_(rows[len(rows) - len(state) :])
+    return out
+
+
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: Sequence[Tensor], starts: Sequence[int]
+) -> Tensor:
+    """`cpu_delta_rule`: q and k [T, Hk, Dk], v [T, H, Dv], decay [T, H, 1 or Dk], beta [T, H], states [H, Dk, Dv] each
+    -> [T, H, Dv]."""
+    each = v.shape[1] // q.shape[1]
+    query, key = (_unit(_wide(x)).repeat_interleave(each, dim=1) for x in (q, k))
+    query, value, kept = query * q.shape[2] ** -0.5, _wide(v), decay.exp().unsqueeze(-1)  # kept [T, H, 1 or Dk, 1]
+    out = torch.empty_like(value)
+    for (first, last), state in zip(pairwise(starts), states, strict=True):
+        for t in range(first, last):
+            state.mul_(kept[t])
+            change = (value[t] - torch.einsum("hkv,hk->hv", state, key[t])) * beta[t, :, None]
+            state.add_(key[t].unsqueeze(2) * change.unsqueeze(1))
+            out[t] = torch.einsum("hkv,hk->hv", state, query[t])
+    return out.to(v.dtype)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -277,7 +315,7 @@ def expert_ffn(
     gate_up_scale: Sequence[Tensor | None] | None = None,
     down_scale: Sequence[Tensor | None] | None = None,
     group_size: int | None = None,
-    activations: str = "auto",
+    activations: tuple[str, str] = ("auto", "auto"),
 ) -> Tensor:
     """`cpu_expert_ffn`: x [T, H] sorted by expert -> [T, H]; expert e has rows offsets[e] to offsets[e + 1]."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -289,13 +327,13 @@ def expert_ffn(
             None if each is None else each[e] for each in (gate_up_bias, up_bias, gate_up_scale, down_bias, down_scale)
         )
         rows = x[first:last]
-        given = [_product(rows, wide, first_bias, first_scale, group_size, activations)]
+        given = [_product(rows, wide, first_bias, first_scale, group_size, activations[0])]
         if up is not None and (second := up[e]) is not None:
-            given.append(_product(rows, second, second_bias, None, None, activations))
+            given.append(_product(rows, second, second_bias, None, None, activations[0]))
         elif activation.gated:
             given = list(gate_and_up(given[0], interleaved=interleaved))
         inner = activation(*given).to(x.dtype)
-        out[first:last] = linear(inner, narrow, bias, scale=scale, group_size=group_size, activations=activations)
+        out[first:last] = linear(inner, narrow, bias, scale=scale, group_size=group_size, activations=activations[1])
     return out
 
 

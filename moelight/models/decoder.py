@@ -19,7 +19,8 @@ from moelight.hrm.footprint import HEAD_CHUNK_BYTES
 from moelight.kernels import native
 from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.norm import finish_heads, rms_norm, rms_norm_mixed
-from moelight.kernels.products import Workspace, feed_forward, linear, parts, rows_computed
+from moelight.kernels.products import Workspace, feed_forward, feed_forward_stored, linear, parts, rows_computed
+from moelight.kernels.quantized import StackedMatrix
 from moelight.models.moe import (
     Experts,
     ExpertWeights,
@@ -32,7 +33,7 @@ from moelight.models.moe import (
 )
 from moelight.models.quantized import QuantizedExperts
 from moelight.profiles.model import AttentionSpec, ModelProfile
-from moelight.weights.load import ModelWeights
+from moelight.weights.load import ModelWeights, Weight
 
 Running = Any  # of the model's own type; where CUDA graphs serve, tensors [T, ...]
 Watch = Callable[[int, Routed], None]  # called with a layer and its routing
@@ -173,7 +174,9 @@ class NativeDecoder:
 
     def begin(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, rows: Sequence[Rows]) -> Running:  # noqa: ARG002
         """Embed ``token_ids`` int64 [T] into ``hidden`` [T, H]; returns the rotation at ``positions`` int64 [T]."""
-        if self.weights.embed.dtype == hidden.dtype:
+        if isinstance(self.weights.embed, StackedMatrix):
+            self.weights.embed.rows(token_ids, out=hidden)
+        elif self.weights.embed.dtype == hidden.dtype:
             torch.index_select(self.weights.embed, 0, token_ids, out=hidden)
         else:
             hidden.copy_(self.weights.embed[token_ids])
@@ -253,7 +256,7 @@ class NativeDecoder:
         copies."""
         x = self._norm(hidden, self.weights.final_norm, enters=self.model.num_layers)
         head = self.weights.head
-        if not native.on_cpu(x):
+        if isinstance(head, StackedMatrix) or not native.on_cpu(x):
             return linear(x, head).float()
         rows = max(1, HEAD_CHUNK_BYTES // (head.shape[1] * head.element_size()))
         out = torch.empty((x.shape[0], head.shape[0]), dtype=torch.float32, device=x.device)
@@ -293,8 +296,12 @@ class NativeDecoder:
         weights, ids = route_tokens(linear(x, router), self.model.router)
         return Routed(x=x, weights=weights, ids=ids)
 
-    def _add_dense(self, hidden: Tensor, x: Tensor, gate_up: Tensor, down: Tensor) -> None:
+    def _add_dense(self, hidden: Tensor, x: Tensor, gate_up: Weight, down: Weight) -> None:
         """hidden [T, H] += the dense layer of x [T, H]."""
+        if isinstance(gate_up, StackedMatrix) or isinstance(down, StackedMatrix):
+            for start, some in parts(0, x.shape[0]):
+                hidden[start : start + some] += feed_forward_stored(x[start : start + some], gate_up, down)
+            return
         wide = gate_up.dtype != x.dtype or down.dtype != x.dtype
         for start, some in parts(0, x.shape[0]):
             rows = x[start : start + some]

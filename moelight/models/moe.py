@@ -45,7 +45,7 @@ class Matrices:
     down_bias: Tensor | None = None
     interleaved: bool = False
     kind: int = 0
-    activations: str = "auto"
+    activations: str | tuple[str, str] = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,16 +303,24 @@ def grouped_forward(
     sums: Tensor | None = None,
     *,
     wide: bool = False,
+    some: range | None = None,
 ) -> Tensor:
     """`moe_forward` by grouped GPU kernels, a few launches for all experts; the host reads no number of rows.
 
     The rows of all experts are computed in parts that fit ``space``, so T may exceed its capacity and each expert's
     weights are read about once. ``sums`` float32 [T, H] is overwritten by the sums between parts; None: allocated where
     there are several. The result does not depend on the parts.
+
+    ``some``: only these experts, in number, whose sums continue ``sums`` unless they are the first, and are the result
+    if they are the last.
     """
     tokens, places, offsets = gpu_routing.by_expert(routed.ids, pages.experts)
     out = torch.empty_like(routed.x, dtype=space.rows.dtype) if into is None else into
-    count, most, begun = tokens.numel(), space.room_for(pages.width), None
+    count, most, begun, ends = tokens.numel(), space.room_for(pages.width), None, True
+    if some is not None:
+        begun, ends = sums if some.start else None, some.stop == pages.experts
+        places = places.masked_fill((routed.ids < some.start) | (routed.ids >= some.stop), -1)
+        offsets = offsets.clamp(offsets[some.start], offsets[some.stop])
     for first in range(0, count, most):
         last = min(first + most, count)
         rows = expert_ffn(
@@ -325,9 +333,10 @@ def grouped_forward(
             mean_rows=count / min(count, pages.experts),
             wide=wide,
         )
-        if last < count and sums is None:
+        complete = ends and last == count
+        if not complete and sums is None:
             sums = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-        to, add = (out, into is not None) if last == count else (sums, False)
+        to, add = (out, into is not None) if complete else (sums, False)
         gpu_routing.combine(rows, routed.weights, places, out=to, add=add, first=first, begun=begun)
         begun = sums
     return out

@@ -15,7 +15,7 @@ from moelight.weights.stored_matrix import TORCH
 
 class QuantizedExperts:
     """The experts in pages of ``pages``; one is known by the memory of its page and how the page lies. ``activations``:
-    those that their products take, as `Policy` says."""
+    those that their products take where matrices have integers, as `Policy` says."""
 
     def __init__(self, pages: QuantizedPages, activations: str = "auto") -> None:
         self._pages, self._activations = pages, activations
@@ -48,7 +48,15 @@ class QuantizedExperts:
 
     def _view(self, kind: int, slot: Tensor) -> Matrices:
         views = {name: _view(place, slot) for name, place in self._pages.kinds[kind]}
-        return Matrices(**views, kind=kind, interleaved=self._pages.interleaved, activations=self._activations)
+        sides = tuple(
+            self._activations if all(_has_integers(views.get(name)) for name in names) else "auto"
+            for names in (("gate_up", "up"), ("down",))
+        )
+        return Matrices(**views, kind=kind, interleaved=self._pages.interleaved, activations=(sides[0], sides[1]))
+
+
+def _has_integers(matrix: Any) -> bool:
+    return matrix is None or (isinstance(matrix, QuantizedMatrix) and matrix.stored.without_integers is None)
 
 
 def _view(place: MatrixPlace, slot: Tensor) -> Any:

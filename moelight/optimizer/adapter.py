@@ -315,6 +315,7 @@ class Adapter:
             prompt_tokens=tokens / np.ceil(tokens / sizes.micro_batch_tokens),
             whole=sizes.schedule in WHOLE_EXPERTS,
             look_ahead=sizes.look_ahead,
+            ring_pages=sizes.ring_pages,
         )
 
 

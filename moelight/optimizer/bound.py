@@ -1,13 +1,14 @@
 """Upper bound on the speed of any policy: branch and bound over boxes of all values of a policy.
 
 A box is a range of N, of numbers of micro-batches, of tokens in a prompt micro-batch, of prompt tokens in a pass, of
-pages for the CPU and of the cache's share on the device. Its price combines the best values in the box: passes that are
-fewer and have fewer tokens than those of any N in it (`bounding_passes`), weights read for its fewest micro-batches, a
-pipeline filled as by its most, the free memory of its smallest candidate, pages computed and cached where that is best,
-no transfer of a page without routed tokens and no wait for routers, on a machine where more work never takes less time
-or is done at a lower rate. So no policy in the box is faster under any schedule: cgopipe takes no longer than any other
-but ``module``. Unless fixed otherwise, the cache has the smallest blocks, host pages are pinned and look-ahead is the
-largest allowed, none of which ever takes longer. Each way of admission has its own boxes.
+pages for the CPU, of the cache's share on the device and of the ring's pages (as little memory as its smallest takes,
+as many pages ahead as in its largest). Its price combines the best values in the box: passes that are fewer and have
+fewer tokens than those of any N in it (`bounding_passes`), weights read for its fewest micro-batches, a pipeline filled
+as by its most, the free memory of its smallest candidate, pages computed and cached where that is best, no transfer of
+a page without routed tokens and no wait for routers, on a machine where more work never takes less time or is done at a
+lower rate. So no policy in the box is faster under any schedule: cgopipe takes no longer than any other but ``module``.
+Unless fixed otherwise, the cache has the smallest blocks, host pages are pinned and look-ahead is the largest allowed,
+none of which ever takes longer. Each way of admission has its own boxes.
 
 Boxes that cannot beat the best known policy are dropped. The others are cut in two along the side that has raised
 bounds the most so far for its length, until all remaining boxes are within the gap or the limit of boxes is reached.
@@ -36,19 +37,19 @@ EXACT = 1e-7
 SLACK = 1e-6  # of a block
 ALL_DECODE = 2  # the kind of passes in which every slot decodes
 AT_ONCE = 1000
-MOST_BOXES = {True: 14_000, False: 40_000}  # with a GPU, whose passes take longer to price, and without
+MOST_BOXES = {True: 14_000, False: 60_000}  # with a GPU, whose passes take longer to price, and without
 MOST_CUTS, WORTH_A_CALL = 3, 300
 FORGET, LEAST_RAISED = 0.7, 1e-3
 # Initial estimate of the relative rise of a bound by a cut along each of `_SIDES`, per length of the side.
-RAISES = (0.8, 0.1, 0.1, 0.5, 4.0, 6.0)
+RAISES = (0.8, 0.1, 0.1, 0.5, 4.0, 6.0, 0.3)
 BOUNDING = ("cgopipe", "module")  # no other schedule takes less than cgopipe, whichever pages are transferred
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Boxes:
     """Arrays of one length: N in ``n0..n1``, micro-batches ``b``, tokens of a prompt micro-batch ``t``, prompt tokens
-    of a pass ``r``, pages for the CPU ``c``, device share of the cache ``k``; ``least_s``: a lower bound of their
-    policies. A box was, or will be, cut along ``side``, of ``length`` before the cut."""
+    of a pass ``r``, pages for the CPU ``c``, device share of the cache ``k``, pages of the ring ``g``; ``least_s``: a
+    lower bound of their policies. A box was, or will be, cut along ``side``, of ``length`` before the cut."""
 
     n0: Any
     n1: Any
@@ -62,6 +63,8 @@ class _Boxes:
     c1: Any
     k0: Any
     k1: Any
+    g0: Any
+    g1: Any
     least_s: Any
     side: Any
     length: Any
@@ -73,7 +76,7 @@ class _Boxes:
         return len(self.n0)
 
 
-_SIDES = (("n0", "n1"), ("b0", "b1"), ("t0", "t1"), ("r0", "r1"), ("c0", "c1"), ("k0", "k1"))
+_SIDES = (("n0", "n1"), ("b0", "b1"), ("t0", "t1"), ("r0", "r1"), ("c0", "c1"), ("k0", "k1"), ("g0", "g1"))
 _FIELDS = tuple(_Boxes.__dataclass_fields__)
 
 
@@ -105,12 +108,13 @@ def undecided(problem: Problem, known_s: float, *, most_boxes: int) -> list[Cand
             left -= front.advance()
         boxes = _joined(front.whole, front.waiting)
         order = np.argsort(boxes.least_s, kind="stable")
-        sizes = np.stack([boxes.n1, boxes.b1, boxes.t1, boxes.r1])[:, order]
+        sizes = np.stack([boxes.n1, boxes.b1, boxes.t1, boxes.r1, boxes.g1])[:, order]
         _, first = np.unique(sizes, axis=1, return_index=True)
         mu = _least_mu(problem, boxes)
         for index in order[np.sort(first)]:
             values = (boxes.n1[index], mu[index], boxes.t0[index], max(1, boxes.r1[index] // boxes.t0[index]))
-            candidate = make_candidates(problem, variant, *(np.int64(value) for value in values))
+            ring = np.int64(boxes.g1[index])
+            candidate = make_candidates(problem, variant, *(np.int64(value) for value in values), ring_pages=ring)
             found.append((float(boxes.least_s[index]), candidate))
     return [candidate for _, candidate in sorted(found, key=lambda item: item[0])]
 
@@ -206,7 +210,9 @@ def _all(problem: Problem, variant: Candidates) -> _Boxes:
         blocks = -(-int(kv_tokens(problem, np.int64(fewest))) // problem.block_size)
         half = 0.5 / blocks  # a fixed share is met to a block
         cache = [(max(0.0, share - half), min(1.0, share + half))]
-    grid = [np.asarray(axis, dtype=float) for axis in (n, b, tokens, prefill, computed, cache)]
+    smallest, largest = problem.rings(variant)
+    rings = [(largest, largest)] if smallest == largest else [(smallest, largest - 1), (largest, largest)]
+    grid = [np.asarray(axis, dtype=float) for axis in (n, b, tokens, prefill, computed, cache, rings)]
     index = np.stack([i.ravel() for i in np.meshgrid(*(np.arange(len(axis)) for axis in grid), indexing="ij")])
     sides, nothing = np.concatenate([axis[i].T for axis, i in zip(grid, index, strict=True)]), np.zeros(index.shape[1])
     columns = (*sides, nothing, nothing, nothing)
@@ -247,7 +253,7 @@ def _trimmed(problem: Problem, boxes: _Boxes) -> _Boxes:
 def _bound_s(problem: Problem, variant: Candidates, boxes: _Boxes) -> Any:
     """A lower bound of the seconds of any policy, for each box; infinite if no policy fits."""
     few, many = boxes.t0.astype(np.int64), boxes.t1.astype(np.int64)
-    requested = {"computed": boxes.c1, "device_kv": boxes.k0}
+    requested = {"computed": boxes.c1, "device_kv": boxes.k0, "ring_pages": boxes.g0}
     sizes = boxes.n0.astype(np.int64), _least_mu(problem, boxes), few, boxes.r0 / few
     smallest = make_candidates(problem, variant, *sizes, **requested)
     bounding = bounding_static_passes if variant.admission == "static" else bounding_passes
@@ -257,6 +263,12 @@ def _bound_s(problem: Problem, variant: Candidates, boxes: _Boxes) -> Any:
     room = {"off_host": boxes.k1, "in_host": boxes.c0, "free": _most_room(problem, smallest, boxes, many)}
     placed, feasible = fill(problem, smallest, **room)
     wide = np.stack([boxes.n0 if index == ALL_DECODE else boxes.n1 for index in rows])
+
+    on_demand = variant.schedule in ON_DEMAND_SCHEDULES or "schedule" not in problem.fixed
+    if on_demand and variant.schedule in WHOLE_EXPERTS:  # behind a ring smaller than two layers every pass is whole
+        on_demand = boxes.g1 >= 2 * np.ceil(
+            (placed.from_host + placed.from_disk) / max(problem.model.num_moe_layers, 1)
+        )
 
     def cost(placed: PlacementCounts, *, fewest: bool) -> PassCost:
         return pass_cost(
@@ -268,8 +280,10 @@ def _bound_s(problem: Problem, variant: Candidates, boxes: _Boxes) -> Any:
             prompt_tokens=(many if fewest else few).astype(float),
             whole=variant.schedule in WHOLE_EXPERTS,
             look_ahead=variant.look_ahead,
-            routed_only=variant.schedule in ON_DEMAND_SCHEDULES or "schedule" not in problem.fixed,
+            routed_only=on_demand,
             apart=0.0,
+            ring_pages=boxes.g1,
+            least_ring=boxes.g0,
         )
 
     best = _best_of(
@@ -366,12 +380,13 @@ def _best_of(costs: list[PassCost]) -> PassCost:
     def least_of(name: str) -> dict[str, Any]:
         return {lane: least(getattr(cost, name)[lane] for cost in costs) for lane in getattr(costs[0], name)}
 
-    figures = ("count", "act", "attend", "up", "chain", "experts", "link_waits", "link_reads")
+    figures = ("count", "act", "attend", "up", "chain", "experts", "link_waits", "link_reads", "attended", "turn")
     return PassCost(
         lanes=least_of("lanes"),
         waits=least_of("waits"),
         pages=tuple(least(parts) for parts in zip(*(cost.pages for cost in costs), strict=True)),
         first=np.inf,
+        ahead=costs[0].ahead,
         look_ahead=costs[0].look_ahead,
         **{name: least(getattr(cost, name) for cost in costs) for name in figures},
     )
@@ -382,7 +397,7 @@ def _lengths(problem: Problem, boxes: _Boxes) -> Any:
     blocks = np.ceil(kv_tokens(problem, boxes.n0) / problem.block_size)
     sizes = [np.log(getattr(boxes, high) / getattr(boxes, low)) for low, high in _SIDES[:4]]
     share = np.where((boxes.k1 - boxes.k0) * blocks < 1 - SLACK, 0.0, boxes.k1 - boxes.k0)
-    return np.stack([*sizes, (boxes.c1 - boxes.c0) / problem.pages, share])
+    return np.stack([*sizes, (boxes.c1 - boxes.c0) / problem.pages, share, np.log(boxes.g1 / boxes.g0)])
 
 
 def _halves(problem: Problem, boxes: _Boxes) -> _Boxes:
@@ -393,7 +408,7 @@ def _halves(problem: Problem, boxes: _Boxes) -> _Boxes:
     for side, (low, high) in enumerate(_SIDES):
         part = boxes.at(np.flatnonzero(boxes.side == side))
         start, stop = getattr(part, low), getattr(part, high)
-        middle = np.sqrt(start * stop) if side < 4 else (start + stop) / 2
+        middle = np.sqrt(start * stop) if side < 4 or low == "g0" else (start + stop) / 2
         middle = middle if low == "k0" else np.floor(middle)
         if low == "n0":
             full = np.floor(requests / np.maximum(np.round(requests / np.maximum(middle, 1)), 1))

@@ -44,9 +44,13 @@ def first_sample(problem: Problem, variant: Candidates) -> Candidates:
         computed = draw.choice(_PAGE_SHARES, len(n)) * problem.pages
     if cache_is_open(problem, variant):
         device_kv = draw.choice(_CACHE_SHARES, len(n))
-    columns = np.broadcast_arrays(n, b, tokens, prefill / tokens, computed, device_kv, np.inf, 0.0)
+    smallest, largest = problem.rings(variant)
+    rings = (
+        np.floor(np.exp(draw.uniform(np.log(smallest), np.log(largest + 1), len(n)))) if smallest < largest else largest
+    )
+    columns = np.broadcast_arrays(n, b, tokens, prefill / tokens, computed, device_kv, np.inf, 0.0, rings)
     fewest = np.unique(np.append(n[: 1 if requests > WHOLE_UP_TO else None], problem.sequences[0]))
-    least = np.broadcast_arrays(fewest, 1.0, LEAST_TOKENS, 1.0, 0.0, np.nan, np.inf, 0.0)
+    least = np.broadcast_arrays(fewest, 1.0, LEAST_TOKENS, 1.0, 0.0, np.nan, np.inf, 0.0, smallest)
     return _choices(problem, variant, *(np.append(row, column) for row, column in zip(least, columns, strict=True)))
 
 
@@ -84,7 +88,7 @@ def around(problem: Problem, beam: Candidates, *, step: float) -> Candidates:
     near, alone = _near_shares(problem, beam, requested, step)
     moves: list[tuple[Any, ...]] = [(size, batches, t, p, *requested)]
     prefills = _prefill_over(problem, beam, n, _PASSES)
-    for shares in (requested, (*requested[:3], 0.0)):
+    for shares in (requested, (*requested[:3], 0.0, requested[4])):
         moves += [(n, parts, tokens, prefill, *shares), (n, parts, t, np.ceil(prefills / t), *shares)]
     fewer, more_full = (-(-requests // np.maximum(waves + more, 1)) for more in (-1, 1))
     others = [n + 1, n - 1, fewer, more_full, *(np.floor(fewer * share) for share in _NEARLY_FULL)]
@@ -92,7 +96,7 @@ def around(problem: Problem, beam: Candidates, *, step: float) -> Candidates:
         others.append(np.floor(t * p * problem.workload.gen_len / max(problem.workload.prompt_len - 1, 1)))
     homes: list[Any] = [requested]
     if cache_is_open(problem, beam):  # more sequences may need all memory that pages have
-        homes.append((requested[0], np.nan, 0.0, requested[3]))
+        homes.append((requested[0], np.nan, 0.0, *requested[3:]))
     for other, shares in product(others, homes):  # with the prompts of as many sequences, which take memory, too
         spread = np.concatenate((_prefill_over(problem, beam, other, _PASSES) / t, p * other / n), axis=1)
         moves += [(other, np.ceil(other / mu), t, whole(spread), *shares) for whole in (np.floor, np.ceil)]
@@ -107,6 +111,7 @@ def around(problem: Problem, beam: Candidates, *, step: float) -> Candidates:
     counts = np.maximum(p + np.array([-2.0, -1.0, 1.0, 2.0]), 1.0)  # about as many tokens in all, in the same memory
     moves += [(n, parts, np.round(t * p / counts * scale), counts, *requested) for scale in (0.98, 0.99, 1.01, 1.02)]
     moves += [(n, parts, t, p, *shares) for shares in (*near, *alone)]
+    moves += _ring_moves(problem, beam, (n, mu, t, p, *requested), step)
     rows = [[column.ravel() for column in np.broadcast_arrays(*move)] for move in moves]
     return _choices(problem, beam, *map(np.concatenate, zip(*rows, strict=True)))
 
@@ -117,7 +122,7 @@ def scattered(
     """Random neighbours of candidates of one variant: each size and share is kept, or changed by a random factor whose
     logarithm has a scale from 0.001 to 10 to the power of ``widest``."""
     requests, pick = problem.workload.num_requests, draw.integers(len(beam.batch_size), size=count)
-    n, mu, t, p, computed, cache, resident, spilled = (column[pick] for column in _columns(beam))
+    n, mu, t, p, computed, cache, resident, spilled, ring = (column[pick] for column in _columns(beam))
 
     def some(share: float) -> Any:
         return draw.random(count) < share
@@ -150,20 +155,25 @@ def scattered(
         computed = moved(computed)
     if beam.ffn_device != "cpu":
         spilled = moved(spilled)
-    return _choices(problem, beam, size, batches, tokens, prompts, computed, cache, resident, spilled)
+    smallest, largest = problem.rings(beam)
+    if smallest < largest:
+        ring = np.where(
+            some(0.4), ring, np.where(some(0.7), np.round(ring * scale()), ring + draw.integers(-2, 3, count))
+        )
+    return _choices(problem, beam, size, batches, tokens, prompts, computed, cache, resident, spilled, ring)
 
 
 def as_of(problem: Problem, beam: Candidates, variant: Candidates, *, times: int = 1) -> Candidates:
     """The same sizes, in ``times`` as many micro-batches, in another variant, with those parts of the requested
     placement that the variant has."""
-    n, mu, t, p, computed, cache, resident, spilled = _columns(beam)
+    n, mu, t, p, computed, cache, resident, spilled, ring = _columns(beam)
     if variant.ffn_device != "split":
         computed = np.zeros_like(computed)
     if not cache_is_open(problem, variant):
         cache, resident = np.full_like(cache, np.nan), np.full_like(resident, np.inf)
     if variant.ffn_device == "cpu":
         spilled = np.zeros_like(spilled)
-    return _choices(problem, variant, n, times * -(-n // mu), t, p, computed, cache, resident, spilled)
+    return _choices(problem, variant, n, times * -(-n // mu), t, p, computed, cache, resident, spilled, ring)
 
 
 def _columns(beam: Candidates) -> Iterator[Any]:
@@ -203,24 +213,44 @@ def _token_moves(t: Any, p: Any, step: float) -> tuple[Any, Any]:
 def _near_shares(problem: Problem, candidate: Candidates, requested: Any, step: float) -> tuple[list[Any], list[Any]]:
     """Placements near ``requested``: other numbers of resident pages, the cache in the remaining memory; and a second
     list for unchanged sizes only: other numbers of pages for the CPU, and pages on disk instead of host memory."""
-    c, k, most, x = requested
+    c, k, most, x, ring = requested
     single, wide = np.array([1.0, -1.0, 1.0, -1.0]), np.array([1.0, -1.0, 0.0, 0.0]) * step / 4
     near: list[Any] = []
     alone: list[Any] = [requested]
     if cache_is_open(problem, candidate):
         pages = np.minimum(most, problem.pages) + single + np.round(problem.pages * wide)
-        near += [(c, np.nan, kept, x) for kept in (*pages.T[:2, :, None], np.inf)] + [(c, 1.0, np.inf, x)]
-        alone += [(c, np.nan, kept, x) for kept in pages.T[2:, :, None]]
+        near += [(c, np.nan, kept, x, ring) for kept in (*pages.T[:2, :, None], np.inf)] + [(c, 1.0, np.inf, x, ring)]
+        alone += [(c, np.nan, kept, x, ring) for kept in pages.T[2:, :, None]]
     if candidate.ffn_device == "split":
         more = c + single + np.round(problem.pages * wide)
-        near += [(pages_for_cpu, k, most, x) for pages_for_cpu in more.T[:2, :, None]]
+        near += [(pages_for_cpu, k, most, x, ring) for pages_for_cpu in more.T[:2, :, None]]
         for pages_for_cpu in more.T[:, :, None]:
             alone += [(pages_for_cpu, *shares) for _, *shares in (requested, *near[:-2])]
     if candidate.ffn_device != "cpu":
         spilled = x + single + np.round(problem.pages * wide)
-        alone += [(c, k, most, pages_from_disk) for pages_from_disk in spilled.T[:, :, None]]
-        near += [(c, k, most, 0.0)]
+        alone += [(c, k, most, pages_from_disk, ring) for pages_from_disk in spilled.T[:, :, None]]
+        near += [(c, k, most, 0.0, ring)]
     return near, alone
+
+
+def _ring_moves(problem: Problem, beam: Candidates, columns: tuple[Any, ...], step: float) -> list[tuple[Any, ...]]:
+    """Moves of the ring: by a page, by a factor, to either end, also with the sequences that its memory holds."""
+    smallest, largest = problem.rings(beam)
+    if smallest == largest:
+        return []
+    n, mu, t, p, *rest, ring = columns
+    rings = (
+        ring + 1,
+        ring - 1,
+        ring * (1 + step),
+        ring / (1 + step),
+        2 * ring,
+        ring / 2,
+        0 * ring + smallest,
+        0 * ring + largest,
+    )
+    sizes = (n, np.round(n * (1 + step)), np.round(n / (1 + step)), n + 1, n - 1)
+    return [(size, np.ceil(size / mu), t, p, *rest, np.round(each)) for each in rings for size in sizes]
 
 
 def cache_is_open(problem: Problem, variant: Candidates) -> bool:
@@ -230,7 +260,7 @@ def cache_is_open(problem: Problem, variant: Candidates) -> bool:
 
 
 def _choices(
-    problem: Problem, variant: Candidates, n: Any, b: Any, t: Any, p: Any, c: Any, k: Any, most: Any, x: Any
+    problem: Problem, variant: Candidates, n: Any, b: Any, t: Any, p: Any, c: Any, k: Any, most: Any, x: Any, ring: Any
 ) -> Candidates:
     """Candidates from raw columns: clipped, fixed values inserted, μ as small as possible, infeasible rows dropped."""
     fewest, largest = problem.sequences
@@ -254,5 +284,7 @@ def _choices(
         keep &= -(-n // mu) == number
     most = np.where(np.isnan(k), np.clip(most, 0, np.inf), np.inf)
     kept = np.flatnonzero(keep)
-    n, mu, t, p, c, k, most, x = (a[kept] for a in (n, mu, t, p, c, k, most, np.clip(x, 0, problem.pages)))
-    return make_candidates(problem, variant, n, mu, t, p, computed=c, device_kv=k, resident=most, spilled=x)
+    x, ring = np.clip(x, 0, problem.pages), np.clip(ring, *problem.rings(variant)).astype(np.int64)
+    n, mu, t, p, c, k, most, x, ring = (a[kept] for a in (n, mu, t, p, c, k, most, x, ring))
+    requested = {"computed": c, "device_kv": k, "resident": most, "spilled": x, "ring_pages": ring}
+    return make_candidates(problem, variant, n, mu, t, p, **requested)

@@ -39,13 +39,21 @@ def why(plan: Plan, model: ModelProfile) -> str:
     """One sentence: sizes, placement, and the binding lane."""
     policy, tier = plan.policy, "host" if plan.policy.ffn_device == "cpu" else "device"
     lane, pages = plan.estimate.binding, "layers" if model.dense else "experts"
-    rounded = "" if policy.activations == "auto" else f", {policy.activations} activations"
+    said = activations_text(policy, model)
+    rounded = f", {said}" if said else ""
     return (
         f"{model.name}: N = {policy.batch_size} in micro-batches of {policy.micro_batch_size}, {policy.schedule}"
         f"{rounded}; "
         f"{_placed(policy, tier, pages)} ({format_bytes(plan.use_of(tier).total_bytes)} of it used); "
         f"{_LANES.get(lane, lane)} binds"
     )
+
+
+def activations_text(policy: Policy, model: ModelProfile) -> str:
+    """The activations of ``policy``, and the formats of experts that they leave exact; empty if none are rounded."""
+    exact = () if model.stored is None else model.stored.exact
+    beside = f" (experts in {' and '.join(exact)} exact)" if exact else ""
+    return "" if policy.activations == "auto" else f"{policy.activations} activations{beside}"
 
 
 def what_if(problem: Problem, found: Found) -> tuple[WhatIf, ...]:
@@ -128,7 +136,8 @@ def _placed(policy: Policy, tier: str, pages: str) -> str:
     text += f" in {tier} memory"
     if policy.cpu_experts:
         text += f", the CPU computes {policy.cpu_experts:.0%} where they lie"
-    return text + ("" if share + policy.cpu_experts > 1 - 1e-9 else ", the rest streams in every pass")
+    through = f" through a ring of {policy.ring_pages}" if policy.ring_pages else ""
+    return text + ("" if share + policy.cpu_experts > 1 - 1e-9 else f", the rest streams in every pass{through}")
 
 
 _TIERS = ("host", "device")  # a candidate that lacks host memory alone fits the device, so it is easier to fix

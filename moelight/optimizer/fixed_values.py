@@ -38,6 +38,7 @@ _COUNTS = (
     "kv_tokens",
     "kv_block_size",
     "look_ahead",
+    "ring_pages",
     "gpus",
 )
 _SHARES = ("weights.device", "weights.host", "weights.disk", "cpu_experts", "kv.device", "kv.host")
@@ -129,6 +130,11 @@ def _value(key: str, value: str, text: str) -> Fixed:
     if key == "kv_block_size":
         if count not in KV_BLOCK_SIZES:
             raise ConfigError(f"--fix {text}: {key} is one of {', '.join(map(str, KV_BLOCK_SIZES))}")
+    elif key == "ring_pages":
+        if count == 1 or not value.isdecimal() or count > MOST_COUNTS[key]:
+            raise ConfigError(
+                f"--fix {text}: {key} is 0 (two layers), or a whole number from 2 to {MOST_COUNTS[key]:,}"
+            )
     elif not 1 <= count <= MOST_COUNTS[key]:
         raise ConfigError(f"--fix {text}: {key} is a whole number from 1 to {MOST_COUNTS[key]:,}")
     return count
@@ -137,7 +143,7 @@ def _value(key: str, value: str, text: str) -> Fixed:
 def _check_range(fixes: Mapping[str, Fixed]) -> None:
     for key in MOST_COUNTS:
         if key in fixes:
-            check_count(key, int(fixes[key]), least=1)
+            check_count(key, int(fixes[key]), least=0 if key == "ring_pages" else 1)
 
 
 _Contradictions = Iterator[tuple[tuple[str, ...], str]]  # keys that contradict each other, and why

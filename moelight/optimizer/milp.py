@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from moelight.hrm.estimate import cost_of, job_s, kinds_of
-from moelight.hrm.pass_cost import PlacementCounts
+from moelight.hrm.pass_cost import PlacementCounts, ring_of
 from moelight.hrm.schedule_time import SCHEDULE_TERMS
 from moelight.optimizer.placement import Found, FreeMemory, free_memory
 from moelight.optimizer.problem import Candidates, Problem
@@ -87,7 +87,7 @@ def solve(problem: Problem, candidate: Candidates) -> Found | None:
 
 def _memory(candidate: Candidates, free: FreeMemory, integer_program: _IntegerProgram) -> None:
     """Limits: every page is placed, and every tier holds its pages and blocks. In slots, to keep numbers small."""
-    block, pinned_pages = free.kv_block_bytes / free.slot_bytes, candidate.cost_model.pinned_pages
+    block = free.kv_block_bytes / free.slot_bytes
     device, host = float(free.device) / free.slot_bytes, float(free.host) / free.slot_bytes
     kv = int(free.kv_blocks) * block
     integer_program.add(
@@ -95,9 +95,7 @@ def _memory(candidate: Candidates, free: FreeMemory, integer_program: _IntegerPr
     )
     integer_program.add({"per_layer": free.layers, "from_host": -1, "from_disk": -1}, least=0)
     integer_program.add({"from_disk": 1, "reads": -free.pages}, most=0)
-    if not pinned_pages:
-        integer_program.add({"pinned": 1, "per_layer": -1}, least=0)
-    integer_program.add({"pinned": 1, "per_layer": -2, "reads": -2 * free.pages}, least=-2 * free.pages)
+    ring, taken = _rings(candidate, free, integer_program)
     integer_program.add({"from_disk": 1}, most=free.disk // free.page_bytes)
     if candidate.attention_device == "cpu":  # whole slots on both sides, so nothing is lost to the solver's tolerance
         integer_program.add({"device_blocks": 1}, most=0)
@@ -106,17 +104,35 @@ def _memory(candidate: Candidates, free: FreeMemory, integer_program: _IntegerPr
     else:
         device, host = device - _TOLERANCE, host - kv - _TOLERANCE
     if candidate.ffn_device == "cpu":
-        integer_program.add({"resident": 1, "per_layer": 2, "device_blocks": -block}, most=host)
+        integer_program.add({"resident": 1, **ring, "device_blocks": -block}, most=host - taken)
         if candidate.residents == "learned" and not candidate.discrete:  # the ring holds a layer
             integer_program.add({"resident": 1, "reads": free.pages // free.layers, "device_blocks": -block}, most=host)
         integer_program.add({"from_host": 1, "computed": 1}, most=0)
         if candidate.discrete:
             integer_program.add({"device_blocks": block}, most=device)
         return
-    integer_program.add({"resident": 1, "per_layer": 2, "device_blocks": block}, most=device)
+    integer_program.add({"resident": 1, **ring, "device_blocks": block}, most=device - taken)
     integer_program.add({"from_host": 1, "computed": 1, "pinned": 1, "device_blocks": -block}, most=host)
     if candidate.ffn_device != "split":
         integer_program.add({"computed": 1}, most=0)
+
+
+def _rings(
+    candidate: Candidates, free: FreeMemory, integer_program: _IntegerProgram
+) -> tuple[Mapping[str, float], float]:
+    """The slots of the ring, as a sum of variables and a number; and the limits of the pinned ring. A ring smaller than
+    two layers, and its pinned ring, are taken whole, whatever streams."""
+    pinned_pages, experts = candidate.cost_model.pinned_pages, free.pages // free.layers
+    ring = int(ring_of(candidate.cost_model.model, candidate.ring_pages))
+    if ring < 2 * experts:
+        integer_program.add(
+            {"pinned": 1, **({"reads": -ring} if pinned_pages else {})}, least=0 if pinned_pages else ring
+        )
+        return {}, ring
+    if not pinned_pages:
+        integer_program.add({"pinned": 1, "per_layer": -1}, least=0)
+    integer_program.add({"pinned": 1, "per_layer": -2, "reads": -2 * free.pages}, least=-2 * free.pages)
+    return {"per_layer": 2}, 0
 
 
 def _fixed(problem: Problem, candidate: Candidates, free: FreeMemory, integer_program: _IntegerProgram) -> None:

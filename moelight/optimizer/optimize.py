@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,6 +15,7 @@ from moelight.hrm.costs import page_bytes
 from moelight.hrm.estimate import cost_model_of, estimate
 from moelight.hrm.footprint import Footprint, footprint
 from moelight.hrm.machine_model import speeds_of
+from moelight.hrm.pass_cost import PlacementCounts
 from moelight.hrm.placement import place
 from moelight.hrm.workload_model import cache_tokens, cached_sequences
 from moelight.optimizer.bound import least_seconds
@@ -96,6 +98,9 @@ def best_plan(problem: Problem, hardware: HardwareProfile, limits: Mapping[str, 
     _check_cache(problem)
     began_s = time.perf_counter()
     found = search(problem)
+    if found is None and problem.small_rings is None and problem.has_gpu:
+        problem = replace(problem, small_rings=True)
+        found = search(problem)
     if found is None:
         raise infeasible_error(problem)
     policy = _simplest(problem, policy_of(problem, found))
@@ -143,11 +148,18 @@ def policy_of(problem: Problem, found: Found) -> Policy:
         **{
             **{name: getattr(candidate, name) for name in Policy.__dataclass_fields__},
             **{name: int(getattr(candidate, name)) for name in COUNTS},
+            "ring_pages": _ring_pages(problem, placed, int(candidate.ring_pages)),
             "weights": weights,
             "cpu_experts": placed.computed / total,
             "kv": Shares(device=placed.device_kv, host=1.0 - placed.device_kv),
         }
     )
+
+
+def _ring_pages(problem: Problem, placed: PlacementCounts, most: int) -> int:
+    """``Policy.ring_pages`` of a ring of at most ``most`` pages: 0 where it holds those that two layers stream."""
+    streamed = placed.from_host + placed.from_disk
+    return most if most < 2 * math.ceil(streamed / problem.model.num_moe_layers) else 0
 
 
 def _simplest(problem: Problem, policy: Policy) -> Policy:

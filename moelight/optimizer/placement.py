@@ -15,7 +15,7 @@ import numpy as np
 
 from moelight.hrm import costs
 from moelight.hrm.footprint import fixed_bytes, kv_block_bytes, kv_blocks
-from moelight.hrm.pass_cost import PlacementCounts
+from moelight.hrm.pass_cost import PlacementCounts, ring_of
 from moelight.optimizer.problem import Candidates, Problem
 
 # With more of the cache on the device more pages stream, whose pinned ring takes more of host memory, and so on: three
@@ -99,6 +99,7 @@ def _fill_beside(
     if candidates.ffn_device == "split" and in_host is None and problem.share("cpu_experts") is None:
         held = computed = np.maximum(computed, _least_computed(free, candidates, cache))
     device, pages = free.device - cache * free.kv_block_bytes, free.pages - computed
+    most = ring_of(problem.model, candidates.ring_pages)
 
     def host_slots(spared: Any) -> Any:
         """Slots of host memory beside the cache, of which ``spared`` blocks are elsewhere."""
@@ -108,23 +109,24 @@ def _fill_beside(
     on_disk, on_host = (problem.fixed_pages(f"weights.{tier}") or 0 for tier in ("disk", "host"))
     if candidates.ffn_device == "cpu":
         slots, on_device = host_slots(cache), cache
-        resident, ring, fits = _resident(pages, free, slots, problem.fixed_pages("weights.host"), on_disk)
+        resident, ring, fits = _resident(pages, free, slots, problem.fixed_pages("weights.host"), on_disk, most)
         if candidates.residents == "learned" and not candidates.discrete:
             resident, fits = _beside_a_layer(problem, free, pages, slots, resident, ring, fits)
         from_host = np.zeros_like(resident)
         fits &= device >= 0
     else:
         slots, elsewhere = np.floor(device / free.slot_bytes), on_disk + np.maximum(on_host - computed, 0)
-        resident, ring, fits = _resident(pages, free, slots, problem.fixed_pages("weights.device"), elsewhere)
+        resident, ring, fits = _resident(pages, free, slots, problem.fixed_pages("weights.device"), elsewhere, most)
         fewer = resident > candidates.resident  # the others stream through the ring
         resident = np.where(fewer, candidates.resident, resident)
-        ring = np.where(fewer, 2 * np.ceil((pages - resident) / free.layers), ring)
+        ring = np.where(fewer, _ring(pages - resident, free, most), ring)
         fits &= resident + ring <= slots
         left = np.clip(np.floor((device - (resident + ring) * free.slot_bytes) / free.kv_block_bytes), 0, np.inf)
         more = np.minimum(left, free.kv_blocks - cache) if candidates.attention_device == "gpu" else 0
         on_device = cache + np.where(np.isnan(device_kv), more, 0)
         slots = host_slots(on_device) - held
-        from_host = _from_host(problem, candidates, pages - resident, slots, ring, computed, held)
+        staged = np.minimum(np.ceil((pages - resident) / free.layers), ring)
+        from_host = _from_host(problem, candidates, pages - resident, slots, (staged, ring), computed, held)
         fits &= from_host >= 0
         if candidates.attention_device == "gpu":
             needed = np.where(np.isnan(device_kv) & (from_host < 0), _off_host(free, held + ring), 0)
@@ -174,12 +176,19 @@ def _off_host(free: FreeMemory, slots: Any) -> Any:
 
 
 def _from_host(
-    problem: Problem, candidates: Candidates, streamed: Any, slots: Any, ring: Any, computed: Any, held: Any
+    problem: Problem,
+    candidates: Candidates,
+    streamed: Any,
+    slots: Any,
+    pinned: tuple[Any, Any],
+    computed: Any,
+    held: Any,
 ) -> Any:
     """The most pages of ``streamed`` that come from host memory, for ``held`` to ``computed`` CPU pages; -1 if pages
-    and pinned ring, which has the depth of ``ring`` if some pages are on disk, do not fit in ``slots``."""
+    and ``pinned`` ring, of so many slots if no page and if some pages are on disk, do not fit in ``slots``."""
     host, disk = problem.fixed_pages("weights.host"), problem.fixed_pages("weights.disk")
-    on_host = slots - (0 * ring if candidates.cost_model.pinned_pages else ring / 2)
+    staged, ring = pinned
+    on_host = slots - (0 * ring if candidates.cost_model.pinned_pages else staged)
     kept_off = host is not None and streamed > host - held
     reads = (streamed > on_host) | bool(problem.share("weights.disk")) | kept_off
     on_host = np.where(reads, slots - ring, on_host)
@@ -200,18 +209,27 @@ def _from_host(
     return np.where(found - moved <= most, found - moved, -1)
 
 
-def _resident(pages: Any, free: FreeMemory, slots: Any, requested: int | None, elsewhere: Any) -> tuple[Any, Any, Any]:
-    """The most resident pages r, the slots of the ring of the others, r + 2 ceil((pages - r) / layers) <= slots, and
-    whether both fit. Fixed shares of other tiers exclude ``elsewhere`` pages; a ``requested`` number leaves no
-    choice."""
+def _ring(streamed: Any, free: FreeMemory, most: Any) -> Any:
+    """Slots of the ring of ``streamed`` pages: two layers of them, at ``most`` as many as a candidate says."""
+    return np.minimum(2 * np.ceil(streamed / free.layers), most)
+
+
+def _resident(
+    pages: Any, free: FreeMemory, slots: Any, requested: int | None, elsewhere: Any, most: Any
+) -> tuple[Any, Any, Any]:
+    """The most resident pages r, the slots of the ring of the others, r + min(2 ceil((pages - r) / layers), most) <=
+    slots, and whether both fit. Fixed shares of other tiers exclude ``elsewhere`` pages; a ``requested`` number leaves
+    no choice."""
     if requested is not None:
         resident = np.minimum(requested, pages) + 0 * slots
-        ring = 2 * np.ceil((pages - resident) / free.layers)
+        ring = _ring(pages - resident, free, most)
         return resident, ring, (resident + ring <= slots) & (requested <= pages - elsewhere)
     if free.layers > 2:
         per_layer = np.where(slots >= pages, 0, np.maximum(1, np.ceil((pages - slots) / (free.layers - 2))))
     else:
         per_layer = np.where(slots >= pages, 0, np.ceil(pages / free.layers))
-    resident = np.minimum(pages - elsewhere, slots - 2 * per_layer)
+    double = np.minimum(pages - elsewhere, slots - 2 * per_layer)
+    resident = np.where(slots >= pages, double, np.maximum(double, np.minimum(pages - elsewhere, slots - most)))
     ring = 2 * np.maximum(per_layer, np.ceil((pages - np.maximum(resident, 0)) / free.layers))
+    ring = np.where(resident > double, _ring(pages - resident, free, most), ring)
     return np.maximum(resident, 0), ring, (resident >= 0) & (resident + ring <= slots)

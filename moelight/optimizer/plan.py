@@ -18,7 +18,7 @@ from moelight.hrm.estimate import Estimate
 from moelight.hrm.machine_model import Speeds
 from moelight.profiles.workload import Workload
 
-_FORMAT = 4  # increment when formulas change, so that stored plans are not used
+_FORMAT = 5  # increment when formulas change, so that stored plans are not used
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +141,7 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
 _SIZES = ("batch_size", "micro_batch_size", "num_micro_batches", "micro_batch_tokens", "kv_tokens", "kv_block_size")
 _DEVICES = ("attention_device", "ffn_device", "weights", "cpu_experts", "kv", "weight_dtype", "kv_dtype")
 _ORDER = ("activations", "schedule", "prompt_micro_batches", "look_ahead")
-_REST = ("admission", "host_pages", "residents", "gpus")
+_REST = ("admission", "host_pages", "residents", "ring_pages", "gpus")
 
 
 def policy_as_dict(policy: Policy) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from moelight.core.policy import (
 )
 from moelight.hrm.cost_model import CostModel
 from moelight.hrm.estimate import cost_model_of
+from moelight.hrm.footprint import WHOLE_EXPERTS
 from moelight.hrm.machine_model import Speeds
 from moelight.hrm.workload_model import cache_tokens, cached_sequences
 from moelight.profiles.model import ModelProfile
@@ -49,6 +50,7 @@ _DEVICE_KEYS = (
     "kv.host",
     "cpu_experts",
     "activations",
+    "ring_pages",
 )
 
 
@@ -63,6 +65,8 @@ class Problem:
         schedules: those that may be chosen, unless one is fixed.
         fixed: values by key of the policy.
         needs_gpu: True if a policy that leaves the GPU idle cannot be chosen.
+        small_rings: whether a ring may hold fewer pages than two layers stream; None: on a machine without a GPU. A
+            GPU computes few experts at a time slowly, so beside one only memory that is too small asks for them.
     """
 
     name: str
@@ -76,6 +80,7 @@ class Problem:
     schedules: tuple[str, ...] = SEARCHED_SCHEDULES
     fixed: Mapping[str, Fixed] = field(default_factory=dict)
     needs_gpu: bool = False
+    small_rings: bool | None = None
 
     @property
     def has_gpu(self) -> bool:
@@ -92,6 +97,20 @@ class Problem:
     def fixed_pages(self, key: str) -> int | None:
         """The pages of a fixed share."""
         return None if key not in self.fixed else round(float(self.fixed[key]) * self.pages)
+
+    def rings(self, variant: Policy) -> tuple[int, int]:
+        """The least and the most pages of the ring of a variant; the most hold two layers, whichever pages stream."""
+        fixed = self.count("ring_pages")
+        if fixed:
+            return min(fixed, self.two_layers), min(fixed, self.two_layers)
+        small = not self.has_gpu if self.small_rings is None else self.small_rings
+        open_here = small and variant.schedule in WHOLE_EXPERTS and variant.residents != "learned"
+        return (2 if open_here and fixed is None else self.two_layers), self.two_layers
+
+    @property
+    def two_layers(self) -> int:
+        """Pages of two layers: no ring holds more."""
+        return 2 * self.model.experts.num_experts
 
     def count(self, key: str) -> int | None:
         return None if key not in self.fixed else int(self.fixed[key])
@@ -139,6 +158,7 @@ class Candidates(Policy):
         device_kv: the share of the cache on the device; NaN: all that the pages leave free.
         resident: with ``device_kv`` NaN, the most pages resident on the device.
         spilled: the least pages streamed from disk, even if host memory could hold them: this saves copies.
+        ring_pages: the most pages of the ring, `Problem.rings`.
     """
 
     cost_model: CostModel
@@ -151,6 +171,7 @@ class Candidates(Policy):
     device_kv: Any = np.nan
     resident: Any = np.inf
     spilled: Any = 0.0
+    ring_pages: Any = 0
 
     def __post_init__(self) -> None:
         """Arrays are not checked; a policy made of one candidate is."""
@@ -167,7 +188,7 @@ class Candidates(Policy):
 
 
 COUNTS = ("batch_size", "micro_batch_size", "micro_batch_tokens", "prompt_micro_batches", "kv_tokens")
-ARRAYS = (*COUNTS, "computed", "device_kv", "resident", "spilled")
+ARRAYS = (*COUNTS, "computed", "device_kv", "resident", "spilled", "ring_pages")
 
 
 def joined(*parts: Candidates) -> Candidates:
@@ -204,6 +225,9 @@ def variants(problem: Problem) -> Iterator[Candidates]:
         if gpu and chosen["residents"] == "learned" and "residents" not in fixed:
             continue
         if (gpu and not problem.has_gpu) or (problem.needs_gpu and not gpu) or _contradicts(problem, attention, ffn):
+            continue
+        two_layers = (problem.count("ring_pages") or problem.two_layers) >= problem.two_layers
+        if not two_layers and (chosen["schedule"] not in WHOLE_EXPERTS or chosen["residents"] == "learned"):
             continue
         if misfit(chosen["schedule"], discrete=gpu, attention=attention, experts=EXPERT_PLACES[ffn]) is not None:
             continue

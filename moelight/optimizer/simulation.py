@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
@@ -101,7 +102,8 @@ class SimulationSetup:
     def schedules(self) -> tuple[str, ...]:
         policy = self.policy
         placed = {"attention": policy.attention_device, "experts": EXPERT_PLACES[policy.ffn_device]}
-        return tuple(name for name in SCHEDULES if misfit(name, discrete=policy.discrete, **placed) is None)
+        where: dict[str, Any] = {**placed, "discrete": policy.discrete, "small_ring": self._placement.small_ring}
+        return tuple(name for name in SCHEDULES if misfit(name, **where) is None)
 
     def roofs(self) -> dict[str, float]:
         """The most bytes per second of each lane; links that the machine lacks are left out."""

@@ -15,11 +15,13 @@ from types import MappingProxyType
 from typing import Any
 
 from moelight.core.errors import CheckpointError, ConfigError, quoted
+from moelight.core.units import align_up
 from moelight.profiles.families import profile_from_config
 from moelight.profiles.gguf import GGMLTensor, GGUFFile, read_gguf
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile, StoredTensor
-from moelight.profiles.stored import StoredWeights, ggml_format
+from moelight.profiles.quantization import Kept, kept_matrices
+from moelight.profiles.stored import PART_ALIGNMENT, StoredWeights, ggml_format
 from moelight.profiles.tensor_list import dense_tensors
 
 _DTYPE = "bfloat16"  # of computation
@@ -346,12 +348,17 @@ def _stored(profile: ModelProfile, tensors: Mapping[tuple[str, int], GGMLTensor]
     name = "GGUF " + " and ".join(sorted(experts, key=lambda each: -experts[each])[:2])
     sizes = [(name, layer, size) for (name, layer), size in sorted(dense.items())]
     count = profile.experts.num_experts
-    without = (ggml_format(each).without_integers for each in experts)
+
+    def kept_as(part: StoredTensor) -> Kept | None:
+        tensor = tensors.get((part.name, part.layer))
+        return None if tensor is None else (ggml_format(tensor.type), align_up(tensor.nbytes, PART_ALIGNMENT))
+
     return StoredWeights.of(
         name,
         name,
         [[size] * count if size else [] for size in pages],
         elements,
         sizes,
-        next(filter(None, without), None),
+        kept_matrices(profile, kept_as),
+        {each: ggml_format(each).without_integers for each in experts},
     )

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from moelight.core.errors import ConfigError
-from moelight.core.policy import Policy, Shares
+from moelight.core.policy import FROM_ZERO, Policy, Shares
 from moelight.profiles.files import YamlNode, read_yaml, yaml_comments
 
 _COMMENT_WIDTH = 100
@@ -38,6 +38,7 @@ _NOTES = {
     "admission": "refill: places are refilled at once; static: batch by batch",
     "host_pages": "auto, pinned (transferred directly) or staged (copied first)",
     "residents": "auto, static (resident experts stay) or learned (on-demand passes exchange them)",
+    "ring_pages": "the most expert pages that the ring holds; 0: those of two layers",
     "gpus": "GPUs that share each layer; generate uses one",
 }
 _TIERS = {"weights": ("device", "host", "disk"), "kv": ("device", "host")}
@@ -100,7 +101,7 @@ def _read(key: str, node: YamlNode) -> Any:
     """The value of ``key``, by the type of the field of `Policy`."""
     match _TYPES[key]:
         case "int":
-            return node.integer(least=0 if key == "kv_tokens" else 1)
+            return node.integer(least=0 if key in FROM_ZERO else 1)
         case "float":
             return node.number(most=1, wanted="from 0 to 1")
         case "Shares":

@@ -15,8 +15,8 @@ from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.units import align_up
 from moelight.profiles import stored as formats
 from moelight.profiles.hf_config import QUANTISED_KEYS, HFConfig
-from moelight.profiles.model import ModelProfile
-from moelight.profiles.stored import PART_ALIGNMENT, StoredFormat, StoredWeights
+from moelight.profiles.model import ModelProfile, StoredTensor
+from moelight.profiles.stored import PART_ALIGNMENT, PLAIN, StoredFormat, StoredWeights
 from moelight.profiles.tensor_list import dense_tensors, page_shapes
 
 _MOST_RULES = 1 << 12
@@ -27,6 +27,8 @@ _REPEATED_GROUP = re.compile(r"\)[*+{]")
 _REPEAT = re.compile(r"(?<!\\)(?:[*+]|\{\d*,)")
 # Modules that no method quantises unless its config names them.
 _NEVER = re.compile(r"(?:.*\.)?(?:embed_tokens|embed_positions|word_embeddings|embeddings|wte|lm_head)")
+# Matrices that our own decoder multiplies as they are stored.
+_KEPT = ("embed", "qkv", "o", "dense_gate_up", "dense_down", "head")
 _ROUTERS = re.compile(r"(?:.*\.)?(?:gate|router|wg|shared_expert_gate|router\.layer)")
 
 
@@ -49,6 +51,7 @@ class Quantization:
         return next((rule.stored for rule in self.rules if rule.pattern.fullmatch(module)), None)
 
 
+Kept = tuple[StoredFormat, int]  # format and bytes of a matrix
 CompressedReader = Callable[[Mapping[str, Any], str], Iterable[ModuleRule]]
 _compressed_readers: list[CompressedReader] = []
 
@@ -88,7 +91,7 @@ def with_stored(profile: ModelProfile, format_of: Callable[[str], StoredFormat |
     model's dtype. Raises ConfigError, naming the file ``where``, if a matrix cannot be."""
     counted = _Count(profile, format_of, where)
     pages = [counted.pages(layer) if moe else [] for layer, moe in enumerate(profile.moe_layers)]
-    experts, without = tuple(counted.named), counted.without_integers
+    experts, reasons = tuple(counted.named), dict(counted.reasons)
     dense = tuple(
         (part.name, part.layer, size)
         for tensor in dense_tensors(profile)
@@ -96,17 +99,47 @@ def with_stored(profile: ModelProfile, format_of: Callable[[str], StoredFormat |
         if len(part.shape) == 2
         and (size := counted.matrix(_module(profile, part.name, part.layer), *part.shape)) is not None
     )
+
+    def kept_as(part: StoredTensor) -> Kept | None:
+        stored = format_of(_module(profile, part.name, part.layer))
+        return None if stored is None else (stored, stored.paged_bytes(*part.shape))
+
+    kept = kept_matrices(profile, kept_as)
     name, of_experts = (", ".join(names) or profile.dtype for names in (counted.named, experts))
-    return replace(profile, stored=StoredWeights.of(name, of_experts, pages, _elements(profile), dense, without))
+    return replace(profile, stored=StoredWeights.of(name, of_experts, pages, _elements(profile), dense, kept, reasons))
 
 
-def with_pages(profile: ModelProfile, pages: Sequence[Sequence[int]]) -> ModelProfile:
-    """Quantised ``profile`` with the bytes that pages were found to have, of each expert of each layer."""
+def kept_matrices(
+    profile: ModelProfile, kept_as: Callable[[StoredTensor], Kept | None]
+) -> tuple[tuple[str, int, int], ...]:
+    """The matrices outside the experts that our own decoder multiplies as they are stored: name, layer and bytes in
+    memory of each part. ``kept_as``: format and bytes of one; None: it is not quantised. A module graph keeps none."""
+    found: list[tuple[str, int, int]] = []
+    for tensor in () if profile.tensors else dense_tensors(profile):
+        parts = [kept_as(part) for part in tensor.parts if tensor.name in _KEPT]
+        kept = [each for each in parts if each is not None and each[0].kind != PLAIN]
+        if len(kept) == len(tensor.parts) and _is_multiplied(tensor.name, [stored for stored, _ in kept]):
+            for part, (_, size) in zip(tensor.parts, kept, strict=True):
+                found.append((part.name, part.layer, size))
+    return tuple(found)
+
+
+def _is_multiplied(name: str, formats: Sequence[StoredFormat]) -> bool:
+    """Whether a tensor of parts in these formats is: embeddings are read row by row, gate and up share a format."""
+    if name == "embed":
+        return all(each.rows_of_line(suffix) in (0, 1) for each in formats for suffix in each.names)
+    return name != "dense_gate_up" or len(set(formats)) == 1
+
+
+def with_pages(
+    profile: ModelProfile, pages: Sequence[Sequence[int]], kept: Sequence[tuple[str, int, int]]
+) -> ModelProfile:
+    """Quantised ``profile`` with the bytes that pages were found to have, of each expert of each layer, and matrices
+    that are ``kept``."""
     stored = profile.stored
     assert stored is not None, "only quantised pages differ from what the profile says"
-    found = StoredWeights.of(
-        stored.name, stored.dtype.name, pages, _elements(profile), stored.dense, stored.without_integers
-    )
+    found = StoredWeights.of(stored.name, stored.dtype.name, pages, _elements(profile), stored.dense, kept)
+    found = replace(found, without_integers=stored.without_integers, exact=stored.exact)
     return replace(profile, stored=found)
 
 
@@ -115,23 +148,23 @@ def _elements(profile: ModelProfile) -> int:
 
 
 class _Count:
-    """Bytes of the matrices of a model; ``named``: the formats met, in order; ``without_integers``: that of the last
-    matrix that had a reason."""
+    """Bytes of the matrices of a model; ``named``: the formats met, in order; ``reasons``: why each has no integers, or
+    None."""
 
     def __init__(self, profile: ModelProfile, format_of: Callable[[str], StoredFormat | None], where: str) -> None:
         self._profile, self._format_of, self._where = profile, format_of, where
         self._itemsize = dtype_named(profile.dtype).itemsize
         self.named: dict[str, None] = {}
-        self.without_integers: str | None = None
+        self.reasons: dict[str, str | None] = {}
 
     def matrix(self, module: str, rows: int, columns: int, *, paged: bool = False) -> int | None:
         """Bytes of the matrix [rows, columns] of ``module``, in an expert's page if ``paged``; None in the model's
         dtype."""
         stored = self._format_of(module)
         if stored is None:
-            self.without_integers = self._profile.dtype
+            self.reasons[self._profile.dtype] = self._profile.dtype
             return None
-        self.without_integers = stored.without_integers or self.without_integers
+        self.reasons[stored.name] = stored.without_integers
         try:
             size = stored.paged_bytes(rows, columns) if paged else stored.bytes_for(rows, columns)
         except ConfigError as error:

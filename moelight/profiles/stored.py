@@ -7,7 +7,7 @@ gives the numbers, `quantization` says which matrix of a checkpoint has which fo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,7 +27,10 @@ MX_GROUP = 32  # columns of a block of MXFP4
 SHAPE = ".weight_shape"  # of a part that repeats the size of the matrix
 PART_ALIGNMENT = 16  # bytes; of each part of an expert's page
 _WORD = 32  # bits
-_INTEGER_BLOCKS = ("Q8_0", "Q4_0", "Q4_K", "MXFP4")  # ggml types whose codes are whole numbers to int8 activations
+# ggml types whose codes are whole numbers to int8 activations; of blocks of 256 the columns of an activation and of a
+# row that share a scale.
+_INTEGER_BLOCKS = ("Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+_BLOCK_GROUPS = {"Q4_K": (256, 32), "Q5_K": (256, 32), "Q6_K": (256, 16)}
 _LEAST_GROUP, _MOST_GROUP = 32, 128  # columns of an activation in int8 that share a scale
 _FLOATS, _EXPONENTS = ("F16", "BF16", "F32"), ("U8", "F8_E8M0")  # of scales; exponents of two, biased by 127
 
@@ -160,12 +163,13 @@ class StoredFormat:
             return f"{self.name}; int8 activations need groups of a multiple of {_LEAST_GROUP} columns"
         return None
 
-    def integer_group(self, columns: int) -> int:
-        """Columns of an activation that share a scale where they meet whole numbers."""
+    def integer_groups(self, columns: int) -> tuple[int, int]:
+        """Columns of an activation that share a scale where they meet whole numbers, and of a row that do."""
         if self.kind in (GGML, MXFP4):
-            return _LEAST_GROUP
+            return _BLOCK_GROUPS.get(self.name, (_LEAST_GROUP, _LEAST_GROUP))
         group = self.group if 0 < self.group < columns else _MOST_GROUP
-        return next(size for size in (_MOST_GROUP, 64, _LEAST_GROUP) if group % size == 0)
+        size = next(size for size in (_MOST_GROUP, 64, _LEAST_GROUP) if group % size == 0)
+        return size, size
 
     def rows_of_line(self, suffix: str) -> int:
         """Rows of the matrix in each index of the first dimension of the part ``suffix``: 0 if the part is of all rows,
@@ -309,8 +313,10 @@ class StoredWeights:
         dtype: the experts as a number format for prices: `DType.bytes_for` all numbers of an expert is the largest
             page.
         dense: quantised tensors outside the experts: name, layer and bytes; the others have the model's dtype.
+        kept: those that our own decoder multiplies on a CPU as they are stored: name, layer and bytes in memory.
         mixed: experts of some layer are stored in several formats, so that on a GPU torch computes them.
-        without_integers: the reason why activations rounded to int8 cannot multiply the experts, or None.
+        without_integers: the reason why activations rounded to int8 multiply no matrix of the experts, or None.
+        exact: where they multiply some, the formats of those that meet activations as they are.
     """
 
     name: str
@@ -319,8 +325,10 @@ class StoredWeights:
     total_bytes: int
     mean_page_bytes: int
     dense: tuple[tuple[str, int, int], ...] = ()
+    kept: tuple[tuple[str, int, int], ...] = ()
     mixed: bool = False
     without_integers: str | None = None
+    exact: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -330,10 +338,13 @@ class StoredWeights:
         pages: Sequence[Sequence[int]],
         elements: int,
         dense: Sequence[tuple[str, int, int]],
-        without_integers: str | None = None,
+        kept: Sequence[tuple[str, int, int]] = (),
+        reasons: Mapping[str, str | None] | None = None,
     ) -> StoredWeights:
         """``pages``: bytes of each expert of each layer. They hold ``elements`` numbers at most; their format is called
-        ``experts``."""
+        ``experts``. ``reasons``: why each format of theirs is without integers, or None."""
+        exact = {name: why for name, why in (reasons or {}).items() if why is not None}
+        without = next(iter(exact.values()), None) if len(exact) == len(reasons or {}) else None
         sizes = [max(layer, default=0) for layer in pages]
         largest, total, count = max(sizes), sum(map(sum, pages)), sum(map(len, pages))
         bits = max(1, 8 * largest // elements)
@@ -346,7 +357,9 @@ class StoredWeights:
             total_bytes=total,
             mean_page_bytes=-(-total // max(count, 1)),
             dense=tuple(dense),
-            without_integers=without_integers,
+            kept=tuple(kept),
+            without_integers=without,
+            exact=() if without else tuple(exact),
             mixed=any(len(set(layer)) > 1 for layer in pages),
         )
 

@@ -184,30 +184,38 @@ class MoEOps:
 
     def _experts(self, task: Task, pass_pages: PassPages) -> None:
         """The task is one micro-batch without the experts left to the CPU, or the whole pass."""
-        if task.micro_batch >= 0:
-            mb = pass_pages.micro_batches[task.micro_batch]
-            if mb.begun is not None:
-                mb.begun.end(into=mb.hidden)
-                mb.begun = None
-            else:
-                experts, wide = self._layer_experts(task.layer, pass_pages), task.layer in self._wide_layers
-                moe_forward(require(mb.routed), experts, self._decoder.space, into=mb.hidden, wide=wide)
+        if task.micro_batch < 0:
+            self._experts_of_pass(task, pass_pages)
             return
+        mb = pass_pages.micro_batches[task.micro_batch]
+        if mb.begun is not None:
+            mb.begun.end(into=mb.hidden)
+            mb.begun = None
+        else:
+            experts, wide = self._layer_experts(task.layer, pass_pages), task.layer in self._wide_layers
+            moe_forward(require(mb.routed), experts, self._decoder.space, into=mb.hidden, wide=wide)
+
+    def _experts_of_pass(self, task: Task, pass_pages: PassPages) -> None:
+        """All micro-batches at once. The sums of experts in turns are added to the hidden states by the last turn."""
         experts, tokens = self._layer_experts(task.layer, pass_pages), sum(mb.tokens for mb in pass_pages.micro_batches)
         if self._kept is None:  # a dense layer, whose micro-batches wait for its page
             for mb in pass_pages.micro_batches:
                 moe_forward(require(mb.routed), experts, self._decoder.space)
             return
-        everyone, wide = require(self._kept).rows(0, tokens), task.layer in self._wide_layers
+        everyone, wide, some = require(self._kept).rows(0, tokens), task.layer in self._wide_layers, task.experts
         if isinstance(experts, ExpertTable):
             hidden = self._hidden[:tokens]  # of the micro-batches one after another
-            grouped_forward(everyone.routed, experts, self._decoder.space, into=hidden, sums=everyone.sums, wide=wide)
+            space, sums = self._decoder.space, everyone.sums
+            grouped_forward(everyone.routed, experts, space, into=hidden, sums=sums, wide=wide, some=some)
             return
-        everyone.sums.zero_()
+        if some is None or not some.start:
+            everyone.sums.zero_()
         on_cpu = everyone.sums.device.type == "cpu"
         most = min(self._most_rows, CPU_ROWS) if on_cpu else self._most_rows
+        if some is not None:
+            experts = [expert if number in some else None for number, expert in enumerate(experts)]
         add_experts(everyone.sums, everyone.routed, experts, self._decoder.space, most_rows=most, wide=wide)
-        for mb in pass_pages.micro_batches:
+        for mb in pass_pages.micro_batches if some is None or some.stop == self._num_experts else ():
             mb.hidden += require(mb.kept).sums.to(mb.hidden.dtype)
 
     def _offload_hidden(self, task: Task, pass_pages: PassPages) -> Outcome:

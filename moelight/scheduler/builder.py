@@ -20,7 +20,7 @@ ALL = -1  # the "micro-batch" of a task that serves all micro-batches
 class ScheduleBuilder:
     """Writes a schedule task by task. Micro-batches (``j``) attend layer by layer, in order. Page k is in ring slot
     ``k % ring_slots``; ``k`` runs on into the pages of the next pass. A slot is refilled only after the last experts
-    of its former layer have read it.
+    of its former turn (`Layout.turns`: a layer, or with a small ring some pages of one) have read it.
 
     ``chained``: every task also waits for the one before; consecutive disk reads count as one. Raises ConfigError for a
     layout or shape that schedule ``name`` does not support.
@@ -39,12 +39,13 @@ class ScheduleBuilder:
         self._fetched: dict[int, int] = {}
         self._delivered: dict[int, int] = {}
         self._waiting: deque[int] = deque()  # deferred deliveries, by k
+        # by layer and turn
+        self._last_read: dict[tuple[int, int], int] = {}
+        self._reads: dict[tuple[int, int], int] = {}  # the number of micro-batches that have read the turn's slots
         # by layer
-        self._last_read: dict[int, int] = {}
-        self._reads: dict[int, int] = {}  # the number of micro-batches that have read the layer's slots
         self._routed: dict[int, int] = {}
         self._brought: dict[int, int] = {}
-        self._rings: dict[int, tuple[Buffer, ...]] = {}
+        self._rings: dict[tuple[int, int], tuple[Buffer, ...]] = {}
         self._stored_by_layer: dict[int, list[int]] = {}
         # by micro-batch; ``_ready``: its last task
         self._ready: dict[int, int] = {}
@@ -91,6 +92,7 @@ class ScheduleBuilder:
         size: int = 0,
         page: Page | None = None,
         slot: int = -1,
+        experts: range | None = None,
     ) -> int:
         """Add a task with the dependencies of the chain and of the last barrier; return its position. ``deps``
         may hold None; ``size``: bytes of a transfer."""
@@ -108,6 +110,7 @@ class ScheduleBuilder:
             micro_batch=j,
             page=page,
             slot=slot,
+            experts=experts,
             bytes=size,
             deps=tuple(dict.fromkeys((*known, *extra))) if extra else known,
             reads=tuple([self.buffer(each, j) if isinstance(each, str) else each for each in reads]),
@@ -173,12 +176,12 @@ class ScheduleBuilder:
         if k in self._delivered or k in self._waiting:
             return
         former_k = k - self.layout.ring_slots
-        if self._waiting or (former_k >= 0 and not self._is_read(self._page(former_k).layer)):
+        if self._waiting or (former_k >= 0 and not self._is_read(self._turn(former_k))):
             self._waiting.append(k)
             return
         self.fetch(k)
         crosses, stops = self.layout.pages_cross, self.layout.stops(k)
-        former = self._last_read.get(self._page(former_k).layer) if former_k >= 0 else None
+        former = self._last_read.get(self._turn(former_k)) if former_k >= 0 else None
         self._delivered[k] = self.add(
             TaskKind.SEND_PAGE if crosses else TaskKind.READ_PAGE,
             Lane.H2D if crosses else Lane.DISK,
@@ -189,6 +192,9 @@ class ScheduleBuilder:
             page=self._page(k),
             slot=k % self.layout.ring_slots,
         )
+        ahead = k + self.layout.pinned_slots
+        if self.layout.turn_parts and ahead < len(self.layout.streamed):
+            self.fetch(ahead)  # the pinned ring is filled while the ring's slots are read
 
     def deliver_layer(self, layer: int) -> None:
         for page in self.layer_pages(layer):
@@ -225,33 +231,40 @@ class ScheduleBuilder:
         lane = self.layout.page_lanes[-1]
         self.add(TaskKind.SEND_AHEAD if lane is Lane.H2D else TaskKind.READ_AHEAD, lane, coming, deps=(after,))
 
-    def ring(self, layer: int) -> tuple[Buffer, ...]:
-        """The slots of transferred pages that the experts of ``layer`` read."""
+    def ring(self, layer: int, turn: int = 0) -> tuple[Buffer, ...]:
+        """The slots of transferred pages that the experts of ``layer`` read in their ``turn``."""
         if self.shape.routed_only:
             return (self.buffer("chosen", layer),) if layer in self._brought else ()
-        if layer not in self._rings:  # every micro-batch reads all of the slots
-            slots = self.layout.ring_slots
-            self._rings[layer] = tuple([self.buffer("ring", k % slots) for k in self.layer_pages(layer)])
-        return self._rings[layer]
+        if (layer, turn) not in self._rings:  # every micro-batch reads all of the slots
+            slots, (pages, _) = self.layout.ring_slots, self.layout.turns(layer)[turn]
+            self._rings[layer, turn] = tuple([self.buffer("ring", k % slots) for k in pages])
+        return self._rings[layer, turn]
 
-    def arrived(self, layer: int) -> tuple[int, ...]:
+    def arrived(self, layer: int, turn: int = 0) -> tuple[int, ...]:
         """The task that the experts of ``layer`` wait for: the last arrival, as pages arrive on one lane in order."""
         if self.shape.routed_only:
             return (self._brought[layer],) if layer in self._brought else ()
-        mine = self.layer_pages(layer)
+        mine, _ = self.layout.turns(layer)[turn]
         return (self._delivered[mine[-1]],) if mine else ()
 
-    def read_ring(self, layer: int, task: int) -> None:
-        """Record that ``task`` read the slots of ``layer``, and deliver the pages that were deferred until then."""
-        self._last_read[layer] = task
-        self._reads[layer] = self.count if self.tasks[task].micro_batch == ALL else self._reads.get(layer, 0) + 1
-        if self._waiting and self._is_read(layer):
+    def read_ring(self, layer: int, task: int, turn: int = 0) -> None:
+        """Record that ``task`` read the slots of ``layer`` and ``turn``; deliver the pages deferred until then."""
+        read = layer, turn
+        self._last_read[read] = task
+        self._reads[read] = self.count if self.tasks[task].micro_batch == ALL else self._reads.get(read, 0) + 1
+        if self._waiting and self._is_read(read):
             waiting, self._waiting = self._waiting, deque()
             for k in waiting:
                 self.deliver(k)
 
-    def _is_read(self, layer: int) -> bool:
-        return self._reads.get(layer, 0) >= self.count
+    def _is_read(self, turn: tuple[int, int]) -> bool:
+        return self._reads.get(turn, 0) >= self.count
+
+    def _turn(self, k: int) -> tuple[int, int]:
+        """Layer and turn that read page ``k``; ``num_layers`` stands for those of the next pass."""
+        if k >= len(self.layout.streamed):
+            return self.layout.model.num_layers, 0
+        return self.layout.streamed[k].layer, self.layout.turn_of(k)
 
     def _page(self, k: int) -> Page:
         return self.layout.streamed[k % len(self.layout.streamed)]
@@ -352,21 +365,26 @@ class ScheduleBuilder:
             self.compute(TaskKind.RESIDENT_EXPERTS, layer, j, reads=("routed",), writes=("partial",))
 
     def experts(self, layer: int) -> None:
-        """The experts of ``layer``, if any, once for all micro-batches."""
+        """The experts of ``layer``, if any, once for all micro-batches: all of them, or turn by turn."""
         if not self.layout.model.moe_layers[layer]:
             return
         micro_batches = range(self.count)
-        task = self.add(
-            TaskKind.EXPERTS,
-            self.layout.compute,
-            layer,
-            ALL,
-            (self._ready[self.count - 1], *self.arrived(layer)),
-            reads=(*(self.buffer("routed", j) for j in micro_batches), *self.ring(layer)),
-            writes=tuple(self.buffer("hidden", j) for j in micro_batches),
-        )
-        self._ready = dict.fromkeys(micro_batches, task)
-        self.read_ring(layer, task)
+        turns: tuple[tuple[range, range | None], ...] = ((range(0), None),)
+        if not self.shape.routed_only:
+            turns = self.layout.turns(layer)
+        for turn, (_, experts) in enumerate(turns):
+            task = self.add(
+                TaskKind.EXPERTS,
+                self.layout.compute,
+                layer,
+                ALL,
+                (self._ready[self.count - 1], *self.arrived(layer, turn)),
+                reads=(*(self.buffer("routed", j) for j in micro_batches), *self.ring(layer, turn)),
+                writes=tuple(self.buffer("hidden", j) for j in micro_batches),
+                experts=experts,
+            )
+            self._ready = dict.fromkeys(micro_batches, task)
+            self.read_ring(layer, task, turn)
 
     def sample(self, *micro_batches: int) -> None:
         """Sample the next token of every sequence, with a complete prompt, of these micro-batches (none: of all)."""

@@ -13,7 +13,7 @@ from moelight.core.policy import Policy
 from moelight.core.schedule import Lane, Page
 from moelight.hrm import costs
 from moelight.hrm.footprint import pinned_slots, ring_slots
-from moelight.hrm.placement import Placement, place
+from moelight.hrm.placement import Placement, place, turn_pages
 from moelight.profiles.model import ModelProfile
 
 # The place where experts run, by ``Policy.ffn_device``.
@@ -35,6 +35,7 @@ class Layout:
         streamed: the parts of pages that move every pass, in order of use; ``layer_pages``: their positions, by layer.
         cpu_layers: the layers whose hidden states cross the link for the CPU's experts.
         ring_slots: slots of the ring on the fast tier, one part each; the parts of a page are contiguous and in order.
+        turn_parts: parts of pages whose experts run at a time where the ring is smaller than two layers; 0: of a layer.
         pinned_slots: slots through which parts pass before a link, unless in pinned host memory (``pinned_pages``).
     """
 
@@ -56,6 +57,7 @@ class Layout:
     ring_slots: int
     pinned_slots: int
     pinned_pages: bool = False
+    turn_parts: int = 0
 
     @property
     def compute(self) -> Lane:
@@ -83,6 +85,23 @@ class Layout:
         """Bytes that pass ``lane`` for ``layer`` if all its streamed pages are chosen."""
         passing = (k for k in self.layer_pages[layer] if lane is Lane.H2D or self.from_disk[k])
         return sum(self.bytes_at(k) for k in passing)
+
+    def turns(self, layer: int) -> tuple[tuple[range, range | None], ...]:
+        """The turns in which the experts of ``layer`` run: the stream positions of the pages that each waits for, and
+        its experts (None: all). Those of a turn follow those of the turn before in number, so that the sum of a token's
+        experts does not depend on turns."""
+        pages, size = self.layer_pages[layer], self.turn_parts
+        if not size or len(pages) <= size:
+            return ((pages, None),)
+        cuts = [range(first, min(first + size, pages.stop)) for first in range(pages.start, pages.stop, size)]
+        ends = [self.streamed[cut.stop - 1].expert + 1 for cut in cuts[:-1]]
+        experts = pairwise((0, *ends, self.model.experts.num_experts))
+        return tuple((cut, range(*each)) for cut, each in zip(cuts, experts, strict=True))
+
+    def turn_of(self, k: int) -> int:
+        """The turn, in its layer, whose experts read position ``k`` of the stream."""
+        at = k % len(self.streamed)
+        return (at - self.layer_pages[self.streamed[at].layer].start) // self.turn_parts if self.turn_parts else 0
 
     def stops(self, k: int) -> bool:
         """True if position ``k`` of the stream passes through a pinned slot before the link."""
@@ -191,6 +210,7 @@ def layout_of(
         ring_slots=len(parts) * ring_slots(placement),
         pinned_slots=len(parts) * pinned_slots(placement) if crosses else 0,
         pinned_pages=placement.pinned_pages,
+        turn_parts=len(parts) * int(turn_pages(placement.ring_pages)) if placement.small_ring else 0,
     )
 
 

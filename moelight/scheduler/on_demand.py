@@ -22,7 +22,7 @@ def pays(
 ) -> bool:
     """True if a pass of ``tokens`` should transfer routed pages only; ``most_tokens``, ``least``: as in `routed_only`.
     ``missing``: measured share of the streamed pages to which such passes were routed; None: the expected share."""
-    if not layout.streamed or layout.model.dense:  # every page is used
+    if not layout.streamed or layout.model.dense or layout.turn_parts:  # every page is used
         return False
     if missing is None:
         return bool(schedule_time.routed_only(layout.model, schedule, tokens, most_tokens, least=least))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
+from moelight.hrm.footprint import WHOLE_EXPERTS
 from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES
 from moelight.scheduler.layout import EXPERT_PLACES, Layout, PassShape
 
@@ -31,9 +32,12 @@ NEEDS: Mapping[str, Needs] = {
 }
 
 
-def misfit(schedule: str, *, discrete: bool, attention: str, experts: str) -> str | None:
-    """The reason why the builder ``schedule`` does not support such a layout, as one clause; None if it does."""
+def misfit(schedule: str, *, discrete: bool, attention: str, experts: str, small_ring: bool = False) -> str | None:
+    """The reason why the builder ``schedule`` does not support such a layout, as one clause; None if it does.
+    ``small_ring``: the ring holds fewer pages than two layers stream, so that no micro-batch finds a whole layer."""
     needs = NEEDS[schedule]
+    if small_ring and schedule not in WHOLE_EXPERTS:
+        return "needs a ring of two layers (ring_pages 0)"
     if not discrete:
         return "needs a GPU, and there is none" if needs.gpu else None
     if attention not in needs.attention:
@@ -43,22 +47,24 @@ def misfit(schedule: str, *, discrete: bool, attention: str, experts: str) -> st
     return None
 
 
-def check_policy(policy: Policy, *, discrete: bool | None = None) -> None:
+def check_policy(policy: Policy, *, discrete: bool | None = None, small_ring: bool = False) -> None:
     """Raise ConfigError for a policy that its schedule does not support, with the schedules that do."""
-    discrete = policy.discrete if discrete is None else discrete
-    _check(policy.schedule, discrete, policy.attention_device, EXPERT_PLACES[policy.ffn_device])
+    discrete, experts = policy.discrete if discrete is None else discrete, EXPERT_PLACES[policy.ffn_device]
+    _check(policy.schedule, discrete, policy.attention_device, experts, small_ring=small_ring)
 
 
 def check_layout(schedule: str, layout: Layout, shape: PassShape) -> None:
     """Raise ConfigError for a layout or ``shape`` that the builder ``schedule`` does not support."""
-    _check(schedule, layout.discrete, layout.attention, layout.experts)
+    _check(schedule, layout.discrete, layout.attention, layout.experts, small_ring=layout.turn_parts > 0)
     if shape.routed_only and schedule not in ON_DEMAND_SCHEDULES:
         raise ConfigError(f"schedule {schedule!r} moves every page, whoever is routed to it")
+    if shape.routed_only and layout.turn_parts:
+        raise ConfigError("a pass of routed pages only needs a ring of two layers (ring_pages 0)")
 
 
-def _check(schedule: str, discrete: bool, attention: str, experts: str) -> None:
+def _check(schedule: str, discrete: bool, attention: str, experts: str, *, small_ring: bool = False) -> None:
     def why(name: str) -> str | None:
-        return misfit(name, discrete=discrete, attention=attention, experts=experts)
+        return misfit(name, discrete=discrete, attention=attention, experts=experts, small_ring=small_ring)
 
     if (reason := why(schedule)) is not None:
         others = ", ".join(name for name in NEEDS if why(name) is None)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -25,8 +25,9 @@ from moelight.core.errors import CheckpointError
 from moelight.core.schedule import Page
 from moelight.core.small_files import open_regular, read_error_text
 from moelight.core.units import MiB, align_up
-from moelight.hrm.costs import TENSOR_ALIGNMENT, dense_bytes, page_bytes
-from moelight.kernels.quantized import QuantizedMatrix, cpu_dequantize
+from moelight.hrm.costs import TENSOR_ALIGNMENT, dense_bytes, kept_parts, page_bytes
+from moelight.kernels.integers import no_integers
+from moelight.kernels.quantized import QuantizedMatrix, StackedMatrix, cpu_dequantize
 from moelight.profiles.gguf_models import hf_rows
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.stored import PART_ALIGNMENT
@@ -130,6 +131,9 @@ def _open(file: Path) -> int:
     return descriptor
 
 
+Weight = torch.Tensor | StackedMatrix
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
     """One decoder layer without its experts; ``router`` is None in a dense layer, ``dense_*`` in a sparse one.
@@ -139,56 +143,86 @@ class LayerWeights:
     """
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
-    o: torch.Tensor
+    qkv: Weight
+    o: Weight
     post_norm: torch.Tensor
     qkv_bias: torch.Tensor | None = None
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     o_bias: torch.Tensor | None = None
     router: torch.Tensor | None = None
-    dense_gate_up: torch.Tensor | None = None
-    dense_down: torch.Tensor | None = None
+    dense_gate_up: Weight | None = None
+    dense_down: Weight | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelWeights:
     """All weights except experts: ``embed`` [V, H], ``head`` [V, H] (``embed`` itself if tied), ``final_norm`` [H]."""
 
-    embed: torch.Tensor
-    head: torch.Tensor
+    embed: Weight
+    head: Weight
     final_norm: torch.Tensor
     layers: tuple[LayerWeights, ...]
 
 
-def load_dense(weight_map: WeightMap, model: ModelProfile, arena: torch.Tensor, dtype: torch.dtype) -> ModelWeights:
+def load_dense(
+    weight_map: WeightMap,
+    model: ModelProfile,
+    arena: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    kept: bool = False,
+    activations: str = "auto",
+) -> ModelWeights:
     """Read all weights except experts as ``dtype``; the result holds views of ``arena`` (uint8, at least `dense_bytes`,
     contiguous, any device). In mixed precision a tensor that float16 does not hold is bfloat16, and named in the log.
+    ``kept``: quantised matrices stay as stored (`keeps_stored`), for ``activations`` where these can multiply them.
     Raises CheckpointError for an unreadable file, or tied embeddings stored twice that differ.
     """
-    check_bytes(arena, dense_bytes(model, from_torch(dtype)), "the arena")
+    check_bytes(arena, dense_bytes(model, from_torch(dtype), kept=kept), "the arena")
     mixed = bool(computed_in(from_torch(dtype), weight_map.dtype).pages)
-    read_as, kept = to_torch(weight_map.dtype) if mixed else dtype, list[str]()
-    outside: dict[str, torch.Tensor] = {}
-    layers: list[dict[str, torch.Tensor]] = [{} for _ in range(model.num_layers)]
+    read_as, wide = to_torch(weight_map.dtype) if mixed else dtype, list[str]()
+    outside: dict[str, Any] = {}
+    layers: list[dict[str, Any]] = [{} for _ in range(model.num_layers)]
     spare, used = weight_map.spare_head, 0
     infos = [*weight_map.parts.values(), *([spare] if spare else [])]
     with TensorReader((info.file for info in infos), weight_map.dtype) as reader:
         for tensor in dense_tensors(model):
+            into = outside if tensor.layer < 0 else layers[tensor.layer]
+            if kept and (sizes := kept_parts(model, tensor)) is not None:
+                matrices = [weight_map.parts[part] for part in tensor.parts]
+                into[tensor.name] = _kept(matrices, arena[used : used + sum(sizes)].split(sizes), activations)
+                used += align_up(sum(sizes), TENSOR_ALIGNMENT)
+                continue
             nbytes = tensor.elements * dtype.itemsize
             view = arena[used : used + nbytes].view(read_as).view(tensor.shape)
             for part, rows in zip(tensor.parts, view.split([part.shape[0] for part in tensor.parts]), strict=True):
                 read_tensor_into(reader, weight_map.parts[part], rows)
             if mixed and (view := _rounded(view)).dtype != dtype:
-                kept.append(weight_map.parts[tensor.parts[0]].name)
-            (outside if tensor.layer < 0 else layers[tensor.layer])[tensor.name] = view
+                wide.append(weight_map.parts[tensor.parts[0]].name)
+            into[tensor.name] = view
             used += align_up(nbytes, TENSOR_ALIGNMENT)
         if spare is not None:
             check_tie(reader, infos[0], spare)
-    if kept:
-        _log.warning("%s: beyond the range of float16, computed in float32", ", ".join(map(repr, kept)))
+    if wide:
+        _log.warning("%s: beyond the range of float16, computed in float32", ", ".join(map(repr, wide)))
     outside.setdefault("head", outside["embed"])
     return ModelWeights(**outside, layers=tuple(LayerWeights(**layer) for layer in layers))
+
+
+def _kept(infos: Sequence[TensorInfo], rooms: Sequence[torch.Tensor], activations: str) -> StackedMatrix:
+    """The matrices ``infos`` as stored, each in its room (uint8, its `kept_bytes`)."""
+    parts, chosen = [], []
+    for info, room in zip(infos, rooms, strict=True):
+        assert isinstance(info, QuantizedInfo), "kept matrices are quantised"
+        matrix = info.stored()
+        found = {suffix: part for suffix, part in matrix.read(room).items() if suffix in matrix.stored.names}
+        if matrix.heads:
+            for part in found.values():
+                part.copy_(part[hf_rows(matrix.rows, matrix.heads)])
+        parts.append(QuantizedMatrix(stored=matrix.stored, rows=matrix.rows, columns=matrix.columns, parts=found))
+        chosen.append(activations if no_integers(parts[-1]) is None else "auto")
+    return StackedMatrix(tuple(parts), tuple(chosen))
 
 
 def read_tensor_into(reader: TensorReader, info: TensorInfo, dest: torch.Tensor) -> None:

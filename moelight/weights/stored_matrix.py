@@ -13,11 +13,22 @@ from torch import Tensor
 from moelight.core.dtypes import dtype_named
 from moelight.core.errors import CheckpointError, ConfigError
 from moelight.core.small_files import open_regular, read_error_text
+from moelight.core.units import align_up
 from moelight.profiles.gguf import GGMLTensor
 from moelight.profiles.gguf_models import GGUFModel
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.quantization import expert_module
-from moelight.profiles.stored import GGML, MXFP4, SCALED, SHAPE, StoredFormat, StoredPart, ggml_format, plain
+from moelight.profiles.stored import (
+    GGML,
+    MXFP4,
+    PART_ALIGNMENT,
+    SCALED,
+    SHAPE,
+    StoredFormat,
+    StoredPart,
+    ggml_format,
+    plain,
+)
 from moelight.profiles.tensor_list import page_shapes
 from moelight.weights.source import Checkpoint, TensorInfo
 
@@ -56,6 +67,11 @@ class StoredMatrix:
         """Bytes in the checkpoint, with the dtypes that it has."""
         return sum(info.nbytes for info in self.places.values())
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes in memory: each tensor that says more than a shape, aligned."""
+        return sum(align_up(info.nbytes, PART_ALIGNMENT) for suffix, info in self.places.items() if suffix != SHAPE)
+
     def rows_of(self, begin: int, end: int) -> StoredMatrix:
         """Rows ``begin`` to ``end`` as a matrix of its own; raises CheckpointError where its bytes are not together."""
         if (begin, end) == (0, self.rows):
@@ -74,9 +90,15 @@ class StoredMatrix:
             places[part.suffix] = _lines(self.places[part.suffix], begin // step, -(-end // step))
         return replace(self, rows=end - begin, places=places)
 
-    def read(self) -> dict[str, Tensor]:
-        """The tensors by suffix, as stored; checks the values that say where others are."""
-        found = {suffix: read_tensor(info) for suffix, info in self.places.items()}
+    def read(self, into: Tensor | None = None) -> dict[str, Tensor]:
+        """The tensors by suffix, as stored; checks the values that say where others are. ``into``: uint8
+        [`kept_bytes`], in which they are to lie."""
+        found, at = {}, 0
+        for suffix, info in self.places.items():
+            room = None
+            if into is not None and suffix != SHAPE:
+                room, at = into[at : at + info.nbytes], at + align_up(info.nbytes, PART_ALIGNMENT)
+            found[suffix] = read_tensor(info, room)
         self._check(found)
         return found
 
@@ -235,9 +257,9 @@ def _alike(shape: tuple[int, ...], wanted: tuple[int, ...], stored: StoredFormat
     return shape == wanted
 
 
-def read_tensor(info: TensorInfo) -> Tensor:
-    """The tensor at ``info`` [its shape]."""
-    raw = torch.empty(info.nbytes, dtype=torch.uint8)
+def read_tensor(info: TensorInfo, into: Tensor | None = None) -> Tensor:
+    """The tensor at ``info`` [its shape], in the memory of ``into`` (uint8, 1-D, CPU) if that is given."""
+    raw = torch.empty(info.nbytes, dtype=torch.uint8) if into is None else into
     try:
         with open(open_regular(info.file), "rb", buffering=0) as file:
             file.seek(info.offset)

@@ -17,7 +17,7 @@ from moelight.core.schedule import Page
 from moelight.profiles.families import FAMILIES, profile_from_dir
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile, StoredTensor, require_computable
-from moelight.profiles.quantization import read_quantization, with_pages
+from moelight.profiles.quantization import Kept, kept_matrices, read_quantization, with_pages
 from moelight.profiles.tensor_list import dense_tensors, page_shapes
 from moelight.weights.page_layout import PageLayout
 from moelight.weights.quantized_checkpoint import QuantizedInfo, as_matrices
@@ -119,9 +119,14 @@ def as_stored(opened: OpenCheckpoint, layouts: Mapping[int, PageLayout] | None =
     if not any(isinstance(info, QuantizedInfo) for infos in found.pages.values() for info in infos):
         return replace(opened, profile=replace(profile, stored=None))  # other matrices are not quantised in memory
     quantized = lay_out_pages(found.pages, layouts)
+
+    def kept_as(part: StoredTensor) -> Kept | None:
+        info = found.parts.get(part)
+        return (info.matrix.stored, info.matrix.kept_bytes) if isinstance(info, QuantizedInfo) else None
+
     return replace(
         opened,
-        profile=with_pages(profile, quantized.page_bytes(profile.num_layers)),
+        profile=with_pages(profile, quantized.page_bytes(profile.num_layers), kept_matrices(profile, kept_as)),
         weight_map=replace(found, pages=quantized.pieces, quantized=quantized),
     )
 

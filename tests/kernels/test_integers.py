@@ -67,11 +67,15 @@ def test_whole_numbers_are_those_of_the_matrix() -> None:
     """Of every format: whole numbers times scales are its numbers, and rounded tokens are within half a step."""
     for name, stored in FORMS.items():
         weight = matrix(stored, *sizes(name, 40, 200))
-        whole, scales, group, least = whole_numbers(weight)
-        each = torch.arange(weight.columns) // group
-        numbers = whole * scales[:, each] - (0 if least is None else least[:, each])
-        torch.testing.assert_close(numbers, weight.numbers(torch.float32), rtol=1e-6, atol=1e-6)
-        assert whole.abs().max() < 1 << 9
+        found = whole_numbers(weight)
+        group, part = (torch.arange(weight.columns) // each for each in (found.group, found.part))
+        numbers = found.whole * found.scales[:, group]
+        if found.steps is not None:
+            numbers = numbers * found.steps[:, part]
+        if found.lows is not None and found.least is not None:
+            numbers = numbers - found.lows[:, part] * found.least[:, group]
+        torch.testing.assert_close(numbers, weight.numbers(torch.float32), rtol=1e-6, atol=1e-5)
+        assert found.whole.abs().max() < 1 << 9 and found.group % found.part == 0
     x = generator(0)(5, 200)
     numbers, scales = round_tokens(x, 64)
     near = (numbers * scales.unsqueeze(-1)).flatten(1)[:, :200]
@@ -89,7 +93,9 @@ def test_rows_are_alone_in_any_company(name: str) -> None:
 
 
 @pytest.mark.parametrize("pairing", ["joined", "interleaved", "apart"])
-@pytest.mark.parametrize("name", ["packed int4", "packed int8", "gptq int4 in order", "mxfp4", "Q8_0", "Q4_K", "awq"])
+@pytest.mark.parametrize(
+    "name", ["packed int4", "packed int8", "gptq int4 in order", "mxfp4", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "awq"]
+)
 def test_experts(name: str, pairing: str, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of plain code, to the bit: also curves and biases are computed alike."""
     width, depth = sizes(name, 40, 300), sizes(name, 300, 40)
@@ -105,10 +111,31 @@ def test_experts(name: str, pairing: str, server: str, monkeypatch: pytest.Monke
     x, offsets = randn(9, hidden).bfloat16(), torch.tensor([0, 4, 9], dtype=torch.int32)
     found = cpu_expert_ffn(x, up, down, offsets, activations="int8", threads=2, **options)
     exact = cpu_expert_ffn(x, up, down, offsets, **options)
-    assert 0 < (found - exact).float().norm() < 0.03 * exact.float().norm()
+    coarse = FORMS[name].integer_groups(256)[0] == 256  # columns that share a scale: what is small is lost beside them
+    assert 0 < (found - exact).float().norm() < (0.05 if coarse else 0.03) * exact.float().norm()
     if server != "torch":  # whose exponential function is another
         with serving("scalar", monkeypatch):
             same_bits(found, cpu_expert_ffn(x, up, down, offsets, activations="int8", threads=1, **options))
+
+
+def test_gate_and_up_may_be_rounded_where_down_is_not(server: str) -> None:
+    """And the other way round: each side is what it is alone."""
+    x, offsets = generator(4)(5, 256).bfloat16(), torch.tensor([0, 5], dtype=torch.int32)
+    up, down = matrix(FORMATS["Q4_K"], 512, 256, seed=1), matrix(FORMATS["Q3_K"], 256, 256, seed=2)
+    found = cpu_expert_ffn(x, [up], [down], offsets, activations=("int8", "auto"))
+    gate, wide = cpu_linear(x, up, activations="int8").float().chunk(2, dim=1)
+    inner = (torch.nn.functional.silu(gate) * wide).bfloat16()
+    torch.testing.assert_close(found, cpu_linear(inner, down), rtol=0.02, atol=0.02 * float(found.abs().max()))
+    other = cpu_expert_ffn(
+        x,
+        [matrix(FORMATS["Q3_K"], 512, 256)],
+        [matrix(FORMATS["Q4_K"], 256, 256)],
+        offsets,
+        activations=("auto", "int8"),
+    )
+    assert other.isfinite().all()
+    with pytest.raises(ValueError, match=r"^down: .*int8 activations"):
+        cpu_expert_ffn(x, [up], [down], offsets, activations="int8")
 
 
 def test_tokens_of_any_size(server: str) -> None:
@@ -133,7 +160,7 @@ def test_any_bytes_are_read(name: str, server: str) -> None:
 
 def test_refusals(server: str) -> None:
     x = torch.zeros(2, 512)
-    for name in ("fp8 blocks", "packed int2", "packed int4 short", "Q6_K", "gptq int2"):
+    for name in ("fp8 blocks", "packed int2", "packed int4 short", "Q3_K", "gptq int2"):
         with pytest.raises(ValueError, match=r"^weight: .*int8 activations"):
             product(x, matrix(FORMATS[name], *sizes_of(name)))
     with pytest.raises(ValueError, match="columns in the order of their groups"):

@@ -26,7 +26,7 @@ from tests.optimizer.drawn import TOKENS, USUAL
 
 BLOCK = 32
 _ARRAYS = ("batch_size", "micro_batch_size", "micro_batch_tokens", "kv_tokens")
-_COUNTS = ("resident", "from_host", "from_disk", "computed", "blocks")
+_COUNTS = ("resident", "from_host", "from_disk", "computed", "blocks", "ring_pages")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,7 @@ class Policies:
     from_disk: Any
     computed: Any
     blocks: Any
+    ring_pages: Any
     kv_block_size: int = BLOCK
     kv_dtype: str = "auto"
     prompt_micro_batches: int = int(USUAL["prompt_micro_batches"])
@@ -110,7 +111,7 @@ def every(problem: Problem, attention: str, ffn: str, order: str) -> Policies:
     placed = np.array(list(_placed(problem, ffn)))
     one, other = (grid.ravel() for grid in np.meshgrid(np.arange(len(size)), np.arange(len(placed)), indexing="ij"))
     chosen, at = sizes[size[one]], placed[other]
-    return Policies(
+    found = Policies(
         cost_model=acts_for(problem, attention, ffn),
         schedule=order,
         batch_size=chosen[:, 0],
@@ -122,7 +123,17 @@ def every(problem: Problem, attention: str, ffn: str, order: str) -> Policies:
         from_disk=at[:, 2],
         computed=at[:, 3],
         blocks=on_device[one],
+        ring_pages=np.full(len(one), problem.two_layers),
     )
+    return with_rings(problem, found)
+
+
+def with_rings(problem: Problem, some: Policies) -> Policies:
+    """``some`` with every ring that they may have."""
+    smallest, largest = problem.rings(some)  # type: ignore[arg-type]
+    rings = np.arange(smallest, largest + 1)
+    each = some.at(np.tile(np.arange(len(some.batch_size)), len(rings)))
+    return replace(each, ring_pages=np.repeat(rings, len(some.batch_size)))
 
 
 def fits(problem: Problem, some: Policies) -> Any:
@@ -130,7 +141,7 @@ def fits(problem: Problem, some: Policies) -> Any:
     used: dict[str, Any] = {"device": 0, "host": 0}
     for (_, tier), size in fixed_bytes(problem.model, some, dtype=problem.dtype).items():
         used[tier] = used[tier] + size
-    counts = np.stack([some.resident, some.from_host, some.from_disk, some.computed])
+    counts = np.stack([some.resident, some.from_host, some.from_disk, some.computed, some.ring_pages])
     kinds, kind = np.unique(counts, axis=1, return_inverse=True)
     slots = np.array([_slots(problem.model, some.ffn_device, *map(int, column)) for column in kinds.T])[kind.ravel()]
     slot = costs.page_slot_bytes(problem.model, problem.dtype)
@@ -182,13 +193,13 @@ def _placed(problem: Problem, ffn: str) -> Iterator[tuple[int, int, int, int]]:
 
 @lru_cache(maxsize=10_000)
 def _slots(
-    model: ModelProfile, ffn: str, resident: int, from_host: int, from_disk: int, computed: int
+    model: ModelProfile, ffn: str, resident: int, from_host: int, from_disk: int, computed: int, ring_pages: int
 ) -> tuple[int, int]:
     """Slots of pages on the device and on the host."""
     total = resident + from_host + from_disk + computed
     host = resident if ffn == "cpu" else from_host + computed
     shares = Shares(device=0.0 if ffn == "cpu" else resident / total, host=host / total, disk=from_disk / total)
-    policy = Policy(model="m", ffn_device=ffn, weights=shares, cpu_experts=computed / total)
+    policy = Policy(model="m", ffn_device=ffn, weights=shares, cpu_experts=computed / total, ring_pages=ring_pages)
     slots = {"device": 0, "host": 0}
     for _, tier, count in page_slots(place(model, policy)):
         slots[tier] += count

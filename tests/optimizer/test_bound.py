@@ -20,7 +20,7 @@ from tests.optimizer.drawn import drawn_problem
 from tests.optimizer.exhaustive import Policies, every, fits, seconds
 from tests.shapes import examples
 
-MOST_POLICIES = 20_000
+MOST_POLICIES = 60_000
 
 
 def those_that_fit(problem: Problem, variant: Candidates) -> Policies:
@@ -74,8 +74,22 @@ def box_around(draw: random.Random, problem: Problem, some: Policies, parts, sha
     inside &= (some.micro_batch_tokens >= t0) & (some.micro_batch_tokens <= t1) & (prefill >= r0) & (prefill <= r1)
     inside &= (some.computed >= c0) & (some.computed <= c1)
     inside &= (share >= k0 - 1e-9) & (share <= k1 + 1e-9)
+    smallest, largest = problem.rings(some)  # type: ignore[arg-type]
+    g0, g1 = side(int(some.ring_pages[one]), smallest, largest)
+    inside &= (some.ring_pages >= g0) & (some.ring_pages <= g1)
     sizes = {"n0": n0, "n1": n1, "b0": b0, "b1": b1, "t0": t0, "t1": t1, "r0": r0, "r1": r1}
-    return inside, {**sizes, "c0": c0, "c1": c1, "k0": k0, "k1": k1, "least_s": 0, "side": 0, "length": 0}
+    return inside, {
+        **sizes,
+        "c0": c0,
+        "c1": c1,
+        "k0": k0,
+        "k1": k1,
+        "g0": g0,
+        "g1": g1,
+        "least_s": 0,
+        "side": 0,
+        "length": 0,
+    }
 
 
 @examples(40)

@@ -44,6 +44,7 @@ def policy_at(problem: Problem, candidates: Candidates, placed: PlacementCounts,
         schedule=candidates.schedule,
         kv_block_size=candidates.kv_block_size,
         host_pages="pinned" if candidates.cost_model.pinned_pages else "staged",
+        ring_pages=int(candidates.ring_pages[index]),
     )
 
 

@@ -135,6 +135,7 @@ def test_no_value_of_a_key_is_better_than_the_plan() -> None:
 def test_small_prompt_micro_batches_leave_memory_for_more_sequences() -> None:
     """Where a layer's experts fill the memory, a sequence more is worth a few rows of the buffers of experts."""
     problem, machine = question(90319)
+    problem = replace(problem, small_rings=False)
     free, wider = (
         best_plan(replace(problem, fixed=fix), machine, {}, proof=False) for fix in ({}, {"micro_batch_tokens": 16})
     )

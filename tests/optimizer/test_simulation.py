@@ -172,3 +172,28 @@ def test_layers_begin_in_order() -> None:
     starts = layer_starts(found.steady.timeline)
     assert list(starts) == list(range(16))
     assert list(starts.values()) == sorted(starts.values())
+
+
+@pytest.mark.parametrize(("batch_size", "ring_pages"), [(100, 2), (100, 8), (1000, 3)])
+def test_a_small_ring_waits_as_the_ledger_says(batch_size: int, ring_pages: int) -> None:
+    """A disk that fills the ring during attention, and waits for experts then; or one that a processor hides."""
+    laptop = load_hardware_profile("laptop-nvme")
+    sizes = {"batch_size": batch_size, "micro_batch_size": batch_size // 4, "kv_tokens": 400 * batch_size}
+    chosen = policy(schedule="module", ffn_device="cpu", weights=Shares(host=0.1, disk=0.9), **sizes)
+    small = SimulationSetup(replace(chosen, ring_pages=ring_pages), OLMOE, laptop, WORK)
+    assert small.schedules() == ("module",)
+    whole = SimulationSetup(chosen, OLMOE, laptop, WORK).simulated_run("module", passes=2)
+    found = small.simulated_run("module", passes=2)
+    assert found.estimate.pass_s <= found.steady.seconds <= 1.02 * found.estimate.pass_s
+    assert found.steady.seconds >= 0.99 * whole.steady.seconds
+    assert found.steady.lane_bytes == whole.steady.lane_bytes
+
+
+@examples(5)
+@given(ring_pages=st.integers(2, 128), device=st.sampled_from([0.0, 0.25]), disk=st.sampled_from([0.0, 0.4]))
+def test_no_small_ring_beside_a_gpu_is_faster_than_its_estimate(ring_pages: int, device: float, disk: float) -> None:
+    shares = Shares(device=device, host=1 - device - disk, disk=disk)
+    sizes = {"batch_size": 100, "micro_batch_size": 50, "kv_tokens": 40_000}
+    chosen = policy(schedule="module", weights=shares, ring_pages=ring_pages, **sizes)
+    found = SimulationSetup(chosen, OLMOE, T4, WORK).simulated_run("module", passes=2)
+    assert found.steady.seconds >= found.estimate.pass_s * (1 - 1e-6)

@@ -37,7 +37,7 @@ def chains(draw: st.DrawFn, builder: str, layout: Layout | None = None) -> Chain
     schedules: list[Schedule] = []
     prefetched = 0
     for each in passes:
-        routed_only = builder in ON_DEMAND_SCHEDULES and draw(st.booleans())
+        routed_only = builder in ON_DEMAND_SCHEDULES and not layout.turn_parts and draw(st.booleans())
         ahead = routed_only and draw(st.booleans())
         shapes.append(
             PassShape(
@@ -138,10 +138,11 @@ def check_crossings(layout: Layout, shape: PassShape, schedule: Schedule) -> Non
 
 
 def check_what_is_carried(layout: Layout, shape: PassShape, schedule: Schedule) -> None:
-    """The whole first layer or nothing, and nothing where no pass follows for sure."""
+    """The whole first layer (or what of it the ring holds) or nothing, and nothing where no pass follows for sure."""
     prefetched = [schedule.tasks[position].page for position in schedule.prefetched_next]
     wraps = shape.wraps and not shape.routed_only and schedule.builder not in ("serial", "flexgen-loop")
-    assert prefetched == ([layout.streamed[k] for k in layout.layer_pages[0]] if wraps else [])
+    first = layout.layer_pages[0][: layout.ring_slots]
+    assert prefetched == ([layout.streamed[k] for k in first] if wraps else [])
     assert schedule.stream_advance == len(layout.streamed)
 
 

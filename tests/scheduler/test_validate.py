@@ -32,25 +32,38 @@ LAYOUTS = {
     "device attends at home": small_layout(host=5, attention_device="gpu", kv=Shares(device=1.0)),
     "split": small_layout(experts=5, resident=2, host=6, ffn_device="split", cpu_experts=0.3),
     "experts on the CPU": small_layout((True, False, True), experts=3, resident=3, ffn_device="cpu"),
+    "small ring": small_layout(experts=5, resident=2, host=4, ring_pages=3),
+    "small ring, no link": small_layout(experts=6, discrete=False, resident=1, ring_pages=8),
 }
 PAIRS = [
     (kind, builder)
     for kind, layout in LAYOUTS.items()
     for builder in SCHEDULES.names()
-    if misfit(builder, discrete=layout.discrete, attention=layout.attention, experts=layout.experts) is None
+    if misfit(
+        builder,
+        discrete=layout.discrete,
+        attention=layout.attention,
+        experts=layout.experts,
+        small_ring=layout.turn_parts > 0,
+    )
+    is None
 ]
 
 
 def shape_of(layout: Layout) -> PassShape:
-    prefetched = len(layout.layer_pages[0])
+    prefetched = min(len(layout.layer_pages[0]), layout.ring_slots)
     batches = (CONTEXT, FRESH, CONTEXT) if layout.discrete else (CONTEXT, CONTEXT, CONTEXT)
     if layout.context_crosses:
         batches = (replace(CONTEXT, context=9), FRESH, replace(CONTEXT, context=7, continues=True))
     return PassShape(micro_batches=batches, prefetched=prefetched, wraps=True)
 
 
-def build(layout: Layout, builder: str = "cgopipe") -> Schedule:
-    return SCHEDULES.get(builder)(layout, shape_of(layout))
+def usual(layout: Layout) -> str:
+    return "module" if layout.turn_parts else "cgopipe"
+
+
+def build(layout: Layout, builder: str | None = None) -> Schedule:
+    return SCHEDULES.get(builder or usual(layout))(layout, shape_of(layout))
 
 
 def refused(schedule: Schedule, layout: Layout, match: str | None = None) -> None:
@@ -136,7 +149,8 @@ def test_happens_before_is_what_walking_back_finds(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_no_dependency_can_be_spared(kind: str) -> None:
-    """CGOPipe's tasks wait for nothing without need: without any one dependency that no other implies, it fails."""
+    """CGOPipe's tasks, and those behind a small ring, wait for nothing without need: without any one dependency that
+    no other implies, it fails."""
     layout = LAYOUTS[kind]
     schedule, needed = build(layout), 0
     for position, task in enumerate(schedule.tasks):
@@ -178,6 +192,8 @@ def test_every_field_of_every_task_counts(kind: str) -> None:
             changes["writes"] = (replace(task.writes[0], index=task.writes[0].index + 1),)
         if task.page is not None:
             changes["slot"] = task.slot + 1
+        if task.experts is not None:
+            changes["experts"] = range(task.experts.start, task.experts.stop + 1)
         for field, value in changes.items():
             refused(with_task(schedule, position, **{field: value}), layout, name)
 
@@ -308,5 +324,5 @@ def test_what_the_validator_lets_through_runs(
     first = PassShape(micro_batches=shape.micro_batches, wraps=True)
     for _ in range(3):
         machine = VirtualMachine(layout, random)
-        machine.run(SCHEDULES.get("cgopipe")(layout, first), first)
+        machine.run(SCHEDULES.get(usual(layout))(layout, first), first)
         machine.run(broken, shape)

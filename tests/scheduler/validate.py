@@ -1,10 +1,10 @@
 """Proves that a schedule is safe to run on lanes that are synchronised by dependencies alone.
 
 Checked: dependencies point backwards (so there is no cycle); every micro-batch passes every phase of every layer once,
-on its lane, with its crossings where there is a link; every page of the stream is transferred once, is in its slot when
-its layer's experts run, and moves after the layer's routers where only routed pages move; the buffers and bytes of each
-task match the ledger; and every two tasks that contend for a buffer are ordered, so no slot is overwritten while it is
-read.
+on its lane, with its crossings where there is a link; experts that run in turns do so in order, each once; every page
+of the stream is transferred once, is in its slot when its layer's experts run, and moves after the layer's routers
+where only routed pages move; the buffers and bytes of each task match the ledger; and every two tasks that contend for
+a buffer are ordered, so no slot is overwritten while it is read.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def phase_counts(schedule: Schedule, layout: Layout, shape: PassShape) -> Counte
     expected: Counter[tuple[TaskKind, int, int]] = Counter()
     for layer in range(layout.model.num_layers):
         apart = layout.model.moe_layers[layer] and (whole or shape.routed_only)
-        expected[TaskKind.EXPERTS, layer, ALL] += apart and whole
+        expected[TaskKind.EXPERTS, layer, ALL] += (apart and whole) * _turns(layout, shape, layer)
         if apart and shape.routed_only:
             expected.update(_fetches(layout, shape, layer, whole=whole))
         for j, micro_batch in enumerate(shape.micro_batches):
@@ -102,6 +102,13 @@ def phase_counts(schedule: Schedule, layout: Layout, shape: PassShape) -> Counte
         expected[TaskKind.EMBED, 0, j] += 1
         expected[TaskKind.SAMPLE, layout.model.num_layers - 1, j] += micro_batch.samples
     return +expected
+
+
+def _turns(layout: Layout, shape: PassShape, layer: int) -> int:
+    """How many tasks the experts of a layer are where they run once over the pass: one, or as many as its pages need
+    behind a small ring."""
+    pages = len(layout.layer_pages[layer])
+    return -(-pages // layout.turn_parts) if layout.turn_parts and pages and not shape.routed_only else 1
 
 
 def _fetches(layout: Layout, shape: PassShape, layer: int, *, whole: bool) -> Iterator[tuple[TaskKind, int, int]]:
@@ -162,8 +169,8 @@ def loads_context(layout: Layout, micro_batch: MicroBatchShape) -> bool:
     return layout.context_crosses and not micro_batch.prefill_only and micro_batch.context > 0
 
 
-def phase(layout: Layout, shape: PassShape, kind: TaskKind, layer: int, j: int) -> Task:
-    """The required task, without dependencies."""
+def phase(layout: Layout, shape: PassShape, kind: TaskKind, layer: int, j: int, experts: range | None = None) -> Task:
+    """The required task, without dependencies; ``experts``: those that it computes, where not all."""
     if kind in CHOSEN_KINDS or kind in AHEAD_KINDS:
         return chosen_task(layout, kind, layer)
     sources, targets, moves = _PHASES[kind]
@@ -172,12 +179,13 @@ def phase(layout: Layout, shape: PassShape, kind: TaskKind, layer: int, j: int) 
     if kind is TaskKind.CPU_ATTENTION and not layout.discrete:
         sources, targets = ("qkv",), ("attn",)
     batches = range(len(shape.micro_batches)) if j == ALL else range(j, j + 1)
-    reads, writes = _shared_buffers(layout, shape, kind, layer, j)
+    reads, writes = _shared_buffers(layout, shape, kind, layer, j, experts)
     return Task(
         kind=kind,
         lane=_LANES.get(kind, layout.compute) if layout.discrete else layout.compute,
         layer=layer,
         micro_batch=j,
+        experts=experts,
         bytes=moves(layout, shape.micro_batches[j], layer) if moves else 0,
         reads=(*(Buffer(space=space, index=i) for space in sources for i in batches), *reads),
         writes=(*(Buffer(space=space, index=i) for space in targets for i in batches), *writes),
@@ -185,14 +193,15 @@ def phase(layout: Layout, shape: PassShape, kind: TaskKind, layer: int, j: int) 
 
 
 def _shared_buffers(
-    layout: Layout, shape: PassShape, kind: TaskKind, layer: int, j: int
+    layout: Layout, shape: PassShape, kind: TaskKind, layer: int, j: int, experts: range | None
 ) -> tuple[tuple[Buffer, ...], tuple[Buffer, ...]]:
     """Buffers that the phase reads and writes besides those of its own micro-batch: ring slots, contexts, the cache."""
     step = layer * len(shape.micro_batches) + j
     if reads_ring(layout, kind) and shape.routed_only:
         return ((Buffer(space="chosen", index=layer),), ()) if layout.model.moe_layers[layer] else ((), ())
     if reads_ring(layout, kind):
-        return tuple(Buffer(space="ring", index=k % layout.ring_slots) for k in layout.layer_pages[layer]), ()
+        pages = pages_read(layout, layer, experts)
+        return tuple(Buffer(space="ring", index=k % layout.ring_slots) for k in pages), ()
     context = (Buffer(space="context", index=step % 2),)
     if kind is TaskKind.ATTENTION and loads_context(layout, shape.micro_batches[j]):
         return context, ()
@@ -202,6 +211,11 @@ def _shared_buffers(
         earlier = range(step - j, step) if shape.micro_batches[j].continues else range(0)
         return tuple(Buffer(space="cache", index=each) for each in earlier), context
     return (), ()
+
+
+def pages_read(layout: Layout, layer: int, experts: range | None) -> list[int]:
+    """Stream positions of the pages of ``layer`` that hold ``experts`` (None: all)."""
+    return [k for k in layout.layer_pages[layer] if experts is None or layout.streamed[k].expert in experts]
 
 
 def reads_ring(layout: Layout, kind: TaskKind) -> bool:
@@ -285,6 +299,7 @@ def validate(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
     """
     order = HappensBefore(schedule)
     _check_phases(schedule, layout, shape)
+    _check_turns(schedule, layout, shape)
     _check_pages(schedule, layout, shape)
     _check_routed(schedule, shape, order)
     _check_cache(schedule, layout)
@@ -351,7 +366,24 @@ def _check_phases(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
         kind, layer, j = next(iter(which))
         raise ScheduleError(f"the pass {what} {kind}({layer},{j})")
     for task in cost_model:
-        _compare(task, phase(layout, shape, task.kind, task.layer, task.micro_batch))
+        _compare(task, phase(layout, shape, task.kind, task.layer, task.micro_batch, task.experts))
+
+
+def _check_turns(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
+    """Check that the turns of a layer compute its experts in the order of their numbers, each once, and that a turn
+    reads no more pages than `Layout.turn_parts`, so that the ring has room for others meanwhile."""
+    every, done, last = layout.model.experts.num_experts, dict[int, int](), dict[int, Task]()
+    for task in schedule.tasks:
+        if task.experts is None:
+            continue
+        if task.experts.start != done.get(task.layer, 0) or not task.experts or task.micro_batch != ALL:
+            raise ScheduleError(f"{task.name} computes experts {task.experts} out of turn")
+        if len(pages_read(layout, task.layer, task.experts)) > layout.turn_parts:
+            raise ScheduleError(f"{task.name} reads more pages than a turn")
+        done[task.layer], last[task.layer] = task.experts.stop, task
+    for layer, stop in done.items():
+        if stop != every:
+            raise ScheduleError(f"{last[layer].name} is the last turn, and ends with expert {stop} of {every}")
 
 
 def _check_pages(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
@@ -381,7 +413,7 @@ def _check_pages(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
             if space == "ring":
                 arrivals[k] = number
         elif reads_ring(layout, task.kind) and not shape.routed_only:
-            for k in layout.layer_pages[task.layer]:
+            for k in pages_read(layout, task.layer, task.experts):
                 buffer = Buffer(space="ring", index=k % layout.ring_slots)
                 if held.get(buffer) != k:
                     found, wanted = _held(layout, held, buffer), _page_name(layout, k)

@@ -32,6 +32,7 @@ from moelight.kernels.reference import rms_norm as plain_norm
 from moelight.kernels.reference import rotate as plain_rotation
 
 Forward = Callable[[Tensor], Tensor]
+Maker = Callable[[Any], Callable[..., Tensor]]  # of the forward of a module
 _WIDTHS = (8, 16)  # H and I of a feed-forward layer on trial
 _ACTIVATIONS: Mapping[str, Forward] = {  # of `cpu_expert_ffn`
     "silu": functional.silu,
@@ -180,7 +181,7 @@ def _rows(x: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
-def _norm_of(part: Any) -> Callable[[Any], Forward] | None:
+def _norm_of(part: Any) -> Maker | None:
     """What makes the forward of norms like ``part``, if it is one of root mean squares."""
     generator = torch.Generator().manual_seed(0)
     size = part.weight.shape[0]
@@ -188,7 +189,7 @@ def _norm_of(part: Any) -> Callable[[Any], Forward] | None:
     x = torch.randn((4, size), generator=generator) * torch.tensor((1e-3, 0.03, 1.0, 30.0)).unsqueeze(1)
     epsilons = {each for each in vars(part).values() if isinstance(each, float)}
     if (expected := tried(part, {"weight": weight}, {}, x)) is None:
-        return None
+        return _gated_norm_of(part, weight, x, epsilons)
     for shift in (0.0, 1.0):
         for eps in epsilons:
             if torch.allclose(plain_norm(x, weight + shift, eps), expected, rtol=1e-5, atol=0):
@@ -198,7 +199,20 @@ def _norm_of(part: Any) -> Callable[[Any], Forward] | None:
     return None
 
 
-def _rounding(shift: float, eps: float, weight: Tensor, x: Tensor, expected: Tensor) -> Callable[[Any], Forward] | None:
+def _gated_norm_of(part: Any, weight: Tensor, x: Tensor, epsilons: set[float]) -> Maker | None:
+    """What makes the forward of norms like ``part``, if it is multiplied by SiLU of a second input."""
+    gate = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    expected = tried(part, {"weight": weight}, {}, x, gate)
+    for eps in epsilons if expected is not None else ():
+        if torch.allclose(plain_norm(x, weight, eps, gate=gate), expected, rtol=1e-5, atol=0):
+            half, narrow, by = weight.bfloat16(), x.bfloat16(), gate.bfloat16()
+            theirs, ours = tried(part, {"weight": half}, {}, narrow, by), plain_norm(narrow, half, eps, gate=by)
+            near = theirs is not None and theirs.dtype == ours.dtype and _unequal(ours, theirs) <= _MOST_UNEQUAL
+            return partial(_norm_gated, eps=eps) if near else None
+    return None
+
+
+def _rounding(shift: float, eps: float, weight: Tensor, x: Tensor, expected: Tensor) -> Maker | None:
     """Whether bfloat16 results are rounded once, or before they are multiplied by the weight too."""
     once = plain_norm(x.float(), weight.float() + shift, eps).to(x.dtype)
     if expected.dtype != x.dtype:
@@ -239,7 +253,19 @@ def _norm_twice(part: Any, eps: float) -> Forward:
     return forward
 
 
-def _feed_forward_of(part: Any) -> Callable[[Any], Forward] | None:
+def _norm_gated(part: Any, eps: float) -> Callable[[Tensor, Tensor], Tensor]:
+    own = part.forward
+
+    def forward(x: Tensor, gate: Tensor) -> Tensor:
+        weight = part._parameters["weight"]
+        if not native.on_cpu(x) or not native.available() or weight.dtype != x.dtype or gate.dtype != x.dtype:
+            return own(x, gate)
+        return cpu_rms_norm(_rows(x), weight, eps, gate=_rows(gate)).view(x.shape)
+
+    return forward
+
+
+def _feed_forward_of(part: Any) -> Maker | None:
     """What makes the forward of feed-forward layers like ``part``, if it is gated and has no biases."""
     products = [name for name, child in part._modules.items() if type(child).forward is nn.Linear.forward]
     if any(part._modules[name].bias is not None for name in products):
@@ -382,7 +408,11 @@ def _heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor] | Non
 
 
 def tried(
-    part: nn.Module, weights: Mapping[str, Tensor], children: Mapping[str, nn.Module], x: Tensor, *, kind: type = Tensor
+    part: nn.Module,
+    weights: Mapping[str, Tensor],
+    children: Mapping[str, nn.Module],
+    *x: Tensor,
+    kind: type = Tensor,
 ) -> Any:
     """The module's own forward of ``x`` with other parameters and children; None if it does not compute so, or its
     result is not of ``kind``."""
@@ -391,7 +421,7 @@ def tried(
     trial.__dict__.update(_parameters=parameters, _modules={**part._modules, **children})
     try:
         with torch.inference_mode():
-            found = type(part).forward(trial, x)
+            found = type(part).forward(trial, *x)
     except FAILURES:
         return None
     return found if isinstance(found, kind) else None

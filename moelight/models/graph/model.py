@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from moelight.core.errors import ConfigError, MoelightError, quoted
 from moelight.kernels import native
 from moelight.kernels.threads import one_thread_for_torch
+from moelight.models.graph.delta import DeltaModule, delta_module
 from moelight.models.graph.effects import Attend, Effect, Ended, Experts, Latents, MixerPassed
 from moelight.models.graph.families import (
     ATTENTION,
@@ -94,12 +95,13 @@ class GraphModel:
         outer.forward = self._decoder.forward = _given_hidden
         self.forms: tuple[ExpertForm, ...] = ()
         self.experts: tuple[nn.Module, ...] = ()
-        self.stateful = self._hook(latents=latents)
+        self.stateful, whole = self._hook(latents=latents)
         self.pages: tuple[tuple[str, ...], ...] = ()
         self.mixers, self.moe_layers = self._dry_run()
         if not any(self.moe_layers):
             self.pages = self._find_pages()
-        self.light = not self.stateful and set(self.mixers) == {MixerKind.ATTENTION} and self._multiplies_little()
+        usual = {MixerKind.ATTENTION, MixerKind.RECURRENT}
+        self.light = whole and usual.issuperset(self.mixers) and self._multiplies_little()
         self._blocks = self._blocks_of_experts()
         self.predicts = bool(self._blocks) and self._routes_first()
 
@@ -165,17 +167,20 @@ class GraphModel:
             return False
         return True
 
-    def _hook(self, *, latents: bool) -> bool:
-        """Let attention, experts and modules with state reach the run; returns whether there are such modules."""
+    def _hook(self, *, latents: bool) -> tuple[bool, bool]:
+        """Let attention, experts and modules with state reach the run; returns whether there are modules with state,
+        and whether kernels compute the rows of all sequences at once in all of them."""
         use(self.module, NAME)
-        stateful = False
+        stateful, whole = False, True
         within: set[nn.Module] = set()
+        known: dict[Any, Any] = {}
         for part in self._decoder.modules():
             name = type(part).__name__
             if (spec := STATEFUL.get(name)) is not None and part not in within:
                 within.update(part.modules())
-                stateful = True
-                _run_per_sequence(part, spec, self._decoder)
+                stateful, together = True, delta_module(part, known)
+                whole = whole and together is not None
+                _run_per_sequence(part, spec, self._decoder, together)
             elif part in within:
                 continue
             elif latents and hasattr(part, "expand_kv"):
@@ -188,7 +193,7 @@ class GraphModel:
                     part.forward = partial(outside.forward, part, _mix)
             elif (length := rotary_length(part)) is not None:
                 _rotate_per_sequence(part, length)
-        return stateful
+        return stateful, whole
 
     def _dry_run(self) -> tuple[tuple[MixerKind, ...], tuple[bool, ...]]:
         """Find the order of effects without computing; parameters are on the meta device or not."""
@@ -517,12 +522,13 @@ def _form(experts: nn.Module) -> ExpertForm:
     return interface_form(experts) if outside is None else outside.form(experts)
 
 
-def _run_per_sequence(module: Any, spec: StateSpec, decoder: Any) -> None:
-    """Let ``module`` run once for each sequence of the run that it is called in, counted if it is a mixer."""
+def _run_per_sequence(module: Any, spec: StateSpec, decoder: Any, together: DeltaModule | None) -> None:
+    """Let ``module`` run once for each sequence of the run that it is called in, or ``together`` for all of them;
+    counted if it is a mixer."""
     kind = MixerKind.OPAQUE if spec.opaque else MixerKind.RECURRENT
     if spec.opaque:
         own_config(module)
-    stateful = StatefulModule(module, spec, decoder)
+    stateful = StatefulModule(module, spec, decoder, together)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         run = running()

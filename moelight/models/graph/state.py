@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moelight.models.graph.delta import DeltaModule
+
 _CACHE_NAMES = ("cache_params", "past_key_values")
 
 
@@ -51,16 +53,19 @@ class State:
         cache: transformers' cache of the whole model, of which stateful modules use their layers; None before the
             first pass.
         begun: the stateful modules that have run.
+        kept: of modules that our kernels compute, the states of their functions in order.
     """
 
     def __init__(self) -> None:
         self.cache: Any = None
         self.begun: set[StatefulModule] = set()
+        self.kept: dict[tuple[Any, int], Tensor] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors that the state keeps."""
-        return sum(each.nbytes for each in {id(each): each for each in _tensors(self.cache, set())}.values())
+        tensors = {id(each): each for each in (*_tensors(self.cache, set()), *self.kept.values())}
+        return sum(each.nbytes for each in tensors.values())
 
 
 class PerSequence(list):
@@ -70,8 +75,10 @@ class PerSequence(list):
 class StatefulModule:
     """The forward of ``module`` over the rows of several sequences, each with the cache of its own state."""
 
-    def __init__(self, module: Any, spec: StateSpec, decoder: Any) -> None:
+    def __init__(self, module: Any, spec: StateSpec, decoder: Any, together: DeltaModule | None = None) -> None:
+        """``together``: computes all sequences at once, where it serves what is given."""
         self.spec = spec
+        self._rows_together = together
         self._module = module
         self._decoder = decoder
         self._forward = module.forward
@@ -85,6 +92,8 @@ class StatefulModule:
         """The module's own result for all rows: tensors [1, T, ...] joined, others one a sequence."""
         arguments = dict(self._signature.bind(*args, **kwargs).arguments)
         arguments |= arguments.pop("kwargs", {})
+        if self._rows_together is not None and self._rows_together.serves(arguments[self._first]):
+            return self._rows_together(sequences, arguments[self._first])
         total = sum(count for _, count in sequences)
         joined = [number for number, (state, count) in enumerate(sequences) if count == 1 and self._joins(state)]
         results: dict[int, Any] = {}

@@ -126,7 +126,8 @@ def test_torch_has_one_thread_between_effects_and_kernels_keep_theirs(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("model_type", "light"), [("mixtral", True), ("gpt_oss", True), ("deepseek_v2", False), ("qwen3_next", False)]
+    ("model_type", "light"),
+    [("mixtral", True), ("gpt_oss", True), ("deepseek_v2", False), ("qwen3_next", True), ("bamba", False)],
 )
 def test_graphs_that_compute_much_by_torch_keep_its_threads(model_type: str, light: bool) -> None:
     assert GraphModel(module_of(model_type)).light is light
