@@ -50,7 +50,6 @@ ONE_PROGRAM = {
 SINGLE_IMPORTER = {
     "batch.columns": "a row format of the registry",
     "batch.openai": "a row format of the registry",
-    "batch.row_processor": "rows to requests, completions to lines; independent of the job's life cycle",
     "batch.status": "status and metrics files, which other programs read",
     "cli.job_display": "rich output, imported only where something is shown",
     "engine.adaptation": "off by a switch",

@@ -127,6 +127,16 @@ class Input(ABC):
         """Every row in order, from the start at each call, except those for whose number ``skip`` is True; an
         InputError follows the last row if the file cannot be read to its end."""
 
+    def entries(self, *, skip: Skip | None = None) -> Iterator[tuple[int, int, bytes | Row | BadRow]]:
+        """``(number, line, row)`` of what `rows` iterates over; a row of which a line is all that is needed is that
+        line, unread, for `LineReader.read` of the same format anywhere."""
+        return ((row.number, row.line, row) for row in self.rows(skip=skip))
+
+    def read_entry(self, row: bytes | Row | BadRow, number: int, line: int) -> Row | BadRow:  # noqa: ARG002
+        """The row of an entry."""
+        assert not isinstance(row, bytes)  # which only lines are
+        return row
+
     def __enter__(self) -> Input:
         return self
 
@@ -141,7 +151,13 @@ class LineReader(Input):
     def read(self, raw: bytes, number: int, line: int) -> Row | BadRow:
         """The row of the line ``raw``."""
 
+    def read_entry(self, row: bytes | Row | BadRow, number: int, line: int) -> Row | BadRow:
+        return self.read(row, number, line) if isinstance(row, bytes) else row
+
     def rows(self, *, skip: Skip | None = None) -> Iterator[Row | BadRow]:
+        return (self.read_entry(row, number, line) for number, line, row in self.entries(skip=skip))
+
+    def entries(self, *, skip: Skip | None = None) -> Iterator[tuple[int, int, bytes | BadRow]]:
         number = -1
         for line, raw in self._source.lines():
             if raw is not None and (not raw or raw.isspace()):
@@ -151,9 +167,9 @@ class LineReader(Input):
                 continue
             if raw is None:
                 error = InputError(f"longer than {LONGEST_LINE >> 20} MiB", code="line_too_long")
-                yield bad_row(number, line, None, error)
+                yield number, line, bad_row(number, line, None, error)
             else:
-                yield self.read(raw, number, line)
+                yield number, line, raw
 
 
 def read_row_object(raw: bytes, *, holding: str) -> dict[str, Any]:

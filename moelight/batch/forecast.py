@@ -20,15 +20,32 @@ class PhaseForecast:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EngineForecast:
+    """What an engine of a cluster would do: its part of the work, its rows, its speed in generated tokens, the binding
+    lane, and the seconds that it takes if every answer has its maximum length; or why it is ``refused``. ``why`` is
+    its plan in a sentence."""
+
+    name: str
+    share: float = 0.0
+    rows: int = 0
+    tokens_per_s: float = 0.0
+    binding: str = ""
+    seconds: float | None = None
+    why: str = ""
+    refused: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
     """The forecast of a job. ``detected`` is the input's format and the evidence for it; ``plan`` is None if no row can
-    be served, or a policy was given."""
+    be served, or a policy was given, or ``engines`` of a cluster have plans of their own."""
 
     input: str
     detected: str
     model: str
     summary: ScanSummary
     plan: Plan | None = None
+    engines: tuple[EngineForecast, ...] = ()
 
     @property
     def phases(self) -> list[PhaseForecast]:
@@ -47,6 +64,8 @@ class Forecast:
     @property
     def predicted_s(self) -> float | None:
         """Seconds of all passes if every answer has its maximum length; None without a plan."""
+        if self.engines:
+            return max((each.seconds for each in self.engines if each.seconds is not None), default=None)
         return None if self.plan is None else self.plan.predicted_s
 
     @property
@@ -66,6 +85,7 @@ class Forecast:
             "predicted_s": self.predicted_s,
             "phases": [asdict(each) for each in self.phases],
             "plan": None if self.plan is None else plan_as_dict(self.plan),
+            **({"engines": [asdict(each) for each in self.engines]} if self.engines else {}),
         }
 
 

@@ -11,16 +11,16 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
 from moelight.batch.fields import RowContext
 from moelight.batch.fingerprint import digest_of_file, number_facts, sampling_facts
-from moelight.batch.forecast import Forecast, predicted_prompt_s
+from moelight.batch.forecast import EngineForecast, Forecast, predicted_prompt_s
 from moelight.batch.input import open_input
 from moelight.batch.journal import Ledger, open_outputs
 from moelight.batch.model_names import ModelNames
@@ -29,6 +29,7 @@ from moelight.batch.output import check_writable, mode_of, whole_file, writes_di
 from moelight.batch.paths import Outputs, journal_of
 from moelight.batch.progress import JobCounts, JobStart, Progress, ProgressGroup, State
 from moelight.batch.row_processor import JobInput, RowProcessor, refuse_struck
+from moelight.batch.rows import BadRow
 from moelight.batch.scan import Scan, scan
 from moelight.batch.status import file_watchers
 from moelight.batch.summary import ScanSummary
@@ -36,7 +37,7 @@ from moelight.batch.time_left import TimeLeft
 from moelight.batch.trace_header import trace_header
 from moelight.core.errors import InputError, MoelightError
 from moelight.core.timeline import Timeline
-from moelight.engine.model import LazyModel, PlannedModel, model_facts
+from moelight.engine.model import LazyModel, model_facts
 from moelight.observe.stats import RunStats
 from moelight.observe.trace import TraceHeader, TraceWriter
 from moelight.optimizer.allowed import CHOOSE
@@ -109,12 +110,47 @@ def terminable() -> Interrupt:
     return Interrupt(lambda: None, signals=[signal.SIGTERM] if default else [], asked=True)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobRun:
+    """A job that has been read and is not complete: the rows of ``prepared`` that are not in ``ledger`` are to be put
+    there. ``trace`` is written if it is requested."""
+
+    prepared: JobInput
+    ledger: Ledger
+    told: Progress
+    found: Scan
+    trace: RunTrace | None = None
+
+    @property
+    def summary(self) -> ScanSummary:
+        return self.found.summary
+
+    def processor(self) -> RowProcessor:
+        """A processor of the rows that are left, for an engine in this process."""
+        return RowProcessor(self.ledger, self.prepared, self.told, repeated=self.found.repeated)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobAnswers:
+    """How a run of a job ended: ``DONE`` or ``INTERRUPTED``, its figures, and the first error row of this run."""
+
+    state: str
+    stats: RunStats
+    counts: JobCounts
+    first_error: BadRow | None = None
+
+
+Answer: TypeAlias = Callable[[JobRun], JobAnswers]
+PlanEngines: TypeAlias = Callable[[JobInput, ScanSummary], tuple[EngineForecast, ...]]
+
+
 class RowSync:
     """Observes one run of an engine: reports its passes and commits its rows."""
 
-    def __init__(self, engine: Engine, answering: RowProcessor, summary: ScanSummary, trace: RunTrace | None) -> None:
-        self._engine, self._answering, self._summary, self._trace = engine, answering, summary, trace
-        ledger, self._told = answering.ledger, answering.told
+    def __init__(self, engine: Engine, answering: RowProcessor, job: JobRun) -> None:
+        self._engine, self._answering, self._summary, self._trace = engine, answering, job.summary, job.trace
+        self._ledger, self._told = job.ledger, job.told
+        ledger, summary = job.ledger, job.summary
         self._began_s = self._told_s = time.monotonic()
         self._resumed = ledger.completed + ledger.failed
         self._room = summary.generated_tokens - ledger.totals.get("room", 0)
@@ -146,7 +182,7 @@ class RowSync:
         return max(self._engine.progress_tokens, self._room - self._answering.spared)
 
     def counts(self) -> JobCounts:
-        ledger, stats = self._answering.ledger, self._engine.stats
+        ledger, stats = self._ledger, self._engine.stats
         return JobCounts(
             total=self._summary.rows,
             completed=ledger.completed,
@@ -167,11 +203,18 @@ class RowSync:
         )
 
 
-def run_job(options: JobOptions, *, progress: Progress | None = None, eta: TimeLeft | None = None) -> JobResult:
+def run_job(
+    options: JobOptions,
+    *,
+    progress: Progress | None = None,
+    eta: TimeLeft | None = None,
+    answer: Answer | None = None,
+) -> JobResult:
     """Answer every row of the prompts that no earlier run has answered. Torch is not loaded before the job is checked.
 
-    ``progress`` receives the events after ``eta``, from which it may read the time left. A UserError is raised before
-    any work, or during work if the disk is full or fails; finished rows are kept.
+    ``progress`` receives the events after ``eta``, from which it may read the time left. ``answer`` puts the rows into
+    the ledger; None: an engine in this process does. A UserError is raised before any work, or during work if the disk
+    is full or fails; finished rows are kept.
     """
     watchers: list[Progress] = [left := eta or TimeLeft(), *([progress] if progress is not None else [])]
     how = options.durability
@@ -192,7 +235,7 @@ def run_job(options: JobOptions, *, progress: Progress | None = None, eta: TimeL
             told = ProgressGroup([*watchers, *files])
             end: State = "failed"
             try:
-                result = _run(prepared, ledger, told)
+                result = _run(prepared, ledger, told, answer or answer_here)
                 end = "cancelled" if result.state == INTERRUPTED else "completed"
             except MoelightError as error:
                 told.failed(getattr(error, "code", "job"), str(error))
@@ -205,10 +248,21 @@ def run_job(options: JobOptions, *, progress: Progress | None = None, eta: TimeL
             return replace(result, troubles=tuple(file.trouble for file in files if file.trouble))
 
 
-def forecast_job(options: JobOptions, *, progress: Progress | None = None) -> Forecast:
+def forecast_job(
+    options: JobOptions, *, progress: Progress | None = None, plan_engines: PlanEngines | None = None
+) -> Forecast:
     """Read the input and plan the job, as `run_job` does; nothing is loaded or written, and output files are not
-    checked."""
+    checked. ``plan_engines`` asks the engines of a cluster for their plans."""
     with prepare(options) as prepared:
+        if plan_engines is not None:
+            summary = _scanned(prepared, progress or Progress())
+            return Forecast(
+                input=prepared.source.name,
+                detected=prepared.source.detected,
+                model=options.model,
+                summary=summary,
+                engines=plan_engines(prepared, summary),
+            )
         summary, plan = _planned(prepared, progress or Progress())
         return Forecast(
             input=prepared.source.name,
@@ -219,8 +273,12 @@ def forecast_job(options: JobOptions, *, progress: Progress | None = None) -> Fo
         )
 
 
+def _scanned(prepared: JobInput, told: Progress) -> ScanSummary:
+    return scan(prepared.source, prepared.encode, told, context=prepared.model.context).summary
+
+
 def _planned(prepared: JobInput, told: Progress) -> tuple[ScanSummary, Plan | None]:
-    summary = scan(prepared.source, prepared.encode, told, context=prepared.model.context).summary
+    summary = _scanned(prepared, told)
     workload = summary.workload()
     return summary, None if workload is None else prepared.model.plan(prepared.options, workload).plan
 
@@ -262,7 +320,7 @@ def prepare(options: JobOptions) -> Iterator[JobInput]:
         )
 
 
-def _run(prepared: JobInput, ledger: Ledger, told: Progress) -> JobResult:
+def _run(prepared: JobInput, ledger: Ledger, told: Progress, answer: Answer) -> JobResult:
     """Put every row that is not done into ``ledger``, and write the figures of the run."""
     if ledger.state == "complete":
         counts = _final_counts(ledger, ledger.completed + ledger.failed)
@@ -270,25 +328,24 @@ def _run(prepared: JobInput, ledger: Ledger, told: Progress) -> JobResult:
         return JobResult(state=DONE_BEFORE, total=counts.total, completed=counts.completed, failed=counts.failed)
     refuse_struck(ledger, prepared)
     found = read_all(prepared, ledger, told)
-    answering = RowProcessor(ledger, prepared, told, repeated=found.repeated)
     trace, options = None, prepared.options
     with contextlib.ExitStack() as files:
         if options.trace is not None:
             trace = RunTrace(files.enter_context(whole_file(options.trace, what="trace")))
-        state, stats, counts = _answer(answering, found.summary, trace)
-        if state == DONE:
+        answers = answer(JobRun(prepared=prepared, ledger=ledger, told=told, found=found, trace=trace))
+        if answers.state == DONE:
             ledger.finish(found.summary.rows)
-        _write_json(options.stats, "stats", stats.as_dict())
+        _write_json(options.stats, "stats", answers.stats.as_dict())
         if trace is not None:
             trace.finish()
-    told.counts(counts)
+    told.counts(answers.counts)
     return JobResult(
-        state=state,
+        state=answers.state,
         total=found.summary.rows,
         completed=ledger.completed,
         failed=ledger.failed,
-        stats=stats,
-        first_error=answering.first_error,
+        stats=answers.stats,
+        first_error=answers.first_error,
     )
 
 
@@ -301,40 +358,51 @@ def read_all(prepared: JobInput, ledger: Ledger, told: Progress) -> Scan:
     return found
 
 
-def _answer(answering: RowProcessor, summary: ScanSummary, trace: RunTrace | None) -> tuple[str, RunStats, JobCounts]:
-    """Put each row into the ledger when its last completion is finished."""
-    ledger, prepared, told = answering.ledger, answering.prepared, answering.told
+def refuse_rest(job: JobRun) -> JobAnswers | None:
+    """Put the error rows of a job of which no row is left that can be served; None if one is left."""
+    ledger, summary = job.ledger, job.summary
+    if summary.workload() is not None and ledger.completed < summary.served:
+        return None
+    answering = job.processor()
+    for _ in answering.requests(job.prepared.source.rows(skip=ledger.done), None):
+        raise MoelightError("a row that the first reading refused can be served")
+    nothing = RunStats(
+        wall_s=0.0,
+        load_s=0.0,
+        prompt_tokens=0,
+        completion_tokens=0,
+        passes=0,
+        peak_rss_bytes=peak_rss_bytes(),
+        lanes={},
+    )
+    counts = _final_counts(ledger, summary.rows)
+    return JobAnswers(state=DONE, stats=nothing, counts=counts, first_error=answering.first_error)
+
+
+def answer_here(job: JobRun) -> JobAnswers:
+    """Put each row into the ledger when its last completion is finished, by an engine in this process."""
+    ledger, prepared, told, summary = job.ledger, job.prepared, job.told, job.summary
     options, workload = prepared.options, summary.workload()
-    rows = prepared.source.rows(skip=ledger.done)
-    if workload is None or ledger.completed >= summary.served:
-        for _ in answering.requests(rows, None):
-            raise MoelightError("a row that the first reading refused can be served")
-        nothing = RunStats(
-            wall_s=0.0,
-            load_s=0.0,
-            prompt_tokens=0,
-            completion_tokens=0,
-            passes=0,
-            peak_rss_bytes=peak_rss_bytes(),
-            lanes={},
-        )
-        return DONE, nothing, _final_counts(ledger, summary.rows)
+    if (refused := refuse_rest(job)) is not None:
+        return refused
+    assert workload is not None
     if ledger.chosen is not None:  # by an earlier run: rows of one job have keys and values of one format
         options = replace(options, kv_dtype=ledger.chosen["kv_dtype"])
-    job = prepared.model.plan(options, workload)
+    planned = prepared.model.plan(options, workload)
     if options.kv_dtype == CHOOSE:
-        ledger.note_chosen({"kv_dtype": job.policy.kv_dtype})
-    told.started(_start(prepared, summary, ledger, job))
-    with job.load(record=options.expert_stats is not None or options.save_expert_profile is not None) as engine:
-        told.planned(job.why)
-        watch = RowSync(engine, answering, summary, trace)
+        ledger.note_chosen({"kv_dtype": planned.policy.kv_dtype})
+    told.started(job_start(job, why=planned.why, plan=planned.plan))
+    answering = job.processor()
+    with planned.load(record=options.expert_stats is not None or options.save_expert_profile is not None) as engine:
+        told.planned(planned.why)
+        watch = RowSync(engine, answering, job)
         with Interrupt(told.interrupting) as interrupt:
 
             def asked_to_end() -> bool:
                 ledger.tick()  # here, not after the pass: the next pass may end minutes later
                 return interrupt.asked
 
-            requests = answering.requests(rows, engine)
+            requests = answering.requests(prepared.source.rows(skip=ledger.done), engine)
             for completion in engine.run(requests, on_pass=watch.on_pass, until=asked_to_end):
                 answering.take(completion)
             ledger.commit()
@@ -343,13 +411,16 @@ def _answer(answering: RowProcessor, summary: ScanSummary, trace: RunTrace | Non
         if not left:
             answering.check_complete()
         _write_experts(engine, options)
-        if trace is not None:
-            trace.about = trace_header(job.simulation(engine.policy), engine.policy.schedule, source="measured")
-        return INTERRUPTED if left else DONE, engine.stats, watch.counts()
+        if job.trace is not None:
+            header = trace_header(planned.simulation(engine.policy), engine.policy.schedule, source="measured")
+            job.trace.about = header
+        state, stats = INTERRUPTED if left else DONE, engine.stats
+        return JobAnswers(state=state, stats=stats, counts=watch.counts(), first_error=answering.first_error)
 
 
-def _start(prepared: JobInput, summary: ScanSummary, ledger: Ledger, job: PlannedModel) -> JobStart:
-    """The facts known before the model is loaded; predicted seconds are those of the remaining tokens."""
+def job_start(job: JobRun, *, why: str, plan: Plan | None) -> JobStart:
+    """The facts known before a model is loaded; predicted seconds are those of the remaining tokens."""
+    prepared, summary, ledger = job.prepared, job.summary, job.ledger
     share = 1.0 - ledger.totals.get("room", 0) / max(1, summary.generated_tokens)
     return JobStart(
         input=prepared.source.name,
@@ -362,9 +433,9 @@ def _start(prepared: JobInput, summary: ScanSummary, ledger: Ledger, job: Planne
         resumed=ledger.completed + ledger.failed,
         prompt_tokens=summary.prompt_tokens,
         expected_tokens=summary.generated_tokens,
-        plan=job.why,
-        predicted_s=None if job.plan is None else share * job.plan.predicted_s,
-        predicted_prompt_s=None if job.plan is None else share * predicted_prompt_s(job.plan),
+        plan=why,
+        predicted_s=None if plan is None else share * plan.predicted_s,
+        predicted_prompt_s=None if plan is None else share * predicted_prompt_s(plan),
     )
 
 

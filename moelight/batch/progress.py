@@ -14,6 +14,24 @@ State: TypeAlias = Literal["validating", "in_progress", "finalizing", "completed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EngineCounts:
+    """One engine of several: what it does (``loading``, ``running``, ``ended``), the rows that it answered, the
+    sequences that are ``running`` and the rows that wait there, its part of the work that is left (0 to 1), its speed
+    in generated tokens, the seconds that it needs for the rows it holds, and its busiest lane."""
+
+    name: str
+    node: str
+    state: str
+    rows: int = 0
+    running: int = 0
+    queued: int = 0
+    share: float = 0.0
+    tokens_per_s: float = 0.0
+    eta_s: float | None = None
+    binding: Binding | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class JobCounts:
     """The progress of a job. States are those of OpenAI's batch object; ``completed`` and ``failed`` cover all runs.
 
@@ -29,6 +47,7 @@ class JobCounts:
         elapsed_s: seconds since this run began.
         running_s: of ``elapsed_s``, the seconds since the first pass began.
         binding: the busiest lane of the last few passes.
+        engines: each engine of a cluster; empty for one engine in this process.
     """
 
     total: int = 0
@@ -47,6 +66,7 @@ class JobCounts:
     running_s: float = 0.0
     state: State = "validating"
     binding: Binding | None = None
+    engines: tuple[EngineCounts, ...] = ()
 
     @property
     def done(self) -> int:

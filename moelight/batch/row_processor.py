@@ -4,9 +4,10 @@ of its completions are missing) or put into the journal."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from moelight.batch.crash_guard import struck_row_error
 from moelight.batch.fields import Input
@@ -61,6 +62,16 @@ class JobInput:
         return to_json_line(self.source.format.refuse(bad, self.header()))
 
 
+class RowSink(Protocol):
+    """Where the rows of a `RowProcessor` go: a job's `Ledger`, or the driver that leased them."""
+
+    def preparing(self, number: int) -> AbstractContextManager[None]:
+        """A context in which row ``number`` is prepared; raises InputError if it is not to be."""
+
+    def put(self, number: int, data: bytes, *, failed: bool = False, totals: Mapping[str, int] | None = None) -> None:
+        """Take the line ``data`` of row ``number``."""
+
+
 def refuse_struck(ledger: Ledger, prepared: JobInput) -> None:
     """Put the error rows of struck rows first: the job then makes progress even if the process dies again soon."""
     left = {number for number in ledger.struck if not ledger.done(number)}
@@ -86,8 +97,8 @@ class _Open:
 class RowProcessor:
     """One run over the rows that are not done yet. An earlier row has the custom_id of each of ``repeated``."""
 
-    def __init__(self, ledger: Ledger, prepared: JobInput, told: Progress, *, repeated: frozenset[int]) -> None:
-        self.ledger, self.prepared, self.told, self._repeated = ledger, prepared, told, repeated
+    def __init__(self, sink: RowSink, prepared: JobInput, told: Progress, *, repeated: frozenset[int]) -> None:
+        self._sink, self.prepared, self.told, self._repeated = sink, prepared, told, repeated
         self._context = prepared.model.context
         self._open: dict[int, _Open] = {}
         self._next = self._taken = 0
@@ -100,18 +111,22 @@ class RowProcessor:
         """Sequences that were requested and are unfinished."""
         return self.asked - self._taken
 
-    def requests(self, rows: Iterable[Row | BadRow], engine: Engine | None) -> Iterator[Request]:
-        """The requests of ``rows``, created on demand. Requests that ``engine`` cannot serve become error rows."""
+    def requests(self, rows: Iterable[Row | BadRow | None], engine: Engine | None) -> Iterator[Request | None]:
+        """The requests of ``rows``, created on demand; None for None, which `Engine.run` understands. Requests that
+        ``engine`` cannot serve become error rows."""
         for row in rows:
+            if row is None:
+                yield None
+                continue
             if isinstance(row, BadRow):
-                self._refuse(row)
+                self.refuse(row)
                 continue
             if row.number in self._repeated:
-                self._refuse(duplicate(row))
+                self.refuse(duplicate(row))
                 continue
             expected = 0
             try:
-                with self.ledger.preparing(row.number):
+                with self._sink.preparing(row.number):
                     prompts = encode_row(row, self.prepared.encode, self._context)
                     expected = sum(room(row, len(prompt), self._context) for prompt in prompts) * row.sampling.n
                     requests = [
@@ -123,7 +138,7 @@ class RowProcessor:
                             engine.check(request)
             except InputError as error:
                 self.spared += expected
-                self._refuse(bad_row(row.number, row.line, row.custom_id, error, kind=row.kind), room=expected)
+                self.refuse(bad_row(row.number, row.line, row.custom_id, error, kind=row.kind), room=expected)
                 continue
             opened = _Open(row=row, missing=len(requests) * row.sampling.n, room=expected, asked_s=time.monotonic())
             self._next += len(requests)
@@ -150,10 +165,10 @@ class RowProcessor:
         stuck = next((each for each in completions if each.finish_reason == "error"), None)
         if stuck is not None:
             error = InputError(str(stuck.stop_reason), code=stuck.error_code or "error")
-            self._refuse(bad_row(row.number, row.line, row.custom_id, error, kind=row.kind), room=opened.room)
+            self.refuse(bad_row(row.number, row.line, row.custom_id, error, kind=row.kind), room=opened.room)
             return
         prompt_tokens = sum(each.prompt_tokens for each in completions if each.sample == 0)
-        self.ledger.put(
+        self._sink.put(
             row.number,
             to_json_line(self.prepared.source.format.answer(row, completions, self.prepared.header())),
             totals={"prompt_tokens": prompt_tokens, "completion_tokens": generated, "room": opened.room},
@@ -169,8 +184,8 @@ class RowProcessor:
             first = min(each.row.line for each in self._open.values())
             raise MoelightError(f"line {first} was never answered")
 
-    def _refuse(self, bad: BadRow, *, room: int = 0) -> None:
+    def refuse(self, bad: BadRow, *, room: int = 0) -> None:
         """Put an error row, of which ``room`` tokens were expected."""
         self.first_error = self.first_error or bad
-        self.ledger.put(bad.number, self.prepared.refusal(bad), failed=True, totals={"room": room} if room else None)
+        self._sink.put(bad.number, self.prepared.refusal(bad), failed=True, totals={"room": room} if room else None)
         self.told.row(ProgressFields(number=bad.number, prompt=f"(line {bad.line})", error=bad.message))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from moelight.batch.options import JobOptions
 from moelight.batch.output import create_partial, partial_of, refused_write, target
-from moelight.batch.progress import JobCounts, JobStart, Progress, State
+from moelight.batch.progress import EngineCounts, JobCounts, JobStart, Progress, State
 from moelight.batch.time_left import TimeLeft
 from moelight.core.errors import InputError
 from moelight.core.request import Completion
@@ -176,8 +176,28 @@ class StatusFile(LiveFile):
             "eta_seconds": None if left is None or not math.isfinite(left) else round(left, 1),
             "elapsed_seconds": round(counts.elapsed_s, 1),
             "pass": counts.passes,
-            "binding": None if binding is None else {"lane": str(binding.lane), "share": round(binding.share, 4)},
+            "binding": _binding(binding),
+            **({"engines": [_engine(each) for each in counts.engines]} if counts.engines else {}),
         }
+
+
+def _binding(binding: Binding | None) -> dict[str, Any] | None:
+    return None if binding is None else {"lane": str(binding.lane), "share": round(binding.share, 4)}
+
+
+def _engine(counts: EngineCounts) -> dict[str, Any]:
+    return {
+        "name": counts.name,
+        "node": counts.node,
+        "state": counts.state,
+        "rows": counts.rows,
+        "running": counts.running,
+        "queued": counts.queued,
+        "share": round(counts.share, 4),
+        "tokens_per_second": round(counts.tokens_per_s, 3),
+        "eta_seconds": None if counts.eta_s is None else round(counts.eta_s, 1),
+        "binding": _binding(counts.binding),
+    }
 
 
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
@@ -276,6 +296,11 @@ class MetricsFile(LiveFile):
         if left is not None:
             yield "moelight_job_eta_seconds", "Seconds until the job ends, estimated.", left
         yield "moelight_passes_total", "Sweeps through all layers.", counts.passes
+        if counts.engines:
+            answered = {each.name: float(each.rows) for each in counts.engines}
+            speeds = {each.name: each.tokens_per_s for each in counts.engines}
+            yield "moelight_engine_rows", "Rows that an engine of the cluster answered.", ("engine", answered)
+            yield "moelight_engine_tokens_per_s", "Tokens that it generates in a second.", ("engine", speeds)
         if self._stats is None:
             return
         busy = {str(lane): each.busy_s for lane, each in self._stats.lanes.items()}

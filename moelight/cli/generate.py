@@ -18,6 +18,7 @@ from moelight.core.units import parse_bytes
 
 if TYPE_CHECKING:
     from moelight.batch.options import JobOptions
+    from moelight.integrations.ray.cluster import ClusterOptions
 
 _PLANNED = (
     "batch_size",
@@ -125,8 +126,22 @@ class JobArguments:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class RayArguments:
+    """The options of ``moelight generate`` on a Ray cluster."""
+
+    ray: str | None = option(
+        "Run on the nodes of a Ray cluster: local starts one in this machine.", metavar="local|ADDRESS"
+    )
+    ray_engines: int | None = option("Engines; one for each GPU, or node without one, if not given.", min=1)
+    ray_num_cpus: float | None = option("CPUs that each engine takes.", min=0.01)
+    ray_num_gpus: float | None = option("GPUs that each engine takes.", min=0.0)
+    ray_resource: list[str] | None = option("What else each takes; may be repeated.", metavar="NAME=AMOUNT")
+    ray_label: list[str] | None = option("Nodes must have this label; may be repeated.", metavar="NAME=VALUE")
+
+
 @with_options()
-def generate(given: JobArguments) -> None:
+def generate(given: JobArguments, cluster: RayArguments) -> None:
     """Answer every row of PROMPTS. Run again, the same command resumes where it was interrupted.
 
     A row is a line of an OpenAI batch file, or {"prompt": "..."} or {"messages": [{"role": ..., "content": ...}, ...]}
@@ -138,10 +153,11 @@ def generate(given: JobArguments) -> None:
         raise ConfigError("--json goes with --dry-run; rows are JSON lines already")
     as_table = given.show if given.show is not None else given.output is None and sys.stdout.isatty()
     options = read_options(given, as_table=as_table)
+    nodes = read_cluster(cluster)
     if given.dry_run:
-        code = forecast_and_report(options, as_json=given.as_json)
+        code = forecast_and_report(options, as_json=given.as_json, nodes=nodes)
     else:
-        code = run_and_report(options, as_table=as_table)
+        code = run_and_report(options, as_table=as_table, nodes=nodes)
     if code:
         raise typer.Exit(code)
 
@@ -193,6 +209,39 @@ def read_options(given: JobArguments, *, as_table: bool) -> JobOptions:
     if given.output is None and not as_table:
         options["output"] = STANDARD_OUTPUT
     return JobOptions(**options)
+
+
+def read_cluster(given: RayArguments) -> ClusterOptions | None:
+    """Return the cluster of the options; None without ``--ray``. Raise ConfigError where Ray is not installed."""
+    if given.ray is None:
+        for each in fields(given):
+            if getattr(given, each.name) is not None:
+                raise ConfigError(f"{flag(each.name)} goes with --ray local or --ray ADDRESS")
+        return None
+    from moelight.integrations.ray.cluster import ClusterOptions, require_ray
+
+    require_ray()
+    amounts: dict[str, float] = {}
+    for name, value in _pairs("--ray-resource", given.ray_resource):
+        try:
+            amounts[name] = float(value)
+        except ValueError:
+            raise ConfigError(f"--ray-resource {name}={value}: the amount must be a number") from None
+    return ClusterOptions(
+        address=given.ray,
+        engines=given.ray_engines,
+        num_cpus=given.ray_num_cpus,
+        num_gpus=given.ray_num_gpus,
+        resources=amounts,
+        labels=dict(_pairs("--ray-label", given.ray_label)),
+    )
+
+
+def _pairs(option: str, given: list[str] | None) -> list[tuple[str, str]]:
+    for each in given or ():
+        if not all(each.partition("=")):
+            raise ConfigError(f"{option} {each}: must be NAME=VALUE")
+    return [(name, value) for name, _, value in (each.partition("=") for each in given or ())]
 
 
 def read_kv_dtype(given: JobArguments) -> str:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -30,7 +31,11 @@ from moelight.core.units import format_bytes
 from moelight.observe.number_format import rate_or_count, scaled_text, seconds_text, share_text
 from moelight.observe.stats import Binding, RunStats
 
+if TYPE_CHECKING:
+    from moelight.integrations.ray.cluster import ClusterOptions
+
 _MANY_TOKENS = 100_000
+_MOST_ENGINES = 8
 
 
 def about_text(seconds: float) -> str:
@@ -93,6 +98,25 @@ def log_line(counts: JobCounts, left_s: float | None, binding: Binding | None = 
     return ", ".join(filter(None, said))
 
 
+def engine_lines(counts: JobCounts) -> list[str]:
+    """Return a line for each of the slowest `_MOST_ENGINES` engines of a cluster, those that end last first."""
+    engines = sorted(counts.engines, key=lambda each: -(each.eta_s or 0.0))[:_MOST_ENGINES]
+    return [
+        ", ".join(
+            filter(
+                None,
+                (
+                    f"{each.name}: {each.rows:,} rows",
+                    each.state if each.state != "running" else f"{each.tokens_per_s:,.0f} tok/s",
+                    "" if each.binding is None else f"{each.binding.lane} {share_text(each.binding.share)}",
+                    "" if each.eta_s is None else f"holds {each.running + each.queued:,}, {about_text(each.eta_s)}",
+                ),
+            )
+        )
+        for each in engines
+    ]
+
+
 def _speed_words(counts: JobCounts, binding: Binding | None) -> tuple[str, str]:
     speed = f"{counts.tokens_per_s:,.0f} tok/s" if counts.tokens_per_s else ""
     return speed, "" if binding is None else f"{binding.lane} {share_text(binding.share)}"
@@ -127,15 +151,17 @@ _MOST_BUCKETS = 12
 _WIDEST_BAR = 40
 
 
-def run_and_report(options: JobOptions, *, as_table: bool) -> int:
-    """Run the job, show its progress and return the exit code of the program."""
+def run_and_report(options: JobOptions, *, as_table: bool, nodes: ClusterOptions | None = None) -> int:
+    """Run the job, on ``nodes`` if given, show its progress and return the exit code of the program."""
     table = TableOfRows() if as_table else None
     rows_on_screen = options.output == STANDARD_OUTPUT and sys.stdout.isatty()
     eta = TimeLeft()
     with progress_view(eta, quiet=rows_on_screen) as view:
         watchers: list[Progress] = [view] if table is None else [view, table]
         try:
-            result = job.run_job(options, progress=ProgressGroup(watchers), eta=eta)
+            result = job.run_job(
+                options, progress=ProgressGroup(watchers), eta=eta, answer=_answer_on(nodes, shown=as_table)
+            )
         except KeyboardInterrupt:
             view.say_last(interrupted_line(None, output=_file_of(options), command=_command()))
             return cli.INTERRUPTED
@@ -154,10 +180,26 @@ def run_and_report(options: JobOptions, *, as_table: bool) -> int:
     return cli.ERRORS if result.failed and result.state == DONE else 0
 
 
-def forecast_and_report(options: JobOptions, *, as_json: bool) -> int:
+def _answer_on(nodes: ClusterOptions | None, *, shown: bool) -> job.Answer | None:
+    if nodes is None:
+        return None
+    from moelight.integrations.ray.job import answer_on
+
+    return answer_on(nodes, shown=shown)
+
+
+def _plan_on(nodes: ClusterOptions | None) -> job.PlanEngines | None:
+    if nodes is None:
+        return None
+    from moelight.integrations.ray.job import plan_on
+
+    return plan_on(nodes)
+
+
+def forecast_and_report(options: JobOptions, *, as_json: bool, nodes: ClusterOptions | None = None) -> int:
     """Read and plan the job, print the forecast and return the exit code of the program."""
     with progress_view(TimeLeft(), quiet=as_json) as view:
-        forecast = job.forecast_job(options, progress=view)
+        forecast = job.forecast_job(options, progress=view, plan_engines=_plan_on(nodes))
     if as_json:
         print(json.dumps(forecast.as_dict()))
     else:
@@ -315,6 +357,8 @@ class LogLines(View):
     def tell(self) -> None:
         if self._counts.total:
             self.say(log_line(self._counts, self._eta.remaining_s, self._binding))
+            for line in engine_lines(self._counts):
+                self.say(f"  {line}")
         elif self._read:
             self.say(self._read)
 
@@ -401,7 +445,8 @@ class Bar(View):
             second.append(f"  {counts.failed:,} failed", style="red not dim")
         for line in (first, second):
             line.no_wrap, line.overflow = True, "ellipsis"
-        return Group(first, second)
+        engines = [Text(f"  {printable(line)}", style="dim") for line in engine_lines(counts)]
+        return Group(first, second, *engines)
 
 
 def print_forecast(console: Console, forecast: Forecast) -> None:
@@ -419,6 +464,9 @@ def _parts(forecast: Forecast, width: int) -> Iterator[RenderableType]:
     if summary.prompts:
         yield section("prompts by tokens", _histogram(summary.histogram, width))
         yield section("work", _work(summary))
+    if forecast.engines:
+        yield section("engines", _engines(forecast))
+        return
     if plan is None or forecast.predicted_s is None:
         yield text("not planned: a policy says how" if summary.served else "no row can be served")
         return
@@ -486,4 +534,17 @@ def _time(forecast: Forecast, width: int) -> RenderableType:
     for phase in forecast.phases:
         passes, drawn = f"{max(1, round(phase.passes)):,}", bar(phase.seconds / total, room, ground="grey15")
         table.add_row(phase.name, passes, seconds_text(phase.seconds), drawn, phase.binding)
+    return table
+
+
+def _engines(forecast: Forecast) -> Table:
+    table = plain_table("engine", ">share", ">rows", ">tokens/s", "binding", ">time at most")
+    for each in forecast.engines:
+        if each.refused:
+            table.add_row(each.name, "–", "–", "–", printable(each.refused), "–")
+            continue
+        seconds = "–" if each.seconds is None else about_text(each.seconds)
+        table.add_row(
+            each.name, share_text(each.share), f"{each.rows:,}", rate_or_count(each.tokens_per_s), each.binding, seconds
+        )
     return table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +22,27 @@ from moelight.cli.tables import (
 )
 from moelight.core.schedule import Lane
 from moelight.observe.number_format import rate_or_count, seconds_text, share_text
+from moelight.optimizer.plan import policy_as_dict
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from moelight.core.policy import Policy
     from moelight.optimizer.simulation import PassRun, SimulatedRun, SimulationSetup
 
 ALL = "all"
 _MOST_BARS = 250
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeArguments:
+    """The options of a job on a simulated Ray cluster."""
+
+    nodes: int | None = option("A whole job on this many nodes of the machine, leased rows by a driver.", min=1)
+    rows: int | None = option("Rows of that job; the workload's requests if not given.", min=1)
+    failures: float = option("Failures of a node in an hour.", metavar="N", min=0.0, default=0.0)
+    slow: float = option("The share of nodes at half speed.", metavar="SHARE", min=0.0, max=1.0, default=0.0)
+    load: float = option("Seconds until an engine is loaded.", metavar="SECONDS", min=0.0, default=60.0)
 
 
 @with_options(without=("estimator", *ask.FORMATS))
@@ -36,6 +50,7 @@ def simulate_command(
     *,
     model: ask.OptionalModel = None,
     asked: ask.PlanningOptions,
+    cluster: NodeArguments,
     policy: ask.PolicyFile = None,
     schedule: str | None = option("The schedule; the policy's if not given.", metavar="NAME|all"),
     passes: int = option("Decode passes, one after another.", min=1, max=1000, default=3),
@@ -45,7 +60,7 @@ def simulate_command(
 ) -> None:
     """Run a policy's passes on a virtual clock.
 
-    The policy is the planner's, or that of --policy.
+    The policy is the planner's, or that of --policy. With --nodes: a job of --rows on a Ray cluster of such machines.
     """
     from moelight.batch.output import check_writable
     from moelight.optimizer.simulation import SimulationSetup
@@ -61,6 +76,9 @@ def simulate_command(
 
         check_suffix(plot)
     question, chosen = ask.read_question_or_policy(policy, model, asked)
+    if cluster.nodes is not None:
+        _simulate_cluster(question, chosen, cluster, as_json=as_json)
+        return
     stage = SimulationSetup(chosen or question.plan().policy, question.model, question.hardware, question.workload)
     names = stage.schedules() if schedule == ALL else (schedule or stage.policy.schedule,)
     found = sorted((stage.simulated_run(name, passes=passes) for name in names), key=lambda run: -run.tokens_per_s)
@@ -75,10 +93,62 @@ def simulate_command(
         _print(stage, found, "\n".join(written))
 
 
+def _simulate_cluster(question: ask.Question, chosen: Policy | None, given: NodeArguments, *, as_json: bool) -> None:
+    """Print the simulated job on ``given.nodes`` engines, each with the plan of the question."""
+    from moelight.integrations.ray.simulation import ClusterSimulation, SimulatedCluster
+    from moelight.optimizer.simulation import SimulationSetup
+
+    workload = question.workload
+    stage = SimulationSetup(chosen or question.plan().policy, question.model, question.hardware, workload)
+    run = stage.simulated_run(stage.policy.schedule)
+    batch_rows = stage.policy.batch_size
+    cluster = SimulatedCluster(
+        nodes=given.nodes or 1,
+        rows=given.rows or workload.num_requests,
+        batch_rows=batch_rows,
+        row_s=batch_rows * workload.gen_len / run.tokens_per_s,
+        row_tokens=float(workload.gen_len),
+        failures_per_hour=given.failures,
+        slow_share=given.slow,
+        load_s=given.load,
+    )
+    found = ClusterSimulation(cluster).run()
+    figures = {
+        "nodes": cluster.nodes,
+        "rows": cluster.rows,
+        "seconds": found.seconds,
+        "efficiency": found.efficiency,
+        "tokens_per_s": cluster.rows * workload.gen_len / found.seconds,
+        "engine_tokens_per_s": run.tokens_per_s,
+        "driver_share": found.driver_share,
+        "failures": found.failures,
+        "redone_rows": found.redone_rows,
+        "stolen_rows": found.stolen_rows,
+    }
+    if as_json:
+        print_json({"policy": policy_as_dict(stage.policy), "hardware": stage.hardware.name, "cluster": figures})
+        return
+    table = plain_table("nodes", ">rows", ">time", ">efficiency", ">tokens/s", ">driver", ">failures", ">redone rows")
+    table.add_row(
+        f"{cluster.nodes:,}",
+        f"{cluster.rows:,}",
+        seconds_text(found.seconds),
+        share_text(found.efficiency),
+        rate_or_count(figures["tokens_per_s"]),
+        share_text(found.driver_share),
+        f"{found.failures:,}",
+        f"{found.redone_rows:,}",
+    )
+    how = f"N = {batch_rows:,} on each node, {rate_or_count(run.tokens_per_s)} tokens/s alone"
+    show(
+        open_console(),
+        stacked(title(stage.model.name, stage.hardware.name), text((how, "dim"))),
+        section("simulated job", table),
+    )
+
+
 def simulation_as_dict(stage: SimulationSetup, found: Sequence[SimulatedRun]) -> dict[str, Any]:
     """Return the simulated runs as plain values (seconds, bytes, shares), best schedule first."""
-    from moelight.optimizer.plan import policy_as_dict
-
     return {
         "policy": policy_as_dict(stage.policy),
         "hardware": stage.hardware.name,

@@ -220,7 +220,7 @@ class Batcher:
         self.policy = self._allotted = policy
         self._pool, self._discrete, self._window = pool, discrete, window
         self._buffer_tokens = int(kv_buffer_tokens(policy)) if policy.attention_device == "gpu" else None
-        self._source: Iterator[RunningSequence] = iter(())
+        self._source: Iterator[RunningSequence | None] = iter(())
         self._first: RunningSequence | None = None  # taken from the source, not admitted yet
         self.admitted = Admitted()
         self._running: dict[RunningSequence, None] = {}
@@ -229,8 +229,9 @@ class Batcher:
         self._prefix_cache = PrefixCache(pool, policy.kv_block_size, enabled=prefix_caching, least_share=least)
         self._places = list(range(places(policy, pool.blocks) - 1, -1, -1))
 
-    def add(self, sequences: Iterable[RunningSequence]) -> None:
-        """Append sequences to the queue; they are read and admitted in order, when there is capacity."""
+    def add(self, sequences: Iterable[RunningSequence | None]) -> None:
+        """Append sequences to the queue; they are read and admitted in order, when there is capacity. A None among them
+        is no sequence at present: the next one is read later."""
         self._source = chain(self._source, sequences)
 
     @property

@@ -316,7 +316,7 @@ class Engine:
 
     def run(
         self,
-        requests: Iterable[Request],
+        requests: Iterable[Request | None],
         *,
         on_pass: Callable[[], None] | None = None,
         until: Callable[[], bool] | None = None,
@@ -325,7 +325,7 @@ class Engine:
         """Serve ``requests`` that `check` accepted; yield each completion when it is finished.
 
         Args:
-            requests: read lazily, one ahead; may exceed memory. Its exceptions are raised once the pass has ended.
+            requests: read lazily, one ahead (None: none at present); exceptions are raised once the pass has ended.
             on_pass: called after every pass; `timeline`, `progress_tokens` and `binding` then describe that pass.
             until: called after every pass, once its completions were consumed; True ends the run and drops all
                 unfinished requests.

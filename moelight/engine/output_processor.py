@@ -177,7 +177,7 @@ class OutputProcessor:
 
     def __init__(
         self,
-        requests: Iterable[Request],
+        requests: Iterable[Request | None],
         tokenizer: Tokenizer,
         constraints: Constraints,
         max_positions: int,
@@ -193,7 +193,10 @@ class OutputProcessor:
         self._historians = self._watching = 0
         self._warned = False
         self.tokens = self.ended_tokens = self.ended_most = 0
-        self.sequences: Iterator[RunningSequence] = (made for request in requests for made in self._open(request))
+        # None stands for `no request at present`.
+        self.sequences: Iterator[RunningSequence | None] = (
+            made for request in requests for made in (self._open(request) if request is not None else (None,))
+        )
 
     def _open(self, request: Request) -> Iterator[RunningSequence]:
         how = request.sampling

@@ -37,6 +37,7 @@ DOCUMENTS = [
 COLUMNS = "100"
 # Commands that are not run, whole or by their beginning, and why.
 NOT_RUN = {
+    "moelight generate prompts.jsonl -o answers.jsonl --ray ": "needs a cluster: tests/integrations/ray",
     "moelight serve-batch ": "serves until it is ended: tests/serve",
     "moelight lm-eval ": "the harness's tasks come from the hub: tests/integrations/test_lm_eval.py",
     "moelight profile": "takes a minute: tests/cli/test_profile.py",
@@ -54,6 +55,7 @@ NOT_COMPARED = {
 NOT_RUN_PYTHON = {
     "attach(": "transformers' models: tests/integrations/test_transformers.py",
     "lm_eval": "the harness: tests/integrations/test_lm_eval.py",
+    "import ray": "needs a cluster: tests/integrations/ray/test_cluster.py",
     "OpenAI(": "needs a server: tests/serve/test_client.py",
 }
 # What is measured or made anew in every run.

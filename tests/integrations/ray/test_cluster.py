@@ -1,0 +1,222 @@
+"""Jobs and stages on a Ray cluster in this machine: the rows are those of one engine, whatever dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from moelight.batch.job import forecast_job, run_job
+from moelight.batch.options import JobOptions
+from moelight.core.errors import ConfigError
+from moelight.core.request import SamplingParams
+from moelight.integrations.ray.cluster import ClusterOptions
+from moelight.integrations.ray.job import answer_on, plan_on
+from moelight.integrations.ray.leases import LeaseSizes
+
+pytest.importorskip("ray", reason="ray is not installed: pip install 'moelight[ray]'")
+pytestmark = [pytest.mark.filterwarnings("ignore")]  # Ray's own
+
+NODE = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_log_monitor": False}
+SMALL = LeaseSizes(ahead_s=0.3, least_s=0.05)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A head of one core."""
+    before = dict(os.environ)
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="disabled", RAY_worker_niceness="0")
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    from ray._private import services
+    from ray.cluster_utils import Cluster
+
+    # A node has 30 s to start: five on idle cores, minutes on busy ones.
+    services.get_node = _patient(services.get_node)
+    head = {"include_dashboard": False, "no_monitor": True}
+    made = Cluster(initialize_head=True, head_node_args={**NODE, **head})
+    try:
+        yield made
+    finally:
+        made.shutdown()
+        os.environ.clear()
+        os.environ.update(before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _patient(get_node: Any) -> Any:
+    def get(*args: Any) -> Any:
+        for _ in range(300):
+            with contextlib.suppress(RuntimeError):
+                return get_node(*args)
+            time.sleep(0.5)
+        return get_node(*args)
+
+    return get
+
+
+def write_prompts(path: Path, count: int) -> None:
+    """Rows of all lengths, some that cannot be served, some sampled, some with several answers."""
+    draw = random.Random(3)
+    with path.open("w") as file:
+        for n in range(count):
+            row: dict[str, Any] = {
+                "custom_id": f"row-{n if n % 100 != 99 else 3}",
+                "prompt": f"add {draw.randrange(999)} and {draw.randrange(99)} =",
+                "max_tokens": draw.choice([1, 2, 8, 30]) if n % 17 != 5 else -1,
+                "ignore_eos": True,
+            }
+            if n % 3 == 0:
+                row.update(temperature=1.0, seed=n)
+            if n % 40 == 7:
+                row["n"] = 2
+            if n % 25 == 0:
+                row["messages"] = [{"role": "user", "content": row.pop("prompt")}]
+            file.write("{broken\n" if n % 29 == 11 else json.dumps(row) + "\n")
+
+
+def job(path: Path, output: str, **options: Any) -> JobOptions:
+    sampling = SamplingParams(max_tokens=16, seed=0)
+    given = {"batch_size": 8, "sampling": sampling, **options}
+    return JobOptions(prompts=path, output=path.with_name(output), **given)
+
+
+def rows(path: Path, output: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.with_name(output).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """300 rows, and ``alone.jsonl`` beside them, which one engine answered."""
+    path = tmp_path_factory.mktemp("rows") / "prompts.jsonl"
+    write_prompts(path, 300)
+    run_job(job(path, "alone.jsonl"))
+    return path
+
+
+def on(cluster: Any, **options: Any) -> ClusterOptions:
+    return ClusterOptions(address=cluster.address, **options)
+
+
+@pytest.mark.thorough
+def test_two_engines_answer_as_one(cluster: Any, prompts: Path) -> None:
+    options = job(prompts, "two.jsonl", status=prompts.with_name("status.json"), trace=prompts.with_name("run.json"))
+    result = run_job(options, answer=answer_on(on(cluster, num_cpus=0.5), sizes=SMALL))
+    assert result.state == "done"
+    assert rows(prompts, "two.jsonl") == rows(prompts, "alone.jsonl")
+    engines = json.loads(prompts.with_name("status.json").read_text())["moelight"]["engines"]
+    assert len(engines) == 2
+    assert sum(each["rows"] for each in engines) >= 285  # the others the driver refused
+    assert all(each["binding"]["lane"] == "cpu" for each in engines if each["rows"])
+    traces = sorted(prompts.parent.glob("run.*.json"))
+    assert len(traces) == 2
+    assert any(json.loads(each.read_text())["traceEvents"] for each in traces)
+
+
+@pytest.mark.thorough
+def test_a_dry_run_says_what_each_node_would_do(cluster: Any, prompts: Path) -> None:
+    forecast = forecast_job(job(prompts, "none.jsonl"), plan_engines=plan_on(on(cluster, num_cpus=0.5)))
+    assert len(forecast.engines) == 2
+    assert sum(each.share for each in forecast.engines) == pytest.approx(1.0)
+    assert sum(each.rows for each in forecast.engines) == pytest.approx(forecast.summary.served, abs=1)
+    assert all(each.binding == "cpu" and each.seconds and each.why for each in forecast.engines)
+    assert not prompts.with_name("none.jsonl").exists()
+
+
+@pytest.mark.thorough
+def test_a_stage_of_ray_data_answers_as_one_engine(cluster: Any, prompts: Path) -> None:
+    """Its errors are in a column, the columns of the input are kept, and the stages around it are the user's."""
+    import ray
+
+    from moelight.integrations.ray import ERROR, build_processor
+
+    items = [{"question": f"add {n} and 3 =", "most": -1 if n % 10 == 5 else 1 + n % 7} for n in range(40)]
+    lines = [{"prompt": each["question"], "max_tokens": each["most"], "ignore_eos": True} for each in items]
+    path = prompts.with_name("stage.jsonl")
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run_job(job(path, "stage.out.jsonl"))
+    want = rows(path, "stage.out.jsonl")
+    processor = build_processor(
+        model="demo",
+        batch_size=8,
+        sampling={"ignore_eos": True, "seed": 0},
+        preprocess=lambda row: {"prompt": row["question"], "sampling_params": {"max_tokens": row["most"]}},
+        postprocess=lambda row: {**row, "length": len(row["generated_text"])},
+        engines=1,
+        rows_per_task=16,
+        ray_remote_args={"num_cpus": 0.5},
+    )
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    try:
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        found = processor(ray.data.from_items(items)).take_all()
+    finally:
+        ray.shutdown()
+    assert len(found) == len(items)
+    by_question = {row["question"]: row for row in found}
+    for item, answer in zip(items, want, strict=True):
+        row = by_question[item["question"]]
+        assert row["most"] == item["most"]
+        if "error" in answer:
+            assert row[ERROR].startswith(answer["error"]["code"])
+            assert row["generated_text"] == ""
+        else:
+            assert row[ERROR] == ""
+            assert row["generated_text"] == answer["text"]
+            assert row["num_generated_tokens"] == len(row["generated_tokens"]) == answer["usage"]["completion_tokens"]
+            assert row["length"] == len(answer["text"])
+
+
+def test_what_no_node_has_is_one_clear_line(cluster: Any, prompts: Path) -> None:
+    with pytest.raises(ConfigError, match="no node has what an engine takes"):
+        forecast_job(job(prompts, "none.jsonl"), plan_engines=plan_on(on(cluster, labels={"zone": "a"})))
+
+
+def test_an_engine_and_a_node_die(cluster: Any, prompts: Path) -> None:
+    """The rows are still those of one engine, and the seat of the engine gets another one."""
+    node = cluster.add_node(**NODE)
+    before, happened = set(_engines()), []
+
+    def disturb() -> None:
+        first = _wait_for(lambda: set(_engines()) - before)
+        time.sleep(1.0)
+        os.kill(first.pop(), signal.SIGKILL)
+        happened.append("engine")
+        time.sleep(2.0)
+        cluster.remove_node(node, allow_graceful=False)
+        happened.append("node")
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    result = run_job(job(prompts, "disturbed.jsonl", batch_size=2), answer=answer_on(on(cluster), sizes=SMALL))
+    thread.join()
+    assert happened == ["engine", "node"]
+    assert result.state == "done"
+    assert rows(prompts, "disturbed.jsonl") == rows(prompts, "alone.jsonl")
+
+
+def _engines() -> list[int]:
+    """Processes that Ray named after the actor's class."""
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        if (process.info["cmdline"] or [""])[0].startswith("ray::EngineWorker"):
+            found.append(process.info["pid"])
+    return found
+
+
+def _wait_for(what: Any) -> Any:
+    for _ in range(600):
+        if found := what():
+            return found
+        time.sleep(0.1)
+    raise AssertionError("it did not happen")
