@@ -60,7 +60,6 @@ SINGLE_IMPORTER = {
     "integrations.paged_modules": "modules that transformers calls",
     "kernels.gpu.attention_triton": "imported only where Triton is installed",
     "kernels.gpu.quantized_triton": "imported only where Triton is installed",
-    "models.graph.leaves": "modules by themselves, independent of the layers around them",
     "optimizer.milp": "the only module that depends on HiGHS",
     "optimizer.published": "the published planner, imported only on request",
     "optimizer.published.formulas": "the published equations, a function each",

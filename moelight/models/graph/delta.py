@@ -56,7 +56,7 @@ class DeltaModule:
 
     def __call__(self, sequences: Sequence[tuple[Keeps, int]], hidden: Tensor) -> Any:
         """hidden [1, T, H], consecutive rows of ``sequences`` -> [1, T, H]."""
-        _now.rows = _Rows(self._module, sequences)
+        _now.rows = _Ragged(self._module, sequences)
         try:
             return self._forward(self._module, hidden, cache_params=_NO_CACHE, attention_mask=None)
         finally:
@@ -73,7 +73,7 @@ def delta_module(module: Any, known: dict[Any, Mapping[str, Callable[..., Any]] 
     return None if (functions := known[key]) is None else DeltaModule(module, functions)
 
 
-class _Rows:
+class _Ragged:
     """The rows of one call: each function in turn asks for the states of their sequences."""
 
     def __init__(self, module: Any, sequences: Sequence[tuple[Keeps, int]]) -> None:
@@ -90,7 +90,7 @@ class _Rows:
 
 
 class _Now(threading.local):
-    rows: _Rows | None = None
+    rows: _Ragged | None = None
 
 
 _now = _Now()
