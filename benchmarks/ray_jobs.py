@@ -23,7 +23,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,9 @@ from moelight.integrations.ray.worker import (
     EnginePlan,
     EngineReport,
     EngineWorker,
+    Entry,
     RowResult,
     pack_results,
-    unpack_rows,
 )
 
 SECTIONS = ("driver", "throughput", "simulator")
@@ -65,10 +65,10 @@ class ReturningWorker(EngineWorker):
             kv_dtype="auto",
         )
 
-    def exchange(self, packed: bytes, wait_s: float) -> EngineReport:
+    def exchange(self, rows: Sequence[Entry], wait_s: float) -> EngineReport:
         totals = {"prompt_tokens": 4, "completion_tokens": 1, "room": 1}
         figures = [("stop", 0, 4, 1, 0, 1, 0.0)]
-        found = [RowResult(row[0], ANSWER, False, totals, None, figures) for row in unpack_rows(packed)]  # type: ignore[arg-type]
+        found = [RowResult(row[0], ANSWER, False, totals, None, figures) for row in rows]  # type: ignore[arg-type]
         if not found:
             time.sleep(min(wait_s, 0.01))
         return EngineReport(results=pack_results(found), count=len(found), queued=0, running=0, figures=EngineFigures())
@@ -232,8 +232,8 @@ class SleepingWorker(EngineWorker):
                     self._queue.put(RowResult(number, ANSWER, False, totals))
             self._queue.flush()
 
-    def exchange(self, packed: bytes, wait_s: float) -> EngineReport:
-        self._queue.add(packed)
+    def exchange(self, rows: Sequence[Entry], wait_s: float) -> EngineReport:
+        self._queue.add(rows)
         found = self._queue.results(wait_s, over=lambda: False)
         return EngineReport(
             results=pack_results(found),

@@ -22,7 +22,6 @@ from moelight.core.errors import InputError
 from moelight.core.units import format_bytes
 from moelight.kernels import native
 from moelight.kernels.native import Serving, serving
-from moelight.profiles.hardware import KERNELS
 from moelight.runtime import measure
 from moelight.runtime.topology import (
     LINK_BYTES_PER_S,
@@ -143,6 +142,7 @@ def _forms(torch: dict[str, Any]) -> Iterator[Serving]:
     if torch["fault"]:
         return
     from moelight.kernels import variants
+    from moelight.profiles.hardware import KERNELS
     from moelight.runtime.machine_profile import kept_profile
 
     kept = kept_profile(say=lambda _: None)

@@ -22,7 +22,6 @@ from moelight.cli.tables import (
 )
 from moelight.core.schedule import Lane
 from moelight.observe.number_format import rate_or_count, seconds_text, share_text
-from moelight.optimizer.plan import policy_as_dict
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -96,6 +95,7 @@ def simulate_command(
 def _simulate_cluster(question: ask.Question, chosen: Policy | None, given: NodeArguments, *, as_json: bool) -> None:
     """Print the simulated job on ``given.nodes`` engines, each with the plan of the question."""
     from moelight.integrations.ray.simulation import ClusterSimulation, SimulatedCluster
+    from moelight.optimizer.plan import policy_as_dict
     from moelight.optimizer.simulation import SimulationSetup
 
     workload = question.workload
@@ -149,6 +149,8 @@ def _simulate_cluster(question: ask.Question, chosen: Policy | None, given: Node
 
 def simulation_as_dict(stage: SimulationSetup, found: Sequence[SimulatedRun]) -> dict[str, Any]:
     """Return the simulated runs as plain values (seconds, bytes, shares), best schedule first."""
+    from moelight.optimizer.plan import policy_as_dict
+
     return {
         "policy": policy_as_dict(stage.policy),
         "hardware": stage.hardware.name,

@@ -18,6 +18,7 @@ from moelight.core.errors import MoelightError
 from moelight.hrm.footprint import HEAD_CHUNK_BYTES
 from moelight.kernels import native
 from moelight.kernels.activations import SILU, Activation
+from moelight.kernels.gpu import serving
 from moelight.kernels.layer import MOST_TOKENS, BoundExperts, DecoderLayer
 from moelight.kernels.norm import finish_heads, rms_norm, rms_norm_mixed
 from moelight.kernels.products import Workspace, feed_forward, feed_forward_stored, linear, parts, rows_computed
@@ -285,7 +286,7 @@ class NativeDecoder:
         weights: dict[str, Any] = {name: getattr(mine, name) for name in names}
         given = [each for each in weights.values() if each is not None]
         plain = all(isinstance(each, Tensor) and native.on_cpu(each) and each.dtype == self.dtype for each in given)
-        if not plain or not native.available():
+        if not plain or not native.available() or serving.serves(self.space.rows.device, self.dtype)[0]:
             return None
         return DecoderLayer(
             **weights,

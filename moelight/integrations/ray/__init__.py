@@ -211,7 +211,7 @@ class EngineStage:
     def _ask(self, rows: list[DataRow]) -> list[asyncio.Future[DataRow]]:
         """Put rows into the engine's queue."""
         from moelight.integrations.ray.leases import LeasedRow
-        from moelight.integrations.ray.worker import pack_rows
+        from moelight.integrations.ray.worker import entries_of
 
         loop, futures, leased = asyncio.get_running_loop(), [], []
         for row in rows:
@@ -223,15 +223,15 @@ class EngineStage:
             leased.append(LeasedRow(number=number, line=number + 1, payload=line, tokens=0.0))
         if self._fault is not None:
             raise MoelightError(self._fault)
-        self._worker.add(pack_rows(leased))
+        self._worker.add(entries_of(leased))
         return futures
 
     def _collect(self) -> None:
         """Hand results to the tasks that wait for them, in a thread of its own."""
-        from moelight.integrations.ray.worker import pack_rows, unpack_results
+        from moelight.integrations.ray.worker import unpack_results
 
         while self._fault is None:
-            report = self._worker.exchange(pack_rows(()), _WAIT_S)
+            report = self._worker.exchange((), _WAIT_S)
             for result in unpack_results(report):
                 loop, future = self._waiting.pop(result.number)
                 loop.call_soon_threadsafe(_resolve, future, _columns(json.loads(result.data)))

@@ -45,7 +45,7 @@ from moelight.integrations.ray.worker import (
     EngineWorker,
     RowResult,
     WorkerSetup,
-    pack_rows,
+    entries_of,
     unpack_results,
 )
 from moelight.observe.stats import Binding, LaneStats, RunStats
@@ -394,7 +394,7 @@ class ClusterJob:
         idle = not state.queued
         interval_s = exchange_interval_s(len(self._engines))
         wait_s = interval_s * _IDLE_SHARE if idle else interval_s
-        state.call = state.actor.exchange.remote(pack_rows(rows), wait_s)
+        state.call = state.actor.exchange.remote(entries_of(rows), wait_s)
         if idle and (found := self._book.victim(name)) is not None:
             victim = self._engines[found[0]]
             count = min(victim.queued, max(1, round(found[1] / self._tokens_of_row)))

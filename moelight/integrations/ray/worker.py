@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import socket
 import threading
 import time
@@ -83,6 +82,7 @@ class EnginePlan:
 
 
 # finish_reason, sample, prompt_tokens, completion_tokens, cached_tokens, room, latency_s
+Entry: TypeAlias = tuple[int, int, bytes | Row | BadRow]  # number, line, and what `Input.read_entry` takes
 CompletionFigures: TypeAlias = tuple[str, int, int, int, int, int, float | None]
 
 
@@ -122,25 +122,12 @@ class EngineReport:
     fault: tuple[str, bool] | None = None
 
 
-def pack_rows(rows: Sequence[LeasedRow]) -> bytes:
-    """Rows as bytes: lines as they are, rows of tables as Python objects."""
-    return msgspec.msgpack.encode(
-        [
-            (row.number, row.line, row.payload, False)
-            if isinstance(row.payload, bytes)
-            else (row.number, row.line, pickle.dumps(row.payload), True)
-            for row in rows
-        ]
-    )
+def entries_of(rows: Sequence[LeasedRow]) -> list[Entry]:
+    """What an engine needs of leased rows."""
+    return [(row.number, row.line, row.payload) for row in rows]
 
 
-_ROWS = msgspec.msgpack.Decoder(list[tuple[int, int, bytes, bool]])
 _RESULTS = msgspec.msgpack.Decoder(list[RowResult])
-
-
-def unpack_rows(packed: bytes) -> list[tuple[int, int, bytes, bool]]:
-    """Number, line and bytes of the rows of `pack_rows`, and whether these are Python objects."""
-    return _ROWS.decode(packed)
 
 
 def pack_results(results: Sequence[RowResult]) -> bytes:
@@ -159,7 +146,7 @@ class LeaseQueue:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._rows: deque[tuple[int, int, bytes, bool]] = deque()
+        self._rows: deque[Entry] = deque()
         self._results: list[RowResult] = []
         self._closed = False
         self._low = 0  # rows at which the exchange ends that is under way
@@ -167,9 +154,9 @@ class LeaseQueue:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, packed: bytes) -> None:
+    def add(self, rows: Sequence[Entry]) -> None:
         with self._changed:
-            self._rows.extend(unpack_rows(packed))
+            self._rows.extend(rows)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -179,7 +166,7 @@ class LeaseQueue:
             self._rows.clear()
             self._changed.notify_all()
 
-    def next(self, *, block: bool) -> tuple[int, int, bytes, bool] | None:
+    def next(self, *, block: bool) -> Entry | None:
         """The next row; None if there is none at present, or, with ``block``, if there will be none."""
         with self._changed:
             while block and not self._rows and not self._closed:
@@ -378,8 +365,8 @@ class EngineLoop:
             if entry is None:
                 yield None
                 continue
-            number, line, data, parsed = entry
-            yield self._reader.read_entry(pickle.loads(data) if parsed else data, number, line)
+            number, line, payload = entry
+            yield self._reader.read_entry(payload, number, line)
 
     def _note(self, engine: Engine) -> None:
         self._told_s = time.monotonic()
@@ -426,15 +413,15 @@ class EngineWorker:
         self._loop.ready()
         return self._said(planned) if self._loop.fault is None else self._loop.fault[0]
 
-    def add(self, packed: bytes) -> None:
+    def add(self, rows: Sequence[Entry]) -> None:
         """Take rows; an exchange that is under way returns their results too."""
-        self._queue.add(packed)
+        self._queue.add(rows)
 
-    def exchange(self, packed: bytes, wait_s: float) -> EngineReport:
-        """Take the rows ``packed``; return the results since the last exchange, after ``wait_s`` or earlier."""
+    def exchange(self, rows: Sequence[Entry], wait_s: float) -> EngineReport:
+        """Take ``rows``; return the results since the last exchange, after ``wait_s`` or earlier."""
         loop = self._loop
         assert loop is not None
-        self._queue.add(packed)
+        self._queue.add(rows)
         results = self._queue.results(wait_s, over=lambda: loop.fault is not None)
         return EngineReport(
             results=pack_results(results),
@@ -455,7 +442,7 @@ class EngineWorker:
         assert loop is not None
         self._queue.close()
         loop.join(timeout_s)
-        report = self.exchange(pack_rows(()), 0.0)
+        report = self.exchange((), 0.0)
         self._files.close()
         return report, loop.trace() if loop.fault is None else b""
 
