@@ -156,12 +156,14 @@ def test_a_stage_of_ray_data_answers_as_one_engine(cluster: Any, prompts: Path) 
         rows_per_task=16,
         ray_remote_args={"num_cpus": 0.5},
     )
+    node = cluster.add_node(**NODE)  # the stages around the engine take a core
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     try:
         ray.data.DataContext.get_current().enable_progress_bars = False
         found = processor(ray.data.from_items(items)).take_all()
     finally:
         ray.shutdown()
+        cluster.remove_node(node)
     assert len(found) == len(items)
     by_question = {row["question"]: row for row in found}
     for item, answer in zip(items, want, strict=True):
