@@ -110,7 +110,7 @@ class _NoCache:
     def update_recurrent_state(self, recurrent_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return recurrent_states
 
-    def is_recording_past(self, *_: Any) -> bool:
+    def is_recording_past(self, *_: Any, **__: Any) -> bool:
         return False
 
     has_previous_state = is_recording_past
