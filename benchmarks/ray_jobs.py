@@ -29,6 +29,8 @@ from typing import Any
 
 os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="disabled")
 
+from mixed_rows import write_mixed_rows
+
 from moelight.batch.job import run_job
 from moelight.batch.options import JobOptions
 from moelight.batch.progress import JobCounts, Progress
@@ -135,28 +137,9 @@ def driver(scratch: Path, count: int) -> dict[str, Any]:
     }
 
 
-def mixed(path: Path, count: int) -> None:
-    draw = random.Random(3)
-    with path.open("w") as file:
-        for n in range(count):
-            row: dict[str, Any] = {
-                "custom_id": f"row-{n if n % 100 != 99 else 3}",
-                "prompt": f"add {draw.randrange(999)} and {draw.randrange(99)} =",
-                "max_tokens": draw.choice([1, 8, 30, 60]) if n % 17 != 5 else -1,
-                "ignore_eos": True,
-            }
-            if n % 3 == 0:
-                row.update(temperature=1.0, seed=n)
-            if n % 40 == 7:
-                row["n"] = 2
-            if n % 25 == 0:
-                row["messages"] = [{"role": "user", "content": row.pop("prompt")}]
-            file.write("{broken\n" if n % 29 == 11 else json.dumps(row) + "\n")
-
-
 def throughput(scratch: Path, count: int, engines: tuple[int, ...] = (2,), rounds: int = 3) -> dict[str, Any]:
     prompts = scratch / "mixed.jsonl"
-    mixed(prompts, count)
+    write_mixed_rows(prompts, count, max_tokens=(1, 8, 30, 60))
 
     def once(engines: int) -> tuple[float, bytes]:
         output = scratch / f"mixed.{engines}.jsonl"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
 import threading
 import time
@@ -16,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.mixed_rows import write_mixed_rows
 from moelight.batch.job import forecast_job, run_job
 from moelight.batch.options import JobOptions
 from moelight.core.errors import ConfigError
@@ -65,26 +65,6 @@ def _patient(get_node: Any) -> Any:
     return get
 
 
-def write_prompts(path: Path, count: int) -> None:
-    """Rows of all lengths, some that cannot be served, some sampled, some with several answers."""
-    draw = random.Random(3)
-    with path.open("w") as file:
-        for n in range(count):
-            row: dict[str, Any] = {
-                "custom_id": f"row-{n if n % 100 != 99 else 3}",
-                "prompt": f"add {draw.randrange(999)} and {draw.randrange(99)} =",
-                "max_tokens": draw.choice([1, 2, 8, 30]) if n % 17 != 5 else -1,
-                "ignore_eos": True,
-            }
-            if n % 3 == 0:
-                row.update(temperature=1.0, seed=n)
-            if n % 40 == 7:
-                row["n"] = 2
-            if n % 25 == 0:
-                row["messages"] = [{"role": "user", "content": row.pop("prompt")}]
-            file.write("{broken\n" if n % 29 == 11 else json.dumps(row) + "\n")
-
-
 def job(path: Path, output: str, **options: Any) -> JobOptions:
     sampling = SamplingParams(max_tokens=16, seed=0)
     given = {"batch_size": 8, "sampling": sampling, **options}
@@ -99,7 +79,7 @@ def rows(path: Path, output: str) -> list[dict[str, Any]]:
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """300 rows, and ``alone.jsonl`` beside them, which one engine answered."""
     path = tmp_path_factory.mktemp("rows") / "prompts.jsonl"
-    write_prompts(path, 300)
+    write_mixed_rows(path, 300, max_tokens=(1, 2, 8, 30))
     run_job(job(path, "alone.jsonl"))
     return path
 
