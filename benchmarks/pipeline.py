@@ -31,6 +31,7 @@ from make_checkpoint import make_shape
 from pipeline_sections import disk, long, overhead, refill, resident, ring
 from pipeline_sections.setting import Setting
 
+from moelight.core.policy import ACTIVATIONS
 from moelight.runtime.measure import processor_name
 
 SECTIONS = {
@@ -85,7 +86,12 @@ def _arguments() -> argparse.Namespace:
         default=["bf16"],
         help="forms of the big model: bf16, what `moelight convert --experts` takes, types of GGUF files",
     )
+    parser.add_argument(
+        "--disk-activations", nargs="+", choices=ACTIVATIONS, default=["auto"], help="of forms other than bf16"
+    )
     parser.add_argument("--disk-peers", nargs="*", default=disk.PEERS)
+    parser.add_argument("--limit-accelerate", action="store_true", help="hold it to the limit, too, once it has loaded")
+    parser.add_argument("--peer-most-s", type=float, help="end peers that take longer for a batch")
     parser.add_argument("--peer-batches", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--peer-new", type=int, default=5, help="new tokens there for peers, whose steps take long")
     parser.add_argument("--refill-requests", type=int, default=192)
