@@ -79,7 +79,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--disk-batches", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--disk-prompt", type=int, default=32, help="tokens in a prompt of the disk section")
     parser.add_argument("--disk-new", type=int, default=16, help="new tokens there")
-    parser.add_argument("--disk-orders", nargs="+", default=disk.ORDERS, help="the first is held against the others")
+    parser.add_argument(
+        "--disk-orders",
+        nargs="+",
+        default=disk.ORDERS,
+        help="the first is held against the others; planned: the plan's",
+    )
     parser.add_argument(
         "--disk-experts",
         nargs="+",

@@ -27,6 +27,7 @@ from pipeline_sections.direct import direct_rate
 from pipeline_sections.setting import Setting, limits_memory, started, why_absent
 
 ORDERS = ("cgopipe", "flexgen", "flexgen-loop", "serial")
+PLANNED = "planned"  # in place of an order: the plan's own
 PEERS = ("accelerate-grouped_mm", "accelerate-eager", "llamacpp")
 UBATCH = 2048  # most tokens in a step of llama.cpp: each step reads the model once
 PLAN_SLACK = 1.05
@@ -109,7 +110,8 @@ def measured(
     row: dict[str, Any] = {"order": order, "batch": batch}
     alone = replace(work, batches=[batch], prompts=work.prompts[:batch], new_tokens=work.new_tokens[:batch])
     before = direct_rate(files)
-    options = {"host_memory": memory, "batch_size": batch, "schedule": order, "watch": True, **more}
+    fixed = {} if order == PLANNED else {"schedule": order}
+    options = {"host_memory": memory, "batch_size": batch, "watch": True, **fixed, **more}
     with started(f"moelight-{order}", setting, alone, limit=limit, **options) as one:
         if isinstance(one, str):
             return row | {"absent": one}
