@@ -96,6 +96,12 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--disk-peers", nargs="*", default=disk.PEERS)
     parser.add_argument("--limit-accelerate", action="store_true", help="hold it to the limit, too, once it has loaded")
+    parser.add_argument(
+        "--llamacpp-ubatch",
+        type=int,
+        default=2048,
+        help="most tokens in a step of llama.cpp: each reads the model once, and more of them take more memory",
+    )
     parser.add_argument("--peer-most-s", type=float, help="end peers that take longer for a batch")
     parser.add_argument("--peer-batches", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--peer-new", type=int, default=5, help="new tokens there for peers, whose steps take long")

@@ -29,7 +29,6 @@ from pipeline_sections.setting import Setting, limits_memory, started, why_absen
 ORDERS = ("cgopipe", "flexgen", "flexgen-loop", "serial")
 PLANNED = "planned"  # in place of an order: the plan's own
 PEERS = ("accelerate-grouped_mm", "accelerate-eager", "llamacpp")
-UBATCH = 2048  # most tokens in a step of llama.cpp: each step reads the model once
 PLAN_SLACK = 1.05
 CONVERTED = ("int4", "int8", "mxfp4", "fp8")  # other forms are types of GGUF files
 
@@ -148,7 +147,8 @@ def _peer(setting: Setting, work: Work, name: str, limit: int) -> list[dict[str,
     short = _work(setting, setting.options["peer_batches"], setting.options["peer_new"])
     rows: list[dict[str, Any]] = []
     limited = None if name.startswith("accelerate") and not setting.options["limit_accelerate"] else limit
-    with started(name, setting, short, limit=limited, ubatch=UBATCH) as one:
+    llamacpp = {"ubatch": setting.options["llamacpp_ubatch"], "unified": True}
+    with started(name, setting, short, limit=limited, **llamacpp) as one:
         if isinstance(one, str):
             return [{"peer": name, "absent": one}]
         for batch in short.batches:
