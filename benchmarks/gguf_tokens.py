@@ -49,7 +49,7 @@ def main() -> None:
     llamacpp = llamacpp_of(args)
     with tempfile.TemporaryDirectory(dir=args.scratch) as temporary:
         place = args.scratch or Path(temporary)
-        models = args.models or [*trained(place), make_shape(RANDOM, place)]
+        models = args.models or [*_trained(place), make_shape(RANDOM, place)]
         files = [(model, kind) for model in models for kind in args.kinds]
         forms = [(dtype, activations) for dtype in args.dtypes for activations in args.activations]
         rows = [_compare(args, llamacpp, *file, *form, Path(temporary)) for file in files for form in forms]
@@ -71,7 +71,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def trained(place: Path) -> list[Path]:
+def _trained(place: Path) -> list[Path]:
     """The trained models with rows of whole blocks."""
     made = []
     for name, source in TRAINED.items():
