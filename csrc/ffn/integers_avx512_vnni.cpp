@@ -1,22 +1,3 @@
-#include "integers_avx512.h"
+#include "integers_avx512_vnni.h"
 
-namespace moelight {
-namespace {
-
-struct VnniIntegers : Avx512Integers {
-  // In assembly, because gcc 12 keeps sums of the intrinsic in memory.
-  static V dot(V sum, V codes, V four) {
-    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(four));
-    return sum;
-  }
-  static V words(V sum, V x, V y) {
-    asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y));
-    return sum;
-  }
-};
-
-}  // namespace
-
-Kernel integers_avx512_vnni(DType x) { return integer_kernel_for<VnniIntegers>(x); }
-
-}  // namespace moelight
+moelight::Kernel moelight::integers_avx512_vnni(DType x) { return integer_kernel_for<VnniIntegers>(x); }
