@@ -105,6 +105,22 @@ bool products_run(Bf16Products how) {
   return true;
 }
 
+bool int8_runs(Int8Products how, Isa isa) {
+  const Features& f = features();
+  static const bool tiles = f.avx512_vnni && f.amx_tile && f.amx_int8 && tiles_permitted();
+  switch (how) {
+    case Int8Products::kDots:
+      return isa == Isa::kAvx512 ? f.avx512_vnni : isa == Isa::kAvx2 && f.avx_vnni;
+    case Int8Products::kTiles:
+      return isa == Isa::kAvx512 && tiles;
+    case Int8Products::kEmulated:
+      return isa == Isa::kAvx512 && f.avx512_vnni;
+    case Int8Products::kWide:
+      break;
+  }
+  return true;
+}
+
 }  // namespace
 
 const char* isa_name(Isa isa) {
@@ -194,17 +210,19 @@ bool force_bf16_products(Bf16Products how) {
 void unforce_bf16_products() { forced_products.store(kNotForced, std::memory_order_relaxed); }
 
 Int8Products int8_products() {
-  const Features& f = features();
   const Isa isa = active_isa();
-  const bool dots = isa == Isa::kAvx512 ? f.avx512_vnni : isa == Isa::kAvx2 && f.avx_vnni;
   const int choice = forced_int8.load(std::memory_order_relaxed);
-  return dots && choice != static_cast<int>(Int8Products::kWide) ? Int8Products::kDots : Int8Products::kWide;
+  if (choice != kNotForced && int8_runs(static_cast<Int8Products>(choice), isa))
+    return static_cast<Int8Products>(choice);
+  for (const auto how : {Int8Products::kTiles, Int8Products::kDots})
+    if (int8_runs(how, isa)) return how;
+  return Int8Products::kWide;
 }
 
 bool force_int8_products(Int8Products how) {
-  const Features& f = features();
-  const bool dots = (isa_runs(Isa::kAvx512) && f.avx512_vnni) || (isa_runs(Isa::kAvx2) && f.avx_vnni);
-  if (how == Int8Products::kDots && !dots) return false;
+  const bool runs =
+      (isa_runs(Isa::kAvx512) && int8_runs(how, Isa::kAvx512)) || (isa_runs(Isa::kAvx2) && int8_runs(how, Isa::kAvx2));
+  if (how != Int8Products::kWide && !runs) return false;
   forced_int8.store(static_cast<int>(how), std::memory_order_relaxed);
   return true;
 }

@@ -39,16 +39,16 @@ void set_bf16_products(const std::string& name) {
   refuse("name", "must be auto, wide, pairs, tiles, emulated or halves, is '" + name + "'");
 }
 
-constexpr const char* kInt8Products[] = {"wide", "dots"};
+constexpr const char* kInt8Products[] = {"wide", "dots", "tiles", "emulated"};
 
 void set_int8_products(const std::string& name) {
   if (name == "auto") return unforce_int8_products();
-  for (int how = 0; how < 2; ++how) {
+  for (int how = 0; how < 4; ++how) {
     if (name != kInt8Products[how]) continue;
     if (!force_int8_products(static_cast<Int8Products>(how))) refuse("name", name + " do not run on this processor");
     return;
   }
-  refuse("name", "must be auto, wide or dots, is '" + name + "'");
+  refuse("name", "must be auto, wide, dots, tiles or emulated, is '" + name + "'");
 }
 
 nb::dict cpu_features() {

@@ -187,5 +187,7 @@ Kernel integers_avx2(DType x);
 Kernel integers_avx_vnni(DType x);
 Kernel integers_avx512(DType x);
 Kernel integers_avx512_vnni(DType x);
+Kernel integers_amx(DType x);
+Kernel integers_emulated(DType x);  // of integers_amx, for processors with AVX512_VNNI but without tiles
 
 }  // namespace moelight

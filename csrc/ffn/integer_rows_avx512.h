@@ -14,7 +14,7 @@
 //   floats(k, left)   scales of the stage's groups of four rows, of which `left` are there
 #pragma once
 
-#include "integers_avx512.h"
+#include "integers_avx512_vnni.h"
 
 namespace moelight {
 namespace {
@@ -26,15 +26,6 @@ constexpr int64_t kStageGroups = 4;
 constexpr int64_t kGroupedTokens = 2, kPartedTokens = 4;
 constexpr int64_t kStoredLead = 8 << 10;  // bytes ahead that memory is asked for
 constexpr int64_t kLinesRoom = 28 << 10;  // of tokens
-
-inline __m512i dot_bytes(__m512i sum, __m512i codes, __m512i numbers) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "vm"(numbers));
-  return sum;
-}
-inline __m512i dot_words(__m512i sum, __m512i x, __m512i y) {
-  asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y));
-  return sum;
-}
 
 // The sums of each quarter of four vectors, those of a quarter beside each other.
 inline __m512i across_quarters(__m512i a, __m512i b, __m512i c, __m512i d) {

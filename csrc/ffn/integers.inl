@@ -10,13 +10,15 @@
 //
 // Codes of kPanelRows rows and kPanelColumns columns are spread in the first-level cache (quantized/integers.h); every
 // tile of tokens passes by, a lane a row, four columns at a time. Where L::kStored says so, few tokens meet the codes
-// as they are stored instead.
+// as they are stored instead. Where a processor has tiles (tiles/integers.h), they sum the products of each part for
+// kTileTokens tokens first: sums of whole numbers are exact in any order.
 #pragma once
 
 #include <cmath>
 
 #include "finish.h"
 #include "quantized/integers.h"
+#include "tiles/integers.h"
 
 namespace moelight {
 namespace {
@@ -100,19 +102,32 @@ inline int32_t round_plainly(const float* from, int64_t size, float factor, bool
   return sum;
 }
 
-// What a tile is: all rows of a panel times kCount tokens.
-template <class L, int kCount>
+// Of a processor without tiles.
+struct NoTiles {
+  static constexpr bool kGiven = false;
+};
+
+constexpr int64_t kTileTokens = 16;
+
+// What tiles sum: of every part of a panel the products of its rows with kTileTokens tokens.
+struct PartSums {
+  alignas(64) int32_t of[kPanelParts][kTileTokens][kPanelRows];
+};
+
+// What a tile is: all rows of a panel times kCount tokens. kSummed: the products of each part are summed already.
+template <class L, int kCount, bool kSummed>
 struct Tile {
   using S = typename L::Simd;
   static constexpr int kVectors = L::kVectors;
   static constexpr int64_t kLanes = S::kWidth;
   // Sums of whole numbers in parts, so that few tokens do not wait for one product after the other.
-  static constexpr int kMore = L::kTokens < 4 || kCount > 3 ? 0 : kCount == 1 ? 3 : 1;
+  static constexpr int kMore = kSummed || L::kTokens < 4 || kCount > 3 ? 0 : kCount == 1 ? 3 : 1;
   using Sums = typename L::V[kCount][kVectors];
 
   const char* x;
   int64_t x_bytes;
-  const uint8_t* codes;  // of the next four columns
+  const uint8_t* codes;   // of the next four columns
+  const int32_t* summed;  // of the next part, [kTileTokens][kPanelRows]
 
   template <class F>
   static inline __attribute__((always_inline)) void each(F&& body) {
@@ -135,8 +150,13 @@ struct Tile {
     codes += 4 * kPanelRows;
   }
 
-  // sum += codes times numbers, of `count` columns from k on.
+  // sum += codes times numbers, of `count` columns from k on: those of the next part.
   inline __attribute__((always_inline)) void add(int64_t k, int64_t count, Sums& sum) {
+    if constexpr (kSummed) {
+      each([&](int c, int v) { sum[c][v] = L::add(sum[c][v], L::load(summed + c * kPanelRows + v * kLanes)); });
+      summed += kTileTokens * kPanelRows;
+      return;
+    }
     const char* numbers = x + k;
     const char* const end = numbers + count;
     if constexpr (kMore > 0) {
@@ -154,16 +174,16 @@ struct Tile {
   }
 };
 
-template <class L, bool kParted, int kCount>
+template <class L, bool kParted, int kCount, bool kSummed = false>
 void panel_tile(const IntegerForm& form, const IntegerTokens& layout, const Panel& panel, int64_t first, int64_t size,
-                const char* x, int64_t x_bytes, float* sums) {
-  using T = Tile<L, kCount>;
+                const char* x, int64_t x_bytes, float* sums, const int32_t* summed = nullptr) {
+  using T = Tile<L, kCount, kSummed>;
   using S = typename L::Simd;
   constexpr int64_t kLanes = S::kWidth;
   const auto at = [&](int c, int64_t offset) { return x + c * x_bytes + offset; };
   for (int64_t row = 0; row < kPanelRows; row += T::kVectors * kLanes) {
     const auto of_rows = [&](const auto* line, int v) { return line + row + v * kLanes; };
-    T tile = {x + first, x_bytes, panel.codes + 4 * row};
+    T tile = {x + first, x_bytes, panel.codes + 4 * row, kSummed ? summed + row : nullptr};
     for (int64_t k = 0, g = 0; k < size; k += form.group, ++g) {
       const int64_t group = first / form.group + g;
       typename S::V value[kCount][T::kVectors];
@@ -224,7 +244,20 @@ void panel_tile_of(int64_t count, const IntegerForm& form, const IntegerTokens& 
     panel_tile_of<L, kParted, kCount - 1>(count, form, layout, panel, first, size, x, x_bytes, sums);
 }
 
-template <class L>
+// As panel_tile, of kTileTokens tokens.
+template <class L, class T>
+void panel_in_tiles(const IntegerForm& form, const IntegerTokens& layout, const Panel& panel, int64_t first,
+                    int64_t size, const char* x, int64_t x_bytes, float* sums, PartSums& parts) {
+  constexpr int kCount = 4;
+  for (int64_t k = 0, part = 0; k < size; k += form.part, ++part)
+    multiply_part<T>(x + first + k, x_bytes, panel.codes + k * kPanelRows, std::min(form.part, size - k),
+                     parts.of[part][0]);
+  const auto tile = form.parted() ? panel_tile<L, true, kCount, true> : panel_tile<L, false, kCount, true>;
+  for (int64_t t = 0; t < kTileTokens; t += kCount)
+    tile(form, layout, panel, first, size, x + t * x_bytes, x_bytes, sums + t * kUnitRows, parts.of[0][t]);
+}
+
+template <class L, class T = NoTiles>
 void multiply_integers(const Product& p, void* scratch, float* sums) {
   auto& panel = *static_cast<Panel*>(scratch);
   const Quantized& q = *p.quantized;
@@ -232,7 +265,10 @@ void multiply_integers(const Product& p, void* scratch, float* sums) {
   const IntegerTokens layout(form, p.depth);
   if constexpr (L::kStored != nullptr)
     if (L::kStored(p, form, layout, static_cast<char*>(scratch), sums)) return;
-  const int64_t tiles = (p.tokens + L::kTokens - 1) / L::kTokens;
+  const int64_t tiled = T::kGiven ? p.tokens / kTileTokens * kTileTokens : 0;
+  const int64_t rest = p.tokens - tiled, tiles = (rest + L::kTokens - 1) / L::kTokens;
+  if constexpr (T::kGiven)
+    if (tiled > 0) T::enter();
   for (int64_t row = 0; row < p.rows; row += kPanelRows) {
     const int64_t rows = std::min(kPanelRows, p.rows - row);
     Fetched fetched = {nullptr};
@@ -240,8 +276,14 @@ void multiply_integers(const Product& p, void* scratch, float* sums) {
     for (int64_t first = 0; first < p.depth; first += kPanelColumns) {
       const int64_t size = std::min(kPanelColumns, p.depth - first);
       L::fill(q, form, p.first_row + row, rows, first, size, fetched, panel);
-      for (int64_t i = 0, begin = 0; i < tiles; ++i) {
-        const int64_t end = p.tokens * (i + 1) / tiles;
+      if constexpr (T::kGiven) {
+        auto& parts = *reinterpret_cast<PartSums*>(&panel + 1);
+        for (int64_t t = 0; t < tiled; t += kTileTokens)
+          panel_in_tiles<L, T>(form, layout, panel, first, size, p.x + t * p.x_bytes, p.x_bytes,
+                               sums + t * kUnitRows + row, parts);
+      }
+      for (int64_t i = 0, begin = tiled; i < tiles; ++i) {
+        const int64_t end = tiled + rest * (i + 1) / tiles;
         const auto tile = form.parted() ? panel_tile_of<L, true, L::kTokens> : panel_tile_of<L, false, L::kTokens>;
         tile(end - begin, form, layout, panel, first, size, p.x + begin * p.x_bytes, p.x_bytes,
              sums + begin * kUnitRows + row);
@@ -249,6 +291,8 @@ void multiply_integers(const Product& p, void* scratch, float* sums) {
       }
     }
   }
+  if constexpr (T::kGiven)
+    if (tiled > 0) T::leave();
 }
 
 template <class L, class X>
@@ -281,6 +325,18 @@ Kernel integer_kernel_for(DType x) {
       break;
   }
   return integer_kernel<L, float>();
+}
+
+// That of `few`, with the products of at least kTileTokens tokens in tiles.
+template <class L, class T, Kernel (*few)(DType)>
+Kernel tiled_kernel_for(DType x) {
+  Kernel kernel = few(x);
+  kernel.scratch_bytes = std::max<int64_t>(kernel.scratch_bytes, sizeof(Panel) + sizeof(PartSums));
+  kernel.multiply = [](const Product& p, void* scratch, float* sums) {
+    if (p.tokens < kTileTokens) return few(DType::kFloat32).multiply(p, scratch, sums);
+    multiply_integers<L, T>(p, scratch, sums);
+  };
+  return kernel;
 }
 
 }  // namespace

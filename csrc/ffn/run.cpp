@@ -34,15 +34,18 @@ constexpr int64_t kSmallBytes = 128 << 10, kSmallProducts = 1 << 20;
 
 Kernel integer_kernel(DType x) {
 #if defined(__x86_64__)
-  const bool dots = int8_products() == Int8Products::kDots;
-  switch (active_isa()) {
-    case Isa::kAvx512:
-      return dots ? integers_avx512_vnni(x) : integers_avx512(x);
-    case Isa::kAvx2:
-      return dots ? integers_avx_vnni(x) : integers_avx2(x);
-    case Isa::kScalar:
+  switch (int8_products()) {
+    case Int8Products::kDots:
+      return active_isa() == Isa::kAvx512 ? integers_avx512_vnni(x) : integers_avx_vnni(x);
+    case Int8Products::kTiles:
+      return integers_amx(x);
+    case Int8Products::kEmulated:
+      return integers_emulated(x);
+    case Int8Products::kWide:
       break;
   }
+  if (active_isa() == Isa::kAvx512) return integers_avx512(x);
+  if (active_isa() == Isa::kAvx2) return integers_avx2(x);
 #endif
   return integers_scalar(x);
 }

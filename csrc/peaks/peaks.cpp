@@ -73,8 +73,11 @@ ProductUnit unit_for([[maybe_unused]] ProductType product) {
     if (bf16_products() == Bf16Products::kTiles) return product_amx();
     if (bf16_products() == Bf16Products::kPairs) return product_avx512_bf16();
   }
-  if (product == ProductType::kInt8 && int8_products() == Int8Products::kDots)
-    return active_isa() == Isa::kAvx512 ? product_avx512_vnni() : product_avx_vnni();
+  if (product == ProductType::kInt8) {
+    if (int8_products() == Int8Products::kTiles) return product_amx_int8();
+    if (int8_products() == Int8Products::kDots)
+      return active_isa() == Isa::kAvx512 ? product_avx512_vnni() : product_avx_vnni();
+  }
   if (active_isa() == Isa::kAvx512) return product_avx512();
   if (active_isa() == Isa::kAvx2) return product_avx2();
 #endif

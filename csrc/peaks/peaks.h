@@ -13,8 +13,8 @@ enum class ProductType : int { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
 uint64_t read_peak(const char* bytes, int64_t count, int threads);
 
 // Multiplies in registers alone for a while: `rounds` rounds on each of `threads` threads, with the instruction set in
-// force; bfloat16 in tiles or pairs, and int8 four at a time, where the processor has them, else in float32. Returns
-// the flop done.
+// force; bfloat16 in tiles or pairs, and int8 in tiles or four at a time, where the processor has them, else in
+// float32. Returns the flop done.
 double product_peak(ProductType product, int64_t rounds, int threads);
 
 // One instruction set's unit: a round is kChains x kPerRound products that do not wait for each other.
@@ -28,6 +28,7 @@ ProductUnit product_avx2();
 ProductUnit product_avx512();
 ProductUnit product_avx512_bf16();
 ProductUnit product_amx();
+ProductUnit product_amx_int8();
 ProductUnit product_avx_vnni();
 ProductUnit product_avx512_vnni();
 

@@ -51,7 +51,7 @@ def bf16_products() -> str | None:
 
 
 def int8_products() -> str | None:
-    """Form of products of int8 activations (`wide`, `dots`); None without the extension."""
+    """Form of products of int8 activations (`wide`, `dots`, `tiles`); None without the extension."""
     native = extension()
     return None if native is None else str(native.int8_products())
 
@@ -128,6 +128,6 @@ def serving() -> list[Serving]:
 def _int8_reason() -> str:
     if not available():
         return f"{reason()}; `generate` refuses --activations int8"
-    instructions = "AVX512_VNNI" if isa() == "avx512" else "AVX_VNNI"
-    by = f"four products at a time ({instructions})" if int8_products() == "dots" else "products of words"
-    return f"{reason()}; {by}"
+    dots = f"four products at a time ({'AVX512_VNNI' if isa() == 'avx512' else 'AVX_VNNI'})"
+    by = {"wide": "products of words", "dots": dots, "tiles": "tiles (AMX), with few tokens " + dots}
+    return f"{reason()}; {by.get(int8_products() or '', 'emulated tiles')}"

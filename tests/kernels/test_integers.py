@@ -27,17 +27,33 @@ FORMS = {
     "packed int8 by rows": packed(bits=8, group=0),
 }
 NARROW = {f"{isa} without dot products": isa for isa in ISAS if isa != "scalar"}
+PRODUCTS = {"avx512 in dot products": "dots", "avx512 with emulated tiles": "emulated", "avx512 with tiles": "tiles"}
 
 
-@pytest.fixture(params=[*ISAS, *NARROW, "torch"])
+def _runs(products: str) -> bool:
+    """True if the processor multiplies so, but not by itself."""
+    if "avx512" not in ISAS or products == native.int8_products():
+        return False
+    try:
+        native.extension().set_int8_products(products)
+    except ValueError:
+        return False
+    native.extension().set_int8_products("auto")
+    return True
+
+
+FORCED = dict.fromkeys(NARROW, "wide") | {name: products for name, products in PRODUCTS.items() if _runs(products)}
+
+
+@pytest.fixture(params=[*ISAS, *FORCED, "torch"])
 def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Serves; the two ways to multiply are one where a processor has no dot products of int8."""
     name = request.param
-    if name in NARROW:
-        native.extension().set_int8_products("wide")
-    with serving(NARROW.get(name, name), monkeypatch):
+    if name in FORCED:
+        native.extension().set_int8_products(FORCED[name])
+    with serving("avx512" if name in PRODUCTS else NARROW.get(name, name), monkeypatch):
         yield name
-    if name in NARROW:
+    if name in FORCED:
         native.extension().set_int8_products("auto")
 
 
@@ -55,7 +71,7 @@ def product(x: Tensor, weight: QuantizedMatrix, threads: int = 1, **options: Any
 def test_products_are_those_of_whole_numbers(name: str, server: str) -> None:
     for rows, columns in ((67, 300), (33, 1500)):
         weight = matrix(FORMS[name], *sizes(name, rows, columns))
-        x = generator(1)(15, weight.columns)
+        x = generator(1)(37, weight.columns)
         wanted = integer_product(x, weight)
         same_bits(product(x, weight), wanted)
         for dtype in (torch.bfloat16, torch.float16):
@@ -195,10 +211,11 @@ def test_int8_products_are_forced_by_name() -> None:
     if extension is None:
         assert native.int8_products() is None
         return
-    with pytest.raises(ValueError, match="must be auto, wide or dots"):
-        extension.set_int8_products("tiles")
+    with pytest.raises(ValueError, match="must be auto, wide, dots, tiles or emulated"):
+        extension.set_int8_products("narrow")
     extension.set_int8_products("wide")
     assert native.int8_products() == "wide"
     extension.set_int8_products("auto")
     features = native.cpu_features()
-    assert native.int8_products() == ("dots" if features["avx512_vnni"] or features["avx_vnni"] else "wide")
+    best = "dots" if features["avx512_vnni"] or features["avx_vnni"] else "wide"
+    assert native.int8_products() == ("tiles" if features["avx512_vnni"] and features["amx_int8"] else best)

@@ -41,10 +41,11 @@ Bf16Products bf16_products();
 bool force_bf16_products(Bf16Products how);
 void unforce_bf16_products();
 
-// How int8 is multiplied under kAvx2 and kAvx512: as words, or four at a time (AVX_VNNI, AVX512_VNNI).
-enum class Int8Products : int { kWide = 0, kDots = 1 };
+// How int8 is multiplied: as words, four at a time (AVX_VNNI, AVX512_VNNI), or under kAvx512 many tokens in tiles (AMX)
+// or in emulated tiles, which let any processor with AVX512_VNNI test what is written for tiles.
+enum class Int8Products : int { kWide = 0, kDots = 1, kTiles = 2, kEmulated = 3 };
 
-// The way in force: the best that runs under the active set, unless force_int8_products chose another.
+// The way in force: the best that runs under the active set, unless force_int8_products chose another that runs there.
 Int8Products int8_products();
 
 // Chooses for the whole process. False, and no change, when `how` does not run here.
