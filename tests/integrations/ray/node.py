@@ -16,7 +16,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-NODE = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_log_monitor": False}
+NODE = {
+    "num_cpus": 1,
+    "object_store_memory": 80 << 20,
+    "include_log_monitor": False,
+    "dashboard_agent_listen_port": 0,  # for its own one, which another cluster may have, Ray tries three seconds
+}
 HEAD = {"include_dashboard": False, "no_monitor": True}
 
 
@@ -48,11 +53,9 @@ def main(role: str, where: str, folder: str = "") -> None:
     given: dict[str, Any] = {"gcs_address": where, "redis_address": where, "node_manager_port": 0}
     if role == "head":
         given = {**HEAD, "gcs_server_port": int(where), "temp_dir": folder}
-    any_port = dict.fromkeys(("min_worker_port", "max_worker_port", "dashboard_agent_listen_port"), 0)
+    given |= {**NODE, "min_worker_port": 0, "max_worker_port": 0}
     with patience():
-        node = Node(
-            RayParams(**NODE, **given, **any_port), head=role == "head", shutdown_at_exit=False, spawn_reaper=True
-        )
+        node = Node(RayParams(**given), head=role == "head", shutdown_at_exit=False, spawn_reaper=True)
     print(node.gcs_address, flush=True)
     signal.pause()
 
