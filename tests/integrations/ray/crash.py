@@ -1,6 +1,6 @@
 """Jobs on a Ray cluster whose parts are killed again and again: in the end the rows are those of one engine.
 
-    python tests/integrations/ray/crash.py [--kills 40] [--jobs 10] [--seed 1] [--scratch DIR] [--out FILE.json]
+    python tests/integrations/ray/crash.py [--kills 40] [--jobs 10] [--first 0] [--seed 1] [--out FILE.json]
 
 A cluster of two nodes of one core each in this machine, and the command line as users run it. What is killed, at random
 moments, with SIGKILL:
@@ -232,16 +232,17 @@ def main() -> None:
     write_prompts(prompts)
     subprocess.run(command(prompts, output), env=_ENVIRONMENT, check=False, capture_output=True)
     alone = output.read_bytes().splitlines()
-    nodes, kills, jobs = Nodes(scratch), Counter[str](), 0
+    nodes, kills, jobs = Nodes(scratch), Counter[str](), args.first
+    many = -(-args.kills // args.jobs)
     began_s = time.monotonic()
     try:
-        while jobs < args.jobs or kills.total() < args.kills:
+        while jobs < args.jobs or kills.total() < args.kills - many * args.first:
             poisoned = jobs >= (args.jobs + 1) // 2
             if poisoned and nodes.fault is None:
                 nodes.stop()
                 nodes.fault = f"row_{POISON}:1:kill"
             nodes.start()
-            seed, many = args.seed * 1000 + jobs, -(-args.kills // args.jobs)
+            seed = args.seed * 1000 + jobs
             draw, output = random.Random(seed), scratch / f"{seed}.jsonl"
             kinds = [draw.choice(KINDS[poisoned:]) for _ in range(many)]
             while kinds.count("actor") > MOST_DEATHS - 1:
@@ -259,8 +260,8 @@ def main() -> None:
         nodes.close()
     shutil.rmtree(scratch)
     found = {
-        "jobs": jobs,
-        "poisoned_jobs": jobs - (args.jobs + 1) // 2,
+        "jobs": jobs - args.first,
+        "poisoned_jobs": jobs - max(args.first, (args.jobs + 1) // 2),
         "kills": kills.total(),
         "by": dict(kills),
         "all rows equal": True,
@@ -276,6 +277,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--jobs", type=int, default=10)
+    parser.add_argument("--first", type=int, default=0, help="begin with this job; after a failure")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--scratch", type=Path, help="a directory on a disk")
     parser.add_argument("--out", type=Path, help="write the figures there too")
