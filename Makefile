@@ -12,7 +12,7 @@ INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt $(CSRC)
 # Byte code is written once, not compiled anew in each of the hundreds of processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test thorough large transformers families test-crash coverage sanitize gpu wheels shown docs check format size clean
+.PHONY: help demo test thorough large transformers families test-crash test-crash-ray coverage sanitize gpu wheels shown docs check format size clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -73,6 +73,9 @@ families: $(STAMP)  ## measure what the table of families says, ARGS: of some; w
 
 test-crash: $(STAMP)  ## kill jobs 60 times at random moments and compare their output
 	$(BIN)/python tests/batch/crash.py $(ARGS)
+
+test-crash-ray: $(STAMP)  ## kill engines, nodes, drivers and the head of a Ray cluster 40 times, and compare the output
+	$(BIN)/python tests/integrations/ray/crash.py $(ARGS)
 
 # An extension of its own, which stands in for the usual one in this run only. The first report ends the run.
 SANITIZE := build/sanitize

@@ -1,11 +1,11 @@
 """Jobs on a Ray cluster in this machine: what the driver bears, and what a cluster costs beside one engine.
 
-    python benchmarks/ray_jobs.py [--sections driver throughput simulator] [--rows 1000000] [--scratch DIR]
+    python benchmarks/ray_jobs.py [--sections driver throughput simulator] [--rows 1000000] [--model DIR]
 
 driver      one engine that returns every row at once: rows a second through the driver and its journal, its memory, and
-            the seconds until a half-done job of as many rows leases the first row again
-throughput  5,000 mixed rows by one engine on all cores, and by engines of one core each, in turns: rows equal, tokens
-            per second
+            the seconds from the start of a half-done job of as many rows to its first new row
+throughput  5,000 mixed rows by one engine on all cores, and by two and three that share them, in turns: rows equal,
+            tokens per second
 simulator   engines whose passes sleep, one, two and three: measured efficiency beside the simulated one
 
 Ends with one JSON line.
@@ -34,7 +34,7 @@ from mixed_rows import write_mixed_rows
 from moelight.batch.job import run_job
 from moelight.batch.options import JobOptions
 from moelight.batch.progress import JobCounts, Progress
-from moelight.core.request import SamplingParams
+from moelight.core.request import Completion, SamplingParams
 from moelight.integrations.ray.cluster import ClusterOptions
 from moelight.integrations.ray.job import answer_on
 from moelight.integrations.ray.simulation import ClusterSimulation, SimulatedCluster
@@ -91,18 +91,21 @@ class Watch(Progress):
 
     def __init__(self, stop_at: int | None = None) -> None:
         self.memory: list[tuple[int, int]] = []
-        self.first_s = 0.0
+        self.first_s = self.first_row_s = 0.0
         self._stop_at = stop_at
 
     def planned(self, why: str) -> None:  # noqa: ARG002
         self.first_s = time.monotonic()
         self.memory.append((0, rss_bytes()))
 
+    def completion(self, completion: Completion, *, room: int, latency_s: float | None = None) -> None:  # noqa: ARG002
+        self.first_row_s = self.first_row_s or time.monotonic()
+
     def counts(self, counts: JobCounts) -> None:
         self.memory.append((counts.done, rss_bytes()))
         if self._stop_at is not None and counts.done >= self._stop_at:
             self._stop_at = None
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def driver(scratch: Path, count: int) -> dict[str, Any]:
@@ -132,12 +135,13 @@ def driver(scratch: Path, count: int) -> dict[str, Any]:
         "rows_per_s": round(min(rows_per_s)),
         "rows_per_s_of_both_halves": [round(each) for each in rows_per_s],
         "start_and_scan_s": round(scan_s, 1),
-        "resume_s": round(second.first_s - again_s, 1),
+        "resume_s": round(second.first_row_s - again_s, 1),
+        "resume_s_to_the_engine": round(second.first_s - again_s, 1),
         "memory_MiB": {"first": memory[0] >> 20, "most": max(memory) >> 20},
     }
 
 
-def throughput(scratch: Path, count: int, engines: tuple[int, ...] = (2,), rounds: int = 3) -> dict[str, Any]:
+def throughput(scratch: Path, count: int, *, model: str, rounds: int, engines: Sequence[int]) -> dict[str, Any]:
     prompts = scratch / "mixed.jsonl"
     write_mixed_rows(prompts, count, max_tokens=(1, 8, 30, 60))
 
@@ -146,7 +150,11 @@ def throughput(scratch: Path, count: int, engines: tuple[int, ...] = (2,), round
         for each in scratch.glob(f"mixed.{engines}.*"):
             each.unlink()
         options = JobOptions(
-            prompts=prompts, output=output, batch_size=64, sampling=SamplingParams(max_tokens=16, seed=0)
+            prompts=prompts,
+            output=output,
+            model=model,
+            batch_size=64,
+            sampling=SamplingParams(max_tokens=16, seed=0),
         )
         answer = answer_on(ClusterOptions(address="local", engines=engines)) if engines else None
         result = run_job(options, answer=answer)
@@ -163,6 +171,7 @@ def throughput(scratch: Path, count: int, engines: tuple[int, ...] = (2,), round
     alone = statistics.median(speeds[0])
     return {
         "rows": count,
+        "model": Path(model).name,
         "equal": all(rows[each] == rows[0] for each in engines),
         "tokens_per_s_alone": [round(each) for each in speeds[0]],
         **{
@@ -176,12 +185,16 @@ def throughput(scratch: Path, count: int, engines: tuple[int, ...] = (2,), round
 
 
 class SleepingWorker(EngineWorker):
-    """Answers as an engine whose passes take a tenth of a second whatever is in them, and rows ten passes."""
+    """Answers as an engine whose passes take a twentieth of a second whatever is in them, and rows ten passes: engines
+    have a rate of their own, whatever cores there are. All begin at ``begin_s`` of the machine's clock."""
 
     BATCH, PASS_S, PASSES = 32, 0.05, 10
+    begin_s = 0.0
 
     def load(self) -> EnginePlan:
         import threading
+
+        time.sleep(max(0.0, self.begin_s - time.monotonic()))
 
         self._done: list[int] = []
         self._running: dict[int, int] = {}
@@ -239,8 +252,8 @@ def simulator(scratch: Path, count: int = 2000) -> dict[str, Any]:
         output = scratch / f"sleep.{engines}.jsonl"
         options = JobOptions(prompts=prompts, output=output, sampling=SamplingParams(max_tokens=10, seed=0))
         answer = answer_on(ClusterOptions(address="local", engines=engines), worker=kind)
-        watch = Watch()
-        result = run_job(options, answer=answer, progress=watch)
+        kind.begin_s = time.monotonic() + 12.0  # all engines are there by then
+        result = run_job(options, answer=answer)
         assert result.state == "done"
         assert result.stats is not None
         ideal_s = count * kind.PASSES * kind.PASS_S / kind.BATCH / engines
@@ -254,9 +267,11 @@ def simulator(scratch: Path, count: int = 2000) -> dict[str, Any]:
                 jitter=0.0,
             )
         ).run()
+        measured = ideal_s / result.stats.wall_s
         found[engines] = {
-            "measured": round(ideal_s / result.stats.wall_s, 4),
+            "measured": round(measured, 4),
             "simulated": round(simulated.efficiency, 4),
+            "off_by": round(simulated.efficiency / measured - 1, 4),
         }
     return {f"{engines}_engines": each for engines, each in found.items()}
 
@@ -267,12 +282,17 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--mixed-rows", type=int, default=5000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--engines", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--model", default="demo", help="of the throughput")
     parser.add_argument("--scratch", type=Path)
+    parser.add_argument("--out", type=Path, help="write the figures there too")
     args = parser.parse_args()
     scratch = Path(tempfile.mkdtemp(dir=args.scratch, prefix="ray-jobs-"))
     sections: dict[str, Callable[[], dict[str, Any]]] = {
         "driver": lambda: driver(scratch, args.rows),
-        "throughput": lambda: throughput(scratch, args.mixed_rows, rounds=args.rounds),
+        "throughput": lambda: throughput(
+            scratch, args.mixed_rows, model=args.model, rounds=args.rounds, engines=args.engines
+        ),
         "simulator": lambda: simulator(scratch),
     }
     found = {}
@@ -280,6 +300,8 @@ def main() -> None:
         found[name] = sections[name]()
         print(f"{name}: {found[name]}", flush=True)
     shutil.rmtree(scratch)
+    if args.out is not None:
+        args.out.write_text(json.dumps(found, indent=2) + "\n")
     print(json.dumps(found))
 
 

@@ -4,8 +4,8 @@
 
 The driver's seconds for an exchange and for a row are those that `ray_jobs.py --sections driver` measured. Tables:
 
-    nodes    rows a node are the same: 10^6 to 10^9 rows in all, with failures and slow nodes
-    ahead    efficiency by `LeaseSizes.ahead_s`, with the rows that a failure costs
+    nodes    10^6 to 10^9 rows, as many for each node, with failures and slow nodes: efficiency, and the driver's share
+    leases   fast nodes that fail every hour, by `LeaseSizes.ahead_s` and by `LeaseSizes.least_s`
     sync     the interval of commits that costs least, by failures of the driver (Young's formula)
 
 Ends with one JSON line.
@@ -26,20 +26,21 @@ from moelight.integrations.ray.simulation import ClusterSimulation, SimulatedClu
 NODE = SimulatedCluster(
     nodes=1, rows=1, batch_rows=512, row_s=128.0, row_tokens=256.0, slow_share=0.05, failures_per_hour=0.02, load_s=60.0
 )  # four rows a second: a node with one GPU that streams a large model
-ROWS_A_NODE = 250_000
+JOBS = ((4, 250_000), (16, 250_000), (4, 1000))  # rows a second of a node, and rows for each
 COMMIT_S = 0.02
 
 
 def by_nodes(nodes: list[int]) -> list[dict[str, Any]]:
     found = []
     for count in nodes:
-        for each_rows in (ROWS_A_NODE, 1000):
-            rows = max(count * each_rows, 1000)
-            run = ClusterSimulation(replace(NODE, nodes=count, rows=rows)).run()
+        for speed, each in JOBS:
+            node = replace(NODE, row_s=NODE.batch_rows / speed)
+            run = ClusterSimulation(replace(node, nodes=count, rows=count * each)).run()
             found.append(
                 {
                     "nodes": count,
-                    "rows": rows,
+                    "rows_per_s": speed,
+                    "rows_each": each,
                     "hours": round(run.seconds / 3600, 2),
                     "efficiency": round(run.efficiency, 3),
                     "driver_share": round(run.driver_share, 3),
@@ -51,14 +52,25 @@ def by_nodes(nodes: list[int]) -> list[dict[str, Any]]:
     return found
 
 
-def by_ahead(nodes: int) -> list[dict[str, Any]]:
+def by_leases(nodes: int = 256) -> list[dict[str, Any]]:
+    """32 rows a second of each node, in passes of 32: what an engine holds beyond its passes is what it does between
+    two exchanges."""
+    node = replace(NODE, nodes=nodes, rows=nodes * 4000, batch_rows=32, row_s=1.0, load_s=0.0)
+    sizes = [LeaseSizes(ahead_s=ahead_s) for ahead_s in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0)]
+    sizes += [LeaseSizes(least_s=least_s) for least_s in (0.05, 0.2, 1.0, 2.0)]
     found = []
-    for ahead_s in (0.5, 1.0, 2.0, 4.0, 16.0, 64.0, 256.0):
-        cluster = replace(
-            NODE, nodes=nodes, rows=nodes * 4000, batch_rows=32, row_s=8.0, sizes=LeaseSizes(ahead_s=ahead_s)
+    for each in sizes:
+        run = ClusterSimulation(replace(node, failures_per_hour=1.0, back_s=10.0, sizes=each)).run()
+        found.append(
+            {
+                "ahead_s": each.ahead_s,
+                "least_s": each.least_s,
+                "efficiency": round(run.efficiency, 4),
+                "driver_share": round(run.driver_share, 3),
+                "redone_rows": run.redone_rows,
+                "stolen_rows": run.stolen_rows,
+            }
         )
-        run = ClusterSimulation(cluster).run()
-        found.append({"ahead_s": ahead_s, "efficiency": round(run.efficiency, 4), "redone_rows": run.redone_rows})
         print(found[-1], flush=True)
     return found
 
@@ -73,21 +85,28 @@ def by_failures() -> list[dict[str, Any]]:
 
 def plot(path: Path, found: list[dict[str, Any]]) -> None:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for each_rows, what in ((ROWS_A_NODE, "250,000 rows a node"), (1000, "1,000 rows a node")):
-        rows = [each for each in found if each["rows"] == max(each["nodes"] * each_rows, 1000)]
-        axes.plot([each["nodes"] for each in rows], [each["efficiency"] for each in rows], "o-", label=what)
-    long = [each for each in found if each["rows"] == max(each["nodes"] * ROWS_A_NODE, 1000)]
-    driver = [each["driver_share"] for each in long]
-    axes.plot([each["nodes"] for each in long], driver, "s--", color="grey", label="the driver at work")
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(0, 1.05)
-    axes.set_xlabel("nodes of 4 rows a second")
-    axes.set_ylabel("efficiency; share of the time")
-    axes.grid(alpha=0.3)
-    axes.legend()
+    figure = Figure(figsize=(7.5, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    for (speed, rows_each), style in zip(JOBS, ("o-", "s-", "^:"), strict=True):
+        job = [each for each in found if (each["rows_per_s"], each["rows_each"]) == (speed, rows_each)]
+        nodes = [each["nodes"] for each in job]
+        label = f"{speed} rows/s, {rows_each:,} rows a node"
+        above.plot(nodes, [each["efficiency"] for each in job], style, label=label)
+        below.plot(nodes, [each["driver_share"] for each in job], style, label=label)
+    above.set_ylabel("efficiency")
+    below.set_ylabel("time that the driver works")
+    below.axhline(1.0, color="grey", linewidth=1)
+    below.set_xscale("log", base=4)
+    below.set_xticks(nodes, [f"{each:,}" for each in nodes])
+    below.minorticks_off()
+    below.set_xlabel("nodes")
+    for axes in (above, below):
+        axes.set_ylim(0, 1.08)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.grid(alpha=0.3)
+    above.legend(loc="center left", bbox_to_anchor=(0.0, 0.6))
     figure.savefig(path)
 
 
@@ -95,11 +114,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="to 64 nodes")
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--out", type=Path, help="write the tables there too, as JSON")
     args = parser.parse_args()
     nodes = [1, 2, 4, 16, 64] if args.quick else [1, 2, 4, 16, 64, 256, 1024, 4096]
-    found = {"nodes": by_nodes(nodes), "ahead": by_ahead(16), "sync": by_failures()}
+    found = {"nodes": by_nodes(nodes), "leases": by_leases(), "sync": by_failures()}
     if args.plot is not None:
         plot(args.plot, found["nodes"])
+    if args.out is not None:
+        args.out.write_text(json.dumps(found, indent=2) + "\n")
     print(json.dumps(found))
 
 

@@ -56,7 +56,7 @@ class DataProcessor:
         from ray.data import ActorPoolStrategy
 
         remote = {**_takes(), **self.ray_remote_args}
-        engines = self.engines or _seats(remote)
+        engines = self.engines or _slots(remote)
         if self.preprocess is not None:
             dataset = dataset.map(_Preprocess(self.preprocess))
         dataset = dataset.map_batches(
@@ -174,7 +174,7 @@ def _takes() -> dict[str, Any]:
     return {"num_cpus": max(1, int(min(node.get("CPU", 1) for node in nodes)) - 1)}
 
 
-def _seats(remote: Mapping[str, Any]) -> int:
+def _slots(remote: Mapping[str, Any]) -> int:
     """Engines that the cluster has room for now; a CPU is left for the other stages."""
     import ray
 

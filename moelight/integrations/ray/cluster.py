@@ -1,7 +1,7 @@
-"""The only module that imports ray: a cluster's nodes, the seats of engines on them, and the engines as actors.
+"""The only module that imports ray: a cluster's nodes, the slots of engines on them, and the engines as actors.
 
-A seat is a place for one engine: a GPU, or a node without one, or the part of a node that was asked for. Ray reserves
-what a seat takes, as for any actor; labels and further resources restrict the nodes.
+A slot is where one engine may run: a GPU, or a node without one, or the part of a node that was asked for. Ray reserves
+what a slot takes, as for any actor; labels and further resources restrict the nodes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ClusterOptions:
 
     Attributes:
         address: ``local``: one in this machine, which ends with the job; else as for ``ray.init``.
-        engines: how many; None: as many as there are seats. A cluster that scales is asked for so many.
+        engines: how many; None: as many as there are slots. A cluster that scales is asked for so many.
         num_cpus: of an engine; None: its node's, divided among the engines there.
         num_gpus: of an engine; None: one on a node that has any.
         resources: further resources of an engine, by name.
@@ -58,8 +58,8 @@ class ClusterOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seat:
-    """A place for one engine. ``cores``: first and count, by position, if engines share the host; ``memory_share``
+class EngineSlot:
+    """Where one engine may run. ``cores``: first and count, by position, if engines share the host; ``memory_share``
     likewise."""
 
     name: str
@@ -88,44 +88,53 @@ class Cluster:
         self._gauges: dict[str, Any] = {}
 
     def __enter__(self) -> Cluster:
-        options, ray = self.options, self._ray
         # Ray replaces the handlers of the process; a job ends by its own.
         before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
-        quiet = {"logging_level": "ERROR", "log_to_driver": False}
         try:
-            if options.address == LOCAL:
-                os.environ.setdefault("RAY_worker_niceness", "0")  # else an engine yields to whatever else runs here
-                cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-                ray.init(
-                    num_cpus=max(cores or 1, options.engines or 1),
-                    include_dashboard=False,
-                    object_store_memory=_STORE_BYTES,
-                    **quiet,
-                )
-            else:
-                ray.init(address=options.address, **quiet)
+            self._connect()
         except Exception as error:  # noqa: BLE001 (Ray raises plain ones)
-            why = " ".join(str(error).split())[:300]
-            raise ConfigError(f"--ray {options.address}: no cluster can be reached there ({why})") from None
+            raise ConfigError(self._refusal(error)) from None
         finally:
-            if options.address == LOCAL or ray.is_initialized():
-                with contextlib.suppress(ValueError):  # not the main thread
-                    for number, handler in before.items():
-                        signal.signal(number, handler)
+            with contextlib.suppress(ValueError):  # not the main thread
+                for number, handler in before.items():
+                    signal.signal(number, handler)
         return self
+
+    def _connect(self) -> None:
+        options, quiet = self.options, {"logging_level": "ERROR", "log_to_driver": False}
+        if options.address != LOCAL:
+            self._ray.init(address=options.address, **quiet)
+            return
+        os.environ.setdefault("RAY_worker_niceness", "0")  # else an engine yields to whatever else runs here
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        self._ray.init(
+            address=LOCAL,  # a new one, whatever runs here
+            num_cpus=max(cores or 1, options.engines or 1),
+            include_dashboard=False,
+            object_store_memory=_STORE_BYTES,
+            **quiet,
+        )
+
+    def _refusal(self, error: Exception) -> str:
+        why = " ".join(str(error).split())[:300]
+        if self.options.address != LOCAL:
+            return f"--ray {self.options.address}: no cluster can be reached there ({why})"
+        if "timed out during startup" in why:  # Ray has no option for it
+            why = "Ray gives its node 30 s to start, and other work has the cores of this machine"
+        return f"--ray local: no cluster starts here ({why}); try again, or `ray start --head` and --ray auto"
 
     def __exit__(self, *error: object) -> None:
         self._ray.shutdown()
 
-    def seats(self) -> list[Seat]:
-        """The seats of the nodes that are alive; at most as many as engines were asked for."""
+    def slots(self) -> list[EngineSlot]:
+        """The slots of the nodes that are alive; at most as many as engines were asked for."""
         options, nodes = self.options, [node for node in self._ray.nodes() if node["Alive"] and self._suits(node)]
         parts = [(node, *self._parts(node)) for node in nodes]
         hosts = Counter[str]()
         for node, count, _, _ in parts:
             hosts[node["NodeManagerAddress"]] += count
         names, first = Counter[str](), defaultdict[str, int](int)
-        seats: list[Seat] = []
+        slots: list[EngineSlot] = []
         for node, count, cpus, gpus in parts:
             host = node["NodeManagerAddress"]
             for _ in range(count):
@@ -133,8 +142,8 @@ class Cluster:
                 name = f"{node['NodeManagerHostname']}:{names[host]}" if shared else node["NodeManagerHostname"]
                 cores = (first[host], max(1, int(cpus))) if shared else None
                 share = 1.0 / hosts[host]
-                seats.append(
-                    Seat(
+                slots.append(
+                    EngineSlot(
                         name=name,
                         node=node["NodeID"],
                         num_cpus=cpus,
@@ -145,10 +154,10 @@ class Cluster:
                 )
                 names[host] += 1
                 first[host] += max(1, int(cpus))
-        return seats[: options.engines]
+        return slots[: options.engines]
 
     def ask_for_more(self, found: int) -> None:
-        """Ask a cluster that scales for the engines that have no seat."""
+        """Ask a cluster that scales for the engines that have no slot."""
         wanted = self.options.engines or 0
         if wanted <= found or wanted == self._asked or self.options.address == LOCAL:
             return
@@ -160,19 +169,19 @@ class Cluster:
         more: dict[str, Any] = {"bundle_label_selectors": [dict(options.labels)] * wanted} if options.labels else {}
         request_resources(bundles=[{**bundle, **options.resources}] * wanted, **more)
 
-    def start(self, seat: Seat, setup: WorkerSetup) -> Any:
-        """The engine of a seat: its process is started, nothing is loaded yet."""
+    def start(self, slot: EngineSlot, setup: WorkerSetup) -> Any:
+        """The engine of a slot: its process is started, nothing is loaded yet."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         actor = self._ray.remote(self._worker).options(
-            num_cpus=seat.num_cpus,
-            num_gpus=seat.num_gpus,
+            num_cpus=slot.num_cpus,
+            num_gpus=slot.num_gpus,
             resources=dict(self.options.resources) or None,
             max_concurrency=_CALLS,
             max_restarts=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=seat.node, soft=False),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=slot.node, soft=False),
         )
-        return actor.remote(setup, cores=seat.cores, memory_share=seat.memory_share)
+        return actor.remote(setup, cores=slot.cores, memory_share=slot.memory_share)
 
     def stop(self, actor: Any) -> None:
         """End an engine at once."""
@@ -225,7 +234,7 @@ class Cluster:
         return enough and all(labels.get(name) == value for name, value in self.options.labels.items())
 
     def _parts(self, node: Mapping[str, Any]) -> tuple[int, float, float]:
-        """The seats of a node: their number, and the CPUs and GPUs of each."""
+        """The slots of a node: their number, and the CPUs and GPUs of each."""
         options, given = self.options, node["Resources"]
         cpus, gpus = float(given.get("CPU", 0)), float(given.get("GPU", 0))
         each_gpus = options.num_gpus if options.num_gpus is not None else float(gpus >= 1)

@@ -2,7 +2,7 @@
 order of the rows, the status. Engines are leased rows (`LeaseBook`) and return lines; they keep nothing.
 
 The driver has one call under way to each engine, an exchange: it carries new rows there and results back, at the latest
-after `exchange_interval_s`. A call that ends with an error ends the engine; its rows are leased to others, and its seat
+after `exchange_interval_s`. A call that ends with an error ends the engine; its rows are leased to others, and its slot
 is given another engine.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +28,7 @@ from moelight.core.request import Completion
 from moelight.core.schedule import Lane
 from moelight.core.small_files import read_bytes
 from moelight.engine.tokenizer import MOST_TOKENIZER_BYTES
-from moelight.integrations.ray.cluster import ActorLost, Cluster, ClusterOptions, Seat
+from moelight.integrations.ray.cluster import ActorLost, Cluster, ClusterOptions, EngineSlot
 from moelight.integrations.ray.leases import (
     MOST_DEATHS,
     LeaseBook,
@@ -54,30 +53,29 @@ from moelight.profiles.workload import Workload
 from moelight.runtime.measure import peak_rss_bytes
 
 _IDLE_SHARE = 0.1  # of the interval of exchanges: for an engine that waits for rows
-_SEATS_EVERY_S, _TOLD_EVERY_S = 2.0, 1.0
+_SLOTS_EVERY_S, _TOLD_EVERY_S = 2.0, 1.0
 _SILENT_S = 60.0  # an engine that answers no exchange for this long: its rows are leased to others too
-_MOST_FAILURES = 5  # of the engines of a seat, one after another without a result
-_LONGEST_WAIT_S = 60.0  # before a seat is given the next engine
-_NO_SEAT_S = 30.0  # a cluster that does not scale must have a seat by then
+_MOST_FAILURES = 5  # of the engines of a slot, one after another without a result
+_LONGEST_WAIT_S = 60.0  # before a slot is given the next engine
+_NO_SLOT_S = 30.0  # a cluster that does not scale must have a slot by then
 _END_S = 600.0  # for the last pass of an engine that is told to end
 
 
 @dataclass(kw_only=True, slots=True)
-class _SeatState:
-    """What happened to the engines of a seat; ``refused`` is why none can be there."""
+class _SlotState:
+    """What happened to the engines of a slot; ``refused`` is why none can be there."""
 
-    seat: Seat
+    slot: EngineSlot
     failures: int = 0
     next_s: float = 0.0
     refused: str = ""
-    why: str = ""
 
 
 @dataclass(kw_only=True, slots=True)
 class _EngineState:
     """An engine: its actor, the call under way, and its last figures."""
 
-    seat: _SeatState
+    slot: _SlotState
     actor: Any
     call: Any
     doing: str = "loading"
@@ -122,10 +120,10 @@ def plan_on(options: ClusterOptions, *, worker: type[EngineWorker] = EngineWorke
         if workload is None:
             return ()
         with Cluster(options, worker) as cluster:
-            seats = cluster.seats()
-            setup = setup_of(prepared, workload, engines=len(seats), shown=False)
-            actors = [cluster.start(seat, setup) for seat in seats]
-            calls = {actor.plan.remote(): seat for actor, seat in zip(actors, seats, strict=True)}
+            slots = cluster.slots()
+            setup = setup_of(prepared, workload, engines=len(slots), shown=False)
+            actors = [cluster.start(slot, setup) for slot in slots]
+            calls = {actor.plan.remote(): slot for actor, slot in zip(actors, slots, strict=True)}
             found: dict[str, Any] = {}
             while calls:
                 for call, answer in cluster.answers(list(calls), 1.0):
@@ -191,7 +189,7 @@ class ClusterJob:
 
     def __init__(self, job: JobRun, cluster: Cluster, sizes: LeaseSizes, *, shown: bool) -> None:
         self._job, self._cluster, self._shown = job, cluster, shown
-        self._began_s = self._seats_s = self._told_s = time.monotonic()
+        self._began_s = self._slots_s = self._told_s = time.monotonic()
         self._refusals = job.processor()
         summary, ledger = job.summary, job.ledger
         self._resumed = ledger.completed + ledger.failed
@@ -200,7 +198,7 @@ class ClusterJob:
         self._tokens_of_row = (summary.generated_tokens + PROMPT_WEIGHT * summary.prompt_tokens) / served
         self._byte_tokens = PROMPT_WEIGHT * summary.prompt_tokens / max(1, job.prepared.source.size_bytes)
         self._book = LeaseBook(self._rows(), count=left, row_tokens=self._tokens_of_row, sizes=sizes)
-        self._seats: dict[tuple[str, str], _SeatState] = {}
+        self._slots: dict[tuple[str, str], _SlotState] = {}
         self._engines: dict[str, _EngineState] = {}
         self._started = 0
         self._first_pass_s: float | None = None
@@ -213,8 +211,9 @@ class ClusterJob:
         """Lease rows and take results until all are done, or the job is interrupted."""
         job, book = self._job, self._book
         job.told.started(job_start(job, why=f"on Ray, {self._cluster.options.address}", plan=None))
+        self._fill_slots()  # engines load while the input is read up to the first open row
         while not book.finished and not interrupt.asked:
-            self._fill_seats()
+            self._fill_slots()
             calls = {state.call: name for name, state in self._engines.items()}
             calls |= {state.stealing: name for name, state in self._engines.items() if state.stealing is not None}
             began_s = time.monotonic()
@@ -257,50 +256,50 @@ class ClusterJob:
         if self._first_error is None or bad.line < self._first_error.line:
             self._first_error = bad
 
-    # Seats and engines
+    # Slots and engines
 
-    def _fill_seats(self) -> None:
-        """Start an engine at every seat that has none."""
+    def _fill_slots(self) -> None:
+        """Start an engine at every slot that has none."""
         now_s = time.monotonic()
-        if not self._seats or now_s - self._seats_s >= _SEATS_EVERY_S:
-            self._seats_s = now_s
-            found = {(seat.node, seat.name): seat for seat in self._cluster.seats()}
-            self._seats = {key: self._seats.get(key) or _SeatState(seat=seat) for key, seat in found.items()}
+        if not self._slots or now_s - self._slots_s >= _SLOTS_EVERY_S:
+            self._slots_s = now_s
+            found = {(slot.node, slot.name): slot for slot in self._cluster.slots()}
+            self._slots = {key: self._slots.get(key) or _SlotState(slot=slot) for key, slot in found.items()}
             self._cluster.ask_for_more(len(found))
-            self._check_seats(now_s)
-        taken = {id(state.seat) for state in self._engines.values()}
-        for seat in self._seats.values():
+            self._check_slots(now_s)
+        taken = {id(state.slot) for state in self._engines.values()}
+        for slot in self._slots.values():
             choosing = self._kv_dtype_open and self._engines  # the first engine's plan decides for all
-            if id(seat) not in taken and not seat.refused and now_s >= seat.next_s and not choosing:
-                self._start(seat)
+            if id(slot) not in taken and not slot.refused and now_s >= slot.next_s and not choosing:
+                self._start(slot)
 
     @property
     def _kv_dtype_open(self) -> bool:
         return self._job.prepared.options.kv_dtype == CHOOSE and self._job.ledger.chosen is None
 
-    def _check_seats(self, now_s: float) -> None:
+    def _check_slots(self, now_s: float) -> None:
         """Raise ConfigError if no engine is left, and none can be started."""
-        if self._engines or any(not seat.refused for seat in self._seats.values()):
+        if self._engines or any(not slot.refused for slot in self._slots.values()):
             return
         address = self._cluster.options.address
-        reasons = [f"{seat.seat.name}: {seat.refused}" for seat in self._seats.values()]
+        reasons = [f"{slot.slot.name}: {slot.refused}" for slot in self._slots.values()]
         if reasons:
             more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
             raise ConfigError(f"--ray {address}: no engine can run; {reasons[0]}{more}")
-        if self._cluster.options.engines is None and now_s - self._began_s > _NO_SEAT_S:
+        if self._cluster.options.engines is None and now_s - self._began_s > _NO_SLOT_S:
             raise ConfigError(
                 f"--ray {address}: no node has what an engine takes; --ray-engines N asks a cluster that scales for it"
             )
 
-    def _start(self, seat: _SeatState) -> None:
+    def _start(self, slot: _SlotState) -> None:
         self._started += 1
-        count = self._cluster.options.engines or len(self._seats)
+        count = self._cluster.options.engines or len(self._slots)
         job, workload = self._job, self._job.summary.workload()
         assert workload is not None
         setup = setup_of(job.prepared, workload, engines=count, shown=self._shown, chosen=job.ledger.chosen)
-        actor = self._cluster.start(seat.seat, setup)
-        name = f"{seat.seat.name}" if self._started <= len(self._seats) else f"{seat.seat.name}.{self._started}"
-        self._engines[name] = _EngineState(seat=seat, actor=actor, call=actor.load.remote(), heard_s=time.monotonic())
+        actor = self._cluster.start(slot.slot, setup)
+        name = f"{slot.slot.name}" if self._started <= len(self._slots) else f"{slot.slot.name}.{self._started}"
+        self._engines[name] = _EngineState(slot=slot, actor=actor, call=actor.load.remote(), heard_s=time.monotonic())
 
     def _take(self, name: str, call: Any, answer: Any) -> None:
         """Take the answer of a call to the engine ``name``, and make the next call."""
@@ -309,7 +308,7 @@ class ClusterJob:
             return
         state.heard_s = time.monotonic()
         if isinstance(answer, ActorLost):
-            self._lose(name, answer.why, died=answer.died and self._cluster.is_alive(state.seat.seat.node))
+            self._lose(name, answer.why, died=answer.died and self._cluster.is_alive(state.slot.slot.node))
         elif call == state.stealing:
             state.stealing = None
             self._book.give_back(name, answer)
@@ -318,7 +317,7 @@ class ClusterJob:
         elif isinstance(answer, EnginePlan):
             self._join(name, state, answer)
         else:
-            state.seat.refused = str(answer)
+            state.slot.refused = str(answer)
             self._job.told.adapted(f"{name}: {answer}")
             self._remove(name)
         if name in self._engines and call != state.stealing and state.call == call:
@@ -341,7 +340,7 @@ class ClusterJob:
         if report.fault is not None:
             why, known = report.fault
             if known:
-                state.seat.refused = why
+                state.slot.refused = why
             self._lose(name, why, died=False)
 
     def _take_figures(self, name: str, state: _EngineState, figures: EngineFigures) -> None:
@@ -364,7 +363,7 @@ class ClusterJob:
             return
         job = self._job
         state.rows += 1
-        state.seat.failures = 0
+        state.slot.failures = 0
         job.ledger.put(result.number, result.data, failed=result.failed, totals=result.totals or None)
         for reason, sample, prompt_tokens, tokens, cached, room, latency_s in result.completions:
             self._spared += room - tokens
@@ -404,13 +403,13 @@ class ClusterJob:
     def _lose(self, name: str, why: str, *, died: bool) -> None:
         """An engine is over: its rows are leased to others; those that died too often become error rows."""
         state = self._engines[name]
-        seat = state.seat
-        seat.failures += 1
-        seat.why = why
-        seat.next_s = time.monotonic() + min(_LONGEST_WAIT_S, 0.25 * 2**seat.failures)
-        if seat.failures >= _MOST_FAILURES:
-            seat.refused = seat.refused or f"its engine ended {seat.failures} times without a result; the last: {why}"
-        self._job.told.adapted(f"{name} is lost ({why}); its rows are given to others")
+        slot = state.slot
+        slot.failures += 1
+        slot.next_s = time.monotonic() + min(_LONGEST_WAIT_S, 0.25 * 2**slot.failures)
+        if slot.failures >= _MOST_FAILURES:
+            slot.refused = slot.refused or f"its engine ended {slot.failures} times without a result; the last: {why}"
+        more = "; no other engine is started there" if slot.refused else ""
+        self._job.told.adapted(f"{name} is lost ({why}); its rows are given to others{more}")
         self._remove(name, died=died)
 
     def _remove(self, name: str, *, died: bool = False) -> None:
@@ -423,7 +422,7 @@ class ClusterJob:
             bad = self._crashed(row)
             self._refusals.refuse(bad)
             self._note_error(bad)
-            state.seat.failures = 0  # it was the row
+            state.slot.failures = 0  # it was the row
 
     def _crashed(self, row: LeasedRow) -> BadRow:
         error = InputError(
@@ -445,7 +444,8 @@ class ClusterJob:
                 if isinstance(answer, tuple):
                     report, trace = answer
                     self._take_report_at_end(name, report)
-                    self._traces.append((name, trace))
+                    if trace:
+                        self._traces.append((name, trace))
             self._job.ledger.tick()
         for state in self._engines.values():
             self._cluster.stop(state.actor)
@@ -456,6 +456,8 @@ class ClusterJob:
         state.doing, state.figures = "ended", report.figures
         for result in unpack_results(report):
             self._put(name, state, result)
+        if report.fault is not None:
+            self._job.told.adapted(f"{name}: {report.fault[0]}")
 
     # Figures
 
@@ -514,7 +516,7 @@ class ClusterJob:
         binding = state.figures.binding
         return EngineCounts(
             name=name,
-            node=state.seat.seat.name,
+            node=state.slot.slot.name,
             state=state.doing,
             rows=state.rows,
             running=state.running,
@@ -552,8 +554,8 @@ class ClusterJob:
     def _write_traces(self) -> None:
         """One trace for each engine, beside each other: ``run.json`` becomes ``run.NODE.json``."""
         path = self._job.prepared.options.trace
-        for name, data in self._traces if path is not None else ():
+        for name, data in self._traces:
             assert path is not None
-            with ExitStack() as files:
-                safe = "".join(each if each.isalnum() or each in "-_." else "-" for each in name)
-                files.enter_context(whole_file(path.with_suffix(f".{safe}{path.suffix}"), what="trace"))(data)
+            safe = "".join(each if each.isalnum() or each in "-_." else "-" for each in name)
+            with whole_file(path.with_suffix(f".{safe}{path.suffix}"), what="trace") as write:
+                write(data)

@@ -35,7 +35,7 @@ def exchange_interval_s(engines: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseSizes:
-    """How much an engine is given, in seconds of its work.
+    """How much an engine is given, in seconds of its work; the defaults are from `benchmarks/scale.py`.
 
     Attributes:
         ahead_s: beyond its passes; at least as many rows as fill them once more.

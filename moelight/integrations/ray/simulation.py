@@ -83,7 +83,8 @@ class ClusterRun:
 
 @dataclass(kw_only=True, slots=True)
 class _SimulatedEngine:
-    """``born`` counts its lives: events of an earlier one are void."""
+    """``born`` counts its lives: events of an earlier one are void. As in `LeaseQueue.results`, the exchange that began
+    at ``heard_s`` ends at ``low`` rows in the queue, if there are results or it was ``fed``."""
 
     speed: float
     born: int = 0
@@ -93,6 +94,9 @@ class _SimulatedEngine:
     sent: list[int] = field(default_factory=list)
     exchanging: bool = False
     alive: bool = False
+    heard_s: float = 0.0
+    low: int = 0
+    fed: bool = False
 
 
 class ClusterSimulation:
@@ -118,6 +122,7 @@ class ClusterSimulation:
         self._events: list[tuple[float, int, str, int, int]] = []
         self._made = 0
         self._driver_free_s = self._driver_busy_s = 0.0
+        self._interval_s = exchange_interval_s(cluster.nodes)
         self._exchanges = self._failures = self._begun = self._stolen = 0
         self._count = count
 
@@ -129,8 +134,8 @@ class ClusterSimulation:
     def run(self) -> ClusterRun:
         """Simulate until the last row is done."""
         at = self._at
-        # Exchanges are counted by the clock, since bundles make few: one of each engine in `exchange_interval_s`.
-        heartbeats = at.nodes * at.exchange_s / exchange_interval_s(at.nodes)
+        # Bundles make few exchanges: one an interval is counted by the clock, earlier ones as they come.
+        heartbeats = at.nodes * at.exchange_s / self._interval_s
         self._slowed = 1.0 / (1.0 - heartbeats)
         for number in range(at.nodes):
             self._event(at.load_s, "up", number)
@@ -199,8 +204,10 @@ class ClusterSimulation:
         engine.exchanging = True
         begin_s = max(now_s + self._at.latency_s / 2, self._driver_free_s)
         engine.sent, engine.finished = engine.finished, []
-        taken = len(engine.sent)
-        cost_s = self._at.row_driver_s * taken * self._bundle * self._slowed
+        cost_s = self._at.row_driver_s * len(engine.sent) * self._bundle
+        if now_s - engine.heard_s < self._interval_s:
+            cost_s += self._at.exchange_s
+        cost_s *= self._slowed
         self._driver_free_s = begin_s + cost_s
         self._driver_busy_s += cost_s
         self._exchanges += 1
@@ -218,9 +225,8 @@ class ClusterSimulation:
         if not given and not engine.queue and len(engine.running) < self._places:
             given = self._steal(name, now_s)
         engine.queue += given
-        self._begin(number, engine, now_s)
-        if engine.finished and not engine.queue:  # what ended meanwhile
-            self._exchange(number, engine, now_s)
+        engine.heard_s, engine.low, engine.fed = now_s, len(engine.queue) // 2, bool(engine.queue)
+        self._go_on(number, engine, now_s)
 
     def _steal(self, name: str, now_s: float) -> list[LeasedRow]:
         victim = self._book.victim(name)
@@ -248,7 +254,11 @@ class ClusterSimulation:
         for row in [row for row, end_s in engine.running.items() if end_s <= now_s]:
             del engine.running[row]
             engine.finished.append(row)
-        low = len(engine.queue) <= max(1, self._places // 2)
+        self._go_on(number, engine, now_s)
+
+    def _go_on(self, number: int, engine: _SimulatedEngine, now_s: float) -> None:
+        """Begin rows, and end the exchange if it is time."""
         self._begin(number, engine, now_s)
-        if low or len(engine.finished) >= max(1, self._places // 4):
+        low = len(engine.queue) <= engine.low and (engine.finished or engine.fed)
+        if low or now_s - engine.heard_s >= self._interval_s:
             self._exchange(number, engine, now_s)

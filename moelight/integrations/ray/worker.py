@@ -312,8 +312,11 @@ class EngineLoop:
         self._thread.join(timeout_s)
 
     def trace(self) -> bytes:
-        """The trace of all passes; the engine has ended."""
-        return b"" if self._folder is None else self._trace_path.read_bytes()
+        """The trace of all passes, empty if there is none; the engine has ended. Removes the file."""
+        if self._folder is None:
+            return b""
+        with self._folder:
+            return self._trace_path.read_bytes() if self.fault is None else b""
 
     @property
     def _trace_path(self) -> Path:
@@ -444,7 +447,7 @@ class EngineWorker:
         loop.join(timeout_s)
         report = self.exchange((), 0.0)
         self._files.close()
-        return report, loop.trace() if loop.fault is None else b""
+        return report, loop.trace()
 
     def _planned(self) -> tuple[LazyModel, PlannedModel]:
         self._take_cores()

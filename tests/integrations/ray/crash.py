@@ -1,14 +1,17 @@
 """Jobs on a Ray cluster whose parts are killed again and again: in the end the rows are those of one engine.
 
-    python tests/integrations/ray/crash.py [--kills 40] [--jobs 10] [--seed 1] [--scratch DIR]
+    python tests/integrations/ray/crash.py [--kills 40] [--jobs 10] [--first 0] [--seed 1] [--out FILE.json]
 
 A cluster of two nodes of one core each in this machine, and the command line as users run it. What is killed, at random
 moments, with SIGKILL:
 
-    actor    an engine's process; at most two of a job: a row that was in three may become an error row
+    actor    an engine's process; at most two of a job: a row that was in three becomes an error row
     raylet   a node, which another one replaces
     driver   the command, which is given again
-    head     the whole cluster; it is started again, and the command given again if it ended
+    head     the whole cluster; it is started again, and the command given again once it has ended
+
+In the second half of the jobs, a row kills every engine that begins it, and no other engine is killed by itself: that
+row becomes an error row with the third death, and no other one does.
 
 A failure prints the seed of its job and leaves the files where they are. The last line is JSON.
 """
@@ -22,6 +25,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -31,91 +35,92 @@ from pathlib import Path
 
 import psutil
 
-ROWS, PORT = 400, 6391
-_KINDS = ("actor", "raylet", "driver", "head")
+from moelight.batch.store import read_record
+
+ROWS, POISON = 300, 150
+KINDS = ("actor", "raylet", "driver", "head")
+MOST_DEATHS = 3
+_ROOT = Path(__file__).resolve().parents[3]
+_START_S, _MOST_S, _LONGEST_S = 180.0, 8.0, 1800.0  # of a node; until a kill; of a job
 _ENVIRONMENT = {
-    **os.environ,
+    **{name: value for name, value in os.environ.items() if name != "MOELIGHT_FAULT"},
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",
     "RAY_worker_niceness": "0",
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
     "OMP_NUM_THREADS": "1",
 }
-_RAY = Path(sys.executable).with_name("ray")
 
 
 class Nodes:
-    """The processes of the cluster, which `ray start` keeps in the foreground."""
+    """The cluster: two processes, with all that Ray starts below them. Engines have the fault ``fault``."""
 
     def __init__(self, scratch: Path) -> None:
-        self._log = (scratch / "ray.log").open("ab")
-        self.head: subprocess.Popen[bytes] | None = None
-        self.node: subprocess.Popen[bytes] | None = None
+        self._scratch = scratch
+        self._folder = Path(tempfile.mkdtemp(prefix="ray-"))  # a short path, as sockets need
+        with socket.socket() as free:
+            free.bind(("", 0))
+            self._port = str(free.getsockname()[1])
+        self.address = ""
+        self.fault: str | None = None
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, *, head: bool) -> None:
-        where = [f"--port={PORT}", "--head", "--include-dashboard=false"] if head else [f"--address=127.0.0.1:{PORT}"]
-        for _ in range(10):
-            command = [str(_RAY), "start", *where, "--num-cpus=1", "--object-store-memory=80000000", "--block"]
-            process = subprocess.Popen(
-                command, env=_ENVIRONMENT, stdout=self._log, stderr=self._log, start_new_session=True
-            )
-            if self._is_up(process, head=head):
-                break
-            kill_tree(process)
-        else:
-            raise SystemExit("a node does not start; see ray.log")
-        if head:
-            self.head = process
-        else:
-            self.node = process
+    def start(self) -> None:
+        """Start what is not there, or has ended by itself."""
+        while missing := [role for role in ("head", "worker") if not self._is_up(role)]:
+            self.stop(*(("worker", "head") if missing[0] == "head" else missing))
+            for role in ("head", "worker"):
+                if role not in self._processes and not self._started(role):
+                    break
 
-    def _is_up(self, process: subprocess.Popen[bytes], *, head: bool) -> bool:
-        """True once the raylet of the process has workers' agents, as `ray status` counts nodes."""
-        wanted = 1 if head else 2
-        for _ in range(120):
-            if process.poll() is not None:
-                return False
-            found = subprocess.run(
-                [sys.executable, "-c", _COUNT], env=_ENVIRONMENT, capture_output=True, text=True, check=False
-            )
-            if found.stdout.strip().isdigit() and int(found.stdout) >= wanted:
-                return True
-            time.sleep(0.5)
-        return False
-
-    def stop(self) -> None:
-        for process in (self.node, self.head):
-            if process is not None:
+    def stop(self, *roles: str) -> None:
+        """SIGKILL to a node, then to its workers, as far as they are still there."""
+        for role in roles or ("worker", "head"):
+            if (process := self._processes.pop(role, None)) is not None:
                 kill_tree(process)
-        self.node = self.head = None
 
+    def close(self) -> None:
+        self.stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
-_COUNT = f"""
-from ray._raylet import GcsClient
-client = GcsClient(address="127.0.0.1:{PORT}")
-print(sum(node.state == 0 for node in client.get_all_node_info(timeout=5).values()))
-"""
+    def engines(self) -> list[psutil.Process]:
+        """The processes that Ray has named after the class of the actors."""
+        found = []
+        for process in self._processes.values():
+            with contextlib.suppress(psutil.Error):
+                for each in psutil.Process(process.pid).children(recursive=True):
+                    if each.cmdline()[:1] and each.cmdline()[0].startswith("ray::EngineWorker"):
+                        found.append(each)
+        return found
+
+    def _is_up(self, role: str) -> bool:
+        return role in self._processes and self._processes[role].poll() is None
+
+    def _started(self, role: str) -> bool:
+        where = (self._port, str(self._folder)) if role == "head" else (self.address,)
+        command = [sys.executable, "-m", "tests.integrations.ray.node", role, *where]
+        environment = {**_ENVIRONMENT, **({"MOELIGHT_FAULT": self.fault} if self.fault else {})}
+        told = self._scratch / f"{role}.address"
+        with (self._scratch / "nodes.log").open("ab") as log, told.open("wb") as output:
+            process = subprocess.Popen(command, cwd=_ROOT, env=environment, stdout=output, stderr=log)
+        self._processes[role] = process
+        end_s = time.monotonic() + _START_S
+        while not (address := told.read_text().strip()):
+            if process.poll() is not None or time.monotonic() > end_s:
+                self.stop(role)
+                return False
+            time.sleep(0.2)
+        self.address = address
+        return True
 
 
 def kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL to a process and all below it."""
+    """SIGKILL to a process and all below it, from above."""
     with contextlib.suppress(psutil.NoSuchProcess):
         found = psutil.Process(process.pid)
-        for each in [*found.children(recursive=True), found]:
+        for each in [found, *found.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
     process.wait()
-
-
-def engines(nodes: Nodes) -> list[psutil.Process]:
-    found = []
-    for node in (nodes.head, nodes.node):
-        if node is not None and node.poll() is None:
-            for each in psutil.Process(node.pid).children(recursive=True):
-                with contextlib.suppress(psutil.Error):
-                    if each.cmdline()[:1] and each.cmdline()[0].startswith("ray::EngineWorker"):
-                        found.append(each)
-    return found
 
 
 def write_prompts(path: Path) -> None:
@@ -123,124 +128,159 @@ def write_prompts(path: Path) -> None:
     with path.open("w") as file:
         for n in range(ROWS):
             row = {"custom_id": f"row-{n}", "prompt": f"add {draw.randrange(999)} =", "ignore_eos": True}
-            row["max_tokens"] = draw.choice([20, 60, 120]) if n % 17 != 5 else -1
+            row["max_tokens"] = draw.choice([20, 40, 80]) if n % 17 != 5 else -1
             if n % 3 == 0:
                 row.update(temperature=1.0, seed=n)
             file.write("{broken\n" if n % 29 == 11 else json.dumps(row) + "\n")
 
 
-def command(prompts: Path, output: Path, *, on_ray: bool) -> list[str]:
+def command(prompts: Path, output: Path, *options: str) -> list[str]:
     given = [sys.executable, "-m", "moelight.cli.main", "generate", str(prompts), "-o", str(output), "--no-show"]
-    ray = ["--ray", f"127.0.0.1:{PORT}"] if on_ray else []
-    return [*given, "--batch-size", "2", "--sync-interval", "0.2", *ray]
+    return [*given, "--batch-size", "2", "--sync-interval", "0.2", *options]
 
 
-def one_job(
-    nodes: Nodes, prompts: Path, output: Path, kinds: list[str], draw: random.Random, log: Path
-) -> Counter[str]:
-    """Run the job with its disturbances, to the end."""
-    kills: Counter[str] = Counter()
-    errors = log.open("ab")
-    driver: subprocess.Popen[bytes] | None = None
-    deadline = time.monotonic() + 1800
-    while True:
-        if driver is None:
-            driver = subprocess.Popen(
-                command(prompts, output, on_ray=True), env=_ENVIRONMENT, stdout=errors, stderr=errors
-            )
-        if kinds:
-            _wait_for_rows(nodes, driver, draw)
-        if time.monotonic() > deadline:
-            raise SystemExit("the job does not end")
-        ended = driver.poll()
-        if kinds and ended is None:
-            kind = kinds.pop()
-            if kill(nodes, driver, kind):
-                kills[kind] += 1
-            if kind in ("driver", "head"):
-                if kind == "head":
-                    nodes.stop()
-                    try:
-                        driver.wait(60)
-                    except subprocess.TimeoutExpired:
-                        driver.kill()
-                    nodes.start(head=True)
-                    nodes.start(head=False)
-                driver.wait()
-                driver = None
-        elif ended is not None:
-            if ended in (0, 1) and not _unfinished(output):
-                return kills
-            driver = None
-        else:
+class Job:
+    """One job, which is ended in every way there is until it is done."""
+
+    def __init__(self, nodes: Nodes, prompts: Path, output: Path, draw: random.Random) -> None:
+        self._nodes, self._draw, self._output = nodes, draw, output
+        self._command = command(prompts, output, "--ray", nodes.address)
+        self.log = output.with_suffix(".stderr")
+        self._driver = self._start()
+        self.starts = 1
+
+    def run(self, kinds: list[str]) -> Counter[str]:
+        """Kill ``kinds``, one after another, and return what was killed before the job was done."""
+        kills, end_s = Counter[str](), time.monotonic() + _LONGEST_S
+        left = list(kinds)
+        while not self._done():
+            if time.monotonic() > end_s:
+                raise SystemExit(f"the job does not end; see {self.log}")
+            self._nodes.start()
+            if self._driver.poll() is not None:
+                self._driver = self._start()
+                self.starts += 1
+            if left and self._wait(end_s):
+                kills[left[0]] += self._kill(left[0])
+                left = left[1:]
             time.sleep(0.2)
+        return kills
 
+    def deaths(self) -> int:
+        """Engines that the driver saw die by themselves."""
+        return self.log.read_text().count("is lost")
 
-def _unfinished(output: Path) -> bool:
-    return not output.exists() or len(output.read_bytes().splitlines()) < ROWS
+    def _start(self) -> subprocess.Popen[bytes]:
+        environment = {**_ENVIRONMENT, "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}  # of a head that is lost
+        with self.log.open("ab") as log:
+            return subprocess.Popen(self._command, env=environment, stdout=log, stderr=log)
 
-
-def _wait_for_rows(nodes: Nodes, driver: subprocess.Popen[bytes], draw: random.Random) -> None:
-    """Until engines are there, and some time more; mostly while they answer."""
-    end_s = time.monotonic() + 240
-    while driver.poll() is None and not engines(nodes) and time.monotonic() < end_s:
-        time.sleep(0.2)
-    time.sleep(draw.uniform(0.0, 12.0))
-
-
-def kill(nodes: Nodes, driver: subprocess.Popen[bytes], kind: str) -> bool:
-    if kind == "driver":
-        driver.kill()
-    elif kind == "actor":
-        found = engines(nodes)
-        if not found:
+    def _done(self) -> bool:
+        if self._driver.poll() is None or not self._output.exists():
             return False
-        found[0].send_signal(signal.SIGKILL)
-    elif kind == "raylet":
-        assert nodes.node is not None
-        kill_tree(nodes.node)
-        nodes.start(head=False)
-    return True
+        record = read_record(self._output.with_name(f"{self._output.name}.journal"))
+        return record is not None and record.stage == "complete"
+
+    def _wait(self, end_s: float) -> bool:
+        """Until some moment, mostly one while engines are there; False if the driver ended before."""
+        while_answering = self._draw.random() < 0.75
+        until_s = time.monotonic() + self._draw.uniform(0.0, _MOST_S)
+        while time.monotonic() < end_s and self._driver.poll() is None:
+            if while_answering and self._nodes.engines():
+                while_answering = False
+                until_s = time.monotonic() + self._draw.uniform(0.0, _MOST_S)
+            if not while_answering and time.monotonic() >= until_s:
+                return True
+            time.sleep(0.1)
+        return False
+
+    def _kill(self, kind: str) -> bool:
+        if kind == "actor":
+            found = self._nodes.engines()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if found:
+                    self._draw.choice(found).send_signal(signal.SIGKILL)
+            return bool(found)
+        if kind == "driver":
+            self._driver.kill()
+            self._driver.wait()
+        elif kind == "raylet":
+            self._nodes.stop("worker")
+        else:
+            self._nodes.stop()
+            self._driver.wait(180)
+        return True
+
+
+def check(job: Job, output: Path, alone: list[bytes], *, poisoned: bool) -> None:
+    """The rows are those of one engine, but for the poisoned one."""
+    found, want = output.read_bytes().splitlines(), list(alone)
+    if poisoned and len(found) == ROWS:
+        error = json.loads(found[POISON]).get("error", {})
+        if error.get("code") != "row_crashed":
+            raise SystemExit(f"the poisoned row was answered with {found[POISON]!r}")
+        want[POISON] = found[POISON]
+    if found != want:
+        at = next((n for n, (one, other) in enumerate(zip(found, want, strict=False)) if one != other), len(found))
+        raise SystemExit(f"{len(found)} rows, other ones from row {at}; see {job.log}")
 
 
 def main() -> None:
     args = _arguments()
     scratch = Path(tempfile.mkdtemp(dir=args.scratch, prefix="ray-crash-"))
-    prompts, alone = scratch / "prompts.jsonl", scratch / "alone.jsonl"
+    prompts, output = scratch / "prompts.jsonl", scratch / "alone.jsonl"
     write_prompts(prompts)
-    subprocess.run(command(prompts, alone, on_ray=False), env=_ENVIRONMENT, check=False, capture_output=True)
-    expected = alone.read_bytes()
-    nodes, kills, jobs = Nodes(scratch), Counter[str](), 0
+    subprocess.run(command(prompts, output), env=_ENVIRONMENT, check=False, capture_output=True)
+    alone = output.read_bytes().splitlines()
+    nodes, kills, jobs = Nodes(scratch), Counter[str](), args.first
+    many = -(-args.kills // args.jobs)
+    began_s = time.monotonic()
     try:
-        nodes.start(head=True)
-        nodes.start(head=False)
-        while kills.total() < args.kills:
+        while jobs < args.jobs or kills.total() < args.kills - many * args.first:
+            poisoned = jobs >= (args.jobs + 1) // 2
+            if poisoned and nodes.fault is None:
+                nodes.stop()
+                nodes.fault = f"row_{POISON}:1:kill"
+            nodes.start()
             seed = args.seed * 1000 + jobs
-            draw = random.Random(seed)
-            many = -(-args.kills // args.jobs)
-            kinds = [draw.choice(_KINDS) for _ in range(many)]
-            while kinds.count("actor") > 2:
-                kinds[kinds.index("actor")] = "driver"
-            output = scratch / f"{seed}.jsonl"
-            began_s = time.monotonic()
-            done = one_job(nodes, prompts, output, kinds, draw, scratch / "driver.log")
-            if output.read_bytes() != expected:
-                raise SystemExit(f"seed {seed}: other rows; see {scratch}")
+            draw, output = random.Random(seed), scratch / f"{seed}.jsonl"
+            kinds = [draw.choice(KINDS[poisoned:]) for _ in range(many)]
+            while kinds.count("actor") > MOST_DEATHS - 1:
+                kinds[kinds.index("actor")] = draw.choice(KINDS[1:])
+            job_s = time.monotonic()
+            print(f"seed {seed}: {kinds}", file=sys.stderr, flush=True)
+            job = Job(nodes, prompts, output, draw)
+            done = job.run(kinds)
+            check(job, output, alone, poisoned=poisoned)
             kills += done
             jobs += 1
-            print(f"{seed}: {dict(done)} in {time.monotonic() - began_s:.0f} s", file=sys.stderr, flush=True)
+            what = f"{dict(done)}, {job.starts} starts, {job.deaths()} engines lost"
+            print(f"seed {seed}: {what}, {time.monotonic() - job_s:.0f} s", file=sys.stderr, flush=True)
     finally:
-        nodes.stop()
+        nodes.close()
     shutil.rmtree(scratch)
-    print(json.dumps({"jobs": jobs, "kills": kills.total(), "by": dict(kills), "all rows equal": True}))
+    found = {
+        "jobs": jobs - args.first,
+        "poisoned_jobs": jobs - max(args.first, (args.jobs + 1) // 2),
+        "kills": kills.total(),
+        "by": dict(kills),
+        "all rows equal": True,
+        "seed": args.seed,
+        "seconds": round(time.monotonic() - began_s),
+    }
+    if args.out is not None:
+        args.out.write_text(json.dumps(found, indent=2) + "\n")
+    print(json.dumps(found))
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--jobs", type=int, default=10)
+    parser.add_argument("--first", type=int, default=0, help="begin with this job; after a failure")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--scratch", type=Path, help="a directory on a disk")
+    parser.add_argument("--out", type=Path, help="write the figures there too")
     return parser.parse_args()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from moelight.core.policy import Policy
 from moelight.core.request import Completion, Request
 from moelight.engine.model import LazyModel, PlannedModel
-from moelight.integrations.ray.cluster import ActorLost, Seat
+from moelight.integrations.ray.cluster import ActorLost, EngineSlot
 from moelight.integrations.ray.worker import EnginePlan, EngineWorker, WorkerSetup
 from moelight.observe.stats import RunStats
 
@@ -145,7 +145,7 @@ class PlayedActor:
 
 
 class PlayedCluster:
-    """Has the seats of ``workers``; a test adds, removes and kills."""
+    """Has the slots of ``workers``; a test adds, removes and kills."""
 
     def __init__(self, *workers: type[EngineWorker]) -> None:
         self.options = SimpleNamespace(address="local", engines=None)
@@ -155,17 +155,19 @@ class PlayedCluster:
         self.shown: dict[str, Any] = {}
         self.every: Callable[[PlayedCluster], None] = lambda cluster: None
 
-    def seats(self) -> list[Seat]:
+    def slots(self) -> list[EngineSlot]:
         return [
-            Seat(name=name, node=name, num_cpus=1, num_gpus=0) for name in self.workers if name not in self.dead_nodes
+            EngineSlot(name=name, node=name, num_cpus=1, num_gpus=0)
+            for name in self.workers
+            if name not in self.dead_nodes
         ]
 
     def ask_for_more(self, found: int) -> None:
         pass
 
-    def start(self, seat: Seat, setup: WorkerSetup) -> PlayedActor:
-        actor = PlayedActor(self.workers[seat.name](setup))
-        self.actors.append((seat.name, actor))
+    def start(self, slot: EngineSlot, setup: WorkerSetup) -> PlayedActor:
+        actor = PlayedActor(self.workers[slot.name](setup))
+        self.actors.append((slot.name, actor))
         return actor
 
     def stop(self, actor: PlayedActor) -> None:

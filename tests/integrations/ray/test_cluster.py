@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -17,17 +17,19 @@ import pytest
 
 from benchmarks.mixed_rows import write_mixed_rows
 from moelight.batch.job import forecast_job, run_job
-from moelight.batch.options import JobOptions
+from moelight.batch.options import Durability, JobOptions
 from moelight.core.errors import ConfigError
 from moelight.core.request import SamplingParams
 from moelight.integrations.ray.cluster import ClusterOptions
 from moelight.integrations.ray.job import answer_on, plan_on
 from moelight.integrations.ray.leases import LeaseSizes
+from moelight.integrations.ray.worker import EngineReport, EngineWorker
+from tests.batch.playing import Heard
+from tests.integrations.ray.node import HEAD, NODE, patience
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'moelight[ray]'")
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # Ray's own
 
-NODE = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_log_monitor": False}
 SMALL = LeaseSizes(ahead_s=0.3, least_s=0.05)
 
 
@@ -37,32 +39,18 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     before = dict(os.environ)
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="disabled", RAY_worker_niceness="0")
     handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
-    from ray._private import services
     from ray.cluster_utils import Cluster
 
-    # A node has 30 s to start: five on idle cores, minutes on busy ones.
-    services.get_node = _patient(services.get_node)
-    head = {"include_dashboard": False, "no_monitor": True}
-    made = Cluster(initialize_head=True, head_node_args={**NODE, **head})
-    try:
-        yield made
-    finally:
-        made.shutdown()
-        os.environ.clear()
-        os.environ.update(before)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def _patient(get_node: Any) -> Any:
-    def get(*args: Any) -> Any:
-        for _ in range(300):
-            with contextlib.suppress(RuntimeError):
-                return get_node(*args)
-            time.sleep(0.5)
-        return get_node(*args)
-
-    return get
+    with patience():
+        made = Cluster(initialize_head=True, head_node_args={**NODE, **HEAD})
+        try:
+            yield made
+        finally:
+            made.shutdown()
+            os.environ.clear()
+            os.environ.update(before)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
 
 def job(path: Path, output: str, **options: Any) -> JobOptions:
@@ -165,7 +153,7 @@ def test_what_no_node_has_is_one_clear_line(cluster: Any, prompts: Path) -> None
 
 
 def test_an_engine_and_a_node_die(cluster: Any, prompts: Path) -> None:
-    """The rows are still those of one engine, and the seat of the engine gets another one."""
+    """The rows are still those of one engine, and the slot of the engine gets another one."""
     node = cluster.add_node(**NODE)
     before, happened = set(_engines()), []
 
@@ -187,11 +175,71 @@ def test_an_engine_and_a_node_die(cluster: Any, prompts: Path) -> None:
     assert rows(prompts, "disturbed.jsonl") == rows(prompts, "alone.jsonl")
 
 
-def _engines() -> list[int]:
+@pytest.mark.thorough
+def test_an_engine_out_of_memory_loses_its_unfinished_rows_alone(cluster: Any, prompts: Path, tmp_path: Path) -> None:
+    """The kernel kills it, as it does where a control group has no memory left."""
+    group = Path("/sys/fs/cgroup/memory") / f"moelight-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError:
+        pytest.skip("nobody but root, with cgroups of version 1, may limit the memory of a process")
+    before, heard, killed = set(_engines()), Heard(), []
+
+    class Hungry(EngineWorker):
+        def exchange(self, rows: Any, wait_s: float) -> EngineReport:
+            if (tmp_path / str(os.getpid())).exists():
+                bytearray(1 << 28)
+            return super().exchange(rows, wait_s)
+
+    def limit() -> None:
+        _wait_for(lambda: prompts.with_name("memory.jsonl").exists())
+        _wait_for(lambda: prompts.with_name("memory.jsonl").read_bytes().count(b"\n") > 5)
+        engine = min(set(_engines("ray::Hungry")) - before)
+        (group / "memory.limit_in_bytes").write_text(str(64 << 20))
+        (group / "cgroup.procs").write_text(str(engine))
+        (tmp_path / str(engine)).touch()
+        _wait_for(lambda: not psutil.pid_exists(engine))
+        control = (group / "memory.oom_control").read_text().split()
+        killed.append(int(control[control.index("oom_kill") + 1]))
+
+    thread = threading.Thread(target=limit)
+    thread.start()
+    options = job(prompts, "memory.jsonl", batch_size=2, durability=Durability(sync_s=0.1))
+    answer = answer_on(on(cluster, num_cpus=0.5), sizes=SMALL, worker=Hungry)
+    result = run_job(options, answer=answer, progress=heard)
+    thread.join()
+    group.rmdir()
+    assert killed == [1]
+    assert result.state == "done"
+    assert rows(prompts, "memory.jsonl") == rows(prompts, "alone.jsonl")
+    assert sum("is lost" in line for line in heard.changes) == 1, heard.changes
+
+
+@pytest.mark.thorough
+def test_a_worker_with_a_full_disk_loses_nothing(cluster: Any, prompts: Path, tmp_path: Path) -> None:
+    """Its trace does not fit on its disk: its rows are answered, and a line says why there is no trace of it."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32k", "none", tmp_path], check=False).returncode:
+        pytest.skip("nobody may mount here")
+    own, heard = {"small": 1}, Heard()
+    node = cluster.add_node(**NODE, env_vars={"TMPDIR": str(tmp_path)}, resources=own)
+    try:
+        options = job(prompts, "disk.jsonl", trace=prompts.with_name("disk.json"))
+        result = run_job(options, answer=answer_on(on(cluster, resources=own), sizes=SMALL), progress=heard)
+        assert not list(tmp_path.glob("moelight-*"))
+    finally:
+        cluster.remove_node(node)
+        subprocess.run(["umount", tmp_path], check=True)
+    assert result.state == "done"
+    assert rows(prompts, "disk.jsonl") == rows(prompts, "alone.jsonl")
+    assert not list(prompts.parent.glob("disk.*.json"))
+    assert [line for line in heard.changes if "no space left on device" in line] == heard.changes != []
+
+
+def _engines(name: str = "ray::EngineWorker") -> list[int]:
     """Processes that Ray named after the actor's class."""
     found = []
     for process in psutil.process_iter(["pid", "cmdline"]):
-        if (process.info["cmdline"] or [""])[0].startswith("ray::EngineWorker"):
+        if (process.info["cmdline"] or [""])[0].startswith(name):
             found.append(process.info["pid"])
     return found
 

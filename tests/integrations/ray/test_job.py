@@ -87,7 +87,7 @@ def expected(tmp_path: Path) -> Callable[[Path], list[dict[str, Any]]]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("_SEATS_EVERY_S", 0.05), ("_TOLD_EVERY_S", 0.05), ("_NO_SEAT_S", 0.2)):
+    for name, value in (("_SLOTS_EVERY_S", 0.05), ("_TOLD_EVERY_S", 0.05), ("_NO_SLOT_S", 0.2)):
         monkeypatch.setattr(cluster_job, name, value)
 
 

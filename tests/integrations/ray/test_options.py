@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from moelight.core.errors import ConfigError
+from moelight.integrations.ray import cluster
+from moelight.integrations.ray.cluster import Cluster, ClusterOptions
 from tests.cli.program import ROOT, moelight_inside
 
 PROMPTS = ROOT / "examples" / "prompts.jsonl"
@@ -49,6 +53,27 @@ def test_options_of_a_cluster_need_one(options: tuple[str, ...], why: str) -> No
 def test_amounts_and_labels_are_checked_before_a_cluster_is_reached(options: tuple[str, ...], why: str) -> None:
     pytest.importorskip("ray", reason="ray is not installed: pip install 'moelight[ray]'")
     assert why in refused("--ray", "192.0.2.1:6379", *options)
+
+
+@pytest.mark.parametrize(
+    ("address", "why", "line"),
+    [
+        ("10.0.0.1:6379", "no\nanswer", "--ray 10.0.0.1:6379: no cluster can be reached there (no answer)"),
+        ("local", "The node timed out during startup.", "--ray local: no cluster starts here (Ray gives its node 30 s"),
+    ],
+)
+def test_a_cluster_that_does_not_answer_is_one_clear_line(
+    monkeypatch: pytest.MonkeyPatch, address: str, why: str, line: str
+) -> None:
+    def init(**options: Any) -> None:
+        assert options["address"] == address
+        raise RuntimeError(why)
+
+    monkeypatch.setattr(cluster, "require_ray", lambda: SimpleNamespace(init=init))
+    with pytest.raises(ConfigError) as refusal, Cluster(ClusterOptions(address=address)):
+        pass
+    assert str(refusal.value).startswith(line)
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_simulated_cluster_is_shown() -> None:
