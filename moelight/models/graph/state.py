@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from moelight.models.graph.delta import DeltaModule
-
-_CACHE_NAMES = ("cache_params", "past_key_values")
+from moelight.models.graph.forwards import cache_argument
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +84,7 @@ class StatefulModule:
         self._signature = inspect.signature(module.forward)
         names = list(self._signature.parameters)
         self._first = names[0]
-        self._cache_name = next((name for name in _CACHE_NAMES if name in names), None)
+        self._cache_name = cache_argument(module.forward)
         self._has_mask = "attention_mask" in names
 
     def __call__(self, sequences: Sequence[tuple[State, int]], *args: Any, **kwargs: Any) -> Any:
