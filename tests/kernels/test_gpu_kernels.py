@@ -396,6 +396,16 @@ def test_imports_and_serves_without_triton(monkeypatch):
     assert anew["routing"].route(torch.randn(2, 4), 2, normalize=True)[1].dtype == torch.int32
 
 
+def test_a_run_on_the_cpu_does_not_import_triton(monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "triton"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(serving, "interpreting", serving.interpreting.__wrapped__)
+    monkeypatch.setattr(serving, "_load", lambda: pytest.fail("triton was imported"))
+    assert serving.serves(torch.device("cpu"), torch.float32) == (False, "the tensors are in CPU memory")
+    assert not serving.refuse(torch.device("cpu"), RuntimeError())
+
+
 def test_interpreted_in_a_process_of_its_own():
     """Where something imported Triton before it was told to interpret, the tests above that need it run here."""
     if not serving.triton_available():

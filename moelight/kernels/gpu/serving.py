@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import os
+import sys
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -50,8 +52,12 @@ def triton_reason() -> str:
 
 @cache
 def interpreting() -> bool:
-    """True if Triton runs its kernels on the CPU, element by element (TRITON_INTERPRET=1): correct, and slow."""
-    if not triton_available():
+    """True if Triton runs its kernels on the CPU, element by element (TRITON_INTERPRET=1): correct, and slow.
+
+    Triton is imported only where it may: its 70 MB would stay in the memory of every run on a CPU.
+    """
+    told = "TRITON_INTERPRET" in os.environ or "triton" in sys.modules
+    if not told or not triton_available():
         return False
     standard = importlib.import_module("triton.language.standard")
     return type(standard.cdiv).__name__ == "InterpretedFunction"
@@ -72,7 +78,7 @@ _refused: dict[torch.device, str] = {}
 def refuse(device: torch.device, error: Exception) -> bool:
     """Let torch serve on ``device`` from now on, because a kernel of Triton failed there with ``error``; False if
     Triton did not serve."""
-    if not triton_available() or device in _refused or (device.type == "cpu" and not interpreting()):
+    if (device.type == "cpu" and not interpreting()) or not triton_available() or device in _refused:
         return False
     _refused[device] = "a triton kernel failed: " + (str(error).strip() or repr(error)).splitlines()[0]
     return True
@@ -101,13 +107,15 @@ def failure(index: int | None) -> str | None:
 
 def serves(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
     """True if Triton computes with tensors of ``dtype`` on ``device``, and the reason in one clause."""
+    on_cpu = device.type == "cpu"
+    if on_cpu and not interpreting():
+        return False, "the tensors are in CPU memory"
     if not triton_available():
         return False, triton_reason()
     if _refused and device in _refused:
         return False, _refused[device]
-    if device.type == "cpu":
-        found = interpreting()
-        return found, f"{triton_reason()}, interpreted" if found else "the tensors are in CPU memory"
+    if on_cpu:
+        return True, f"{triton_reason()}, interpreted"
     if interpreting():
         return False, "triton was told to interpret its kernels (TRITON_INTERPRET=1)"
     if device.type != "cuda":
