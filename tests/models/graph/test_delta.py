@@ -29,6 +29,7 @@ FAMILIES = {
     "kimi_linear": "KimiLinearDeltaAttention",
     "bailing_hybrid": "BailingHybridDeltaAttention",
     "glm5_next": "Glm5NextTextLinearAttention",
+    "lara_mini": "LaraMiniGatedDeltaNet",
 }
 
 
