@@ -154,7 +154,7 @@ def _dense(heads: Tensor) -> Tensor:
 
 def _functions_of(module: Any) -> Mapping[str, Callable[..., Any]] | None:
     """By name what takes the place of functions that the forward of ``module`` calls, if it computes the same so."""
-    own = undecorated(type(module).forward)
+    own = undecorated(type(module).forward)  # is called with the module, hidden states, cache and mask in this order
     if [*inspect.signature(own).parameters][2:4] != [cache_argument(own), "attention_mask"]:
         return None
     called = {name: own.__globals__[name] for name in own.__code__.co_names if name in own.__globals__}
