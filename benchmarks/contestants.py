@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import numpy as np
@@ -135,12 +136,22 @@ class Contestant:
         """Until it has loaded and warmed up."""
         self.samples.load_s = self._line()["load_s"]
 
-    def generate(self, batch: int) -> dict[str, Any]:
-        """For the first ``batch`` prompts; what it says of it."""
+    def generate(self, batch: int, *, most_s: float | None = None) -> dict[str, Any]:
+        """For the first ``batch`` prompts; what it says of it. It is ended where it takes longer than ``most_s``."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{batch}\n")
         self._process.stdin.flush()
-        found = self._line()
+        began, alarm = time.perf_counter(), Timer(most_s or 0, self._process.kill)
+        if most_s is not None:
+            alarm.start()
+        try:
+            found = self._line()
+        except EndedError:
+            if most_s is None or time.perf_counter() - began < most_s:
+                raise
+            raise EndedError(f"no end within {most_s:g} s", "") from None
+        finally:
+            alarm.cancel()
         self.samples.turns.setdefault(batch, []).append(found)
         self.samples.peak_rss_bytes = max(self._peak_rss_bytes(), found.get("peak_rss_bytes", 0))
         return found

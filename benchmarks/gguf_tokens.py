@@ -1,11 +1,13 @@
 """moelight and llama.cpp on the same GGUF file: how many greedy tokens are equal.
 
     python benchmarks/gguf_tokens.py --llamacpp DIR --llamacpp-source DIR [--models DIR ...] [--kinds Q8_0 Q4_K_M]
-        [--dtypes bfloat16 float32] [--prompts 32] [--prompt-len 64] [--new-tokens 64] [--scratch DIR]
+        [--dtypes bfloat16 float32] [--activations auto int8] [--prompts 32] [--prompt-len 64] [--new-tokens 64]
+        [--scratch DIR]
 
 Without --models: the bundled model and ``models/many``, both trained, with zeros around their matrices so that their
 rows are whole blocks of 256 numbers (which changes no logit), and a random ``mixtral-0p9b``. llama.cpp rounds
-activations to 8 bits for its products, moelight does not, so that tokens differ where two are about as likely.
+activations to 8 bits for its products, moelight does with ``int8`` activations alone, and tokens differ where two are
+about as likely.
 ``positions`` is the share of positions of moelight's continuations at which llama.cpp, given the same tokens before,
 chooses the same one; ``free`` the share of equal tokens where each goes on by itself, ``whole`` the prompts whose
 every token is equal. Trained models go on behind rows of problems and answers, random ones behind random ids. The last
@@ -30,7 +32,7 @@ from gguf_files import LlamaCpp, add_llamacpp, llamacpp_of
 from make_checkpoint import make_shape
 
 from moelight import Engine, Policy, SamplingParams
-from moelight.core.policy import Shares
+from moelight.core.policy import ACTIVATIONS, Shares
 from moelight.engine.tokenizer import Tokenizer
 from moelight.runtime.measure import processor_name
 
@@ -49,7 +51,8 @@ def main() -> None:
         place = args.scratch or Path(temporary)
         models = args.models or [*_trained(place), make_shape(RANDOM, place)]
         files = [(model, kind) for model in models for kind in args.kinds]
-        rows = [_compare(args, llamacpp, *file, dtype, Path(temporary)) for file in files for dtype in args.dtypes]
+        forms = [(dtype, activations) for dtype in args.dtypes for activations in args.activations]
+        rows = [_compare(args, llamacpp, *file, *form, Path(temporary)) for file in files for form in forms]
     print(json.dumps({"benchmark": "gguf_tokens", "cpu": processor_name(), "rows": rows}))
 
 
@@ -58,6 +61,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--models", type=Path, nargs="+")
     parser.add_argument("--kinds", nargs="+", default=["Q8_0", "Q4_K_M"])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], help="what moelight computes in")
+    parser.add_argument("--activations", nargs="+", choices=ACTIVATIONS, default=list(ACTIVATIONS))
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--prompt-len", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -77,7 +81,7 @@ def _trained(place: Path) -> list[Path]:
 
 
 def _compare(
-    args: argparse.Namespace, llamacpp: LlamaCpp, model: Path, kind: str, dtype: str, place: Path
+    args: argparse.Namespace, llamacpp: LlamaCpp, model: Path, kind: str, dtype: str, activations: str, place: Path
 ) -> dict[str, Any]:
     path = llamacpp.gguf(model, kind)
     prompts = _prompts(args, model)
@@ -90,6 +94,7 @@ def _compare(
         weights=Shares(host=1.0),
         ffn_device="cpu",
         weight_dtype=dtype,
+        activations=activations,
     )
     with Engine(policy, device="cpu", prefix_caching=False) as engine:
         ours = [list(each.token_ids) for each in engine.generate(prompts, how)]
@@ -99,6 +104,7 @@ def _compare(
         "model": model.name,
         "kind": kind,
         "dtype": dtype,
+        "activations": activations,
         "tokens": total,
         "positions": _equal(ours, theirs["forced"]) / total,
         "free": _equal(ours, theirs["free"]) / total,
@@ -107,8 +113,8 @@ def _compare(
     }
     below = "" if row["positions"] >= BAR else "  BELOW"
     print(
-        f"{row['model']:16}{kind:8}{dtype:9} after equal tokens {row['positions']:.1%}, by itself {row['free']:.1%}, "
-        f"{row['whole']} of {row['prompts']} prompts whole{below}"
+        f"{row['model']:16}{kind:8}{dtype:9} {activations:5} after equal tokens {row['positions']:.1%}, "
+        f"by itself {row['free']:.1%}, {row['whole']} of {row['prompts']} prompts whole{below}"
     )
     return row
 

@@ -31,6 +31,7 @@ from make_checkpoint import make_shape
 from pipeline_sections import disk, long, overhead, refill, resident, ring
 from pipeline_sections.setting import Setting
 
+from moelight.core.policy import ACTIVATIONS
 from moelight.runtime.measure import processor_name
 
 SECTIONS = {
@@ -78,14 +79,30 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--disk-batches", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--disk-prompt", type=int, default=32, help="tokens in a prompt of the disk section")
     parser.add_argument("--disk-new", type=int, default=16, help="new tokens there")
-    parser.add_argument("--disk-orders", nargs="+", default=disk.ORDERS, help="the first is held against the others")
+    parser.add_argument(
+        "--disk-orders",
+        nargs="+",
+        default=disk.ORDERS,
+        help="the first is held against the others; planned: the plan's",
+    )
     parser.add_argument(
         "--disk-experts",
         nargs="+",
         default=["bf16"],
         help="forms of the big model: bf16, what `moelight convert --experts` takes, types of GGUF files",
     )
+    parser.add_argument(
+        "--disk-activations", nargs="+", choices=ACTIVATIONS, default=["auto"], help="of forms other than bf16"
+    )
     parser.add_argument("--disk-peers", nargs="*", default=disk.PEERS)
+    parser.add_argument("--limit-accelerate", action="store_true", help="hold it to the limit, too, once it has loaded")
+    parser.add_argument(
+        "--llamacpp-ubatch",
+        type=int,
+        default=2048,
+        help="most tokens in a step of llama.cpp: each reads the model once, and more of them take more memory",
+    )
+    parser.add_argument("--peer-most-s", type=float, help="end peers that take longer for a batch")
     parser.add_argument("--peer-batches", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--peer-new", type=int, default=5, help="new tokens there for peers, whose steps take long")
     parser.add_argument("--refill-requests", type=int, default=192)

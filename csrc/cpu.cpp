@@ -20,7 +20,8 @@ namespace {
 
 struct Features {
   bool avx2 = false, fma = false, f16c = false, avx512f = false, avx512bw = false, avx512dq = false, avx512vl = false,
-       avx512_bf16 = false, avx512_vnni = false, avx_vnni = false, amx_tile = false, amx_bf16 = false, amx_int8 = false;
+       avx512_bf16 = false, avx512_vbmi = false, avx512_vnni = false, avx_vnni = false, amx_tile = false,
+       amx_bf16 = false, amx_int8 = false;
 };
 
 #if MOELIGHT_X86
@@ -46,6 +47,7 @@ Features detect() {
   found.avx512dq = zmm && ((b >> 17) & 1);
   found.avx512bw = zmm && ((b >> 30) & 1);
   found.avx512vl = zmm && ((b >> 31) & 1);
+  found.avx512_vbmi = zmm && ((c >> 1) & 1);
   found.avx512_vnni = zmm && ((c >> 11) & 1);
   found.amx_bf16 = tiles && ((d >> 22) & 1);
   found.amx_tile = tiles && ((d >> 24) & 1);
@@ -137,6 +139,7 @@ std::vector<std::pair<std::string, bool>> cpu_features() {
           {"avx512dq", f.avx512dq},
           {"avx512vl", f.avx512vl},
           {"avx512_bf16", f.avx512_bf16},
+          {"avx512_vbmi", f.avx512_vbmi},
           {"avx512_vnni", f.avx512_vnni},
           {"avx_vnni", f.avx_vnni},
           {"amx_tile", f.amx_tile},
@@ -207,6 +210,8 @@ bool force_int8_products(Int8Products how) {
 }
 
 void unforce_int8_products() { forced_int8.store(kNotForced, std::memory_order_relaxed); }
+
+bool permutes_bytes() { return features().avx512_vbmi; }
 
 int64_t near_cache_bytes() {
 #if defined(_SC_LEVEL1_DCACHE_SIZE)

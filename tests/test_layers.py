@@ -51,6 +51,7 @@ SINGLE_IMPORTER = {
     "batch.columns": "a row format of the registry",
     "batch.openai": "a row format of the registry",
     "batch.status": "status and metrics files, which other programs read",
+    "cli.generate": "a command; serve-batch, whose jobs are such commands, checks their options as it does",
     "cli.job_display": "rich output, imported only where something is shown",
     "engine.adaptation": "off by a switch",
     "engine.grammars": "also a process of its own, which a grammar may end",

@@ -3,6 +3,7 @@
 Every layer and the output matrix lie on the disk: the memory it may use for weights is told to be next to nothing. It
 writes a second copy of them (``options["offload"]`` names an empty directory) where transformers stores a layer's
 experts as one tensor. Before each step the weight files are put out of the page cache, else that would serve them.
+A control group is entered once it has loaded, because loading takes the whole model's memory.
 """
 
 from __future__ import annotations
@@ -69,4 +70,4 @@ def _bytes_read() -> int:
 
 
 if __name__ == "__main__":
-    serve(load)
+    serve(load, loads_outside=True)

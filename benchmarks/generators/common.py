@@ -31,7 +31,7 @@ class Task:
         new_tokens: one number for each prompt.
         batches: how many prompts there may be at a time.
         warm: whether it generates once for every batch size before it says that it is ready.
-        group: a control group to enter before anything else, or nothing.
+        group: a control group to enter before anything else (or once it has loaded, if that is said), or nothing.
         options: what only one contestant understands.
     """
 
@@ -51,16 +51,19 @@ class Task:
         return max(len(ids) + new for ids, new in zip(self.prompts, self.new_tokens))  # noqa: B905 - Python 3.9 reads it
 
 
-def serve(load: Callable[[Task], Generate], *, warms: bool = True) -> None:
-    """Loads, warms up unless nothing would stay warm, and answers lines on stdin until it ends."""
+def serve(load: Callable[[Task], Generate], *, warms: bool = True, loads_outside: bool = False) -> None:
+    """Loads (outside of its control group, if so), warms up unless nothing would stay warm, and answers lines on stdin
+    until it ends."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     task = Task(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
-    if task.group:
-        Path(task.group, "cgroup.procs").write_text(str(os.getpid()))
+    if not loads_outside:
+        _enter(task.group)
     began = time.perf_counter()
     generate = load(task)
     load_s = time.perf_counter() - began
+    if loads_outside:
+        _enter(task.group)
     for batch in task.batches if task.warm and warms else ():
         generate(batch)
     print(json.dumps({"load_s": load_s}), file=out)
@@ -69,6 +72,11 @@ def serve(load: Callable[[Task], Generate], *, warms: bool = True) -> None:
         ids, facts = generate(int(line))
         wall_s, cpu_s = time.perf_counter() - began, _cpu_s() - used
         print(json.dumps({"seconds": wall_s, "cores": cpu_s / wall_s, "ids": ids, **facts}), file=out)
+
+
+def _enter(group: str) -> None:
+    if group:
+        Path(group, "cgroup.procs").write_text(str(os.getpid()))
 
 
 def _cpu_s() -> float:

@@ -2,7 +2,8 @@
 
 That program is started at every turn, loads (which is not counted), and feeds random ids, not ours and not what it
 chose itself: its tokens cannot be compared, and all else can. A prompt's step gives the first new token, so it is asked
-for one token less. ``options``: ``bench`` (the program), ``gguf`` (the file), ``ubatch`` (most tokens in one step).
+for one token less. ``options``: ``bench`` (the program), ``gguf`` (the file), ``ubatch`` (most tokens in one step),
+``unified`` (one cache for all sequences, else each one's is a multiple of 256 tokens).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ def load(task: Task) -> Generate:
         step = task.options.get("ubatch", 512)
         command = [task.options["bench"], "-m", task.options["gguf"], "-b", max(2048, step), "-ub", step]
         command += [each for pair in sizes.items() for each in pair]
+        command += ["-kvu"] if task.options.get("unified") else []
         done = subprocess.run(
             [*map(str, command), "--output-format", "jsonl"], check=True, stdout=subprocess.PIPE, text=True
         )

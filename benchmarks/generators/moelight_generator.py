@@ -2,9 +2,9 @@
 a family that it has a decoder for runs as transformers' module graph like any other; in mode ``int8`` activations are
 rounded to int8, as llama.cpp does.
 
-``options``: ``host_memory``, ``batch_size``, ``schedule``, ``admission`` (what the plan is made for, and what is put in
-its place afterwards), ``watch`` (say what lanes did), ``resident_after`` (say the resident set after so many
-completions, and at the end).
+``options``: ``host_memory``, ``batch_size``, ``activations`` (what the plan is made for), ``schedule``, ``admission``
+(what is put in its place afterwards), ``watch`` (say what lanes did), ``resident_after`` (say the resident set after so
+many completions, and at the end).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _engine(task: Task) -> Engine:
         find_machine("cpu"),
         host_memory=None if memory is None else parse_bytes(str(memory)),
         batch_size=options.get("batch_size"),
-        activations=INT8 if task.mode == INT8 else None,
+        activations=INT8 if task.mode == INT8 else options.get("activations"),
         workload=workload,
     )
     changes = {name: options[name] for name in ("schedule", "admission") if name in options}

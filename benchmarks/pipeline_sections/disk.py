@@ -1,13 +1,14 @@
 """Bound by a disk: a model three times the memory. Orders of work against the roof and each other, and peers.
 
 Every run is a process of its own in a control group of one third of the model's bytes; moelight's ``host_memory`` is
-what that leaves beside torch. Only accelerate is let out of the group: the prompts' step alone takes 3.8 GB there, and
-below that it does not end. It puts its files out of the page cache before each step instead. The roof, a plain direct
-read of the same files, is measured before and after each run of ours. Peers decode fewer tokens than ours, because they
-take long; their time for as many tokens as ours is their first step and their mean step as often as ours.
+what that leaves beside torch. Only accelerate may be let out of the group, because prompts' steps take more at large
+batch sizes, and then do not end; under the limit it enters the group after it has loaded. It puts its files out of the
+page cache before each step. The roof, a plain direct read of the same files, is measured before and after each run of
+ours. Peers decode fewer tokens than ours, because they take long; their time for as many tokens as ours is their first
+step and their mean step as often as ours.
 
 The same model in fewer bytes runs under the same limit: with experts rounded by ``moelight convert``, or as the file of
-llama.cpp.
+llama.cpp; with activations as they are, and in int8, as llama.cpp rounds them.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from pipeline_sections.direct import direct_rate
 from pipeline_sections.setting import Setting, limits_memory, started, why_absent
 
 ORDERS = ("cgopipe", "flexgen", "flexgen-loop", "serial")
+PLANNED = "planned"  # in place of an order: the plan's own
 PEERS = ("accelerate-grouped_mm", "accelerate-eager", "llamacpp")
-UBATCH = 2048  # most tokens in a step of llama.cpp: each step reads the model once
 PLAN_SLACK = 1.05
 CONVERTED = ("int4", "int8", "mxfp4", "fp8")  # other forms are types of GGUF files
 
@@ -85,8 +86,12 @@ def _form(setting: Setting, work: Work, kind: str, limit: int, memory: int) -> l
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     own, order = replace(work, model=path), setting.options["disk_orders"][0]
     size = sum(each.stat().st_size for each in files)
-    rows = [measured(setting, own, files, batch, order, limit, memory) for batch in work.batches]
-    return [{"experts": kind, "bytes": size, **row} for row in rows]
+    return [
+        {"experts": kind, "bytes": size, "activations": activations}
+        | measured(setting, own, files, batch, order, limit, memory, activations=activations)
+        for activations in setting.options["disk_activations"]
+        for batch in work.batches
+    ]
 
 
 def _work(setting: Setting, batches: list[int], new: int) -> Work:
@@ -97,13 +102,15 @@ def _work(setting: Setting, batches: list[int], new: int) -> Work:
 
 
 def measured(
-    setting: Setting, work: Work, files: list[Path], batch: int, order: str, limit: int, memory: int
+    setting: Setting, work: Work, files: list[Path], batch: int, order: str, limit: int, memory: int, **more: Any
 ) -> dict[str, Any]:
-    """One limited run of ours in ``order``, beside the rate of plain direct reads before and after it."""
+    """One limited run of ours in ``order``, beside the rate of plain direct reads before and after it. ``more`` options
+    go to the generator."""
     row: dict[str, Any] = {"order": order, "batch": batch}
     alone = replace(work, batches=[batch], prompts=work.prompts[:batch], new_tokens=work.new_tokens[:batch])
     before = direct_rate(files)
-    options = {"host_memory": memory, "batch_size": batch, "schedule": order, "watch": True}
+    fixed = {} if order == PLANNED else {"schedule": order}
+    options = {"host_memory": memory, "batch_size": batch, "watch": True, **fixed, **more}
     with started(f"moelight-{order}", setting, alone, limit=limit, **options) as one:
         if isinstance(one, str):
             return row | {"absent": one}
@@ -139,13 +146,14 @@ def _peer(setting: Setting, work: Work, name: str, limit: int) -> list[dict[str,
         return [{"peer": name, "absent": absent}]
     short = _work(setting, setting.options["peer_batches"], setting.options["peer_new"])
     rows: list[dict[str, Any]] = []
-    limited = None if name.startswith("accelerate") else limit
-    with started(name, setting, short, limit=limited, ubatch=UBATCH) as one:
+    limited = None if name.startswith("accelerate") and not setting.options["limit_accelerate"] else limit
+    llamacpp = {"ubatch": setting.options["llamacpp_ubatch"], "unified": True}
+    with started(name, setting, short, limit=limited, **llamacpp) as one:
         if isinstance(one, str):
             return [{"peer": name, "absent": one}]
         for batch in short.batches:
             try:
-                found = one.generate(batch)
+                found = one.generate(batch, most_s=setting.options["peer_most_s"])
             except EndedError as ended:
                 rows.append({"peer": name, "batch": batch, "absent": ended.args[0]})
                 break
@@ -200,7 +208,8 @@ def bars_of_forms(
     forms: list[dict[str, Any]], rows: list[dict[str, Any]], peers: list[dict[str, Any]]
 ) -> dict[str, float]:
     """Of each form its tokens a second over those of the model as it is and over each peer's, all at their best batch
-    size."""
+    size; with activations as they are, and rounded, apart."""
+    forms = [row | {"experts": _form_name(row)} for row in forms]
     others = [({"form": "moelight"} | row) for row in rows] + [({"form": row["peer"]} | row) for row in peers]
     best = _best(others, "form")
     return {
@@ -208,6 +217,12 @@ def bars_of_forms(
         for kind, row in _best(forms, "experts").items()
         for name, other in best.items()
     }
+
+
+def _form_name(row: dict[str, Any]) -> str:
+    """Of experts, and of activations where they are rounded."""
+    rounded_to = row.get("activations", "auto")
+    return str(row["experts"]) if rounded_to == "auto" else f"{row['experts']}, {rounded_to} activations"
 
 
 def _best(rows: list[dict[str, Any]], key: str) -> dict[str, dict[str, Any]]:
@@ -229,9 +244,10 @@ def print_table(result: dict[str, Any]) -> None:
         f"{'' if result['limited'] else ' (NOT: no control groups)'}; prompts of {result['prompt_len']}, "
         f"{result['new_tokens']} new tokens"
     )
-    print(f"{'':28}{'batch':>6}{'tok/s':>8}{'decode':>8}{'disk busy':>11}{'GB/s':>7}{'roof':>7}{'share':>7}{'GiB':>7}")
+    print(f"{'':32}{'batch':>6}{'tok/s':>8}{'decode':>8}{'disk busy':>11}{'GB/s':>7}{'roof':>7}{'share':>7}{'GiB':>7}")
     for row in (*result["ours"], *result["forms"]):
-        label = f"{'moelight ' + row.get('experts', row.get('order', '')):28}{row.get('batch', ''):>6}"
+        said = _form_name(row) if "experts" in row else row.get("order", "")
+        label = f"{'moelight ' + said:32}{row.get('batch', ''):>6}"
         if "absent" in row:
             print(f"{label}  absent: {row['absent']}")
             continue
@@ -241,7 +257,7 @@ def print_table(result: dict[str, Any]) -> None:
             f"{row['peak_rss_bytes'] / 2**30:>7.2f}"
         )
     for row in result["peers"]:
-        label = f"{row['peer']:28}{row.get('batch', ''):>6}"
+        label = f"{row['peer']:32}{row.get('batch', ''):>6}"
         if "absent" in row:
             print(f"{label}  absent: {row['absent']}")
             continue

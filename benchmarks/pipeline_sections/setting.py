@@ -42,9 +42,11 @@ def started(
     """Contestant ``name`` alone, loaded from a disk and not from the page cache, with at most ``limit`` bytes of memory
     (its page cache included) where control groups can be made. Where it cannot load, the reason; who ends later raises
     `EndedError`."""
-    forget(work.model)
+    told = setting.places.options(name, work.model)
+    for path in {work.model, Path(told.get("gguf", work.model))}:
+        forget(path)
     with memory_limit(limit) if limit else _unlimited() as group, _folder(setting.scratch) as offload:
-        extra = {**setting.places.options(name, work.model), "offload": str(offload), **options}
+        extra = {**told, "offload": str(offload), **options}
         one = Contestant(name, setting.places, work, setting.scratch, group=group, warm=warm, options=extra)
         try:
             yield one if (reason := _waited(one)) is None else reason

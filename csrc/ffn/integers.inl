@@ -9,7 +9,8 @@
 // change a bit of it.
 //
 // Codes of kPanelRows rows and kPanelColumns columns are spread in the first-level cache (quantized/integers.h); every
-// tile of tokens passes by, a lane a row, four columns at a time.
+// tile of tokens passes by, a lane a row, four columns at a time. Where L::kStored says so, few tokens meet the codes
+// as they are stored instead.
 #pragma once
 
 #include <cmath>
@@ -84,6 +85,9 @@ void quantise(const Quantized& like, const void* x, int64_t x_bytes, int64_t cou
     }
   }
 }
+
+// Multiplies as multiply_integers does without panels, or says that it does not.
+using StoredProducts = bool (*)(const Product&, const IntegerForm&, const IntegerTokens&, char* scratch, float* sums);
 
 // In plain code, for L::round: sum of the numbers, of which the last ones may be none of eight.
 inline int32_t round_plainly(const float* from, int64_t size, float factor, bool pairs, int8_t* to) {
@@ -226,6 +230,8 @@ void multiply_integers(const Product& p, void* scratch, float* sums) {
   const Quantized& q = *p.quantized;
   const IntegerForm form = integer_form(q);
   const IntegerTokens layout(form, p.depth);
+  if constexpr (L::kStored != nullptr)
+    if (L::kStored(p, form, layout, static_cast<char*>(scratch), sums)) return;
   const int64_t tiles = (p.tokens + L::kTokens - 1) / L::kTokens;
   for (int64_t row = 0; row < p.rows; row += kPanelRows) {
     const int64_t rows = std::min(kPanelRows, p.rows - row);
@@ -253,7 +259,7 @@ Kernel integer_kernel() {
           .head_bytes = 64,  // after one token, so that many do not share cache sets
           .token_step = 1,
           .in_place = false,
-          .scratch_bytes = sizeof(Panel),
+          .scratch_bytes = std::max<int64_t>(sizeof(Panel), L::kStoredBytes),
           .multiply = multiply_integers<L>,
           .multiply_transposed = nullptr,
           .turn = nullptr,

@@ -46,6 +46,8 @@ struct Avx2Integers {
     return lanes[0] + lanes[1] + lanes[2] + lanes[3] + lanes[4] + lanes[5] + lanes[6] + lanes[7];
   }
   static constexpr auto fill = plain_panel;
+  static constexpr StoredProducts kStored = nullptr;
+  static constexpr int64_t kStoredBytes = 0;
 };
 
 }  // namespace

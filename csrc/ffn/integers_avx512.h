@@ -44,6 +44,8 @@ struct Avx512Integers {
     return _mm512_reduce_add_epi32(sum);
   }
   static constexpr auto fill = fill_panel;
+  static constexpr StoredProducts kStored = nullptr;
+  static constexpr int64_t kStoredBytes = 0;
 };
 
 }  // namespace

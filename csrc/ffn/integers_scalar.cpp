@@ -31,6 +31,8 @@ struct ScalarIntegers {
     return round_plainly(from, size, factor, pairs, to);
   }
   static constexpr auto fill = plain_panel;
+  static constexpr StoredProducts kStored = nullptr;
+  static constexpr int64_t kStoredBytes = 0;
 };
 
 }  // namespace

@@ -16,7 +16,8 @@ namespace moelight {
 namespace {
 
 constexpr int64_t kStreamTokens = 4;
-constexpr int64_t kStreamLead = 4096;  // bytes ahead that memory is asked for, of a quantised matrix
+constexpr int64_t kStreamLead = 4096,
+                  kUnpackedLead = 8192;  // bytes ahead that memory is asked for, of a quantised matrix
 template <class P>
 constexpr int64_t kStreamRoom = 448 * P::kLineBytes;  // of tokens
 
@@ -197,7 +198,7 @@ void multiply_quantized(const Product& p, void* scratch, float* sums) {
   const SumRows sum = count == 1 ? by.one : count == 2 ? by.two : by.four;
   for (int64_t r = 0; r < p.rows; r += kSummedRows)
     sum(*p.quantized, p.first_row + r, std::min<int64_t>(kSummedRows, p.rows - r), x,
-        p.lead_of(r, rows_ahead(p, kSummedRows, kStreamLead)), p.tokens, sums + r, kUnitRows);
+        p.lead_of(r, rows_ahead(p, kSummedRows, kUnpackedLead)), p.tokens, sums + r, kUnitRows);
 }
 
 }  // namespace

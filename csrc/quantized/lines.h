@@ -9,6 +9,7 @@
 //   Format(matrix, row, first, size)  what some columns of a row share, at most kMostColumns: scales as float32
 //   run(k, group)                     what the columns from k on share, which lie in the group-th group from the first
 //   run.line(i)                       the i-th thirty-two numbers of those
+//   run.line_of_whole(i)              the same where all lines are asked for, if that is another way
 //   codes(k)                          where the bytes of column k are
 //   tame                              whether run() may be asked: no scale is huge, infinite or no number
 //   kColumns, kLineBytes              columns of a run at most, which begins at a multiple of them; bytes of a line
@@ -53,6 +54,24 @@ inline bool are_tame(__m512 scales) {
 }
 inline bool is_tame_half(const uint8_t* p) { return (p[1] & 0x7c) != 0x7c; }
 
+#if defined(__AVX512VBMI__)
+// Of sixty-four bytes, four lines of two codes each: in words of eight bytes two of each line, which one instruction
+// takes apart into four codes.
+struct Quads {
+  uint8_t places[64] = {};
+  constexpr Quads() {
+    for (int i = 0; i < 64; ++i) places[i] = static_cast<uint8_t>(i % 8 / 2 * 16 + i / 8 * 2 + i % 2);
+  }
+};
+inline __m512i quads_of(const uint8_t* p) {
+  alignas(64) static constexpr Quads kQuads;
+  return _mm512_permutexvar_epi8(_mm512_load_si512(kQuads.places), _mm512_loadu_si512(p));
+}
+inline __m512i quad_codes(__m512i quads, int line) {
+  return _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x000c000800040000 + 0x0010001000100010 * line), quads);
+}
+#endif
+
 // Sixteen numbers, rounded, and lines of them by codes of four bits.
 template <class P>
 struct Table;
@@ -70,6 +89,9 @@ struct Table<Pairs> {
     return look_up(_mm512_or_si512(two, _mm512_slli_epi32(two, 12)), twice);
   }
   __m512i by_halves(const uint8_t* p) const { return look_up(moelight::by_halves(p), twice); }
+#if defined(__AVX512VBMI__)
+  __m512i by_quads(const uint8_t* p, int line) const { return look_up(quad_codes(quads_of(p), line), twice); }
+#endif
   // By the bits from `shift` on of thirty-two bytes.
   __m512i by_bytes(const uint8_t* p, int shift) const {
     const __m512i bytes = _mm512_cvtepu8_epi16(load32(p));
@@ -254,6 +276,11 @@ struct Nibbles : Grouped<4> {
     Run(const uint8_t* from, Table<P> table) : from(from), table(table) {}
     Run(const uint8_t* from, const Line& by) : Run(from, Table<P>(numbers_of(by))) {}  // tame or not
     typename P::Line line(int i) const { return table.by_pairs(from + 16 * i); }
+    typename P::Line line_of_whole(int i) const
+      requires requires { table.by_quads(from, i); }
+    {
+      return table.by_quads(from, i);
+    }
   };
   Run run(int64_t k, int64_t group) const { return {codes(k), Table<P>::tame(numbers_of(scales.line(group)))}; }
 };
@@ -509,21 +536,30 @@ inline __attribute__((always_inline)) void each_run(const Quantized& q, int64_t 
   }
 }
 
-// line(i) of those of a run from column k to `stop`.
+// line(i, whether all are asked for) of those of a run from column k to `stop`.
 template <class Format, class F>
 inline __attribute__((always_inline)) void each_line(int64_t k, int64_t stop, F&& line) {
   const auto first = static_cast<int>(Format::kColumns == 256 ? k % 256 / 32 : 0);
   const auto end = first + static_cast<int>((stop - k) / 32);
   if (first == 0 && end == Format::kColumns / 32) {
 #pragma GCC unroll 8
-    for (int i = 0; i < Format::kColumns / 32; ++i) line(i);
+    for (int i = 0; i < Format::kColumns / 32; ++i) line(i, std::true_type());
   } else {
-    for (int i = first; i < end; ++i) line(i);
+    for (int i = first; i < end; ++i) line(i, std::false_type());
   }
 }
 
 template <class Format>
 constexpr int kRunBytes = Format::kColumns / 32 * Format::kLineBytes;
+
+template <class Run, class Whole>
+inline __attribute__((always_inline)) auto line_of(const Run& run, int i, Whole) {
+  if constexpr (Whole::value && requires { run.line_of_whole(i); }) {
+    return run.line_of_whole(i);
+  } else {
+    return run.line(i);
+  }
+}
 
 // Fetches what lies `lead` bytes after the codes of a run of columns from k on.
 template <class Format>

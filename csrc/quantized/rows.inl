@@ -30,7 +30,8 @@ void unpack_rows(const Quantized& q, int64_t row, int64_t rows, int64_t first, i
     each_run<Format>(q, first, first + lines, [&](int64_t k, int64_t stop, int64_t group) {
       const auto run = format.run(k, group);
       fetch_run(format, k, lead);
-      each_line<Format>(k, stop, [&](int i) { P::store(out, run.line(i)), out += P::kLineBytes; });
+      each_line<Format>(k, stop,
+                        [&](int i, auto whole) { P::store(out, line_of(run, i, whole)), out += P::kLineBytes; });
     });
     if (lines < size) unpack_singly<P>(q, row + r, 1, first + lines, size - lines, 0, out, 0);
   }
@@ -46,11 +47,11 @@ inline __attribute__((always_inline)) void add_lines(const Quantized& q, const F
     const typename Format::Run runs[] = {rows[0].run(k, group), rows[1].run(k, group), rows[2].run(k, group),
                                          rows[3].run(k, group)};
 #pragma GCC unroll 16
-    for (int i = 0; i < kSummedRows * kRunBytes<Format> / 64; ++i, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T0);
-    each_line<Format>(k, stop, [&](int i) __attribute__((always_inline)) {
+    for (int i = 0; i < kSummedRows * kRunBytes<Format> / 64; ++i, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
+    each_line<Format>(k, stop, [&](int i, auto whole) __attribute__((always_inline)) {
 #pragma GCC unroll 4
       for (int r = 0; r < kSummedRows; ++r) {
-        const typename P::Line line = runs[r].line(i);
+        const typename P::Line line = line_of(runs[r], i, whole);
 #pragma GCC unroll 4
         for (int c = 0; c < kTokens; ++c)
           sum[kSummedRows * c + r] = P::madd(sum[kSummedRows * c + r], line, P::load(x + c * P::kLineBytes));

@@ -121,7 +121,7 @@ def compare_models(options: CompareOptions, progress: Progress = lambda *_: None
 
 def read_prompts(options: CompareOptions, context: int) -> list[tuple[int, ...]]:
     """Token ids of all prompts, the same for both models."""
-    ours, theirs = (Tokenizer.from_dir(open_model(name).directory) for name in (options.reference, options.model))
+    ours, theirs = (Tokenizer.of(open_model(name).directory) for name in (options.reference, options.model))
     found: list[tuple[int, ...]] = []
     context_of_rows = RowContext(models=ModelNames(ignore=True))  # two models read them
     with open_input(options.prompts, context_of_rows, format=options.format) as source:

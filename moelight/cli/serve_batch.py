@@ -21,7 +21,18 @@ if TYPE_CHECKING:
     from moelight.serve.jobs import JobRunner
 
 _HTTP = ("host", "port", "data", "token_file", "allow_remote", "max_file_size", "expire")
-_HANDED_ON = ("max_tokens", "host_memory", "device_memory", "kv_dtype", "policy", "hw", "device", "expert_policy")
+_HANDED_ON = (
+    "max_tokens",
+    "host_memory",
+    "device_memory",
+    "kv_dtype",
+    "activations",
+    "policy",
+    "hw",
+    "device",
+    "expert_policy",
+)
+_NO_PROMPTS = Path("-")  # of a job that only checks its options
 _MODULES = ("starlette", "uvicorn", "python_multipart")
 
 
@@ -42,6 +53,7 @@ class ServerArguments:
     host_memory: str | None = option("The most host memory of a job.", metavar="SIZE")
     device_memory: str | None = option("The most GPU memory of a job.", metavar="SIZE")
     kv_dtype: str | None = option("Of keys and values, as for generate.", metavar="auto|choose|int8")
+    activations: str | None = option("auto, or int8, as for generate.", metavar="auto|int8")
     policy: Path | None = option("Run this policy, as optimize -o writes it.", metavar="FILE.yaml")
     hw: str | None = option("The machine to plan for.", metavar="NAME|FILE|auto")
     device: str | None = option("auto, cpu, cuda, xpu, a card as in cuda:1, or twin.")
@@ -57,16 +69,12 @@ def serve_batch(given: ServerArguments) -> None:
     Each batch is a job of moelight generate in a process of its own, one after another. The base_url of the openai
     client and the path of the file with its api_key are printed on start.
     """
-    from moelight.profiles.policy_files import load_policy
+    from moelight.cli.generate import JobArguments, read_options
     from moelight.serve.jobs import JobRunner, generate_command
 
-    for name in ("host_memory", "device_memory"):
-        if (size := getattr(given, name)) is not None:
-            parse_bytes(size, what=flag(name))
-    if given.policy is not None:
-        load_policy(given.policy)
-    handed_on = [(flag(name), getattr(given, name)) for name in _HANDED_ON]
-    options = [str(word) for option, value in handed_on if value is not None for word in (option, value)]
+    handed_on = {name: value for name in _HANDED_ON if (value := getattr(given, name)) is not None}
+    read_options(JobArguments(prompts=_NO_PROMPTS, model=given.model, **handed_on), as_table=False)
+    options = [str(word) for name, value in handed_on.items() for word in (flag(name), value)]
     _check_model(given.model)
     if given.watch is not None:
         refuse_beside(f"--watch {given.watch}", given, _HTTP, "a folder is watched without HTTP")

@@ -4,6 +4,7 @@ depend on the text of requests or on when sequences finish."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import cycle
@@ -18,6 +19,8 @@ from moelight.engine.batcher import MicroBatchPlan, SequenceChunk, places
 from moelight.engine.experts import ExpertRuntime, RoutingWatch
 from moelight.engine.loaded_model import LoadedModel, refuse_prediction
 from moelight.hrm.placement import moved
+from moelight.kernels.layer import MOST_TOKENS
+from moelight.kernels.threads import one_thread_for_torch
 from moelight.optimizer.adapter import Allocation
 from moelight.paging.ring import RingPager
 from moelight.runtime.context import Chunk, find_added, find_context
@@ -127,7 +130,8 @@ class PassRunner:
         ``score(chunks, first, logits, targets)`` scores prompt tokens of a micro-batch, ``first`` being its first
         scored row.
         """
-        model, pager = self.model, self._pager_for(sum(load.tokens for load in packed.plans))
+        tokens = sum(load.tokens for load in packed.plans)
+        model, pager = self.model, self._pager_for(tokens)
         if pager is None:
             if not self._streaming:
                 model.executor.wait()  # until the resident pages are known
@@ -167,7 +171,8 @@ class PassRunner:
         )
         self._position += schedule.stream_advance
         self._streaming = pager is None
-        packed.in_flight = model.executor.launch(schedule, model.operations.bind(pass_pages, sample, note))
+        with one_thread_for_torch() if tokens <= MOST_TOKENS else nullcontext():
+            packed.in_flight = model.executor.launch(schedule, model.operations.bind(pass_pages, sample, note))
         return packed
 
     def _use_graphs(self, micro_batches: Sequence[MicroBatch], *, reads: bool) -> None:

@@ -46,8 +46,8 @@ def rotation(spec: AttentionSpec, positions: Tensor, dtype: torch.dtype) -> tupl
     """The rotary position embedding of ``positions [T]``, half-rotation as in HF: computed in float32, rounded to
     ``dtype``."""
     angle = positions.float().unsqueeze(1) * _frequencies(spec, positions.device)
-    angle = torch.cat((angle, angle), dim=-1)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
 
 
 @lru_cache(maxsize=16)

@@ -61,11 +61,11 @@ _SLACK = 1e-9
 _MOST_DIGITS = 20  # of a count
 
 
-def check_activations(given: str | None) -> None:
-    """Raise ConfigError for a value of ``--activations`` that is none."""
+def check_activations(given: str | None, *, option: str = "--activations") -> None:
+    """Raise ConfigError for a value of ``option`` that names no activations."""
     if given is not None and given not in ACTIVATIONS:
         hint = did_you_mean(given, ACTIVATIONS)
-        raise ConfigError(f"--activations {given!r} is not one of {', '.join(ACTIVATIONS)}{hint}")
+        raise ConfigError(f"{option} {given!r} is not one of {', '.join(ACTIVATIONS)}{hint}")
 
 
 def parse_fixes(given: Iterable[str]) -> dict[str, Fixed]:

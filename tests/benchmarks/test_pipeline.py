@@ -145,6 +145,18 @@ def test_peers_without_an_environment_or_a_file_say_so(module: Any, tmp_path: Pa
     assert here.options("llamacpp", model)["bench"] == str(tmp_path / "llama-batched-bench")
 
 
+def test_a_peer_that_takes_too_long_is_ended(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contestants = module("contestants")
+    monkeypatch.setattr(contestants, "GENERATORS", tmp_path)
+    (tmp_path / "slow_generator.py").write_text("print('{\"load_s\": 0}', flush=True)\n__import__('time').sleep(60)\n")
+    work = contestants.Work(model=tmp_path, prompts=[], new_tokens=[], batches=[1], threads=1)
+    one = contestants.Contestant("slow", contestants.Places(), work, tmp_path)
+    one.wait()
+    with pytest.raises(contestants.EndedError, match=r"no end within 0\.05 s"):
+        one.generate(1, most_s=0.05)
+    one.close()
+
+
 def test_what_llama_cpp_prints(module: Any) -> None:
     text = '\nsome heading\n{"pp": 128, "tg": 31, "pl": 16, "t_pp": 4.5, "t_tg": 1.5, "t": 6.0, "speed": 9.0}\n\nend\n'
     assert module("llamacpp_generator").figures(text) == {"seconds": 6.0, "first_s": 4.5, "decode_s": 1.5}
@@ -192,12 +204,18 @@ def test_forms_are_compared_with_everybody_at_the_best_batch_size(module: Any) -
     forms = [
         {"experts": "int4", **row_of("cgopipe", 64, 100.0, [[1]])},
         {"experts": "int4", **row_of("cgopipe", 256, 300.0, [[1]])},
+        {"experts": "int4", "activations": "int8", **row_of("cgopipe", 64, 330.0, [[1]])},
         {"experts": "Q4_K_M", "absent": "no file"},
     ]
     rows = [row_of("cgopipe", 64, 50.0, [[1]]), row_of("cgopipe", 256, 75.0, [[1]])]
     peers = [{"peer": "llamacpp-Q4_K_M", "batch": 64, "tokens_per_s": 30.0}, {"peer": "accelerate", "absent": "none"}]
     found = module("pipeline_sections.disk").bars_of_forms(forms, rows, peers)
-    assert found == {"int4 over moelight": 4.0, "int4 over llamacpp-Q4_K_M": 10.0}
+    assert found == {
+        "int4 over moelight": 4.0,
+        "int4 over llamacpp-Q4_K_M": 10.0,
+        "int4, int8 activations over moelight": 4.4,
+        "int4, int8 activations over llamacpp-Q4_K_M": 11.0,
+    }
 
 
 def test_a_direct_read_reads_everything_once(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

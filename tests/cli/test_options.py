@@ -114,6 +114,7 @@ OPTIONS = {
         "--host-memory",
         "--device-memory",
         "--kv-dtype",
+        "--activations",
         "--policy",
         "--hw",
         "--device",

@@ -16,6 +16,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
+from moelight.core.errors import ConfigError
 from moelight.core.units import parse_bytes
 from moelight.serve.jobs import Job, generate_command
 from tests.cli.program import DEMO, PLANNED, Program, moelight_inside
@@ -80,6 +81,9 @@ def test_the_official_client_is_answered_by_the_model(client: openai.OpenAI) -> 
         (["--host-memory", "much"], "--host-memory"),
         (["--max-file-size", "0.5x"], "--max-file-size"),
         (["--policy", "@/none.yaml"], "none.yaml"),
+        ([*PLANNED, "--activations", "int8"], "--activations int8 contradict each other"),
+        (["--activations", "int9"], "--activations 'int9' is not one of auto, int8 (did you mean 'int8'?)"),
+        (["--expert-policy", "@/none.moe"], "none.moe"),
         (["--watch", "@/none"], "no such directory"),
         (["--watch", "@", "--port", "1"], "--port 1 contradict each other"),
         (["--watch", "@", "--max-file-size", "1KiB"], "--max-file-size 1KiB contradict each other"),
@@ -111,3 +115,16 @@ def test_options_of_a_job_are_handed_on() -> None:
     assert words[1:6] == ["-m", "moelight.cli.main", "generate", "in", "--model"]
     assert words[-4:] == ["--format", "openai", "--host-memory", "1GiB"]
     assert parse_bytes(words[-1], what="") == 1 << 30
+
+
+def test_jobs_run_with_the_options_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handed_on: list[list[str]] = []
+
+    def end(_model: str, options: list[str], **_: Any) -> None:
+        handed_on.append(options)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("moelight.serve.jobs.generate_command", end)
+    given = ["--max-tokens", "7", "--kv-dtype", "int8", "--activations", "int8", "--device", "cpu"]
+    moelight_inside("serve-batch", "--model", "demo", "--watch", tmp_path, *given)
+    assert handed_on == [given]

@@ -87,3 +87,15 @@ def test_generate_takes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["generate", str(prompts), "--model", str(path), "-o", str(out)]) == 0, capsys.readouterr().err
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) == 2
+
+
+def test_compare_takes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the model that is measured: the model with the same numbers predicts what it predicts."""
+    path, numbers, prompts = tmp_path / "tiny.gguf", tmp_path / "numbers", tmp_path / "prompts.jsonl"
+    write_gguf(path, "llama", experts="Q8_0", vocab=True)
+    save_numbers(numbers, "llama", experts="Q8_0")
+    save_byte_tokenizer(numbers)
+    row = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": PROMPTS[2]}}
+    prompts.write_text(json.dumps(row) + "\n")
+    assert main(["compare", str(path), str(prompts), "--against", str(numbers), "--json"]) == 0, capsys.readouterr().err
+    assert json.loads(capsys.readouterr().out)["kl"]["value"] == pytest.approx(0.0, abs=1e-4)

@@ -26,8 +26,10 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from moelight.cli.lm_eval import completed
+from moelight.cli.main import main
 from moelight.engine.engine import Engine
 from moelight.integrations.lm_eval import MoELightLM
+from moelight.kernels import native
 
 TASKS = "tests/integrations/lm_eval_tasks"
 CLOSE = 1e-3
@@ -229,6 +231,19 @@ def test_a_plan_serves_as_long_as_it_has_room(checkpoints: dict[str, Path]) -> N
     ours.close()
 
 
+@pytest.mark.skipif(not native.available(), reason="the extension is not built")
+def test_activations_are_rounded_where_asked(tmp_path: Path) -> None:
+    """Scores near the exact ones and not equal, and the harness's record of the run says why."""
+    rounded, scores = str(tmp_path / "rounded"), {}
+    assert main(["convert", "demo", rounded, "--experts", "int8", "--group-size", "32"]) == 0
+    for activations in ("auto", "int8"):
+        ours = MoELightLM(rounded, host_memory="1GiB", activations=activations)
+        ((scores[activations], _),) = ours.loglikelihood(asked(("add 1 and 2 =", " once")))
+        assert ours.get_model_info()["moelight_policy"]["activations"] == activations
+        ours.close()
+    assert scores["int8"] != scores["auto"] == pytest.approx(scores["int8"], rel=0.05)
+
+
 def test_tasks_give_the_same_results(checkpoints: dict[str, Path]) -> None:
     names = ["moelight_choice", "moelight_text", "moelight_answer"]
     manager = TaskManager(include_path=str(ROOT / TASKS), include_defaults=False)
@@ -275,6 +290,10 @@ def test_the_command_evaluates(tmp_path: Path) -> None:
         (
             ["--tasks", f"{TASKS}/moelight_text.yaml", "--model_args", "pretrained=demo,host_memry=1GiB"],
             "unknown model argument 'host_memry' (did you mean 'host_memory'?)",
+        ),
+        (
+            ["--tasks", f"{TASKS}/moelight_text.yaml", "--model_args", "pretrained=demo,activations=int9"],
+            "activations 'int9' is not one of auto, int8 (did you mean 'int8'?)",
         ),
         (["--config", "none.yaml"], "--config none.yaml: cannot be read"),
     ],

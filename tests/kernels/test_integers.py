@@ -92,6 +92,17 @@ def test_rows_are_alone_in_any_company(name: str) -> None:
         same_bits(product(x[first:last], weight), together[first:last])
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_few_rows_are_those_of_many(name: str) -> None:
+    """One to four meet rows as they are stored, by whole lines and where the last line is a part, more meet panels."""
+    for rows, columns in ((41, 1152), (64, 2304), (38, 4128)):
+        weight = matrix(FORMS[name], *sizes(name, rows, columns))
+        x = generator(6)(8, weight.columns).bfloat16()
+        together = product(x, weight)
+        for count in range(1, 5):
+            same_bits(product(x[:count], weight), together[:count])
+
+
 @pytest.mark.parametrize("pairing", ["joined", "interleaved", "apart"])
 @pytest.mark.parametrize(
     "name", ["packed int4", "packed int8", "gptq int4 in order", "mxfp4", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "awq"]

@@ -51,6 +51,9 @@ Int8Products int8_products();
 bool force_int8_products(Int8Products how);
 void unforce_int8_products();
 
+// Whether bytes of a vector can be put in any order by one instruction (AVX512_VBMI).
+bool permutes_bytes();
+
 // Bytes of the first-level data cache of one core; 32 KiB where the system does not say.
 int64_t near_cache_bytes();
 

@@ -1,0 +1,3 @@
+#include "rows.inl"
+
+moelight::Unpacking moelight::unpacking_nibbles() { return kRows<Pairs, Nibbles<Pairs>>; }
