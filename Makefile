@@ -53,8 +53,8 @@ large: $(STAMP)  ## run the tests on checkpoints of a gigabyte, which need 4 GB 
 	$(BIN)/python -m pytest -n 0 -m large $(ARGS)
 
 # transformers alone is another version: everything else is what $(VENV) has, unless that version asks for less or more.
-FLOOR := $(shell sed -n 's/^graph = \["transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
-BELOW := $(shell sed -n 's/^graph = \["transformers>=[0-9.]*,\(<[0-9.]*\)".*/\1/p' pyproject.toml)
+ALLOWED := $(shell sed -n 's/^graph = \["\(transformers[^"]*\)".*/\1/p' pyproject.toml)
+FLOOR := $(shell sed -n 's/^graph = \["transformers>=\([0-9.]*\).*/\1/p' pyproject.toml)
 VERSION ?= $(FLOOR) newest
 GRAPHS := tests/models/graph tests/engine/test_graph_models.py tests/cli/test_models.py
 transformers: $(VERSION:%=build/transformers-%/.installed)  ## test module graphs with the floor and the newest version allowed; VERSION=
@@ -65,7 +65,7 @@ build/transformers-%/.installed: $(STAMP)
 	@echo 'import site; site.addsitedir("$(shell echo $(CURDIR)/$(VENV)/lib/python3*/site-packages)")' > \
 	  "$$(echo $(@D)/lib/python3*/site-packages)/beside.pth"
 	@echo 'installing transformers $* into $(@D)'
-	@$(@D)/bin/python -m pip install --quiet --no-compile $(if $(filter newest,$*),--upgrade 'transformers$(BELOW)',transformers==$*)
+	@$(@D)/bin/python -m pip install --quiet --no-compile $(if $(filter newest,$*),--upgrade '$(ALLOWED)',transformers==$*)
 	@touch $@
 
 families: $(STAMP)  ## measure what the table of families says, ARGS: of some; write it, and docs/reference/models.md

@@ -14,7 +14,6 @@ import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +24,7 @@ from moelight.kernels.arguments import FLOATS
 from moelight.kernels.delta import MOST_TAPS, cpu_causal_conv, cpu_delta_rule
 from moelight.kernels.reference import causal_conv as plain_conv
 from moelight.kernels.reference import delta_rule as plain_rule
+from moelight.models.graph.forwards import cache_argument, calling, undecorated
 from moelight.models.graph.leaves import FAILURES, described
 
 _SILU = ("silu", "swish")
@@ -42,12 +42,8 @@ class DeltaModule:
 
     def __init__(self, module: Any, functions: Mapping[str, Callable[..., Any]]) -> None:
         """``functions``: in place of those that its forward calls by these names."""
-        own = _forward_of(module)
         self._module = module
-        self._forward = FunctionType(
-            own.__code__, {**own.__globals__, **functions}, own.__name__, own.__defaults__, own.__closure__
-        )
-        self._forward.__kwdefaults__ = own.__kwdefaults__
+        self._forward = calling(undecorated(type(module).forward), functions)
 
     @staticmethod
     def serves(hidden: Tensor) -> bool:
@@ -58,7 +54,7 @@ class DeltaModule:
         """hidden [1, T, H], consecutive rows of ``sequences`` -> [1, T, H]."""
         _now.rows = _Ragged(self._module, sequences)
         try:
-            return self._forward(self._module, hidden, cache_params=_NO_CACHE, attention_mask=None)
+            return self._forward(self._module, hidden, _NO_CACHE, None)
         finally:
             _now.rows = None
 
@@ -156,14 +152,10 @@ def _dense(heads: Tensor) -> Tensor:
     return heads if heads[:1].is_contiguous() else heads.contiguous()
 
 
-def _forward_of(module: Any) -> Any:
-    return inspect.unwrap(type(module).forward)
-
-
 def _functions_of(module: Any) -> Mapping[str, Callable[..., Any]] | None:
     """By name what takes the place of functions that the forward of ``module`` calls, if it computes the same so."""
-    own = _forward_of(module)
-    if not isinstance(own, FunctionType) or "cache_params" not in inspect.signature(own).parameters:
+    own = undecorated(type(module).forward)  # is called with the module, hidden states, cache and mask in this order
+    if [*inspect.signature(own).parameters][2:4] != [cache_argument(own), "attention_mask"]:
         return None
     called = {name: own.__globals__[name] for name in own.__code__.co_names if name in own.__globals__}
     functions: dict[str, Callable[..., Any]] = {}
@@ -257,7 +249,7 @@ def _agrees(module: Any, functions: Mapping[str, Callable[..., Any]]) -> bool:
     lengths = [sum(rows for part in _PARTS for number, rows in part if number == each) for each in range(2)]
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn((length, hidden), generator=generator) for length in lengths]
-    expected = [_asked(_forward_of(module), trial, x[None]) for x in inputs]
+    expected = [_asked(type(module).forward, trial, x[None]) for x in inputs]
     found: list[list[Tensor]] = [[], []]
     done = [0, 0]
     for part in _PARTS:

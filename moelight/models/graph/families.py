@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moelight.models.graph.effects import Attend
-from moelight.models.graph.state import StateSpec
+from moelight.models.graph.state import StateSpec, own_config
 
 _RECURRENT = StateSpec()
 _PART = StateSpec(mixer=False)
@@ -27,6 +27,7 @@ STATEFUL: Mapping[str, StateSpec] = {
     "GraniteMoeHybridMambaLayer": _RECURRENT,
     "JambaMambaMixer": StateSpec(stepwise=True),
     "KimiLinearDeltaAttention": _RECURRENT,
+    "LaraMiniGatedDeltaNet": _RECURRENT,
     "Lfm2MoeShortConv": _RECURRENT,
     "Lfm2ShortConv": _RECURRENT,
     "Lfm3ShortConv": _RECURRENT,
@@ -52,6 +53,7 @@ STATEFUL: Mapping[str, StateSpec] = {
     "Glm5NextTextAttention": StateSpec(opaque=True, own_mask=True, returns=3),
     "GlmMoeDsaAttention": _OPAQUE,
     "HYV4Attention": _OPAQUE,
+    "HYV4VLAttention": _OPAQUE,
     "InklingAttention": _OPAQUE,
     "Inkling2FullAttention": _OPAQUE,
     "Inkling2SlidingAttention": _OPAQUE,
@@ -262,11 +264,11 @@ class AttentionNotes:
 
     Attributes:
         prepare: ``prepare(module)``, once.
-        complete: ``complete(module, effect, positions [T])``, for each effect.
+        complete: ``complete(module, effect, positions [T])``, for each effect; none where ``prepare`` leaves none.
     """
 
     prepare: Callable[[Any], None]
-    complete: Callable[[Any, Attend, Tensor], None]
+    complete: Callable[[Any, Attend, Tensor], None] = lambda *_: None
 
 
 def _llama4_prepare(module: Any) -> None:
@@ -282,6 +284,7 @@ def _llama4_complete(module: Any, effect: Attend, positions: Tensor) -> None:
 
 
 ATTENTION: Mapping[str, AttentionNotes] = {
+    "Inkling2BlockAttentionResidual": AttentionNotes(prepare=own_config),  # to other states of the same token
     "Llama4TextAttention": AttentionNotes(prepare=_llama4_prepare, complete=_llama4_complete),
 }
 ENCODERS: Mapping[str, tuple[str, ...]] = {  # modules within text models that text never reaches
@@ -304,6 +307,8 @@ def refusal(config: Any) -> str | None:
         return "which experts a token has depends on the other tokens of its pass"
     if config.model_type == "llama4_text" and config.num_experts_per_tok != 1:
         return f"num_experts_per_tok {config.num_experts_per_tok}: experts of one token have different inputs"
+    if (passes := getattr(config, "loop_num_passes", 1)) > 1:
+        return f"loop_num_passes {passes}: layers that run more than once in a pass are not served"
     return None
 
 

@@ -26,6 +26,7 @@ from moelight.kernels.reference import rms_norm as plain_norm
 from moelight.kernels.reference import rotate as plain_rotation
 from moelight.models.graph.effects import Attend, Ended
 from moelight.models.graph.families import ATTENTION
+from moelight.models.graph.forwards import CACHES
 from moelight.models.graph.leaves import (
     FAILURES,
     as_one_matrix,
@@ -143,11 +144,11 @@ class _UsualLayer:
         *norms: Tensor,
         position_embeddings: Any = None,
         attention_mask: Any = None,
-        past_key_values: Any = None,
-        **_: Any,
+        **others: Any,
     ) -> Tensor | None:
         """The matrix of `_UsualAttention.matrix`, if the kernels compute all of the layer but the block."""
-        if not isinstance(position_embeddings, tuple) or attention_mask is not None or past_key_values is not None:
+        cached = any(others.get(name) is not None for name in CACHES)
+        if not isinstance(position_embeddings, tuple) or attention_mask is not None or cached:
             return None
         if not native.on_cpu(hidden) or not native.available() or hidden.dtype not in FLOATS or len(hidden) != 1:
             return None
@@ -204,7 +205,7 @@ class _Trial:
         def body(**_: object) -> GivenHidden:
             angles = self.cos[None], self.sin[None]
             given = {"hidden_states": x[None], "position_embeddings": angles, "position_ids": positions[None]}
-            return GivenHidden(type(trial).forward(trial, **given, attention_mask=None, past_key_values=None)[0])
+            return GivenHidden(type(trial).forward(trial, **given, attention_mask=None)[0])
 
         run = GraphRun(body, positions, positions, ())
         try:

@@ -30,6 +30,7 @@ from moelight.kernels.norm import cpu_rms_norm, cpu_rotate, rms_norm, rms_norm_m
 from moelight.kernels.products import linear, parts
 from moelight.kernels.reference import rms_norm as plain_norm
 from moelight.kernels.reference import rotate as plain_rotation
+from moelight.models.graph.forwards import calling, undecorated
 
 Forward = Callable[[Tensor], Tensor]
 Maker = Callable[[Any], Callable[..., Tensor]]  # of the forward of a module
@@ -326,18 +327,15 @@ def as_one_matrix(*matrices: Tensor) -> Tensor | None:
     return matrices[0].as_strided((sum(map(len, matrices)), inputs), (inputs, 1))
 
 
-def _rotating(own: Any) -> FunctionType | None:
-    """The forward ``own`` of a module with the rotary embedding of our kernel in place of the function that it calls,
+def _rotating(forward: Any) -> FunctionType | None:
+    """``forward`` of a module with the rotary embedding of our kernel in place of the function that it calls,
     if that is one of halves; the function itself stays what it is."""
-    if not isinstance(own, FunctionType):
+    if not isinstance(own := undecorated(forward), FunctionType):
         return None
     for name in own.__code__.co_names:
         function = own.__globals__.get(name)
         if isinstance(function, FunctionType) and _rotates_halves(function):
-            within = {**own.__globals__, name: _rotation(function)}
-            made = FunctionType(own.__code__, within, own.__name__, own.__defaults__, own.__closure__)
-            made.__kwdefaults__ = own.__kwdefaults__
-            return made
+            return calling(own, {name: _rotation(function)})
     return None
 
 

@@ -209,6 +209,7 @@ _HEADS = 4
 _VOCABULARY = 160
 _SIZES: dict[str, int] = {  # fields that are sizes alone and what they become; all others keep the user's values
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), _VOCABULARY),
+    **dict.fromkeys(("unpadded_vocab_size",), _VOCABULARY - 10),
     **dict.fromkeys(("hidden_size", "embed_dim"), 64),
     **dict.fromkeys(("intermediate_size", "prefix_dense_intermediate_size", "dense_intermediate_size"), 96),
     **dict.fromkeys(("ffn_hidden_size",), 96),

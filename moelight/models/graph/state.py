@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from moelight.models.graph.delta import DeltaModule
-
-_CACHE_NAMES = ("cache_params", "past_key_values")
+from moelight.models.graph.forwards import cache_argument
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +82,8 @@ class StatefulModule:
         self._decoder = decoder
         self._forward = module.forward
         self._signature = inspect.signature(module.forward)
-        names = list(self._signature.parameters)
-        self._first = names[0]
-        self._cache_name = next((name for name in _CACHE_NAMES if name in names), None)
-        self._has_mask = "attention_mask" in names
+        self._first = next(iter(self._signature.parameters))
+        self._cache_name = cache_argument(module.forward)
 
     def __call__(self, sequences: Sequence[tuple[State, int]], *args: Any, **kwargs: Any) -> Any:
         """The module's own result for all rows: tensors [1, T, ...] joined, others one a sequence."""
@@ -156,7 +153,10 @@ class StatefulModule:
             past = state.cache.get_query_offset(self._module.layer_idx)
             positions = torch.arange(past + count, device=hidden.device)[None]
             arguments["position_embeddings"] = self._decoder.rotary_emb(hidden, positions)
-        if self._has_mask and not self.spec.own_mask:
+        if "relative_distance" in self._signature.parameters:
+            rows, keys = self._positions(state, hidden, count)
+            arguments["relative_distance"] = rows - keys
+        if "attention_mask" in self._signature.parameters and not self.spec.own_mask:
             arguments["attention_mask"] = self._mask(state, hidden, count) if self.spec.opaque else None
         try:
             return self._forward(**arguments)
@@ -174,17 +174,21 @@ class StatefulModule:
 
     def _mask(self, state: State, hidden: Tensor, count: int) -> Tensor:
         """What to add to logits of the last ``count`` rows [1, 1, n, L]: causal, within the module's window."""
+        rows, keys = self._positions(state, hidden, count)
+        seen = keys <= rows
+        window = getattr(self._module, "sliding_window", None)
+        if window is not None:
+            seen &= keys > rows - window
+        lowest = torch.finfo(hidden.dtype).min
+        return torch.zeros(seen.shape, dtype=hidden.dtype, device=hidden.device).masked_fill(~seen, lowest)[None, None]
+
+    def _positions(self, state: State, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Of the last ``count`` rows [n, 1], and of the keys that the module's layer has for them [L]."""
         layer = self._module.layer_idx
         length, offset = state.cache.get_mask_sizes(count, layer)
         first = state.cache.get_query_offset(layer)
-        key = torch.arange(offset, offset + length, device=hidden.device)
-        row = torch.arange(first, first + count, device=hidden.device)[:, None]
-        seen = key <= row
-        window = getattr(self._module, "sliding_window", None)
-        if window is not None:
-            seen &= key > row - window
-        lowest = torch.finfo(hidden.dtype).min
-        return torch.zeros(seen.shape, dtype=hidden.dtype, device=hidden.device).masked_fill(~seen, lowest)[None, None]
+        rows = torch.arange(first, first + count, device=hidden.device)[:, None]
+        return rows, torch.arange(offset, offset + length, device=hidden.device)
 
 
 def own_config(module: Any) -> None:

@@ -73,7 +73,7 @@ def measure(model_type: str, seed: int) -> tuple[float, int]:
     greedy tokens, with streamed experts, are transformers'."""
     config = self_test.tiny(config_of(model_type))
     text = config.get_text_config()
-    for name in ("vocab_size", "vocab_size_per_layer_input"):
+    for name in ("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"):
         if getattr(text, name, None):
             setattr(text, name, VOCABULARY)
     eager = self_test.random_model(config, seed)

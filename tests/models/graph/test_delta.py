@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import FunctionType
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from transformers import CONFIG_MAPPING
 from moelight.kernels import native
 from moelight.models.graph import delta, self_test
 from moelight.models.graph.delta import DeltaModule, delta_module
+from moelight.models.graph.forwards import calling, undecorated
 from moelight.models.graph.leaves import use_leaf_kernels
 from moelight.models.graph.state import State
 from tests.models.graph import measured
@@ -29,6 +29,7 @@ FAMILIES = {
     "kimi_linear": "KimiLinearDeltaAttention",
     "bailing_hybrid": "BailingHybridDeltaAttention",
     "glm5_next": "Glm5NextTextLinearAttention",
+    "lara_mini": "LaraMiniGatedDeltaNet",
 }
 
 
@@ -52,9 +53,7 @@ def test_other_recurrences_stay_as_they_are():
 
 def altered(module: Any, **functions: Any) -> Any:
     """``module`` as one of a class whose forward calls other functions by these names."""
-    own = delta._forward_of(module)
-    made = FunctionType(own.__code__, {**own.__globals__, **functions}, own.__name__, own.__defaults__)
-    made.__kwdefaults__ = own.__kwdefaults__
+    made = calling(undecorated(type(module).forward), functions)
     module.__class__ = type("Altered", (type(module),), {"forward": made})
     return module
 
@@ -63,7 +62,7 @@ def altered(module: Any, **functions: Any) -> Any:
 def test_a_module_that_computes_something_else_is_not_recognised(name):
     """A rule or convolution with another result, and a step that looks at earlier rows by itself."""
     module = module_of("qwen3_next", FAMILIES["qwen3_next"])
-    own = delta._forward_of(module).__globals__[name]
+    own = undecorated(type(module).forward).__globals__[name]
 
     def other(*given: Any, **named: Any) -> Any:
         found = own(*given, **named)

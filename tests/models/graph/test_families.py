@@ -48,11 +48,13 @@ MECHANISMS = {  # one family for each
     "deepseek_v32": "attention that selects keys",
     "gemma4": "layers of several shapes",
     "inkling_text": "several states in one layer",
+    "inkling2_text": "attention within a token, and by distances that the model is not given",
     "llama": "dense",
 }
-WITHOUT = {  # a language model, or one that is causal
+WITHOUT = {  # a language model, one that is causal, or layers that run once
     "diffusion_gemma": "not made one after another",
     "doge": "depends on the other tokens of its pass",
+    "inkling2_loop": "layers that run more than once in a pass",
     "nllb-moe": "no causal language model",
     "openai_privacy_filter": "no causal language model",
     "switch_transformers": "no causal language model",

@@ -48,8 +48,16 @@ USUAL = (
 # Families whose config has a vision tower, by their language models: the tower is of the size of the released one.
 TEXT = ("dots3_note_text", "inkling2_text")
 MORE = ("aria_text", "gemma4_text", "inkling_text", "kimi_k25", "llama4_text", "minimax_m3_vl_text", "qwen3_5_moe_text")
-# No causal language model, or no experts that are matrices.
-WITHOUT = ("diffusion_gemma", "doge", "nllb_moe", "nllb-moe", "openai_privacy_filter", "switch_transformers")
+# Not run, no causal language model, or no experts that are matrices.
+WITHOUT = (
+    "diffusion_gemma",
+    "doge",
+    "inkling2_loop",
+    "nllb_moe",
+    "nllb-moe",
+    "openai_privacy_filter",
+    "switch_transformers",
+)
 ALL = sorted({*moe_families().values(), *TEXT, *MORE} - {*WITHOUT, "dots3_note", "inkling2"})
 # With experts, and fewer layers where all are alike but tiny models keep them all.
 CHANGES: Mapping[str, Mapping[str, Any]] = {
