@@ -34,6 +34,7 @@ $(RUNTIME): $(INPUTS)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(call install,moelight,$(PIP) $(BUILD_TOOLS) && { $(PIP) $(DEPENDENCIES) & \
 	  $(PIP) --no-build-isolation --no-deps --editable .; built=$$?; wait $$! && test $$built = 0; })
+	@$(BIN)/python -c 'from moelight.kernels import native; print("native kernels:", native.reason())'
 
 $(STAMP): $(RUNTIME)
 	$(call install,what tests and checks need,$(PIP) --no-build-isolation --editable '.[dev]')
