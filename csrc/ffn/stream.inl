@@ -152,7 +152,6 @@ void stream(const Product& p, const char* x, float* sums) {
   if constexpr (kHasForms<Stored, P>) {
     const StreamForm& form = kStreamForms[stream_form(kSize)];
     if (form.rows == 4) return stream_side_by_side<P, 4, kCount>(p, x, form, sums);
-    if (form.rows == 2) return stream_side_by_side<P, 2, kCount>(p, x, form, sums);
     if (form.second) return stream_tiles<P, 1, kCount, _MM_HINT_T1>(p, x, form.lead, sums);
     stream_rows<Stored, P, kCount>(p, x, form.lead, sums);
   } else {
