@@ -427,7 +427,7 @@ Workspace& workspace() {
   return own;
 }
 
-std::atomic<int> stream_forms[kStreamSizes] = {1, 1, 5};
+std::atomic<int> stream_forms[kStreamSizes] = {5, 5, 5};
 
 // What a call works in, one after the other.
 struct Rooms {

@@ -139,9 +139,10 @@ void beside(const Product& p, int64_t head, int64_t count, char* to) {
 }
 
 template <class P, int kSide, int kCount>
-void stream_side_by_side(const Product& p, const char* x, int64_t lead, float* sums) {
-  if (near_holds(kCount * p.depth * 2)) return stream_tiles<P, kSide, kCount, _MM_HINT_T0>(p, x, lead, sums);
-  stream_tiles<P, kSide, kCount, _MM_HINT_T1>(p, x, lead, sums);
+void stream_side_by_side(const Product& p, const char* x, const StreamForm& form, float* sums) {
+  if (!form.second && near_holds(kCount * p.depth * 2))
+    return stream_tiles<P, kSide, kCount, _MM_HINT_T0>(p, x, form.lead, sums);
+  stream_tiles<P, kSide, kCount, _MM_HINT_T1>(p, x, form.lead, sums);
 }
 
 // Only pairs of bf16 as they are stored have a choice.
@@ -150,8 +151,8 @@ void stream(const Product& p, const char* x, float* sums) {
   constexpr int kCount = kStreamTokenCounts[kSize];
   if constexpr (kHasForms<Stored, P>) {
     const StreamForm& form = kStreamForms[stream_form(kSize)];
-    if (form.rows == 4) return stream_side_by_side<P, 4, kCount>(p, x, form.lead, sums);
-    if (form.rows == 2) return stream_side_by_side<P, 2, kCount>(p, x, form.lead, sums);
+    if (form.rows == 4) return stream_side_by_side<P, 4, kCount>(p, x, form, sums);
+    if (form.second) return stream_tiles<P, 1, kCount, _MM_HINT_T1>(p, x, form.lead, sums);
     stream_rows<Stored, P, kCount>(p, x, form.lead, sums);
   } else {
     stream_rows<Stored, P, kCount>(p, x, kStreamLead, sums);

@@ -6,19 +6,21 @@
 
 namespace moelight {
 
-// How many rows are read side by side (0: the tiles of dots.inl), and how many bytes ahead memory is asked for.
+// How many rows are read side by side (0: the tiles of dots.inl), and how many bytes ahead memory is asked for; `second`:
+// into the second-level cache even where the first holds it beside the tokens.
 struct StreamForm {
   const char* name;
   int64_t rows, lead;
+  bool second;
 };
 
 inline constexpr StreamForm kStreamForms[] = {
-    {"tiles", 0, 0},
-    {"1 row, nothing asked for", 1, 0},
-    {"1 row, 4 KiB ahead", 1, 4 << 10},
-    {"2 rows, 8 KiB ahead", 2, 8 << 10},
-    {"4 rows, 8 KiB ahead", 4, 8 << 10},
-    {"4 rows, 16 KiB ahead", 4, 16 << 10},
+    {"tiles", 0, 0, false},
+    {"1 row", 1, 0, false},
+    {"1 row, 4 KiB ahead into L1", 1, 4 << 10, false},
+    {"1 row, 8 KiB ahead into L2", 1, 8 << 10, true},
+    {"4 rows, 8 KiB ahead into L1", 4, 8 << 10, false},
+    {"4 rows, 16 KiB ahead into L2", 4, 16 << 10, true},
 };
 inline constexpr int kStreamFormCount = sizeof kStreamForms / sizeof *kStreamForms;
 
