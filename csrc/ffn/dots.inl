@@ -16,6 +16,7 @@
 #include "moelight/simd_avx512.h"
 #include "pairs.h"
 #include "stored.h"
+#include "streams.h"
 
 namespace moelight {
 namespace {
@@ -142,7 +143,7 @@ void tile_ahead(int64_t share, int64_t count, const Rows& rows, const char* ahea
 template <class P, bool kLines>
 void all_tokens(const Rows& rows, int64_t tokens, const char* x, int64_t x_bytes, float* sums) {
   const int64_t passes = (tokens + kTokens - 1) / kTokens;
-  const bool near = near_holds(tokens * rows.bytes);
+  const bool near = !asks_second() && near_holds(tokens * rows.bytes);
   for (int64_t i = 0, begin = 0, fetched = 0; i < passes; ++i) {
     const int64_t end = tokens * (i + 1) / passes, count = end - begin, share = kRows * (i + 1) / passes - fetched;
     const char* const from = x + begin * x_bytes;

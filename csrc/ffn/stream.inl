@@ -10,7 +10,6 @@
 #include <type_traits>
 
 #include "dots.inl"
-#include "streams.h"
 
 namespace moelight {
 namespace {

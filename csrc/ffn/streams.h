@@ -6,8 +6,8 @@
 
 namespace moelight {
 
-// How many rows are read side by side (0: the tiles of dots.inl), and how many bytes ahead memory is asked for; `second`:
-// into the second-level cache even where the first holds it beside the tokens.
+// How many rows are read side by side (0: the tiles of dots.inl), and how many bytes ahead memory is asked for;
+// `second`: into the second-level cache even where the first holds it beside the tokens.
 struct StreamForm {
   const char* name;
   int64_t rows, lead;
@@ -30,6 +30,8 @@ inline constexpr int kStreamSizes = 3;
 
 // For a size, by its place in kStreamTokenCounts.
 int stream_form(int size);
+// Whether the form of most tokens asks for the second-level cache: then more tokens do, too.
+inline bool asks_second() { return kStreamForms[stream_form(kStreamSizes - 1)].second; }
 void set_stream_form(int size, int form);
 
 }  // namespace moelight
