@@ -67,15 +67,17 @@ def compare(
         ),
         _tell,
     )
-    figures = {"model": model, "reference": against, "kv_dtype": kv_dtype, **comparison_as_dict(found)}
+    measured = {"model": model, "reference": against, "kv_dtype": kv_dtype, "activations": activations or "auto"}
+    figures = measured | comparison_as_dict(found)
     if output is not None:
         write_output(output, [json.dumps(figures, indent=2), "\n"])
     if as_json:
         print_json(figures)
     if as_json or output == STANDARD_OUTPUT:
         return
-    cached = ", keys and values in int8," if kv_dtype == "int8" else ""
-    _show(text((model, "bold"), f"{cached} against ", (against, "bold")), found)
+    rounded = {"keys and values": kv_dtype, "activations": activations}
+    words = "".join(f", {name} in int8" for name, how in rounded.items() if how == "int8")
+    _show(text((model, "bold"), f"{words}{',' * bool(words)} against ", (against, "bold")), found)
 
 
 def _show(heading: Text, found: Comparison) -> None:

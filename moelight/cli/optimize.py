@@ -15,6 +15,7 @@ from moelight.core.units import format_bytes
 from moelight.observe.number_format import rate_or_count, seconds_text
 
 if TYPE_CHECKING:
+    from moelight.core.policy import Policy
     from moelight.optimizer.plan import Plan
 
 
@@ -38,7 +39,7 @@ def optimize_command(
     check_output(output, as_json=as_json)
     question = ask.read_question(model, asked)
     plan = question.plan()
-    quality = measured_quality(model, plan.policy.kv_dtype)
+    quality = measured_quality(model, plan.policy)
     if output is not None:
         write_output(output, [policy_file(plan)])
     if as_json:
@@ -52,16 +53,16 @@ def optimize_command(
         print_plan(open_console(), plan, workload_name=question.workload_name, quality=measured)
 
 
-def measured_quality(model: str, kv_dtype: str) -> dict[str, Any] | None:
-    """The comparison kept in the directory ``model`` if it was measured with keys and values in ``kv_dtype``: its
-    ``reference``, ``kl`` (nats a token) and ``top1`` (share of tokens). None without one; raises ConfigError for
-    another file of that name."""
+def measured_quality(model: str, policy: Policy) -> dict[str, Any] | None:
+    """The comparison kept in the directory ``model`` if it was measured with the cache and the activations of
+    ``policy``: its ``reference``, ``kl`` (nats a token) and ``top1`` (share of tokens). None without one; raises
+    ConfigError for another file of that name."""
     path = Path(model).expanduser() / QUALITY_FILE
     if not path.is_file():
         return None
     try:
         found = read_object(path)
-        if found["kv_dtype"] != kv_dtype:
+        if (found["kv_dtype"], found.get("activations", "auto")) != (policy.kv_dtype, policy.activations):
             return None
         return {
             "reference": str(found["reference"]),

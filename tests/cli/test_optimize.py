@@ -312,6 +312,9 @@ def test_the_measured_quality_is_beside_the_speed(tmp_path: Path) -> None:
     assert "quality" not in plan(*question)
     wanted = {"reference": "demo", "kl": 0.0123, "top1": 0.99}
     assert plan(*question, "--kv-dtype", "int8")["quality"] == wanted
+    (tmp_path / "quality.json").write_text(json.dumps(kept | {"activations": "int8"}))
+    assert "quality" not in plan(*question, "--kv-dtype", "int8")
+    (tmp_path / "quality.json").write_text(json.dumps(kept | {"activations": "auto"}))
     done = run("optimize", *question, "--kv-dtype", "int8")
     assert "0.0123 nats a token of KL divergence" in " ".join(done.stdout.split())
     (tmp_path / "quality.json").write_text("{}")
