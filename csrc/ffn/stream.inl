@@ -15,8 +15,8 @@ namespace moelight {
 namespace {
 
 constexpr int64_t kStreamTokens = 4;
-constexpr int64_t kStreamLead = 4096,
-                  kUnpackedLead = 8192;  // bytes ahead that memory is asked for, of a quantised matrix
+// Bytes ahead that memory is asked for: of int8 and int4 rows, and of formats that are unpacked.
+constexpr int64_t kStreamLead = 4 << 10, kUnpackedLead = 8 << 10;
 template <class P>
 constexpr int64_t kStreamRoom = 448 * P::kLineBytes;  // of tokens
 

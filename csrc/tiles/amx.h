@@ -8,18 +8,19 @@
 namespace moelight {
 namespace {
 
+// The shapes of tiles; by themselves all are whole.
+struct alignas(64) TileShapes {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
 // A tile is sixteen rows of sixteen words; strides are in words. In assembly, because gcc 12 takes the number of a tile
 // as a literal only.
 struct AmxTile {
-  static void enter() {
-    struct alignas(64) Config {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    };
-    const Config config;
-    asm volatile("" ::"r"(&config) : "memory");  // gcc 12 takes the intrinsic to read the first eight bytes only
-    _tile_loadconfig(&config);
+  static void enter(const TileShapes& shapes = {}) {
+    asm volatile("" ::"r"(&shapes) : "memory");  // gcc 12 takes the intrinsic to read the first eight bytes only
+    _tile_loadconfig(&shapes);
   }
   static void leave() { _tile_release(); }
 

@@ -1,33 +1,20 @@
 // AMX's tiles of int8. Include only from a file compiled with -mamx-tile -mamx-int8; internal linkage.
 #pragma once
 
-#include <immintrin.h>
-
+#include "tiles/amx.h"
 #include "tiles/integers.h"
 
 namespace moelight {
 namespace {
 
-// In assembly, as AmxTile.
-struct AmxIntegerTiles {
+struct AmxIntegerTiles : AmxTile {
   static constexpr bool kGiven = true;
 
   static void enter() {
-    struct alignas(64) Config {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {64, 64, tile_columns(2), 64, tile_columns(4), 64, tile_columns(6), 64};
-      uint8_t rows[16] = {16, 16, 16, tile_columns(3) / 4, 16, tile_columns(5) / 4, 16, tile_columns(7) / 4};
-    };
-    const Config config;
-    asm volatile("" ::"r"(&config) : "memory");  // gcc 12 takes the intrinsic to read the first eight bytes only
-    _tile_loadconfig(&config);
+    AmxTile::enter({.row_bytes = {64, 64, tile_columns(2), 64, tile_columns(4), 64, tile_columns(6), 64},
+                    .rows = {16, 16, 16, tile_columns(3) / 4, 16, tile_columns(5) / 4, 16, tile_columns(7) / 4}});
   }
-  static void leave() { _tile_release(); }
 
-  template <int kTile>
-  static void zero() {
-    asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
-  }
   template <int kTile>
   static void load(const void* p, int64_t stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(kTile) : "memory");
