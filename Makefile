@@ -108,13 +108,14 @@ gpu: $(if $(WHEELS),$(BESIDE),$(STAMP))  ## measure a card: DEVICE=twin plays on
 $(BESIDE): $(INPUTS)
 	@test -x $(BIN)/python || { $(PYTHON) -m venv --without-pip $(VENV) && \
 	  $(PYTHON) -c '$(PACKAGES_OF)' > "$$(echo $(VENV)/lib/python3*/site-packages)/beside.pth"; }
-	$(call install,moelight from $(WHEELS),$(OFFLINE) $(BUILD_TOOLS) $(DEPENDENCIES) && \
+	$(call install,moelight from $(WHEELS),$(OFFLINE) $(BUILD_TOOLS) $(DEPENDENCIES) compressed-tensors && \
 	  $(OFFLINE) --no-build-isolation --no-deps --editable .)
 
 # What a Python with torch and Triton seldom has; FOR is the version of that Python.
 FOR := 3.12
 LIBRARY_VERSIONS := _2_34 _2_31 _2_28 _2_27 _2_24 _2_17 2014 # of the C library, each of which pip takes by its name alone
-SELDOM := highspy jinja2 lark msgspec llguidance nanobind scikit-build-core pathspec
+SELDOM := highspy prometheus_client jinja2 lark msgspec llguidance greenlet transformers compressed-tensors pydantic pydantic-core \
+  annotated-types typing-inspection loguru nanobind scikit-build-core pathspec
 wheels:  ## fetch into .wheels what `make gpu` needs on a machine without a network
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --constraint constraints.txt --dest .wheels \
 	  --python-version $(FOR) --implementation cp $(LIBRARY_VERSIONS:%=--platform=manylinux%_x86_64) $(SELDOM)

@@ -125,8 +125,11 @@ def lend_matrix(name: str, matrix: QuantizedMatrix) -> object:
     return (kind, form.bits, matrix.rows, matrix.columns, form.group, form.group_rows, form.zero_bias, *lent)
 
 
-def parts_checked(name: str, matrix: QuantizedMatrix) -> QuantizedMatrix:
-    """``matrix``, all of whose parts are there, dense and of the right size; raises ValueError that names ``name``."""
+def parts_checked(
+    name: str, matrix: QuantizedMatrix, device: torch.device | None = arguments.CPU
+) -> QuantizedMatrix:
+    """``matrix``, all of whose parts are there, dense, on ``device`` (None: any but meta) and of the right size; raises
+    ValueError that names ``name``."""
     try:
         parts = matrix.stored.parts(matrix.rows, matrix.columns)
     except ConfigError as error:
@@ -134,7 +137,7 @@ def parts_checked(name: str, matrix: QuantizedMatrix) -> QuantizedMatrix:
     for part in parts:
         if part.suffix not in matrix.stored.names:
             continue
-        found = arguments.check_dense(name, matrix.parts.get(part.suffix))
+        found = arguments.check_dense(name, matrix.parts.get(part.suffix), device)
         if not found.is_contiguous() or found.numel() != math.prod(part.shape):
             shape = f"contiguous {list(part.shape)}, is {list(found.shape)}"
             raise ValueError(f"{name}: its part {part.suffix} must be {shape}")

@@ -188,6 +188,7 @@ def watch_device_memory(device: torch.device) -> None:
     """Free unused cached memory and reset the peaks."""
     module = _module(device)
     if module is not None:
+        module.init()  # there are no statistics before
         module.empty_cache()
         module.reset_peak_memory_stats(device)
 

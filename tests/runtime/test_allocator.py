@@ -32,6 +32,8 @@ class Played:
         assert 0 <= share <= 1 and isinstance(share, float)
         self.share = share
 
+    def init(self) -> None: ...
+
     def empty_cache(self) -> None:
         self.watched += 1
 

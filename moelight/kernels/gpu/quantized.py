@@ -178,7 +178,7 @@ def _matrices(name: str, weights: Any) -> list[QuantizedMatrix | None]:
         if matrix is not None:
             if not isinstance(matrix, QuantizedMatrix):
                 raise ValueError(f"{name}: entry {e} must be a matrix, is {type(weight).__name__}")
-            for part, tensor in parts_checked(f"{name}: entry {e}", matrix).parts.items():
+            for part, tensor in parts_checked(f"{name}: entry {e}", matrix, None).parts.items():
                 if tensor.data_ptr() % ALIGNMENT_BYTES or tensor.nbytes > _MOST_BYTES:
                     raise ValueError(
                         f"{name}: entry {e}: {part} must begin at a multiple of {ALIGNMENT_BYTES} bytes, and have at "
