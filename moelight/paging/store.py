@@ -70,6 +70,9 @@ class PageStore:
         self.weights = [memory.weights for memory in (*self.resident, *self.ring)]
         self._resident_numbers = np.arange(len(self.resident), dtype=np.int32)
         self.offloaded = dict(zip(far, cut("host_experts", 0), strict=True))
+        # Looked up for every page of every pass.
+        self._sizes: dict[Page, int] = {}
+        self._offloaded_parts: dict[Page, Tensor] = {}
         self._computed: frozenset[Page] = frozenset()
         self.layers_computed: frozenset[int] = frozenset()  # layers with experts that the CPU computes in place
         self._streamed: tuple[np.ndarray, np.ndarray] = (np.zeros(0, np.int64), np.zeros(0, np.int64))
@@ -125,12 +128,19 @@ class PageStore:
 
     def bytes_of(self, page: Page) -> int:
         """Bytes of a part."""
-        whole, part = self._bytes_of(replace(page, part=0)), self._parts[page.part]
-        return len(range(min(part.start, whole), min(part.stop, whole)))
+        found = self._sizes.get(page)
+        if found is None:
+            whole, part = self._bytes_of(replace(page, part=0)), self._parts[page.part]
+            found = self._sizes[page] = len(range(min(part.start, whole), min(part.stop, whole)))
+        return found
 
     def offloaded_tier(self, page: Page) -> Tensor:
         """Bytes of a part that is offloaded to host memory."""
-        return self.offloaded[replace(page, part=0)].parts[page.part][: self.bytes_of(page)]
+        found = self._offloaded_parts.get(page)
+        if found is None:
+            whole = self.offloaded[replace(page, part=0)]
+            found = self._offloaded_parts[page] = whole.parts[page.part][: self.bytes_of(page)]
+        return found
 
     def offloaded_page(self, page: Page) -> Tensor | None:
         """Bytes of a whole page; None if it is only on disk."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from moelight.core.errors import MoelightError
@@ -64,17 +64,18 @@ class Executor:
         self._begin()
         submitted: list[Submitted] = []
         begun: set[Lane] = set()
-        for task in schedule.tasks:
-            if task.kind is TaskKind.PREFETCHED_PAGE and task.page is not None:
-                submitted.append(self._prefetched[task.page])
+        for burst in _bursts(schedule.tasks):
+            first = burst[0]
+            if first.kind is TaskKind.PREFETCHED_PAGE and first.page is not None:
+                submitted.append(self._prefetched[first.page])
                 continue
-            after = [submitted[dep][:2] for dep in task.deps]
-            if task.lane not in begun:
-                begun.add(task.lane)
-                after += [self._last[other] for other in _MEETS[task.lane] if other in self._last]
-            work = perform(task) if self._timed is None else self._timed(task, perform(task))
-            ticket = self._lanes[task.lane].submit(work, [earlier for _, earlier in after])
-            submitted.append((task, ticket, after))
+            after = [submitted[dep][:2] for dep in first.deps]
+            if first.lane not in begun:
+                begun.add(first.lane)
+                after += [self._last[other] for other in _MEETS[first.lane] if other in self._last]
+            works = [perform(task) if self._timed is None else self._timed(task, perform(task)) for task in burst]
+            tickets = self._lanes[first.lane].submit_burst(works, [earlier for _, earlier in after])
+            submitted += [(task, ticket, after) for task, ticket in zip(burst, tickets, strict=True)]
         self._prefetched = {}
         for position in schedule.prefetched_next:
             page = schedule.tasks[position].page
@@ -109,6 +110,20 @@ class Executor:
     def close(self) -> None:
         for lane in self._lanes.values():
             lane.close()
+
+
+def _bursts(tasks: Sequence[Task]) -> Iterator[Sequence[Task]]:
+    """``tasks`` in order; pages that follow each other over the link and wait for nothing else than the first of them
+    are submitted at once, because a page may take less time on the link than its submission."""
+    burst: list[Task] = []
+    for task in tasks:
+        sent = task.kind is TaskKind.SEND_PAGE
+        if burst and not (sent and burst[0].kind is TaskKind.SEND_PAGE and set(task.deps) <= set(burst[0].deps)):
+            yield burst
+            burst = []
+        burst.append(task)
+    if burst:
+        yield burst
 
 
 def _timeline(submitted: Sequence[Submitted]) -> Timeline:

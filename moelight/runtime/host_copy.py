@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelight.runtime.lanes import wait_asleep
+from moelight.runtime.lanes import new_event, wait_asleep
 
 
 class HostCopy:
@@ -23,7 +23,7 @@ class HostCopy:
         self._host, self._arrived = tensors, None
         if (device := tensors[0].device).type != "cpu":
             self._host = tuple([_begin(tensor) for tensor in tensors])
-            self._arrived = torch.Event(device=device)
+            self._arrived = new_event(device)
             self._arrived.record()
 
     def wait(self) -> list[np.ndarray]:

@@ -89,13 +89,14 @@ class Operations:
         target = self._pages.slot(into, position)
         if task.kind is TaskKind.READ_PAGE:
             return partial(self._start_page, replace(page, part=0), target, self._pages.begin(page))
-        size = self._pages.bytes_of(page)
+        if target.numel() > (size := self._pages.bytes_of(page)):
+            target = target[:size]
         if task.kind is TaskKind.STAGE_PAGE:
-            return partial(copy_pages, target[:size], self._pages.offloaded_tier(page))
+            return partial(copy_pages, target, self._pages.offloaded_tier(page))
         # from a pinned staging slot, or from an offloaded page in pinned memory
         stop = next(iter(task.reads), None)
         source = self._pages.offloaded_tier(page) if stop is None else self._pages.slot(stop, position)[:size]
-        return partial(_send, target[:size], source)
+        return partial(_send, target, source)
 
     def _embed(self, task: Task, mb: MicroBatch) -> None:
         mb.land()

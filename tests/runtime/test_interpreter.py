@@ -1,0 +1,45 @@
+"""Settings of the interpreter hold while any engine is open, and are the user's own again afterwards."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from moelight.runtime import interpreter
+
+
+@pytest.fixture(autouse=True)
+def own() -> Iterator[None]:
+    """The test's own settings, whatever engines other tests left open."""
+    kept, engines = (sys.getswitchinterval(), gc.get_threshold()), interpreter._engines
+    interpreter._engines = 0
+    yield
+    sys.setswitchinterval(kept[0])
+    gc.set_threshold(*kept[1])
+    interpreter._engines = engines
+
+
+def test_settings_are_those_of_before_once_the_last_engine_is_closed() -> None:
+    sys.setswitchinterval(0.005)
+    gc.set_threshold(600, 9, 8)
+    interpreter.begin_passes()
+    interpreter.begin_passes()
+    assert sys.getswitchinterval() == pytest.approx(interpreter.SWITCH_S)
+    assert gc.get_threshold() == (600, 9, interpreter.FULL_COLLECTIONS)
+    interpreter.end_passes()
+    assert gc.get_threshold()[2] == interpreter.FULL_COLLECTIONS
+    interpreter.end_passes()
+    assert (sys.getswitchinterval(), gc.get_threshold()) == (pytest.approx(0.005), (600, 9, 8))
+
+
+def test_settings_that_a_user_chose_for_the_same_reason_stay() -> None:
+    sys.setswitchinterval(1e-5)
+    gc.set_threshold(500, 10, 5000)
+    interpreter.begin_passes()
+    assert sys.getswitchinterval() == pytest.approx(1e-5)
+    assert gc.get_threshold() == (500, 10, 5000)
+    interpreter.end_passes()
+    assert gc.get_threshold() == (500, 10, 5000)
