@@ -81,9 +81,15 @@ def e4m3(code):
 @triton.jit
 def e2m1(code):
     """Numbers of E2M1 codes (int32, 0 to 15): 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same negative."""
-    table = (code & 0) | _E2M1_DOUBLED  # the interpreter shifts no constant
-    size = whole((table >> ((code & 7) * 4)) & 15) * 0.5
+    size = whole(e2m1_doubled(code)) * 0.5
     return tl.where(code < 8, size, -size)
+
+
+@triton.jit
+def e2m1_doubled(code):
+    """Twice the magnitudes of E2M1 codes (int32, 0 to 15), int32."""
+    table = (code & 0) | _E2M1_DOUBLED  # the interpreter shifts no constant
+    return (table >> ((code & 7) * 4)) & 15
 
 
 @triton.jit
@@ -154,6 +160,19 @@ def groups_of(order, first, depth, groups, FORM: tl.constexpr, EVEN: tl.constexp
 
 
 @triton.jit
+def place_of_scales(row, group, rows, groups, FORM: tl.constexpr):
+    """Where the scales of ``group`` [any] and ``row`` [N] are stored, [any, N]."""
+    if FORM.transposed:
+        place = group[:, None] * rows + row[None, :]
+    elif FORM.kind == "scaled":
+        band = row * 0 if FORM.group_rows == 0 else row // FORM.group_rows
+        place = band[None, :] * groups + group[:, None]
+    else:
+        place = row[None, :] * groups + group[:, None]
+    return place
+
+
+@triton.jit
 def loaded_scale(pointers, EXPONENT: tl.constexpr):
     """Scales in float32; EXPONENT: stored as E8M0."""
     found = tl.load(pointers)
@@ -218,21 +237,42 @@ def small_blocks(blocks, row, k, g, row_bytes, NAME: tl.constexpr, BYTES: tl.con
 
 
 @triton.jit
-def k_minima(blocks, row, k, g, row_bytes, NAME: tl.constexpr, BYTES: tl.constexpr):
-    """Q4_K and Q5_K: scales and minima of 6 bits for each 32 of 256 numbers, one of which each input of ``g`` is."""
-    s, n = g % 256 // 32, k % 256
+def k_six_bits(blocks, row, g, row_bytes, BYTES: tl.constexpr):
+    """Q4_K and Q5_K: scales and minima (int32, 6 bits) for each 32 of 256 numbers, one of which each input of ``g`` is."""
+    s = g % 256 // 32
     # Of the upper four, four bits are in the last bytes and two are the highest ones of the bytes of the lower four.
     low = block_bytes(blocks, row, g, s % 4 + 4, row_bytes, 256, BYTES).to(tl.int32)
     low_least = block_bytes(blocks, row, g, s % 4 + 8, row_bytes, 256, BYTES).to(tl.int32)
     both = block_bytes(blocks, row, g, s % 4 + 12, row_bytes, 256, BYTES).to(tl.int32)
     upper = (s >= 4)[:, None]
-    scale = tl.where(upper, (both & 15) | ((low >> 2) & 48), low & 63).to(tl.float32)
-    least = tl.where(upper, (both >> 4) | ((low_least >> 2) & 48), low_least & 63).to(tl.float32)
-    scale *= block_half(blocks, row, g, row_bytes, 0, 256, BYTES)
-    least *= block_half(blocks, row, g, row_bytes, 2, 256, BYTES)
-    code = block_code(blocks, row, k, n // 64 * 32 + n % 32 + (BYTES - 128), n // 32 % 2 * 4, row_bytes, 15, 256, BYTES)
-    if NAME == "Q5_K":
-        code = code | (block_code(blocks, row, k, n % 32 + 16, n // 32, row_bytes, 1, 256, BYTES) << 4)
+    scale = tl.where(upper, (both & 15) | ((low >> 2) & 48), low & 63)
+    least = tl.where(upper, (both >> 4) | ((low_least >> 2) & 48), low_least & 63)
+    return scale, least
+
+
+@triton.jit
+def k_codes(blocks, row, k, row_bytes, NAME: tl.constexpr, BYTES: tl.constexpr):
+    """Codes (int32) of Q4_K, Q5_K and Q6_K."""
+    n = k % 256
+    if NAME == "Q6_K":
+        code = block_code(blocks, row, k, n // 128 * 64 + n % 64, n // 64 % 2 * 4, row_bytes, 15, 256, BYTES)
+        at = n // 128 * 32 + n % 32 + 128
+        code = code | (block_code(blocks, row, k, at, n // 32 % 4 * 2, row_bytes, 3, 256, BYTES) << 4)
+    else:
+        at = n // 64 * 32 + n % 32 + (BYTES - 128)
+        code = block_code(blocks, row, k, at, n // 32 % 2 * 4, row_bytes, 15, 256, BYTES)
+        if NAME == "Q5_K":
+            code = code | (block_code(blocks, row, k, n % 32 + 16, n // 32, row_bytes, 1, 256, BYTES) << 4)
+    return code
+
+
+@triton.jit
+def k_minima(blocks, row, k, g, row_bytes, NAME: tl.constexpr, BYTES: tl.constexpr):
+    """Q4_K and Q5_K: scales and minima for each 32 of 256 numbers, one of which each input of ``g`` is."""
+    scale, least = k_six_bits(blocks, row, g, row_bytes, BYTES)
+    scale = scale.to(tl.float32) * block_half(blocks, row, g, row_bytes, 0, 256, BYTES)
+    least = least.to(tl.float32) * block_half(blocks, row, g, row_bytes, 2, 256, BYTES)
+    code = k_codes(blocks, row, k, row_bytes, NAME, BYTES)
     return repeat_rows(scale, 32) * whole(code) - repeat_rows(least, 32)
 
 
@@ -257,8 +297,7 @@ def k_sixteens(blocks, row, k, g, row_bytes, NAME: tl.constexpr, BYTES: tl.const
     else:
         scale = block_bytes(blocks, row, g, s + 192, row_bytes, 256, BYTES).to(tl.int8, bitcast=True).to(tl.float32)
         scale *= block_half(blocks, row, g, row_bytes, 208, 256, BYTES)
-        code = block_code(blocks, row, k, n // 128 * 64 + n % 64, n // 64 % 2 * 4, row_bytes, 15, 256, BYTES)
-        code = code | (block_code(blocks, row, k, quarter + 128, pair, row_bytes, 3, 256, BYTES) << 4)
+        code = k_codes(blocks, row, k, row_bytes, NAME, BYTES)
         result = repeat_rows(scale, 16) * (whole(code) - 32.0)
     return result
 
@@ -294,6 +333,20 @@ def ggml(blocks, row, first, depth, FORM: tl.constexpr, EVEN: tl.constexpr, K: t
 
 
 @triton.jit
+def codes_in_words(codes, row, first, rows, depth, FORM: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr):
+    """Codes (int32) of the formats that store them in words, [K, N]."""
+    if FORM.kind == "packed":
+        words = (depth * FORM.bits + 31) // 32
+        result = codes_of_words(codes, row, first, depth, 1, words, FORM.bits, EVEN, K)
+    elif FORM.kind == "gptq":
+        result = codes_of_words(codes, row, first, depth, rows, 1, FORM.bits, EVEN, K)
+    else:
+        k = inputs(first, depth, EVEN, K, 1)
+        result = codes_by_row(codes, row, k, rows * FORM.bits // 32, 1, FORM.bits, True)
+    return result
+
+
+@triton.jit
 def codes_of(codes, row, first, rows, depth, FORM: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr):
     """What scales multiply, zero points aside, in float32 [K, N]."""
     k = inputs(first, depth, EVEN, K, 1)
@@ -303,14 +356,20 @@ def codes_of(codes, row, first, rows, depth, FORM: tl.constexpr, EVEN: tl.conste
         result = e2m1((repeat_rows(byte, 2) >> (tl.arange(0, K) % 2 * 4)[:, None]) & 15)
     elif FORM.kind == "scaled":
         result = loaded_byte(codes + row[None, :] * depth + k[:, None], FORM.name)
-    elif FORM.kind == "packed":
-        words = (depth * FORM.bits + 31) // 32
-        result = whole(codes_of_words(codes, row, first, depth, 1, words, FORM.bits, EVEN, K))
-    elif FORM.kind == "gptq":
-        result = whole(codes_of_words(codes, row, first, depth, rows, 1, FORM.bits, EVEN, K))
     else:
-        result = whole(codes_by_row(codes, row, k, rows * FORM.bits // 32, 1, FORM.bits, True))
+        result = whole(codes_in_words(codes, row, first, rows, depth, FORM, EVEN, K))
     return result
+
+
+@triton.jit
+def zero_points(zeros, row, group, rows, groups, FORM: tl.constexpr):
+    """Zero points (int32) in words, [len(group), N]."""
+    if FORM.kind == "packed":
+        zero = codes_by_row(zeros, row, group, 1, groups, FORM.bits, False)
+    else:
+        zero = codes_by_row(zeros, row, group, rows * FORM.bits // 32, 1, FORM.bits, FORM.kind == "awq")
+        zero = (zero + FORM.zero_bias) & ((1 << FORM.bits) - 1)
+    return zero
 
 
 @triton.jit
@@ -331,24 +390,14 @@ def scaled_codes(
     """`unpacked` of the formats that have scales of their own."""
     code = codes_of(codes, row, first, rows, depth, FORM, EVEN, K)
     group = groups_of(order, first, depth, groups, FORM, EVEN, K)
-    if FORM.transposed:
-        place = group[:, None] * rows + row[None, :]
-    elif FORM.kind == "scaled":
-        band = row * 0 if FORM.group_rows == 0 else row // FORM.group_rows
-        place = band[None, :] * groups + group[:, None]
-    else:
-        place = row[None, :] * groups + group[:, None]
-
+    place = place_of_scales(row, group, rows, groups, FORM)
     if FORM.kind == "packed" and not FORM.zeros:
         code -= 1 << (FORM.bits - 1)
     elif FORM.zeros:
         if FORM.kind == "scaled":
             zero = loaded_byte(zeros + place, FORM.name)
-        elif FORM.kind == "packed":
-            zero = whole(codes_by_row(zeros, row, group, 1, groups, FORM.bits, False))
         else:
-            zero = codes_by_row(zeros, row, group, rows * FORM.bits // 32, 1, FORM.bits, FORM.kind == "awq")
-            zero = whole((zero + FORM.zero_bias) & ((1 << FORM.bits) - 1))
+            zero = whole(zero_points(zeros, row, group, rows, groups, FORM))
         code -= repeat_rows(zero, FORM.shared)
     return code * repeat_rows(loaded_scale(scales + place, FORM.exponent), FORM.shared)
 

@@ -25,6 +25,7 @@ class Tile:
     """``rows`` of x times ``columns`` of the output, ``depth`` inputs at a time, ``stages`` loads in flight.
 
     All slots of a ``band`` are computed before the next band. ``precision`` of products of float32, by Triton's names.
+    ``fused``: products and sums of float32 are rounded once.
     """
 
     rows: int
@@ -34,6 +35,7 @@ class Tile:
     stages: int
     band: int
     precision: str = "ieee"
+    fused: bool = True
 
 
 def shared_bytes(card: tuple[int, int]) -> int:
@@ -80,6 +82,21 @@ def choose(
     return Tile(rows=rows, columns=columns, depth=depth, warps=warps, stages=stages, band=_BAND_ROWS // rows)
 
 
+def choose_integers(card: tuple[int, int], *, group: int, mean_rows: float, matrices: int) -> Tile:
+    """The tile of a product of rows rounded to int8 in groups of ``group``, on a card with `UNITS_SINCE`; the rest as
+    in `choose`. A step is a group, of 256 in two halves."""
+    depth = min(group, _DEEPEST_BYTES)
+    most = 64 if matrices == 2 or group > depth else 128
+    rows = next((size for size in (16, 32, 64) if mean_rows <= size <= most), most)
+    columns = 32 if matrices == 2 and group > depth else 64  # two sums for each number of a block
+    stage = (rows + matrices * columns) * depth
+    stages = max(1, min(_MOST_STAGES, shared_bytes(card) // stage))
+    warps = 8 if rows * columns * matrices >= 64 * 128 else 4
+    return Tile(
+        rows=rows, columns=columns, depth=depth, warps=warps, stages=stages, band=_BAND_ROWS // rows, fused=False
+    )
+
+
 def _single(card: tuple[int, int], depth: int, mean_rows: float, matrices: int) -> Tile:
     """A tile of float32 on tensor units: the parts of both operands are in registers, so it is smaller."""
     rows, columns = next((size for size in (16, 32) if mean_rows <= size), 64), 32 if matrices == 2 else 64
@@ -119,6 +136,7 @@ def choose_attention(
 
 
 def launch_options(tile: Tile | AttentionTile) -> dict[str, int | bool]:
-    """Triton's options of a program over ``tile``. Sums of products are fused, whatever the default of the version is:
-    Triton 3.9 fuses and warns, 3.10 does not."""
-    return {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
+    """Triton's options of a program over ``tile``. Whether sums of products are fused is always said: by default Triton
+    3.9 fuses and warns, 3.10 does not."""
+    fused = isinstance(tile, AttentionTile) or tile.fused
+    return {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": fused}
