@@ -299,23 +299,21 @@ def _fit_ring(policy: Policy, model: ModelProfile, dtype: DType, before: Footpri
     return None
 
 
-def _missing(policy: Policy, device: torch.device) -> Iterator[str]:
+def _missing(policy: Policy, device: torch.device | None) -> Iterator[str]:
     """What the installation and ``device`` do not have that ``policy`` needs, a clause each."""
     if policy.activations != INT8:
         return
-    on_device = device.type != "cpu" and policy.ffn_device != "cpu"
-    if (policy.ffn_device != "gpu" or not on_device) and not native.available():
+    card = None if device is None or device.type == "cpu" or policy.ffn_device == "cpu" else device
+    if (policy.ffn_device != "gpu" or card is None) and not native.available():
         yield f"activations int8 need the native kernels ({native.reason()})"
-    served, why = serving.serves_integers(device) if on_device else (True, "")
+    served, why = (True, "") if card is None else serving.serves_integers(card)
     if not served:
-        yield f"activations int8 are not served on {device}: {why}"
+        yield f"activations int8 are not served on {card}: {why}"
 
 
-def resolve(
-    policy: Policy, model: ModelProfile, *, discrete: bool, device: torch.device = torch.device("cpu")
-) -> Policy:
+def resolve(policy: Policy, model: ModelProfile, *, discrete: bool, device: torch.device | None = None) -> Policy:
     """``policy`` with nothing left open: ``kv_tokens`` 0 becomes 1024 tokens per sequence, or the model's context if
-    shorter. ``device``: what stands for the GPU, if any. Raises ConfigError if a device is missing or the engine does
+    shorter. ``device``: the GPU, if there is a real one. Raises ConfigError if a device is missing or the engine does
     not support the policy."""
     SCHEDULES.get(policy.schedule)
     if policy.discrete != discrete:

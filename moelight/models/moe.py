@@ -179,9 +179,7 @@ def table_of(
     if "up" in parts and _stored_as(pages[0].gate_up) != _stored_as(pages[0].up):
         return None
     first = pages[0]
-    return QuantizedTable.of(
-        **parts, activation=known[0], interleaved=first.interleaved, activations=first.activations
-    )
+    return QuantizedTable.of(**parts, activation=known[0], interleaved=first.interleaved, activations=first.activations)
 
 
 def _tensors(weight: Weight) -> Sequence[Tensor]:

@@ -252,9 +252,7 @@ def _figures(part: type[Part], node: YamlNode, sources: dict[str, str], *more: s
     required = tuple(f.metadata["key"] for f in known if f.metadata["required"])
     given = node.fields(*more, *(f.metadata["key"] for f in known if not f.metadata["required"]), required=required)
     stated = {f.name: (given.get(f.metadata["key"]), f.metadata["quantity"]) for f in known}
-    return {
-        name: _quantity(node, quantity, sources) for name, (node, quantity) in stated.items() if node is not None
-    }
+    return {name: _quantity(node, quantity, sources) for name, (node, quantity) in stated.items() if node is not None}
 
 
 def _links(node: YamlNode, tiers: Collection[str], sources: dict[str, str]) -> Iterator[Link]:

@@ -302,7 +302,9 @@ def compiled(card: int, *, whole: bool) -> list[dict[str, Any]]:
     some = [product(card, torch.float16, form, "gate_up", 512) for form in ("float", "packed int4", "Q4_K")]
     some += [product(card, torch.float16, form, "down", 512) for form in ("int4", "fp8 blocks")]
     if divmod(card, 10) >= tiles.UNITS_SINCE:
-        some += [integer_product(card, torch.float16, *each, 512) for each in (("packed int4", "gate_up"), ("Q4_K", "down"))]
+        some += [
+            integer_product(card, torch.float16, *each, 512) for each in (("packed int4", "gate_up"), ("Q4_K", "down"))
+        ]
     return [*some, attend(card, torch.float16, 128, 4, decodes=True, options="")]
 
 

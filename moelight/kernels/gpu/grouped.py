@@ -29,6 +29,7 @@ from moelight.kernels.integers import integer_product
 from moelight.kernels.products import SHRINK
 from moelight.kernels.quantized import QuantizedMatrix, numbers_of
 from moelight.kernels.reference import dequantized, gate_and_up
+from moelight.profiles.stored import StoredFormat
 
 _MAP_NUMBERS = 4096
 _MIXED = (torch.float16, torch.bfloat16)  # dtypes of x and of the matrices in mixed precision
@@ -207,12 +208,20 @@ def _launch(
         if tile.rows != height:
             height, slots = tile.rows, _slots(offsets, pages, len(out), tile.rows)
         given: Tensor | RoundedRows = source
-        if isinstance(pages, QuantizedTable) and pages.rounds(part):  # rows of x once, unless fewer are routed
-            few = index is not None and len(index) < len(source)
-            given, index = round_rows(source, pages.forms[part].stored, index if few else None), None if few else index
-        program, arguments, constants = program_of(pages, part, given, into, slots, index, tile, activation, by, wide=wide)
+        chosen = index
+        if isinstance(pages, QuantizedTable) and pages.rounds(part):
+            given, chosen = _rounded(source, pages.forms[part].stored, index)
+        program, arguments, constants = program_of(
+            pages, part, given, into, slots, chosen, tile, activation, by, wide=wide
+        )
         grid = (len(slots) * -(-into.shape[1] // tile.columns),)
         program[grid](*arguments, **constants, **tiles.launch_options(tile))
+
+
+def _rounded(x: Tensor, stored: StoredFormat, tokens: Tensor | None) -> tuple[RoundedRows, Tensor | None]:
+    """Rows of x, rounded once, and which of them are routed; or, if those are fewer, the routed rows alone."""
+    few = tokens is not None and len(tokens) < len(x)
+    return round_rows(x, stored, tokens if few else None), None if few else tokens
 
 
 def tile_of(
@@ -292,9 +301,7 @@ def program_of(
         return integers_triton.grouped_integers, arguments, _by_triton(constants | shared)
     if isinstance(pages, QuantizedTable):
         program: Any = quantized_triton.grouped_quantized
-        arguments, constants = quantized.arguments_of(
-            pages, part, x, x.shape[1], out, slots, tokens, tile, activation
-        )
+        arguments, constants = quantized.arguments_of(pages, part, x, x.shape[1], out, slots, tokens, tile, activation)
         constants["NUMBER"] = torch.float32 if wide else x.dtype
     else:
         assert isinstance(pages, PageTable)

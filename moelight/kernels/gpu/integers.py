@@ -94,8 +94,6 @@ def arguments_of(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of `integers_triton.grouped_integers` for the matrices ``part``, and those of its constants that say
     how they are stored."""
-    given, constants = quantized.arguments_of(
-        pages, part, x.numbers, x.columns, out, slots, tokens, tile, activation
-    )
+    given, constants = quantized.arguments_of(pages, part, x.numbers, x.columns, out, slots, tokens, tile, activation)
     constants |= {"G": x.group, "EVEN": x.columns % x.group == 0}
     return (x.numbers, x.scales, x.sums, *given[1:]), constants

@@ -72,7 +72,7 @@ def round_rows(
     largest = tl.max(magnitudes, 1).to(tl.float32, bitcast=True)
     finite = largest < float("inf")
     some = finite & (largest >= _LEAST_MAGNITUDE)
-    most = largest * 0.0 + 127.0
+    most = tl.full((COUNT,), 127.0, dtype=tl.float32)
     scale = tl.where(some, tl.div_rn(largest, most), tl.where(finite, 0.0, float("nan")))
     factor = tl.div_rn(most, tl.where(some, largest, 1.0))
     near = tl.where(some[:, None], value * factor[:, None], 0.0) + _BIAS
@@ -123,10 +123,10 @@ def whole_numbers(
         row_bytes = depth // FORM.group * FORM.block_bytes
         n = k % 32
         if FORM.name == "Q8_0":
-            result = block_bytes(codes, row, k, n + 2, row_bytes, 32, FORM.block_bytes).to(tl.int8, bitcast=True)
+            result = block_bytes(codes, row, k, n + 2, row_bytes, FORM).to(tl.int8, bitcast=True)
         else:
             ahead: tl.constexpr = FORM.block_bytes - 16
-            code = block_code(codes, row, k, n % 16 + ahead, n // 16 * 4, row_bytes, 15, 32, FORM.block_bytes)
+            code = block_code(codes, row, k, n % 16 + ahead, n // 16 * 4, row_bytes, 15, FORM)
             result = (e2m1_whole(code) if FORM.name == "MXFP4" else code - 8).to(tl.int8)
     elif FORM.kind == "packed" and FORM.bits == 8:
         words = (depth + 3) // 4
@@ -158,10 +158,10 @@ def scales_at(codes, scales, row, first, rows, depth, groups, FORM: tl.constexpr
         row_bytes = depth // FORM.group * FORM.block_bytes
         block = group * FORM.group
         if FORM.name == "MXFP4":
-            result = halved_power(block_bytes(codes, row, block, block * 0, row_bytes, 32, FORM.block_bytes))
+            result = halved_power(block_bytes(codes, row, block, block * 0, row_bytes, FORM))
         else:
             at: tl.constexpr = 208 if FORM.name == "Q6_K" else 0
-            result = block_half(codes, row, block, row_bytes, at, FORM.group, FORM.block_bytes)
+            result = block_half(codes, row, block, row_bytes, at, FORM)
     elif FORM.kind == "mxfp4":
         result = halved_power(tl.load(scales + place))
     else:
@@ -219,13 +219,13 @@ def group_product(
 
 
 @triton.jit
-def steps_at(codes, row, g, row_bytes, NAME: tl.constexpr, BYTES: tl.constexpr):
+def steps_at(codes, row, g, row_bytes, FORM: tl.constexpr):
     """What multiplies the codes of each part that has an input of ``g``, int32 [len(g), N]."""
-    if NAME == "Q6_K":
-        byte = block_bytes(codes, row, g, g % 256 // 16 + 192, row_bytes, 256, BYTES)
+    if FORM.name == "Q6_K":
+        byte = block_bytes(codes, row, g, g % 256 // 16 + 192, row_bytes, FORM)
         steps = byte.to(tl.int8, bitcast=True).to(tl.int32)
     else:
-        steps, _ = k_six_bits(codes, row, g, row_bytes, BYTES)
+        steps, _ = k_six_bits(codes, row, g, row_bytes, FORM)
     return steps
 
 
@@ -251,10 +251,10 @@ def block_product(
     for piece in tl.static_range(256 // BK):
         first = step * 256 + piece * BK
         k, g = first + tl.arange(0, BK), first + tl.arange(0, BK // FORM.shared) * FORM.shared
-        code = k_codes(codes, row, k, row_bytes, FORM.name, FORM.block_bytes)
+        code = k_codes(codes, row, k, row_bytes, FORM)
         if FORM.name == "Q6_K":
             code -= 32
-        number = code * repeat_rows(steps_at(codes, row, g, row_bytes, FORM.name, FORM.block_bytes), FORM.shared)
+        number = code * repeat_rows(steps_at(codes, row, g, row_bytes, FORM), FORM.shared)
         high = (number + 64) >> 7
         a = numbers_at(x, source, x_stride, first, BK)
         upper = tl.dot(a, high.to(tl.int8), upper, out_dtype=tl.int32)
@@ -264,10 +264,10 @@ def block_product(
     if FORM.name != "Q6_K":
         place = (source * (x_stride // 256) + step) * _SUMS
         part = tl.load(sums + place[:, None] + tl.arange(0, _SUMS)[None, :])
-        _, least = k_six_bits(codes, row, first + tl.arange(0, _SUMS) % _PARTS * 32, row_bytes, FORM.block_bytes)
+        _, least = k_six_bits(codes, row, first + tl.arange(0, _SUMS) % _PARTS * 32, row_bytes, FORM)
         low = tl.dot(part, least.to(tl.float16))
         here = tl.zeros((1,), dtype=tl.int32) + first
-        value -= low * block_half(codes, row, here, row_bytes, 2, 256, FORM.block_bytes)
+        value -= low * block_half(codes, row, here, row_bytes, 2, FORM)
     return value
 
 
@@ -342,9 +342,7 @@ def grouped_integers(
             total += block_product(x, x_stride, x_sums, source, codes, stored, step, depth, FORM, BK, BM, BN) * scale
             if GATED:
                 total_up += (
-                    block_product(
-                        x, x_stride, x_sums, source, up_codes, stored + up_row, step, depth, FORM, BK, BM, BN
-                    )
+                    block_product(x, x_stride, x_sums, source, up_codes, stored + up_row, step, depth, FORM, BK, BM, BN)
                     * scale
                 )
         else:

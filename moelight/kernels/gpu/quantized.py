@@ -108,8 +108,8 @@ class QuantizedTable(ExpertTable):
     """Quantised matrices of P pages, of which E experts choose. Created by `of`, which checks.
 
     ``table`` int64 [3 * 5, P + 1]: addresses of `TENSORS` of each of `MATRICES`; where gate and up are one matrix, up's
-    are those of gate_up. ``forms``: of gate_up and down. ``activations``: of (gate_up and up, down) ``int8`` where their
-    rows are rounded (`kernels.integers`), else ``auto``.
+    are those of gate_up. ``forms``: of gate_up and down. ``activations`` of (gate_up and up, down): ``int8`` where the
+    rows that they multiply are rounded (`kernels.integers`), else ``auto``.
     """
 
     forms: Mapping[str, MatrixForm]

@@ -84,14 +84,14 @@ def choose(
 
 def choose_integers(card: tuple[int, int], *, group: int, mean_rows: float, matrices: int) -> Tile:
     """The tile of a product of rows rounded to int8 in groups of ``group``, on a card with `UNITS_SINCE`; the rest as
-    in `choose`. A step is a group, of 256 in two halves."""
-    depth = min(group, _DEEPEST_BYTES)
+    in `choose`. A step is a group, a block of 256 in four parts, whose numbers are made in registers."""
+    depth = group if group <= _DEEPEST_BYTES else _DEEPEST_BYTES // 2
     most = 64 if matrices == 2 or group > depth else 128
     rows = next((size for size in (16, 32, 64) if mean_rows <= size <= most), most)
     columns = 32 if matrices == 2 and group > depth else 64  # two sums for each number of a block
     stage = (rows + matrices * columns) * depth
     stages = max(1, min(_MOST_STAGES, shared_bytes(card) // stage))
-    warps = 8 if rows * columns * matrices >= 64 * 128 else 4
+    warps = 8 if rows * columns * matrices >= 64 * 128 or (rows > 32 and group > depth) else 4
     return Tile(
         rows=rows, columns=columns, depth=depth, warps=warps, stages=stages, band=_BAND_ROWS // rows, fused=False
     )
