@@ -12,20 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moelight.core.units import align_up
 from moelight.kernels.activations import Activation
 from moelight.kernels.gpu import quantized, tiles
 from moelight.kernels.gpu.quantized import QuantizedTable
 from moelight.profiles.stored import StoredFormat
 
-BLOCK = 256  # numbers whose parts have whole scales
-_SUMS = {"": ((), torch.int32), "groups": ((), torch.int32), "parts": ((16,), torch.float16)}
+_SUMS = {"groups": ((), torch.int32), "parts": ((16,), torch.float16)}  # shapes of a group's, dtypes
 _NUMBERS = 4096  # that a program rounds
 
 
 @dataclass(frozen=True, slots=True)
 class RoundedRows:
-    """Rows of ``columns`` as ``numbers`` int8 [n, groups x ``group``], zeros behind the last column, times ``scales``
-    float32 [n, groups]; ``sums`` of the numbers as `integers_triton.round_rows` stores them."""
+    """Rows of ``columns`` as ``numbers`` int8 [n, groups x ``group``] times ``scales`` float32 [n, groups]; ``sums`` of
+    the numbers as `integers_triton.round_rows` stores them, where the matrices need some. Groups are whole steps of a
+    product; behind the last column are zeros."""
 
     numbers: Tensor
     scales: Tensor
@@ -37,12 +38,13 @@ class RoundedRows:
     def empty(rows: int, columns: int, stored: StoredFormat, device: torch.device) -> RoundedRows:
         """Memory for rows that matrices of ``stored`` multiply."""
         group, _ = stored.integer_groups(columns)
-        groups, sums = -(-columns // group), sums_of(stored)
-        shape, dtype = _SUMS[sums]
+        groups, sums = align_up(columns, max(group, tiles.INTEGER_STEP)) // group, sums_of(stored)
+        scales = torch.empty((rows, groups), dtype=torch.float32, device=device)
+        shape, dtype = _SUMS.get(sums, ((), torch.float32))
         return RoundedRows(
             numbers=torch.empty((rows, groups * group), dtype=torch.int8, device=device),
-            scales=torch.empty((rows, groups), dtype=torch.float32, device=device),
-            sums=torch.empty((rows, groups, *shape) if sums else 0, dtype=dtype, device=device),
+            scales=scales,
+            sums=torch.empty((rows, groups, *shape), dtype=dtype, device=device) if sums else scales,
             group=group,
             columns=columns,
         )
@@ -95,5 +97,6 @@ def arguments_of(
     """Arguments of `integers_triton.grouped_integers` for the matrices ``part``, and those of its constants that say
     how they are stored."""
     given, constants = quantized.arguments_of(pages, part, x.numbers, x.columns, out, slots, tokens, tile, activation)
-    constants |= {"G": x.group, "EVEN": x.columns % x.group == 0}
+    step = max(x.group, tile.depth)
+    constants |= {"G": x.group, "STEP": step, "EVEN": x.columns % step == 0}
     return (x.numbers, x.scales, x.sums, *given[1:]), constants

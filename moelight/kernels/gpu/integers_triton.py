@@ -135,7 +135,7 @@ def whole_numbers(
     else:
         code = codes_in_words(codes, row, first, rows, depth, FORM, EVEN, K)
         if FORM.bits == 4 and FORM.zeros:
-            code -= zero_points(zeros, row, group_at(first, FORM), rows, groups, FORM)
+            code -= zero_points(zeros, row, group_at(tl.minimum(first, depth - 1), FORM), rows, groups, FORM)
         else:
             code -= 1 << (FORM.bits - 1)
         result = code.to(tl.int8)
@@ -208,14 +208,15 @@ def group_product(
 ):
     """Group ``step`` of the rounded rows times that of the stored rows ``row``, and the latter's scale: [BM, BN]."""
     first = step * G
+    known = first if EVEN else tl.minimum(first, depth - 1)  # groups behind the last one are zeros
     exact = tl.full((BM, BN), _BIASED, dtype=tl.int32)
     tile = whole_numbers(codes, zeros, row, first, rows, depth, groups, FORM, EVEN, G)
     exact = tl.dot(numbers_at(x, source, x_stride, first, G), tile, exact, out_dtype=tl.int32)
     if FORM.zeros and FORM.bits == 8:
         sum_of_group = tl.load(sums + source * (x_stride // G) + step)
-        exact -= sum_of_group[:, None] * zeros_at(zeros, row, first, rows, groups, FORM)
+        exact -= sum_of_group[:, None] * zeros_at(zeros, row, known, rows, groups, FORM)
     value = exact.to(tl.float32, bitcast=True) - _BIAS
-    return value * scales_at(codes, scales, row, first, rows, depth, groups, FORM)
+    return value * scales_at(codes, scales, row, known, rows, depth, groups, FORM)
 
 
 @triton.jit
@@ -310,13 +311,15 @@ def grouped_integers(
     FACTOR: tl.constexpr,
     BY_HAND: tl.constexpr,
     G: tl.constexpr,
+    STEP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     BAND: tl.constexpr,
 ):
     """`quantized_triton.grouped_quantized` of rows that `round_rows` rounded in groups of G: x int8 [T, x_stride],
-    x_scales float32, x_sums as the format needs them."""
+    x_scales float32, x_sums as the format needs them. A STEP is BK inputs of some groups, or a block of 256, which has
+    BK at a time."""
     slot, first = place_of(columns, slot_count, BN, BAND)
     page = tl.load(slots + slot * 3)
     if page < 0:
@@ -336,31 +339,29 @@ def grouped_integers(
     stored = tl.minimum(first + tl.arange(0, BN), columns - 1) * row_step
     total = tl.zeros((BM, BN), dtype=tl.float32)
     total_up = tl.zeros((BM, BN), dtype=tl.float32)
-    for step in range(tl.cdiv(tl.where(address != 0, depth, 0), G)):
-        scale = tl.load(x_scales + source * (x_stride // G) + step)[:, None]
+    for step in range(tl.cdiv(tl.where(address != 0, depth, 0), STEP)):
         if G == 256:
-            total += block_product(x, x_stride, x_sums, source, codes, stored, step, depth, FORM, BK, BM, BN) * scale
-            if GATED:
-                total_up += (
-                    block_product(x, x_stride, x_sums, source, up_codes, stored + up_row, step, depth, FORM, BK, BM, BN)
-                    * scale
-                )
-        else:
-            total += (
-                group_product(
-                    x, x_stride, x_sums, source, codes, scales, zeros, stored, step, rows_stored, depth, groups,
-                    FORM, EVEN, G, BM, BN,
-                )
-                * scale
+            scale = tl.load(x_scales + source * (x_stride // G) + step)[:, None]
+            total += scale * block_product(
+                x, x_stride, x_sums, source, codes, stored, step, depth, FORM, BK, BM, BN
             )  # fmt: skip
             if GATED:
-                total_up += (
-                    group_product(
-                        x, x_stride, x_sums, source, up_codes, up_scales, up_zeros, stored + up_row, step, rows_stored,
-                        depth, groups, FORM, EVEN, G, BM, BN,
-                    )
-                    * scale
+                total_up += scale * block_product(
+                    x, x_stride, x_sums, source, up_codes, stored + up_row, step, depth, FORM, BK, BM, BN
                 )  # fmt: skip
+        else:
+            for piece in tl.static_range(BK // G):
+                group = step * (BK // G) + piece
+                scale = tl.load(x_scales + source * (x_stride // G) + group)[:, None]
+                total += scale * group_product(
+                    x, x_stride, x_sums, source, codes, scales, zeros, stored, group, rows_stored, depth, groups,
+                    FORM, EVEN, G, BM, BN,
+                )  # fmt: skip
+                if GATED:
+                    total_up += scale * group_product(
+                        x, x_stride, x_sums, source, up_codes, up_scales, up_zeros, stored + up_row, group, rows_stored,
+                        depth, groups, FORM, EVEN, G, BM, BN,
+                    )  # fmt: skip
     total *= 1.0 if ACTIVE else FACTOR
     if BIASED:
         there = (tl.zeros((BN,), dtype=tl.int64) + address) != 0

@@ -238,7 +238,7 @@ def small_blocks(blocks, row, k, g, row_bytes, FORM: tl.constexpr):
 
 @triton.jit
 def k_six_bits(blocks, row, g, row_bytes, FORM: tl.constexpr):
-    """Q4_K and Q5_K: whole scales and minima (int32) for each 32 of 256 numbers, one of which each input of ``g`` is."""
+    """Q4_K and Q5_K: whole scales and minima for each 32 of 256 numbers, one of which each input of ``g`` is; int32."""
     s = g % 256 // 32
     # Of the upper four, four bits are in the last bytes and two are the highest ones of the bytes of the lower four.
     low = block_bytes(blocks, row, g, s % 4 + 4, row_bytes, FORM).to(tl.int32)

@@ -10,6 +10,7 @@ _SHARED = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0):
 _SHARED_ELSEWHERE = 64
 _SPARE = 4
 _DEEPEST_BYTES = 128
+INTEGER_STEP = 128  # inputs
 _MOST_STAGES = 4
 _BAND_ROWS = 1024
 # Triton dropped Turing's tensor cores in 3.3 (triton-lang/triton#5066): below this its products do not use any.
@@ -84,14 +85,14 @@ def choose(
 
 def choose_integers(card: tuple[int, int], *, group: int, mean_rows: float, matrices: int) -> Tile:
     """The tile of a product of rows rounded to int8 in groups of ``group``, on a card with `UNITS_SINCE`; the rest as
-    in `choose`. A step is a group, a block of 256 in four parts, whose numbers are made in registers."""
-    depth = group if group <= _DEEPEST_BYTES else _DEEPEST_BYTES // 2
-    most = 64 if matrices == 2 or group > depth else 128
+    in `choose`. A step is `INTEGER_STEP` inputs, or a block of 256 in four parts, made in registers."""
+    block = group > INTEGER_STEP
+    depth = INTEGER_STEP // 2 if block else INTEGER_STEP
+    most = 64 if matrices == 2 or block else 128
     rows = next((size for size in (16, 32, 64) if mean_rows <= size <= most), most)
-    columns = 32 if matrices == 2 and group > depth else 64  # two sums for each number of a block
-    stage = (rows + matrices * columns) * depth
-    stages = max(1, min(_MOST_STAGES, shared_bytes(card) // stage))
-    warps = 8 if rows * columns * matrices >= 64 * 128 or (rows > 32 and group > depth) else 4
+    columns = 32 if matrices == 2 and block else 64  # two sums for each number of a block
+    stages = max(1, min(_MOST_STAGES, shared_bytes(card) // ((rows + matrices * columns) * depth)))
+    warps = 8 if rows * columns * matrices >= 64 * 128 or (rows > 16 and block) else 4
     return Tile(
         rows=rows, columns=columns, depth=depth, warps=warps, stages=stages, band=_BAND_ROWS // rows, fused=False
     )
