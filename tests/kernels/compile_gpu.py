@@ -31,6 +31,7 @@ from moelight.kernels.gpu import (
 from moelight.kernels.gpu.integers import RoundedRows
 from moelight.kernels.gpu.pages import PageTable
 from moelight.kernels.gpu.quantized import QuantizedTable
+from moelight.profiles.stored import AWQ
 from tests.kernels.quantized import FORMATS, matrix
 
 HIDDEN, WIDTH, EXPERTS, ROWS = 256, 512, 4, 64
@@ -39,7 +40,7 @@ NAMES |= {torch.int32: "i32", torch.int64: "i64"}
 # Those of `tests.kernels.quantized.FORMATS` whose products are compiled: every kind, and every layout of ggml's blocks.
 QUANTISED = ("packed int4", "packed int4 short", "fp8 blocks", "int8 groups", "mxfp4", "gptq int4", "awq")
 # And with rows rounded to int8: every kind, sums of either sort, groups of 32 to 256.
-INTEGERS = ("packed int4", "packed int8", "gptq int4 in order", "awq", "mxfp4", "Q8_0", "Q4_0", "Q4_K", "Q6_K")
+INTEGERS = ("packed int4", "packed int8", "gptq int4 in order", "awq rows", "mxfp4", "Q8_0", "Q4_0", "Q4_K", "Q6_K")
 QUANTISED += ("Q8_0", "Q4_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q3_K", "Q2_K", "IQ4_XS", "IQ4_NL", "MXFP4")
 
 
@@ -171,7 +172,7 @@ def integer_products(card: int) -> list[dict[str, Any]]:
         integer_product(card, torch.float16 if mean_rows < 64 else torch.bfloat16, form, part, mean_rows)
         for form in INTEGERS
         for part in ("gate_up", "down")
-        for mean_rows in (4, 512)
+        for mean_rows in (4, 32, 512)
     ]
 
 
@@ -181,7 +182,8 @@ def integer_product(card: int, dtype: torch.dtype, form: str, part: str, mean_ro
     stored, out = pages.forms[part].stored, torch.empty(ROWS, outputs, dtype=dtype)
     x = RoundedRows.empty(ROWS, inputs, stored, out.device)
     matrices = 2 if part == "gate_up" else 1
-    tile = tiles.choose_integers(divmod(card, 10), group=x.group, mean_rows=mean_rows, matrices=matrices)
+    sizes = {"group": x.group, "mean_rows": mean_rows, "matrices": matrices, "scattered": stored.kind == AWQ}
+    tile = tiles.choose_integers(divmod(card, 10), **sizes)
     slots = torch.empty((16, 3), dtype=torch.int32)
     tokens = torch.empty(ROWS, dtype=torch.int64) if part == "gate_up" else None
     program, arguments, constants = grouped.program_of(pages, part, x, out, slots, tokens, tile, pages.activation)

@@ -29,7 +29,7 @@ from moelight.kernels.integers import integer_product
 from moelight.kernels.products import SHRINK
 from moelight.kernels.quantized import QuantizedMatrix, numbers_of
 from moelight.kernels.reference import dequantized, gate_and_up
-from moelight.profiles.stored import StoredFormat
+from moelight.profiles.stored import AWQ, StoredFormat
 
 _MAP_NUMBERS = 4096
 _MIXED = (torch.float16, torch.bfloat16)  # dtypes of x and of the matrices in mixed precision
@@ -231,8 +231,10 @@ def tile_of(
     card = tiles.UNITS_SINCE if x.device.type == "cpu" else serving.capability(x.device.index)
     matrices = 2 if part == "gate_up" and activation.gated else 1
     if isinstance(pages, QuantizedTable) and pages.rounds(part):
-        group, _ = pages.forms[part].stored.integer_groups(x.shape[1])
-        return tiles.choose_integers(card, group=group, mean_rows=mean_rows, matrices=matrices)
+        stored = pages.forms[part].stored
+        group, _ = stored.integer_groups(x.shape[1])
+        scattered = stored.kind == AWQ
+        return tiles.choose_integers(card, group=group, mean_rows=mean_rows, matrices=matrices, scattered=scattered)
     itemsize = torch.float32.itemsize if wide else x.element_size()
     group = pages.group if isinstance(pages, PageTable) else 0  # unpacked numbers need no second sum
     unpacks = not isinstance(pages, PageTable)

@@ -16,10 +16,11 @@ from moelight.core.units import align_up
 from moelight.kernels.activations import Activation
 from moelight.kernels.gpu import quantized, tiles
 from moelight.kernels.gpu.quantized import QuantizedTable
-from moelight.profiles.stored import StoredFormat
+from moelight.profiles.stored import AWQ, StoredFormat
 
 _SUMS = {"groups": ((), torch.int32), "parts": ((16,), torch.float16)}  # shapes of a group's, dtypes
 _NUMBERS = 4096  # that a program rounds
+_SCATTERED = 32  # inputs at a time, where codes are loaded one by one and their addresses fill registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,6 @@ def arguments_of(
     """Arguments of `integers_triton.grouped_integers` for the matrices ``part``, and those of its constants that say
     how they are stored."""
     given, constants = quantized.arguments_of(pages, part, x.numbers, x.columns, out, slots, tokens, tile, activation)
-    step = max(x.group, tile.depth)
-    constants |= {"G": x.group, "STEP": step, "EVEN": x.columns % step == 0}
+    step, piece = max(x.group, tile.depth), _SCATTERED if pages.forms[part].stored.kind == AWQ else x.group
+    constants |= {"G": x.group, "STEP": step, "PIECE": piece, "EVEN": x.columns % step == 0}
     return (x.numbers, x.scales, x.sums, *given[1:]), constants

@@ -203,15 +203,18 @@ def group_product(
     FORM: tl.constexpr,
     EVEN: tl.constexpr,
     G: tl.constexpr,
+    K: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Group ``step`` of the rounded rows times that of the stored rows ``row``, and the latter's scale: [BM, BN]."""
+    """Group ``step`` of the rounded rows times that of the stored rows ``row``, and the latter's scale, K inputs at a
+    time: [BM, BN]."""
     first = step * G
     known = first if EVEN else tl.minimum(first, depth - 1)  # groups behind the last one are zeros
     exact = tl.full((BM, BN), _BIASED, dtype=tl.int32)
-    tile = whole_numbers(codes, zeros, row, first, rows, depth, groups, FORM, EVEN, G)
-    exact = tl.dot(numbers_at(x, source, x_stride, first, G), tile, exact, out_dtype=tl.int32)
+    for at in tl.static_range(0, G, K):
+        tile = whole_numbers(codes, zeros, row, first + at, rows, depth, groups, FORM, EVEN, K)
+        exact = tl.dot(numbers_at(x, source, x_stride, first + at, K), tile, exact, out_dtype=tl.int32)
     if FORM.zeros and FORM.bits == 8:
         sum_of_group = tl.load(sums + source * (x_stride // G) + step)
         exact -= sum_of_group[:, None] * zeros_at(zeros, row, known, rows, groups, FORM)
@@ -312,14 +315,15 @@ def grouped_integers(
     BY_HAND: tl.constexpr,
     G: tl.constexpr,
     STEP: tl.constexpr,
+    PIECE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     BAND: tl.constexpr,
 ):
     """`quantized_triton.grouped_quantized` of rows that `round_rows` rounded in groups of G: x int8 [T, x_stride],
-    x_scales float32, x_sums as the format needs them. A STEP is BK inputs of some groups, or a block of 256, which has
-    BK at a time."""
+    x_scales float32, x_sums as the format needs them. A STEP is BK inputs of some groups, PIECE at a time, or a block
+    of 256, BK at a time."""
     slot, first = place_of(columns, slot_count, BN, BAND)
     page = tl.load(slots + slot * 3)
     if page < 0:
@@ -355,12 +359,12 @@ def grouped_integers(
                 scale = tl.load(x_scales + source * (x_stride // G) + group)[:, None]
                 total += scale * group_product(
                     x, x_stride, x_sums, source, codes, scales, zeros, stored, group, rows_stored, depth, groups,
-                    FORM, EVEN, G, BM, BN,
+                    FORM, EVEN, G, PIECE, BM, BN,
                 )  # fmt: skip
                 if GATED:
                     total_up += scale * group_product(
                         x, x_stride, x_sums, source, up_codes, up_scales, up_zeros, stored + up_row, group, rows_stored,
-                        depth, groups, FORM, EVEN, G, BM, BN,
+                        depth, groups, FORM, EVEN, G, PIECE, BM, BN,
                     )  # fmt: skip
     total *= 1.0 if ACTIVE else FACTOR
     if BIASED:
