@@ -88,10 +88,10 @@ def choose_integers(
 ) -> Tile:
     """The tile of a product of rows rounded to int8 in groups of ``group``, on a card with `UNITS_SINCE`; the rest as
     in `choose`. A step is `INTEGER_STEP` inputs, half as many where two matrices have smaller groups, or a block of
-    256 in four parts, made in registers. ``scattered``: the codes of a row are not neighbours, so each is loaded by itself."""
+    256 in four parts, made in registers. ``scattered``: codes of a row are not neighbours, and loaded one by one."""
     block = group > INTEGER_STEP
     depth = INTEGER_STEP // 2 if block or (matrices == 2 and group < INTEGER_STEP) else INTEGER_STEP
-    most = 64 if matrices == 2 or block else 128
+    most = 64 if block or (matrices == 2 and group < INTEGER_STEP) else 128
     rows = next((size for size in (16, 32, 64) if mean_rows <= size <= most), most)
     columns = 32 if matrices == 2 and (block or scattered) else 64  # a block has two sums for each number
     stages = max(1, min(_MOST_STAGES, shared_bytes(card) // ((rows + matrices * columns) * depth)))
