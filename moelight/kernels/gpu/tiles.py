@@ -88,12 +88,15 @@ def choose_integers(
 ) -> Tile:
     """The tile of a product of rows rounded to int8 in groups of ``group``, on a card with `UNITS_SINCE`; the rest as
     in `choose`. A step is `INTEGER_STEP` inputs, half as many where two matrices have smaller groups, or a block of
-    256 in four parts, made in registers. ``scattered``: codes of a row are not neighbours, and loaded one by one."""
-    block = group > INTEGER_STEP
-    depth = INTEGER_STEP // 2 if block or (matrices == 2 and group < INTEGER_STEP) else INTEGER_STEP
-    most = 64 if block or (matrices == 2 and group < INTEGER_STEP) else 128
+    256, ``depth`` at a time. ``scattered``: codes of a row are not neighbours, and loaded one by one."""
+    block, small, older = group > INTEGER_STEP, group < INTEGER_STEP, card < _WIDE_FROM_SHARED_SINCE
+    depth = INTEGER_STEP // 2 if block or (matrices == 2 and small) else INTEGER_STEP
+    if block and older:
+        depth //= 2
+    most = 64 if block or (matrices == 2 and small) else 128
     rows = next((size for size in (16, 32, 64) if mean_rows <= size <= most), most)
-    columns = 32 if matrices == 2 and (block or scattered) else 64  # a block has two sums for each number
+    # A block has two sums for each number.
+    columns = 32 if matrices == 2 and (block or scattered or (small and older)) else 64
     stages = max(1, min(_MOST_STAGES, shared_bytes(card) // ((rows + matrices * columns) * depth)))
     warps = 8 if rows * columns * matrices >= 64 * 128 or (rows > 16 and block) else 4
     return Tile(
