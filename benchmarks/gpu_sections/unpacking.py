@@ -119,6 +119,12 @@ def layer_seconds(
     return seconds_of(lambda number: expert_ffn(x, layers[number % len(layers)], offsets), device, rounds, first)
 
 
+def forms_of(names: tuple[str, ...], *, integers: bool) -> list[tuple[str, str]]:
+    """Formats with activations, those that are measured with both first, as time may end."""
+    both = [(name, how) for name in names if integers and name in WITH_INT8 for how in ("auto", "int8")]
+    return [(names[0], "auto"), *both, *((name, "auto") for name in names[1:] if (name, "auto") not in both)]
+
+
 def tried(layers: list[ExpertTable], rows: int, device: torch.device, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     """Tiles of products of int8, both of a layer alike, with their seconds: the one in force first."""
     usual = tiles.choose_integers
@@ -161,7 +167,7 @@ def main() -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--small", action="store_true", help="sizes for a machine without a card")
     parser.add_argument("--tiles", metavar="FORMAT", choices=WITH_INT8, help="search tiles of products of int8")
-    parser.add_argument("--limit", type=float, default=80.0, metavar="SECONDS", help="of a search")
+    parser.add_argument("--limit", type=float, default=75.0, metavar="SECONDS", help="after which nothing is begun")
     args = parser.parse_args()
     device = find_machine(args.device).device
     sizes = SMALL if args.small else (EXPERTS, HIDDEN, WIDTH, COPIES)
@@ -169,13 +175,13 @@ def main() -> int:
     if args.tiles:
         return search(args.tiles, sizes, device, dtype, args.limit)
     rounds, first = (1, 0) if args.small else (10, 2)
-    forms = [(form, "auto") for form in (SMALL_FORMATS if args.small else ("16 bits", *FORMATS))]
-    if serves_integers(device)[0]:
-        forms += [(form, "int8") for form, _ in forms if form in WITH_INT8]
-    for form, activations in forms:
+    integers, began = serves_integers(device)[0], time.monotonic()
+    for form, activations in forms_of(SMALL_FORMATS if args.small else ("16 bits", *FORMATS), integers=integers):
         layers = tables(form, sizes, device, dtype, activations)
         name = form if activations == "auto" else f"{form}, int8 activations"
         for rows in ROWS[:2] if args.small else ROWS:
+            if time.monotonic() - began > args.limit:
+                break
             seconds = layer_seconds(layers, rows, device, dtype, rounds, first)
             found.append({"format": name, "rows": rows, "seconds": seconds})
         del layers
