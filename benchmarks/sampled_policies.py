@@ -58,6 +58,10 @@ class Sampled:
         return self.cost_model.ffn_device
 
     @property
+    def activations(self) -> str:
+        return self.cost_model.activations
+
+    @property
     def discrete(self) -> bool:
         return self.cost_model.discrete
 

@@ -161,7 +161,7 @@ class Engine:
         machine = find_machine("cpu" if device == "auto" and not given.discrete else device)
         source = source or open_model(given.model)
         self.profile, self._machine, self._overlaps = source.profile, machine, machine.discrete
-        resolved = resolve(given, self.profile, discrete=machine.discrete)
+        resolved = resolve(given, self.profile, discrete=machine.discrete, device=machine.device)
         options, dtype = experts or ExpertOptions(), weight_dtype(resolved, source, machine)
         resolved, self.residents_reason = choose_residents(resolved, self.plan, options, self.profile, dtype)
         self.policy, self.host_pages_reason = resolve_host_pages(resolved, self.profile, machine, dtype)

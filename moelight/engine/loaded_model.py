@@ -214,20 +214,25 @@ class LoadedModel:
             sizes = costs.expert_workspace(profile, policy.micro_batch_tokens, kind, grouped=grouped)
             spaces[name] = Workspace(arenas[name], sizes, profile.hidden_size, to_torch(kind), mixed=bool(kind.pages))
         decoder, most_rows = make_decoder(spaces["work"]), policy.micro_batch_tokens
-        host_space = spaces.get("host_work")
+        moe_ops = MoEOps(
+            decoder,
+            self.pages,
+            host_space=spaces.get("host_work"),
+            kept=self.kept,
+            hidden=self.hidden,
+            most_rows=most_rows,
+            wide_layers=self._reader.wide_layers,
+        )
+        if policy.activations == INT8 and policy.ffn_device != "cpu" and machine.compiles and not moe_ops.grouped:
+            raise ConfigError(
+                f"activations int8: torch computes these experts on {machine.device}, with activations as they are; "
+                "leave activations at auto"
+            )
         return Operations(
             decoder,
             self.pages,
             attention=self._attention(policy, arenas, decoder.sinks),
-            moe_ops=MoEOps(
-                decoder,
-                self.pages,
-                host_space=host_space,
-                kept=self.kept,
-                hidden=self.hidden,
-                most_rows=most_rows,
-                wide_layers=self._reader.wide_layers,
-            ),
+            moe_ops=moe_ops,
             start_page=self._reader.start,
             pool=torch.zeros(places(policy, self.pool.blocks), dtype=torch.int64, device=machine.device),
             score_rows=policy.micro_batch_size,

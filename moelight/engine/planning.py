@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from moelight.core.dtypes import FLOAT32, DType
 from moelight.core.errors import BudgetError, ConfigError, did_you_mean
 from moelight.core.policy import INT8, Policy
@@ -19,6 +21,7 @@ from moelight.hrm.machine_model import Speeds, speeds_of
 from moelight.hrm.placement import place, with_residents
 from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES, routed_only
 from moelight.kernels import native
+from moelight.kernels.gpu import serving
 from moelight.optimizer.allowed import AUTO, CACHES, CHOOSE, KV8, allowed_caches
 from moelight.optimizer.optimize import best_plan, capacities
 from moelight.optimizer.plan import Plan
@@ -134,7 +137,7 @@ def _activations(asked: str | None, model: ModelProfile, machine: Machine) -> di
     if asked in (None, "auto"):
         return {}
     policy = Policy(model=model.name, activations=str(asked), ffn_device="gpu" if machine.discrete else "cpu")
-    for fault in (*activation_faults(policy, model), *policy_faults(policy), *_missing(policy)):
+    for fault in (*activation_faults(policy, model), *policy_faults(policy), *_missing(policy, machine.device)):
         raise ConfigError(fault)
     return {"activations": policy.activations}
 
@@ -296,15 +299,22 @@ def _fit_ring(policy: Policy, model: ModelProfile, dtype: DType, before: Footpri
     return None
 
 
-def _missing(policy: Policy) -> Iterator[str]:
-    """What the installation does not have that ``policy`` needs, a clause each."""
-    if policy.activations == INT8 and not native.available():
+def _missing(policy: Policy, device: torch.device | None) -> Iterator[str]:
+    """What the installation and ``device`` do not have that ``policy`` needs, a clause each."""
+    if policy.activations != INT8:
+        return
+    card = None if device is None or device.type == "cpu" or policy.ffn_device == "cpu" else device
+    if (policy.ffn_device != "gpu" or card is None) and not native.available():
         yield f"activations int8 need the native kernels ({native.reason()})"
+    served, why = (True, "") if card is None else serving.serves_integers(card)
+    if not served:
+        yield f"activations int8 are not served on {card}: {why}"
 
 
-def resolve(policy: Policy, model: ModelProfile, *, discrete: bool) -> Policy:
+def resolve(policy: Policy, model: ModelProfile, *, discrete: bool, device: torch.device | None = None) -> Policy:
     """``policy`` with nothing left open: ``kv_tokens`` 0 becomes 1024 tokens per sequence, or the model's context if
-    shorter. Raises ConfigError if a device is missing or the engine does not support the policy."""
+    shorter. ``device``: the GPU, if there is a real one. Raises ConfigError if a device is missing or the engine does
+    not support the policy."""
     SCHEDULES.get(policy.schedule)
     if policy.discrete != discrete:
         there = "a GPU" if discrete else "no GPU"
@@ -319,7 +329,7 @@ def resolve(policy: Policy, model: ModelProfile, *, discrete: bool) -> Policy:
     if policy.weights.device and not discrete:
         raise ConfigError("weights: a share on 'device' needs a GPU")
     faults = (*policy_faults(policy), *cache_faults(policy, model), *activation_faults(policy, model))
-    for fault in (*faults, *_missing(policy)):
+    for fault in (*faults, *_missing(policy, device)):
         raise ConfigError(f"this policy cannot be run: {fault}")
     if policy.kv_tokens:
         return policy

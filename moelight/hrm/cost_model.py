@@ -25,11 +25,6 @@ TOUCHED_PER_EXPERT = 16
 KERNELS = {"before": 3, "attention": 2, "after": 4, "experts": 5, "head": 4}
 
 
-# Speed of products of int8 over that of bfloat16 in vectors: an instruction has twice as many. Measured with 64 rows on
-# an Emerald Rapids without AMX: 3.6 to 5.1 (docs/log.md). No profile states the peak of int8.
-INT8_PRODUCTS = 2.0
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
     """Costs of one model on one machine. ``dtype``: of computation and activations; ``page_dtype``: of the expert
@@ -76,11 +71,10 @@ class CostModel:
         if not costs.keeps_stored(self.model, self.dtype, discrete=self.discrete):
             return self.expert_unit.product_s(rows, elements, self.dtype)
         dtype = costs.kept_dtype(self.model, self.dtype, head=head)
-        return self.expert_unit.product_s(rows, elements, dtype, faster=self._faster)
+        return self.expert_unit.product_s(rows, elements, dtype, faster=self._faster(self.expert_unit))
 
-    @property
-    def _faster(self) -> float:
-        return INT8_PRODUCTS if self.activations == INT8 else 1.0
+    def _faster(self, unit: Unit) -> float:
+        return unit.int8 if self.activations == INT8 else 1.0
 
     def experts_s(self, unit: Unit, tokens: Any, share: Any = 1.0) -> Any:
         """Seconds of a ``share`` of the distinct experts of one layer for ``tokens`` tokens; each page is read once."""
@@ -97,7 +91,7 @@ class CostModel:
         if stored is not None and self.page_dtype.bits < 16:
             rows = np.where(np.asarray(rows) > 0, rows + np.maximum(rows, costs.UNPACK_ROWS), 0.0)
         size, dtype = costs.page_elements(model), self.page_dtype
-        seconds = unit.product_s(rows, size, dtype, experts=not model.dense, faster=self._faster)
+        seconds = unit.product_s(rows, size, dtype, experts=not model.dense, faster=self._faster(unit))
         slow = model.experts.by_torch or (stored is not None and (stored.mixed or not unit.unpacks))
         return seconds * costs.TORCH_EXPERTS if slow else seconds
 

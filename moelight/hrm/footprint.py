@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from moelight.core.dtypes import DType
-from moelight.core.policy import Policy
+from moelight.core.policy import INT8, Policy
 from moelight.core.schedule import Page
 from moelight.core.units import MiB, align_up
 from moelight.hrm import costs
@@ -260,6 +260,8 @@ def transient_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> Any:
     if model.layers:
         cost_model = np.maximum(cost_model, norm + tokens * GRAPH_COPIES * rows_of_widest * item)
     more = graph_bytes(model, sizes, dtype) if sizes.discrete else 0
+    if sizes.activations == INT8 and sizes.ffn_device != "cpu":
+        more = more + _rounded_bytes(model, sizes)
     if model.stored is not None and (model.stored.mixed or model.experts.by_torch) and sizes.discrete:
         more = more + _dequantised_bytes(model, item)
     return in_flight_bytes(model, sizes, dtype) + cost_model + _product_bytes(model, tokens, largest * item) + more
@@ -271,6 +273,17 @@ def _dequantised_bytes(model: ModelProfile, itemsize: int) -> int:
     largest = 2 * model.experts.intermediate_size * model.expert_input
     widest = max(model.experts.intermediate_size, model.expert_input)
     return largest * itemsize + DEQUANTISED_ROWS * widest * 16
+
+
+def _rounded_bytes(model: ModelProfile, sizes: Policy) -> Any:
+    """Bytes of the rows that a GPU rounds to int8 for the experts: their inputs, and routed activations; for each 32
+    numbers at most a scale and a sum of 4 bytes."""
+    routed = sizes.micro_batch_tokens * model.router.top_k + costs.ROW_PADDING
+    whole = sizes.schedule in WHOLE_EXPERTS
+    inputs = np.minimum(pass_tokens(sizes), routed) if whole else sizes.micro_batch_tokens
+    padding = 127  # numbers behind the last column
+    numbers = inputs * (model.expert_input + padding) + routed * (model.experts.intermediate_size + padding)
+    return numbers + numbers // 4
 
 
 def graph_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> Any:

@@ -21,13 +21,16 @@ TASK_S = 50e-6
 LAUNCH_S = 8e-6
 TRANSFER_S = 15e-6
 ELEMENTWISE_SHARE = 0.5
+# Speed of products of int8 over that of bfloat16, where no profile states the peak of either unit: an instruction of
+# vectors has twice as many. Measured with 64 rows on an Emerald Rapids without AMX: 3.6 to 5.1 (docs/log.md).
+INT8_PRODUCTS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
     """A processor (or all equal GPUs together) with its memory; rates in bytes/s and flop/s. ``task_s``: overhead of
     one layer phase of a micro-batch; ``launch_s``: overhead of each kernel in it; ``unpacks``: kernels multiply
-    quantised experts on tensor units."""
+    quantised experts on tensor units; ``int8``: speed of products of int8 over that of the usual ones."""
 
     flops: float
     memory: float
@@ -41,6 +44,7 @@ class Unit:
     touching: Surface | None = None
     prefill_flops: float = 0.0
     unpacks: bool = True
+    int8: float = INT8_PRODUCTS
 
     def product_s(self, rows: Any, elements: int, dtype: DType, *, experts: bool = False, faster: float = 1.0) -> Any:
         """Seconds of ``rows`` vectors times a matrix of ``elements``, weights read from this unit's memory; ``faster``:
@@ -191,5 +195,6 @@ def _unit(
         launch_s=launch_s,
         prefill_flops=unit.peak_flops * count * SUSTAINED["prefill"],
         unpacks=unit.bfloat16,
+        int8=INT8_PRODUCTS if unit.int8_flops is None else unit.int8_flops / unit.peak_flops,
         **{field: surface.times(count) for field, surface in fields.items() if surface is not None},
     )

@@ -42,15 +42,20 @@ class WholeNumbers(NamedTuple):
 
 def check_integers(name: str, activations: str, *weights: object) -> None:
     """Raise ValueError unless ``weights``, of which some may be None, can be multiplied so."""
-    if activations not in ACTIVATIONS:
-        raise ValueError(f"activations: must be auto or int8, is {activations!r}")
-    for weight in weights if activations == INT8 else ():
+    for weight in weights if is_rounded(activations) else ():
         if weight is None:
             continue
         if not isinstance(weight, QuantizedMatrix):
             raise ValueError(f"{name}: int8 activations need quantised matrices")
         if (why := no_integers(weight)) is not None:
             raise ValueError(f"{name}: {why}")
+
+
+def is_rounded(activations: str) -> bool:
+    """True if ``activations``, of `ACTIVATIONS` (else ValueError), are rounded to int8."""
+    if activations not in ACTIVATIONS:
+        raise ValueError(f"activations: must be auto or int8, is {activations!r}")
+    return activations == INT8
 
 
 def no_integers(weight: QuantizedMatrix) -> str | None:
@@ -63,7 +68,8 @@ def no_integers(weight: QuantizedMatrix) -> str | None:
 
 
 def _groups(matrix: QuantizedMatrix) -> Tensor:
-    return torch.arange(matrix.columns) // (matrix.stored.group or matrix.columns)
+    device = next(iter(matrix.parts.values())).device
+    return torch.arange(matrix.columns, device=device) // (matrix.stored.group or matrix.columns)
 
 
 def round_tokens(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -71,7 +77,7 @@ def round_tokens(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     [T, groups]."""
     tokens, columns = x.shape
     groups = -(-columns // group)
-    padded = torch.zeros(tokens, groups * group)
+    padded = torch.zeros(tokens, groups * group, device=x.device)
     padded[:, :columns] = x.float()
     parts = padded.view(tokens, groups, group)
     largest = parts.abs().amax(-1)
@@ -89,13 +95,13 @@ def integer_product(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
     found = whole_numbers(matrix)
     numbers, token_scales = round_tokens(x, found.group)
     rows, columns = matrix.shape
-    padded = torch.zeros(rows, numbers.shape[1] * found.group, dtype=torch.int32)
+    padded = torch.zeros(rows, numbers.shape[1] * found.group, dtype=torch.int32, device=x.device)
     padded[:, :columns] = found.whole
     # whole numbers are exact in float64
     tokens, codes = (each.reshape(len(each), -1, found.part).double() for each in (numbers, padded))
-    sums, parts = torch.zeros(len(x), rows), found.group // found.part
+    sums, parts = torch.zeros(len(x), rows, device=x.device), found.group // found.part
     for g in range(token_scales.shape[1]):
-        exact, low = torch.zeros(len(x), rows, dtype=torch.float64), torch.zeros(len(x), rows, dtype=torch.float64)
+        exact, low = torch.zeros((2, len(x), rows), dtype=torch.float64, device=x.device)
         for p in range(g * parts, (g + 1) * parts):
             product = tokens[:, p] @ codes[:, p].t()
             exact += product if found.steps is None else product * found.steps[:, p]
@@ -157,7 +163,7 @@ def _mxfp4(matrix: QuantizedMatrix) -> _Found:
     exponents = matrix.parts[scale].view(torch.uint8).reshape(matrix.rows, -1).int()
     ones = {weight: matrix.parts[weight], scale: torch.full_like(exponents, 128, dtype=torch.uint8)}
     twice = quantized.unpack(matrix.stored, ones, 0, matrix.rows, matrix.columns)
-    scales = torch.ldexp(torch.ones(exponents.shape), exponents - 128)
+    scales = torch.ldexp(torch.ones(exponents.shape, device=exponents.device), exponents - 128)
     return twice, scales.repeat_interleave(matrix.stored.group, 1)
 
 
@@ -168,11 +174,11 @@ def _small(scale_bytes: int) -> Callable[[QuantizedMatrix], _Found]:
         blocks = matrix.parts[matrix.stored.names[0]].reshape(-1, matrix.stored.block_bytes)
         ones = blocks.clone()
         if scale_bytes == 1:
-            scales = torch.ldexp(torch.ones(len(blocks), 1), blocks[:, :1].int() - 128)
+            scales = torch.ldexp(torch.ones(len(blocks), 1, device=blocks.device), blocks[:, :1].int() - 128)
             ones[:, 0] = 128
         else:
             scales = blocks[:, :2].contiguous().view(torch.float16).float()
-            ones[:, :2] = torch.tensor([1.0], dtype=torch.float16).view(torch.uint8)
+            ones[:, :2] = torch.tensor([1.0], dtype=torch.float16, device=blocks.device).view(torch.uint8)
         whole = quantized.numbers_of_blocks(matrix.stored, ones)
         return whole.reshape(matrix.shape), scales.expand(whole.shape).reshape(matrix.shape)
 

@@ -178,7 +178,8 @@ def table_of(
         return None
     if "up" in parts and _stored_as(pages[0].gate_up) != _stored_as(pages[0].up):
         return None
-    return QuantizedTable.of(**parts, activation=known[0], interleaved=pages[0].interleaved)
+    first = pages[0]
+    return QuantizedTable.of(**parts, activation=known[0], interleaved=first.interleaved, activations=first.activations)
 
 
 def _tensors(weight: Weight) -> Sequence[Tensor]:

@@ -83,6 +83,12 @@ class Problem:
     small_rings: bool | None = None
 
     @property
+    def rounds_on_gpu(self) -> bool:
+        """True if the GPU multiplies activations rounded to int8 by the experts' integers."""
+        gpu, stored = self.speeds.gpu, self.model.stored
+        return gpu is not None and gpu.unpacks and not (stored is not None and stored.mixed)
+
+    @property
     def has_gpu(self) -> bool:
         return "device" in self.capacity_bytes
 
@@ -250,7 +256,7 @@ def _contradicts(problem: Problem, attention: str, ffn: str) -> bool:
     """True if fixed shares contradict the devices: device memory holds pages and cache only for work on the GPU. Beside
     a GPU, a dense layer, projections and all, runs there."""
     return bool(
-        (ffn != "cpu" and problem.fixed.get("activations") == INT8)
+        (ffn != "cpu" and problem.fixed.get("activations") == INT8 and not problem.rounds_on_gpu)
         or (ffn == "cpu" and problem.share("weights.device"))
         or (attention == "cpu" and (problem.share("kv.device") or (problem.share("kv.host") or 1.0) < 1.0))
         or (ffn != "split" and problem.share("cpu_experts"))

@@ -33,8 +33,6 @@ def policy_faults(policy: Policy) -> tuple[str, ...]:
         )
     if policy.kv_dtype not in ("auto", INT8, policy.weight_dtype):
         found.append(f"kv_dtype {policy.kv_dtype!r} must be int8 or the weights' dtype; or leave it at auto")
-    if policy.activations == INT8 and policy.ffn_device != "cpu":
-        found.append(f"activations int8 are served on the CPU alone, and ffn_device is {policy.ffn_device!r}")
     return tuple(found)
 
 
@@ -67,4 +65,9 @@ def activation_faults(policy: Policy, model: ModelProfile) -> tuple[str, ...]:
         )
     if (why := model.stored.without_integers) is not None:
         return (f"activations int8: the experts are {why}",)
+    if policy.ffn_device != "cpu" and model.stored.mixed:
+        return (
+            "activations int8: experts of some layer are stored in several formats, so on a GPU torch computes them, "
+            "with activations as they are",
+        )
     return ()

@@ -75,9 +75,10 @@ QUANTITIES = {
 }
 
 
-def _figure(key: str, quantity: Quantity) -> Any:
-    """A field that a profile states under ``key``."""
-    return field(metadata={"key": key, "quantity": quantity})
+def _figure(key: str, quantity: Quantity, *, required: bool = True) -> Any:
+    """A field that a profile states under ``key``; None where it does not, and need not."""
+    metadata = {"key": key, "quantity": quantity, "required": required}
+    return field(metadata=metadata) if required else field(metadata=metadata, default=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,20 +107,23 @@ class Link:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Processor:
     """``count`` equal processors of kind ``name`` (``cpu`` or ``gpu``); ``peak_flops`` is the flop/s of one,
-    ``bfloat16`` whether it computes in that format (NVIDIA from compute capability 8.0 on)."""
+    ``int8_flops`` that of products of int8, ``bfloat16`` whether it computes in that format (NVIDIA from compute
+    capability 8.0 on)."""
 
     name: str
     count: int
     peak_flops: float = _figure("peak", SPEED)
+    int8_flops: float | None = _figure("int8_peak", SPEED, required=False)
     bfloat16: bool = True
 
 
 Part = Tier | Link | Processor
 
 
-def figures_of(part: Part | type[Part]) -> Iterator[tuple[str, str, Quantity]]:
+def figures_of(part: Part) -> Iterator[tuple[str, str, Quantity]]:
     """``(key, field, quantity)`` of every figure that a profile states of ``part``."""
-    return ((f.metadata["key"], f.name, f.metadata["quantity"]) for f in fields(part) if f.metadata)
+    stated = (f for f in fields(part) if f.metadata and getattr(part, f.name, 0) is not None)
+    return ((f.metadata["key"], f.name, f.metadata["quantity"]) for f in stated)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,9 +248,11 @@ def read_hardware_profile(path: Path) -> HardwareProfile:
 
 def _figures(part: type[Part], node: YamlNode, sources: dict[str, str], *more: str) -> dict[str, Any]:
     """The fields of ``part`` that are figures, and those that ``more`` names."""
-    known = {key: (name, quantity) for key, name, quantity in figures_of(part)}
-    given = node.fields(*more, required=tuple(known))
-    return {name: _quantity(given[key], quantity, sources) for key, (name, quantity) in known.items()}
+    known = [f for f in fields(part) if f.metadata]
+    required = tuple(f.metadata["key"] for f in known if f.metadata["required"])
+    given = node.fields(*more, *(f.metadata["key"] for f in known if not f.metadata["required"]), required=required)
+    stated = {f.name: (given.get(f.metadata["key"]), f.metadata["quantity"]) for f in known}
+    return {name: _quantity(node, quantity, sources) for name, (node, quantity) in stated.items() if node is not None}
 
 
 def _links(node: YamlNode, tiers: Collection[str], sources: dict[str, str]) -> Iterator[Link]:

@@ -111,6 +111,11 @@ class MoEOps:
             TaskKind.COMBINE: self._combine,
         }
 
+    @property
+    def grouped(self) -> bool:
+        """True if the grouped kernels compute the experts of the device."""
+        return self._grouped is not None
+
     def _tables(self) -> list[ExpertTable] | None:
         """The addresses of every layer's experts, those of the first with experts for one without; None unless the
         grouped kernels compute all of them, and those of a layer lie alike."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moelight.batch.fingerprint import number_facts
 from moelight.cli.main import main
@@ -15,10 +17,10 @@ from moelight.core.errors import CheckpointError, ConfigError
 from moelight.core.policy import Policy, Shares
 from moelight.engine.checkpoints import open_model
 from moelight.engine.planning import resolve
-from moelight.hrm.cost_model import INT8_PRODUCTS
 from moelight.hrm.estimate import cost_model_of
 from moelight.hrm.machine_model import speeds_of
 from moelight.kernels import native
+from moelight.kernels.gpu import serving
 from moelight.optimizer.api import optimize
 from moelight.optimizer.plan import plan_as_dict
 from moelight.optimizer.runnable import activation_faults
@@ -95,8 +97,18 @@ def test_refusals(mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match="the experts are FP8 in blocks of 32x32, whose numbers are no integers"):
         resolve(asked, eight, discrete=False)
     four = open_model(str(quantise(mixtral, tmp_path / "int4", METHODS["int4"])[0])).profile
-    with pytest.raises(ConfigError, match="activations int8 are served on the CPU alone, and ffn_device is 'gpu'"):
-        resolve(replace(asked, ffn_device="gpu", schedule="flexgen", attention_device="gpu"), four, discrete=True)
+    on_gpu = replace(asked, ffn_device="gpu", schedule="flexgen", attention_device="gpu")
+    assert resolve(on_gpu, four, discrete=True).activations == "int8"
+    several = replace(four, stored=replace(four.stored, mixed=True))
+    with pytest.raises(ConfigError, match="several formats, so on a GPU torch computes them"):
+        resolve(on_gpu, several, discrete=True)
+    assert resolve(asked, several, discrete=False).activations == "int8"
+    card = torch.device("cuda", 0)
+    monkeypatch.setattr(serving, "serves", lambda device, dtype: (True, "triton"))
+    for capability, refused in (((7, 5), True), ((8, 0), False)):
+        monkeypatch.setattr(serving, "capability", lambda index, capability=capability: capability)
+        with pytest.raises(ConfigError, match=r"not served on cuda:0: .*7\.5") if refused else nullcontext():
+            resolve(on_gpu, four, discrete=True, device=card)
     monkeypatch.setattr(native, "available", lambda: False)
     with pytest.raises(ConfigError, match="activations int8 need the native kernels"):
         resolve(asked, four, discrete=False)
@@ -115,7 +127,7 @@ def test_they_are_planned_only_where_asked_for() -> None:
         fix = {} if given == "auto" else {"activations": given}
         plans[given] = optimize("l4", "gpt-oss-20b", WORK, cache=False, fix=fix)
     assert plans["auto"].policy.activations == "auto"
-    assert plans["int8"].policy.ffn_device == "cpu" and plans["int8"].runs == (not activation_faults_of("gpt-oss-20b"))
+    assert plans["int8"].runs == (not activation_faults_of("gpt-oss-20b"))
     assert "int8 activations" in plans["int8"].why
     assert plan_as_dict(plans["int8"])["policy"]["activations"] == "int8"
 
@@ -124,12 +136,20 @@ def activation_faults_of(name: str) -> tuple[str, ...]:
     return activation_faults(Policy(model=name, activations="int8"), load_model_profile(name))
 
 
-@pytest.mark.parametrize("machine", ["cpu-amx", "l4"])
-def test_products_are_priced_as_faster_and_reads_as_they_are(machine: str) -> None:
+@pytest.mark.parametrize(("machine", "unit", "ratio"), [("cpu-amx", "cpu", 2), ("l4", "cpu", 2), ("rtx4090", "gpu", 4)])
+def test_products_are_priced_as_faster_and_reads_as_they_are(machine: str, unit: str, ratio: float) -> None:
     model, speeds = load_model_profile("gpt-oss-20b"), speeds_of(load_hardware_profile(machine))
     models = [cost_model_of(model, Policy(model="m", activations=given), speeds) for given in BOTH]
-    few, many = ([each.expert_s(speeds.cpu, rows) for each in models] for rows in (1, 4096))
-    assert few[1] == few[0] and many[1] == pytest.approx(many[0] / INT8_PRODUCTS)
+    few, many = ([each.expert_s(getattr(speeds, unit), rows) for each in models] for rows in (1, 4096))
+    assert few[1] == few[0] and many[1] == pytest.approx(many[0] / ratio, rel=1e-2)
+
+
+def test_a_card_without_integer_units_leaves_them_to_the_cpu() -> None:
+    fixed = {"activations": "int8", "attention_device": "gpu"}
+    assert optimize("t4", "mixtral-8x7b", WORK, cache=False, fix=fixed).policy.ffn_device == "cpu"
+    with pytest.raises(ConfigError, match="contradict each other"):
+        optimize("t4", "mixtral-8x7b", WORK, cache=False, fix={**fixed, "ffn_device": "gpu"})
+    assert optimize("l4", "mixtral-8x7b", WORK, cache=False, fix={**fixed, "ffn_device": "gpu"}).policy.discrete
 
 
 def test_facts_of_jobs_name_them_only_where_they_are() -> None:

@@ -24,11 +24,14 @@ from moelight.kernels.gpu import (
     attention_triton,
     grouped,
     grouped_triton,
+    integers_triton,
     rows_triton,
     tiles,
 )
+from moelight.kernels.gpu.integers import RoundedRows
 from moelight.kernels.gpu.pages import PageTable
 from moelight.kernels.gpu.quantized import QuantizedTable
+from moelight.profiles.stored import AWQ
 from tests.kernels.quantized import FORMATS, matrix
 
 HIDDEN, WIDTH, EXPERTS, ROWS = 256, 512, 4, 64
@@ -36,6 +39,8 @@ NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", t
 NAMES |= {torch.int32: "i32", torch.int64: "i64"}
 # Those of `tests.kernels.quantized.FORMATS` whose products are compiled: every kind, and every layout of ggml's blocks.
 QUANTISED = ("packed int4", "packed int4 short", "fp8 blocks", "int8 groups", "mxfp4", "gptq int4", "awq")
+# And with rows rounded to int8: every kind, sums of either sort, groups of 32 to 256.
+INTEGERS = ("packed int4", "packed int8", "gptq int4 in order", "awq rows", "mxfp4", "Q8_0", "Q4_0", "Q4_K", "Q6_K")
 QUANTISED += ("Q8_0", "Q4_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q3_K", "Q2_K", "IQ4_XS", "IQ4_NL", "MXFP4")
 
 
@@ -56,11 +61,11 @@ def experts(form: str, dtype: torch.dtype) -> PageTable:
     )
 
 
-def quantised_experts(form: str) -> QuantizedTable:
+def quantised_experts(form: str, activations: str = "auto") -> QuantizedTable:
     """Pages of quantised matrices, of sizes that groups divide."""
     stored = FORMATS[form]
     gate_up, down = matrix(stored, 2 * WIDTH, HIDDEN), matrix(stored, HIDDEN, WIDTH)
-    return QuantizedTable.of([gate_up] * EXPERTS, [down] * EXPERTS)
+    return QuantizedTable.of([gate_up] * EXPERTS, [down] * EXPERTS, activations=activations)
 
 
 def facts(
@@ -158,6 +163,34 @@ def product(
     return facts(what, card, program, arguments, constants, **tiles.launch_options(tile))
 
 
+def integer_products(card: int) -> list[dict[str, Any]]:
+    """Both products of rows rounded to int8, of few rows and of many in either 16-bit dtype; none for cards without
+    `tiles.UNITS_SINCE`."""
+    if divmod(card, 10) < tiles.UNITS_SINCE:
+        return []
+    return [
+        integer_product(card, torch.float16 if mean_rows < 64 else torch.bfloat16, form, part, mean_rows)
+        for form in INTEGERS
+        for part in ("gate_up", "down")
+        for mean_rows in (4, 32, 512)
+    ]
+
+
+def integer_product(card: int, dtype: torch.dtype, form: str, part: str, mean_rows: int) -> dict[str, Any]:
+    pages = quantised_experts(form, "int8")
+    inputs, outputs = (HIDDEN, WIDTH) if part == "gate_up" else (WIDTH, HIDDEN)
+    stored, out = pages.forms[part].stored, torch.empty(ROWS, outputs, dtype=dtype)
+    x = RoundedRows.empty(ROWS, inputs, stored, out.device)
+    matrices = 2 if part == "gate_up" else 1
+    sizes = {"group": x.group, "mean_rows": mean_rows, "matrices": matrices, "scattered": stored.kind == AWQ}
+    tile = tiles.choose_integers(divmod(card, 10), **sizes)
+    slots = torch.empty((16, 3), dtype=torch.int32)
+    tokens = torch.empty(ROWS, dtype=torch.int64) if part == "gate_up" else None
+    program, arguments, constants = grouped.program_of(pages, part, x, out, slots, tokens, tile, pages.activation)
+    what = f"int8 {NAMES[dtype]} {form} {part} {mean_rows}"
+    return facts(what, card, program, arguments, constants | {"BY_HAND": False}, **tiles.launch_options(tile))
+
+
 def attentions(card: int) -> list[dict[str, Any]]:
     """Both forms: plain, of wide heads, with every option over int8, and in float32."""
     half = torch.bfloat16 if card >= 80 else torch.float16
@@ -226,6 +259,10 @@ def others(card: int) -> list[dict[str, Any]]:
     found["through int8"] = (attention_triton.through_int8, (half, half, half, half, 1024, 1024, 16), both)
     heads = heads | {"INT8": False, "BH": 64}
     found["append"] = (attention_triton.append, (half, half, half, half, i64, i64, 8192, 8192, 64), heads)
+    for sums, dtype, group in (("", torch.int32, 128), ("groups", torch.int32, 32), ("parts", torch.float16, 256)):
+        given = (half, i64, codes, single, torch.empty(16, dtype=dtype), 16, 4096, 4096, 4096 // group)
+        flags = {"GATHERED": sums == "groups", "SUMS": sums, "G": group, "COUNT": 4096 // group}
+        found[f"round {sums}"] = (integers_triton.round_rows, given, flags)
     found["fetch"] = (attention_triton.fetch, (i32, i32, i32, 40, 1024), {"BW": 4096})
     unaligned = ("rows", "slots", "pieces", "count")
     rows = [facts(name, card, *rest, unaligned=unaligned) for name, rest in found.items()]
@@ -263,9 +300,13 @@ def mixed(card: int) -> list[dict[str, Any]]:
 def compiled(card: int, *, whole: bool) -> list[dict[str, Any]]:
     """``whole``: every kernel in every format; else products of experts and attention of decoding, one format each."""
     if whole:
-        return others(card) + attentions(card) + products(card)
+        return others(card) + attentions(card) + products(card) + integer_products(card)
     some = [product(card, torch.float16, form, "gate_up", 512) for form in ("float", "packed int4", "Q4_K")]
     some += [product(card, torch.float16, form, "down", 512) for form in ("int4", "fp8 blocks")]
+    if divmod(card, 10) >= tiles.UNITS_SINCE:
+        some += [
+            integer_product(card, torch.float16, *each, 512) for each in (("packed int4", "gate_up"), ("Q4_K", "down"))
+        ]
     return [*some, attend(card, torch.float16, 128, 4, decodes=True, options="")]
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -22,12 +21,15 @@ from torch.nn import functional
 from moelight.kernels import arguments
 from moelight.kernels.activations import Activation, activation_of
 from moelight.kernels.arguments import FLOATS, check_tensor
-from moelight.kernels.gpu import grouped_cuda, quantized, serving, tiles
+from moelight.kernels.gpu import grouped_cuda, integers, quantized, serving, tiles
+from moelight.kernels.gpu.integers import RoundedRows, round_rows
 from moelight.kernels.gpu.pages import ExpertTable, PageTable
 from moelight.kernels.gpu.quantized import QuantizedTable
+from moelight.kernels.integers import integer_product
 from moelight.kernels.products import SHRINK
 from moelight.kernels.quantized import QuantizedMatrix, numbers_of
 from moelight.kernels.reference import dequantized, gate_and_up
+from moelight.profiles.stored import AWQ, StoredFormat
 
 _MAP_NUMBERS = 4096
 _MIXED = (torch.float16, torch.bfloat16)  # dtypes of x and of the matrices in mixed precision
@@ -118,10 +120,12 @@ def expert_ffn_in_torch(
     kind = torch.float32 if wide else x.dtype
     for page, (first, last) in zip(pages.index.tolist(), pairwise(offsets.tolist()), strict=True):
         if first < last and 0 <= page < pages.pages and pages.parts["gate_up"][page] is not None:
-            given = [_linear(source[first:last].to(kind), pages, "gate_up", page).float()]
-            if pages.parts.get("up"):
-                given.append(_linear(source[first:last].to(kind), pages, "up", page).float())
-            elif activation.gated:
+            given = [
+                _linear(source[first:last].to(kind), pages, part, page).float()
+                for part in ("gate_up", "up")
+                if pages.parts.get(part)
+            ]
+            if activation.gated and len(given) == 1:
                 given = list(gate_and_up(given[0], interleaved=pages.interleaved))
             active = activation(*given)
             active = active if factor == 1 else active * factor
@@ -141,6 +145,9 @@ def _linear(x: Tensor, pages: ExpertTable, part: str, page: int, factor: float =
         pages.parts[name][page] if pages.parts.get(name) else None for name in (part, f"{part}_scale", f"{part}_bias")
     )
     assert weight is not None
+    if isinstance(pages, QuantizedTable) and pages.rounds(part):
+        total = integer_product(x, weight).mul_(factor)
+        return total if bias is None else total.add_(bias.float())
     if isinstance(weight, QuantizedMatrix):
         dense = numbers_of(weight, x.dtype)
     elif scale is None or not isinstance(pages, PageTable):
@@ -191,21 +198,47 @@ def _launch(
     mean_rows: float,
     wide: bool,
 ) -> None:
-    rows, factor = out.shape[0], shrink(x.dtype, out.dtype)
+    factor = shrink(x.dtype, out.dtype)
+    height, slots = 0, x
+    for part, source, into, index, by in (
+        ("gate_up", x, active, tokens, factor),
+        ("down", active, out, None, 1 / factor),
+    ):
+        tile = tile_of(pages, part, source, activation, mean_rows, wide=wide)
+        if tile.rows != height:
+            height, slots = tile.rows, _slots(offsets, pages, len(out), tile.rows)
+        given: Tensor | RoundedRows = source
+        chosen = index
+        if isinstance(pages, QuantizedTable) and pages.rounds(part):
+            given, chosen = _rounded(source, pages.forms[part].stored, index)
+        program, arguments, constants = program_of(
+            pages, part, given, into, slots, chosen, tile, activation, by, wide=wide
+        )
+        grid = (len(slots) * -(-into.shape[1] // tile.columns),)
+        program[grid](*arguments, **constants, **tiles.launch_options(tile))
+
+
+def _rounded(x: Tensor, stored: StoredFormat, tokens: Tensor | None) -> tuple[RoundedRows, Tensor | None]:
+    """Rows of x, rounded once, and which of them are routed; or, if those are fewer, the routed rows alone."""
+    few = tokens is not None and len(tokens) < len(x)
+    return round_rows(x, stored, tokens if few else None), None if few else tokens
+
+
+def tile_of(
+    pages: ExpertTable, part: str, x: Tensor, activation: Activation, mean_rows: float, *, wide: bool = False
+) -> tiles.Tile:
+    """The tile of the product of ``x`` with the matrices ``part``, of ``mean_rows`` rows an expert."""
     card = tiles.UNITS_SINCE if x.device.type == "cpu" else serving.capability(x.device.index)
+    matrices = 2 if part == "gate_up" and activation.gated else 1
+    if isinstance(pages, QuantizedTable) and pages.rounds(part):
+        stored = pages.forms[part].stored
+        group, _ = stored.integer_groups(x.shape[1])
+        scattered = stored.kind == AWQ
+        return tiles.choose_integers(card, group=group, mean_rows=mean_rows, matrices=matrices, scattered=scattered)
     itemsize = torch.float32.itemsize if wide else x.element_size()
     group = pages.group if isinstance(pages, PageTable) else 0  # unpacked numbers need no second sum
-    sizes = {"itemsize": itemsize, "mean_rows": mean_rows, "group": group, "unpacks": not isinstance(pages, PageTable)}
-    choose = partial(tiles.choose, card, **sizes)  # type: ignore[arg-type]
-    double, single = choose(matrices=2 if activation.gated else 1), choose(matrices=1)
-    slots = _slots(offsets, pages, rows, single.rows)
-    for part, source, into, index, tile, by in (
-        ("gate_up", x, active, tokens, double, factor),
-        ("down", active, out, None, single, 1 / factor),
-    ):
-        program, given, constants = program_of(pages, part, source, into, slots, index, tile, activation, by, wide=wide)
-        grid = (len(slots) * -(-into.shape[1] // tile.columns),)
-        program[grid](*given, **constants, **tiles.launch_options(tile))
+    unpacks = not isinstance(pages, PageTable)
+    return tiles.choose(card, itemsize=itemsize, mean_rows=mean_rows, group=group, matrices=matrices, unpacks=unpacks)
 
 
 def _launch_cuda(
@@ -247,7 +280,7 @@ def _slots(offsets: Tensor, pages: ExpertTable, rows: int, height: int) -> Tenso
 def program_of(
     pages: ExpertTable,
     part: str,
-    x: Tensor,
+    x: Tensor | RoundedRows,
     out: Tensor,
     slots: Tensor,
     tokens: Tensor | None,
@@ -261,31 +294,33 @@ def program_of(
 
     ``factor`` multiplies the activation, and the sums of ``down``.
     """
-    from moelight.kernels.gpu import grouped_triton, quantized_triton
+    from moelight.kernels.gpu import grouped_triton, integers_triton, quantized_triton
 
+    shared = _constants_of(activation, part, out, tokens, tile, factor)
+    if isinstance(x, RoundedRows):
+        assert isinstance(pages, QuantizedTable)
+        arguments, constants = integers.arguments_of(pages, part, x, out, slots, tokens, tile, activation)
+        return integers_triton.grouped_integers, arguments, _by_triton(constants | shared)
     if isinstance(pages, QuantizedTable):
         program: Any = quantized_triton.grouped_quantized
-        arguments, constants = quantized.arguments_of(pages, part, x, out, slots, tokens, tile, activation, wide=wide)
+        arguments, constants = quantized.arguments_of(pages, part, x, x.shape[1], out, slots, tokens, tile, activation)
+        constants["NUMBER"] = torch.float32 if wide else x.dtype
     else:
         assert isinstance(pages, PageTable)
         program = grouped_triton.grouped
         arguments, constants = _arguments_of(pages, part, x, out, slots, tokens, activation)
-    by_hand = x.device.type == "cpu" and x.dtype == torch.bfloat16
     constants |= {
-        **_constants_of(activation, active=part == "gate_up"),
-        "GATHERED": tokens is not None,
         "EVEN": x.shape[1] % tile.depth == 0,
-        "PRODUCT": torch.float32 if by_hand or wide else x.dtype,
+        "PRODUCT": torch.float32 if shared["BY_HAND"] or wide else x.dtype,
         "PRECISION": tile.precision,
-        "FACTOR": factor,
-        "BY_HAND": by_hand,
-        "BM": tile.rows,
-        "BN": tile.columns,
-        "BK": tile.depth,
-        "BAND": tile.band,
     }
+    return program, arguments, _by_triton(constants | shared)
+
+
+def _by_triton(constants: dict[str, Any]) -> dict[str, Any]:
+    """``constants``, dtypes by Triton's names."""
     dtypes = {name: triton_dtype(value) for name, value in constants.items() if isinstance(value, torch.dtype)}
-    return program, arguments, constants | dtypes
+    return constants | dtypes
 
 
 def _arguments_of(
@@ -330,9 +365,19 @@ def _arguments_of(
     }
 
 
-def _constants_of(activation: Activation, *, active: bool) -> dict[str, Any]:
-    """``active``: the activation follows the product."""
+def _constants_of(
+    activation: Activation, part: str, out: Tensor, tokens: Tensor | None, tile: tiles.Tile, factor: float
+) -> dict[str, Any]:
+    """Those that all programs have. The activation follows the product with ``gate_up``."""
+    active = part == "gate_up"
     return {
+        "GATHERED": tokens is not None,
+        "FACTOR": factor,
+        "BY_HAND": out.device.type == "cpu" and out.dtype == torch.bfloat16,
+        "BM": tile.rows,
+        "BN": tile.columns,
+        "BK": tile.depth,
+        "BAND": tile.band,
         "ACTIVE": active,
         "GATED": active and activation.gated,
         "CURVE": activation.curve,

@@ -18,6 +18,7 @@ from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.arguments import FLOATS, check_tensor
 from moelight.kernels.gpu import tiles
 from moelight.kernels.gpu.pages import ALIGNMENT_BYTES, ExpertTable
+from moelight.kernels.integers import INT8, is_rounded
 from moelight.kernels.quantized import QuantizedMatrix, parts_checked
 from moelight.profiles.stored import GGML, PLAIN, SCALED, StoredFormat, plain
 
@@ -107,10 +108,16 @@ class QuantizedTable(ExpertTable):
     """Quantised matrices of P pages, of which E experts choose. Created by `of`, which checks.
 
     ``table`` int64 [3 * 5, P + 1]: addresses of `TENSORS` of each of `MATRICES`; where gate and up are one matrix, up's
-    are those of gate_up. ``forms``: of gate_up and down.
+    are those of gate_up. ``forms``: of gate_up and down. ``activations`` of (gate_up and up, down): ``int8`` where the
+    rows that they multiply are rounded (`kernels.integers`), else ``auto``.
     """
 
     forms: Mapping[str, MatrixForm]
+    activations: tuple[str, str] = ("auto", "auto")
+
+    def rounds(self, part: str) -> bool:
+        """True if the rows that the matrices ``part`` multiply are rounded to int8."""
+        return self.activations[part == "down"] == INT8
 
     @staticmethod
     def of(
@@ -123,6 +130,7 @@ class QuantizedTable(ExpertTable):
         down_bias: Biases | None = None,
         activation: Activation = SILU,
         interleaved: bool = False,
+        activations: str | tuple[str, str] = "auto",
     ) -> QuantizedTable:
         """Table of one matrix per page, at any addresses of one device; None for an expert computed elsewhere. Waits
         for its copy to the device: tables are made at loading.
@@ -130,12 +138,14 @@ class QuantizedTable(ExpertTable):
         gate_up, up, down  as in `cpu_expert_ffn`: `QuantizedMatrix`, each list in one format, that of ``up`` being
                            gate_up's; or plain matrices (floats), contiguous
         *_bias             float32, bfloat16 or float16
+        activations        as in `cpu_expert_ffn`; columns of GPTQ are then in the order of their groups, unchecked
 
         Tensors begin at multiples of 16 bytes.
         """
         weights = {"gate_up": gate_up, "up": up or (), "down": down}
         biases = {"gate_up": gate_up_bias or (), "up": up_bias or (), "down": down_bias or ()}
         matrices = {name: _matrices(name, each) for name, each in weights.items()}
+        by_side = (activations, activations) if isinstance(activations, str) else activations
         forms = {
             name: _form(name, each, biases[name], len(gate_up), bool(down_bias))
             for name, each in matrices.items()
@@ -143,6 +153,9 @@ class QuantizedTable(ExpertTable):
         }
         if up is not None and forms["up"] != forms["gate_up"]:
             raise ValueError("up: must be stored as gate_up is")
+        for name, rounded in zip(("gate_up", "down"), by_side, strict=True):
+            if (why := forms[name].stored.without_integers if is_rounded(rounded) else None) is not None:
+                raise ValueError(f"{name}: {why}")
         halves = 2 if activation.gated and up is None else 1
         width, hidden = forms["gate_up"].rows // halves, forms["gate_up"].columns
         if forms["gate_up"].rows % halves or (forms["down"].rows, forms["down"].columns) != (hidden, width):
@@ -161,6 +174,7 @@ class QuantizedTable(ExpertTable):
             activation=activation,
             interleaved=interleaved,
             forms=forms,
+            activations=by_side,
         )
 
 
@@ -226,18 +240,17 @@ def arguments_of(
     pages: QuantizedTable,
     part: str,
     x: Tensor,
+    depth: int,
     out: Tensor,
     slots: Tensor,
     tokens: Tensor | None,
     tile: tiles.Tile,
     activation: Activation,
-    *,
-    wide: bool = False,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of `quantized_triton.grouped_quantized` for the matrices ``part``, and those of its constants that say
-    how they are stored."""
-    form, depth = pages.forms[part], x.shape[1]
-    stored, columns = form.stored, out.shape[1]
+    """Arguments of `quantized_triton.grouped_quantized` for the matrices ``part``, which have ``depth`` inputs, and
+    those of its constants that say how they are stored."""
+    form, columns = pages.forms[part], out.shape[1]
+    stored = form.stored
     joined = part == "gate_up" and activation.gated and "up" not in pages.forms
     row_step, up_row = (2, 1) if joined and pages.interleaved else (1, columns if joined else 0)
     arguments = (
@@ -263,7 +276,6 @@ def arguments_of(
         "UP": MATRICES.index("up" if part == "gate_up" else part) * len(TENSORS),
         "BIAS": form.bias or torch.float32,
         "BIASED": form.bias is not None,
-        "NUMBER": torch.float32 if wide else x.dtype,
         "CODES": form.dtype_of(0),
         "SCALE": form.dtype_of(1),
         "FORM": form.tile(tile.depth),

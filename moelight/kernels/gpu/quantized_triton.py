@@ -81,9 +81,15 @@ def e4m3(code):
 @triton.jit
 def e2m1(code):
     """Numbers of E2M1 codes (int32, 0 to 15): 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same negative."""
-    table = (code & 0) | _E2M1_DOUBLED  # the interpreter shifts no constant
-    size = whole((table >> ((code & 7) * 4)) & 15) * 0.5
+    size = whole(e2m1_doubled(code)) * 0.5
     return tl.where(code < 8, size, -size)
+
+
+@triton.jit
+def e2m1_doubled(code):
+    """Twice the magnitudes of E2M1 codes (int32, 0 to 15), int32."""
+    table = (code & 0) | _E2M1_DOUBLED  # the interpreter shifts no constant
+    return (table >> ((code & 7) * 4)) & 15
 
 
 @triton.jit
@@ -134,10 +140,10 @@ def codes_by_row(words, row, k, k_step, row_step, BITS: tl.constexpr, AWQ: tl.co
 
 
 @triton.jit
-def loaded_byte(pointers, NAME: tl.constexpr):
+def loaded_byte(pointers, FORM: tl.constexpr):
     """The numbers of 8-bit codes, ``fp8`` (as uint8) or ``int8``, in float32."""
     found = tl.load(pointers)
-    return e4m3(found) if NAME == "fp8" else found.to(tl.float32)
+    return e4m3(found) if FORM.name == "fp8" else found.to(tl.float32)
 
 
 @triton.jit
@@ -154,6 +160,19 @@ def groups_of(order, first, depth, groups, FORM: tl.constexpr, EVEN: tl.constexp
 
 
 @triton.jit
+def place_of_scales(row, group, rows, groups, FORM: tl.constexpr):
+    """Where the scales of ``group`` [any] and ``row`` [N] are stored, [any, N]."""
+    if FORM.transposed:
+        place = group[:, None] * rows + row[None, :]
+    elif FORM.kind == "scaled":
+        band = row * 0 if FORM.group_rows == 0 else row // FORM.group_rows
+        place = band[None, :] * groups + group[:, None]
+    else:
+        place = row[None, :] * groups + group[:, None]
+    return place
+
+
+@triton.jit
 def loaded_scale(pointers, EXPONENT: tl.constexpr):
     """Scales in float32; EXPONENT: stored as E8M0."""
     found = tl.load(pointers)
@@ -165,112 +184,132 @@ def loaded_scale(pointers, EXPONENT: tl.constexpr):
 
 
 @triton.jit
-def block_bytes(blocks, row, k, at, row_bytes, BLOCK: tl.constexpr, BYTES: tl.constexpr):
+def block_bytes(blocks, row, k, at, row_bytes, FORM: tl.constexpr):
     """The byte ``at`` (one, or of each k) of the block that holds input k, uint8 [len(k), N]."""
-    return tl.load(blocks + row[None, :] * row_bytes + (k // BLOCK * BYTES + at)[:, None])
+    return tl.load(blocks + row[None, :] * row_bytes + (k // FORM.group * FORM.block_bytes + at)[:, None])
 
 
 @triton.jit
-def block_half(blocks, row, k, row_bytes, AT: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr):
+def block_half(blocks, row, k, row_bytes, AT: tl.constexpr, FORM: tl.constexpr):
     """The float16 number at byte AT of the block that holds input k, as float32 [len(k), N]."""
-    pointers = blocks + row[None, :] * row_bytes + (k // BLOCK * BYTES + AT)[:, None]
+    pointers = blocks + row[None, :] * row_bytes + (k // FORM.group * FORM.block_bytes + AT)[:, None]
     return tl.load(pointers.to(tl.pointer_type(tl.float16))).to(tl.float32)
 
 
 @triton.jit
-def block_code(blocks, row, k, at, shift, row_bytes, MASK: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr):
+def block_code(blocks, row, k, at, shift, row_bytes, MASK: tl.constexpr, FORM: tl.constexpr):
     """Bits of the byte ``at`` from ``shift`` on, int32 [len(k), N]."""
-    byte = block_bytes(blocks, row, k, at, row_bytes, BLOCK, BYTES).to(tl.int32)
+    byte = block_bytes(blocks, row, k, at, row_bytes, FORM).to(tl.int32)
     return (byte >> shift[:, None]) & MASK
 
 
 @triton.jit
-def small_blocks(blocks, row, k, g, row_bytes, NAME: tl.constexpr, BYTES: tl.constexpr):
+def small_blocks(blocks, row, k, g, row_bytes, FORM: tl.constexpr):
     """Types of blocks of 32 numbers, of which each input of ``g`` is in another."""
     n = k % 32
-    if NAME == "Q8_0":
-        code = block_bytes(blocks, row, k, n + 2, row_bytes, 32, BYTES).to(tl.int8, bitcast=True).to(tl.float32)
+    if FORM.name == "Q8_0":
+        code = block_bytes(blocks, row, k, n + 2, row_bytes, FORM).to(tl.int8, bitcast=True).to(tl.float32)
     else:
         # What is ahead of the codes: the scale; in types of 4 n bytes a minimum; in larger ones the fifth bits.
-        AHEAD: tl.constexpr = BYTES - 16
-        code = block_code(blocks, row, k, n % 16 + AHEAD, n // 16 * 4, row_bytes, 15, 32, BYTES)
-        if BYTES > 20:
-            fifth = block_code(blocks, row, k, n // 8 + (AHEAD - 4), n % 8, row_bytes, 1, 32, BYTES)
+        AHEAD: tl.constexpr = FORM.block_bytes - 16
+        code = block_code(blocks, row, k, n % 16 + AHEAD, n // 16 * 4, row_bytes, 15, FORM)
+        if FORM.block_bytes > 20:
+            fifth = block_code(blocks, row, k, n // 8 + (AHEAD - 4), n % 8, row_bytes, 1, FORM)
             code = code | (fifth << 4)
-        if NAME == "IQ4_NL":
+        if FORM.name == "IQ4_NL":
             code = iq4(code)
-        elif NAME == "MXFP4":
+        elif FORM.name == "MXFP4":
             code = e2m1(code)
-        elif NAME == "Q4_0":
+        elif FORM.name == "Q4_0":
             code = whole(code) - 8.0
-        elif NAME == "Q5_0":
+        elif FORM.name == "Q5_0":
             code = whole(code) - 16.0
         else:
             code = whole(code)
-    if NAME == "MXFP4":
-        scale = e8m0(block_bytes(blocks, row, g, g * 0, row_bytes, 32, BYTES))
+    if FORM.name == "MXFP4":
+        scale = e8m0(block_bytes(blocks, row, g, g * 0, row_bytes, FORM))
     else:
-        scale = block_half(blocks, row, g, row_bytes, 0, 32, BYTES)
+        scale = block_half(blocks, row, g, row_bytes, 0, FORM)
     result = repeat_rows(scale, 32) * code
-    if BYTES % 4 == 0:
-        result += repeat_rows(block_half(blocks, row, g, row_bytes, 2, 32, BYTES), 32)
+    if FORM.block_bytes % 4 == 0:
+        result += repeat_rows(block_half(blocks, row, g, row_bytes, 2, FORM), 32)
     return result
 
 
 @triton.jit
-def k_minima(blocks, row, k, g, row_bytes, NAME: tl.constexpr, BYTES: tl.constexpr):
-    """Q4_K and Q5_K: scales and minima of 6 bits for each 32 of 256 numbers, one of which each input of ``g`` is."""
-    s, n = g % 256 // 32, k % 256
+def k_six_bits(blocks, row, g, row_bytes, FORM: tl.constexpr):
+    """Q4_K and Q5_K: whole scales and minima for each 32 of 256 numbers, one of which each input of ``g`` is; int32."""
+    s = g % 256 // 32
     # Of the upper four, four bits are in the last bytes and two are the highest ones of the bytes of the lower four.
-    low = block_bytes(blocks, row, g, s % 4 + 4, row_bytes, 256, BYTES).to(tl.int32)
-    low_least = block_bytes(blocks, row, g, s % 4 + 8, row_bytes, 256, BYTES).to(tl.int32)
-    both = block_bytes(blocks, row, g, s % 4 + 12, row_bytes, 256, BYTES).to(tl.int32)
+    low = block_bytes(blocks, row, g, s % 4 + 4, row_bytes, FORM).to(tl.int32)
+    low_least = block_bytes(blocks, row, g, s % 4 + 8, row_bytes, FORM).to(tl.int32)
+    both = block_bytes(blocks, row, g, s % 4 + 12, row_bytes, FORM).to(tl.int32)
     upper = (s >= 4)[:, None]
-    scale = tl.where(upper, (both & 15) | ((low >> 2) & 48), low & 63).to(tl.float32)
-    least = tl.where(upper, (both >> 4) | ((low_least >> 2) & 48), low_least & 63).to(tl.float32)
-    scale *= block_half(blocks, row, g, row_bytes, 0, 256, BYTES)
-    least *= block_half(blocks, row, g, row_bytes, 2, 256, BYTES)
-    code = block_code(blocks, row, k, n // 64 * 32 + n % 32 + (BYTES - 128), n // 32 % 2 * 4, row_bytes, 15, 256, BYTES)
-    if NAME == "Q5_K":
-        code = code | (block_code(blocks, row, k, n % 32 + 16, n // 32, row_bytes, 1, 256, BYTES) << 4)
+    scale = tl.where(upper, (both & 15) | ((low >> 2) & 48), low & 63)
+    least = tl.where(upper, (both >> 4) | ((low_least >> 2) & 48), low_least & 63)
+    return scale, least
+
+
+@triton.jit
+def k_codes(blocks, row, k, row_bytes, FORM: tl.constexpr):
+    """Codes (int32) of Q4_K, Q5_K and Q6_K."""
+    n = k % 256
+    if FORM.name == "Q6_K":
+        code = block_code(blocks, row, k, n // 128 * 64 + n % 64, n // 64 % 2 * 4, row_bytes, 15, FORM)
+        at = n // 128 * 32 + n % 32 + 128
+        code = code | (block_code(blocks, row, k, at, n // 32 % 4 * 2, row_bytes, 3, FORM) << 4)
+    else:
+        at = n // 64 * 32 + n % 32 + (FORM.block_bytes - 128)
+        code = block_code(blocks, row, k, at, n // 32 % 2 * 4, row_bytes, 15, FORM)
+        if FORM.name == "Q5_K":
+            code = code | (block_code(blocks, row, k, n % 32 + 16, n // 32, row_bytes, 1, FORM) << 4)
+    return code
+
+
+@triton.jit
+def k_minima(blocks, row, k, g, row_bytes, FORM: tl.constexpr):
+    """Q4_K and Q5_K: scales and minima for each 32 of 256 numbers, one of which each input of ``g`` is."""
+    scale, least = k_six_bits(blocks, row, g, row_bytes, FORM)
+    scale = scale.to(tl.float32) * block_half(blocks, row, g, row_bytes, 0, FORM)
+    least = least.to(tl.float32) * block_half(blocks, row, g, row_bytes, 2, FORM)
+    code = k_codes(blocks, row, k, row_bytes, FORM)
     return repeat_rows(scale, 32) * whole(code) - repeat_rows(least, 32)
 
 
 @triton.jit
-def k_sixteens(blocks, row, k, g, row_bytes, NAME: tl.constexpr, BYTES: tl.constexpr):
+def k_sixteens(blocks, row, k, g, row_bytes, FORM: tl.constexpr):
     """Q2_K, Q3_K and Q6_K: a scale for each 16 of 256 numbers, one of which each input of ``g`` is."""
     s, n = g % 256 // 16, k % 256
     quarter, pair = n // 128 * 32 + n % 32, n // 32 % 4 * 2  # byte and shift of two bits of a number
-    if NAME == "Q2_K":
-        packed = block_bytes(blocks, row, g, s, row_bytes, 256, BYTES).to(tl.int32)
-        scale = block_half(blocks, row, g, row_bytes, 80, 256, BYTES) * (packed & 15).to(tl.float32)
-        least = block_half(blocks, row, g, row_bytes, 82, 256, BYTES) * (packed >> 4).to(tl.float32)
-        code = block_code(blocks, row, k, quarter + 16, pair, row_bytes, 3, 256, BYTES)
+    if FORM.name == "Q2_K":
+        packed = block_bytes(blocks, row, g, s, row_bytes, FORM).to(tl.int32)
+        scale = block_half(blocks, row, g, row_bytes, 80, FORM) * (packed & 15).to(tl.float32)
+        least = block_half(blocks, row, g, row_bytes, 82, FORM) * (packed >> 4).to(tl.float32)
+        code = block_code(blocks, row, k, quarter + 16, pair, row_bytes, 3, FORM)
         result = repeat_rows(scale, 16) * whole(code) - repeat_rows(least, 16)
-    elif NAME == "Q3_K":
-        low = block_code(blocks, row, g, s % 8 + 96, s // 8 * 4, row_bytes, 15, 256, BYTES)
-        high = block_code(blocks, row, g, s % 4 + 104, s // 4 * 2, row_bytes, 3, 256, BYTES)
-        scale = block_half(blocks, row, g, row_bytes, 108, 256, BYTES) * ((low | (high << 4)) - 32).to(tl.float32)
-        code = block_code(blocks, row, k, quarter + 32, pair, row_bytes, 3, 256, BYTES)
-        code = code | (block_code(blocks, row, k, n % 32, n // 32, row_bytes, 1, 256, BYTES) << 2)
+    elif FORM.name == "Q3_K":
+        low = block_code(blocks, row, g, s % 8 + 96, s // 8 * 4, row_bytes, 15, FORM)
+        high = block_code(blocks, row, g, s % 4 + 104, s // 4 * 2, row_bytes, 3, FORM)
+        scale = block_half(blocks, row, g, row_bytes, 108, FORM) * ((low | (high << 4)) - 32).to(tl.float32)
+        code = block_code(blocks, row, k, quarter + 32, pair, row_bytes, 3, FORM)
+        code = code | (block_code(blocks, row, k, n % 32, n // 32, row_bytes, 1, FORM) << 2)
         result = repeat_rows(scale, 16) * (whole(code) - 4.0)
     else:
-        scale = block_bytes(blocks, row, g, s + 192, row_bytes, 256, BYTES).to(tl.int8, bitcast=True).to(tl.float32)
-        scale *= block_half(blocks, row, g, row_bytes, 208, 256, BYTES)
-        code = block_code(blocks, row, k, n // 128 * 64 + n % 64, n // 64 % 2 * 4, row_bytes, 15, 256, BYTES)
-        code = code | (block_code(blocks, row, k, quarter + 128, pair, row_bytes, 3, 256, BYTES) << 4)
+        scale = block_bytes(blocks, row, g, s + 192, row_bytes, FORM).to(tl.int8, bitcast=True).to(tl.float32)
+        scale *= block_half(blocks, row, g, row_bytes, 208, FORM)
+        code = k_codes(blocks, row, k, row_bytes, FORM)
         result = repeat_rows(scale, 16) * (whole(code) - 32.0)
     return result
 
 
 @triton.jit
-def iq4_xs(blocks, row, k, g, row_bytes, BYTES: tl.constexpr):
+def iq4_xs(blocks, row, k, g, row_bytes, FORM: tl.constexpr):
     """A scale of 6 bits for each 32 of 256 numbers, one of which each input of ``g`` is."""
     s, n = g % 256 // 32, k % 256
-    low = block_code(blocks, row, g, s // 2 + 4, s % 2 * 4, row_bytes, 15, 256, BYTES)
-    high = block_code(blocks, row, g, s // 4 + 2, s % 4 * 2, row_bytes, 3, 256, BYTES)
-    scale = block_half(blocks, row, g, row_bytes, 0, 256, BYTES) * ((low | (high << 4)) - 32).to(tl.float32)
-    code = block_code(blocks, row, k, n // 32 * 16 + n % 16 + 8, n // 16 % 2 * 4, row_bytes, 15, 256, BYTES)
+    low = block_code(blocks, row, g, s // 2 + 4, s % 2 * 4, row_bytes, 15, FORM)
+    high = block_code(blocks, row, g, s // 4 + 2, s % 4 * 2, row_bytes, 3, FORM)
+    scale = block_half(blocks, row, g, row_bytes, 0, FORM) * ((low | (high << 4)) - 32).to(tl.float32)
+    code = block_code(blocks, row, k, n // 32 * 16 + n % 16 + 8, n // 16 % 2 * 4, row_bytes, 15, FORM)
     return repeat_rows(scale, 32) * iq4(code)
 
 
@@ -280,17 +319,31 @@ def ggml(blocks, row, first, depth, FORM: tl.constexpr, EVEN: tl.constexpr, K: t
     k, g = inputs(first, depth, EVEN, K, 1), inputs(first, depth, EVEN, K // FORM.shared, FORM.shared)
     row_bytes = depth // FORM.group * FORM.block_bytes
     if FORM.group == 32:
-        result = small_blocks(blocks, row, k, g, row_bytes, FORM.name, FORM.block_bytes)
+        result = small_blocks(blocks, row, k, g, row_bytes, FORM)
     elif FORM.shared == 16:
-        result = k_sixteens(blocks, row, k, g, row_bytes, FORM.name, FORM.block_bytes)
+        result = k_sixteens(blocks, row, k, g, row_bytes, FORM)
     elif FORM.name == "IQ4_XS":
-        result = iq4_xs(blocks, row, k, g, row_bytes, FORM.block_bytes)
+        result = iq4_xs(blocks, row, k, g, row_bytes, FORM)
     else:
-        result = k_minima(blocks, row, k, g, row_bytes, FORM.name, FORM.block_bytes)
+        result = k_minima(blocks, row, k, g, row_bytes, FORM)
     return result
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def codes_in_words(codes, row, first, rows, depth, FORM: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr):
+    """Codes (int32) of the formats that store them in words, [K, N]."""
+    if FORM.kind == "packed":
+        words = (depth * FORM.bits + 31) // 32
+        result = codes_of_words(codes, row, first, depth, 1, words, FORM.bits, EVEN, K)
+    elif FORM.kind == "gptq":
+        result = codes_of_words(codes, row, first, depth, rows, 1, FORM.bits, EVEN, K)
+    else:
+        k = inputs(first, depth, EVEN, K, 1)
+        result = codes_by_row(codes, row, k, rows * FORM.bits // 32, 1, FORM.bits, True)
+    return result
 
 
 @triton.jit
@@ -302,15 +355,21 @@ def codes_of(codes, row, first, rows, depth, FORM: tl.constexpr, EVEN: tl.conste
         byte = tl.load(codes + row[None, :] * (depth // 2) + pair[:, None]).to(tl.int32)
         result = e2m1((repeat_rows(byte, 2) >> (tl.arange(0, K) % 2 * 4)[:, None]) & 15)
     elif FORM.kind == "scaled":
-        result = loaded_byte(codes + row[None, :] * depth + k[:, None], FORM.name)
-    elif FORM.kind == "packed":
-        words = (depth * FORM.bits + 31) // 32
-        result = whole(codes_of_words(codes, row, first, depth, 1, words, FORM.bits, EVEN, K))
-    elif FORM.kind == "gptq":
-        result = whole(codes_of_words(codes, row, first, depth, rows, 1, FORM.bits, EVEN, K))
+        result = loaded_byte(codes + row[None, :] * depth + k[:, None], FORM)
     else:
-        result = whole(codes_by_row(codes, row, k, rows * FORM.bits // 32, 1, FORM.bits, True))
+        result = whole(codes_in_words(codes, row, first, rows, depth, FORM, EVEN, K))
     return result
+
+
+@triton.jit
+def zero_points(zeros, row, group, rows, groups, FORM: tl.constexpr):
+    """Zero points (int32) in words, [len(group), N]."""
+    if FORM.kind == "packed":
+        zero = codes_by_row(zeros, row, group, 1, groups, FORM.bits, False)
+    else:
+        zero = codes_by_row(zeros, row, group, rows * FORM.bits // 32, 1, FORM.bits, FORM.kind == "awq")
+        zero = (zero + FORM.zero_bias) & ((1 << FORM.bits) - 1)
+    return zero
 
 
 @triton.jit
@@ -331,24 +390,14 @@ def scaled_codes(
     """`unpacked` of the formats that have scales of their own."""
     code = codes_of(codes, row, first, rows, depth, FORM, EVEN, K)
     group = groups_of(order, first, depth, groups, FORM, EVEN, K)
-    if FORM.transposed:
-        place = group[:, None] * rows + row[None, :]
-    elif FORM.kind == "scaled":
-        band = row * 0 if FORM.group_rows == 0 else row // FORM.group_rows
-        place = band[None, :] * groups + group[:, None]
-    else:
-        place = row[None, :] * groups + group[:, None]
-
+    place = place_of_scales(row, group, rows, groups, FORM)
     if FORM.kind == "packed" and not FORM.zeros:
         code -= 1 << (FORM.bits - 1)
     elif FORM.zeros:
         if FORM.kind == "scaled":
-            zero = loaded_byte(zeros + place, FORM.name)
-        elif FORM.kind == "packed":
-            zero = whole(codes_by_row(zeros, row, group, 1, groups, FORM.bits, False))
+            zero = loaded_byte(zeros + place, FORM)
         else:
-            zero = codes_by_row(zeros, row, group, rows * FORM.bits // 32, 1, FORM.bits, FORM.kind == "awq")
-            zero = whole((zero + FORM.zero_bias) & ((1 << FORM.bits) - 1))
+            zero = whole(zero_points(zeros, row, group, rows, groups, FORM))
         code -= repeat_rows(zero, FORM.shared)
     return code * repeat_rows(loaded_scale(scales + place, FORM.exponent), FORM.shared)
 

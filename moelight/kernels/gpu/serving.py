@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from moelight.kernels.gpu.tiles import UNITS_SINCE
-from moelight.kernels.native import Serving
+from moelight.kernels.native import INT8_ACTIVATIONS, Serving
 
 if TYPE_CHECKING:
     import torch
@@ -135,6 +135,25 @@ def card_serves(card: tuple[int, int], dtype: str) -> tuple[bool, str]:
     return True, f"{triton_reason()}, {name}" + ("" if card >= UNITS_SINCE else ", without its tensor units")
 
 
+def serves_integers(device: torch.device) -> tuple[bool, str]:
+    """True if kernels on ``device`` multiply rows rounded to int8 by the integers of experts, and the reason in one
+    clause."""
+    import torch
+
+    served, why = serves(device, torch.float16)
+    if not served or device.type == "cpu":
+        return served, why
+    return card_serves_integers(capability(device.index))
+
+
+def card_serves_integers(card: tuple[int, int]) -> tuple[bool, str]:
+    """`serves_integers` for a CUDA card of compute capability ``card`` on which Triton runs."""
+    name = f"compute capability {card[0]}.{card[1]}"
+    if card < UNITS_SINCE:
+        return False, f"{name}: triton multiplies integers on tensor units from 8.0 on"
+    return True, f"{triton_reason()}, {name}, integer tensor units"
+
+
 def expert_kernel(device: torch.device, dtype: torch.dtype, mean_rows: float, *, plain: bool = True) -> tuple[str, str]:
     """The implementation of the product of experts with ``mean_rows`` rows each, and the reason in one clause.
 
@@ -205,6 +224,9 @@ def serving_on(device: torch.device) -> list[Serving]:
         Serving(operation=f"{name} on {device}", implementation=best if served else other, reason=why)
         for name, (best, other, (served, why)) in found.items()
     ]
+    served, why = serves_integers(device)
+    numbers = "triton" if served else "unpacked to 16 bits; `generate` refuses --activations int8"
+    rows.append(Serving(operation=f"{INT8_ACTIVATIONS} on {device}", implementation=numbers, reason=why))
     for many, count in (("few", 1), ("many", 10 * MOST_ROWS_WITHOUT_UNITS)):
         name, why = expert_kernel(device, half, count)
         rows.append(Serving(operation=f"experts of {many} rows on {device}", implementation=name, reason=why))

@@ -10,6 +10,7 @@ _SHARED = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0):
 _SHARED_ELSEWHERE = 64
 _SPARE = 4
 _DEEPEST_BYTES = 128
+INTEGER_STEP = 128  # inputs
 _MOST_STAGES = 4
 _BAND_ROWS = 1024
 # Triton dropped Turing's tensor cores in 3.3 (triton-lang/triton#5066): below this its products do not use any.
@@ -25,6 +26,7 @@ class Tile:
     """``rows`` of x times ``columns`` of the output, ``depth`` inputs at a time, ``stages`` loads in flight.
 
     All slots of a ``band`` are computed before the next band. ``precision`` of products of float32, by Triton's names.
+    ``fused``: products and sums of float32 are rounded once.
     """
 
     rows: int
@@ -34,6 +36,7 @@ class Tile:
     stages: int
     band: int
     precision: str = "ieee"
+    fused: bool = True
 
 
 def shared_bytes(card: tuple[int, int]) -> int:
@@ -80,6 +83,27 @@ def choose(
     return Tile(rows=rows, columns=columns, depth=depth, warps=warps, stages=stages, band=_BAND_ROWS // rows)
 
 
+def choose_integers(
+    card: tuple[int, int], *, group: int, mean_rows: float, matrices: int, scattered: bool = False
+) -> Tile:
+    """The tile of a product of rows rounded to int8 in groups of ``group``, on a card with `UNITS_SINCE`; the rest as
+    in `choose`. A step is `INTEGER_STEP` inputs, half as many where two matrices have smaller groups, or a block of
+    256, ``depth`` at a time. ``scattered``: codes of a row are not neighbours, and loaded one by one."""
+    block, small, older = group > INTEGER_STEP, group < INTEGER_STEP, card < _WIDE_FROM_SHARED_SINCE
+    depth = INTEGER_STEP // 2 if block or (matrices == 2 and small) else INTEGER_STEP
+    if block and older:
+        depth //= 2
+    most = 64 if block or (matrices == 2 and small) else 128
+    rows = next((size for size in (16, 32, 64) if mean_rows <= size <= most), most)
+    # A block has two sums for each number.
+    columns = 32 if matrices == 2 and (block or scattered or (small and older)) else 64
+    stages = max(1, min(_MOST_STAGES, shared_bytes(card) // ((rows + matrices * columns) * depth)))
+    warps = 8 if rows * columns * matrices >= 64 * 128 or (rows > 16 and block) else 4
+    return Tile(
+        rows=rows, columns=columns, depth=depth, warps=warps, stages=stages, band=_BAND_ROWS // rows, fused=False
+    )
+
+
 def _single(card: tuple[int, int], depth: int, mean_rows: float, matrices: int) -> Tile:
     """A tile of float32 on tensor units: the parts of both operands are in registers, so it is smaller."""
     rows, columns = next((size for size in (16, 32) if mean_rows <= size), 64), 32 if matrices == 2 else 64
@@ -119,6 +143,7 @@ def choose_attention(
 
 
 def launch_options(tile: Tile | AttentionTile) -> dict[str, int | bool]:
-    """Triton's options of a program over ``tile``. Sums of products are fused, whatever the default of the version is:
-    Triton 3.9 fuses and warns, 3.10 does not."""
-    return {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
+    """Triton's options of a program over ``tile``. Whether sums of products are fused is always said: by default Triton
+    3.9 fuses and warns, 3.10 does not."""
+    fused = isinstance(tile, AttentionTile) or tile.fused
+    return {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": fused}

@@ -1,0 +1,103 @@
+"""Experts by rows rounded to int8 on a GPU: the rounding, and the arguments of the product (`kernels.integers` defines
+both).
+
+Legend: T rows of x, R routed rows, C columns, G columns of a group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelight.core.units import align_up
+from moelight.kernels.activations import Activation
+from moelight.kernels.gpu import quantized, tiles
+from moelight.kernels.gpu.quantized import QuantizedTable
+from moelight.profiles.stored import AWQ, StoredFormat
+
+_SUMS = {"groups": ((), torch.int32), "parts": ((16,), torch.float16)}  # shapes of a group's, dtypes
+_NUMBERS = 4096  # that a program rounds
+_SCATTERED = 32  # inputs at a time, where codes are loaded one by one and their addresses fill registers
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedRows:
+    """Rows of ``columns`` as ``numbers`` int8 [n, groups x ``group``] times ``scales`` float32 [n, groups]; ``sums`` of
+    the numbers as `integers_triton.round_rows` stores them, where the matrices need some. Groups are whole steps of a
+    product; behind the last column are zeros."""
+
+    numbers: Tensor
+    scales: Tensor
+    sums: Tensor
+    group: int
+    columns: int
+
+    @staticmethod
+    def empty(rows: int, columns: int, stored: StoredFormat, device: torch.device) -> RoundedRows:
+        """Memory for rows that matrices of ``stored`` multiply."""
+        group, _ = stored.integer_groups(columns)
+        groups, sums = align_up(columns, max(group, tiles.INTEGER_STEP)) // group, sums_of(stored)
+        scales = torch.empty((rows, groups), dtype=torch.float32, device=device)
+        shape, dtype = _SUMS.get(sums, ((), torch.float32))
+        return RoundedRows(
+            numbers=torch.empty((rows, groups * group), dtype=torch.int8, device=device),
+            scales=scales,
+            sums=torch.empty((rows, groups, *shape), dtype=dtype, device=device) if sums else scales,
+            group=group,
+            columns=columns,
+        )
+
+
+def sums_of(stored: StoredFormat) -> str:
+    """Which sums of a row's numbers a product with matrices of ``stored`` takes."""
+    if stored.name in ("Q4_K", "Q5_K"):
+        return "parts"
+    return "groups" if stored.zero_points and stored.bits == 8 else ""
+
+
+def round_rows(x: Tensor, stored: StoredFormat, tokens: Tensor | None = None) -> RoundedRows:
+    """x [T, C] (row r x[tokens[r]], with ``tokens`` int64 [R]), rounded for matrices of ``stored``."""
+    from moelight.kernels.gpu import integers_triton
+
+    found = RoundedRows.empty(len(x) if tokens is None else len(tokens), x.shape[1], stored, x.device)
+    (rows, groups), group = found.scales.shape, found.group
+    count = min(_NUMBERS // group, 1 << (groups - 1).bit_length())
+    program = integers_triton.round_rows[(rows, -(-groups // count))]
+    program(
+        x,
+        x if tokens is None else tokens,
+        found.numbers,
+        found.scales,
+        found.sums,
+        len(x),
+        x.stride(0),
+        x.shape[1],
+        groups,
+        GATHERED=tokens is not None,
+        SUMS=sums_of(stored),
+        G=group,
+        COUNT=count,
+        enable_fp_fusion=False,
+    )
+    return found
+
+
+def arguments_of(
+    pages: QuantizedTable,
+    part: str,
+    x: RoundedRows,
+    out: Tensor,
+    slots: Tensor,
+    tokens: Tensor | None,
+    tile: tiles.Tile,
+    activation: Activation,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of `integers_triton.grouped_integers` for the matrices ``part``, and those of its constants that say
+    how they are stored."""
+    given, constants = quantized.arguments_of(pages, part, x.numbers, x.columns, out, slots, tokens, tile, activation)
+    step, piece = max(x.group, tile.depth), _SCATTERED if pages.forms[part].stored.kind == AWQ else x.group
+    constants |= {"G": x.group, "STEP": step, "PIECE": piece, "EVEN": x.columns % step == 0}
+    return (x.numbers, x.scales, x.sums, *given[1:]), constants

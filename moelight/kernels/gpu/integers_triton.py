@@ -1,0 +1,379 @@
+"""Products of rows rounded to int8 with experts whose codes are whole numbers, in Triton, for the integer tensor units
+of compute capability 8.0 and later; `kernels.integers` defines them.
+
+`round_rows` rounds each group of a row once. The product takes the groups in order: integer units sum the products of
+whole numbers exactly, and the scales of the matrix and of the rows multiply the sums in float32. Launched without fused
+multiply-adds, each float32 step is that of the definition, so a result depends on no tile and no other row.
+
+Numbers of ggml's K formats are codes times a step of their part, up to 13 bits: they enter as 128 times one int8 number
+plus another, so a block of 256 has two sums of whole numbers, and none of its parts has one of its own. What these
+formats take off is a product of float16: of the sums of each part, as 64 times one number plus another, with the
+minima; its terms are whole and below 2^18, so it is exact as well.
+"""
+
+import triton
+import triton.language as tl
+
+from moelight.kernels.gpu.grouped_triton import activated, place_of, source_of, store_rows
+from moelight.kernels.gpu.quantized_triton import (
+    block_bytes,
+    block_code,
+    block_half,
+    codes_in_words,
+    e2m1_doubled,
+    inputs,
+    k_codes,
+    k_six_bits,
+    loaded_scale,
+    place_of_scales,
+    pointer_to,
+    repeat_rows,
+    zero_points,
+)
+
+# 1.5 * 2^23: its bits plus a whole number below 2^22 in magnitude are the bits of its sum with the number.
+_BIASED = tl.constexpr(0x4B400000)
+_BIAS = tl.constexpr(12582912.0)
+_LEAST_MAGNITUDE = tl.constexpr(1e-30)
+_PARTS = tl.constexpr(8)  # of a block of 256 that have a minimum
+_SUMS = tl.constexpr(16)  # halves of these sums
+
+
+@triton.jit(do_not_specialize=["x_rows"])
+def round_rows(
+    x,
+    tokens,
+    numbers,
+    scales,
+    sums,
+    x_rows,
+    x_stride,
+    columns,
+    groups,
+    GATHERED: tl.constexpr,
+    SUMS: tl.constexpr,
+    G: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """x [T, columns] -> numbers int8 [R, groups * G], zeros behind the last column, and scales float32 [R, groups].
+
+    SUMS "groups": sums int32 [R, groups] of the numbers; "parts": of each 32 of 256 as 16 halves, float16
+    [R, groups, 16]. A program rounds COUNT groups of a row, which is x[tokens[row]] where GATHERED.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    source = row
+    if GATHERED:
+        source = tl.minimum(tl.maximum(tl.load(tokens + row), 0), x_rows - 1).to(tl.int64)
+    group = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
+    inside = group < groups
+    k = group[:, None] * G + tl.arange(0, G)[None, :]
+    value = tl.load(x + source * x_stride + k, mask=k < columns, other=0.0).to(tl.float32)
+    magnitudes = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # which stand in the order of their bits
+    largest = tl.max(magnitudes, 1).to(tl.float32, bitcast=True)
+    finite = largest < float("inf")
+    some = finite & (largest >= _LEAST_MAGNITUDE)
+    most = tl.full((COUNT,), 127.0, dtype=tl.float32)
+    scale = tl.where(some, tl.div_rn(largest, most), tl.where(finite, 0.0, float("nan")))
+    factor = tl.div_rn(most, tl.where(some, largest, 1.0))
+    near = tl.where(some[:, None], value * factor[:, None], 0.0) + _BIAS
+    number = near.to(tl.int32, bitcast=True) - _BIASED
+    place = row * groups + group
+    tl.store(numbers + row * groups * G + k, number.to(tl.int8), mask=inside[:, None])
+    tl.store(scales + place, scale, mask=inside)
+    if SUMS == "groups":
+        tl.store(sums + place, tl.sum(number, 1), mask=inside)
+    elif SUMS == "parts":
+        part = tl.sum(tl.reshape(number, (COUNT * _PARTS, G // _PARTS)), 1)
+        part = tl.reshape(part, (COUNT, _PARTS))
+        upper = (part + 32) >> 6
+        at = sums + place[:, None] * _SUMS + tl.arange(0, _PARTS)[None, :]
+        tl.store(at, (part - upper * 64).to(tl.float16), mask=inside[:, None])
+        tl.store(at + _PARTS, (upper * 64).to(tl.float16), mask=inside[:, None])
+
+
+@triton.jit
+def e2m1_whole(code):
+    """Twice the numbers of E2M1 codes (int32, 0 to 15), int32."""
+    size = e2m1_doubled(code)
+    return tl.where(code < 8, size, -size)
+
+
+@triton.jit
+def halved_power(exponent):
+    """Half the powers of two by exponents (uint8) biased by 127."""
+    wide = exponent.to(tl.uint32)
+    bits = tl.where(wide < 2, (wide + 1) << 21, (wide - 1) << 23)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def whole_numbers(
+    codes, zeros, row, first, rows, depth, groups, FORM: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr
+):
+    """Whole numbers of K inputs from ``first`` on, in one group, of the stored rows ``row``: int8 [K, N]. Zero points
+    of 8-bit codes are not taken off; where codes are unsigned, 128 is."""
+    k = inputs(first, depth, EVEN, K, 1)
+    if FORM.kind == "mxfp4":
+        pair = inputs(first, depth, EVEN, K // 2, 2) // 2
+        byte = tl.load(codes + row[None, :] * (depth // 2) + pair[:, None]).to(tl.int32)
+        result = e2m1_whole((repeat_rows(byte, 2) >> (tl.arange(0, K) % 2 * 4)[:, None]) & 15).to(tl.int8)
+    elif FORM.kind == "scaled":
+        result = tl.load(codes + row[None, :] * depth + k[:, None])
+    elif FORM.kind == "ggml":
+        row_bytes = depth // FORM.group * FORM.block_bytes
+        n = k % 32
+        if FORM.name == "Q8_0":
+            result = block_bytes(codes, row, k, n + 2, row_bytes, FORM).to(tl.int8, bitcast=True)
+        else:
+            ahead: tl.constexpr = FORM.block_bytes - 16
+            code = block_code(codes, row, k, n % 16 + ahead, n // 16 * 4, row_bytes, 15, FORM)
+            result = (e2m1_whole(code) if FORM.name == "MXFP4" else code - 8).to(tl.int8)
+    elif FORM.kind == "packed" and FORM.bits == 8:
+        words = (depth + 3) // 4
+        byte = tl.load(codes.to(tl.pointer_type(tl.uint8)) + row[None, :] * words * 4 + k[:, None])
+        result = (byte ^ 128).to(tl.int8, bitcast=True)
+    else:
+        code = codes_in_words(codes, row, first, rows, depth, FORM, EVEN, K)
+        if FORM.bits == 4 and FORM.zeros:
+            code -= zero_points(zeros, row, group_at(tl.minimum(first, depth - 1), FORM), rows, groups, FORM)
+        else:
+            code -= 1 << (FORM.bits - 1)
+        result = code.to(tl.int8)
+    return result
+
+
+@triton.jit
+def group_at(first, FORM: tl.constexpr):
+    """The group of the matrix that holds input ``first``, [1]."""
+    here = tl.zeros((1,), dtype=tl.int32) + first
+    return here * 0 if FORM.group == 0 else here // FORM.group
+
+
+@triton.jit
+def scales_at(codes, scales, row, first, rows, depth, groups, FORM: tl.constexpr):
+    """Of the group that holds input ``first``, float32 [1, N]."""
+    group = group_at(first, FORM)
+    place = place_of_scales(row, group, rows, groups, FORM)
+    if FORM.kind == "ggml":
+        row_bytes = depth // FORM.group * FORM.block_bytes
+        block = group * FORM.group
+        if FORM.name == "MXFP4":
+            result = halved_power(block_bytes(codes, row, block, block * 0, row_bytes, FORM))
+        else:
+            at: tl.constexpr = 208 if FORM.name == "Q6_K" else 0
+            result = block_half(codes, row, block, row_bytes, at, FORM)
+    elif FORM.kind == "mxfp4":
+        result = halved_power(tl.load(scales + place))
+    else:
+        result = loaded_scale(scales + place, FORM.exponent)
+    return result
+
+
+@triton.jit
+def zeros_at(zeros, row, first, rows, groups, FORM: tl.constexpr):
+    """What is to be taken off the numbers of `whole_numbers`, int32 [1, N]."""
+    group = group_at(first, FORM)
+    if FORM.kind == "scaled":
+        result = tl.load(zeros + place_of_scales(row, group, rows, groups, FORM)).to(tl.int32)
+    else:
+        result = zero_points(zeros, row, group, rows, groups, FORM) - 128
+    return result
+
+
+@triton.jit
+def numbers_at(x, source, x_stride, first, K: tl.constexpr):
+    """Numbers ``first`` on of the rounded rows ``source``, int8 [BM, K]."""
+    return tl.load(x + source[:, None] * x_stride + (first + tl.arange(0, K))[None, :])
+
+
+@triton.jit
+def group_product(
+    x,
+    x_stride,
+    sums,
+    source,
+    codes,
+    scales,
+    zeros,
+    row,
+    step,
+    rows,
+    depth,
+    groups,
+    FORM: tl.constexpr,
+    EVEN: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Group ``step`` of the rounded rows times that of the stored rows ``row``, and the latter's scale, K inputs at a
+    time: [BM, BN]."""
+    first = step * G
+    known = first if EVEN else tl.minimum(first, depth - 1)  # groups behind the last one are zeros
+    exact = tl.full((BM, BN), _BIASED, dtype=tl.int32)
+    for at in tl.static_range(0, G, K):
+        tile = whole_numbers(codes, zeros, row, first + at, rows, depth, groups, FORM, EVEN, K)
+        exact = tl.dot(numbers_at(x, source, x_stride, first + at, K), tile, exact, out_dtype=tl.int32)
+    if FORM.zeros and FORM.bits == 8:
+        sum_of_group = tl.load(sums + source * (x_stride // G) + step)
+        exact -= sum_of_group[:, None] * zeros_at(zeros, row, known, rows, groups, FORM)
+    value = exact.to(tl.float32, bitcast=True) - _BIAS
+    return value * scales_at(codes, scales, row, known, rows, depth, groups, FORM)
+
+
+@triton.jit
+def steps_at(codes, row, g, row_bytes, FORM: tl.constexpr):
+    """What multiplies the codes of each part that has an input of ``g``, int32 [len(g), N]."""
+    if FORM.name == "Q6_K":
+        byte = block_bytes(codes, row, g, g % 256 // 16 + 192, row_bytes, FORM)
+        steps = byte.to(tl.int8, bitcast=True).to(tl.int32)
+    else:
+        steps, _ = k_six_bits(codes, row, g, row_bytes, FORM)
+    return steps
+
+
+@triton.jit
+def block_product(
+    x,
+    x_stride,
+    sums,
+    source,
+    codes,
+    row,
+    step,
+    depth,
+    FORM: tl.constexpr,
+    BK: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """`group_product` of a block of 256 of ggml's K formats, BK inputs at a time."""
+    row_bytes = depth // 256 * FORM.block_bytes
+    upper = tl.zeros((BM, BN), dtype=tl.int32)
+    lower = tl.zeros((BM, BN), dtype=tl.int32)
+    for piece in tl.static_range(256 // BK):
+        first = step * 256 + piece * BK
+        k, g = first + tl.arange(0, BK), first + tl.arange(0, BK // FORM.shared) * FORM.shared
+        code = k_codes(codes, row, k, row_bytes, FORM)
+        if FORM.name == "Q6_K":
+            code -= 32
+        number = code * repeat_rows(steps_at(codes, row, g, row_bytes, FORM), FORM.shared)
+        high = (number + 64) >> 7
+        a = numbers_at(x, source, x_stride, first, BK)
+        upper = tl.dot(a, high.to(tl.int8), upper, out_dtype=tl.int32)
+        lower = tl.dot(a, (number - high * 128).to(tl.int8), lower, out_dtype=tl.int32)
+    first = step * 256
+    value = (upper * 128 + lower).to(tl.float32) * scales_at(codes, codes, row, first, 0, depth, 0, FORM)
+    if FORM.name != "Q6_K":
+        place = (source * (x_stride // 256) + step) * _SUMS
+        part = tl.load(sums + place[:, None] + tl.arange(0, _SUMS)[None, :])
+        _, least = k_six_bits(codes, row, first + tl.arange(0, _SUMS) % _PARTS * 32, row_bytes, FORM)
+        low = tl.dot(part, least.to(tl.float16))
+        here = tl.zeros((1,), dtype=tl.int32) + first
+        value -= low * block_half(codes, row, here, row_bytes, 2, FORM)
+    return value
+
+
+@triton.jit(do_not_specialize=["x_rows", "slot_count", "limit", "up_row"])
+def grouped_integers(
+    x,
+    x_scales,
+    x_sums,
+    tokens,
+    out,
+    slots,
+    table,
+    table_step,
+    x_rows,
+    x_stride,
+    depth,
+    columns,
+    rows_stored,
+    row_step,
+    up_row,
+    groups,
+    slot_count,
+    limit,
+    GATE: tl.constexpr,
+    UP: tl.constexpr,
+    ACTIVE: tl.constexpr,
+    GATED: tl.constexpr,
+    CURVE: tl.constexpr,
+    ALPHA: tl.constexpr,
+    SHIFT: tl.constexpr,
+    LIMITED: tl.constexpr,
+    LATE: tl.constexpr,
+    GATHERED: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALE: tl.constexpr,
+    BIAS: tl.constexpr,
+    BIASED: tl.constexpr,
+    FORM: tl.constexpr,
+    EVEN: tl.constexpr,
+    FACTOR: tl.constexpr,
+    BY_HAND: tl.constexpr,
+    G: tl.constexpr,
+    STEP: tl.constexpr,
+    PIECE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BAND: tl.constexpr,
+):
+    """`quantized_triton.grouped_quantized` of rows that `round_rows` rounded in groups of G: x int8 [T, x_stride],
+    x_scales float32, x_sums as the format needs them. A STEP is BK inputs of some groups, PIECE at a time, or a block
+    of 256, BK at a time."""
+    slot, first = place_of(columns, slot_count, BN, BAND)
+    page = tl.load(slots + slot * 3)
+    if page < 0:
+        return
+    row = tl.load(slots + slot * 3 + 1)
+    rows = row + tl.arange(0, BM)
+    live = rows < tl.load(slots + slot * 3 + 2)
+    source = source_of(tokens, rows, live, row, x_rows, GATHERED)
+
+    address = tl.load(table + GATE * table_step + page)
+    codes = pointer_to(table, table_step, GATE, page, CODES)
+    scales = pointer_to(table, table_step, GATE + 1, page, SCALE)
+    zeros = pointer_to(table, table_step, GATE + 2, page, CODES)
+    up_codes = pointer_to(table, table_step, UP, page, CODES)
+    up_scales = pointer_to(table, table_step, UP + 1, page, SCALE)
+    up_zeros = pointer_to(table, table_step, UP + 2, page, CODES)
+    stored = tl.minimum(first + tl.arange(0, BN), columns - 1) * row_step
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    total_up = tl.zeros((BM, BN), dtype=tl.float32)
+    for step in range(tl.cdiv(tl.where(address != 0, depth, 0), STEP)):
+        if G == 256:
+            scale = tl.load(x_scales + source * (x_stride // G) + step)[:, None]
+            total += scale * block_product(
+                x, x_stride, x_sums, source, codes, stored, step, depth, FORM, BK, BM, BN
+            )  # fmt: skip
+            if GATED:
+                total_up += scale * block_product(
+                    x, x_stride, x_sums, source, up_codes, stored + up_row, step, depth, FORM, BK, BM, BN
+                )  # fmt: skip
+        else:
+            for piece in tl.static_range(BK // G):
+                group = step * (BK // G) + piece
+                scale = tl.load(x_scales + source * (x_stride // G) + group)[:, None]
+                total += scale * group_product(
+                    x, x_stride, x_sums, source, codes, scales, zeros, stored, group, rows_stored, depth, groups,
+                    FORM, EVEN, G, PIECE, BM, BN,
+                )  # fmt: skip
+                if GATED:
+                    total_up += scale * group_product(
+                        x, x_stride, x_sums, source, up_codes, up_scales, up_zeros, stored + up_row, group, rows_stored,
+                        depth, groups, FORM, EVEN, G, PIECE, BM, BN,
+                    )  # fmt: skip
+    total *= 1.0 if ACTIVE else FACTOR
+    if BIASED:
+        there = (tl.zeros((BN,), dtype=tl.int64) + address) != 0
+        bias = pointer_to(table, table_step, GATE + 4, page, BIAS)
+        total += tl.load(bias + stored, mask=there, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            bias = pointer_to(table, table_step, UP + 4, page, BIAS)
+            total_up += tl.load(bias + stored + up_row, mask=there, other=0.0).to(tl.float32)[None, :]
+    if ACTIVE:
+        total = activated(total, total_up, limit, CURVE, ALPHA, SHIFT, LIMITED, LATE, GATED) * FACTOR
+    store_rows(out, total, rows, live, first, columns, BY_HAND, BN)
