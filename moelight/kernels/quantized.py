@@ -125,9 +125,7 @@ def lend_matrix(name: str, matrix: QuantizedMatrix) -> object:
     return (kind, form.bits, matrix.rows, matrix.columns, form.group, form.group_rows, form.zero_bias, *lent)
 
 
-def parts_checked(
-    name: str, matrix: QuantizedMatrix, device: torch.device | None = arguments.CPU
-) -> QuantizedMatrix:
+def parts_checked(name: str, matrix: QuantizedMatrix, device: torch.device | None = arguments.CPU) -> QuantizedMatrix:
     """``matrix``, all of whose parts are there, dense, on ``device`` (None: any but meta) and of the right size; raises
     ValueError that names ``name``."""
     try:

@@ -2,14 +2,16 @@
 format of `profiles.stored`, from the stored bytes, and the grouped product over such tiles.
 
 Each unpacker gives the tile [K, N] float32 of K inputs, from ``first`` on, of the N stored rows ``row``, as
-`kernels.quantized` defines them: the same operations in float32, so the same bits. K and N are powers of two, and K at
-least 32. Values that several inputs share are loaded once and repeated in registers. Inputs beyond the last one repeat
-it (or others of its word), which is in memory, and finite wherever the matrix is. No conversion of a narrow float is
-needed: E4M3, E2M1 and E8M0 are put together from their bits, on every card alike.
+`kernels.quantized` defines them: the same operations in float32, so the same bits; what a sum is fused with is a
+product of few bits, exact. K and N are powers of two, and K at least 32. Values that several inputs share are loaded
+once and repeated in registers. Inputs beyond the last one repeat it (or others of its word), which is in memory, and
+finite wherever the matrix is. No conversion of a narrow float is needed: E4M3, E2M1 and E8M0 are put together from
+their bits, on every card alike.
 
 The product is `grouped_triton.grouped` over these tiles, each number rounded to the dtype of the rows, so that results
-are those of the numbers. A tile is unpacked once for a block of rows; the height of the blocks grows with the rows of
-an expert (`tiles.choose`), and so does what an unpacking serves.
+are those of the numbers but for the order in which a tensor unit adds up the inputs of a step. A tile is unpacked once
+for a block of rows; the height of the blocks grows with the rows of an expert (`tiles.choose`), and so does what an
+unpacking serves.
 """
 
 import triton
@@ -277,16 +279,17 @@ def iq4_xs(blocks, row, k, g, row_bytes, BYTES: tl.constexpr):
 @triton.jit
 def ggml(blocks, row, first, depth, FORM: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr):
     """Numbers of blocks of a ggml type."""
+    NAME: tl.constexpr = FORM.name
     k, g = inputs(first, depth, EVEN, K, 1), inputs(first, depth, EVEN, K // FORM.shared, FORM.shared)
     row_bytes = depth // FORM.group * FORM.block_bytes
     if FORM.group == 32:
-        result = small_blocks(blocks, row, k, g, row_bytes, FORM.name, FORM.block_bytes)
+        result = small_blocks(blocks, row, k, g, row_bytes, NAME, FORM.block_bytes)
     elif FORM.shared == 16:
-        result = k_sixteens(blocks, row, k, g, row_bytes, FORM.name, FORM.block_bytes)
-    elif FORM.name == "IQ4_XS":
+        result = k_sixteens(blocks, row, k, g, row_bytes, NAME, FORM.block_bytes)
+    elif NAME == "IQ4_XS":
         result = iq4_xs(blocks, row, k, g, row_bytes, FORM.block_bytes)
     else:
-        result = k_minima(blocks, row, k, g, row_bytes, FORM.name, FORM.block_bytes)
+        result = k_minima(blocks, row, k, g, row_bytes, NAME, FORM.block_bytes)
     return result
 
 
@@ -296,13 +299,14 @@ def ggml(blocks, row, first, depth, FORM: tl.constexpr, EVEN: tl.constexpr, K: t
 @triton.jit
 def codes_of(codes, row, first, rows, depth, FORM: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr):
     """What scales multiply, zero points aside, in float32 [K, N]."""
+    NAME: tl.constexpr = FORM.name  # Triton 3.6 passes no attribute that is text
     k = inputs(first, depth, EVEN, K, 1)
     if FORM.kind == "mxfp4":
         pair = inputs(first, depth, EVEN, K // 2, 2) // 2
         byte = tl.load(codes + row[None, :] * (depth // 2) + pair[:, None]).to(tl.int32)
         result = e2m1((repeat_rows(byte, 2) >> (tl.arange(0, K) % 2 * 4)[:, None]) & 15)
     elif FORM.kind == "scaled":
-        result = loaded_byte(codes + row[None, :] * depth + k[:, None], FORM.name)
+        result = loaded_byte(codes + row[None, :] * depth + k[:, None], NAME)
     elif FORM.kind == "packed":
         words = (depth * FORM.bits + 31) // 32
         result = whole(codes_of_words(codes, row, first, depth, 1, words, FORM.bits, EVEN, K))
@@ -329,6 +333,7 @@ def scaled_codes(
     K: tl.constexpr,
 ):
     """`unpacked` of the formats that have scales of their own."""
+    NAME: tl.constexpr = FORM.name
     code = codes_of(codes, row, first, rows, depth, FORM, EVEN, K)
     group = groups_of(order, first, depth, groups, FORM, EVEN, K)
     if FORM.transposed:
@@ -343,7 +348,7 @@ def scaled_codes(
         code -= 1 << (FORM.bits - 1)
     elif FORM.zeros:
         if FORM.kind == "scaled":
-            zero = loaded_byte(zeros + place, FORM.name)
+            zero = loaded_byte(zeros + place, NAME)
         elif FORM.kind == "packed":
             zero = whole(codes_by_row(zeros, row, group, 1, groups, FORM.bits, False))
         else:
