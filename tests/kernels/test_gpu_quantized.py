@@ -1,5 +1,6 @@
 """Quantised matrices in the GPU's kernels: unpacked tiles hold the numbers of `kernels.quantized`, and products are
-those with the numbers; interpreted on the CPU, by torch, and on a device where there is one."""
+those with the numbers (on a device but for the order of sums); interpreted on the CPU, by torch, and on a device where
+there is one."""
 
 from __future__ import annotations
 
@@ -20,6 +21,8 @@ from tests.kernels.quantized import FORMATS, matrix, packed, step
 
 TILES = FORMATS | {"packed int8 rows": packed(bits=8, group=0)}
 UNGATED = Activation(gated=False)
+# On a device, between two orders of sums: twice that of `test_gpu_kernels` from the truth.
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
 def sizes(name: str, rows: int, columns: int) -> tuple[int, int]:
@@ -113,6 +116,14 @@ def layer(form: str, pairing: str, device: torch.device, dtype: torch.dtype, bia
     return quantised, PageTable.of(**{name: without(each) for name, each in numbers.items()}, **rest)
 
 
+def alike(found: Tensor, wanted: Tensor) -> bool:
+    """Bit for bit; on a device but for the order of sums within a tensor unit's product, which Triton permutes by the
+    width of the codes as they are loaded."""
+    if found.device.type == "cpu":
+        return torch.equal(found, wanted)
+    return found.dtype == wanted.dtype and distance(found, wanted.double().cpu()) <= TOLERANCES[found.dtype]
+
+
 @pytest.mark.parametrize(
     ("form", "pairing", "dtype", "biased"),
     [
@@ -128,12 +139,12 @@ def layer(form: str, pairing: str, device: torch.device, dtype: torch.dtype, bia
 def test_products_are_those_of_the_numbers(
     form: str, pairing: str, dtype: torch.dtype, biased: bool, device: torch.device
 ) -> None:
-    """Bit for bit, as tiles are alike; rows gathered, and of an expert elsewhere."""
+    """As tiles are alike; rows gathered, and of an expert elsewhere."""
     quantised, numbers = layer(form, pairing, device, dtype, biased)
     x, offsets = rows_of((3, 1, 18), quantised.hidden, dtype, device)
     tokens = torch.arange(len(x), device=device).flip(0)
     found, wanted = (expert_ffn(x, pages, offsets, tokens=tokens) for pages in (quantised, numbers))
-    assert torch.equal(found, wanted)
+    assert alike(found, wanted)
     assert wanted[:3].any() and not found[3].any()
 
 
@@ -152,7 +163,7 @@ def test_experts_of_plain_numbers_beside_quantised_ones(device: torch.device) ->
     quantised, numbers = layer("packed int4", "joined", device, torch.float32, biased=False)
     pages = QuantizedTable.of(quantised.parts["gate_up"], numbers.parts["down"], activation=quantised.activation)
     x, offsets = rows_of((2, 1, 3), pages.hidden, torch.float32, device)
-    assert torch.equal(expert_ffn(x, pages, offsets), expert_ffn(x, numbers, offsets))
+    assert alike(expert_ffn(x, pages, offsets), expert_ffn(x, numbers, offsets))
 
 
 def test_tables_name_the_wrong_argument() -> None:

@@ -2,14 +2,16 @@
 format of `profiles.stored`, from the stored bytes, and the grouped product over such tiles.
 
 Each unpacker gives the tile [K, N] float32 of K inputs, from ``first`` on, of the N stored rows ``row``, as
-`kernels.quantized` defines them: the same operations in float32, so the same bits. K and N are powers of two, and K at
-least 32. Values that several inputs share are loaded once and repeated in registers. Inputs beyond the last one repeat
-it (or others of its word), which is in memory, and finite wherever the matrix is. No conversion of a narrow float is
-needed: E4M3, E2M1 and E8M0 are put together from their bits, on every card alike.
+`kernels.quantized` defines them: the same operations in float32, so the same bits; what a sum is fused with is a
+product of few bits, exact. K and N are powers of two, and K at least 32. Values that several inputs share are loaded
+once and repeated in registers. Inputs beyond the last one repeat it (or others of its word), which is in memory, and
+finite wherever the matrix is. No conversion of a narrow float is needed: E4M3, E2M1 and E8M0 are put together from
+their bits, on every card alike. Forms are passed whole: Triton 3.6 passes no attribute that is text.
 
 The product is `grouped_triton.grouped` over these tiles, each number rounded to the dtype of the rows, so that results
-are those of the numbers. A tile is unpacked once for a block of rows; the height of the blocks grows with the rows of
-an expert (`tiles.choose`), and so does what an unpacking serves.
+are those of the numbers but for the order in which a tensor unit adds up the inputs of a step. A tile is unpacked once
+for a block of rows; the height of the blocks grows with the rows of an expert (`tiles.choose`), and so does what an
+unpacking serves.
 """
 
 import triton
