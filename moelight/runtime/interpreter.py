@@ -14,28 +14,34 @@ import threading
 SWITCH_S = 1e-4
 FULL_COLLECTIONS = 1000  # collections of the middle generation before a full one; Python's default is 10
 
-_lock = threading.Lock()
-_engines = 0
-_before: tuple[float, tuple[int, int, int]] = (0.0, (0, 0, 0))
+
+class _Settings:
+    """``engines`` that are open, and the settings before the first of them was."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.engines = 0
+        self.switch_s, self.thresholds = 0.0, (0, 0, 0)
+
+
+_settings = _Settings()
 
 
 def begin_passes() -> None:
     """An engine is open: threads switch often, full collections are rare."""
-    global _engines, _before
-    with _lock:
-        if _engines == 0:
-            _before = sys.getswitchinterval(), gc.get_threshold()
-            sys.setswitchinterval(min(SWITCH_S, _before[0]))
-            youngest, middle, oldest = _before[1]
+    with _settings.lock:
+        if _settings.engines == 0:
+            _settings.switch_s = sys.getswitchinterval()
+            _settings.thresholds = youngest, middle, oldest = gc.get_threshold()
+            sys.setswitchinterval(min(SWITCH_S, _settings.switch_s))
             gc.set_threshold(youngest, middle, max(FULL_COLLECTIONS, oldest))
-        _engines += 1
+        _settings.engines += 1
 
 
 def end_passes() -> None:
     """An engine is closed; with the last one the settings are what they were."""
-    global _engines
-    with _lock:
-        _engines -= 1
-        if _engines == 0:
-            sys.setswitchinterval(_before[0])
-            gc.set_threshold(*_before[1])
+    with _settings.lock:
+        _settings.engines -= 1
+        if _settings.engines == 0:
+            sys.setswitchinterval(_settings.switch_s)
+            gc.set_threshold(*_settings.thresholds)

@@ -14,12 +14,12 @@ from moelight.runtime import interpreter
 @pytest.fixture(autouse=True)
 def own() -> Iterator[None]:
     """The test's own settings, whatever engines other tests left open."""
-    kept, engines = (sys.getswitchinterval(), gc.get_threshold()), interpreter._engines
-    interpreter._engines = 0
+    kept, settings = (sys.getswitchinterval(), gc.get_threshold()), interpreter._settings
+    interpreter._settings = interpreter._Settings()
     yield
     sys.setswitchinterval(kept[0])
     gc.set_threshold(*kept[1])
-    interpreter._engines = engines
+    interpreter._settings = settings
 
 
 def test_settings_are_those_of_before_once_the_last_engine_is_closed() -> None:
