@@ -5,6 +5,7 @@
 // to whole units; the order of the sums' columns is that of S::load2 of a T ("packed order"), undone by `write`.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "ahead.h"
@@ -20,7 +21,7 @@ struct FloatProducts {
   using Stored = T;
   using Word = float;
   using V = typename S::V;
-  static constexpr int kHeadTile = S::kHeadTile, kWeighedHeads = 2;
+  static constexpr int kHeadTile = S::kScoredHeads, kWeighedHeads = S::kWeighedHeads;
 
   // What raw scores must be multiplied by.
   static float pack_query(const Q* q, int64_t head_dim, Word* packed) {
@@ -96,27 +97,32 @@ struct FloatProducts {
     }
   }
 
-  // Rows one after the other, so that memory is read in its order. kWhole where head_dim is made of whole units: with a
-  // second path to its end the sums would not stay in registers.
+  // Rows one after the other, or S::kScoredRows side by side, so that memory is read in its order. kWhole where
+  // head_dim is made of whole units: with a second path to its end the sums would not stay in registers.
   template <int kHeads, bool kWhole, class A>
   static void score_rows(const T* const (&row)[kKeys], const Word* q, int64_t head_dim, float* scores, const A& ahead) {
+    constexpr int kSide = S::kScoredRows;
     V sum[kHeads][kKeys];
     const int64_t full = head_dim / kUnit<S> * kUnit<S>, stride = padded<S>(head_dim);
     const int64_t row_bytes = head_dim * static_cast<int64_t>(sizeof(T));
 #pragma GCC unroll 4
-    for (int k = 0; k < kKeys; ++k) {
+    for (int k = 0; k < kKeys; k += kSide) {
       const auto step = [&](int64_t d, auto whole) {
-        V a, b;
-        load_unit(row[k] + d, whole, head_dim - full, a, b);
+        V a[kSide], b[kSide];
+#pragma GCC unroll 2
+        for (int i = 0; i < kSide; ++i) load_unit(row[k + i] + d, whole, head_dim - full, a[i], b[i]);
 #pragma GCC unroll 4
         for (int h = 0; h < kHeads; ++h) {
-          const float* const at = q + h * stride + d;
-          sum[h][k] = S::fma(b, S::load(at + S::kWidth), S::fma(a, S::load(at), sum[h][k]));
+          const V even = S::load(q + h * stride + d), odd = S::load(q + h * stride + d + S::kWidth);
+#pragma GCC unroll 2
+          for (int i = 0; i < kSide; ++i) sum[h][k + i] = S::fma(b[i], odd, S::fma(a[i], even, sum[h][k + i]));
         }
       };
 #pragma GCC unroll 4
-      for (int h = 0; h < kHeads; ++h) sum[h][k] = S::zero();
-      for (int64_t i = 0; i < row_bytes; i += kLineBytes) ahead(k * row_bytes + i);
+      for (int h = 0; h < kHeads; ++h)
+#pragma GCC unroll 2
+        for (int i = 0; i < kSide; ++i) sum[h][k + i] = S::zero();
+      for (int64_t i = 0; i < kSide * row_bytes; i += kLineBytes) ahead(k * row_bytes + i);
       for (int64_t d = 0; d < full; d += kUnit<S>) step(d, std::true_type{});
       if constexpr (!kWhole) step(full, std::false_type{});
     }
@@ -132,16 +138,25 @@ struct FloatProducts {
       for (int u = 0; u < 2 * kUnits; ++u) sum[h][u] = S::load(values + h * tile.stride + u * S::kWidth);
     const T* at = tile.rows + d;
     const int64_t bytes = (kWhole ? kUnits * kUnit<S> : rest) * static_cast<int64_t>(sizeof(T));
-    for (int64_t i = 0; i < tile.count; ++i, at += tile.head_dim) {
-      const auto ahead = next.take(bytes);
-      for (int64_t j = 0; j < bytes; j += kLineBytes) ahead(j);
+    const auto add = [&](int64_t i) __attribute__((always_inline)) {
       V row[2 * kUnits];
       for (int u = 0; u < kUnits; ++u) load_unit(at + u * kUnit<S>, kWhole, rest, row[2 * u], row[2 * u + 1]);
       for (int h = 0; h < kHeads; ++h) {
         const V weight = S::set(tile.weights[h * kScoreRow + i]);
         for (int u = 0; u < 2 * kUnits; ++u) sum[h][u] = S::fma(row[u], weight, sum[h][u]);
       }
+      at += tile.head_dim;
+    };
+    // As many rows as have a line among them.
+    constexpr int64_t kLine = std::max<int64_t>(1, kLineBytes / (kUnits * kUnit<S> * static_cast<int64_t>(sizeof(T))));
+    int64_t i = 0;
+    for (; i + kLine <= tile.count; i += kLine) {
+      const auto ahead = next.take(kLine * bytes);
+      for (int64_t j = 0; j < kLine * bytes; j += kLineBytes) ahead(j);
+#pragma GCC unroll 4
+      for (int64_t r = 0; r < kLine; ++r) add(i + r);
     }
+    for (; i < tile.count; ++i) next.take(bytes)(0), add(i);
     for (int h = 0; h < kHeads; ++h)
       for (int u = 0; u < 2 * kUnits; ++u) S::store(values + h * tile.stride + u * S::kWidth, sum[h][u]);
   }

@@ -9,7 +9,8 @@ namespace moelight {
 namespace {
 
 struct LanesAvx2 : Avx2 {
-  static constexpr int kWeighedUnits = 2;  // of a row in a register tile of the values
+  static constexpr int kScoredHeads = 4, kScoredRows = 2, kWeighedHeads = 4;
+  static constexpr int kWeighedUnits = 1;  // of a row in a register tile of the values
 
   using Avx2::load2;
   using Avx2::load2_part;

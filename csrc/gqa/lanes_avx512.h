@@ -10,6 +10,7 @@ namespace moelight {
 namespace {
 
 struct LanesAvx512 : Avx512 {
+  static constexpr int kScoredHeads = kHeadTile, kScoredRows = 1, kWeighedHeads = 2;
   static constexpr int kWeighedUnits = 4;  // of a row in a register tile of the values
 
   using Avx512::load2;

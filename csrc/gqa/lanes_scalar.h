@@ -7,6 +7,7 @@ namespace moelight {
 namespace {
 
 struct LanesScalar : Scalar {
+  static constexpr int kScoredHeads = kHeadTile, kScoredRows = 1, kWeighedHeads = 2;
   static constexpr int kWeighedUnits = 2;  // of a row in a register tile of the values
 
   static V min(V x, V y) { return x < y ? x : y; }
