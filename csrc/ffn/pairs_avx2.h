@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "ffn.h"
 #include "finish.h"
@@ -252,6 +253,9 @@ struct StoredNibbles {
   }
 };
 
+// Whatever Quantized says.
+struct StoredCodes : StoredBytes {};
+
 // A row in one block of K, zeros up to the step; touches the lines from `ahead` on.
 template <class Stored>
 void widen_row(const Product& p, int64_t row, int64_t first, int64_t size, const char* ahead, char* wide) {
@@ -299,7 +303,7 @@ template <class Stored>
 void multiply_tile(const Product& p, int64_t row, int64_t rows, int64_t first, const Shape& shape, const Next& next,
                    char* wide, float* sums) {
   const int64_t size = std::min(kDepthBlock, p.depth - first);
-  Pass pass = {p.weight + row * p.row_bytes + 2 * first,
+  Pass pass = {Stored::kInPlace ? p.weight + row * p.row_bytes + 2 * first : nullptr,
                p.row_bytes,
                (size + kPairStep - 1) / kPairStep,
                wide,
@@ -308,7 +312,11 @@ void multiply_tile(const Product& p, int64_t row, int64_t rows, int64_t first, c
                sums + row};
   const bool widened = !Stored::kInPlace || size % kPairStep != 0;
   Next left = next;
-  if (widened) {
+  if constexpr (std::is_same_v<Stored, StoredCodes>) {
+    const int64_t ahead = rows * ((kLeadBytes + rows * p.row_bytes - 1) / std::max<int64_t>(1, rows * p.row_bytes));
+    p.unpacking.unpack(*p.quantized, p.first_row + row, rows, first, size, p.lead_of(row, ahead), wide, kWideRow);
+    left.data = nullptr;
+  } else if (widened) {
     const char* ahead = next.data;
     for (int64_t r = 0; r < rows; ++r) {
       widen_row<Stored>(p, row + r, first, size, ahead, wide + r * kWideRow);
@@ -333,7 +341,8 @@ void multiply_pairs(const Product& p, void* scratch, float* sums) {
       for (int64_t first = 0; first < p.depth; first += kDepthBlock) {
         const int64_t at = row * p.row_bytes + rows * Stored::bytes(first) + shape.lead;
         const char* const after = p.next == nullptr ? nullptr : p.next + (at - all);
-        const Next next = {shape.lead == 0 ? nullptr : at < all ? p.weight + at : after, 0};
+        const bool asks = shape.lead != 0 && p.weight != nullptr;
+        const Next next = {!asks ? nullptr : at < all ? p.weight + at : after, 0};
         multiply_tile<Stored>(p, row, rows, first, shape, next, wide, sums);
       }
     }
@@ -343,7 +352,9 @@ void multiply_pairs(const Product& p, void* scratch, float* sums) {
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t row = begin(i), end = begin(i + 1);
       Next next = {p.next, p.next_bytes};
-      if (i + 1 < tiles) {
+      if (p.weight == nullptr) {
+        next.data = nullptr;
+      } else if (i + 1 < tiles) {
         next = {p.weight + end * p.row_bytes + Stored::bytes(first), p.row_bytes};
       } else if (first + kDepthBlock < p.depth) {
         next = {p.weight + Stored::bytes(first + kDepthBlock), p.row_bytes};

@@ -76,7 +76,8 @@ Kernel kernel_for(DType x, const Format& format) {
       }
       return ffn_avx512(x, weight);
     case Isa::kAvx2:
-      if (x == DType::kBFloat16 && !format.transposed && (weight == WeightType::kBFloat16 || has_scale(weight)))
+      if (x == DType::kBFloat16 && weight != WeightType::kFloat32 && weight != WeightType::kFloat16 &&
+          !format.transposed)
         return ffn_avx2_pairs(weight);
       return ffn_avx2(x, weight);
     case Isa::kScalar:
