@@ -3,6 +3,7 @@
 
 #include "integers.inl"
 #include "moelight/simd_avx2.h"
+#include "quantized/panels_avx2.h"
 
 namespace moelight {
 namespace {
@@ -45,7 +46,7 @@ struct Avx2Integers {
     _mm256_store_si256(reinterpret_cast<V*>(lanes), sum);
     return lanes[0] + lanes[1] + lanes[2] + lanes[3] + lanes[4] + lanes[5] + lanes[6] + lanes[7];
   }
-  static constexpr auto fill = plain_panel;
+  static constexpr auto fill = fill_panel;
   static constexpr StoredProducts kStored = nullptr;
   static constexpr int64_t kStoredBytes = 0;
 };

@@ -22,7 +22,7 @@ struct Affine {
 template <Packing kPacking, int kBits>
 struct WideFormat {
   static constexpr bool kK = kPacking == Packing::kQ4_K || kPacking == Packing::kQ5_K;
-  static constexpr bool kSixth = kPacking == Packing::kQ6_K, kFloats = kPacking == Packing::kFp8;
+  static constexpr bool kSixth = kPacking == Packing::kQ6_K, kLarge = kK || kSixth, kFloats = kPacking == Packing::kFp8;
   static constexpr bool kE2m1 = kPacking == Packing::kMx || kPacking == Packing::kMxBlocks;
   static constexpr bool kTable =
       kE2m1 || kPacking == Packing::kQ4_0 || kPacking == Packing::kQ4_K || (kPacking == Packing::kPacked && kBits == 4);
@@ -49,20 +49,23 @@ struct WideFormat {
         return {8.0f, half_at(line + k / 32 * 18)};
       case Packing::kQ8_0:
         return {0.0f, half_at(line + k / 32 * 34)};
-      case Packing::kQ4_K:
-      case Packing::kQ5_K: {
-        const uint8_t* const block = line + k / 256 * block_size(kPacking).bytes;
-        const KScales parts(block + 4);
-        return {half_at(block + 2) * parts.least[k % 256 / 32], half_at(block) * parts.scale[k % 256 / 32]};
-      }
-      case Packing::kQ6_K: {
-        const uint8_t* const block = line + k / 256 * 210;
-        return {32.0f, half_at(block + 208) * static_cast<float>(static_cast<int8_t>(block[192 + k % 256 / 16]))};
-      }
       default: {
         const Line by = line_of(q, row, k / q.group);
         return {by.zero, by.scale};
       }
+    }
+  }
+
+  // Of the parts of a block of 256, two for each thirty-two columns.
+  void affine_of_block(int64_t k, Affine (&to)[16]) const {
+    const uint8_t* const block = line + k / 256 * block_size(kPacking).bytes;
+    if constexpr (kSixth) {
+      const float scale = half_at(block + 208);
+      for (int i = 0; i < 16; ++i) to[i] = {32.0f, scale * static_cast<float>(static_cast<int8_t>(block[192 + i]))};
+    } else {
+      const float scale = half_at(block), least = half_at(block + 2);
+      const KScales parts(block + 4);
+      for (int i = 0; i < 16; ++i) to[i] = {least * parts.least[i / 2], scale * parts.scale[i / 2]};
     }
   }
 
@@ -111,10 +114,16 @@ bool widen_steps(const Quantized& q, int64_t row, int64_t first, int64_t size, i
   const int64_t ahead = q.row_bytes * first / q.columns + lead;
   for (int64_t i = 0; lead != 0 && i < q.row_bytes * size / q.columns; i += 64)
     _mm_prefetch(reinterpret_cast<const char*>(format.line) + ahead + i, _MM_HINT_T1);
+  Affine block[16];
   for (int64_t k = first, end = first + size; k < end;) {
     const int64_t stop = std::min(end, format.stop(k));
-    Affine by[2] = {format.affine(k), {}};
-    by[1] = Format::kSixth ? format.affine(k + 16) : by[0];
+    Affine by[2];
+    if constexpr (Format::kLarge) {
+      if (k == first || k % 256 == 0) format.affine_of_block(k, block);
+      by[0] = block[k % 256 / 16], by[1] = block[k % 256 / 16 + 1];
+    } else {
+      by[0] = by[1] = format.affine(k);
+    }
     const auto finite = [](float x) { return (to_bits(x) & 0x7f800000) != 0x7f800000; };
     if (!finite(by[0].times) || !finite(by[0].less) || !finite(by[1].times)) return false;
     Sixteen table;
