@@ -1,9 +1,8 @@
 // Eight lanes of whole numbers. Include only from a file compiled for AVX2; internal linkage.
 #pragma once
 
-#include "integers.inl"
+#include "integer_rows_avx2.h"
 #include "moelight/simd_avx2.h"
-#include "quantized/panels_avx2.h"
 
 namespace moelight {
 namespace {
@@ -47,7 +46,7 @@ struct Avx2Integers {
     return lanes[0] + lanes[1] + lanes[2] + lanes[3] + lanes[4] + lanes[5] + lanes[6] + lanes[7];
   }
   static constexpr auto fill = fill_panel;
-  static constexpr StoredProducts kStored = nullptr;
+  static constexpr StoredProducts kStored = stored_products;
   static constexpr int64_t kStoredBytes = 0;
 };
 
