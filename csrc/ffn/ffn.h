@@ -175,7 +175,7 @@ struct Kernel {
 Kernel ffn_scalar(DType x, WeightType weight);
 Kernel ffn_avx2(DType x, WeightType weight);
 Kernel ffn_avx512(DType x, WeightType weight);
-// bfloat16 x alone, and bfloat16, int8 or int4 weights that are not transposed.
+// bfloat16 x alone, and no float32, float16 or transposed weights.
 Kernel ffn_avx2_pairs(WeightType weight);
 // bfloat16 x alone, and no float32 or float16 weights.
 Kernel ffn_avx512_dots(WeightType weight);

@@ -23,6 +23,7 @@ template <Packing kPacking, int kBits>
 struct WideFormat {
   static constexpr bool kK = kPacking == Packing::kQ4_K || kPacking == Packing::kQ5_K;
   static constexpr bool kSixth = kPacking == Packing::kQ6_K, kLarge = kK || kSixth, kFloats = kPacking == Packing::kFp8;
+  static constexpr bool kSignedZero = kPacking == Packing::kMx;  // ggml has none
   static constexpr bool kE2m1 = kPacking == Packing::kMx || kPacking == Packing::kMxBlocks;
   static constexpr bool kTable =
       kE2m1 || kPacking == Packing::kQ4_0 || kPacking == Packing::kQ4_K || (kPacking == Packing::kPacked && kBits == 4);
@@ -99,7 +100,7 @@ struct Sixteen {
 
 template <class Format>
 inline Sixteen sixteen_of(const Affine& by) {
-  const float* const codes = kDoubledE2m1;
+  const float* const codes = Format::kSignedZero ? kTwiceE2m1 : kDoubledE2m1;
   __m256 low = _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7), high = _mm256_setr_ps(8, 9, 10, 11, 12, 13, 14, 15);
   if constexpr (Format::kE2m1) low = _mm256_loadu_ps(codes), high = _mm256_loadu_ps(codes + 8);
   return {rounded_to_pairs(Format::number(low, by)), rounded_to_pairs(Format::number(high, by))};
