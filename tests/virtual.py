@@ -103,6 +103,9 @@ class VirtualMachine:
         if task.kind is TaskKind.LOAD_KV:
             self._load_context(task, state)
             return
+        if task.layers is not None:
+            self._pass_through(task, task.layers, state)
+            return
         self._append(task, state)
         if task.kind in (TaskKind.POST_ATTENTION, TaskKind.EXPERTS):
             self._read_experts(errand)
@@ -121,6 +124,15 @@ class VirtualMachine:
         if task.lane is not self._layout.page_lanes[0]:
             assert task.layer in state.read, f"{task.name} comes before they were read"
         (state.brought if task.lane is self._layout.page_lanes[-1] else state.read).add(task.layer)
+
+    def _pass_through(self, task: Task, layers: range, state: PassState) -> None:
+        """A micro-batch that decodes goes through ``layers``, whose experts are in place."""
+        j = task.micro_batch
+        assert state.shape.micro_batches[j].decodes, f"{task.name} may need keys and values of others"
+        assert state.holds.get(("hidden", j)) == layers.start, f"{task.name} comes too early or too late"
+        assert not any(self._layout.layer_pages[layer] for layer in layers), f"{task.name} waits for no page"
+        state.cached |= {(layer, j) for layer in layers}
+        state.holds["hidden", j] = layers.stop
 
     def _pass_on(self, task: Task, state: PassState, j: int) -> None:
         """Take the value that micro-batch ``j`` brings to this act, and leave the one it makes."""
@@ -154,7 +166,8 @@ class VirtualMachine:
             assert state.context[buffer] == (layer, j), f"{task.name} finds the context of {state.context[buffer]}"
         on_device = self._layout.attention == "gpu" and not self._layout.context_crosses
         if task.kind in (TaskKind.CPU_ATTENTION, TaskKind.STORE_KV) or (task.kind is TaskKind.ATTENTION and on_device):
-            assert all((layer, i) in state.cached for i in range(j)), f"{task.name} misses earlier keys and values"
+            earlier = [i for i in range(j) if not state.shape.micro_batches[i].decodes]
+            assert all((layer, i) in state.cached for i in earlier), f"{task.name} misses earlier keys and values"
             state.cached.add((layer, j))
 
     def _load_context(self, task: Task, state: PassState) -> None:

@@ -6,8 +6,7 @@
 #include <algorithm>
 #include <iterator>
 
-#include "gqa/gqa.h"
-#include "paged.h"
+#include "gqa.h"
 
 namespace moelight::bind {
 namespace {
@@ -102,30 +101,36 @@ const float* check_sinks(const MaybeIn& sinks, int64_t q_heads) {
   return static_cast<const float*>(sinks->data());
 }
 
+// What decode attention needs of a cache; of an int8 one the dtype is that of its queries.
 template <class Array>
-AppendArgs append_args(const Cache& cache, const Array& k_cache, const Array& v_cache, const In& k_new,
-                       const In& v_new) {
-  const DType dtype = float_type("k_new", k_new);
-  const auto tokens = static_cast<int64_t>(k_new.ndim() > 0 ? k_new.shape(0) : 0);
-  AppendArgs args = {};
-  args.dtype = dtype, args.int8 = cache.int8;
-  args.tokens = tokens, args.kv_heads = cache.kv_heads;
+GqaArgs decode_args(const Cache& cache, const Array& k_cache, const Array& v_cache, const std::optional<Array>& k_scale,
+                    const std::optional<Array>& v_scale, double scale, int64_t window, double softcap) {
+  if (window < 0) refuse("window", "must be positive, is " + std::to_string(window));
+  GqaArgs args = {};
+  args.dtype = cache.dtype, args.int8 = cache.int8, args.kv_heads = cache.kv_heads;
   args.head_dim = cache.head_dim, args.block_size = cache.block_size;
-  args.k_cache = const_cast<void*>(static_cast<const void*>(k_cache.data())), args.k_stride = k_cache.stride(0);
-  args.v_cache = const_cast<void*>(static_cast<const void*>(v_cache.data())), args.v_stride = v_cache.stride(0);
-  args.k_new = k_new.data(), args.k_new_stride = k_new.stride(0);
-  args.v_new = v_new.data(), args.v_new_stride = v_new.stride(0);
+  args.k_cache = k_cache.data(), args.k_stride = k_cache.stride(0);
+  args.v_cache = v_cache.data(), args.v_stride = v_cache.stride(0);
+  args.k_scale = check_scales("k_scale", k_scale, cache, args.k_scale_stride);
+  args.v_scale = check_scales("v_scale", v_scale, cache, args.v_scale_stride);
+  args.scale = static_cast<float>(scale), args.softcap = static_cast<float>(softcap), args.window = window;
   return args;
 }
 
+void put_sequences(GqaArgs& args, const Tables& tables) {
+  args.batch = tables.batch, args.tables = tables.entries, args.table_stride = tables.stride;
+  args.seq_lens = tables.seq_lens;
+}
+
 // Neither, or both, of the rows that decode attention writes first.
-bool check_fused(const MaybeIn& k_new, const MaybeIn& v_new, const Cache& cache, int64_t batch, DType dtype) {
+void put_new(GqaArgs& args, const MaybeIn& k_new, const MaybeIn& v_new, const Cache& cache) {
   if (k_new.has_value() && !v_new.has_value()) refuse("v_new", "must come with k_new");
   if (v_new.has_value() && !k_new.has_value()) refuse("k_new", "must come with v_new");
-  if (!k_new.has_value()) return false;
-  check_new("k_new", *k_new, cache, batch, dtype);
-  check_new("v_new", *v_new, cache, batch, dtype);
-  return true;
+  if (!k_new.has_value()) return;
+  check_new("k_new", *k_new, cache, args.batch, args.dtype);
+  check_new("v_new", *v_new, cache, args.batch, args.dtype);
+  args.k_new = k_new->data(), args.k_new_stride = k_new->stride(0);
+  args.v_new = v_new->data(), args.v_new_stride = v_new->stride(0);
 }
 
 void gqa_decode(const In& q, const In& k_cache, const In& v_cache, const In& block_tables, const In& seq_lens,
@@ -133,41 +138,17 @@ void gqa_decode(const In& q, const In& k_cache, const In& v_cache, const In& blo
                 const MaybeIn& v_scale, const MaybeIn& k_new, const MaybeIn& v_new, const Out& out, int64_t threads) {
   const Cache cache = check_caches(k_cache, v_cache);
   check_queries(q, out, cache);
-  const auto batch = static_cast<int64_t>(q.shape(0)), q_heads = static_cast<int64_t>(q.shape(1));
-  const Tables tables = check_sequences(block_tables, seq_lens, batch);
-  if (window < 0) refuse("window", "must be positive, is " + std::to_string(window));
-  GqaArgs args = {};
-  args.dtype = float_type("q", q), args.int8 = cache.int8;
-  args.batch = batch, args.q_heads = q_heads, args.kv_heads = cache.kv_heads;
-  args.head_dim = cache.head_dim, args.block_size = cache.block_size;
+  const Tables tables = check_sequences(block_tables, seq_lens, static_cast<int64_t>(q.shape(0)));
+  GqaArgs args = decode_args(cache, k_cache, v_cache, k_scale, v_scale, scale, window, softcap);
+  args.dtype = float_type("q", q), args.q_heads = static_cast<int64_t>(q.shape(1));
   args.q = q.data(), args.q_stride = q.stride(0);
-  args.k_cache = k_cache.data(), args.k_stride = k_cache.stride(0);
-  args.v_cache = v_cache.data(), args.v_stride = v_cache.stride(0);
-  float* const key_scales = check_scales("k_scale", k_scale, cache, args.k_scale_stride);
-  float* const value_scales = check_scales("v_scale", v_scale, cache, args.v_scale_stride);
-  args.k_scale = key_scales, args.v_scale = value_scales;
-  args.tables = tables.entries, args.table_stride = tables.stride, args.seq_lens = tables.seq_lens;
-  args.scale = static_cast<float>(scale), args.softcap = static_cast<float>(softcap);
-  args.sinks = check_sinks(sinks, q_heads);
-  args.window = window;
   args.out = out.data(), args.out_stride = out.stride(0);
+  args.sinks = check_sinks(sinks, args.q_heads);
   args.threads = checked_threads(threads);
-  const bool fused = check_fused(k_new, v_new, cache, batch, args.dtype);
+  put_sequences(args, tables);
+  put_new(args, k_new, v_new, cache);
   check_entries(tables, cache.blocks, cache.block_size, window);
-
-  AppendArgs append = {};
-  if (fused) {
-    append = append_args(cache, k_cache, v_cache, *k_new, *v_new);
-    append.k_scale = key_scales, append.k_scale_stride = args.k_scale_stride;
-    append.v_scale = value_scales, append.v_scale_stride = args.v_scale_stride;
-    append.threads = args.threads;
-  }
   nb::gil_scoped_release release;
-  if (fused) {
-    const std::vector<int64_t> slots = last_slots(args);
-    append.slots = slots.data();
-    moelight::kv_append(append);
-  }
   moelight::gqa_decode(args);
 }
 
@@ -178,7 +159,14 @@ void kv_append(const Out& k_cache, const Out& v_cache, const In& k_new, const In
   const DType dtype = cache.int8 ? float_type("k_new", k_new) : cache.dtype;
   check_new("k_new", k_new, cache, tokens, dtype);
   check_new("v_new", v_new, cache, tokens, dtype);
-  AppendArgs args = append_args(cache, k_cache, v_cache, k_new, v_new);
+  AppendArgs args = {};
+  args.dtype = dtype, args.int8 = cache.int8;
+  args.tokens = tokens, args.kv_heads = cache.kv_heads;
+  args.head_dim = cache.head_dim, args.block_size = cache.block_size;
+  args.k_cache = k_cache.data(), args.k_stride = k_cache.stride(0);
+  args.v_cache = v_cache.data(), args.v_stride = v_cache.stride(0);
+  args.k_new = k_new.data(), args.k_new_stride = k_new.stride(0);
+  args.v_new = v_new.data(), args.v_new_stride = v_new.stride(0);
   args.k_scale = check_scales("k_scale", k_scale, cache, args.k_scale_stride);
   args.v_scale = check_scales("v_scale", v_scale, cache, args.v_scale_stride);
   args.slots = check_slots(slots, cache.blocks, cache.block_size);
@@ -189,7 +177,26 @@ void kv_append(const Out& k_cache, const Out& v_cache, const In& k_new, const In
 
 }  // namespace
 
+BoundCache::BoundCache(const Out& k_cache, const Out& v_cache, double scale, int64_t window, double softcap,
+                       const MaybeOut& k_scale, const MaybeOut& v_scale)
+    : k_cache_(k_cache), v_cache_(v_cache), k_scale_(k_scale), v_scale_(v_scale) {
+  const Cache cache = check_caches(k_cache, v_cache);
+  args_ = decode_args(cache, k_cache, v_cache, k_scale, v_scale, scale, window, softcap);
+  blocks_ = cache.blocks;
+}
+
+GqaArgs BoundCache::of_sequences(const In& block_tables, const In& seq_lens, int64_t batch) const {
+  const Tables tables = check_sequences(block_tables, seq_lens, batch);
+  check_entries(tables, blocks_, args_.block_size, args_.window);
+  GqaArgs args = args_;
+  put_sequences(args, tables);
+  return args;
+}
+
 void add_gqa(nb::module_& module) {
+  nb::class_<BoundCache>(module, "PagedCache")
+      .def(nb::init<const Out&, const Out&, double, int64_t, double, const MaybeOut&, const MaybeOut&>(), "k_cache"_a,
+           "v_cache"_a, "scale"_a, "window"_a, "softcap"_a, "k_scale"_a.none(), "v_scale"_a.none());
   module.def("gqa_decode", gqa_decode, "q"_a, "k_cache"_a, "v_cache"_a, "block_tables"_a, "seq_lens"_a, "scale"_a,
              "window"_a, "sinks"_a.none(), "softcap"_a, "k_scale"_a.none(), "v_scale"_a.none(), "k_new"_a.none(),
              "v_new"_a.none(), "out"_a, "threads"_a);

@@ -1,16 +1,17 @@
-// A decoder layer on either side of its attention: weights are checked once, activations at every call. Does not depend
-// on any algorithm.
+// A decoder layer: weights are checked once, activations at every call. Does not depend on any algorithm.
 
 #include "layer/layer.h"
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
 
 #include <stdexcept>
 #include <utility>
 #include <vector>
 
 #include "ffn.h"
+#include "gqa.h"
 
 namespace moelight::bind {
 namespace {
@@ -36,9 +37,6 @@ class BoundLayer {
     const auto attended = static_cast<int64_t>(o.shape(1));
     layer_.input_norm = vector("input_norm", input_norm, layer_.hidden);
     layer_.post_norm = vector("post_norm", post_norm, layer_.hidden);
-    if (q_norm.has_value() != k_norm.has_value()) refuse("k_norm", "must come with q_norm");
-    layer_.q_norm = q_norm ? vector("q_norm", keep(*q_norm), head_dim) : nullptr;
-    layer_.k_norm = k_norm ? vector("k_norm", keep(*k_norm), head_dim) : nullptr;
     layer_.qkv = matrix("qkv", qkv, "qkv_bias", qkv_bias, layer_.hidden);
     layer_.o = matrix("o", o, "o_bias", o_bias, attended);
     layer_.router = matrix("router", router, "router", std::nullopt, layer_.hidden);
@@ -47,34 +45,64 @@ class BoundLayer {
     if (attended % head_dim || keys < head_dim || keys % head_dim || attended + 2 * keys != layer_.qkv.format.rows)
       refuse("qkv", "must have the rows of queries, keys and values, has " + std::to_string(layer_.qkv.format.rows));
     layer_.queries = attended / head_dim, layer_.keys = keys / head_dim;
+    if (q_norm.has_value() != k_norm.has_value()) refuse("k_norm", "must come with q_norm");
+    layer_.norms_all = q_norm && q_norm->ndim() == 1 && static_cast<int64_t>(q_norm->shape(0)) > head_dim;
+    layer_.q_norm = q_norm ? vector("q_norm", keep(*q_norm), layer_.norms_all ? attended : head_dim) : nullptr;
+    layer_.k_norm = k_norm ? vector("k_norm", keep(*k_norm), layer_.norms_all ? keys : head_dim) : nullptr;
     if (top_k < 1 || top_k > layer_.router.format.rows)
       refuse("top_k", "must be from 1 to the number of experts, is " + std::to_string(top_k));
     layer_.top_k = top_k, layer_.normalize = normalize, layer_.round = round;
   }
 
   void before(const Out& hidden, const In& cos, const In& sin, const Out& qkv, int64_t threads) const {
-    const Activations x = rows("hidden", hidden, -1, layer_.hidden);
+    const Activations x = this->hidden(hidden);
     const Activations out = rows("qkv", qkv, x.tokens, layer_.qkv.format.rows);
-    const Rotation rotation = {angles("cos", cos, x.tokens), angles("sin", sin, x.tokens), cos.stride(0),
-                               sin.stride(0)};
+    const Rotation turns = rotation(cos, sin, x.tokens);
     const int count = checked_threads(threads);
     nb::gil_scoped_release release;
-    before_attention(layer_, x, rotation, out, count);
+    before_attention(layer_, x, turns, out, count);
   }
 
   void after(const Out& hidden, const Out& attention, const BoundExperts& experts, const Out& rows,
              int64_t threads) const {
-    const Activations x = this->rows("hidden", hidden, -1, layer_.hidden);
+    const Activations x = this->hidden(hidden);
     const Activations attended = this->rows("attention", attention, x.tokens, layer_.o.format.depth);
-    const ExpertArgs& args = experts.args;
+    check_experts(experts.args);
+    const Activations room = expert_rows(rows, x.tokens);
+    const int count = checked_threads(threads);
+    nb::gil_scoped_release release;
+    after_attention(layer_, x, attended, experts.args, room, count);
+  }
+
+  void decode(const Activations& hidden, const Rotation& turns, const GqaArgs& cache, const ExpertArgs& experts,
+              const Activations& rows, int threads) const {
+    GqaArgs paged = cache;
+    paged.dtype = layer_.dtype, paged.q_heads = layer_.queries;
+    decode_layer(layer_, hidden, turns, paged, experts, rows, threads);
+  }
+
+  Activations hidden(const Out& array) const { return rows("hidden", array, -1, layer_.hidden); }
+
+  Rotation rotation(const In& cos, const In& sin, int64_t tokens) const {
+    return {angles("cos", cos, tokens), angles("sin", sin, tokens), cos.stride(0), sin.stride(0)};
+  }
+
+  void check_cache(const GqaArgs& cache) const {
+    if (cache.kv_heads != layer_.keys || cache.head_dim != layer_.head_dim || layer_.queries % layer_.keys)
+      refuse("cache", "must have the heads of the layer");
+    if (!cache.int8 && cache.dtype != layer_.dtype) refuse("cache", "must have the dtype of the layer");
+  }
+
+  void check_experts(const ExpertArgs& args) const {
     if (args.experts != layer_.router.format.rows || args.down == nullptr)
       refuse("experts", "must be as many as the router has, are " + std::to_string(args.experts));
     if (args.down_format.rows != layer_.hidden) refuse("experts", "must have the hidden size of the layer");
-    const Activations room = this->rows("rows", rows, x.tokens * layer_.top_k, layer_.hidden);
+  }
+
+  Activations expert_rows(const Out& array, int64_t tokens) const {
+    const Activations room = rows("rows", array, tokens * layer_.top_k, layer_.hidden);
     if (room.tokens > 1 && room.stride != layer_.hidden) refuse("rows", "must be contiguous");
-    const int count = checked_threads(threads);
-    nb::gil_scoped_release release;
-    after_attention(layer_, x, attended, args, room, count);
+    return room;
   }
 
  private:
@@ -117,6 +145,29 @@ class BoundLayer {
   std::vector<In> kept_;
 };
 
+// Everything is checked before anything is computed.
+void decode_layers(const std::vector<const BoundLayer*>& layers, const std::vector<const BoundCache*>& caches,
+                   const std::vector<const BoundExperts*>& experts, const Out& hidden, const In& cos, const In& sin,
+                   const In& block_tables, const In& seq_lens, const Out& rows, int64_t threads) {
+  struct Step {
+    Activations hidden, rows;
+    Rotation turns;
+    GqaArgs cache;
+  };
+  std::vector<Step> steps;
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const Activations x = layers[i]->hidden(hidden);
+    steps.push_back({x, layers[i]->expert_rows(rows, x.tokens), layers[i]->rotation(cos, sin, x.tokens),
+                     caches[i]->of_sequences(block_tables, seq_lens, x.tokens)});
+    layers[i]->check_cache(steps[i].cache);
+    layers[i]->check_experts(experts[i]->args);
+  }
+  const int count = checked_threads(threads);
+  nb::gil_scoped_release release;
+  for (size_t i = 0; i < layers.size(); ++i)
+    layers[i]->decode(steps[i].hidden, steps[i].turns, steps[i].cache, experts[i]->args, steps[i].rows, count);
+}
+
 }  // namespace
 
 void add_layer(nb::module_& module) {
@@ -127,6 +178,8 @@ void add_layer(nb::module_& module) {
            "post_norm"_a, "router"_a, "eps"_a, "head_dim"_a, "top_k"_a, "normalize"_a, "round"_a)
       .def("before_attention", &BoundLayer::before, "hidden"_a, "cos"_a, "sin"_a, "qkv"_a, "threads"_a)
       .def("after_attention", &BoundLayer::after, "hidden"_a, "attention"_a, "experts"_a, "rows"_a, "threads"_a);
+  module.def("decode_layers", decode_layers, "layers"_a, "caches"_a, "experts"_a, "hidden"_a, "cos"_a, "sin"_a,
+             "block_tables"_a, "seq_lens"_a, "rows"_a, "threads"_a);
 }
 
 }  // namespace moelight::bind

@@ -125,6 +125,35 @@ class Decode {
   float* scratch_;
 };
 
+void append(const GqaArgs& args) {
+  std::vector<int64_t> slots;
+  for (int64_t b = 0; b < args.batch; ++b) {
+    const int64_t last = args.seq_lens[b] - int64_t{1};
+    const int32_t* table = args.tables + b * args.table_stride;
+    slots.push_back(last < 0 ? -1 : table[last / args.block_size] * args.block_size + last % args.block_size);
+  }
+  kv_append({.dtype = args.dtype,
+             .int8 = args.int8,
+             .tokens = args.batch,
+             .kv_heads = args.kv_heads,
+             .head_dim = args.head_dim,
+             .block_size = args.block_size,
+             .k_cache = const_cast<void*>(args.k_cache),
+             .k_stride = args.k_stride,
+             .v_cache = const_cast<void*>(args.v_cache),
+             .v_stride = args.v_stride,
+             .k_scale = const_cast<float*>(args.k_scale),
+             .k_scale_stride = args.k_scale_stride,
+             .v_scale = const_cast<float*>(args.v_scale),
+             .v_scale_stride = args.v_scale_stride,
+             .k_new = args.k_new,
+             .k_new_stride = args.k_new_stride,
+             .v_new = args.v_new,
+             .v_new_stride = args.v_new_stride,
+             .slots = slots.data(),
+             .threads = args.threads});
+}
+
 }  // namespace
 
 const GqaKernels& gqa_active() {
@@ -141,18 +170,9 @@ const GqaKernels& gqa_active() {
   return gqa_scalar();
 }
 
-std::vector<int64_t> last_slots(const GqaArgs& args) {
-  std::vector<int64_t> slots;
-  for (int64_t b = 0; b < args.batch; ++b) {
-    const int64_t last = args.seq_lens[b] - int64_t{1};
-    const int32_t* table = args.tables + b * args.table_stride;
-    slots.push_back(last < 0 ? -1 : table[last / args.block_size] * args.block_size + last % args.block_size);
-  }
-  return slots;
-}
-
 void gqa_decode(const GqaArgs& args) {
   thread_local Workspace workspace;
+  if (args.k_new != nullptr) append(args);
   Decode(args, workspace).run();
 }
 

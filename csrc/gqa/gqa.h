@@ -5,7 +5,6 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "moelight/half.h"
 
@@ -32,7 +31,11 @@ struct GqaArgs {
   float softcap;       // scores become softcap * tanh(score / softcap); 0 for none
   const float* sinks;  // [Hq]: a logit of each head that joins its softmax and is dropped; null for none
   int64_t window;      // last positions attended to; 0 means all
-  void* out;           // [B, Hq, D], rows out_stride apart
+  const void* k_new;   // [B, Hkv, D]: written first, as by `kv_append`, at the last position of each sequence; or null
+  int64_t k_new_stride;
+  const void* v_new;
+  int64_t v_new_stride;
+  void* out;  // [B, Hq, D], rows out_stride apart
   int64_t out_stride;
   int threads;
 
@@ -40,11 +43,8 @@ struct GqaArgs {
 };
 
 // Expects checked arguments: head_dim a multiple of 8 up to kMaxHeadDim, block_size one of
-// kBlockSizes, every needed table entry in range.
+// kBlockSizes, every needed table entry in range; with new rows, caches and scales that may be written.
 void gqa_decode(const GqaArgs& args);
-
-// The slot of each sequence's last position, -1 where it has none.
-std::vector<int64_t> last_slots(const GqaArgs& args);
 
 struct AppendArgs {
   DType dtype;  // of the new rows and, unless they are int8, the caches

@@ -1,7 +1,8 @@
-// The order of kernels around attention, and the memory between them. Does not depend on any instruction set.
+// The order of a layer's kernels, and the memory between them. Does not depend on any instruction set.
 
 #include "layer.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -12,7 +13,7 @@
 namespace moelight {
 namespace {
 
-// Pieces of one workspace of the calling thread, one after the other.
+// Pieces of one workspace of the calling thread, one after the other; those of a copy begin where it was copied.
 class Pieces {
  public:
   explicit Pieces(int64_t bytes) {
@@ -121,22 +122,25 @@ void add_experts(const Layer& layer, const Activations& x, const Activations& ou
                .threads = threads});
 }
 
-}  // namespace
+int64_t row_bytes(const Layer& layer) { return layer.hidden * dtype_bytes(layer.dtype); }
 
-void before_attention(const Layer& layer, const Activations& hidden, const Rotation& rotation, const Activations& qkv,
-                      int threads) {
-  const int64_t bytes = layer.hidden * dtype_bytes(layer.dtype), turned = layer.queries + layer.keys;
-  const Activations x = {Pieces(hidden.tokens * bytes).take(hidden.tokens * bytes), hidden.tokens, layer.hidden};
+int64_t room_before(const Layer& layer, int64_t tokens) { return Workspace::aligned(tokens * row_bytes(layer)); }
+
+void before(const Layer& layer, const Activations& hidden, const Rotation& rotation, const Activations& qkv,
+            Pieces pieces, int threads) {
+  const Activations x = {pieces.take(hidden.tokens * row_bytes(layer)), hidden.tokens, layer.hidden};
   norm(layer, layer.input_norm, 1, layer.hidden, hidden, {}, x, threads);
   multiply(layer.qkv, layer.dtype, x, qkv, threads);
   if (layer.q_norm != nullptr) {
     const Activations keys = part(layer, qkv, layer.queries);
-    norm(layer, layer.q_norm, layer.queries, layer.head_dim, qkv, {}, qkv, threads);
-    norm(layer, layer.k_norm, layer.keys, layer.head_dim, keys, {}, keys, threads);
+    const int64_t each = layer.head_dim, queries = layer.queries, count = layer.keys;
+    const bool all = layer.norms_all;
+    norm(layer, layer.q_norm, all ? 1 : queries, all ? queries * each : each, qkv, {}, qkv, threads);
+    norm(layer, layer.k_norm, all ? 1 : count, all ? count * each : each, keys, {}, keys, threads);
   }
   rotate({.dtype = layer.dtype,
           .tokens = qkv.tokens,
-          .heads = turned,
+          .heads = layer.queries + layer.keys,
           .head_dim = layer.head_dim,
           .x = qkv.data,
           .x_stride = qkv.stride,
@@ -149,15 +153,29 @@ void before_attention(const Layer& layer, const Activations& hidden, const Rotat
           .threads = threads});
 }
 
-void after_attention(const Layer& layer, const Activations& hidden, const Activations& attention,
-                     const ExpertArgs& experts, const Activations& rows, int threads) {
-  const int64_t tokens = hidden.tokens, row = layer.hidden * dtype_bytes(layer.dtype);
-  const int64_t logits_bytes = tokens * experts.experts * dtype_bytes(layer.dtype), index = 4 * tokens * layer.top_k;
-  Pieces pieces(2 * Workspace::aligned(tokens * row) + Workspace::aligned(logits_bytes) +
-                5 * Workspace::aligned(index) + Workspace::aligned(4 * (experts.experts + 1)));
+// out [T, Hq D] = the attention of the queries of qkv over the cache, to which its keys and values are added.
+void attend(const Layer& layer, const Activations& qkv, GqaArgs cache, const Activations& out, int threads) {
+  cache.q = qkv.data, cache.q_stride = qkv.stride;
+  cache.k_new = part(layer, qkv, layer.queries).data, cache.k_new_stride = qkv.stride;
+  cache.v_new = part(layer, qkv, layer.queries + layer.keys).data, cache.v_new_stride = qkv.stride;
+  cache.out = out.data, cache.out_stride = out.stride;
+  cache.threads = threads;
+  gqa_decode(cache);
+}
+
+int64_t room_after(const Layer& layer, int64_t tokens, int64_t experts) {
+  return 2 * Workspace::aligned(tokens * row_bytes(layer)) +
+         Workspace::aligned(tokens * experts * dtype_bytes(layer.dtype)) +
+         5 * Workspace::aligned(4 * tokens * layer.top_k) + Workspace::aligned(4 * (experts + 1));
+}
+
+void after(const Layer& layer, const Activations& hidden, const Activations& attention, const ExpertArgs& experts,
+           const Activations& rows, Pieces pieces, int threads) {
+  const int64_t tokens = hidden.tokens, row = row_bytes(layer), index = 4 * tokens * layer.top_k;
   const Activations projected = {pieces.take(tokens * row), tokens, layer.hidden};
   const Activations x = {pieces.take(tokens * row), tokens, layer.hidden};
-  const Activations logits = {pieces.take(logits_bytes), tokens, experts.experts};
+  const Activations logits = {pieces.take(tokens * experts.experts * dtype_bytes(layer.dtype)), tokens,
+                              experts.experts};
   const Routing routing = {.weights = pieces.take<float>(index),
                            .ids = pieces.take<int32_t>(index),
                            .order = pieces.take<int32_t>(index),
@@ -172,6 +190,32 @@ void after_attention(const Layer& layer, const Activations& hidden, const Activa
     if (routing.offsets[e + 1] > routing.offsets[e] && !experts.down[e].given())
       throw std::out_of_range("experts: " + std::to_string(e) + " has tokens and None");
   add_experts(layer, x, hidden, experts, routing, static_cast<char*>(rows.data), threads);
+}
+
+}  // namespace
+
+void before_attention(const Layer& layer, const Activations& hidden, const Rotation& rotation, const Activations& qkv,
+                      int threads) {
+  before(layer, hidden, rotation, qkv, Pieces(room_before(layer, hidden.tokens)), threads);
+}
+
+void after_attention(const Layer& layer, const Activations& hidden, const Activations& attention,
+                     const ExpertArgs& experts, const Activations& rows, int threads) {
+  after(layer, hidden, attention, experts, rows, Pieces(room_after(layer, hidden.tokens, experts.experts)), threads);
+}
+
+void decode_layer(const Layer& layer, const Activations& hidden, const Rotation& rotation, const GqaArgs& cache,
+                  const ExpertArgs& experts, const Activations& rows, int threads) {
+  const int64_t tokens = hidden.tokens, columns = layer.qkv.format.rows, attended = layer.queries * layer.head_dim;
+  const int64_t qkv_bytes = tokens * columns * dtype_bytes(layer.dtype);
+  const int64_t out_bytes = tokens * attended * dtype_bytes(layer.dtype);
+  Pieces pieces(Workspace::aligned(qkv_bytes) + Workspace::aligned(out_bytes) +
+                std::max(room_before(layer, tokens), room_after(layer, tokens, experts.experts)));
+  const Activations qkv = {pieces.take(qkv_bytes), tokens, columns};
+  const Activations attention = {pieces.take(out_bytes), tokens, attended};
+  before(layer, hidden, rotation, qkv, pieces, threads);
+  attend(layer, qkv, cache, attention, threads);
+  after(layer, hidden, attention, experts, rows, pieces, threads);
 }
 
 }  // namespace moelight

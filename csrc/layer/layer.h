@@ -1,5 +1,5 @@
-// One decoder layer on either side of its attention, for few tokens: kernels one after the other, without a return to
-// the caller between them. Each is the kernel that serves by itself too, so results are theirs to the bit.
+// One decoder layer, whole or on either side of its attention, for few tokens: kernels one after the other, without a
+// return to the caller between them. Each is the kernel that serves by itself too, so results are theirs to the bit.
 //
 // Legend: T tokens, H hidden, Hq query heads, Hkv key/value heads, D head size, E experts, k experts of a token.
 #pragma once
@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "ffn/ffn.h"
+#include "gqa/gqa.h"
 
 namespace moelight {
 
@@ -15,7 +16,8 @@ struct Layer {
   DType dtype;
   int64_t hidden, queries, keys, head_dim;  // of queries and keys: heads
   const void *input_norm, *post_norm;       // [H]
-  const void *q_norm, *k_norm;              // [D], or both null
+  const void *q_norm, *k_norm;              // [D], or [Hq D] and [Hkv D] if `norms_all`, or both null
+  bool norms_all;                           // all queries of a token in one norm, and all keys
   float eps;
   LinearArgs qkv, o, router;  // without tokens and threads
   int64_t top_k;
@@ -43,5 +45,10 @@ void before_attention(const Layer& layer, const Activations& hidden, const Rotat
 // no weights, before any expert is computed.
 void after_attention(const Layer& layer, const Activations& hidden, const Activations& attention,
                      const ExpertArgs& experts, const Activations& rows, int threads);
+
+// hidden [T, H] through the whole layer, each token as the last of one of the sequences of `cache`, which is without
+// queries, new rows, output and threads; else as the two above.
+void decode_layer(const Layer& layer, const Activations& hidden, const Rotation& rotation, const GqaArgs& cache,
+                  const ExpertArgs& experts, const Activations& rows, int threads);
 
 }  // namespace moelight

@@ -43,6 +43,7 @@ class TaskKind(_Named):
     LOAD_EXPERTS = "load_experts"
     COMBINE = "combine"
     POST_ATTENTION = "post_attention"
+    LAYERS = "layers"  # pre_attention, cpu_attention and post_attention of a micro-batch, layer after layer
     ROUTE = "route"  # post_attention up to the router, where the experts are tasks of their own
     EXPERTS = "experts"  # the experts, on the compute unit, of one micro-batch or (-1) of all micro-batches
     RESIDENT_EXPERTS = "resident_experts"  # the resident experts, while offloaded pages are transferred
@@ -98,12 +99,14 @@ class Task:
     ``deps`` are positions of earlier tasks in the schedule. ``bytes`` is the bytes transferred (0 for compute and for
     prefetch tasks; for tasks that fetch routed experts, the most that the placement can leave to transfer). ``slot`` is
     the ring slot that a page task fills. ``experts``: the numbers of the experts that the task computes; None: of all.
+    ``layers``: those that the task computes, of which ``layer`` is the first; None: that one.
     """
 
     kind: TaskKind
     lane: Lane
     layer: int = -1
     micro_batch: int = -1
+    layers: range | None = None
     page: Page | None = None
     slot: int = -1
     experts: range | None = None
@@ -114,9 +117,11 @@ class Task:
 
     @property
     def name(self) -> str:
-        """``post_attention(3,1)`` or ``read_page(4:e7)``."""
+        """``post_attention(3,1)``, ``layers(0-15,1)`` or ``read_page(4:e7)``."""
         if self.page is not None:
             return f"{self.kind}({self.page.name})"
+        if self.layers is not None:
+            return f"{self.kind}({self.layer}-{self.layers[-1]},{self.micro_batch})"
         return f"{self.kind}({self.layer},{self.micro_batch})"
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from moelight.core.dtypes import DType, computed_in, dtype_named
 from moelight.core.errors import CheckpointError, ConfigError
 from moelight.core.policy import INT8, Policy
-from moelight.core.schedule import Lane, TaskKind
+from moelight.core.schedule import Lane
 from moelight.engine.batcher import places
 from moelight.engine.experts import ExpertRuntime
 from moelight.hrm import costs
@@ -35,7 +35,7 @@ from moelight.paging.arena import typed
 from moelight.paging.kv import BlockPool, CachedRows, paged_cache, token_cache
 from moelight.paging.ring import RingPager
 from moelight.paging.store import PageStore
-from moelight.runtime.attention_ops import Act, DeviceAttention, HostAttention
+from moelight.runtime.attention_ops import DeviceAttention, HostAttention
 from moelight.runtime.executor import Executor
 from moelight.runtime.graphs import graphs_of
 from moelight.runtime.lanes import LaneRunner, Ticket
@@ -228,10 +228,12 @@ class LoadedModel:
                 f"activations int8: torch computes these experts on {machine.device}, with activations as they are; "
                 "leave activations at auto"
             )
+        attention = self._attention(policy, arenas, decoder.sinks)
         return Operations(
             decoder,
             self.pages,
-            attention=self._attention(policy, arenas, decoder.sinks),
+            attention=attention.table,
+            caches=attention.bound() if isinstance(attention, HostAttention) and decoder.whole_layers else (),
             moe_ops=moe_ops,
             start_page=self._reader.start,
             pool=torch.zeros(places(policy, self.pool.blocks), dtype=torch.int64, device=machine.device),
@@ -240,14 +242,14 @@ class LoadedModel:
 
     def _attention(
         self, policy: Policy, arenas: Mapping[str, Tensor], sinks: Mapping[int, Tensor]
-    ) -> Mapping[TaskKind, Act]:
+    ) -> HostAttention | DeviceAttention:
         """On the host over its KV cache, or on the device over blocks in either memory."""
         kv_dtype = self.layout.kv_dtype
         specs = [self.profile.attention_of(layer) for layer in range(self.profile.num_layers)]
         blocks, size = self.pool.blocks, policy.kv_block_size
         if policy.attention_device == "cpu":
             paged = paged_cache(arenas["kv"], specs, blocks=blocks, block_size=size, dtype=kv_dtype)
-            return HostAttention(specs, paged, form=self.prompt_form, sinks=sinks).table
+            return HostAttention(specs, paged, form=self.prompt_form, sinks=sinks)
 
         def cache(name: str, blocks: int) -> list[CachedRows]:
             return token_cache(arenas[name], specs, slots=blocks * size, dtype=kv_dtype)
@@ -261,7 +263,7 @@ class LoadedModel:
             sinks=sinks,
             on_host=cache("kv", host) if self.layout.context_crosses else None,
             on_device=cache("device_kv", there) if there else None,
-        ).table
+        )
 
 
 def _stored_bytes(slot: Tensor) -> Tensor:

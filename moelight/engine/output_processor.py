@@ -27,8 +27,8 @@ from moelight.engine.sampling import (
     Scores,
     blocks,
     change,
+    likeliest_tokens,
     next_tokens,
-    not_finite,
     sample_seed,
     score,
     there,
@@ -223,7 +223,7 @@ class OutputProcessor:
     def choose(self, chunks: Sequence[SequenceChunk], logits: Tensor) -> Tensor:
         """The next token of each completing chunk, int64 [S], from logits float32 [S, V]; `NOT_FINITE` for a row whose
         logits are not finite, whatever its parameters."""
-        likeliest, owners = logits.argmax(dim=-1), [chunk.sequence for chunk in chunks]
+        (likeliest, lost), owners = likeliest_tokens(logits), [chunk.sequence for chunk in chunks]
         params, seeds = [owner.request.sampling for owner in owners], [owner.seed for owner in owners]
         places = [chunk.earlier for chunk in chunks]
         states = [self._states.get(owner) for owner in owners] if self._states else ()
@@ -242,7 +242,7 @@ class OutputProcessor:
             )
             wanted = [(row, state.top, state.chosen) for row, state in enumerate(mine) if state.top is not None]
             _score(raw, chosen, wanted)
-        return tokens.masked_fill_(not_finite(logits, likeliest), NOT_FINITE)
+        return tokens.masked_fill_(lost, NOT_FINITE)
 
     def score(self, chunks: Sequence[SequenceChunk], first: int, logits: Tensor, targets: Tensor) -> None:
         """Keep the scores of prompt tokens ``targets`` int64 [R], the scored positions of ``chunks`` from number

@@ -83,6 +83,7 @@ class PassRunner:
         self._experts = experts
         self._residents = 0  # the version of the residents that the layout describes
         self._streaming, self._position = True, 0  # the last pass was a whole one; position of the page stream
+        model.pages.follow(model.layout.streamed, model.layout.computed)
         self._follow_residents()
         # New tokens of three passes: one collected, one in flight, one packed.
         running = places(policy, model.pool.blocks)
@@ -138,6 +139,8 @@ class PassRunner:
                 require(model.pager).land()  # the ring now belongs to the streamed pages
             self._follow_residents()
         ahead = pager is not None and self._policy.schedule != "serial" and pager.residency.ahead
+        packed.watch = None if self._experts is None else self._experts.watch(small=pager is not None)
+        in_place = pager is None and packed.watch is None and model.operations.whole_layers
         shape = PassShape(
             micro_batches=packed.shapes,
             prefetched=model.executor.prefetched,
@@ -146,6 +149,7 @@ class PassRunner:
             routed_only=pager is not None,
             ahead=ahead,
             predict_experts=ahead and require(pager).residency.predicts_experts and model.operations.predicts,
+            whole_layers=in_place and tokens <= MOST_TOKENS,
         )
         completing = [
             [chunk for chunk in load.chunks if chunk.completes and chunk.sequence.max_tokens] for load in packed.plans
@@ -160,7 +164,6 @@ class PassRunner:
         schedule = self._schedules.find(shape)
         if pager is not None:
             pager.begin(*self._in_ring(shape.prefetched))
-        packed.watch = None if self._experts is None else self._experts.watch(small=pager is not None)
         self._use_graphs(packed.micro_batches, reads=pager is not None or packed.watch is not None)
         pass_pages = PassPages(
             micro_batches=packed.micro_batches,
@@ -216,7 +219,7 @@ class PassRunner:
             layout = layout_of(model.profile, self._policy, model.dtype, placement=placement)
             self._schedules.use(replace(layout, ring_slots=loaded.ring_slots, pinned_slots=loaded.pinned_slots))
             self._residents = found.version
-        model.pages.follow(self._schedules.layout.streamed, self._schedules.layout.computed)
+            model.pages.follow(layout.streamed, layout.computed)
 
     def land(self, launched: PackedPass) -> tuple[Timeline, list[list[int]]]:
         """Wait for a pass; return its timeline and, per micro-batch, the tokens of its completing chunks in order."""
@@ -258,6 +261,7 @@ class PassRunner:
         return MicroBatchShape(
             tokens=load.tokens,
             prefill_only=load.prefill_only,
+            decodes=mb.decoding == load.tokens,
             samples=mb.sampled.numel() + mb.targets.numel() > 0,
             context=0 if context is None else context.tokens,
             continues=context is not None and any(chunk.start > chunk.sequence.computed for chunk in load.chunks),

@@ -58,9 +58,9 @@ def next_tokens(
     """One token id per row of ``logits`` float32 [S, V] -> int64 [S], on their device and without waiting for it.
 
     Row s follows ``params[s]``; its random number is a function of ``seeds[s]`` and ``places[s]`` (tokens generated
-    before), not of batch or schedule. ``likeliest`` int64 [S]: the argmax of each row, if known.
+    before), not of batch or schedule. ``likeliest``: those of `likeliest_tokens`, if known, which become the result.
     """
-    tokens = logits.argmax(dim=-1) if likeliest is None else likeliest.clone()
+    tokens = likeliest_tokens(logits)[0] if likeliest is None else likeliest
     drawn = [row for row, how in enumerate(params) if not how.greedy]
     for rows in blocks(drawn, logits, DRAW_BYTES):
         numbers = [uniform(seeds[row], places[row]) for row in rows]
@@ -69,10 +69,16 @@ def next_tokens(
     return tokens
 
 
-def not_finite(logits: Tensor, likeliest: Tensor) -> Tensor:
-    """True for rows of ``logits`` float32 [S, V] with a NaN or without a finite maximum -> bool [S], on their device.
-    Reads only the logits at ``likeliest`` int64 [S], the argmax of each row: argmax treats NaN as the largest value."""
-    return logits.gather(1, likeliest.unsqueeze(1)).squeeze(1).isfinite().logical_not_()
+def likeliest_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The argmax of each row of ``logits`` float32 [S, V] -> int64 [S], the first of equal ones, or of NaNs; and bool
+    [S], true for rows with a NaN or without a finite maximum. On their device, without waiting for it."""
+    if logits.device.type != "cpu":
+        likeliest = logits.argmax(dim=-1)  # treats NaN as the largest value
+        return likeliest, logits.gather(1, likeliest.unsqueeze(1)).squeeze(1).isfinite().logical_not_()
+    rows = logits.numpy()  # whose argmax takes a tenth of the time of torch's, and does the same
+    found = rows.argmax(axis=1)
+    lost = ~np.isfinite(rows[np.arange(len(rows)), found])
+    return torch.from_numpy(found), torch.from_numpy(lost)
 
 
 def blocks(rows: Sequence[int], logits: Tensor, logit_bytes: int) -> Iterator[Sequence[int]]:

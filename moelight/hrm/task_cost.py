@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moelight.core.schedule import CHOSEN_KINDS, Lane, Task, TaskKind
@@ -61,11 +61,11 @@ class PassCosts:
         met = float(costs.distinct_experts(cost_model.model, self._all.tokens))
         self._moved_share = met / self._experts if routed_only else 1.0
         # The key is all that a cost depends on. Micro-batches of a pass have few different loads.
-        self._known: dict[tuple[TaskKind, Lane, int, bool, MicroBatchLoad, int, range | None], TaskCost] = {}
+        self._known: dict[tuple[object, ...], TaskCost] = {}
 
     def __call__(self, task: Task) -> TaskCost:
         load = self._loads[task.micro_batch] if task.micro_batch >= 0 else self._all
-        key = (task.kind, task.lane, task.layer, task.micro_batch < 0, load, task.bytes, task.experts)
+        key = (task.kind, task.lane, task.layer, task.micro_batch < 0, load, task.bytes, task.experts, task.layers)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._priced(task, load)
@@ -82,19 +82,17 @@ class PassCosts:
             case TaskKind.COMBINE:
                 seconds = cost_model.expert_unit.touch_s(3 * residual)
             case TaskKind.PRE_ATTENTION:
-                own = load.decode_tokens, load.context, load.prompt_tokens, load.prompt_len, self._states[task.layer]
-                seconds = cost_model.before_s(self._elements[task.layer], tokens) + cost_model.states_s(*own)
+                seconds = self._before_s(task, load)
             case TaskKind.ATTENTION | TaskKind.CPU_ATTENTION:
                 return self._attention(task, load)
+            case TaskKind.LAYERS:
+                each = [self._layer(replace(task, layer=layer), load) for layer in task.layers or ()]
+                seconds, touched = sum(one.seconds for one in each), sum(one.dram_bytes for one in each)
             case TaskKind.STORE_KV:  # new keys and values into the cache in host memory
                 touched = 2.0 * self._host_kv * tokens * cost_model.kv_crossing_bytes(task.layer)
                 seconds = cost_model.speeds.cpu.touch_s(touched)
             case TaskKind.POST_ATTENTION | TaskKind.ROUTE:
-                seconds = cost_model.after_s(
-                    self._elements[task.layer], tokens, moe=cost_model.model.moe_layers[task.layer]
-                )
-                if task.kind is TaskKind.POST_ATTENTION:
-                    seconds = seconds + self._experts_s(task, tokens)
+                seconds = self._after_s(task, tokens)
             case TaskKind.EXPERTS:  # without a link, resident experts run before routed pages are read
                 early = self._routed_only and not cost_model.discrete and task.micro_batch >= 0
                 seconds = self._experts_s(task, tokens) * (1.0 - resident_share * early)
@@ -110,6 +108,23 @@ class PassCosts:
             case _:
                 return self._transfer(task)
         return TaskCost(seconds=float(seconds), dram_bytes=touched)
+
+    def _layer(self, task: Task, load: MicroBatchLoad) -> TaskCost:
+        """All phases of one layer."""
+        attention = self._attention(task, load)
+        seconds = self._before_s(task, load) + attention.seconds + self._after_s(task, load.tokens)
+        return TaskCost(seconds=seconds, dram_bytes=attention.dram_bytes)
+
+    def _before_s(self, task: Task, load: MicroBatchLoad) -> float:
+        cost_model = self._cost_model
+        own = load.decode_tokens, load.context, load.prompt_tokens, load.prompt_len, self._states[task.layer]
+        return float(cost_model.before_s(self._elements[task.layer], load.tokens) + cost_model.states_s(*own))
+
+    def _after_s(self, task: Task, tokens: float) -> float:
+        """Everything after attention, up to the experts where these are a task of their own."""
+        cost_model, layer = self._cost_model, task.layer
+        seconds = cost_model.after_s(self._elements[layer], tokens, moe=cost_model.model.moe_layers[layer])
+        return float(seconds) + (0.0 if task.kind is TaskKind.ROUTE else self._experts_s(task, tokens))
 
     def _attention(self, task: Task, load: MicroBatchLoad) -> TaskCost:
         """Decoding rows read the cache; prompts attend over themselves on the compute unit."""

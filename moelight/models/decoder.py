@@ -19,7 +19,7 @@ from moelight.hrm.footprint import HEAD_CHUNK_BYTES
 from moelight.kernels import native
 from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.gpu import serving
-from moelight.kernels.layer import MOST_TOKENS, BoundExperts, DecoderLayer
+from moelight.kernels.layer import MOST_TOKENS, BoundExperts, DecoderLayer, PagedCache, decode_layers
 from moelight.kernels.norm import finish_heads, rms_norm, rms_norm_mixed
 from moelight.kernels.products import Workspace, feed_forward, feed_forward_stored, linear, parts, rows_computed
 from moelight.kernels.quantized import StackedMatrix
@@ -81,6 +81,7 @@ class Decoder(Protocol):
         finite: float32 [layers + 1]: entry n is not finite once hidden states were not that entered layer n (the last:
             the head). None unless in mixed precision.
         predicts: whether `predict_experts` may be called.
+        whole_layers: whether `decode_layers` may be.
         sinks: float [Hq] of the layers whose attention has them; complete once a layer has been computed.
         activations: of the experts of each layer; None if no kernel computes it, or there are none.
     """
@@ -90,6 +91,7 @@ class Decoder(Protocol):
     space: Workspace
     finite: Tensor | None
     predicts: bool
+    whole_layers: bool
     sinks: Mapping[int, Tensor]
     activations: Sequence[Activation | None]
 
@@ -119,6 +121,21 @@ class Decoder(Protocol):
     ) -> None:
         """Everything after ``attention`` [T, Hq, D] of ``layer`` (None as by `split_heads`), with its experts, if any;
         ``wide`` as for `moe_forward`. ``watch`` is called with the routing."""
+        ...
+
+    def decode_layers(
+        self,
+        layers: range,
+        hidden: Tensor,
+        caches: Sequence[PagedCache],
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        experts: Sequence[Experts],
+        running: Running,
+    ) -> bool:
+        """All phases of ``layers`` in one call, for the rows and by the arguments of `kernels.layer.decode_layers`; the
+        bits are those of the phases. False if there is no such call for these ``experts``: nothing has been computed.
+        Called if ``whole_layers``."""
         ...
 
     def route(self, layer: int, hidden: Tensor, attention: Tensor | None, running: Running) -> Routed:
@@ -177,6 +194,7 @@ class NativeDecoder:
         self._small: Mapping[int, DecoderLayer] = {
             layer: whole for layer in range(model.num_layers) if (whole := self._whole(layer)) is not None
         }
+        self.whole_layers = len(self._small) == model.num_layers
 
     def begin(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, rows: Sequence[Rows]) -> Running:  # noqa: ARG002
         """Embed ``token_ids`` int64 [T] into ``hidden`` [T, H]; returns the rotation at ``positions`` int64 [T]."""
@@ -238,6 +256,25 @@ class NativeDecoder:
             watch(layer, routed)
         moe_forward(routed, experts, self.space, into=hidden, wide=wide)
 
+    def decode_layers(
+        self,
+        layers: range,
+        hidden: Tensor,
+        caches: Sequence[PagedCache],
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        experts: Sequence[Experts],
+        running: Running,
+    ) -> bool:
+        bound = [each.bound for each in experts if isinstance(each, LayerExperts)]
+        whole = [each for each in bound if each is not None]
+        if len(whole) < len(layers):
+            return False
+        mine, rows = [self._small[layer] for layer in layers], self.space.rows[: len(hidden) * self.model.router.top_k]
+        cos, sin = running
+        decode_layers(mine, hidden, cos, sin, caches, block_tables, seq_lens, whole, rows=rows)
+        return True
+
     def route(self, layer: int, hidden: Tensor, attention: Tensor | None, running: Running) -> Routed:  # noqa: ARG002
         """hidden [T, H] += o(attention [T, Hq, D]), in place; returns the input and routing of the layer's experts."""
         return self._routed(self._after_attention(layer, hidden, attention), self._router(layer))
@@ -264,11 +301,11 @@ class NativeDecoder:
         """Nothing: the final norm is a part of `logits`."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [S, H] -> float32 [S, V]; on a CPU in chunks of the head's rows, which bounds the size of repacked
-        copies."""
+        """hidden [S, H] -> float32 [S, V]; by torch on a CPU in chunks of the head's rows, which bounds the size of
+        repacked copies."""
         x = self._norm(hidden, self.weights.final_norm, enters=self.model.num_layers)
         head = self.weights.head
-        if isinstance(head, StackedMatrix) or not native.on_cpu(x):
+        if isinstance(head, StackedMatrix) or native.available() or not native.on_cpu(x):
             return linear(x, head).float()
         rows = max(1, HEAD_CHUNK_BYTES // (head.shape[1] * head.element_size()))
         out = torch.empty((x.shape[0], head.shape[0]), dtype=torch.float32, device=x.device)
@@ -277,10 +314,9 @@ class NativeDecoder:
         return out
 
     def _whole(self, layer: int) -> DecoderLayer | None:
-        """``layer`` with its weights bound, if a call for each side of attention computes it."""
+        """``layer`` with its weights bound, if one call computes it."""
         mine, spec, router = self.weights.layers[layer], self.model.attention, self.model.router
-        by_head = mine.q_norm is None or spec.qk_norm != "projection"
-        if mine.router is None or self.finite is not None or spec.clip_qkv is not None or not by_head:
+        if mine.router is None or self.finite is not None or spec.clip_qkv is not None:
             return None
         names = ("input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias", "post_norm", "router")
         weights: dict[str, Any] = {name: getattr(mine, name) for name in names}

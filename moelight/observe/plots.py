@@ -213,7 +213,7 @@ class _Panel:
         """Draw a line where the compute unit begins the experts of a layer, labelled with the layer where it fits."""
         begun: dict[int, float] = {}
         for span in self.timeline.spans:
-            if span.task.kind in (TaskKind.POST_ATTENTION, TaskKind.ROUTE):
+            if span.task.kind in (TaskKind.LAYERS, TaskKind.POST_ATTENTION, TaskKind.ROUTE):
                 begun[span.task.layer] = min(span.start_s, begun.get(span.task.layer, span.start_s))
         free_from = -math.inf
         for layer, at in begun.items():

@@ -24,6 +24,7 @@ _HERE = Path(__file__).parent
 
 # One hue per family of tasks: experts blue, attention amber, weights green, transfers for attention violet, ends grey.
 COLOURS = {
+    TaskKind.LAYERS: "#4a63d8",
     TaskKind.POST_ATTENTION: "#2f6fde",
     TaskKind.CPU_EXPERTS: "#0e9bb5",
     TaskKind.COMBINE: "#7db3f5",

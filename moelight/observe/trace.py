@@ -118,6 +118,7 @@ def _bar(span: Span, *, origin_s: float, pass_number: int) -> str:
     task, page = span.task, span.task.page
     layer, expert = (task.layer, "") if page is None else (page.layer, f', "expert": {page.expert}')
     expert += f', "part": {page.part}' if page is not None and page.part else ""
+    expert += f', "layers": {len(task.layers)}' if task.layers is not None else ""
     return (
         f'{{"ph": "X", "name": "{_KINDS[task.kind]}", "cat": "{_LANES[task.lane]}", '
         f'"pid": {_PROCESS}, "tid": {_ROWS[task.lane]}, '

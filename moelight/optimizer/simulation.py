@@ -12,6 +12,7 @@ from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.core.schedule import Lane, Schedule, TaskKind
 from moelight.core.timeline import Timeline
+from moelight.hrm import costs
 from moelight.hrm.estimate import Estimate, Phase, cost_model_of, estimate, least_missed
 from moelight.hrm.machine_model import speeds_of
 from moelight.hrm.placement import place
@@ -169,11 +170,14 @@ class SimulationSetup:
         return len(self._built(schedule, self._decode_loads(), 0).prefetched_next)
 
     def _built(self, schedule: str, loads: Sequence[MicroBatchLoad], prefetched: int) -> Schedule:
+        tokens, routed_only = sum(load.tokens for load in loads), self._routed_only(schedule, loads)
+        in_place = not (self._layout.discrete or routed_only or self.model.layers)  # a module graph has phases alone
         shape = PassShape(
             micro_batches=tuple(map(self._shape, loads)),
             prefetched=prefetched,
             wraps=True,
-            routed_only=self._routed_only(schedule, loads),
+            routed_only=routed_only,
+            whole_layers=in_place and tokens <= costs.WHOLE_LAYERS_TOKENS,
         )
         return SCHEDULES.get(schedule)(self._layout, shape)
 
@@ -187,6 +191,7 @@ class SimulationSetup:
         return MicroBatchShape(
             tokens=round(load.tokens),
             prefill_only=self._layout.discrete and not load.decode_tokens,
+            decodes=not load.prompt_tokens,
             samples=load.rows > 0,
             context=context,
             device_tokens=self._layout.device_tokens(round(load.tokens)),
@@ -234,10 +239,10 @@ def _prompts(priced: Estimate) -> Phase | None:
 
 
 def layer_starts(timeline: Timeline) -> dict[int, float]:
-    """The start of the first output projection of each layer, in seconds, by layer."""
+    """The start of the first output projection of each layer, or of several whole layers, in seconds, by layer."""
     found: dict[int, float] = {}
     for span in timeline.spans:
-        if span.task.kind in (TaskKind.POST_ATTENTION, TaskKind.ROUTE):
+        if span.task.kind in (TaskKind.LAYERS, TaskKind.POST_ATTENTION, TaskKind.ROUTE):
             layer = span.task.layer
             found[layer] = min(span.start_s, found.get(layer, span.start_s))
     return found

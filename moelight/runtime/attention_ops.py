@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from moelight.core.dtypes import DType
 from moelight.core.schedule import Task, TaskKind
-from moelight.kernels import reference
+from moelight.kernels import native, reference
 from moelight.kernels.attention import (
     cpu_gqa_decode,
     cpu_kv_append,
@@ -41,6 +41,7 @@ from moelight.kernels.gpu.attention import (
     prompt_form,
     through_int8_in_torch,
 )
+from moelight.kernels.layer import PagedCache
 from moelight.paging.kv import CachedRows, rows_of
 from moelight.profiles.model import AttentionSpec
 from moelight.runtime.microbatch import MicroBatch, require
@@ -109,6 +110,12 @@ class HostAttention:
             TaskKind.OFFLOAD_KV: self._offload_kv,
             TaskKind.STORE_KV: self._store_kv,
         }
+
+    def bound(self) -> list[PagedCache]:
+        """The caches of all layers for `Decoder.decode_layers`; none where a layer attends otherwise."""
+        found = [_bound(spec, each) for spec, each in zip(self._layers.specs, self._cache, strict=True)]
+        some = [each for each in found if each is not None]
+        return some if len(some) == len(found) else []
 
     def _attention(self, task: Task, mb: MicroBatch) -> None:
         quantised = self._layers.specs[task.layer].num_heads > 0 and len(self._cache[task.layer]) > 2
@@ -345,6 +352,15 @@ def _attend_on_device(
     elif not layers.kernels_take(layer, q, k, form):
         attend = attend_in_torch
     mb.attn = _narrowed(attend(q, k, v, batch, spec.product_scale, **rest), spec)
+
+
+def _bound(spec: AttentionSpec, cache: Sequence[Tensor]) -> PagedCache | None:
+    plain = spec.num_heads and spec.latent is None and spec.chunk is None and not spec.sinks
+    if not plain or not native.available() or spec.head_dim != spec.cached_head_dim or spec.value_head_dim:
+        return None
+    k_cache, v_cache, *scales = cache
+    how: dict[str, Any] = {"window": spec.window, "softcap": spec.softcap, **_by_name(scales)}
+    return PagedCache(k_cache, v_cache, spec.product_scale, **how)
 
 
 def _by_name(scales: Sequence[Tensor]) -> dict[str, Any]:

@@ -262,39 +262,33 @@ def pack(
 ) -> MicroBatch:
     """Pack ``chunks``, decoding ones first, with their shares of the arenas (``sampled`` in host memory)."""
     decoding = [chunk for chunk in chunks if chunk.decodes]
-    rest = chunks[len(decoding) :]
-    first = len(decoding)
-    starts = np.array([chunk.start for chunk in decoding], dtype=np.int64)
-    tables = _tables(decoding)
-    ids, positions = [np.zeros(first, dtype=np.int64)], [starts]
-    slots = [tables[np.arange(first), starts // block_size] * np.int64(block_size) + starts % block_size]
-    ends = [first]
-    scored, targets = [np.zeros(0, dtype=np.int64)], list[int]()
+    rest, end, starts = chunks[len(decoding) :], len(decoding), [chunk.start for chunk in decoding]
+    slots = [each.blocks[each.start // block_size] * block_size + each.start % block_size for each in decoding]
+    rows = _numbers([0] * end, starts, slots)
+    last, scored, targets = [*range(end)], list[int](), list[int]()
+    if rest:
+        rows = np.concatenate((rows, _prompt_rows(rest, block_size)), axis=1)
     for chunk in rest:
-        row, end = ends[-1], ends[-1] + chunk.count
-        ids.append(np.asarray(chunk.token_ids, dtype=np.int64))
-        positions.append(np.arange(chunk.start, chunk.start + chunk.count, dtype=np.int64))
-        slots.append(slots_of(chunk, chunk.start, chunk.start + chunk.count, block_size))
-        first_scored = row + chunk.first_scored
-        scored.append(np.arange(first_scored, first_scored + len(chunk.targets), dtype=np.int64))
+        scored += range(end + chunk.first_scored, end + chunk.first_scored + len(chunk.targets))
         targets += chunk.targets
-        ends.append(end)
-    last = [*range(first), *(end - 1 for end in ends[1:])]
+        end += chunk.count
+        last.append(end - 1)
     sampling = [(row, chunk.place) for row, chunk in zip(last, chunks, strict=True) if chunk.samples]
-    rows = np.array(sampling, dtype=np.int64).reshape(-1, 2).T.copy()
+    samples = _numbers([row for row, _ in sampling], [place for _, place in sampling])
+    scoring = _numbers(scored, targets)
     return MicroBatch(
-        token_ids=torch.from_numpy(np.concatenate(ids)),
-        positions=torch.from_numpy(np.concatenate(positions)),
-        cache_slots=torch.from_numpy(np.concatenate(slots)),
-        block_tables=torch.from_numpy(tables),
-        seq_lens=torch.from_numpy((starts + 1).astype(np.int32)),
+        token_ids=torch.from_numpy(rows[0]),
+        positions=torch.from_numpy(rows[1]),
+        cache_slots=torch.from_numpy(rows[2]),
+        block_tables=_tables(decoding),
+        seq_lens=torch.from_numpy(np.array([start + 1 for start in starts], dtype=np.int32)),
         packed=_packed(rest),
-        places=torch.from_numpy(np.array([chunk.place for chunk in decoding], dtype=np.int64)),
-        sample_rows=torch.from_numpy(rows[0]),
-        sample_places=torch.from_numpy(rows[1]),
-        sampled=sampled[: rows.shape[1]],
-        scored_rows=torch.from_numpy(np.concatenate(scored)),
-        targets=torch.tensor(targets, dtype=torch.int64),
+        places=torch.from_numpy(_numbers([chunk.place for chunk in decoding])[0]),
+        sample_rows=torch.from_numpy(samples[0]),
+        sample_places=torch.from_numpy(samples[1]),
+        sampled=sampled[: len(sampling)],
+        scored_rows=torch.from_numpy(scoring[0]),
+        targets=torch.from_numpy(scoring[1]),
         chunks=chunks,
         prefill_only=prefill_only,
         hidden=hidden,
@@ -317,11 +311,24 @@ def _packed(chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, Tensor] | None:
         return None
     ends = np.cumsum([0, *(chunk.count for chunk in chunks)]).astype(np.int32)
     contexts = torch.tensor([chunk.start for chunk in chunks], dtype=torch.int32)
-    return torch.from_numpy(ends), torch.from_numpy(_tables(chunks)), contexts
+    return torch.from_numpy(ends), _tables(chunks), contexts
 
 
-def _tables(chunks: Sequence[Chunk]) -> np.ndarray:
+def _numbers(*rows: Sequence[int]) -> np.ndarray:
+    """int64, of ``rows`` of one length."""
+    return np.array(rows, dtype=np.int64).reshape(len(rows), -1)
+
+
+def _prompt_rows(chunks: Sequence[Chunk], block_size: int) -> np.ndarray:
+    """Token ids, positions and cache slots of all rows of prompts, int64 [3, rows]."""
+    spans = [(chunk, chunk.start, chunk.start + chunk.count) for chunk in chunks]
+    ids = np.concatenate([np.asarray(chunk.token_ids, dtype=np.int64) for chunk in chunks])
+    positions = np.concatenate([np.arange(start, end) for _, start, end in spans])
+    return np.stack((ids, positions, np.concatenate([slots_of(*span, block_size) for span in spans])))
+
+
+def _tables(chunks: Sequence[Chunk]) -> Tensor:
     """int32 [sequences, B], padded with zeros."""
     width = max((len(chunk.blocks) for chunk in chunks), default=1)
     rows = [(*chunk.blocks, *(0,) * (width - len(chunk.blocks))) for chunk in chunks]
-    return np.array(rows, dtype=np.int32).reshape(-1, width)
+    return torch.from_numpy(np.array(rows, dtype=np.int32).reshape(-1, width))

@@ -137,7 +137,7 @@ class MoEOps:
 
     def _post_attention(self, task: Task, pass_pages: PassPages) -> None:
         mb = pass_pages.micro_batches[task.micro_batch]
-        experts, attention = self._layer_experts(task.layer, pass_pages), self._attended(task.layer, mb)
+        experts, attention = self.experts_of(task.layer, pass_pages), self._attended(task.layer, mb)
         wide = task.layer in self._wide_layers
 
         def compute(attention: Tensor | None) -> Sequence[Tensor]:
@@ -197,12 +197,12 @@ class MoEOps:
             mb.begun.end(into=mb.hidden)
             mb.begun = None
         else:
-            experts, wide = self._layer_experts(task.layer, pass_pages), task.layer in self._wide_layers
+            experts, wide = self.experts_of(task.layer, pass_pages), task.layer in self._wide_layers
             moe_forward(require(mb.routed), experts, self._decoder.space, into=mb.hidden, wide=wide)
 
     def _experts_of_pass(self, task: Task, pass_pages: PassPages) -> None:
         """All micro-batches at once. The sums of experts in turns are added to the hidden states by the last turn."""
-        experts, tokens = self._layer_experts(task.layer, pass_pages), sum(mb.tokens for mb in pass_pages.micro_batches)
+        experts, tokens = self.experts_of(task.layer, pass_pages), sum(mb.tokens for mb in pass_pages.micro_batches)
         if self._kept is None:  # a dense layer, whose micro-batches wait for its page
             for mb in pass_pages.micro_batches:
                 moe_forward(require(mb.routed), experts, self._decoder.space)
@@ -236,7 +236,7 @@ class MoEOps:
         mb = pass_pages.micro_batches[task.micro_batch]
         routed, space = require(mb.routed_host), require(self._host_space)
         if self._pages.fast_tier == "host":
-            experts = self._layer_experts(task.layer, pass_pages)
+            experts = self.experts_of(task.layer, pass_pages)
         elif pass_pages.small is not None:
             experts = self._decoder.experts(task.layer, pass_pages.small.demand(task.layer).on_cpu)
         else:
@@ -270,7 +270,8 @@ class MoEOps:
             return layer in self._pages.layers_computed
         return bool(pass_pages.small.demand(layer).on_cpu)
 
-    def _layer_experts(self, layer: int, pass_pages: PassPages) -> Experts:
+    def experts_of(self, layer: int, pass_pages: PassPages) -> Experts:
+        """The experts of ``layer`` as the tasks of a pass use them; none of a layer without."""
         small, grouped = pass_pages.small, self._grouped
         if not self._moe[layer]:
             return ()

@@ -12,6 +12,7 @@ from torch import Tensor
 from moelight.core.schedule import AHEAD_KINDS, CHOSEN_KINDS, Task, TaskKind
 from moelight.hrm.footprint import sample_rows
 from moelight.kernels.copies import copy_pages
+from moelight.kernels.layer import PagedCache
 from moelight.models.decoder import Decoder
 from moelight.paging.store import PageStore, StartPage
 from moelight.runtime.attention_ops import Act
@@ -35,13 +36,17 @@ class Operations:
         pages: PageStore,
         *,
         attention: Mapping[TaskKind, Act],
+        caches: Sequence[PagedCache],
         moe_ops: MoEOps,
         start_page: StartPage,
         pool: Tensor,
         score_rows: int,
     ) -> None:
-        """``score_rows``: most rows of a prompt that are scored at once."""
+        """``caches``: of all layers for `Decoder.decode_layers`, or none; ``score_rows``: most rows of a prompt that
+        are scored at once."""
         self._decoder, self._pages, self._moe_ops, self._start_page = decoder, pages, moe_ops, start_page
+        self._caches = caches
+        self.whole_layers = bool(caches) and decoder.whole_layers
         self._pool = pool
         self._score_rows = min(score_rows, sample_rows(decoder.model))
         self.predicts = decoder.predicts
@@ -74,6 +79,8 @@ class Operations:
                 return partial(require(pass_pages.small).fetch, task)
             if task.kind in AHEAD_KINDS:
                 return partial(require(pass_pages.small).fetch_ahead, task)
+            if task.kind is TaskKind.LAYERS:
+                return partial(self._layers, task, pass_pages)
             if task.kind in self._moe_ops.table:
                 return partial(self._moe_ops.table[task.kind], task, pass_pages)
             micro_batch = pass_pages.micro_batches[task.micro_batch]
@@ -117,11 +124,27 @@ class Operations:
             found = mb.graphs.run(key, compute, (), name="before", row=mb.row)
         mb.qkv = self._decoder.split_heads(found)
 
+    def _layers(self, task: Task, pass_pages: PassPages) -> None:
+        """All of them in one call, if there is one for their experts; else phase by phase."""
+        mb, layers = pass_pages.micro_batches[task.micro_batch], require(task.layers)
+        experts = [self._moe_ops.experts_of(layer, pass_pages) for layer in layers]
+        caches = self._caches[layers.start : layers.stop]
+        sequences = mb.block_tables, mb.seq_lens
+        if self._decoder.decode_layers(layers, mb.hidden, caches, *sequences, experts, require(mb.running)):
+            return
+        for layer in layers:
+            one = replace(task, layer=layer)
+            self._pre_attention(one, mb)
+            self._table[TaskKind.CPU_ATTENTION](one, mb)
+            self._moe_ops.table[TaskKind.POST_ATTENTION](one, pass_pages)
+
     def _sample(self, task: Task, mb: MicroBatch, sample: Sample, score: Score) -> None:
         """Sample into the pool, begin the copy to the host (complete when the lane's ticket is), then score. A token
         below 0 is no token: the host drops what is computed for it."""
         self._decoder.end(mb.hidden, require(mb.running))
-        hidden, rows = mb.hidden[mb.sample_rows], sample_rows(self._decoder.model)
+        hidden, rows = mb.hidden, sample_rows(self._decoder.model)
+        if len(mb.sample_rows) < len(hidden):
+            hidden = hidden[mb.sample_rows]
         for first in range(0, len(hidden), rows):
             part = slice(first, first + rows)
             tokens = sample(task.micro_batch, first, self._decoder.logits(hidden[part]))

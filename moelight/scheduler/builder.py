@@ -22,15 +22,18 @@ class ScheduleBuilder:
     ``k % ring_slots``; ``k`` runs on into the pages of the next pass. A slot is refilled only after the last experts
     of its former turn (`Layout.turns`: a layer, or with a small ring some pages of one) have read it.
 
-    ``chained``: every task also waits for the one before; consecutive disk reads count as one. Raises ConfigError for a
-    layout or shape that schedule ``name`` does not support.
+    ``chained``: every task also waits for the one before; consecutive disk reads count as one. ``apart``: attention and
+    experts of a layer are never one task. Raises ConfigError for a layout or shape that schedule ``name`` does not
+    support.
     """
 
-    def __init__(self, name: str, layout: Layout, shape: PassShape, *, chained: bool = False) -> None:
+    def __init__(
+        self, name: str, layout: Layout, shape: PassShape, *, chained: bool = False, apart: bool = False
+    ) -> None:
         check_layout(name, layout, shape)
         self.name, self.layout, self.shape = name, layout, shape
         self.tasks: list[Task] = []
-        self._chained = chained
+        self._chained, self._apart = chained, apart
         self._link, self._before_link = 0, range(0)  # the first task of the last link of the chain; the link before
         self._waits_for: tuple[int, ...] = ()  # at the last barrier
         self._since: dict[Lane, int] = {}  # the last task of each lane after it
@@ -51,6 +54,7 @@ class ScheduleBuilder:
         self._ready: dict[int, int] = {}
         self._sent_down: dict[int, int] = {}
         self._stored: dict[int, int] = {}
+        self._whole: dict[int, int] = {}  # the first of the layers that its next task computes
         self._split: dict[int, tuple[int, int]] = {}  # experts on the CPU and on the device, for `combine`
         # by step: layer x micro-batches + micro-batch; by its parity
         self._attended = 0
@@ -93,6 +97,7 @@ class ScheduleBuilder:
         page: Page | None = None,
         slot: int = -1,
         experts: range | None = None,
+        layers: range | None = None,
     ) -> int:
         """Add a task with the dependencies of the chain and of the last barrier; return its position. ``deps``
         may hold None; ``size``: bytes of a transfer."""
@@ -108,6 +113,7 @@ class ScheduleBuilder:
             lane=lane,
             layer=layer,
             micro_batch=j,
+            layers=layers,
             page=page,
             slot=slot,
             experts=experts,
@@ -305,9 +311,12 @@ class ScheduleBuilder:
             self.load_kv(*divmod(each, self.count))
 
     def attend(self, layer: int, j: int) -> None:
-        """``pre_attention`` and attention of micro-batch ``j``; `load_hidden` writes the transfer back over a link."""
+        """``pre_attention`` and attention of micro-batch ``j``; `load_hidden` writes the transfer back over a link, and
+        `post_attention` a whole layer."""
         if layer == 0:
             self._ready[j] = self.add(TaskKind.EMBED, self.layout.compute, 0, j, writes=("hidden",))
+        if self._is_whole(layer, j):
+            return
         self.load_kv(layer, j)
         sent = self._sent_down.get(j)
         self.compute(TaskKind.PRE_ATTENTION, layer, j, sent, reads=("hidden",), writes=("qkv",))
@@ -331,6 +340,9 @@ class ScheduleBuilder:
         if self.layout.cpu_layers[layer]:
             self._route(layer, j)
             self._experts_over_the_link(layer, j)
+            return
+        if self._is_whole(layer, j):
+            self._whole_layers(layer, j)
             return
         reads: Buffers = ("attn", *self.ring(layer))
         kind, arrived = TaskKind.POST_ATTENTION, self.arrived(layer)
@@ -391,6 +403,22 @@ class ScheduleBuilder:
         for j in micro_batches or range(self.count):
             if self.shape.micro_batches[j].samples:
                 self.compute(TaskKind.SAMPLE, self.layout.model.num_layers - 1, j, reads=("hidden",))
+
+    def _is_whole(self, layer: int, j: int) -> bool:
+        """True if nothing moves between the phases of ``layer``, which are one task with those of layers beside it."""
+        whole = self.shape.whole_layers and self.shape.micro_batches[j].decodes and not self._apart
+        return whole and layer < len(self.layout.layer_pages) and not self.layout.layer_pages[layer]
+
+    def _whole_layers(self, layer: int, j: int) -> None:
+        """The task of the last of consecutive whole layers; its first was the first that was asked for."""
+        first = self._whole.setdefault(j, layer)
+        if self._is_whole(layer + 1, j):
+            return
+        layers, buffers = range(self._whole.pop(j), layer + 1), (self.buffer("hidden", j),)
+        deps, kind = (self._ready[j],), TaskKind.LAYERS
+        self._ready[j] = self.add(
+            kind, self.layout.compute, first, j, deps, reads=buffers, writes=buffers, layers=layers
+        )
 
     def _attends_on_host(self, j: int) -> bool:
         """True if keys and values of micro-batch ``j`` cross a link to the CPU's attention."""

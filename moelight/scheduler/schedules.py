@@ -158,7 +158,7 @@ def loop(layout: Layout, shape: PassShape, *, separate: bool) -> Schedule:
     cross beside the first attention of their own layer, contexts only beside attention. New keys and values go down in
     the iteration that computes them, not in the next.
     """
-    draft = ScheduleBuilder("flexgen-loop", layout, shape)
+    draft = ScheduleBuilder("flexgen-loop", layout, shape, apart=separate)
     n, layers = draft.count, layout.model.num_layers
     if not separate:
         draft.deliver_layer(0)
@@ -191,7 +191,7 @@ def build_module(layout: Layout, shape: PassShape) -> Schedule:
     is on the device, so the link transfers those first, then the next layer's pages as one block, beside the experts
     and the next attention.
     """
-    draft = ScheduleBuilder("module", layout, shape)
+    draft = ScheduleBuilder("module", layout, shape, apart=True)
     if shape.routed_only:
         return write(draft, whole=True)
     micro_batches, layers = range(draft.count), layout.model.num_layers

@@ -1,4 +1,5 @@
-"""A layer in one call on each side of attention gives what its kernels give one after the other, to the bit."""
+"""Layers in one call, or one in a call on each side of attention, give what their kernels give one after the other, to
+the bit."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from moelight.kernels import native
 from moelight.kernels.activations import SILU, Activation
+from moelight.kernels.attention import cpu_gqa_decode
 from moelight.kernels.ffn import cpu_expert_ffn, cpu_linear
-from moelight.kernels.layer import BoundExperts, DecoderLayer
+from moelight.kernels.layer import BoundExperts, DecoderLayer, PagedCache, decode_layers
 from moelight.kernels.norm import cpu_rms_norm, cpu_rotate
 from moelight.kernels.routing import cpu_gather_rows, cpu_route, cpu_scatter_sum, cpu_sort_by_expert
 
@@ -24,7 +26,7 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16, std: float = 0.1) -
     return (torch.randn(shape) * std).to(dtype)
 
 
-def weights(dtype: torch.dtype, *, full: bool) -> dict[str, Tensor]:
+def weights(dtype: torch.dtype, *, full: bool, norms_all: bool = False) -> dict[str, Tensor]:
     rows = (QUERIES + 2 * KEYS) * SIZE
     found = {
         "input_norm": random(HIDDEN, dtype=dtype, std=1.0),
@@ -35,7 +37,8 @@ def weights(dtype: torch.dtype, *, full: bool) -> dict[str, Tensor]:
     }
     if full:
         found |= {"qkv_bias": random(rows, dtype=dtype), "o_bias": random(HIDDEN, dtype=dtype)}
-        found |= {"q_norm": random(SIZE, dtype=dtype, std=1.0), "k_norm": random(SIZE, dtype=dtype, std=1.0)}
+        sizes = {"q_norm": SIZE * QUERIES, "k_norm": SIZE * KEYS} if norms_all else {"q_norm": SIZE, "k_norm": SIZE}
+        found |= {name: random(size, dtype=dtype, std=1.0) for name, size in sizes.items()}
     return found
 
 
@@ -59,6 +62,8 @@ def before_by_kernels(given: dict[str, Tensor], hidden: Tensor, cos: Tensor, sin
     heads = cpu_linear(x, given["qkv"], given.get("qkv_bias")).unflatten(1, (-1, SIZE))
     if "q_norm" in given:
         q, k = heads[:, :QUERIES], heads[:, QUERIES : QUERIES + KEYS]
+        if len(given["q_norm"]) > SIZE:
+            q, k = q.flatten(1), k.flatten(1)  # views: the rows of a product
         cpu_rms_norm(q, given["q_norm"], EPS, out=q)
         cpu_rms_norm(k, given["k_norm"], EPS, out=k)
     turned = heads[:, : QUERIES + KEYS]
@@ -94,6 +99,43 @@ def test_equals_its_kernels(dtype: torch.dtype, tokens: int, full: bool) -> None
         layer.after_attention(found, attention, bound, threads=threads)
         after_by_kernels(given, wanted, attention, gate_up, down)
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("tokens", [1, 4, 64])
+def test_whole_layers_equal_their_kernels(dtype: torch.dtype, int8: bool, tokens: int) -> None:
+    """Three layers, of which each has norms of another kind; sequences end within and at the end of a block."""
+    torch.manual_seed(tokens)
+    norms: list[dict[str, bool]] = [{"full": False}, {"full": True}, {"full": True, "norms_all": True}]
+    given, shape = [weights(dtype, **each) for each in norms], (3 * tokens, KEYS, 16, SIZE)
+    every, hidden, turns = [experts(dtype) for _ in given], random(tokens, HIDDEN, dtype=dtype), angles(tokens, dtype)
+    caches: list[dict[str, Tensor]] = []
+    for _ in given:
+        if int8:
+            codes = {name: torch.randint(-127, 128, shape, dtype=torch.int8) for name in ("k_cache", "v_cache")}
+            caches.append(codes | {name: torch.rand(shape[:3]) / 127 for name in ("k_scale", "v_scale")})
+        else:
+            caches.append({name: random(*shape, dtype=dtype, std=1.0) for name in ("k_cache", "v_cache")})
+    tables = torch.randperm(3 * tokens, dtype=torch.int32).view(tokens, 3)
+    lens, how = torch.randint(1, 49, (tokens,), dtype=torch.int32), {"window": 20}
+    lens[0] = 48
+    for threads in (1, 2):
+        mine = [{name: each.clone() for name, each in cache.items()} for cache in caches]
+        theirs = [{name: each.clone() for name, each in cache.items()} for cache in caches]
+        found, wanted = hidden.clone(), hidden.clone()
+        layers, bound = [layer_of(each) for each in given], [PagedCache(**each, scale=0.25, **how) for each in mine]
+        of_layers = [BoundExperts(HIDDEN, *each, activation=SILU) for each in every]
+        decode_layers(layers, found, *turns, bound, tables, lens, of_layers, threads=threads)
+        for layer, cache, (gate_up, down) in zip(given, theirs, every, strict=True):
+            heads = before_by_kernels(layer, wanted, *turns)
+            q, k, v = heads.split((QUERIES, KEYS, KEYS), dim=1)
+            paged = {"block_tables": tables, "seq_lens": lens, "scale": 0.25, "k_new": k, "v_new": v, **how}
+            attention = cpu_gqa_decode(q, **cache, **paged)
+            after_by_kernels(layer, wanted, attention.flatten(1), gate_up, down)
+        assert torch.equal(found, wanted)
+        for one, other in zip(mine, theirs, strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_experts_in_other_forms() -> None:
@@ -147,3 +189,26 @@ def test_wrong_activations_are_named() -> None:
     fewer = BoundExperts(HIDDEN, *(each[1:] for each in experts(torch.bfloat16)), activation=SILU)
     with pytest.raises(ValueError, match="experts: must be as many as the router has, are 4"):
         layer.after_attention(hidden, attention, fewer)
+
+
+def test_wrong_sequences_and_caches_are_named_before_anything_is_computed() -> None:
+    layer = layer_of(weights(torch.bfloat16, full=False))
+    bound = BoundExperts(HIDDEN, *experts(torch.bfloat16), activation=SILU)
+    hidden, turns = random(2, HIDDEN), angles(2, torch.bfloat16)
+    before, tables, lens = hidden.clone(), torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+
+    def cache(heads: int = KEYS, dtype: torch.dtype = torch.bfloat16) -> PagedCache:
+        return PagedCache(*(random(4, heads, 16, SIZE, dtype=dtype) for _ in range(2)), 0.25)
+
+    def refused(message: str, *caches: PagedCache, lens: Tensor = lens, tables: Tensor = tables) -> None:
+        with pytest.raises(ValueError, match=message):
+            decode_layers([layer] * len(caches), hidden, *turns, caches, tables, lens, [bound] * len(caches))
+
+    refused("cache: must have the heads of the layer", cache(), cache(heads=KEYS + 1))
+    refused("cache: must have the dtype of the layer", cache(), cache(dtype=torch.float32))
+    refused("seq_lens: entry 1 is 17, the block table holds 0 to 16", cache(), lens=torch.tensor([1, 17]).int())
+    refused(r"block_tables: entry \[0, 0\] is 4, the cache has 4 blocks", cache(), tables=tables + 4)
+    refused("seq_lens: batch must be 2", cache(), lens=lens[:1])
+    with pytest.raises(ValueError, match="layers: are 1, with 0 caches and 1 groups of experts"):
+        decode_layers([layer], hidden, *turns, [], tables, lens, [bound])
+    assert torch.equal(hidden, before)

@@ -19,6 +19,7 @@ from moelight.hrm import costs
 from moelight.scheduler.layout import Layout, MicroBatchShape, PassShape
 
 ALL = -1
+APART = ("module", "flexgen-loop")  # builders that keep attention and experts of a layer apart
 _Moves = Callable[[Layout, MicroBatchShape, int], int]
 
 
@@ -58,6 +59,7 @@ _PHASES: dict[TaskKind, tuple[tuple[str, ...], tuple[str, ...], _Moves | None]] 
     TaskKind.CPU_ATTENTION: (("qkv_host",), ("attn_host",), None),
     TaskKind.LOAD_HIDDEN: (("attn_host",), ("attn",), _attention),
     TaskKind.POST_ATTENTION: (("attn",), ("hidden",), None),
+    TaskKind.LAYERS: (("hidden",), ("hidden",), None),
     TaskKind.ROUTE: (("attn",), ("hidden", "routed"), None),
     TaskKind.OFFLOAD_HIDDEN: (("routed",), ("routed_host",), _routed),
     TaskKind.CPU_EXPERTS: (("routed_host",), ("experts_host",), None),
@@ -95,6 +97,10 @@ def phase_counts(schedule: Schedule, layout: Layout, shape: PassShape) -> Counte
         if apart and shape.routed_only:
             expected.update(_fetches(layout, shape, layer, whole=whole))
         for j, micro_batch in enumerate(shape.micro_batches):
+            together = shape.whole_layers and micro_batch.decodes and schedule.builder not in APART
+            if together and (layers := whole_layers(layout, layer)) is not None:
+                expected[TaskKind.LAYERS, layer, j] += layers.start == layer
+                continue
             experts = (TaskKind.ROUTE,) if apart and whole else _expert_kinds(layout, layer, apart=apart)
             for kind in (TaskKind.PRE_ATTENTION, *_attention_kinds(layout, micro_batch), *experts):
                 expected[kind, layer, j] += 1
@@ -102,6 +108,16 @@ def phase_counts(schedule: Schedule, layout: Layout, shape: PassShape) -> Counte
         expected[TaskKind.EMBED, 0, j] += 1
         expected[TaskKind.SAMPLE, layout.model.num_layers - 1, j] += micro_batch.samples
     return +expected
+
+
+def whole_layers(layout: Layout, layer: int) -> range | None:
+    """The consecutive layers around ``layer`` none of whose pages move; None if its own do."""
+    moving = [index for index, pages in enumerate(layout.layer_pages) if pages]
+    if layer in moving:
+        return None
+    before = [index for index in moving if index < layer]
+    after = [index for index in moving if index > layer]
+    return range(max(before, default=-1) + 1, min(after, default=layout.model.num_layers))
 
 
 def _turns(layout: Layout, shape: PassShape, layer: int) -> int:
@@ -185,6 +201,7 @@ def phase(layout: Layout, shape: PassShape, kind: TaskKind, layer: int, j: int, 
         lane=_LANES.get(kind, layout.compute) if layout.discrete else layout.compute,
         layer=layer,
         micro_batch=j,
+        layers=whole_layers(layout, layer) if kind is TaskKind.LAYERS else None,
         experts=experts,
         bytes=moves(layout, shape.micro_batches[j], layer) if moves else 0,
         reads=(*(Buffer(space=space, index=i) for space in sources for i in batches), *reads),
@@ -288,7 +305,7 @@ def expected_bytes(schedule: Schedule, layout: Layout, shape: PassShape) -> dict
     return {lane: size for lane, size in sizes.items() if size}
 
 
-_COMPARED = ("kind", "lane", "slot", "bytes", "reads", "writes")
+_COMPARED = ("kind", "lane", "layers", "slot", "bytes", "reads", "writes")
 
 
 def validate(schedule: Schedule, layout: Layout, shape: PassShape) -> None:

@@ -72,6 +72,7 @@ class GraphDecoder:
     """
 
     finite = None
+    whole_layers = False
 
     def __init__(
         self,
@@ -144,6 +145,10 @@ class GraphDecoder:
         if watch is not None:
             watch(layer, routed)
         moe_forward(routed, experts, self.space, into=hidden, wide=wide)
+
+    def decode_layers(self, *_: object) -> bool:
+        """Never: the graph decides what a layer computes."""
+        return False
 
     def route(self, layer: int, hidden: Tensor, attention: Tensor | None, running: Running) -> Routed:
         self._attended(layer, attention, running)
