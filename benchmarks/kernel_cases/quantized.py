@@ -88,16 +88,16 @@ def cases(setting: Setting) -> Iterator[Case]:
         numbers, moved = 3 * hidden * width * count, 4 * count * rows * hidden
         flop = 2 * numbers * rows
         contenders = [Contender(name="moelight", make=layer.ours, nbytes=2 * numbers + moved, flop=flop)]
-        for stored in REPACKED:
-            contenders.append(
-                Contender(
-                    name=f"moelight {stored.name} repacked",
-                    make=partial(_ours, stored, layer, setting, "auto", turned=True),
-                    nbytes=_bytes(stored, layer) + moved,
-                    flop=flop,
-                    over="moelight",
-                )
+        contenders.extend(
+            Contender(
+                name=f"moelight {stored.name} repacked",
+                make=partial(_ours, stored, layer, setting, "auto", turned=True),
+                nbytes=_bytes(stored, layer) + moved,
+                flop=flop,
+                over="moelight",
             )
+            for stored in REPACKED
+        )
         exact = [(*form, "auto") for form in FORMATS]
         for stored, few, middle, activations in (*exact, *((*form, "int8") for form in INTEGERS)):
             rounded = activations == "int8"

@@ -27,9 +27,7 @@ def cases(setting: Setting) -> Iterator[Case]:
     for rows, columns in SHAPES:
         for name, stored in FORMATS.items():
             part = stored.parts(rows, columns)[0]
-            ours = Contender(
-                name="moelight", make=partial(_ours, stored, part.shape, setting), nbytes=2 * part.nbytes
-            )
+            ours = Contender(name="moelight", make=partial(_ours, stored, part.shape, setting), nbytes=2 * part.nbytes)
             theirs = Contender(name="torch t()", make=partial(_torch, part.shape, setting))
             yield Case(name=f"repack {name} {rows}x{columns}", contenders=[ours, theirs])
 
@@ -41,8 +39,6 @@ def _ours(stored: StoredFormat, shape: tuple[int, int], setting: Setting) -> Tim
     sets = sets_for(size, setting.gib)
     parts, at = list(random_huge((sets, size), torch.uint8)), turns(sets)
     return here(lambda: turn(parts[next(at)], table))
-
-
 
 
 def _torch(shape: tuple[int, int], setting: Setting) -> Timed:

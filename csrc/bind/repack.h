@@ -1,4 +1,5 @@
-// Tables as they come from Python: (cells, lines, width, awq_order, bits, bias), whose memory is an array of their size.
+// Tables as they come from Python: (cells, lines, width, awq_order, bits, bias), whose memory is an array of their
+// size.
 #pragma once
 
 #include "checks.h"

@@ -292,7 +292,7 @@ def _page_reader(source: OpenCheckpoint, dtype: DType, policy: Policy, opened: E
 
 
 def _repacked(source: OpenCheckpoint, policy: Policy, layout: Layout) -> OpenCheckpoint:
-    """``source`` with its quantised pages turned on arrival, where the CPU computes experts and pages are read whole."""
+    """``source`` with its quantised pages turned on arrival, where a CPU computes experts and pages are read whole."""
     quantized = source.weight_map.quantized
     if quantized is None or not costs.repacks(policy.ffn_device) or len(layout.parts) > 1 or not native.available():
         return source

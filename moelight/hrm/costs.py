@@ -381,7 +381,7 @@ def _attention_specs(model: ModelProfile) -> Iterable[AttentionSpec]:
     return [kind.spec for kind in attention_kinds(model)] or [model.attention]
 
 
-# Times that host memory is touched for each byte of a page that is turned when it is read: what is read is written again.
+# Times that host memory is touched for each byte of a page that is turned when it is read.
 REPACKING_PASSES = 2
 
 

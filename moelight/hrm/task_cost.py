@@ -132,8 +132,8 @@ class PassCosts:
         return float(cost_model.experts_s(cost_model.expert_unit, tokens, share))
 
     def _transfer(self, task: Task) -> TaskCost:
-        """A staging copy writes and reads host memory, and so does what turns a page that was read; every other transfer
-        touches it once; a page that is already prefetched costs nothing."""
+        """A staging copy writes and reads host memory, and so does what turns a page that was read; every other
+        transfer touches it once; a page that is already prefetched costs nothing."""
         speeds, touched = self._cost_model.speeds, float(task.bytes)
         if task.kind is TaskKind.PREFETCHED_PAGE:
             return TaskCost(seconds=0.0)

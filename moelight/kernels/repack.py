@@ -24,8 +24,9 @@ Table = tuple[str, int, int, bool, int, int]
 
 
 def table_of(stored: StoredFormat, suffix: str, shape: Sequence[int], itemsize: int) -> Table | None:
-    """How the part ``suffix`` [``shape``] of a matrix of GPTQ or AWQ, of numbers of ``itemsize`` bytes, is turned: words
-    [C / w, R] (of AWQ [C, R / w]), scales [G, R] and zero points [G, R / w]. None: it says the group of each column."""
+    """How the part ``suffix`` [``shape``] of a matrix of GPTQ or AWQ, of numbers of ``itemsize`` bytes, is turned:
+    words [C / w, R] (of AWQ [C, R / w]), scales [G, R], zero points [G, R / w]; None if it says the group of each
+    column."""
     weight, scale, zero = stored.names[:3]
     if suffix not in (weight, scale, zero):
         return None

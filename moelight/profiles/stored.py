@@ -151,9 +151,7 @@ class StoredFormat:
         group = self.group if self.groups(columns) > 1 else 0
         if columns % self.per_word or columns % (group or 1):
             return None
-        return replace(
-            self, kind=PACKED, group=group, zero_bias=0, order=False, in_order=False, names=self.names[:3]
-        )
+        return replace(self, kind=PACKED, group=group, zero_bias=0, order=False, in_order=False, names=self.names[:3])
 
     def bytes_for(self, rows: int, columns: int) -> int:
         """Bytes of a matrix, scales, zero points and order included; raises as `parts` does."""
@@ -228,9 +226,7 @@ def plain(dtype: str) -> StoredFormat:
     return StoredFormat(name=dtype, kind=PLAIN, bits=8 * ITEM_BYTES[dtype], codes=dtype)
 
 
-def gptq(
-    *, bits: int, group: int, order: bool = True, in_order: bool = False, zero_bias: int = 1
-) -> StoredFormat:
+def gptq(*, bits: int, group: int, order: bool = True, in_order: bool = False, zero_bias: int = 1) -> StoredFormat:
     """GPTQ: zero points always stored, also symmetric ones; ``order`` as ``g_idx`` is, also without ``desc_act``."""
     return StoredFormat(
         name=f"GPTQ int{bits}{_of(group)}",
@@ -333,7 +329,7 @@ class StoredWeights:
             page.
         dense: quantised tensors outside the experts: name, layer and bytes; the others have the model's dtype.
         kept: those that our own decoder multiplies on a CPU as they are stored: name, layer and bytes in memory.
-        repacked_bytes: of an expert on average, those of matrices that are turned into packed integers as a CPU reads it.
+        repacked_bytes: of an expert on average, those of matrices that are turned into packed integers on a CPU.
         mixed: experts of some layer are stored in several formats, so that on a GPU torch computes them.
         without_integers: the reason why activations rounded to int8 multiply no matrix of the experts, or None.
         exact: where they multiply some, the formats of those that meet activations as they are.

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from moelight.kernels import native
 from moelight.kernels.arguments import as_dlpack
-from moelight.kernels.integers import no_integers
 from moelight.kernels.ffn import cpu_linear
+from moelight.kernels.integers import no_integers
 from moelight.kernels.quantized import QuantizedMatrix, cpu_dequantize
 from moelight.kernels.reads import FileReader, ReadPart
 from moelight.kernels.repack import Table, repacked, table_of, turn
