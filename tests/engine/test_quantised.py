@@ -17,6 +17,7 @@ from torch import Tensor
 from moelight.cli.main import main
 from moelight.core.errors import CheckpointError, ConfigError
 from moelight.core.policy import Policy, Shares
+from moelight.core.schedule import Page
 from moelight.engine.checkpoints import open_model
 from moelight.engine.engine import Engine
 from moelight.kernels import native
@@ -26,6 +27,7 @@ from moelight.kernels.gpu.quantized import QuantizedTable
 from moelight.models.moe import table_of
 from moelight.profiles.stored import PACKED
 from moelight.runtime import moe_ops
+from moelight.weights.load import PageReader
 from moelight.weights.quantized_pages import QuantizedPages
 from tests.engine.graphs import HOW, ORDERS, SIZES, STREAMED, prompts, tokens
 from tests.engines import Tiny
@@ -269,6 +271,22 @@ def test_a_lie_is_refused_by_tensor(change: Change, said: str, mixtral: Path, tm
     save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=said):
         tokens(quantised, weights=RESIDENT)
+
+
+def test_a_page_is_examined_until_it_passes(mixtral: Path, tmp_path: Path) -> None:
+    """Whoever reads ahead drops the error, and reads again."""
+    quantised, _ = quantise(mixtral, tmp_path, METHODS["gptq int4"])
+    tensors = load_file(quantised / "model.safetensors")
+    _groups(tensors)
+    save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
+    opened = open_model(str(quantised))
+    pages = opened.weight_map.quantized
+    assert pages is not None
+    slot = torch.empty(pages.nbytes, dtype=torch.uint8)
+    with PageReader(opened.weight_map, opened.profile, torch.float32) as reader:
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="into group 99"):
+                reader.start(Page(layer=1, expert=3), slot)
 
 
 def test_a_method_that_is_not_known_is_refused(mixtral: Path, tmp_path: Path) -> None:
