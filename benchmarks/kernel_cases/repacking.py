@@ -10,7 +10,7 @@ from peers.common import random_huge, sets_for, turns
 
 from kernel_cases.setting import Setting, here
 from kernel_cases.turns import Case, Contender, Timed
-from moelight.kernels.repack import table_of, turn
+from moelight.kernels.repack import part_table, turn
 from moelight.profiles.stored import StoredFormat, awq, gptq
 
 TITLE = "matrices repacked, one thread; the roof is reading once and writing once, both at the read rate of all threads"
@@ -33,7 +33,7 @@ def cases(setting: Setting) -> Iterator[Case]:
 
 
 def _ours(stored: StoredFormat, shape: tuple[int, int], setting: Setting) -> Timed:
-    table = table_of(stored, stored.names[0], shape, 4)
+    table = part_table(stored, stored.names[0], shape, 4)
     assert table is not None, "codes are turned"
     size = 4 * shape[0] * shape[1]
     sets = sets_for(size, setting.gib)

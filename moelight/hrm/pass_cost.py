@@ -247,18 +247,15 @@ def _beside_a_gpu(
     cross_s = decode.count * one_cross_s + prompts.count * prompt_cross_s
     pages_s, staged_bytes = _transfers(cost_model, placed)
     pages, page = tuple(share * seconds for seconds in pages_s), cost_model.page_bytes()
-    read_by_experts = decode.count * one_met * page + prompts.count * prompt_met * page
-    read = _kv_read_bytes(cost_model, kind, attention_on_cpu)
-    touched = read + up_bytes + down_bytes + read_by_experts + share * staged_bytes
+    read, met = _kv_read_bytes(cost_model, kind, attention_on_cpu), decode.count * one_met + prompts.count * prompt_met
+    touched = read + up_bytes + down_bytes + met * page + share * staged_bytes
+    host_s = speeds.cpu.touch_s(2 * stored_bytes) + share * placed.from_disk * cost_model.repacking_s()
     resident_s, offloaded_s = act + attend * (1.0 - attention_on_cpu), attend * attention_on_cpu + one_s
     chain = resident_s + offloaded_s + 2.0 * one_cross_s + _where(decode, each_up + each_down)
     return PassCost(
         lanes={
             "device": device + decode.count * attend * (1.0 - attention_on_cpu),
-            "cpu": speeds.cpu.touch_s(2 * stored_bytes)
-            + experts_s
-            + decode.count * attend * attention_on_cpu
-            + share * placed.from_disk * cost_model.repacking_s(),
+            "cpu": host_s + experts_s + decode.count * attend * attention_on_cpu,
             "h2d": pages[0] + up + cross_s,
             "d2h": down + cross_s,
             "stage": pages[1],

@@ -23,7 +23,7 @@ from moelight.profiles.stored import AWQ, StoredFormat
 Table = tuple[str, int, int, bool, int, int]
 
 
-def table_of(stored: StoredFormat, suffix: str, shape: Sequence[int], itemsize: int) -> Table | None:
+def part_table(stored: StoredFormat, suffix: str, shape: Sequence[int], itemsize: int) -> Table | None:
     """How the part ``suffix`` [``shape``] of a matrix of GPTQ or AWQ, of numbers of ``itemsize`` bytes, is turned:
     words [C / w, R] (of AWQ [C, R / w]), scales [G, R], zero points [G, R / w]; None if it says the group of each
     column."""
@@ -63,7 +63,7 @@ def repacked(matrix: QuantizedMatrix) -> QuantizedMatrix:
     for part in by_rows.parts(matrix.rows, matrix.columns):
         if part.suffix in by_rows.names:
             memory = matrix.parts[part.suffix]
-            table = table_of(stored, part.suffix, memory.shape, memory.itemsize)
+            table = part_table(stored, part.suffix, memory.shape, memory.itemsize)
             assert table is not None, "packed integers have no order"
             turn(memory.view(-1).view(torch.uint8), table)
             parts[part.suffix] = memory.view(part.shape)

@@ -352,9 +352,11 @@ class PageReader(TensorReader):
         check_bytes(dest, 1, "the slot")
         numbers = dest[: self.page_bytes - begin].view(self._dtype)
         first, size = begin // self._dtype.itemsize, self._stored.itemsize
-        repacking = None if self._quantized is None else self._quantized.repacking_of(page)
+        quantized = self._quantized
+        repacking = None if quantized is None else quantized.repacking_of(page)
         tables = {} if repacking is None else repacking.tables
-        if tables and (begin or len(numbers) < self._quantized.bytes_of(page) or dest.device.type != "cpu"):
+        whole = quantized is not None and not begin and len(numbers) >= quantized.bytes_of(page)
+        if tables and not (whole and dest.device.type == "cpu"):
             raise ValueError("pages that are turned on arrival are read whole, into host memory")
         reads = [
             _PartRead(piece, numbers[start - first : start - first + piece.nbytes // size], start, tables.get(start))

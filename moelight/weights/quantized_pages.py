@@ -12,7 +12,7 @@ from typing import NamedTuple
 from moelight.core.errors import CheckpointError
 from moelight.core.schedule import Page
 from moelight.core.units import align_up
-from moelight.kernels.repack import Table, table_of
+from moelight.kernels.repack import Table, part_table
 from moelight.profiles.stored import ITEM_BYTES, PART_ALIGNMENT, SHAPE, StoredFormat
 from moelight.weights.page_layout import Matrix, PageLayout
 from moelight.weights.quantized_checkpoint import QuantizedInfo
@@ -117,7 +117,7 @@ def _repacked(kind: Kind) -> tuple[Kind, Repacking]:
         shapes = {part.suffix: part.shape for part in by_rows.parts(place.rows, place.columns)}
         parts = []
         for suffix, part in place.parts:
-            table = table_of(place.stored, suffix, part.shape, ITEM_BYTES[part.dtype])
+            table = part_table(place.stored, suffix, part.shape, ITEM_BYTES[part.dtype])
             if table is None:
                 orders[part.offset] = place.stored.group
             else:

@@ -16,7 +16,7 @@ from moelight.kernels.ffn import cpu_linear
 from moelight.kernels.integers import no_integers
 from moelight.kernels.quantized import QuantizedMatrix, cpu_dequantize
 from moelight.kernels.reads import FileReader, ReadPart
-from moelight.kernels.repack import Table, repacked, table_of, turn
+from moelight.kernels.repack import Table, part_table, repacked, turn
 from moelight.profiles import stored as formats
 from moelight.profiles.stored import ITEM_BYTES, PACKED, StoredFormat
 from tests.kernels.conftest import ISAS
@@ -174,7 +174,7 @@ def test_columns_in_another_order_stay() -> None:
 def test_tables_are_as_large_as_the_parts() -> None:
     for stored in FORMS.values():
         for part in stored.parts(144, 640):
-            table = table_of(stored, part.suffix, part.shape, ITEM_BYTES[part.dtypes[0]])
+            table = part_table(stored, part.suffix, part.shape, ITEM_BYTES[part.dtypes[0]])
             assert (table is None) == (part.suffix == ".g_idx")
             if table is not None:
                 assert table[1] * table[2] * BYTES[table[0]] == part.nbytes
