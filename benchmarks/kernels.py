@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_cases import copies, decode, experts, latent, linear, prefill, quantized, recurrence
+from kernel_cases import copies, decode, experts, latent, linear, prefill, quantized, recurrence, repacking
 from kernel_cases.peers import Peer
 from kernel_cases.roofs import Roofs
 from kernel_cases.setting import Setting
@@ -36,7 +36,7 @@ from moelight.kernels import native
 from moelight.runtime.calibration.timing import Others
 from moelight.runtime.measure import processor_name
 
-FAMILIES = (decode, latent, prefill, recurrence, experts, quantized, linear, copies)
+FAMILIES = (decode, latent, prefill, recurrence, experts, quantized, linear, copies, repacking)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from kernel_cases.turns import Case, Contender, Timed
 from moelight.kernels.ffn import cpu_expert_ffn
 from moelight.kernels.quantized import QuantizedMatrix
 from moelight.kernels.reference import expert_ffn
+from moelight.kernels.repack import repacked
 from moelight.profiles.stored import GGML, PACKED, SCALED, StoredFormat, awq, fp8, ggml_format, gptq, mxfp4
 
 SHAPE, SIZES = "H1024 I3584 E8", (1024, 3584, 8)
@@ -60,6 +61,8 @@ FORMATS = (
     (ggml_format("Q8_0"), 1.8, 0.0),
     (ggml_format("IQ4_XS"), 0.0, 0.0),
 )
+# Stored by columns: as pages of a CPU's experts have them.
+REPACKED = (gptq(bits=4, group=128, order=False), awq(group=128), gptq(bits=8, group=128, order=False))
 # The same with activations rounded to int8.
 INTEGERS = (
     (PACKED_INT4, 3.0, 1.5),
@@ -85,6 +88,16 @@ def cases(setting: Setting) -> Iterator[Case]:
         numbers, moved = 3 * hidden * width * count, 4 * count * rows * hidden
         flop = 2 * numbers * rows
         contenders = [Contender(name="moelight", make=layer.ours, nbytes=2 * numbers + moved, flop=flop)]
+        contenders.extend(
+            Contender(
+                name=f"moelight {stored.name} repacked",
+                make=partial(_ours, stored, layer, setting, "auto", turned=True),
+                nbytes=_bytes(stored, layer) + moved,
+                flop=flop,
+                over="moelight",
+            )
+            for stored in REPACKED
+        )
         exact = [(*form, "auto") for form in FORMATS]
         for stored, few, middle, activations in (*exact, *((*form, "int8") for form in INTEGERS)):
             rounded = activations == "int8"
@@ -112,9 +125,11 @@ def _bytes(stored: StoredFormat, layer: Layer) -> int:
     return layer.count * sum(stored.bytes_for(*side) for side in _sides(layer))
 
 
-def _ours(stored: StoredFormat, layer: Layer, setting: Setting, activations: str) -> Timed:
+def _ours(stored: StoredFormat, layer: Layer, setting: Setting, activations: str, *, turned: bool = False) -> Timed:
     sets, out = sets_for(_bytes(stored, layer), setting.gib), torch.empty_like(layer.x)
     layers = [[_matrices(stored, layer.count, *side) for side in _sides(layer)] for _ in range(sets)]
+    if turned:
+        layers = [[[repacked(each) for each in side] for side in sides] for sides in layers]
     turn = turns(sets)
 
     def once() -> None:

@@ -92,6 +92,7 @@ void add_peaks(nb::module_& module);
 void add_prefill(nb::module_& module);
 void add_quantized(nb::module_& module);
 void add_read(nb::module_& module);
+void add_repack(nb::module_& module);
 void add_route(nb::module_& module);
 void add_threads(nb::module_& module);
 

@@ -84,6 +84,7 @@ NB_MODULE(_native, module) {
   add_prefill(module);
   add_quantized(module);
   add_read(module);
+  add_repack(module);
   add_route(module);
   add_threads(module);
 }

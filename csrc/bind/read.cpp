@@ -10,6 +10,7 @@
 #include <limits>
 
 #include "checks.h"
+#include "repack.h"
 
 namespace moelight::bind {
 namespace {
@@ -68,14 +69,25 @@ ReadRequest::Done make_done(const nb::object& callback) {
   };
 }
 
+ReadRequest::Arrange make_arrange(std::vector<Table> tables) {
+  if (tables.empty()) return nullptr;
+  return [tables = std::move(tables)](char* room, int64_t bytes) {
+    for (const Table& table : tables) turn(table, room, bytes);
+  };
+}
+
 std::shared_ptr<ReadRequest> submit(FileReader& reader, const std::vector<int64_t>& files,
                                     const std::vector<int64_t>& offsets, const std::vector<Out>& dests,
-                                    const nb::object& done) {
-  if (files.empty() || files.size() != offsets.size() || files.size() != dests.size())
-    refuse("parts", "must be at least one, each with file, offset and dest");
+                                    const std::vector<nb::object>& tables, const nb::object& done) {
+  if (files.empty() || files.size() != offsets.size() || files.size() != dests.size() || files.size() != tables.size())
+    refuse("parts", "must be at least one, each with file, offset, dest and table");
+  std::vector<Table> turned;
   std::vector<ReadPart> parts;
-  for (size_t i = 0; i < files.size(); ++i) parts.push_back(make_part(reader, files[i], offsets[i], dests[i]));
-  return reader.submit(std::move(parts), make_done(done));
+  for (size_t i = 0; i < files.size(); ++i) {
+    parts.push_back(make_part(reader, files[i], offsets[i], dests[i]));
+    if (!tables[i].is_none()) turned.push_back(to_table("table", tables[i], dests[i], reader.chunk_bytes()));
+  }
+  return reader.submit(std::move(parts), make_arrange(std::move(turned)), make_done(done));
 }
 
 nb::dict counts(const FileReader& reader) {
@@ -97,7 +109,7 @@ void add_read(nb::module_& module) {
       .def("wait", &ReadRequest::wait, "seconds"_a, Release())
       .def("fault", [](const ReadRequest& request) { return as_object(request.fault()); });
   nb::class_<FileReader>(module, "FileReader")
-      .def("submit", submit, "files"_a, "offsets"_a, "dests"_a, "done"_a.none())
+      .def("submit", submit, "files"_a, "offsets"_a, "dests"_a, "tables"_a, "done"_a.none())
       .def("direct", [](const FileReader& reader, int file) { return reader.file(file).direct(); })
       .def("close", &FileReader::close, Release())
       .def("counts", counts);

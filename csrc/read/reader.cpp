@@ -58,7 +58,8 @@ bool ReadRequest::wait(double seconds) {
   return changed_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return finished(); });
 }
 
-void ReadRequest::finish() {
+void ReadRequest::finish(char* room, int64_t bytes) {
+  if (arrange_ && fault_.none()) arrange_(room, bytes);
   if (done_) {
     done_(fault_);
     done_ = nullptr;
@@ -101,9 +102,11 @@ void FileReader::start(int depth) {
   for (int i = 0; i < depth; ++i) threads_.emplace_back([this, bounce = first + i * each] { serve(bounce); });
 }
 
-std::shared_ptr<ReadRequest> FileReader::submit(std::vector<ReadPart> parts, ReadRequest::Done done) {
+std::shared_ptr<ReadRequest> FileReader::submit(std::vector<ReadPart> parts, ReadRequest::Arrange arrange,
+                                                ReadRequest::Done done) {
   home_.check();
-  std::shared_ptr<ReadRequest> request(new ReadRequest(std::move(parts), std::move(done)), DeleteAtHome<ReadRequest>());
+  std::shared_ptr<ReadRequest> request(new ReadRequest(std::move(parts), std::move(arrange), std::move(done)),
+                                       DeleteAtHome<ReadRequest>());
   for (const ReadPart& part : request->parts_) request->chunks_left_ += chunks_of(part);
   const auto wanted = std::min<int64_t>(request->chunks_left_, static_cast<int64_t>(threads_.size()));
   {
@@ -183,7 +186,7 @@ void FileReader::serve(char* bounce) {
     }
     if (--request.chunks_left_ == 0) {
       lock.unlock();
-      request.finish();
+      request.finish(bounce, chunk_bytes_);
       for (const ReadPart& part : request.parts_) {
         if (!file(part.file).direct()) file(part.file).forget(part.offset, part.bytes);
       }

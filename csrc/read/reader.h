@@ -60,8 +60,12 @@ class ReadRequest {
  public:
   // Called once by a reading thread when all is read, before `wait` returns. Must not throw.
   using Done = std::function<void(const ReadFault&)>;
+  // Called by the same thread before that, if nothing went wrong: puts what was read into another order, by way of
+  // `bytes` of `room`, which are a chunk's at least. Must not throw.
+  using Arrange = std::function<void(char* room, int64_t bytes)>;
 
-  ReadRequest(std::vector<ReadPart> parts, Done done) : parts_(std::move(parts)), done_(std::move(done)) {}
+  ReadRequest(std::vector<ReadPart> parts, Arrange arrange, Done done)
+      : parts_(std::move(parts)), arrange_(std::move(arrange)), done_(std::move(done)) {}
 
   const OfThisProcess& home() const { return home_; }
   bool finished() const { return finished_.load(std::memory_order_acquire); }
@@ -72,10 +76,11 @@ class ReadRequest {
 
  private:
   friend class FileReader;
-  void finish();
+  void finish(char* room, int64_t bytes);
 
   const OfThisProcess home_;
   const std::vector<ReadPart> parts_;
+  Arrange arrange_;
   Done done_;
   // The next chunk, and how many chunks are not read yet. Guarded by the reader, as is the fault until all is read.
   size_t part_ = 0;
@@ -112,9 +117,11 @@ class FileReader {
   const OfThisProcess& home() const { return home_; }
   const ReadFile& file(int index) const { return *files_[static_cast<size_t>(index)]; }
   int files() const { return static_cast<int>(files_.size()); }
+  int64_t chunk_bytes() const { return chunk_bytes_; }
 
   // Memory and lengths are the caller's promise. Throws std::logic_error after close() and in the child of a fork.
-  std::shared_ptr<ReadRequest> submit(std::vector<ReadPart> parts, ReadRequest::Done done);
+  std::shared_ptr<ReadRequest> submit(std::vector<ReadPart> parts, ReadRequest::Arrange arrange,
+                                      ReadRequest::Done done);
   // Returns when all that was submitted is read and the threads have ended; from one thread only. Throws
   // std::logic_error inside a Done.
   void close();

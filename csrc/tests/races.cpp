@@ -3,9 +3,11 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <thread>
@@ -91,14 +93,19 @@ void read_some(moelight::FileReader& reader, int caller) {
     std::vector<char> dst(static_cast<size_t>(bytes));
     std::atomic<bool> told{false};
     const bool beyond = round % 10 == 9;
-    const auto request = reader.submit({{0, beyond ? kSize - 100 : offset, bytes, dst.data()}},
-                                       [&](const moelight::ReadFault& fault) { told = fault.none() != beyond; });
+    const auto request = reader.submit(
+        {{0, beyond ? kSize - 100 : offset, bytes, dst.data()}},
+        [&](char* room, int64_t size) {
+          std::memset(room, 0, static_cast<size_t>(size));
+          std::reverse(dst.begin(), dst.end());
+        },
+        [&](const moelight::ReadFault& fault) { told = fault.none() != beyond; });
     do {
       reader.counts();
     } while (!request->wait(0.001));
     require(told && request->fault().none() != beyond, "what went wrong was not told");
     for (int64_t i = 0; !beyond && i < bytes; i += 977)
-      require(dst[static_cast<size_t>(i)] == byte_at(offset + i), "a byte is wrong");
+      require(dst[static_cast<size_t>(bytes - 1 - i)] == byte_at(offset + i), "a byte is wrong");
   }
 }
 
@@ -109,7 +116,7 @@ void reader(const std::string& path, bool direct) {
   for (int round = 0; round < 50; ++round) {
     std::vector<char> dst(200'000);
     const auto closing = open();
-    closing->submit({{0, round, 200'000, dst.data()}}, nullptr);
+    closing->submit({{0, round, 200'000, dst.data()}}, nullptr, nullptr);
     closing->close();
     require(dst[199'999] == byte_at(199'999 + round), "closing did not wait");
   }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 
 import torch
@@ -26,6 +26,7 @@ from moelight.hrm.footprint import (
     pass_tokens,
 )
 from moelight.hrm.placement import place, slot_table
+from moelight.kernels import native
 from moelight.kernels.gpu.attention import prompt_form
 from moelight.kernels.products import Workspace
 from moelight.kernels.reads import FileReader, ReadPart
@@ -44,7 +45,7 @@ from moelight.runtime.microbatch import SavedActivations, StagingBuffers
 from moelight.runtime.moe_ops import MoEOps
 from moelight.runtime.ops import Operations
 from moelight.runtime.warm_up import warm_up
-from moelight.scheduler.layout import layout_of
+from moelight.scheduler.layout import Layout, layout_of
 from moelight.weights.load import ModelWeights, PageReader, load_dense, page_files, page_views
 from moelight.weights.tensor_map import OpenCheckpoint
 from moelight.weights.torch_dtypes import to_torch
@@ -81,6 +82,7 @@ class LoadedModel:
         self.layout = layout_of(self.profile, policy, self.dtype, placement=self.placement)
         self.pool = BlockPool(kv_blocks(policy), kv_device_blocks(policy))
         dtype = to_torch(self.dtype)
+        source = _repacked(source, policy, self.layout)
         with ExitStack() as opened:
             self._reader = opened.enter_context(_page_reader(source, self.dtype, policy, opened))
             runners = open_lanes(machine, lanes, cores_for(machine, policy))
@@ -289,6 +291,14 @@ def _page_reader(source: OpenCheckpoint, dtype: DType, policy: Policy, opened: E
         mixed=bool(dtype.pages) and policy.ffn_device != "cpu",
         in_order=policy.activations == INT8,
     )
+
+
+def _repacked(source: OpenCheckpoint, policy: Policy, layout: Layout) -> OpenCheckpoint:
+    """``source`` with its quantised pages turned on arrival, where a CPU computes experts and pages are read whole."""
+    quantized = source.weight_map.quantized
+    if quantized is None or not costs.repacks(policy.ffn_device) or len(layout.parts) > 1 or not native.available():
+        return source
+    return replace(source, weight_map=replace(source.weight_map, quantized=quantized.repacked()))
 
 
 def refuse_prediction(source: OpenCheckpoint, experts: ExpertRuntime | None) -> None:

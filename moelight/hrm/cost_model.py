@@ -145,6 +145,14 @@ class CostModel:
         """Bytes of a page that is transferred, on average."""
         return costs.moved_page_bytes(self.model, self.page_dtype)
 
+    def repacked_bytes(self) -> int:
+        """Bytes of such a page that are turned into packed integers when it is read from disk."""
+        return costs.repacked_page_bytes(self.model, self.page_dtype, self.ffn_device, discrete=self.discrete)
+
+    def repacking_s(self) -> Any:
+        """Seconds of the CPU in which such a page is turned."""
+        return self.speeds.cpu.touch_s(costs.REPACKING_PASSES * self.repacked_bytes())
+
     def up_s(self, size: Any, transfers: Any = 1.0) -> Any:
         """Seconds to move ``size`` bytes from host to device in ``transfers`` transfers."""
         return size / self.speeds.h2d + transfers * self.speeds.transfer_s

@@ -85,6 +85,20 @@ def page_parts(size: int, most: int = PART_BYTES) -> tuple[range, ...]:
     return tuple(range(first, last) for first, last in pairwise(bounds))
 
 
+def repacked_page_bytes(model: ModelProfile, dtype: DType, ffn_device: str, *, discrete: bool) -> int:
+    """Bytes of one expert, on average, that are turned into packed integers when it is read: none where a GPU computes
+    all experts, or pages cross a link in parts."""
+    if model.stored is None or dtype != model.stored.dtype or not repacks(ffn_device):
+        return 0
+    parts = page_parts(page_bytes(model, dtype)) if discrete and ffn_device != "cpu" else ()
+    return model.stored.repacked_bytes if len(parts) < 2 else 0
+
+
+def repacks(ffn_device: str) -> bool:
+    """True if a CPU computes experts, whose kernels read packed integers faster than what is stored by columns."""
+    return ffn_device != "gpu"
+
+
 @lru_cache(maxsize=64)
 def dense_bytes(model: ModelProfile, dtype: DType, *, kept: bool = False) -> int:
     """Bytes of all tensors outside the experts in memory, each aligned for vector loads. ``kept``: as `keeps_stored`
@@ -366,6 +380,10 @@ def widest_head(model: ModelProfile) -> int:
 
 def _attention_specs(model: ModelProfile) -> Iterable[AttentionSpec]:
     return [kind.spec for kind in attention_kinds(model)] or [model.attention]
+
+
+# Times that host memory is touched for each byte of a page that is turned when it is read.
+REPACKING_PASSES = 2
 
 
 def staging_passes(*, from_disk: bool) -> int:

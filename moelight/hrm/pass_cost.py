@@ -196,7 +196,7 @@ def _on_the_cpu(
     none = np.zeros_like(busy)
     reading = share * placed.from_disk * cost_model.page_bytes() / (speeds.disk or NO_DISK_BYTES_PER_S) + none
     return PassCost(
-        lanes={"cpu": busy, "disk": reading},
+        lanes={"cpu": busy + share * placed.from_disk * cost_model.repacking_s(), "disk": reading},
         count=batches.count,
         act=act,
         attend=attend_each,
@@ -247,15 +247,15 @@ def _beside_a_gpu(
     cross_s = decode.count * one_cross_s + prompts.count * prompt_cross_s
     pages_s, staged_bytes = _transfers(cost_model, placed)
     pages, page = tuple(share * seconds for seconds in pages_s), cost_model.page_bytes()
-    read_by_experts = decode.count * one_met * page + prompts.count * prompt_met * page
-    read = _kv_read_bytes(cost_model, kind, attention_on_cpu)
-    touched = read + up_bytes + down_bytes + read_by_experts + share * staged_bytes
+    read, met = _kv_read_bytes(cost_model, kind, attention_on_cpu), decode.count * one_met + prompts.count * prompt_met
+    touched = read + up_bytes + down_bytes + met * page + share * staged_bytes
+    host_s = speeds.cpu.touch_s(2 * stored_bytes) + share * placed.from_disk * cost_model.repacking_s()
     resident_s, offloaded_s = act + attend * (1.0 - attention_on_cpu), attend * attention_on_cpu + one_s
     chain = resident_s + offloaded_s + 2.0 * one_cross_s + _where(decode, each_up + each_down)
     return PassCost(
         lanes={
             "device": device + decode.count * attend * (1.0 - attention_on_cpu),
-            "cpu": speeds.cpu.touch_s(2 * stored_bytes) + experts_s + decode.count * attend * attention_on_cpu,
+            "cpu": host_s + experts_s + decode.count * attend * attention_on_cpu,
             "h2d": pages[0] + up + cross_s,
             "d2h": down + cross_s,
             "stage": pages[1],
@@ -345,13 +345,14 @@ def _transfers(cost_model: CostModel, placed: PlacementCounts) -> tuple[tuple[An
     that they touch."""
     page, speeds = cost_model.page_bytes(), cost_model.speeds
     disk = placed.from_disk * page / (speeds.disk or NO_DISK_BYTES_PER_S)
+    repacking = placed.from_disk * costs.REPACKING_PASSES * cost_model.repacked_bytes()
     if cost_model.ffn_device == "cpu":
-        return (0.0 * disk, 0.0 * disk, disk), placed.from_disk * page
+        return (0.0 * disk, 0.0 * disk, disk), placed.from_disk * page + repacking
     link = (placed.from_host + placed.from_disk) * page / speeds.h2d
     staged = 0.0 if cost_model.pinned_pages else 1.0
     touches = 1 if cost_model.pinned_pages else costs.staging_passes(from_disk=False)
     touched = touches * placed.from_host + costs.staging_passes(from_disk=True) * placed.from_disk
-    return (link, staged * placed.from_host * page / speeds.stage, disk), touched * page
+    return (link, staged * placed.from_host * page / speeds.stage, disk), touched * page + repacking
 
 
 def _computed_share(cost_model: CostModel, placed: PlacementCounts) -> Any:

@@ -147,13 +147,15 @@ class PassCosts:
         return float(cost_model.experts_s(cost_model.expert_unit, tokens, share))
 
     def _transfer(self, task: Task) -> TaskCost:
-        """A staging copy writes and reads host memory; every other transfer touches it once; a page that is already
-        prefetched costs nothing."""
-        speeds, touched = self._cost_model.speeds, task.bytes
+        """A staging copy writes and reads host memory, and so does what turns a page that was read; every other
+        transfer touches it once; a page that is already prefetched costs nothing."""
+        speeds, touched = self._cost_model.speeds, float(task.bytes)
         if task.kind is TaskKind.PREFETCHED_PAGE:
             return TaskCost(seconds=0.0)
         if task.lane is Lane.DISK:
             seconds = task.bytes / speeds.disk if speeds.disk else float("inf")
+            turned = self._cost_model.repacked_bytes() / max(self._cost_model.page_bytes(), 1)
+            touched += costs.REPACKING_PASSES * turned * task.bytes
         elif task.lane is Lane.STAGE:
             seconds, touched = task.bytes / speeds.stage, 2 * task.bytes
         else:

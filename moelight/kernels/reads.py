@@ -26,6 +26,7 @@ from moelight.core.units import MiB
 from moelight.hrm.footprint import READ_CHUNK_BYTES, READ_DEPTH
 from moelight.kernels import native
 from moelight.kernels.arguments import as_dlpack, check_integer, check_tensor
+from moelight.kernels.repack import Table
 
 Fault = tuple[int, str, str]
 
@@ -65,8 +66,17 @@ class PreadReader:
             self._files = opened.pop_all()
         self._threads = ThreadPoolExecutor(depth, "moelight-reader")
 
-    def submit(self, files: list[int], offsets: list[int], dests: list[Any], done: None) -> PreadRequest:  # noqa: ARG002
+    def submit(
+        self,
+        files: list[int],
+        offsets: list[int],
+        dests: list[Any],
+        tables: list[Table | None],
+        done: None,  # noqa: ARG002
+    ) -> PreadRequest:
         _check_home(self._process)
+        if any(tables):
+            raise ValueError("table: must be None without the extension")
         request = PreadRequest()
         request.chunks = [
             self._threads.submit(self._serve, request, file, offset + begin, dest[begin : begin + self._chunk_bytes])
@@ -145,11 +155,14 @@ _POLL_S = 0.1
 
 
 class ReadPart(NamedTuple):
-    """A read from byte ``offset`` of ``file`` into ``dest``: uint8 [n], contiguous, in CPU memory, pinned or not."""
+    """A read from byte ``offset`` of ``file`` into ``dest``: uint8 [n], contiguous, in CPU memory, pinned or not.
+    ``table``: how ``dest`` is turned once all parts of the call are read, by the thread that ends them (the extension
+    alone does so); None: it stays as it is."""
 
     file: Path
     offset: int
     dest: Tensor
+    table: Table | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,7 +254,8 @@ class FileReader(AbstractContextManager["FileReader"]):
             raise ValueError("parts: must be at least one")
         files, offsets = [self._index[part.file] for part in found], [part.offset for part in found]
         dests = [self._export("dest", part.dest) for part in found]
-        ticket = ReadTicket(found, self._reader.submit(files, offsets, dests, None))
+        tables = [part.table for part in found]
+        ticket = ReadTicket(found, self._reader.submit(files, offsets, dests, tables, None))
         with self._turn:
             self._running = [other for other in self._running if not other._over()]
             self._running.append(ticket)
@@ -276,15 +290,15 @@ class FileReader(AbstractContextManager["FileReader"]):
         self.close()
 
     def _check(self, part: object) -> ReadPart:
-        if not isinstance(part, tuple) or len(part) != 3:
-            raise ValueError(f"parts: each is (file, offset, dest), not {type(part).__name__}")
-        file, offset, dest = part
+        if not isinstance(part, tuple) or not 3 <= len(part) <= 4:
+            raise ValueError(f"parts: each is (file, offset, dest) and perhaps a table, not {type(part).__name__}")
+        file, offset, dest, table = (*part, None)[:4]
         path = _path(file)
         if path not in self._index:
             raise ValueError(f"file: {path} is not one of those that were opened")
         check_integer("offset", offset, 0, 1 << 62)
         check_tensor("dest", dest, torch.uint8, (None,))
-        return ReadPart(path, offset, dest)
+        return ReadPart(path, offset, dest, table)
 
 
 def _path(file: object) -> Path:

@@ -106,7 +106,9 @@ def with_stored(profile: ModelProfile, format_of: Callable[[str], StoredFormat |
 
     kept = kept_matrices(profile, kept_as)
     name, of_experts = (", ".join(names) or profile.dtype for names in (counted.named, experts))
-    return replace(profile, stored=StoredWeights.of(name, of_experts, pages, _elements(profile), dense, kept, reasons))
+    stored = StoredWeights.of(name, of_experts, pages, _elements(profile), dense, kept, reasons)
+    repacked = -(-counted.repacked // max(sum(map(len, pages)), 1))
+    return replace(profile, stored=replace(stored, repacked_bytes=repacked))
 
 
 def kept_matrices(
@@ -139,7 +141,12 @@ def with_pages(
     stored = profile.stored
     assert stored is not None, "only quantised pages differ from what the profile says"
     found = StoredWeights.of(stored.name, stored.dtype.name, pages, _elements(profile), stored.dense, kept)
-    found = replace(found, without_integers=stored.without_integers, exact=stored.exact)
+    found = replace(
+        found,
+        without_integers=stored.without_integers,
+        exact=stored.exact,
+        repacked_bytes=stored.repacked_bytes,
+    )
     return replace(profile, stored=found)
 
 
@@ -149,13 +156,14 @@ def _elements(profile: ModelProfile) -> int:
 
 class _Count:
     """Bytes of the matrices of a model; ``named``: the formats met, in order; ``reasons``: why each has no integers, or
-    None."""
+    None; ``repacked``: bytes of all experts that are turned into packed integers."""
 
     def __init__(self, profile: ModelProfile, format_of: Callable[[str], StoredFormat | None], where: str) -> None:
         self._profile, self._format_of, self._where = profile, format_of, where
         self._itemsize = dtype_named(profile.dtype).itemsize
         self.named: dict[str, None] = {}
         self.reasons: dict[str, str | None] = {}
+        self.repacked = 0
 
     def matrix(self, module: str, rows: int, columns: int, *, paged: bool = False) -> int | None:
         """Bytes of the matrix [rows, columns] of ``module``, in an expert's page if ``paged``; None in the model's
@@ -170,6 +178,8 @@ class _Count:
         except ConfigError as error:
             raise ConfigError(f"{self._where}: {module}: {error}; config and weights do not fit") from None
         self.named[stored.name] = None
+        if paged and stored.repacked(rows, columns) is not None:
+            self.repacked += size
         return size
 
     def pages(self, layer: int) -> list[int]:
@@ -296,7 +306,8 @@ def _gptq(settings: _Settings, _: str) -> Iterable[ModuleRule]:
 
 def _gptq_format(settings: _Settings, bias: int) -> StoredFormat:
     bits = settings.integer("bits", 0, lambda bits: bits in (2, 4, 8), "2, 4 or 8")
-    return formats.gptq(bits=bits, group=settings.group(), zero_bias=bias)
+    in_order = settings.values.get("desc_act") is False
+    return formats.gptq(bits=bits, group=settings.group(), in_order=in_order, zero_bias=bias)
 
 
 def _awq(settings: _Settings, _: str) -> Iterable[ModuleRule]:

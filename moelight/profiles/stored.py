@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from moelight.core.dtypes import DType
@@ -32,6 +32,7 @@ _WORD = 32  # bits
 _INTEGER_BLOCKS = ("Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 _BLOCK_GROUPS = {"Q4_K": (256, 32), "Q5_K": (256, 32), "Q6_K": (256, 16)}
 _LEAST_GROUP, _MOST_GROUP = 32, 128  # columns of an activation in int8 that share a scale
+_MOST_REPACKED_ROWS = 1 << 18  # whose words fit the buffer that they are turned by way of
 _FLOATS, _EXPONENTS = ("F16", "BF16", "F32"), ("U8", "F8_E8M0")  # of scales; exponents of two, biased by 127
 
 
@@ -67,6 +68,7 @@ class StoredFormat:
             where they are packed.
         zero_bias: added to stored zero points, modulo 2^bits (1: the first version of GPTQ's format).
         order: of GPTQ: each column says its group (``g_idx``), as columns may be quantised in another order.
+        in_order: the config says that they are in the order of their groups.
         names: suffixes of codes, scales, zero points, order.
         block, block_bytes: numbers and bytes of a ggml block.
     """
@@ -81,6 +83,7 @@ class StoredFormat:
     zero_points: bool = False
     zero_bias: int = 0
     order: bool = False
+    in_order: bool = False
     names: tuple[str, ...] = (".weight", ".weight_scale", ".weight_zero_point")
     block: int = 1
     block_bytes: int = 0
@@ -138,6 +141,17 @@ class StoredFormat:
             StoredPart(zeros, ("I32",), (groups, rows * bits // _WORD)),
         ]
         return (*found, *([StoredPart(order, ("I32",), (columns,))] if self.order else []))
+
+    def repacked(self, rows: int, columns: int) -> StoredFormat | None:
+        """The packed integers that a matrix of GPTQ or AWQ becomes where its parts are turned to lie by rows
+        (`kernels.repack`): the same numbers in the same bytes, without an order. None where it has one, or words or
+        groups that do not come out even, or is another format."""
+        if not self.transposed or (self.order and not self.in_order) or rows > _MOST_REPACKED_ROWS:
+            return None
+        group = self.group if self.groups(columns) > 1 else 0
+        if columns % self.per_word or columns % (group or 1):
+            return None
+        return replace(self, kind=PACKED, group=group, zero_bias=0, order=False, in_order=False, names=self.names[:3])
 
     def bytes_for(self, rows: int, columns: int) -> int:
         """Bytes of a matrix, scales, zero points and order included; raises as `parts` does."""
@@ -212,7 +226,7 @@ def plain(dtype: str) -> StoredFormat:
     return StoredFormat(name=dtype, kind=PLAIN, bits=8 * ITEM_BYTES[dtype], codes=dtype)
 
 
-def gptq(*, bits: int, group: int, order: bool = True, zero_bias: int = 1) -> StoredFormat:
+def gptq(*, bits: int, group: int, order: bool = True, in_order: bool = False, zero_bias: int = 1) -> StoredFormat:
     """GPTQ: zero points always stored, also symmetric ones; ``order`` as ``g_idx`` is, also without ``desc_act``."""
     return StoredFormat(
         name=f"GPTQ int{bits}{_of(group)}",
@@ -224,6 +238,7 @@ def gptq(*, bits: int, group: int, order: bool = True, zero_bias: int = 1) -> St
         zero_points=True,
         zero_bias=zero_bias,
         order=order,
+        in_order=in_order,
         names=(".qweight", ".scales", ".qzeros", ".g_idx"),
     )
 
@@ -314,6 +329,7 @@ class StoredWeights:
             page.
         dense: quantised tensors outside the experts: name, layer and bytes; the others have the model's dtype.
         kept: those that our own decoder multiplies on a CPU as they are stored: name, layer and bytes in memory.
+        repacked_bytes: of an expert on average, those of matrices that are turned into packed integers on a CPU.
         mixed: experts of some layer are stored in several formats, so that on a GPU torch computes them.
         without_integers: the reason why activations rounded to int8 multiply no matrix of the experts, or None.
         exact: where they multiply some, the formats of those that meet activations as they are.
@@ -326,6 +342,7 @@ class StoredWeights:
     mean_page_bytes: int
     dense: tuple[tuple[str, int, int], ...] = ()
     kept: tuple[tuple[str, int, int], ...] = ()
+    repacked_bytes: int = 0
     mixed: bool = False
     without_integers: str | None = None
     exact: tuple[str, ...] = ()

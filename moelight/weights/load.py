@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -28,11 +28,13 @@ from moelight.core.units import MiB, align_up
 from moelight.hrm.costs import TENSOR_ALIGNMENT, dense_bytes, kept_parts, page_bytes
 from moelight.kernels.integers import no_integers
 from moelight.kernels.quantized import QuantizedMatrix, StackedMatrix, cpu_dequantize
+from moelight.kernels.repack import Table, in_group_order, repacked, turn
 from moelight.profiles.gguf_models import hf_rows
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.stored import PART_ALIGNMENT
 from moelight.profiles.tensor_list import dense_tensors, page_shapes
 from moelight.weights.quantized_checkpoint import QuantizedInfo
+from moelight.weights.quantized_pages import Repacking
 from moelight.weights.source import TensorInfo
 from moelight.weights.stored_matrix import StoredMatrix
 from moelight.weights.tensor_map import WeightMap
@@ -211,7 +213,7 @@ def load_dense(
 
 
 def _kept(infos: Sequence[TensorInfo], rooms: Sequence[torch.Tensor], activations: str) -> StackedMatrix:
-    """The matrices ``infos`` as stored, each in its room (uint8, its `kept_bytes`)."""
+    """The matrices ``infos`` as stored, or repacked, each in its room (uint8, its `kept_bytes`)."""
     parts, chosen = [], []
     for info, room in zip(infos, rooms, strict=True):
         assert isinstance(info, QuantizedInfo), "kept matrices are quantised"
@@ -220,7 +222,8 @@ def _kept(infos: Sequence[TensorInfo], rooms: Sequence[torch.Tensor], activation
         if matrix.heads:
             for part in found.values():
                 part.copy_(part[hf_rows(matrix.rows, matrix.heads)])
-        parts.append(QuantizedMatrix(stored=matrix.stored, rows=matrix.rows, columns=matrix.columns, parts=found))
+        whole = QuantizedMatrix(stored=matrix.stored, rows=matrix.rows, columns=matrix.columns, parts=found)
+        parts.append(repacked(whole))
         chosen.append(activations if no_integers(parts[-1]) is None else "auto")
     return StackedMatrix(tuple(parts), tuple(chosen))
 
@@ -293,14 +296,24 @@ class PageRead(Protocol):
         ...
 
 
-Submit = Callable[[Sequence[tuple[Path, int, torch.Tensor]]], PageRead]
+Submit = Callable[[Sequence[tuple[Path, int, torch.Tensor, Table | None]]], PageRead]
+
+
+class _PartRead(NamedTuple):
+    """``piece`` into ``numbers``, from byte ``offset`` of its page on; ``table``: how it is turned there."""
+
+    piece: TensorInfo
+    numbers: torch.Tensor
+    offset: int
+    table: Table | None
 
 
 class PageReader(TensorReader):
     """Reads expert pages from disk, as ``dtype``. Thread-safe; `close` after use.
 
-    ``submit`` starts reads of (file, offset, destination) that bypass the page cache, for pages that need no dtype
-    conversion. Without it, and for other pages, reads are sequential and go through the page cache.
+    ``submit`` starts reads of (file, offset, destination, table) that bypass the page cache, for pages that need no
+    dtype conversion; what has a table is turned as it says before the read is complete. Without it, and for other
+    pages, reads are sequential and go through the page cache.
 
     Attributes:
         wide_layers: layers with an expert that float16 does not hold, complete for pages whose reads have ended; empty
@@ -334,40 +347,52 @@ class PageReader(TensorReader):
 
     def start(self, page: Page, dest: torch.Tensor, begin: int = 0) -> PageRead | None:
         """Start to fill ``dest`` (uint8, contiguous, whole numbers of ``dtype``) with the bytes of ``page`` (gate, up,
-        down) from ``begin`` on. Returns None if the read is complete on return; raises CheckpointError here or in
-        `PageRead.wait`."""
+        down) from ``begin`` on; a page that is turned on arrival is read whole, into host memory. Returns None if the
+        read is complete on return; raises CheckpointError here or in `PageRead.wait`."""
         check_bytes(dest, 1, "the slot")
         numbers = dest[: self.page_bytes - begin].view(self._dtype)
         first, size = begin // self._dtype.itemsize, self._stored.itemsize
-        pieces, reads = [], []
-        for piece, start in self._pieces(page, first, numbers.numel()):
-            pieces.append(piece)
-            reads.append((piece, numbers[start - first : start - first + piece.nbytes // size]))
-        examine = partial(self._examine, (page, begin, numbers.numel()), reads)
+        quantized = self._quantized
+        repacking = None if quantized is None else quantized.repacking_of(page)
+        tables = {} if repacking is None else repacking.tables
+        whole = quantized is not None and not begin and len(numbers) >= quantized.bytes_of(page)
+        if tables and not (whole and dest.device.type == "cpu"):
+            raise ValueError("pages that are turned on arrival are read whole, into host memory")
+        reads = [
+            _PartRead(piece, numbers[start - first : start - first + piece.nbytes // size], start, tables.get(start))
+            for piece, start in self._pieces(page, first, numbers.numel())
+        ]
+        examine = partial(self._examine, (page, begin, numbers.numel()), reads, repacking)
         if self._submit is not None and dest.device.type == "cpu":
-            parts = [(piece.file, piece.offset, into.view(torch.uint8)) for piece, into in reads]
-            return _DirectPageRead(self._submit(parts), pieces, examine)
-        for piece, into in reads:
-            self.read(piece, into)
+            parts = [(part.piece.file, part.piece.offset, part.numbers.view(torch.uint8), part.table) for part in reads]
+            return _DirectPageRead(self._submit(parts), [part.piece for part in reads], examine)
+        for part in reads:
+            self.read(part.piece, part.numbers)
+            if part.table is not None:
+                turn(part.numbers, part.table)
         examine()
         return None
 
-    def _examine(self, part: tuple[Page, int, int], reads: Sequence[tuple[TensorInfo, torch.Tensor]]) -> None:
+    def _examine(self, part: tuple[Page, int, int], reads: Sequence[_PartRead], repacking: Repacking | None) -> None:
         """Notice numbers that float16 does not hold in what was read, unless ``part`` was examined before."""
         if (not self._mixed and not (self._quantized and self._quantized.groups)) or part in self._examined:
             return
-        self._examined.add(part)
         if self._quantized is not None:
-            _check_groups(self._quantized.groups, reads, in_order=self._in_order)
-            return
-        for piece, numbers in reads:
+            orders = {} if repacking is None else repacking.orders
+            _check_groups(self._quantized.groups, reads, orders, in_order=self._in_order)
+        else:
+            self._notice_wide(part[0].layer, reads)
+        self._examined.add(part)
+
+    def _notice_wide(self, layer: int, reads: Sequence[_PartRead]) -> None:
+        for piece, numbers, *_ in reads:
             if exceeds_float16(numbers):
                 if not self.wide_layers:
                     told = (
                         "%s: tensor %r: beyond the range of float16; the experts of such layers are computed in float32"
                     )
                     _log.warning(told, piece.file, piece.name)
-                self.wide_layers.add(part[0].layer)
+                self.wide_layers.add(layer)
 
     def _pieces(self, page: Page, begin: int, count: int) -> Iterator[tuple[TensorInfo, int]]:
         """The locations of ``count`` numbers of a page from number ``begin`` on, and the number at which each starts; a
@@ -383,11 +408,12 @@ class PageReader(TensorReader):
 
 
 def _check_groups(
-    groups: Mapping[str, int], reads: Iterable[tuple[TensorInfo, torch.Tensor]], *, in_order: bool
+    groups: Mapping[str, int], reads: Iterable[_PartRead], orders: Mapping[int, int], *, in_order: bool
 ) -> None:
-    """Raise CheckpointError if a tensor that says the group of each column names one that is not there, or, if they
-    have to be ``in_order``, one before that of the column to its left."""
-    for piece, numbers in reads:
+    """Raise CheckpointError if a tensor that says the group of each column names one that is not there; if they have to
+    be ``in_order``, one before that of the column to its left; or if one at an offset of ``orders`` does not count
+    groups of as many columns."""
+    for piece, numbers, offset, _ in reads:
         if (count := groups.get(piece.name)) is not None:
             each = numbers.view(torch.int32)
             least, most = each.aminmax()
@@ -401,6 +427,11 @@ def _check_groups(
                 raise CheckpointError(
                     f"{piece.file}: tensor {piece.name!r}: columns are not in the order of their groups, as "
                     "activations int8 need them; leave activations at auto"
+                )
+            if offset in orders and not in_group_order(each, orders[offset]):
+                raise CheckpointError(
+                    f"{piece.file}: tensor {piece.name!r}: columns are not in the order of their groups, although "
+                    "config.json says desc_act false; set that to true, or fetch the checkpoint again"
                 )
 
 

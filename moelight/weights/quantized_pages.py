@@ -12,6 +12,7 @@ from typing import NamedTuple
 from moelight.core.errors import CheckpointError
 from moelight.core.schedule import Page
 from moelight.core.units import align_up
+from moelight.kernels.repack import Table, part_table
 from moelight.profiles.stored import ITEM_BYTES, PART_ALIGNMENT, SHAPE, StoredFormat
 from moelight.weights.page_layout import Matrix, PageLayout
 from moelight.weights.quantized_checkpoint import QuantizedInfo
@@ -44,6 +45,15 @@ class MatrixPlace:
         return self.stored is None and self.parts[0][1].shape == (self.columns, self.rows) != (self.rows, self.columns)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Repacking:
+    """How the parts of a page are turned on arrival: the table of each by its offset in the page. ``orders``: by the
+    offsets of tensors that say the group of each column, the columns of the groups that they have to count."""
+
+    tables: Mapping[int, Table]
+    orders: Mapping[int, int]
+
+
 Kind = tuple[tuple[str, MatrixPlace], ...]  # the matrices of a page by the names of `cpu_expert_ffn`, in order
 
 
@@ -57,6 +67,7 @@ class QuantizedPages:
         sizes: bytes of a page of each kind.
         interleaved: rows of gate and up alternate in ``gate_up``.
         groups: of tensors that say the group of each column, by name: how many there are.
+        repacking: how pages of each kind are turned on arrival, to lie as ``kinds`` says; empty if they are not.
     """
 
     pieces: Mapping[Page, tuple[TensorInfo, ...]]
@@ -65,6 +76,7 @@ class QuantizedPages:
     sizes: tuple[int, ...]
     interleaved: bool = False
     groups: Mapping[str, int] = field(default_factory=dict)
+    repacking: tuple[Repacking, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -81,6 +93,38 @@ class QuantizedPages:
     def bytes_of(self, page: Page) -> int:
         """Bytes of a whole page."""
         return self.sizes[self.kind_of[page]]
+
+    def repacking_of(self, page: Page) -> Repacking | None:
+        """How ``page`` is turned on arrival; None if no part of it is."""
+        found = self.repacking[self.kind_of[page]] if self.repacking else None
+        return found if found is not None and found.tables else None
+
+    def repacked(self) -> QuantizedPages:
+        """The same pages where matrices of GPTQ and AWQ lie as packed integers, turned on arrival; those in an order of
+        columns stay as they are stored."""
+        found = [_repacked(kind) for kind in self.kinds]
+        return replace(self, kinds=tuple(kind for kind, _ in found), repacking=tuple(each for _, each in found))
+
+
+def _repacked(kind: Kind) -> tuple[Kind, Repacking]:
+    """Where the parts of a page of ``kind`` lie once they are turned, and how they are."""
+    found, tables, orders = [], dict[int, Table](), dict[int, int]()
+    for name, place in kind:
+        by_rows = None if place.stored is None else place.stored.repacked(place.rows, place.columns)
+        if place.stored is None or by_rows is None:
+            found.append((name, place))
+            continue
+        shapes = {part.suffix: part.shape for part in by_rows.parts(place.rows, place.columns)}
+        parts = []
+        for suffix, part in place.parts:
+            table = part_table(place.stored, suffix, part.shape, ITEM_BYTES[part.dtype])
+            if table is None:
+                orders[part.offset] = place.stored.group
+            else:
+                tables[part.offset] = table
+                parts.append((suffix, part._replace(shape=shapes[suffix])))
+        found.append((name, replace(place, stored=by_rows, parts=tuple(parts))))
+    return tuple(found), Repacking(tables=MappingProxyType(tables), orders=MappingProxyType(orders))
 
 
 def lay_out_pages(

@@ -16,16 +16,22 @@ from torch import Tensor
 
 from moelight.cli.main import main
 from moelight.core.errors import CheckpointError, ConfigError
-from moelight.core.policy import Shares
+from moelight.core.policy import Policy, Shares
+from moelight.core.schedule import Page
 from moelight.engine.checkpoints import open_model
+from moelight.engine.engine import Engine
+from moelight.kernels import native
 from moelight.kernels.gpu import serving
 from moelight.kernels.gpu.pages import PageTable
 from moelight.kernels.gpu.quantized import QuantizedTable
 from moelight.models.moe import table_of
+from moelight.profiles.stored import PACKED
 from moelight.runtime import moe_ops
-from tests.engine.graphs import ORDERS, STREAMED, tokens
+from moelight.weights.load import PageReader
+from moelight.weights.quantized_pages import QuantizedPages
+from tests.engine.graphs import HOW, ORDERS, SIZES, STREAMED, prompts, tokens
 from tests.engines import Tiny
-from tests.weights.quantised import METHODS, Method, quantise, quantise_stacks
+from tests.weights.quantised import BY_ROWS, METHODS, Method, quantise, quantise_stacks
 
 SHAPE: dict[str, Any] = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 RESIDENT = Shares(host=1.0)
@@ -57,6 +63,58 @@ def test_tokens_are_those_of_the_numbers(name: str, mixtral: Path, tmp_path: Pat
     assert opened.weight_map.quantized.nbytes == opened.profile.stored.page_bytes >= stored  # type: ignore[union-attr]
     assert tokens(quantised, weights=RESIDENT) == wanted
     assert tokens(quantised, weights=STREAMED) == wanted
+
+
+def scores(directory: Path, **policy: Any) -> list[Any]:
+    """Tokens and the log-probabilities of all of the vocabulary."""
+    with Engine(Policy(model=str(directory), **{**SIZES, **policy}), device="cpu") as engine:
+        found = engine.generate(prompts(), replace(HOW, logprobs=-1))
+    return [(each.token_ids, each.logprobs) for each in found]
+
+
+@pytest.mark.skipif(not native.available(), reason="the extension is not built")
+@pytest.mark.parametrize("activations", ["auto", "int8"])
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_pages_of_columns_are_those_of_rows_once_they_are_there(
+    name: str, activations: str, mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, resident and streamed: as packed integers of the same numbers, and as before they were turned."""
+    by_columns, _ = quantise(mixtral, tmp_path / "columns", METHODS[name])
+    by_rows, _ = quantise(mixtral, tmp_path / "rows", BY_ROWS[name])
+    how = {"weights": RESIDENT, "activations": activations}
+    wanted = scores(by_rows, **how)
+    turned: list[QuantizedPages] = []
+    repacked = QuantizedPages.repacked
+    monkeypatch.setattr(QuantizedPages, "repacked", lambda pages: turned.append(repacked(pages)) or turned[-1])
+    assert scores(by_columns, **how) == wanted
+    assert {place.stored.kind for kind in turned[0].kinds for _, place in kind if place.stored} == {PACKED}
+    assert scores(by_columns, **{**how, "weights": STREAMED}) == wanted
+    assert scores(by_columns, **{**how, "weights": Shares(host=0.4, disk=0.6), "residents": "learned"}) == wanted
+    monkeypatch.setattr(QuantizedPages, "repacked", lambda pages: pages)
+    assert scores(by_columns, **how) == wanted
+
+
+def test_a_config_that_denies_an_order_is_refused_by_tensor(mixtral: Path, tmp_path: Path) -> None:
+    quantised, numbers = quantise(mixtral, tmp_path, METHODS["gptq int4 ordered"])
+    path = quantised / "config.json"
+    path.write_text(path.read_text().replace('"desc_act": true', '"desc_act": false'))
+    if native.available():
+        for homes in (RESIDENT, STREAMED):
+            with pytest.raises(CheckpointError, match=r"w1.g_idx.*not in the order .* says desc_act false"):
+                tokens(quantised, weights=homes)
+    beside = {"schedule": "serial", "attention_device": "cpu", "ffn_device": "gpu", "weights": Shares(device=1.0)}
+    assert tokens(quantised, "twin", **beside) == tokens(numbers, "twin", **beside)
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_both_processors_read_turned_pages(name: str, mixtral: Path, tmp_path: Path) -> None:
+    quantised, numbers = quantise(mixtral, tmp_path, METHODS[name])
+    for schedule, attention, experts, homes in (
+        ("cgopipe", "cpu", "split", Shares(device=0.3, host=0.7)),
+        ("serial", "gpu", "cpu", Shares(host=0.5, disk=0.5)),
+    ):
+        how = {"schedule": schedule, "attention_device": attention, "ffn_device": experts, "weights": homes}
+        assert tokens(quantised, "twin", **how) == tokens(numbers, "twin", **how)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -213,6 +271,22 @@ def test_a_lie_is_refused_by_tensor(change: Change, said: str, mixtral: Path, tm
     save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=said):
         tokens(quantised, weights=RESIDENT)
+
+
+def test_a_page_is_examined_until_it_passes(mixtral: Path, tmp_path: Path) -> None:
+    """Whoever reads ahead drops the error, and reads again."""
+    quantised, _ = quantise(mixtral, tmp_path, METHODS["gptq int4"])
+    tensors = load_file(quantised / "model.safetensors")
+    _groups(tensors)
+    save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
+    opened = open_model(str(quantised))
+    pages = opened.weight_map.quantized
+    assert pages is not None
+    slot = torch.empty(pages.nbytes, dtype=torch.uint8)
+    with PageReader(opened.weight_map, opened.profile, torch.float32) as reader:
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="into group 99"):
+                reader.start(Page(layer=1, expert=3), slot)
 
 
 def test_a_method_that_is_not_known_is_refused(mixtral: Path, tmp_path: Path) -> None:

@@ -137,9 +137,9 @@ def test_many_requests_of_many_parts(reads, file, tmp_path):
         for ticket, parts in reversed(running):
             ticket.wait()
             assert ticket.done()
-            for path, offset, dest in parts:
+            for path, offset, dest, _ in parts:
                 assert torch.equal(dest, contents[path][offset : offset + len(dest)])
-        assert reader.counts().bytes == sum(len(dest) for _, parts in running for _, _, dest in parts)
+        assert reader.counts().bytes == sum(len(dest) for _, parts in running for _, _, dest, _ in parts)
 
 
 def test_threads_may_submit_at_once(reads, file):
@@ -212,7 +212,7 @@ def test_closing_waits_for_what_is_in_flight(reads, file):
     tickets = [reader.submit([part]) for part in parts]
     reader.close()
     assert all(ticket.done() for ticket in tickets)
-    for ticket, (_, offset, dest) in zip(tickets, parts, strict=True):
+    for ticket, (_, offset, dest, _) in zip(tickets, parts, strict=True):
         ticket.wait()
         assert torch.equal(dest, CONTENT[offset : offset + 100_000])
     with pytest.raises(ValueError, match=r"^reader: is closed"):

@@ -49,7 +49,8 @@ def released(stem: str) -> str:
 @pytest.mark.parametrize(
     ("quantization", "stored"),
     [
-        (GPTQ, formats.gptq(bits=4, group=128)),
+        (GPTQ, formats.gptq(bits=4, group=128, in_order=True)),
+        ({**GPTQ, "desc_act": None}, formats.gptq(bits=4, group=128)),
         ({**GPTQ, "bits": 8, "group_size": -1, "desc_act": True}, formats.gptq(bits=8, group=0)),
         (AWQ, formats.awq(group=128)),
         (FP8, formats.fp8(block=(128, 128), scale="F32")),
@@ -99,14 +100,14 @@ def test_modules_of_gptq() -> None:
     assert found.format_of("lm_head") is None and found.format_of("model.embed_tokens") is None
     assert found.format_of("model.layers.0.mlp.gate") is None
     assert found.format_of("model.layers.0.mlp.shared_expert_gate") is None
-    assert found.format_of("model.layers.0.mlp.gate_proj") == formats.gptq(bits=4, group=128)
+    assert found.format_of("model.layers.0.mlp.gate_proj") == formats.gptq(bits=4, group=128, in_order=True)
     assert read({**GPTQ, "lm_head": True}).format_of("lm_head") is not None
     second = read({**GPTQ, "checkpoint_format": "gptq_v2"}).format_of("x")
-    assert second == formats.gptq(bits=4, group=128, zero_bias=0)
+    assert second == formats.gptq(bits=4, group=128, in_order=True, zero_bias=0)
     changed = read({**GPTQ, "dynamic": {"-:.*self_attn": {}, r"+:.*\.down_proj": {"bits": 8, "group_size": 32}}})
     assert changed.format_of("model.layers.1.self_attn.q_proj") is None
-    assert changed.format_of("model.layers.1.mlp.experts.3.down_proj") == formats.gptq(bits=8, group=32)
-    assert changed.format_of("model.layers.1.mlp.experts.3.up_proj") == formats.gptq(bits=4, group=128)
+    assert changed.format_of("model.layers.1.mlp.experts.3.down_proj") == formats.gptq(bits=8, group=32, in_order=True)
+    assert changed.format_of("model.layers.1.mlp.experts.3.up_proj") == formats.gptq(bits=4, group=128, in_order=True)
     some = read({**GPTQ, "modules_in_block_to_quantize": [["mlp.experts.0.up_proj"], ["self_attn.o_proj"]]})
     assert some.format_of("model.layers.1.self_attn.o_proj") is not None
     assert some.format_of("model.layers.1.self_attn.q_proj") is None

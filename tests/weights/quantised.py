@@ -20,7 +20,7 @@ from moelight.kernels.quantized import row_blocks
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.quantization import read_quantization
 from moelight.weights.compressed_tensors import know_compressed_tensors
-from tests.weights.packers import pack_awq, pack_gptq
+from tests.weights.packers import pack_awq, pack_gptq, pack_rows
 
 GROUP = 32
 Pack = Callable[[Tensor], dict[str, Tensor]]  # a matrix [rows, columns] -> its tensors by suffix
@@ -55,6 +55,22 @@ def _gptq(bits: int, *, ordered: bool) -> Method:
 
     given = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "desc_act": ordered, "sym": False}
     return Method(given, pack)
+
+
+def _packed(bits: int) -> Method:
+    """The numbers of `_gptq` and `_awq` as packed integers of compressed-tensors."""
+
+    def pack(weight: Tensor) -> dict[str, Tensor]:
+        codes, zeros, scales = _rounded(weight, bits)
+        return {
+            ".weight_packed": pack_rows(codes.t(), bits).t().contiguous(),
+            ".weight_scale": scales.t().contiguous(),
+            ".weight_zero_point": pack_rows(zeros.t(), bits),
+            ".weight_shape": torch.tensor(weight.shape),
+        }
+
+    given = _compressed("pack-quantized", num_bits=bits, strategy="group", group_size=GROUP, symmetric=False)
+    return Method(given.config, pack)
 
 
 def _awq(weight: Tensor) -> dict[str, Tensor]:
@@ -103,6 +119,9 @@ METHODS = {
     "fp8 channels": _compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
     "mxfp4": _compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=GROUP),
 }
+
+# Methods whose matrices lie by columns, and the same numbers by rows.
+BY_ROWS = {"gptq int4": _packed(4), "gptq int8": _packed(8), "awq": _packed(4)}
 
 
 def quantise(source: Path, out: Path, method: Method) -> tuple[Path, Path]:

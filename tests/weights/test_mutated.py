@@ -7,6 +7,7 @@ import random
 import shutil
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -113,7 +114,8 @@ def compute(path: Path, name: str) -> None:
     load_dense(weight_map, profile, arena, DTYPE)
     if weight_map.quantized is not None:
         for layer in sorted({page.layer for page in weight_map.quantized.kind_of}):
-            _multiply(opened, layer)
+            for quantized in (weight_map.quantized, weight_map.quantized.repacked()):
+                _multiply(replace(opened, weight_map=replace(weight_map, quantized=quantized)), layer)
 
 
 def _stored_parts(info: object) -> Iterator[QuantizedInfo]:

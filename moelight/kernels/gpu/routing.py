@@ -81,7 +81,7 @@ def by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
         offsets = torch.empty(experts + 1, dtype=torch.int32, device=ids.device)
         step = _SORT_ROWS[rows > _MANY_ROWS]
         with on_device(ids.device):
-            options = {"num_warps": step // 256, "enable_fp_fusion": False}  # integers alone
+            options = {"num_warps": max(1, step // 256), "enable_fp_fusion": False}  # integers alone
             rows_triton.sort_rows[(experts + 1,)](
                 ids.contiguous(), tokens, places, offsets, rows, TOP_K=max(1, top_k), BR=step, **options
             )

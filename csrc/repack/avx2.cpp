@@ -1,0 +1,141 @@
+#include <immintrin.h>
+
+#include "cells.h"
+
+namespace moelight {
+namespace {
+
+constexpr int64_t kSide = 8;  // of a block of cells; two blocks below one another fill lines of the cache
+
+inline __m256i load(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+inline void store(void* to, __m256i value) { _mm256_storeu_si256(static_cast<__m256i*>(to), value); }
+
+// Eight registers of eight words each, turned.
+inline void turn_block(const __m256i (&a)[8], __m256i (&out)[8]) {
+  __m256i b[8], c[8];
+  for (int i = 0; i < 8; i += 2) {
+    b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]), b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    c[i] = _mm256_unpacklo_epi64(b[i], b[i + 2]), c[i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 2]);
+    c[i + 2] = _mm256_unpacklo_epi64(b[i + 1], b[i + 3]), c[i + 3] = _mm256_unpackhi_epi64(b[i + 1], b[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    out[i] = _mm256_permute2x128_si256(c[i], c[4 + i], 0x20);
+    out[4 + i] = _mm256_permute2x128_si256(c[i], c[4 + i], 0x31);
+  }
+}
+
+// Lines [i, i + 8 kBlocks) and columns [j, j + 8).
+template <int kBlocks>
+inline void turn_words_at(const char* from, int64_t lines, int64_t width, int64_t i, int64_t j, char* to) {
+  for (int64_t block = 0; block < kBlocks; ++block, i += kSide) {
+    __m256i a[8], out[8];
+    for (int64_t k = 0; k < 8; ++k) a[k] = load(from + 4 * ((i + k) * width + j));
+    turn_block(a, out);
+    for (int64_t k = 0; k < 8; ++k) store(to + 4 * ((j + k) * lines + i), out[k]);
+  }
+}
+
+void turn_words(const char* from, int64_t lines, int64_t width, char* to) {
+  const int64_t whole = width / kSide * kSide;
+  int64_t i = 0;
+  for (; i + 2 * kSide <= lines; i += 2 * kSide)
+    for (int64_t j = 0; j < whole; j += kSide) turn_words_at<2>(from, lines, width, i, j, to);
+  for (; i + kSide <= lines; i += kSide)
+    for (int64_t j = 0; j < whole; j += kSide) turn_words_at<1>(from, lines, width, i, j, to);
+  turn_singly<uint32_t>(from, lines, width, i, 0, whole, to);
+  turn_singly<uint32_t>(from, lines, width, 0, whole, width, to);
+}
+
+void turn_halves(const char* from, int64_t lines, int64_t width, char* to) {
+  const int64_t whole_lines = lines / kSide * kSide, whole = width / kSide * kSide;
+  for (int64_t i = 0; i < whole_lines; i += kSide) {
+    for (int64_t j = 0; j < whole; j += kSide) {
+      __m128i a[8], b[8], c[8];
+      for (int64_t k = 0; k < 8; ++k)
+        a[k] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 2 * ((i + k) * width + j)));
+      for (int k = 0; k < 8; k += 2) {
+        b[k] = _mm_unpacklo_epi16(a[k], a[k + 1]), b[k + 1] = _mm_unpackhi_epi16(a[k], a[k + 1]);
+      }
+      for (int k = 0; k < 8; k += 4) {
+        c[k] = _mm_unpacklo_epi32(b[k], b[k + 2]), c[k + 1] = _mm_unpackhi_epi32(b[k], b[k + 2]);
+        c[k + 2] = _mm_unpacklo_epi32(b[k + 1], b[k + 3]), c[k + 3] = _mm_unpackhi_epi32(b[k + 1], b[k + 3]);
+      }
+      for (int64_t k = 0; k < 4; ++k) {
+        char* const line = to + 2 * ((j + 2 * k) * lines + i);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(line), _mm_unpacklo_epi64(c[k], c[4 + k]));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(line + 2 * lines), _mm_unpackhi_epi64(c[k], c[4 + k]));
+      }
+    }
+  }
+  turn_singly<uint16_t>(from, lines, width, 0, whole, width, to);
+  turn_singly<uint16_t>(from, lines, width, whole_lines, 0, whole, to);
+}
+
+// Of eight words, one of each column, the codes at each place: those of a row, column by column.
+inline void turn_codes(const __m256i (&columns)[8], __m256i (&places)[8]) {
+  const __m256i bytes = _mm256_set1_epi16(0xff), codes = _mm256_set1_epi8(0xf);
+  __m256i a[8], b[8];
+  for (int c = 0; c < 4; ++c) {
+    a[c] = _mm256_blend_epi16(columns[c], _mm256_slli_epi32(columns[c + 4], 16), 0xaa);
+    a[4 + c] = _mm256_blend_epi16(_mm256_srli_epi32(columns[c], 16), columns[c + 4], 0xaa);
+  }
+  for (int h = 0; h < 8; h += 4) {
+    for (int c = h; c < h + 2; ++c) {
+      b[c] = _mm256_or_si256(_mm256_and_si256(a[c], bytes), _mm256_slli_epi16(a[c + 2], 8));
+      b[c + 2] = _mm256_or_si256(_mm256_srli_epi16(a[c], 8), _mm256_andnot_si256(bytes, a[c + 2]));
+    }
+  }
+  for (int c = 0; c < 8; c += 2) {
+    const __m256i low = _mm256_and_si256(b[c], codes), high = _mm256_andnot_si256(codes, b[c + 1]);
+    places[c] = _mm256_or_si256(low, _mm256_slli_epi16(_mm256_and_si256(b[c + 1], codes), 4));
+    places[c + 1] = _mm256_or_si256(_mm256_srli_epi16(_mm256_andnot_si256(codes, b[c]), 4), high);
+  }
+}
+
+// Lines [i, i + 8 kBlocks) and the sixty-four rows of eight words: `found` has, of each line, the rows of one place
+// beside each other.
+template <int kBlocks>
+inline void turn_awq_at(const char* from, int64_t lines, int64_t words, int64_t i, int64_t word, char* to) {
+  __m256i found[8 * kBlocks][8];
+  for (int64_t k = 0; k < 8 * kBlocks; ++k) {
+    __m256i columns[8];
+    for (int64_t c = 0; c < 8; ++c) columns[c] = load(from + 4 * ((8 * (i + k) + c) * words + word));
+    turn_codes(columns, found[k]);
+  }
+  for (int64_t p = 0; p < 8; ++p) {
+    for (int block = 0; block < kBlocks; ++block) {
+      __m256i a[8], out[8];
+      for (int k = 0; k < 8; ++k) a[k] = found[8 * block + k][kAwqPlaces[p]];
+      turn_block(a, out);
+      for (int64_t k = 0; k < 8; ++k) store(to + 4 * ((8 * (word + k) + p) * lines + i + 8 * block), out[k]);
+    }
+  }
+}
+
+void turn_awq(const char* from, int64_t lines, int64_t width, char* to) {
+  const int64_t words = width / 8, whole = words / kSide * kSide;
+  int64_t i = 0;
+  for (; i + 2 * kSide <= lines; i += 2 * kSide)
+    for (int64_t word = 0; word < whole; word += kSide) turn_awq_at<2>(from, lines, words, i, word, to);
+  for (; i + kSide <= lines; i += kSide)
+    for (int64_t word = 0; word < whole; word += kSide) turn_awq_at<1>(from, lines, words, i, word, to);
+  turn_awq_singly(from, lines, width, i, 0, 8 * whole, to);
+  turn_awq_singly(from, lines, width, 0, 8 * whole, width, to);
+}
+
+}  // namespace
+
+TurnLines turn_lines_avx2(Cells cells) {
+  switch (cells) {
+    case Cells::kHalves:
+      return turn_halves;
+    case Cells::kWords:
+      return turn_words;
+    default:
+      return turn_awq;
+  }
+}
+
+}  // namespace moelight

@@ -1,0 +1,75 @@
+"""Matrices of GPTQ and AWQ, which are stored by columns, turned in their own memory into packed integers, which lie by
+rows: the same numbers in the same bytes, unpacked several times as fast on a CPU.
+
+Shapes: R rows, C columns, G groups of columns, w codes a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from moelight.hrm.footprint import READ_CHUNK_BYTES
+from moelight.kernels import native
+from moelight.kernels.arguments import as_dlpack, check_tensor
+from moelight.kernels.quantized import QuantizedMatrix
+from moelight.profiles.stored import AWQ, StoredFormat
+
+# Cells, lines and width of a table; of words of codes whether they are in the order of AWQ, their bits (0: they stay)
+# and what is added to each.
+Table = tuple[str, int, int, bool, int, int]
+
+
+def part_table(stored: StoredFormat, suffix: str, shape: Sequence[int], itemsize: int) -> Table | None:
+    """How the part ``suffix`` [``shape``] of a matrix of GPTQ or AWQ, of numbers of ``itemsize`` bytes, is turned:
+    words [C / w, R] (of AWQ [C, R / w]), scales [G, R], zero points [G, R / w]; None if it says the group of each
+    column."""
+    weight, scale, zero = stored.names[:3]
+    if suffix not in (weight, scale, zero):
+        return None
+    lines, width = shape
+    if suffix == weight and stored.kind == AWQ:
+        return "awq codes", lines // stored.per_word, width * stored.per_word, False, 0, 0
+    changed = suffix == zero and (stored.kind == AWQ or stored.zero_bias != 0)
+    codes = (stored.kind == AWQ, stored.bits, stored.zero_bias) if changed else (False, 0, 0)
+    return "halves" if itemsize == 2 else "words", lines, width, *codes
+
+
+def turn(part: Tensor, table: Table) -> None:
+    """Turn ``part`` (uint8, 1-D, on the CPU, of the size of ``table``) in its place; the GIL is released.
+
+    Raises RuntimeError without the extension.
+    """
+    extension = native.extension()
+    if extension is None:
+        raise RuntimeError(f"tables are turned by the extension only: {native.reason()}")
+    check_tensor("part", part, torch.uint8, (None,))
+    extension.repack(as_dlpack("part", part), table, READ_CHUNK_BYTES)
+
+
+def repacked(matrix: QuantizedMatrix) -> QuantizedMatrix:
+    """``matrix`` as packed integers in the same memory, or as it is: of another format, in an order of columns, or
+    without the extension."""
+    stored = matrix.stored
+    if stored.order:
+        stored = replace(stored, in_order=in_group_order(matrix.parts[stored.names[3]], stored.group))
+    by_rows = stored.repacked(matrix.rows, matrix.columns)
+    if by_rows is None or not native.available():
+        return matrix
+    parts = {}
+    for part in by_rows.parts(matrix.rows, matrix.columns):
+        if part.suffix in by_rows.names:
+            memory = matrix.parts[part.suffix]
+            table = part_table(stored, part.suffix, memory.shape, memory.itemsize)
+            assert table is not None, "packed integers have no order"
+            turn(memory.view(-1).view(torch.uint8), table)
+            parts[part.suffix] = memory.view(part.shape)
+    return replace(matrix, stored=by_rows, parts=parts)
+
+
+def in_group_order(order: Tensor, group: int) -> bool:
+    """True if ``order`` int32 [C], the group of each column, counts groups of ``group`` columns (0: one of all)."""
+    return torch.equal(order, (torch.arange(len(order)) // (group or len(order))).int())
