@@ -10,7 +10,7 @@
 #include "gqa.h"
 #include "moelight/cpu.h"
 #include "moelight/threads.h"
-#include "workspace.h"
+#include "moelight/workspace.h"
 
 namespace moelight {
 namespace {
@@ -40,9 +40,9 @@ class Decode {
     cut();
     heads_ = share_ * (args.q_heads / args.kv_heads);
     const int64_t padded = (args.head_dim + kernels_.pad - 1) / kernels_.pad * kernels_.pad;
-    values_floats_ = aligned(heads_ * padded);
-    partial_floats_ = values_floats_ + aligned(2 * heads_);
-    scratch_floats_ = aligned(gqa_scratch_floats(heads_, padded));
+    values_floats_ = Workspace::aligned_floats(heads_ * padded);
+    partial_floats_ = values_floats_ + Workspace::aligned_floats(2 * heads_);
+    scratch_floats_ = Workspace::aligned_floats(gqa_scratch_floats(heads_, padded));
     const auto tasks = static_cast<int64_t>(tasks_.size());
     lay_out(workspace.floats(tasks * partial_floats_ + args.threads * scratch_floats_));
   }

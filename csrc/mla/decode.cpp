@@ -7,10 +7,10 @@
 #include <memory>
 #include <vector>
 
-#include "gqa/workspace.h"
 #include "mla.h"
 #include "moelight/cpu.h"
 #include "moelight/threads.h"
+#include "moelight/workspace.h"
 
 namespace moelight {
 namespace {
@@ -125,9 +125,9 @@ class Wave {
   void lay_out(Workspace& workspace) {
     const auto padded = [&](int64_t count) { return ceil_div(count, kernels_.pad) * kernels_.pad; };
     const int64_t columns = padded(args_.latent), width = padded(args_.latent + args_.rotary);
-    const int64_t values_floats = aligned(group_heads_ * columns);
-    const int64_t partial_floats = values_floats + aligned(2 * group_heads_);
-    scratch_floats_ = aligned(group_heads_ * (width + kMlaRows) + kMlaRows * width);
+    const int64_t values_floats = Workspace::aligned_floats(group_heads_ * columns);
+    const int64_t partial_floats = values_floats + Workspace::aligned_floats(2 * group_heads_);
+    scratch_floats_ = Workspace::aligned_floats(group_heads_ * (width + kMlaRows) + kMlaRows * width);
     const auto tasks = static_cast<int64_t>(tasks_.size());
     float* base = workspace.floats(tasks * partial_floats + args_.threads * scratch_floats_);
     for (int64_t i = 0; i < tasks; ++i, base += partial_floats)

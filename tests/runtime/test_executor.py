@@ -12,7 +12,7 @@ import pytest
 from moelight.core.errors import CheckpointError, MoelightError
 from moelight.core.schedule import Lane, Page, Schedule, Task, TaskKind
 from moelight.core.timeline import FREE, Span, Timeline, last_to_end
-from moelight.runtime.executor import Executor, Idle
+from moelight.runtime.executor import Executor, Idle, _bursts
 from moelight.runtime.lanes import StreamLane
 from moelight.runtime.machine import find_machine, open_lanes
 from moelight.scheduler import SCHEDULES
@@ -58,6 +58,18 @@ def test_waits_of_host_lanes_for_a_device_are_counted(executor: Executor, builde
     on_streams = isinstance(executor._lanes[Lane.DEVICE], StreamLane)
     assert executor.device_waits == (sum(lane in streams for lane in waits) if on_streams else 0)
     assert any(lane in streams for lane in waits)
+
+
+def sent(layer: int, expert: int, *deps: int) -> Task:
+    page = Page(layer=layer, expert=expert)
+    return Task(kind=TaskKind.SEND_PAGE, lane=Lane.H2D, layer=layer, page=page, deps=deps)
+
+
+def test_pages_that_wait_for_nothing_new_are_submitted_with_the_first_of_them() -> None:
+    compute = Task(kind=TaskKind.POST_ATTENTION, lane=Lane.DEVICE, layer=0)
+    tasks = [compute, sent(0, 0, 0), sent(0, 1, 0), sent(0, 2), compute, sent(1, 0, 4), sent(1, 1, 0, 4), sent(1, 2, 4)]
+    assert [len(burst) for burst in _bursts(tasks)] == [1, 3, 1, 1, 2]
+    assert [task for burst in _bursts(tasks) for task in burst] == tasks
 
 
 @pytest.mark.parametrize("builder", SCHEDULES.names())

@@ -303,6 +303,43 @@ def test_events_are_recorded_on_the_stream_that_carries_the_work() -> None:
     assert log[1][2] is not ticket.done
 
 
+def test_a_burst_is_in_order_after_what_all_of_it_waits_for(lane: LaneRunner, thread: ThreadLane) -> None:
+    let_go, seen = threading.Event(), list[int]()
+    first = thread.submit(lambda: let_go.wait() and None, ())
+    timer = threading.Timer(0.05, let_go.set)
+    timer.start()
+    tickets = lane.submit_burst([lambda number=number: seen.append(number) for number in range(5)], (first,))
+    for ticket in tickets:
+        ticket.wait()
+    assert (len(tickets), seen) == (5, [0, 1, 2, 3, 4])
+    assert let_go.is_set()
+    spans = [ticket.span() for ticket in tickets]
+    assert all(begin <= end for begin, end in spans)
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+
+
+def test_a_burst_on_a_stream_has_an_event_between_two_works() -> None:
+    """Its works are neighbours on the stream: the end of one is the start of the next."""
+    load, _, log = logged()
+    tickets = load.submit_burst([lambda: log.append(("work",))] * 3, ())
+    for ticket in tickets:
+        ticket.wait()
+    assert [step[0] for step in log] == ["enter", "record", *["work", "record"] * 3, "exit"]
+    assert all(first.span()[1] == second.span()[0] for first, second in pairwise(tickets))
+
+
+def test_an_error_within_a_burst_reaches_whoever_waits_for_any_of_it() -> None:
+    for kind in ("thread", "stream"):
+        lane = KINDS[kind]()
+        tickets = lane.submit_burst([lambda: None, fail(OSError("copy")), lambda: None], ())
+        for ticket in tickets:
+            with pytest.raises(OSError, match="copy"):
+                ticket.wait()
+        with pytest.raises(OSError, match="copy"):
+            lane.submit(lambda: None, ()).wait()
+        lane.close()
+
+
 def test_streams_wait_for_streams_on_the_device() -> None:
     """No thread waits for the copy: the other stream is told to wait, before its own work."""
     load, compute, log = logged()

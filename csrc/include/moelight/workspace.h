@@ -27,6 +27,14 @@ class Workspace {
     return memory_.get();
   }
 
+  // As `bytes`.
+  float* floats(int64_t count) { return reinterpret_cast<float*>(bytes(count * static_cast<int64_t>(sizeof(float)))); }
+
+  // As many floats as take whole lines of `kAlignment`.
+  static constexpr int64_t aligned_floats(int64_t floats) {
+    return aligned(floats * static_cast<int64_t>(sizeof(float))) / static_cast<int64_t>(sizeof(float));
+  }
+
   int64_t capacity() const { return capacity_; }
 
  private:
