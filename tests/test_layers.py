@@ -42,6 +42,7 @@ MOST_LINES = 60  # of a function with its signature and docstring
 # Triton kernels, which call no functions of this size
 ONE_PROGRAM = {
     "kernels/gpu/grouped_triton.py: grouped",
+    "kernels/gpu/integers_triton.py: grouped_integers",
     "kernels/gpu/attention_triton.py: attend",
     "kernels/gpu/quantized_triton.py: grouped_quantized",
     "kernels/gpu/rows_triton.py: finish_heads",
@@ -60,7 +61,7 @@ SINGLE_IMPORTER = {
     "experts.adapt": "rules of the language, independent of caches",
     "integrations.paged_modules": "modules that transformers calls",
     "kernels.gpu.attention_triton": "imported only where Triton is installed",
-    "kernels.gpu.quantized_triton": "imported only where Triton is installed",
+    "kernels.gpu.integers": "rounded rows and their kernels, independent of the float ones",
     "optimizer.milp": "the only module that depends on HiGHS",
     "optimizer.published": "the published planner, imported only on request",
     "optimizer.published.formulas": "the published equations, a function each",

@@ -42,7 +42,6 @@ from moelight.optimizer.plan import Plan
 from moelight.paging.arena import PinningError
 from moelight.profiles.workload import Workload
 from moelight.runtime.executor import Idle
-from moelight.runtime.interpreter import begin_passes, end_passes
 from moelight.runtime.machine import (
     device_peak,
     find_machine,
@@ -185,7 +184,6 @@ class Engine:
         self._num_passes = self._device_waits = self.progress_tokens = 0
         self._serving = False
         self.timeline: Timeline | None = None
-        begin_passes()
 
     def _load(self, source: OpenCheckpoint, lanes: str, dtype: DType, cuda_graphs: bool) -> PassRunner:
         """The loaded model; expert pages are staged if the system refuses to lock their memory."""
@@ -522,7 +520,6 @@ class Engine:
         if self._passes is not None:
             self._passes.close()
             self._passes = None
-            end_passes()
             if self._device_limit:
                 limit_device_memory(self._machine.device, None)
         self.end_routing_trace()

@@ -39,6 +39,7 @@ from moelight.paging.store import PageStore
 from moelight.runtime.attention_ops import DeviceAttention, HostAttention
 from moelight.runtime.executor import Executor
 from moelight.runtime.graphs import graphs_of
+from moelight.runtime.interpreter import shared_by_lanes
 from moelight.runtime.lanes import LaneRunner, Ticket
 from moelight.runtime.machine import Machine, allocate_for, cores_for, open_lanes
 from moelight.runtime.microbatch import SavedActivations, StagingBuffers
@@ -84,6 +85,7 @@ class LoadedModel:
         dtype = to_torch(self.dtype)
         source = _repacked(source, policy, self.layout)
         with ExitStack() as opened:
+            opened.enter_context(shared_by_lanes())
             self._reader = opened.enter_context(_page_reader(source, self.dtype, policy, opened))
             runners = open_lanes(machine, lanes, cores_for(machine, policy))
             self.lanes: tuple[Lane, ...] = tuple(runners)
@@ -100,11 +102,9 @@ class LoadedModel:
             if "crossing" in arenas:
                 self.crossing = StagingBuffers.in_arena(arenas["crossing"], self.profile, policy, self.dtype, tokens)
             self.kept: SavedActivations | None = None
-            if "mixture" in arenas:
+            if (arena := arenas.get("mixture")) is not None:
                 top_k = self.profile.router.top_k
-                self.kept = SavedActivations.in_arena(
-                    arenas["mixture"], tokens=tokens, hidden=hidden, top_k=top_k, dtype=dtype
-                )
+                self.kept = SavedActivations.in_arena(arena, tokens=tokens, hidden=hidden, top_k=top_k, dtype=dtype)
             make_decoder = self._load_dense(source, arenas["dense"], policy)
             self.pages = self._page_store(source, arenas, experts)
             self.pager: RingPager | None = None

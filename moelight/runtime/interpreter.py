@@ -10,12 +10,14 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 SWITCH_S = 1e-4
 FULL_COLLECTIONS = 1000  # collections of the middle generation before a full one; Python's default is 10
 
 
-class _Settings:
+class _Interpreter:
     """``engines`` that are open, and the settings before the first of them was."""
 
     def __init__(self) -> None:
@@ -24,24 +26,25 @@ class _Settings:
         self.switch_s, self.thresholds = 0.0, (0, 0, 0)
 
 
-_settings = _Settings()
+_interpreter = _Interpreter()
 
 
-def begin_passes() -> None:
-    """An engine is open: threads switch often, full collections are rare."""
-    with _settings.lock:
-        if _settings.engines == 0:
-            _settings.switch_s = sys.getswitchinterval()
-            _settings.thresholds = youngest, middle, oldest = gc.get_threshold()
-            sys.setswitchinterval(min(SWITCH_S, _settings.switch_s))
+@contextmanager
+def shared_by_lanes() -> Iterator[None]:
+    """While it is entered by anyone, threads switch often and full collections are rare; afterwards the settings are
+    what they were."""
+    with _interpreter.lock:
+        if _interpreter.engines == 0:
+            _interpreter.switch_s = sys.getswitchinterval()
+            _interpreter.thresholds = youngest, middle, oldest = gc.get_threshold()
+            sys.setswitchinterval(min(SWITCH_S, _interpreter.switch_s))
             gc.set_threshold(youngest, middle, max(FULL_COLLECTIONS, oldest))
-        _settings.engines += 1
-
-
-def end_passes() -> None:
-    """An engine is closed; with the last one the settings are what they were."""
-    with _settings.lock:
-        _settings.engines -= 1
-        if _settings.engines == 0:
-            sys.setswitchinterval(_settings.switch_s)
-            gc.set_threshold(*_settings.thresholds)
+        _interpreter.engines += 1
+    try:
+        yield
+    finally:
+        with _interpreter.lock:
+            _interpreter.engines -= 1
+            if _interpreter.engines == 0:
+                sys.setswitchinterval(_interpreter.switch_s)
+                gc.set_threshold(*_interpreter.thresholds)

@@ -50,6 +50,7 @@ STAND_INS = {"/tmp/mixtral": "path/to/checkpoint"}
 NOT_COMPARED = {
     "moelight doctor": "says what this machine is",
     "moelight generate prompts.jsonl --host-memory 120MiB --dry-run": "ten thousand lines, which are not kept",
+    "moelight compare rounded prompts.jsonl --against path/to/checkpoint": "last bits of two prompts",
 }
 # Python that is not run: a part of it, and why.
 NOT_RUN_PYTHON = {

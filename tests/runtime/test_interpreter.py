@@ -14,32 +14,29 @@ from moelight.runtime import interpreter
 @pytest.fixture(autouse=True)
 def own() -> Iterator[None]:
     """The test's own settings, whatever engines other tests left open."""
-    kept, settings = (sys.getswitchinterval(), gc.get_threshold()), interpreter._settings
-    interpreter._settings = interpreter._Settings()
+    kept, settings = (sys.getswitchinterval(), gc.get_threshold()), interpreter._interpreter
+    interpreter._interpreter = interpreter._Interpreter()
     yield
     sys.setswitchinterval(kept[0])
     gc.set_threshold(*kept[1])
-    interpreter._settings = settings
+    interpreter._interpreter = settings
 
 
 def test_settings_are_those_of_before_once_the_last_engine_is_closed() -> None:
     sys.setswitchinterval(0.005)
     gc.set_threshold(600, 9, 8)
-    interpreter.begin_passes()
-    interpreter.begin_passes()
-    assert sys.getswitchinterval() == pytest.approx(interpreter.SWITCH_S)
-    assert gc.get_threshold() == (600, 9, interpreter.FULL_COLLECTIONS)
-    interpreter.end_passes()
-    assert gc.get_threshold()[2] == interpreter.FULL_COLLECTIONS
-    interpreter.end_passes()
+    with interpreter.shared_by_lanes():
+        with interpreter.shared_by_lanes():
+            assert sys.getswitchinterval() == pytest.approx(interpreter.SWITCH_S)
+            assert gc.get_threshold() == (600, 9, interpreter.FULL_COLLECTIONS)
+        assert gc.get_threshold()[2] == interpreter.FULL_COLLECTIONS
     assert (sys.getswitchinterval(), gc.get_threshold()) == (pytest.approx(0.005), (600, 9, 8))
 
 
 def test_settings_that_a_user_chose_for_the_same_reason_stay() -> None:
     sys.setswitchinterval(1e-5)
     gc.set_threshold(500, 10, 5000)
-    interpreter.begin_passes()
-    assert sys.getswitchinterval() == pytest.approx(1e-5)
-    assert gc.get_threshold() == (500, 10, 5000)
-    interpreter.end_passes()
+    with interpreter.shared_by_lanes():
+        assert sys.getswitchinterval() == pytest.approx(1e-5)
+        assert gc.get_threshold() == (500, 10, 5000)
     assert gc.get_threshold() == (500, 10, 5000)
