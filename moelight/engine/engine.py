@@ -337,9 +337,8 @@ class Engine:
         if self._serving:
             raise MoelightError("the engine is still serving an earlier call; finish or close its iterator first")
         self._serving = True
-        outputs = OutputProcessor(
-            requests, self.tokenizer, self._constraints, self.profile.max_positions, self._loaded.range_lost, on_scores
-        )
+        most, lost, discrete = self.profile.max_positions, self._loaded.range_lost, self._machine.discrete
+        outputs = OutputProcessor(requests, self.tokenizer, self._constraints, most, lost, on_scores, discrete=discrete)
         self._batcher.add(outputs.sequences)
         if self._adapting is not None:
             self._adapting.begin(outputs, self._totals.busy_s)

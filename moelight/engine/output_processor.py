@@ -183,8 +183,12 @@ class OutputProcessor:
         max_positions: int,
         range_lost: Callable[[], str] = str,
         on_scores: ScoreWatch | None = None,
+        *,
+        discrete: bool = True,
     ) -> None:
-        """``range_lost``: where logits that are not finite come from, a clause for their error."""
+        """``range_lost``: where logits that are not finite come from, a clause for their error. ``discrete``: logits
+        are a device's."""
+        self._discrete = discrete
         self._range_lost, self._on_scores = range_lost, on_scores
         self._tokenizer, self._constraints, self._max_positions = tokenizer, constraints, max_positions
         self._eos = frozenset(tokenizer.eos_token_ids)
@@ -223,7 +227,8 @@ class OutputProcessor:
     def choose(self, chunks: Sequence[SequenceChunk], logits: Tensor) -> Tensor:
         """The next token of each completing chunk, int64 [S], from logits float32 [S, V]; `NOT_FINITE` for a row whose
         logits are not finite, whatever its parameters."""
-        (likeliest, lost), owners = likeliest_tokens(logits), [chunk.sequence for chunk in chunks]
+        likeliest, lost = likeliest_tokens(logits, discrete=self._discrete)
+        owners = [chunk.sequence for chunk in chunks]
         params, seeds = [owner.request.sampling for owner in owners], [owner.seed for owner in owners]
         places = [chunk.earlier for chunk in chunks]
         states = [self._states.get(owner) for owner in owners] if self._states else ()

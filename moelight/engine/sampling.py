@@ -69,10 +69,11 @@ def next_tokens(
     return tokens
 
 
-def likeliest_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
+def likeliest_tokens(logits: Tensor, *, discrete: bool = True) -> tuple[Tensor, Tensor]:
     """The argmax of each row of ``logits`` float32 [S, V] -> int64 [S], the first of equal ones, or of NaNs; and bool
-    [S], true for rows with a NaN or without a finite maximum. On their device, without waiting for it."""
-    if logits.device.type != "cpu":
+    [S], true for rows with a NaN or without a finite maximum. On their device, without waiting for it; ``discrete``
+    False: the host computed them."""
+    if discrete:
         likeliest = logits.argmax(dim=-1)  # treats NaN as the largest value
         return likeliest, logits.gather(1, likeliest.unsqueeze(1)).squeeze(1).isfinite().logical_not_()
     rows = logits.numpy()  # whose argmax takes a tenth of the time of torch's, and does the same

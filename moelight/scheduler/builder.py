@@ -315,7 +315,7 @@ class ScheduleBuilder:
         `post_attention` a whole layer."""
         if layer == 0:
             self._ready[j] = self.add(TaskKind.EMBED, self.layout.compute, 0, j, writes=("hidden",))
-        if self._is_whole(layer, j):
+        if self.shape.whole_layers and self._is_whole(layer, j):
             return
         self.load_kv(layer, j)
         sent = self._sent_down.get(j)
@@ -341,7 +341,7 @@ class ScheduleBuilder:
             self._route(layer, j)
             self._experts_over_the_link(layer, j)
             return
-        if self._is_whole(layer, j):
+        if self.shape.whole_layers and self._is_whole(layer, j):
             self._whole_layers(layer, j)
             return
         reads: Buffers = ("attn", *self.ring(layer))
@@ -405,8 +405,9 @@ class ScheduleBuilder:
                 self.compute(TaskKind.SAMPLE, self.layout.model.num_layers - 1, j, reads=("hidden",))
 
     def _is_whole(self, layer: int, j: int) -> bool:
-        """True if nothing moves between the phases of ``layer``, which are one task with those of layers beside it."""
-        whole = self.shape.whole_layers and self.shape.micro_batches[j].decodes and not self._apart
+        """True if nothing moves between the phases of ``layer``, which are one task with those of layers beside it in
+        a pass of whole layers."""
+        whole = self.shape.micro_batches[j].decodes and not self._apart
         return whole and layer < len(self.layout.layer_pages) and not self.layout.layer_pages[layer]
 
     def _whole_layers(self, layer: int, j: int) -> None:

@@ -51,6 +51,7 @@ class Policies:
     look_ahead: int = int(USUAL["look_ahead"])
     admission: str = str(USUAL["admission"])
     residents: str = "auto"
+    activations: str = "auto"
 
     @property
     def attention_device(self) -> str:
