@@ -26,6 +26,7 @@ from moelight.kernels.gpu import (
     grouped_triton,
     integers_triton,
     rows_triton,
+    serving,
     tiles,
 )
 from moelight.kernels.gpu.integers import RoundedRows
@@ -164,9 +165,9 @@ def product(
 
 
 def integer_products(card: int) -> list[dict[str, Any]]:
-    """Both products of rows rounded to int8, of few rows and of many in either 16-bit dtype; none for cards without
-    `tiles.UNITS_SINCE`."""
-    if divmod(card, 10) < tiles.UNITS_SINCE:
+    """Both products of rows rounded to int8, of few rows and of many in either 16-bit dtype; none for cards that refuse
+    them."""
+    if not serving.card_serves_integers(divmod(card, 10))[0]:
         return []
     return [
         integer_product(card, torch.float16 if mean_rows < 64 else torch.bfloat16, form, part, mean_rows)
@@ -303,7 +304,7 @@ def compiled(card: int, *, whole: bool) -> list[dict[str, Any]]:
         return others(card) + attentions(card) + products(card) + integer_products(card)
     some = [product(card, torch.float16, form, "gate_up", 512) for form in ("float", "packed int4", "Q4_K")]
     some += [product(card, torch.float16, form, "down", 512) for form in ("int4", "fp8 blocks")]
-    if divmod(card, 10) >= tiles.UNITS_SINCE:
+    if serving.card_serves_integers(divmod(card, 10))[0]:
         some += [
             integer_product(card, torch.float16, *each, 512) for each in (("packed int4", "gate_up"), ("Q4_K", "down"))
         ]

@@ -145,7 +145,8 @@ def test_a_side_may_be_rounded_alone(device: torch.device) -> None:
 
 
 def test_cards_without_integer_units_unpack() -> None:
-    assert serving.card_serves_integers((8, 0))[0]
+    assert serving.card_serves_integers((8, 0))[0] and serving.card_serves_integers((9, 0))[0]
+    assert "registers" in serving.card_serves_integers((10, 0))[1] and not serving.card_serves_integers((12, 0))[0]
     served, why = serving.card_serves_integers((7, 5))
     assert not served and "8.0" in why
 

@@ -1,5 +1,5 @@
 """Products of rows rounded to int8 with experts whose codes are whole numbers, in Triton, for the integer tensor units
-of compute capability 8.0 and later; `kernels.integers` defines them.
+of compute capability 8.0 to 9.0; `kernels.integers` defines them.
 
 `round_rows` rounds each group of a row once. The product takes the groups in order: integer units sum the products of
 whole numbers exactly, and the scales of the matrix and of the rows multiply the sums in float32. Launched without fused

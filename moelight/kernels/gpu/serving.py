@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 OLDEST = (7, 5)
 BFLOAT16_SINCE = (8, 0)
+INTEGERS_BEFORE = (10, 0)  # where tiles that were made for earlier cards spill up to a kilobyte
 # On a T4 (320 GB/s, 8 Tflop/s without tensor cores) the bytes of 16-bit weights bind up to 25 rows per expert.
 MOST_ROWS_WITHOUT_UNITS = 24
 _DEVICE_POINTER = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER
@@ -151,6 +152,8 @@ def card_serves_integers(card: tuple[int, int]) -> tuple[bool, str]:
     name = f"compute capability {card[0]}.{card[1]}"
     if card < UNITS_SINCE:
         return False, f"{name}: triton multiplies integers on tensor units from 8.0 on"
+    if card >= INTEGERS_BEFORE:
+        return False, f"{name}: the tiles of integer products do not fit its registers"
     return True, f"{triton_reason()}, {name}, integer tensor units"
 
 
