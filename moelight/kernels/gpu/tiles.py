@@ -97,7 +97,9 @@ def choose_integers(
     rows = next((size for size in (16, 32, 64) if mean_rows <= size <= most), most)
     # A block has two sums for each number.
     columns = 32 if matrices == 2 and (block or scattered or (small and older)) else 64
-    stages = max(1, min(_MOST_STAGES, shared_bytes(card) // ((rows + matrices * columns) * depth)))
+    # The loads of a whole block run ahead, not of ``depth`` of it.
+    stage = (rows + matrices * columns) * (group if block else depth)
+    stages = max(1, min(_MOST_STAGES, shared_bytes(card) // stage))
     warps = 8 if rows * columns * matrices >= 64 * 128 or (rows > 16 and block) else 4
     return Tile(
         rows=rows, columns=columns, depth=depth, warps=warps, stages=stages, band=_BAND_ROWS // rows, fused=False
