@@ -167,12 +167,15 @@ def place_of(columns, slot_count, BN: tl.constexpr, BAND: tl.constexpr):
 
 
 @triton.jit
-def source_of(tokens, rows, live, row, x_rows, GATHERED: tl.constexpr):
-    """The rows of x of ``rows`` that are ``live``, else of ``row``."""
+def rows_of(slots, slot, tokens, x_rows, GATHERED: tl.constexpr, BM: tl.constexpr):
+    """The BM rows of a slot, which of them are live, and where in x each is; one that is not is the slot's first."""
+    row = tl.load(slots + slot * 3 + 1)
+    rows = row + tl.arange(0, BM)
+    live = rows < tl.load(slots + slot * 3 + 2)
     source = tl.where(live, rows, row).to(tl.int64)
     if GATHERED:
         source = tl.minimum(tl.maximum(tl.load(tokens + source), 0), x_rows - 1).to(tl.int64)
-    return source
+    return rows, live, source
 
 
 @triton.jit
@@ -250,10 +253,7 @@ def grouped(
     page = tl.load(slots + slot * 3)
     if page < 0:
         return
-    row = tl.load(slots + slot * 3 + 1)
-    rows = row + tl.arange(0, BM)
-    live = rows < tl.load(slots + slot * 3 + 2)
-    source = source_of(tokens, rows, live, row, x_rows, GATHERED)
+    rows, live, source = rows_of(slots, slot, tokens, x_rows, GATHERED, BM)
 
     address = tl.load(weights + page)
     there = (tl.zeros((BN,), dtype=tl.int64) + address) != 0

@@ -14,8 +14,9 @@ minima; its terms are whole and below 2^18, so it is exact as well.
 import triton
 import triton.language as tl
 
-from moelight.kernels.gpu.grouped_triton import activated, place_of, source_of, store_rows
+from moelight.kernels.gpu.grouped_triton import activated, place_of, rows_of, store_rows
 from moelight.kernels.gpu.quantized_triton import (
+    biased,
     block_bytes,
     block_code,
     block_half,
@@ -328,10 +329,7 @@ def grouped_integers(
     page = tl.load(slots + slot * 3)
     if page < 0:
         return
-    row = tl.load(slots + slot * 3 + 1)
-    rows = row + tl.arange(0, BM)
-    live = rows < tl.load(slots + slot * 3 + 2)
-    source = source_of(tokens, rows, live, row, x_rows, GATHERED)
+    rows, live, source = rows_of(slots, slot, tokens, x_rows, GATHERED, BM)
 
     address = tl.load(table + GATE * table_step + page)
     codes = pointer_to(table, table_step, GATE, page, CODES)
@@ -368,12 +366,9 @@ def grouped_integers(
                     )  # fmt: skip
     total *= 1.0 if ACTIVE else FACTOR
     if BIASED:
-        there = (tl.zeros((BN,), dtype=tl.int64) + address) != 0
-        bias = pointer_to(table, table_step, GATE + 4, page, BIAS)
-        total += tl.load(bias + stored, mask=there, other=0.0).to(tl.float32)[None, :]
+        total = biased(total, table, table_step, GATE + 4, page, address, stored, BIAS, BN)
         if GATED:
-            bias = pointer_to(table, table_step, UP + 4, page, BIAS)
-            total_up += tl.load(bias + stored + up_row, mask=there, other=0.0).to(tl.float32)[None, :]
+            total_up = biased(total_up, table, table_step, UP + 4, page, address, stored + up_row, BIAS, BN)
     if ACTIVE:
         total = activated(total, total_up, limit, CURVE, ALPHA, SHIFT, LIMITED, LATE, GATED) * FACTOR
     store_rows(out, total, rows, live, first, columns, BY_HAND, BN)

@@ -17,7 +17,7 @@ unpacking serves.
 import triton
 import triton.language as tl
 
-from moelight.kernels.gpu.grouped_triton import activated, place_of, rounded, rows_at, source_of, store_rows
+from moelight.kernels.gpu.grouped_triton import activated, place_of, rounded, rows_at, rows_of, store_rows
 
 
 def _four(*values: int) -> tl.constexpr:
@@ -442,6 +442,14 @@ def pointer_to(table, table_step, part, page, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def biased(total, table, table_step, part, page, address, stored, BIAS: tl.constexpr, BN: tl.constexpr):
+    """total [BM, BN] and the biases ``stored`` [BN] of row ``part`` of the table; none without an ``address``."""
+    there = (tl.zeros((BN,), dtype=tl.int64) + address) != 0
+    bias = pointer_to(table, table_step, part, page, BIAS)
+    return total + tl.load(bias + stored, mask=there, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
 def unpacked_product(
     total,
     a,
@@ -522,10 +530,7 @@ def grouped_quantized(
     page = tl.load(slots + slot * 3)
     if page < 0:
         return
-    row = tl.load(slots + slot * 3 + 1)
-    rows = row + tl.arange(0, BM)
-    live = rows < tl.load(slots + slot * 3 + 2)
-    source = source_of(tokens, rows, live, row, x_rows, GATHERED)
+    rows, live, source = rows_of(slots, slot, tokens, x_rows, GATHERED, BM)
 
     address = tl.load(table + GATE * table_step + page)
     codes = pointer_to(table, table_step, GATE, page, CODES)
@@ -552,12 +557,9 @@ def grouped_quantized(
             )  # fmt: skip
     total *= 1.0 if ACTIVE else FACTOR
     if BIASED:
-        there = (tl.zeros((BN,), dtype=tl.int64) + address) != 0
-        bias = pointer_to(table, table_step, GATE + 4, page, BIAS)
-        total += tl.load(bias + stored, mask=there, other=0.0).to(tl.float32)[None, :]
+        total = biased(total, table, table_step, GATE + 4, page, address, stored, BIAS, BN)
         if GATED:
-            bias = pointer_to(table, table_step, UP + 4, page, BIAS)
-            total_up += tl.load(bias + stored + up_row, mask=there, other=0.0).to(tl.float32)[None, :]
+            total_up = biased(total_up, table, table_step, UP + 4, page, address, stored + up_row, BIAS, BN)
     if ACTIVE:
         total = activated(total, total_up, limit, CURVE, ALPHA, SHIFT, LIMITED, LATE, GATED) * FACTOR
     store_rows(out, total, rows, live, first, columns, BY_HAND, BN)
