@@ -38,7 +38,7 @@ PACKAGES = (
     *("pytest", "iniconfig", "pluggy", "packaging", "pygments", "hypothesis", "sortedcontainers"),
 )
 LIBRARY_VERSIONS = ("_2_34", "_2_31", "_2_28", "_2_27", "_2_26", "_2_17", "2014")  # pip takes each by its name alone
-PRODUCTS = ("linear", "ffn", "quantized_ffn", "integers", "variants", "native")
+PRODUCTS = ("linear", "ffn", "quantized_ffn", "integers", "native")
 OTHERS = ("attention", "prefill_cpu", "mla", "delta", "norm", "routing", "quantized", "repack", "layer", "peaks")
 CPUS = {"max": PRODUCTS + OTHERS, "neoverse-n1": PRODUCTS, "cortex-a72": PRODUCTS}
 # This torch lends no float8 to an extension, and its ldexp is infinite where the power alone is.
