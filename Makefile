@@ -12,7 +12,7 @@ INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt $(CSRC)
 # Byte code is written once, not compiled anew in each of the hundreds of processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test thorough large transformers families test-crash test-crash-ray coverage sanitize gpu wheels shown docs check format size clean
+.PHONY: help demo test thorough large transformers families test-crash test-crash-ray coverage sanitize arm bench-kernels gpu wheels shown docs check format size clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -89,6 +89,12 @@ sanitize: $(STAMP)  ## kernels and mutated quantised files under ASan and UBSan,
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	  $(BIN)/python tests/with_extension.py $(SANITIZE)/_native*.so \
 	  $(or $(ARGS),tests/kernels tests/weights/test_mutated.py)
+
+arm: $(STAMP)  ## cross-compile for 64-bit Arm, and run the kernels' tests under qemu-user; needs Debian; no part of CI
+	$(BIN)/python -m tests.arm $(ARGS)
+
+bench-kernels: $(STAMP)  ## measure every kernel of the CPU, and write benchmarks/results/kernels_MACHINE_DATE; ARGS
+	$(BIN)/python benchmarks/kernels.py --rounds 5 --out benchmarks/results $(ARGS)
 
 # On a card: everything that only a device shows, most telling first; README.md of benchmarks says what. On a machine
 # without a network .wheels (or WHEELS) is a folder of wheels: then PYTHON's own packages, its torch and Triton among

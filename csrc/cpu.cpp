@@ -15,13 +15,19 @@
 #define MOELIGHT_X86 0
 #endif
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
 namespace moelight {
 namespace {
 
 struct Features {
   bool avx2 = false, fma = false, f16c = false, avx512f = false, avx512bw = false, avx512dq = false, avx512vl = false,
        avx512_bf16 = false, avx512_vbmi = false, avx512_vnni = false, avx_vnni = false, amx_tile = false,
-       amx_bf16 = false, amx_int8 = false;
+       amx_bf16 = false, amx_int8 = false, neon = false, dotprod = false, i8mm = false, bf16 = false;
 };
 
 #if MOELIGHT_X86
@@ -58,6 +64,31 @@ Features detect() {
   }
   return found;
 }
+#elif defined(__aarch64__) && defined(__linux__)
+Features detect() {
+  const unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);
+  Features found;
+  found.neon = (first >> 1) & 1;
+  found.dotprod = (first >> 20) & 1;
+  found.i8mm = (second >> 13) & 1;
+  found.bf16 = (second >> 14) & 1;
+  return found;
+}
+#elif defined(__aarch64__) && defined(__APPLE__)
+bool told(const char* name) {
+  int value = 0;
+  size_t bytes = sizeof value;
+  return sysctlbyname(name, &value, &bytes, nullptr, 0) == 0 && value != 0;
+}
+
+Features detect() {
+  Features found;
+  found.neon = true;
+  found.dotprod = told("hw.optional.arm.FEAT_DotProd");
+  found.i8mm = told("hw.optional.arm.FEAT_I8MM");
+  found.bf16 = told("hw.optional.arm.FEAT_BF16");
+  return found;
+}
 #else
 Features detect() { return {}; }
 #endif
@@ -70,6 +101,7 @@ const Features& features() {
 Isa best_isa() {
   if (isa_runs(Isa::kAvx512)) return Isa::kAvx512;
   if (isa_runs(Isa::kAvx2)) return Isa::kAvx2;
+  if (isa_runs(Isa::kNeon)) return Isa::kNeon;
   return Isa::kScalar;
 }
 
@@ -96,6 +128,7 @@ bool products_run(Bf16Products how) {
     case Bf16Products::kTiles:
       return tiles;
     case Bf16Products::kPairs:
+      return pairs || f.bf16;
     case Bf16Products::kEmulated:
     case Bf16Products::kHalves:
       return pairs;
@@ -110,7 +143,8 @@ bool int8_runs(Int8Products how, Isa isa) {
   static const bool tiles = f.avx512_vnni && f.amx_tile && f.amx_int8 && tiles_permitted();
   switch (how) {
     case Int8Products::kDots:
-      return isa == Isa::kAvx512 ? f.avx512_vnni : isa == Isa::kAvx2 && f.avx_vnni;
+      return (isa == Isa::kAvx512 && f.avx512_vnni) || (isa == Isa::kAvx2 && f.avx_vnni) ||
+             (isa == Isa::kNeon && f.dotprod);
     case Int8Products::kTiles:
       return isa == Isa::kAvx512 && tiles;
     case Int8Products::kEmulated:
@@ -129,6 +163,8 @@ const char* isa_name(Isa isa) {
       return "avx512";
     case Isa::kAvx2:
       return "avx2";
+    case Isa::kNeon:
+      return "neon";
     case Isa::kScalar:
       break;
   }
@@ -160,7 +196,11 @@ std::vector<std::pair<std::string, bool>> cpu_features() {
           {"avx_vnni", f.avx_vnni},
           {"amx_tile", f.amx_tile},
           {"amx_bf16", f.amx_bf16},
-          {"amx_int8", f.amx_int8}};
+          {"amx_int8", f.amx_int8},
+          {"neon", f.neon},
+          {"dotprod", f.dotprod},
+          {"i8mm", f.i8mm},
+          {"bf16", f.bf16}};
 }
 
 bool isa_runs(Isa isa) {
@@ -170,6 +210,8 @@ bool isa_runs(Isa isa) {
       return MOELIGHT_X86 && f.avx2 && f.fma && f.f16c && f.avx512f && f.avx512bw && f.avx512dq && f.avx512vl;
     case Isa::kAvx2:
       return MOELIGHT_X86 && f.avx2 && f.fma && f.f16c;
+    case Isa::kNeon:
+      return f.neon;
     case Isa::kScalar:
       break;
   }
@@ -196,7 +238,7 @@ Bf16Products bf16_products() {
                                    : !products_run(Bf16Products::kPairs) ? Bf16Products::kWide
                                    : halves                              ? Bf16Products::kHalves
                                                                          : Bf16Products::kPairs;
-  if (active_isa() != Isa::kAvx512) return Bf16Products::kWide;
+  if (active_isa() != Isa::kAvx512 && active_isa() != Isa::kNeon) return Bf16Products::kWide;
   const int choice = forced_products.load(std::memory_order_relaxed);
   return choice == kNotForced ? best : static_cast<Bf16Products>(choice);
 }
@@ -220,9 +262,9 @@ Int8Products int8_products() {
 }
 
 bool force_int8_products(Int8Products how) {
-  const bool runs =
-      (isa_runs(Isa::kAvx512) && int8_runs(how, Isa::kAvx512)) || (isa_runs(Isa::kAvx2) && int8_runs(how, Isa::kAvx2));
-  if (how != Int8Products::kWide && !runs) return false;
+  bool runs = how == Int8Products::kWide;
+  for (const Isa isa : {Isa::kAvx2, Isa::kAvx512, Isa::kNeon}) runs = runs || (isa_runs(isa) && int8_runs(how, isa));
+  if (!runs) return false;
   forced_int8.store(static_cast<int>(how), std::memory_order_relaxed);
   return true;
 }
@@ -230,6 +272,8 @@ bool force_int8_products(Int8Products how) {
 void unforce_int8_products() { forced_int8.store(kNotForced, std::memory_order_relaxed); }
 
 bool permutes_bytes() { return features().avx512_vbmi; }
+
+bool mixes_signs() { return features().i8mm; }
 
 int64_t near_cache_bytes() {
 #if defined(_SC_LEVEL1_DCACHE_SIZE)

@@ -8,7 +8,7 @@
 namespace moelight::bind {
 namespace {
 
-constexpr Isa kIsas[] = {Isa::kScalar, Isa::kAvx2, Isa::kAvx512};
+constexpr Isa kIsas[] = {Isa::kScalar, Isa::kAvx2, Isa::kAvx512, Isa::kNeon};
 
 nb::list isa_available() {
   nb::list names;
@@ -24,7 +24,7 @@ void set_isa(const std::string& name) {
     if (!force_isa(isa)) refuse("isa", name + " does not run on this processor");
     return;
   }
-  refuse("isa", "must be auto, scalar, avx2 or avx512, is '" + name + "'");
+  refuse("isa", "must be auto, scalar, avx2, avx512 or neon, is '" + name + "'");
 }
 
 constexpr const char* kProducts[] = {"wide", "pairs", "tiles", "emulated", "halves"};

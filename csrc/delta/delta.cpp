@@ -11,19 +11,7 @@
 namespace moelight {
 namespace {
 
-const DeltaKernels& active_kernels() {
-#if defined(__x86_64__)
-  switch (active_isa()) {
-    case Isa::kAvx512:
-      return delta_avx512();
-    case Isa::kAvx2:
-      return delta_avx2();
-    case Isa::kScalar:
-      break;
-  }
-#endif
-  return delta_scalar();
-}
+const DeltaKernels& active_kernels() { return MOELIGHT_ACTIVE(delta)(); }
 
 // Below so many numbers of states, or of convolved rows, a second thread costs more than it brings.
 constexpr int64_t kStatesPerThread = int64_t{1} << 17;

@@ -73,5 +73,6 @@ inline int64_t delta_scratch(const DeltaArgs& args) {
 const DeltaKernels& delta_scalar();
 const DeltaKernels& delta_avx2();
 const DeltaKernels& delta_avx512();
+const DeltaKernels& delta_neon();
 
 }  // namespace moelight

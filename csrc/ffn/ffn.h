@@ -175,6 +175,7 @@ struct Kernel {
 Kernel ffn_scalar(DType x, WeightType weight);
 Kernel ffn_avx2(DType x, WeightType weight);
 Kernel ffn_avx512(DType x, WeightType weight);
+Kernel ffn_neon(DType x, WeightType weight);
 // bfloat16 x alone, and no float32, float16 or transposed weights.
 Kernel ffn_avx2_pairs(WeightType weight);
 // bfloat16 x alone, and no float32 or float16 weights.
@@ -182,6 +183,9 @@ Kernel ffn_avx512_dots(WeightType weight);
 Kernel ffn_avx512_halves(WeightType weight);
 Kernel ffn_amx(WeightType weight);
 Kernel ffn_emulated(WeightType weight);  // of ffn_amx, for processors with AVX512_BF16 but without tiles
+// bfloat16 x, and bfloat16 weights that are not transposed, or quantised ones; both give the same results.
+Kernel ffn_neon_pairs();
+Kernel ffn_neon_bf16();
 
 // Of formats with `integers`: all give the same results.
 Kernel integers_scalar(DType x);
@@ -189,6 +193,9 @@ Kernel integers_avx2(DType x);
 Kernel integers_avx_vnni(DType x);
 Kernel integers_avx512(DType x);
 Kernel integers_avx512_vnni(DType x);
+Kernel integers_neon(DType x);
+Kernel integers_neon_dots(DType x);
+Kernel integers_neon_i8mm(DType x);
 Kernel integers_amx(DType x);
 Kernel integers_emulated(DType x);  // of integers_amx, for processors with AVX512_VNNI but without tiles
 

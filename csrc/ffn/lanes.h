@@ -7,6 +7,8 @@
 
 #if defined(__x86_64__)
 #include <emmintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "ffn.h"
@@ -72,6 +74,12 @@ inline void unpack(const Int4* from, int8_t* to) {
   const __m128i high = _mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(two, 4), mask), zero);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_unpacklo_epi8(low, high));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 16), _mm_unpackhi_epi8(low, high));
+#elif defined(__aarch64__)
+  const uint8x16_t two = vld1q_u8(reinterpret_cast<const uint8_t*>(from));
+  const int8x16_t zero = vdupq_n_s8(8);
+  const int8x16_t low = vsubq_s8(vreinterpretq_s8_u8(vandq_u8(two, vdupq_n_u8(15))), zero);
+  const int8x16_t high = vsubq_s8(vreinterpretq_s8_u8(vshrq_n_u8(two, 4)), zero);
+  vst1q_s8(to, vzip1q_s8(low, high)), vst1q_s8(to + 16, vzip2q_s8(low, high));
 #else
   for (int64_t i = 0; i < kGroupStep / 2; ++i) {
     to[2 * i] = static_cast<int8_t>((from[i].two & 15) - 8);

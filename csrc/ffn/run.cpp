@@ -44,10 +44,10 @@ Kernel integer_kernel(DType x) {
     case Int8Products::kWide:
       break;
   }
-  if (active_isa() == Isa::kAvx512) return integers_avx512(x);
-  if (active_isa() == Isa::kAvx2) return integers_avx2(x);
+#elif defined(__aarch64__)
+  if (int8_products() == Int8Products::kDots) return mixes_signs() ? integers_neon_i8mm(x) : integers_neon_dots(x);
 #endif
-  return integers_scalar(x);
+  return MOELIGHT_ACTIVE(integers)(x);
 }
 
 // Transposed weights meet dot products of float32 rather than of pairs of bfloat16, which take two lines of K at once;
@@ -55,36 +55,31 @@ Kernel integer_kernel(DType x) {
 Kernel kernel_for(DType x, const Format& format) {
   const WeightType weight = format.type;
   if (format.integers) return integer_kernel(x);
+  [[maybe_unused]] const bool pairs =
+      x == DType::kBFloat16 && weight != WeightType::kFloat32 && weight != WeightType::kFloat16;
 #if defined(__x86_64__)
-  switch (active_isa()) {
-    case Isa::kAvx512:
-      if (x == DType::kBFloat16 && weight != WeightType::kFloat32 && weight != WeightType::kFloat16) {
-        switch (bf16_products()) {
-          case Bf16Products::kPairs:
-            if (format.transposed) break;
-            return ffn_avx512_dots(weight);
-          case Bf16Products::kHalves:
-            if (format.transposed) break;
-            return ffn_avx512_halves(weight);
-          case Bf16Products::kTiles:
-            return ffn_amx(weight);
-          case Bf16Products::kEmulated:
-            return ffn_emulated(weight);
-          default:
-            break;
-        }
-      }
-      return ffn_avx512(x, weight);
-    case Isa::kAvx2:
-      if (x == DType::kBFloat16 && weight != WeightType::kFloat32 && weight != WeightType::kFloat16 &&
-          !format.transposed)
-        return ffn_avx2_pairs(weight);
-      return ffn_avx2(x, weight);
-    case Isa::kScalar:
-      break;
+  if (pairs && active_isa() == Isa::kAvx2 && !format.transposed) return ffn_avx2_pairs(weight);
+  if (pairs && active_isa() == Isa::kAvx512) {
+    switch (bf16_products()) {
+      case Bf16Products::kPairs:
+        if (format.transposed) break;
+        return ffn_avx512_dots(weight);
+      case Bf16Products::kHalves:
+        if (format.transposed) break;
+        return ffn_avx512_halves(weight);
+      case Bf16Products::kTiles:
+        return ffn_amx(weight);
+      case Bf16Products::kEmulated:
+        return ffn_emulated(weight);
+      case Bf16Products::kWide:
+        break;
+    }
   }
+#elif defined(__aarch64__)
+  if (pairs && active_isa() == Isa::kNeon && !has_scale(weight) && !format.transposed)
+    return bf16_products() == Bf16Products::kPairs ? ffn_neon_bf16() : ffn_neon_pairs();
 #endif
-  return ffn_scalar(x, weight);
+  return MOELIGHT_ACTIVE(ffn)(x, weight);
 }
 
 int64_t rounded_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }

@@ -158,16 +158,9 @@ void append(const GqaArgs& args) {
 
 const GqaKernels& gqa_active() {
 #if defined(__x86_64__)
-  switch (active_isa()) {
-    case Isa::kAvx512:
-      return bf16_products() == Bf16Products::kWide ? gqa_avx512() : gqa_avx512_bf16();
-    case Isa::kAvx2:
-      return gqa_avx2();
-    case Isa::kScalar:
-      break;
-  }
+  if (active_isa() == Isa::kAvx512 && bf16_products() != Bf16Products::kWide) return gqa_avx512_bf16();
 #endif
-  return gqa_scalar();
+  return MOELIGHT_ACTIVE(gqa)();
 }
 
 void gqa_decode(const GqaArgs& args) {

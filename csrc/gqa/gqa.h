@@ -113,6 +113,7 @@ constexpr int64_t gqa_scratch_floats(int64_t heads, int64_t padded) {
 const GqaKernels& gqa_scalar();
 const GqaKernels& gqa_avx2();
 const GqaKernels& gqa_avx512();
+const GqaKernels& gqa_neon();
 const GqaKernels& gqa_avx512_bf16();  // AVX512_VNNI too
 const GqaKernels& gqa_active();
 

@@ -15,19 +15,7 @@
 namespace moelight {
 namespace {
 
-const MlaKernels& active_kernels() {
-#if defined(__x86_64__)
-  switch (active_isa()) {
-    case Isa::kAvx512:
-      return mla_avx512();
-    case Isa::kAvx2:
-      return mla_avx2();
-    case Isa::kScalar:
-      break;
-  }
-#endif
-  return mla_scalar();
-}
+const MlaKernels& active_kernels() { return MOELIGHT_ACTIVE(mla)(); }
 
 // A partial is as large as hundreds of cached rows, so there are never more of them than this at a time.
 constexpr int64_t kPartialFloats = int64_t{1} << 24;

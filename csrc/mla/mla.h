@@ -67,5 +67,6 @@ struct MlaKernels {
 const MlaKernels& mla_scalar();
 const MlaKernels& mla_avx2();
 const MlaKernels& mla_avx512();
+const MlaKernels& mla_neon();
 
 }  // namespace moelight

@@ -8,19 +8,7 @@
 namespace moelight {
 namespace {
 
-const NormKernels& active_kernels() {
-#if defined(__x86_64__)
-  switch (active_isa()) {
-    case Isa::kAvx512:
-      return norm_avx512();
-    case Isa::kAvx2:
-      return norm_avx2();
-    case Isa::kScalar:
-      break;
-  }
-#endif
-  return norm_scalar();
-}
+const NormKernels& active_kernels() { return MOELIGHT_ACTIVE(norm)(); }
 
 }  // namespace
 

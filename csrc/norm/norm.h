@@ -50,5 +50,6 @@ struct NormKernels {
 const NormKernels& norm_scalar();
 const NormKernels& norm_avx2();
 const NormKernels& norm_avx512();
+const NormKernels& norm_neon();
 
 }  // namespace moelight

@@ -78,10 +78,10 @@ ProductUnit unit_for([[maybe_unused]] ProductType product) {
     if (int8_products() == Int8Products::kDots)
       return active_isa() == Isa::kAvx512 ? product_avx512_vnni() : product_avx_vnni();
   }
-  if (active_isa() == Isa::kAvx512) return product_avx512();
-  if (active_isa() == Isa::kAvx2) return product_avx2();
+#elif defined(__aarch64__)
+  if (product == ProductType::kInt8 && int8_products() == Int8Products::kDots) return product_neon_dots();
 #endif
-  return product_scalar();
+  return MOELIGHT_ACTIVE(product)();
 }
 
 }  // namespace

@@ -31,5 +31,7 @@ ProductUnit product_amx();
 ProductUnit product_amx_int8();
 ProductUnit product_avx_vnni();
 ProductUnit product_avx512_vnni();
+ProductUnit product_neon();
+ProductUnit product_neon_dots();
 
 }  // namespace moelight

@@ -15,7 +15,7 @@ namespace moelight {
 namespace {
 
 #if defined(__x86_64__)
-const PrefillKernels& avx512_kernels() {
+const PrefillKernels& active_kernels() {
   switch (bf16_products()) {
     case Bf16Products::kTiles:
       return prefill_amx();
@@ -24,25 +24,14 @@ const PrefillKernels& avx512_kernels() {
       return prefill_avx512_bf16();
     case Bf16Products::kEmulated:
       return prefill_emulated();
-    default:
-      return prefill_avx512();
-  }
-}
-#endif
-
-const PrefillKernels& active_kernels() {
-#if defined(__x86_64__)
-  switch (active_isa()) {
-    case Isa::kAvx512:
-      return avx512_kernels();
-    case Isa::kAvx2:
-      return prefill_avx2();
-    case Isa::kScalar:
+    case Bf16Products::kWide:
       break;
   }
-#endif
-  return prefill_scalar();
+  return MOELIGHT_ACTIVE(prefill)();
 }
+#else
+const PrefillKernels& active_kernels() { return MOELIGHT_ACTIVE(prefill)(); }
+#endif
 
 struct Free {
   void operator()(float* p) const { std::free(p); }

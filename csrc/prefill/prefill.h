@@ -70,6 +70,7 @@ struct PrefillKernels {
 const PrefillKernels& prefill_scalar();
 const PrefillKernels& prefill_avx2();
 const PrefillKernels& prefill_avx512();
+const PrefillKernels& prefill_neon();
 const PrefillKernels& prefill_avx512_bf16();
 const PrefillKernels& prefill_amx();
 const PrefillKernels& prefill_emulated();  // of prefill_amx, for processors with AVX512_BF16 but without tiles

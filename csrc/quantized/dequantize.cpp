@@ -13,24 +13,10 @@ namespace {
 // Rows unpacked together: those that share words and cache lines where codes are transposed.
 constexpr int64_t kTogether = 16;
 
-Unpack unpack_for(DType type) {
-#if defined(__x86_64__)
-  switch (active_isa()) {
-    case Isa::kAvx512:
-      return unpack_avx512(type);
-    case Isa::kAvx2:
-      return unpack_avx2(type);
-    case Isa::kScalar:
-      break;
-  }
-#endif
-  return unpack_scalar(type);
-}
-
 }  // namespace
 
 void dequantize(const Quantized& from, DType type, void* out, int64_t stride, int threads) {
-  const Unpack unpack = unpack_for(type);
+  const Unpack unpack = MOELIGHT_ACTIVE(unpack)(type);
   const int64_t bytes = dtype_bytes(type), sets = (from.rows + kTogether - 1) / kTogether;
   over_rows(threads, sets, kTogether * from.columns * bytes, [&](int64_t begin, int64_t end) {
     alignas(64) char room[kTogether * kMostColumns * sizeof(float)];

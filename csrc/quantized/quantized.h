@@ -89,6 +89,7 @@ struct Unpacking {
 Unpack unpack_scalar(DType to);
 Unpack unpack_avx2(DType to);
 Unpack unpack_avx512(DType to);
+Unpack unpack_neon(DType to);
 // Lines of Pairs and of Halves, for products that take subnormal numbers as zeros: here they may be.
 Unpacking unpacking_pairs(const Quantized& like);
 Unpacking unpacking_nibbles();  // of unpacking_pairs, for kPacked of 4 bits by AVX512_VBMI

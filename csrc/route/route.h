@@ -74,5 +74,6 @@ struct ScatterKernels {
 const ScatterKernels& scatter_scalar();
 const ScatterKernels& scatter_avx2();
 const ScatterKernels& scatter_avx512();
+const ScatterKernels& scatter_neon();
 
 }  // namespace moelight

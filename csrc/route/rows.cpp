@@ -10,19 +10,7 @@
 namespace moelight {
 namespace {
 
-const ScatterKernels& active_kernels() {
-#if defined(__x86_64__)
-  switch (active_isa()) {
-    case Isa::kAvx512:
-      return scatter_avx512();
-    case Isa::kAvx2:
-      return scatter_avx2();
-    case Isa::kScalar:
-      break;
-  }
-#endif
-  return scatter_scalar();
-}
+const ScatterKernels& active_kernels() { return MOELIGHT_ACTIVE(scatter)(); }
 
 }  // namespace
 

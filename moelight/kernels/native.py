@@ -39,13 +39,14 @@ def reason() -> str:
 
 
 def isa() -> str | None:
-    """Instruction set in use (`scalar`, `avx2`, `avx512`); None without the extension."""
+    """Instruction set in use (`scalar`, `avx2`, `avx512`, `neon`); None without the extension."""
     native = extension()
     return None if native is None else str(native.isa())
 
 
 def bf16_products() -> str | None:
-    """Form of bfloat16 products under AVX-512 (`wide`, `pairs`, `tiles`, `halves`); None without the extension."""
+    """Form of bfloat16 products (`wide`; under AVX-512 `pairs`, `tiles`, `halves`; under NEON `pairs`); None without
+    the extension."""
     native = extension()
     return None if native is None else str(native.bf16_products())
 
@@ -118,9 +119,12 @@ def serving() -> list[Serving]:
     """Every operation of the CPU with its implementation in this process."""
     implementation = f"native {isa()}" if available() else "torch"
     units = _UNITS.get(bf16_products() or "")
+    operations: tuple[str, ...] = PRODUCTS
+    if isa() == "neon" and bf16_products() == "pairs":
+        units, operations = "bfloat16 in pairs (Arm's BF16)", ("linear", "expert_ffn")
     reasons = dict.fromkeys(NATIVE_OPERATIONS, reason())
     if units is not None:
-        reasons |= dict.fromkeys(PRODUCTS, f"{reason()}; {units}")
+        reasons |= dict.fromkeys(operations, f"{reason()}; {units}")
     found = [Serving(operation=name, implementation=implementation, reason=why) for name, why in reasons.items()]
     return [*found, Serving(operation=INT8_ACTIVATIONS, implementation=implementation, reason=_int8_reason())]
 
@@ -128,6 +132,7 @@ def serving() -> list[Serving]:
 def _int8_reason() -> str:
     if not available():
         return f"{reason()}; `generate` refuses --activations int8"
-    dots = f"four products at a time ({'AVX512_VNNI' if isa() == 'avx512' else 'AVX_VNNI'})"
+    unit = {"avx512": "AVX512_VNNI", "avx2": "AVX_VNNI", "neon": "Arm's dotprod"}.get(isa() or "", "")
+    dots = f"four products at a time ({unit})"
     by = {"wide": "products of words", "dots": dots, "tiles": "tiles (AMX), with few tokens " + dots}
     return f"{reason()}; {by.get(int8_products() or '', 'emulated tiles')}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,10 +23,15 @@ pytestmark = pytest.mark.skipif(not native.available(), reason="nothing to measu
 
 
 @pytest.fixture(scope="module")
-def report() -> dict[str, Any]:
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("results")
+
+
+@pytest.fixture(scope="module")
+def report(out: Path) -> dict[str, Any]:
     """Of four cases; the environment given for vLLM has no vLLM, and none is given for IPEX."""
     bare = Path(sys.base_prefix, "bin", "python3")
-    options = ["--quick", "--gib", 0.01, "--vllm-python", bare, "--only", *ONLY]
+    options = ["--quick", "--gib", 0.01, "--vllm-python", bare, "--out", out, "--only", *ONLY]
     return ran("kernels", *options, changes=SMALLER)
 
 
@@ -52,6 +59,35 @@ def test_roofs(report: dict[str, Any]) -> None:
     assert report["read_bytes_per_s"] > 1e8
     assert report["bf16_flops"] > 1e8
     assert all(row["share"] > 0 for row in report["rows"] if row["who"] == "moelight")
+
+
+def test_the_files_of_a_run(report: dict[str, Any], out: Path) -> None:
+    text, result = sorted(out.iterdir(), key=lambda path: path.suffix, reverse=True)
+    assert re.fullmatch(
+        r"kernels_.+-2threads_[\d-]{10}\.md" if report["threads"] == 2 else r"kernels_.+\.md", text.name
+    )
+    assert json.loads(result.read_text(encoding="utf-8")) == report
+    assert "linear 1 " in text.read_text(encoding="utf-8")
+
+
+CPUINFO = {
+    "zen3-avx2-8threads": ("AuthenticAMD", 25, 1, ["avx2"]),
+    "zen4-avx512bf16-8threads": ("AuthenticAMD", 25, 17, ["avx2", "avx512f", "avx512_vnni", "avx512_bf16"]),
+    "zen5-avx512bf16-8threads": ("AuthenticAMD", 26, 2, ["avx512f", "avx512_bf16"]),
+    "sapphire-rapids-amx-8threads": ("GenuineIntel", 6, 143, ["avx512f", "avx512_bf16", "amx_bf16"]),
+    "intel-avx512vnni-8threads": ("GenuineIntel", 6, 1, ["avx512f", "avx512_vnni"]),
+}
+
+
+@pytest.mark.parametrize("name", CPUINFO)
+def test_names_of_machines(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vendor, family, model, features = CPUINFO[name]
+    lines = f"vendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: {model}\n"
+    (tmp_path / "cpuinfo").write_text(lines, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    found = importlib.import_module("kernel_cases.report")
+    monkeypatch.setattr(native, "cpu_features", lambda: {each: each in features for each in found._UNITS})
+    assert found.machine_name(8, proc=tmp_path) == name
 
 
 def test_a_case_that_is_not_there() -> None:

@@ -27,6 +27,7 @@ PRODUCTS = {
     "avx512 in halves": "halves",
     "avx512 with emulated tiles": "emulated",
     "avx512 with tiles": "tiles",
+    "neon without bf16": "wide",
 }
 
 
@@ -42,7 +43,7 @@ def _runs(products: str) -> bool:
     return True
 
 
-LANES = [*ISAS, *(name for name, products in PRODUCTS.items() if "avx512" in ISAS and _runs(products))]
+LANES = [*ISAS, *(name for name, products in PRODUCTS.items() if name.split()[0] in ISAS and _runs(products))]
 
 
 @contextmanager
@@ -53,7 +54,7 @@ def serving(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
         return
     extension = native.extension()
-    extension.set_isa("avx512" if name in PRODUCTS else name)
+    extension.set_isa(name.split(maxsplit=1)[0])
     extension.set_bf16_products(PRODUCTS.get(name, "auto"))
     yield
     extension.set_bf16_products("auto")

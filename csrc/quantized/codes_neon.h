@@ -1,0 +1,81 @@
+// The codes of quantised matrices as unsigned bytes, thirty-two columns of a row at once, for NEON. Internal linkage.
+#pragma once
+
+#include <arm_neon.h>
+
+#include "integers.h"
+
+namespace moelight {
+namespace {
+
+// Of thirty-two columns.
+struct Codes {
+  uint8x16_t low, high;
+};
+
+inline Codes bytes_at(const uint8_t* p) { return {vld1q_u8(p), vld1q_u8(p + 16)}; }
+
+// Codes of two in a byte: the earlier one in the low half, or sixteen in low halves before sixteen in high ones.
+inline Codes halved_nibbles(const uint8_t* p) {
+  const uint8x16_t both = vld1q_u8(p);
+  return {vandq_u8(both, vdupq_n_u8(15)), vshrq_n_u8(both, 4)};
+}
+inline Codes paired_nibbles(const uint8_t* p) {
+  const Codes apart = halved_nibbles(p);
+  return {vzip1q_u8(apart.low, apart.high), vzip2q_u8(apart.low, apart.high)};
+}
+// `mask` of each byte from bit `shift` on, moved up to bit `to`.
+inline Codes bits_of(Codes bytes, int64_t shift, int mask, int to = 0) {
+  const int8x16_t down = vdupq_n_s8(static_cast<int8_t>(-shift)), up = vdupq_n_s8(static_cast<int8_t>(to));
+  const uint8x16_t kept = vdupq_n_u8(static_cast<uint8_t>(mask));
+  return {vshlq_u8(vandq_u8(vshlq_u8(bytes.low, down), kept), up),
+          vshlq_u8(vandq_u8(vshlq_u8(bytes.high, down), kept), up)};
+}
+inline Codes either(Codes x, Codes y) { return {vorrq_u8(x.low, y.low), vorrq_u8(x.high, y.high)}; }
+inline Codes looked_up(Codes index, const uint8_t* sixteen) {
+  const uint8x16_t table = vld1q_u8(sixteen);
+  return {vqtbl1q_u8(table, index.low), vqtbl1q_u8(table, index.high)};
+}
+inline Codes in_order(Codes x, const uint8_t* order) {
+  const uint8x16_t index = vld1q_u8(order);
+  return {vqtbl1q_u8(x.low, index), vqtbl1q_u8(x.high, index)};
+}
+inline Codes signs_turned(Codes x) {
+  const uint8x16_t sign = vdupq_n_u8(0x80);
+  return {veorq_u8(x.low, sign), veorq_u8(x.high, sign)};
+}
+
+// Unsigned codes of columns [k, k + 32) (integers.h), k a multiple of 32, of a row that begins at `line`.
+template <Packing kPacking, int kBits>
+inline Codes codes_of(const uint8_t* line, int64_t k) {
+  const int64_t i = k % 256;
+  switch (kPacking) {
+    case Packing::kPacked:
+      return kBits == 8 ? bytes_at(line + k) : paired_nibbles(line + k / 2);
+    case Packing::kMx:
+      return looked_up(paired_nibbles(line + k / 2), kE2m1Codes);
+    case Packing::kMxBlocks:
+      return looked_up(halved_nibbles(line + k / 32 * 17 + 1), kE2m1Codes);
+    case Packing::kQ4_0:
+      return halved_nibbles(line + k / 32 * 18 + 2);
+    case Packing::kQ8_0:
+      return signs_turned(bytes_at(line + k / 32 * 34 + 2));
+    case Packing::kQ4_K:
+      return bits_of(bytes_at(line + k / 256 * 144 + 16 + i / 64 * 32), i % 64 / 32 * 4, 15);
+    case Packing::kQ5_K: {
+      const uint8_t* const p = line + k / 256 * 176;
+      return either(bits_of(bytes_at(p + 48 + i / 64 * 32), i % 64 / 32 * 4, 15),
+                    bits_of(bytes_at(p + 16), i / 32, 1, 4));
+    }
+    case Packing::kQ6_K: {
+      const uint8_t* const p = line + k / 256 * 210;
+      return either(bits_of(bytes_at(p + i / 128 * 64 + i % 64), i % 128 / 64 * 4, 15),
+                    bits_of(bytes_at(p + 128 + i / 128 * 32), i % 128 / 32 * 2, 3, 4));
+    }
+    default:
+      return signs_turned(bytes_at(line + k));
+  }
+}
+
+}  // namespace
+}  // namespace moelight

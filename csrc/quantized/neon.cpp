@@ -1,0 +1,3 @@
+#include "numbers.h"
+
+moelight::Unpack moelight::unpack_neon(DType to) { return unpack_to(to); }
