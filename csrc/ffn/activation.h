@@ -66,17 +66,20 @@ struct SquaredRelu {
   }
 };
 
-template <class S, class C>
+// kPlain: without limits and shift, and alpha is 1; a zero is positive, as it is behind limits.
+template <class S, class C, bool kPlain>
 typename S::V curve(const Activation& by, typename S::V x) {
+  if constexpr (kPlain) return C::apply(S::add(x, S::zero()), 1.0f);
   if (!by.late) x = at_most<S>(x, by.limit);
   const auto y = C::apply(x, by.alpha);
   return by.late ? at_most<S>(y, by.limit) : y;
 }
 
-template <class S, class C>
+template <class S, class C, bool kPlain>
 typename S::V gated(const Activation& by, typename S::V gate, typename S::V up) {
+  if constexpr (kPlain) return S::mul(S::add(up, S::zero()), curve<S, C, true>(by, gate));
   up = at_least<S>(at_most<S>(up, by.limit), -by.limit);
-  return S::mul(S::add(up, S::set(by.shift)), curve<S, C>(by, gate));
+  return S::mul(S::add(up, S::set(by.shift)), curve<S, C, false>(by, gate));
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "stream.inl"
+#include "near.inl"
 
 namespace moelight {
 namespace {
@@ -39,9 +39,7 @@ Kernel kernel_of(WeightType weight, void (*floats)(const Product&, void*, float*
 
 }  // namespace
 
-Kernel ffn_avx512_dots(WeightType weight) {
-  return kernel_of<Pairs>(weight, multiply_few<StoredBf16>, unpacking_pairs);
-}
+Kernel ffn_avx512_dots(WeightType weight) { return kernel_of<Pairs>(weight, multiply_pairs, unpacking_pairs); }
 Kernel ffn_avx512_halves(WeightType weight) { return kernel_of<Halves>(weight, multiply_halves, unpacking_halves); }
 
 }  // namespace moelight

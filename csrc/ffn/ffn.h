@@ -29,6 +29,11 @@ struct Activation {
   Curve curve = Curve::kSilu;
   float alpha = 1.0f, limit = std::numeric_limits<float>::infinity(), shift = 0.0f;
   bool late = false;
+
+  // Neither limits nor shift: what most models have.
+  bool plain() const {
+    return alpha == 1.0f && shift == 0.0f && limit == std::numeric_limits<float>::infinity() && !late;
+  }
 };
 
 // How gate and up are given: two weights; one whose rows are interleaved; or up alone.
@@ -115,7 +120,7 @@ int64_t ffn_workspace_kept();
 
 // Tokens and rows that one thread multiplies at a time. They shape the work, not the result.
 constexpr int64_t kTokenBlock = 96;
-constexpr int64_t kUnitRows = 64;
+constexpr int64_t kUnitRows = 128;
 constexpr int64_t kUpColumn = kUnitRows / 2;  // where the sums of up rows begin beside those of their gates
 
 // Some rows of a weight times some tokens. Of a transposed weight rows may be more than kUnitRows: their sums are then

@@ -13,9 +13,12 @@ namespace {
 template <class S, class X>
 void narrow(const float* from, int64_t count, X* to) {
   int64_t i = 0;
-  if constexpr (std::is_same_v<X, Fp16>)
+  if constexpr (std::is_same_v<X, Fp16>) {
     for (; i + 2 * S::kWidth <= count; i += 2 * S::kWidth)
       S::store2(to + i, S::load(from + i), S::load(from + i + S::kWidth));
+  } else if constexpr (requires { S::store_in_order(to, S::zero()); }) {
+    for (; i + S::kWidth <= count; i += S::kWidth) S::store_in_order(to + i, S::load(from + i));
+  }
   for (; i < count; ++i) from_float(from[i], to[i]);
 }
 
@@ -28,7 +31,7 @@ void store(const float* sums, const float* bias, int64_t rows, int64_t tokens, v
   }
 }
 
-template <class S, class X, class C>
+template <class S, class X, class C, bool kPlain>
 void activate_as(const Activation& by, Pairing pairing, const float* sums, const float* ups, const float* bias,
                  const float* up_bias, int64_t columns, int64_t tokens, void* out, int64_t stride) {
   alignas(64) float line[kUnitRows];
@@ -37,7 +40,7 @@ void activate_as(const Activation& by, Pairing pairing, const float* sums, const
     for (int64_t i = 0; i < columns; i += S::kWidth) {
       typename S::V gate, up;
       if (pairing == Pairing::kUngated) {
-        S::store(line + i, curve<S, C>(by, biased(i)));
+        S::store(line + i, curve<S, C, kPlain>(by, biased(i)));
         continue;
       }
       if (pairing == Pairing::kInterleaved) {
@@ -45,10 +48,17 @@ void activate_as(const Activation& by, Pairing pairing, const float* sums, const
       } else {
         gate = biased(i), up = S::add(S::load(ups + i), S::load(up_bias + i));
       }
-      S::store(line + i, gated<S, C>(by, gate, up));
+      S::store(line + i, gated<S, C, kPlain>(by, gate, up));
     }
     narrow<S>(line, columns, static_cast<X*>(out) + t * stride);
   }
+}
+
+template <class S, class X, class C>
+void activate_by(const Activation& by, Pairing pairing, const float* sums, const float* ups, const float* bias,
+                 const float* up_bias, int64_t columns, int64_t tokens, void* out, int64_t stride) {
+  const auto as = by.plain() ? activate_as<S, X, C, true> : activate_as<S, X, C, false>;
+  as(by, pairing, sums, ups, bias, up_bias, columns, tokens, out, stride);
 }
 
 template <class S, class X>
@@ -56,13 +66,13 @@ void activate(const Activation& by, Pairing pairing, const float* sums, const fl
               const float* up_bias, int64_t columns, int64_t tokens, void* out, int64_t stride) {
   switch (by.curve) {
     case Curve::kSilu:
-      return activate_as<S, X, Silu<S>>(by, pairing, sums, ups, bias, up_bias, columns, tokens, out, stride);
+      return activate_by<S, X, Silu<S>>(by, pairing, sums, ups, bias, up_bias, columns, tokens, out, stride);
     case Curve::kGelu:
-      return activate_as<S, X, Gelu<S>>(by, pairing, sums, ups, bias, up_bias, columns, tokens, out, stride);
+      return activate_by<S, X, Gelu<S>>(by, pairing, sums, ups, bias, up_bias, columns, tokens, out, stride);
     case Curve::kGeluTanh:
-      return activate_as<S, X, GeluTanh<S>>(by, pairing, sums, ups, bias, up_bias, columns, tokens, out, stride);
+      return activate_by<S, X, GeluTanh<S>>(by, pairing, sums, ups, bias, up_bias, columns, tokens, out, stride);
     case Curve::kSquaredRelu:
-      return activate_as<S, X, SquaredRelu<S>>(by, pairing, sums, ups, bias, up_bias, columns, tokens, out, stride);
+      return activate_by<S, X, SquaredRelu<S>>(by, pairing, sums, ups, bias, up_bias, columns, tokens, out, stride);
   }
 }
 

@@ -77,8 +77,9 @@ struct Halves {
   static __m512 floats(V sum) { return sum; }
 };
 
-// The eight sums across the lanes of eight vectors, always in the same tree.
-inline __m256 across(const __m512 (&v)[8]) {
+// The eight sums across the lanes of eight vectors, always in the same tree; as part of its caller where gcc would have
+// the vectors pass through memory.
+__attribute__((always_inline)) inline __m256 across_inline(const __m512 (&v)[8]) {
   __m512 two[4], four[2];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i)
@@ -93,6 +94,8 @@ inline __m256 across(const __m512 (&v)[8]) {
   const __m512 whole = _mm512_add_ps(eight, swapped);
   return _mm256_insertf128_ps(_mm512_castps512_ps256(whole), _mm512_extractf32x4_ps(whole, 2), 1);
 }
+
+inline __m256 across(const __m512 (&v)[8]) { return across_inline(v); }
 
 }  // namespace
 }  // namespace moelight

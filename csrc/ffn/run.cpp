@@ -15,13 +15,16 @@
 namespace moelight {
 namespace {
 
-// Rows that pass through a layer together; what lies between two products is no longer than this.
-constexpr int64_t kGroupTokens = 512;
-// Tokens that a unit multiplies with its rows, kTokenBlock at a time.
+// Rows that pass through a layer together: kGroupTokens, or more where what lies between two products stays within
+// kGroupBytes.
+constexpr int64_t kGroupTokens = 512, kGroupBytes = 4 << 20;
+// Most tokens that a unit multiplies with its rows, kTokenBlock at a time.
 constexpr int64_t kUnitTokens = 4 * kTokenBlock;
 // With no more tokens than this a unit is a stretch of memory to read, of about kUnitBytes.
 constexpr int64_t kFewTokens = 24;
 constexpr int64_t kUnitBytes = 256 << 10;
+// Fewer tokens than this of a piece are left where they crowd a cache.
+constexpr int64_t kFewestSpread = 8;
 // Tokens that one thread prepares at a time.
 constexpr int64_t kPreparedTokens = 32;
 // Of a transposed weight a unit is stretches of its lines: up to kWideBlocks times kUnitRows at once, as many as have
@@ -84,6 +87,12 @@ Kernel kernel_for(DType x, const Format& format) {
 
 int64_t rounded_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
+// Rows whose bytes are a multiple of kSets lie in the same sets of a cache, so that a block of K of some tokens has a
+// part of it alone. Tokens that are written here lie so far apart that it has all of it.
+constexpr int64_t kSets = 4096, kApartBytes = 2048;
+bool crowded(int64_t row_bytes) { return row_bytes % kSets == 0; }
+int64_t spread(int64_t row_bytes) { return row_bytes + (crowded(row_bytes) ? kApartBytes : 0); }
+
 // Rows of bytes.
 struct Span {
   char* data;
@@ -103,13 +112,15 @@ struct Side {
 
   Side(DType type, const Format& format) : kernel(kernel_for(type, format)), format(format), type(type) {}
 
-  bool takes(int64_t depth) const { return kernel.in_place && depth % kernel.step == 0; }
+  bool takes() const { return kernel.in_place && format.depth % kernel.step == 0; }
   int64_t prepared_bytes() const {
-    return kernel.head_bytes + rounded_up(format.depth, kernel.step) * kernel.element_bytes;
+    const int64_t bytes = kernel.head_bytes + rounded_up(format.depth, kernel.step) * kernel.element_bytes;
+    return takes() ? spread(bytes) : bytes;
   }
+  bool crowds() const { return crowded(format.depth * kernel.element_bytes); }
   // Of `tokens` in at most `pieces` experts.
   int64_t room(int64_t tokens, int64_t pieces) const {
-    if (takes(format.depth)) return 0;
+    if (takes() && !crowds()) return 0;
     const int64_t most = std::min(tokens + pieces * (kernel.token_step - 1), tokens * kernel.token_step);
     return Workspace::aligned(most * prepared_bytes());
   }
@@ -120,9 +131,9 @@ struct Side {
     if (like != nullptr) unpacking = kernel.unpacking(*like);
   }
 
-  // Where the tokens come from, and where `room` bytes for the prepared ones are.
-  void enter(const Span& from, char* room) {
-    in_place = takes(format.depth);
+  // Where the tokens come from, at most `each` of a piece, and where `room` bytes for the prepared ones are.
+  void enter(const Span& from, int64_t each, char* room) {
+    in_place = takes() && (each < kFewestSpread || !crowds() || !crowded(from.stride));
     source = from;
     prepared = in_place ? from : Span{room, prepared_bytes()};
   }
@@ -130,6 +141,12 @@ struct Side {
   void prepare(int64_t from, int64_t to, int64_t count) const {
     if (kernel.quantise != nullptr)
       return kernel.quantise(*like, source.row(from), source.stride, count, prepared.row(to), prepared.stride);
+    if (takes()) {
+      for (int64_t t = 0; t < count; ++t)
+        std::memcpy(prepared.row(to + t), source.row(from + t),
+                    static_cast<size_t>(format.depth * kernel.element_bytes));
+      return;
+    }
     kernel.prepare(source.row(from), source.stride, count, format.depth, prepared.row(to));
   }
 
@@ -293,10 +310,13 @@ class Group {
         const int64_t most = side.whole_transposed() ? lines : kUnitBytes / std::max<int64_t>(bytes, 1) / step * step;
         some = std::max<int64_t>(std::min(rounded_up(all / (threads * 8) + 1, step), most), step / 2);
       }
+      const int64_t cuts = parts_of(piece.tokens, kUnitTokens);
       for (int64_t r = 0; r < rows; r += some)
-        for (int64_t t = 0; t < piece.tokens; t += kUnitTokens)
-          work.add({stage, static_cast<int32_t>(p), r, std::min(some, rows - r), t,
-                    std::min(kUnitTokens, piece.tokens - t)});
+        for (int64_t c = 0; c < cuts; ++c) {
+          const int64_t t = cut(piece.tokens, cuts, c);
+          work.add(
+              {stage, static_cast<int32_t>(p), r, std::min(some, rows - r), t, cut(piece.tokens, cuts, c + 1) - t});
+        }
     }
   }
 
@@ -385,7 +405,8 @@ class Group {
   }
 
   // Token blocks of nearly equal size that begin at multiples of a tile's sixteen.
-  static int64_t blocks(int64_t tokens) { return (tokens + kTokenBlock - 1) / kTokenBlock; }
+  static int64_t parts_of(int64_t tokens, int64_t most) { return (tokens + most - 1) / most; }
+  static int64_t blocks(int64_t tokens) { return parts_of(tokens, kTokenBlock); }
   static int64_t cut(int64_t tokens, int64_t count, int64_t i) {
     return std::min(tokens, rounded_up(tokens * i / count, 16));
   }
@@ -400,19 +421,23 @@ class Group {
   int64_t worker_bytes_;
 };
 
+int64_t group_tokens(const Side& down) {
+  return std::max(kGroupTokens, kGroupBytes / (down.format.depth * dtype_bytes(down.type)));
+}
+
 // From row `first` of x on, whole experts as long as the group has room, of a large one what fits; returns their rows.
 int64_t next_group(const ExpertArgs& args, const Side& up, const Side& down, int64_t first, int64_t& expert,
                    std::vector<Piece>& pieces) {
+  const int64_t most = group_tokens(down);
   int64_t rows = 0, place_up = 0, place_down = 0;
   pieces.clear();
-  while (expert < args.experts && rows < kGroupTokens) {
+  while (expert < args.experts && rows < most) {
     const int64_t left = args.offsets[expert + 1] - (first + rows);
-    if (left > kGroupTokens - rows && rows > 0) break;
-    const int64_t some = std::min(left, kGroupTokens);
+    if (left > most - rows && rows > 0) break;
+    const int64_t some = std::min(left, most);
     if (some > 0)
       pieces.push_back({args.gate == nullptr ? nullptr : args.gate + expert, args.up + expert, args.down + expert, rows,
-                        some, up.takes(up.format.depth) ? rows : place_up,
-                        down.takes(down.format.depth) ? rows : place_down});
+                        some, up.takes() ? rows : place_up, down.takes() ? rows : place_down});
     rows += some;
     place_up += rounded_up(some, up.kernel.token_step), place_down += rounded_up(some, down.kernel.token_step);
     if (some == left) ++expert;
@@ -427,6 +452,15 @@ Workspace& workspace() {
 
 std::atomic<int> stream_forms[kStreamSizes] = {5, 5, 5};
 
+// From one row of what lies between two products to the next.
+int64_t inner_bytes(const Side& down) { return spread(down.format.depth * dtype_bytes(down.type)); }
+
+int64_t largest(const std::vector<Piece>& pieces) {
+  int64_t most = 0;
+  for (const Piece& piece : pieces) most = std::max(most, piece.tokens);
+  return most;
+}
+
 // What a call works in, one after the other.
 struct Rooms {
   int64_t x, inner, prepared, worker;
@@ -434,11 +468,12 @@ struct Rooms {
 };
 
 Rooms rooms_of(const Side* up, const Side& down, int64_t tokens, int64_t experts) {
-  const int64_t most = std::min(tokens, kGroupTokens), pieces = std::min(most, experts);
+  const int64_t most = std::min(tokens, up == nullptr ? kGroupTokens : group_tokens(down)),
+                pieces = std::min(most, experts);
   const int64_t scratch = std::max(down.scratch_bytes(), up == nullptr ? 0 : up->scratch_bytes());
   return {.x = up == nullptr ? 0 : up->room(most, pieces),
-          .inner = up == nullptr ? 0 : Workspace::aligned(most * down.format.depth * dtype_bytes(down.type)),
-          .prepared = down.room(most, pieces),
+          .inner = up == nullptr ? 0 : Workspace::aligned(most * inner_bytes(down)),
+          .prepared = up != nullptr && down.takes() ? 0 : down.room(most, pieces),
           .worker = Worker::bytes(scratch)};
 }
 
@@ -454,7 +489,7 @@ void linear(const LinearArgs& args) {
   const Span x = {const_cast<char*>(static_cast<const char*>(tokens.x)), tokens.x_stride * bytes};
   const Span out = {static_cast<char*>(tokens.out), tokens.out_stride * bytes};
   for (int64_t first = 0; first < tokens.count; first += kGroupTokens) {
-    side.enter({x.row(first), x.stride}, room);
+    side.enter({x.row(first), x.stride}, std::min(kGroupTokens, tokens.count - first), room);
     const std::vector<Piece> pieces = {
         {nullptr, nullptr, &args.weight, 0, std::min(kGroupTokens, tokens.count - first), 0, 0}};
     Group(pieces, nullptr, side, {}, Pairing::kApart, {}, {out.row(first), out.stride}, room + rooms.prepared,
@@ -471,15 +506,15 @@ void expert_ffn(const ExpertArgs& args) {
     if (args.offsets[e + 1] > args.offsets[e]) up.choose(args.up[e]), down.choose(args.down[e]);
   const Rooms rooms = rooms_of(&up, down, tokens.count, args.experts);
   char* const room = workspace().bytes(rooms.total(args.threads));
-  const Span inner = {room + rooms.x, args.down_format.depth * bytes};
+  const Span inner = {room + rooms.x, inner_bytes(down)};
   char* const prepared = inner.data + rooms.inner;
   const Span x = {const_cast<char*>(static_cast<const char*>(tokens.x)), tokens.x_stride * bytes};
   const Span out = {static_cast<char*>(tokens.out), tokens.out_stride * bytes};
   std::vector<Piece> pieces;
   for (int64_t first = 0, expert = 0, rows; first < tokens.count; first += rows) {
     rows = next_group(args, up, down, first, expert, pieces);
-    up.enter({x.row(first), x.stride}, room);
-    down.enter(inner, prepared);
+    up.enter({x.row(first), x.stride}, largest(pieces), room);
+    down.enter(inner, largest(pieces), prepared);
     Group(pieces, &up, down, args.activation, args.pairing, inner, {out.row(first), out.stride},
           prepared + rooms.prepared, rooms.worker)
         .run(args.threads);

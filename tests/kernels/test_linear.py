@@ -154,6 +154,15 @@ def test_a_token_is_the_same_in_any_company(lanes, kind, dtype):
         assert torch.equal(linear(x[chosen], kept, threads=threads), together[chosen])
 
 
+@pytest.mark.parametrize("shape", [(70, 1024), (33, 4096), (64, 384), (3, 32)], ids=str)
+def test_as_many_tokens_as_a_cache_holds_are_the_same_alone(lanes, shape):
+    rows, depth = shape
+    x, kept = generator(1)(97, depth).bfloat16(), stored("bfloat16", rows, depth)
+    alone = torch.cat([linear(x[row : row + 1], kept, threads=1) for row in range(len(x))])
+    for count, threads in ((2, 1), (7, 1), (8, 2), (9, 1), (13, 1), (16, 2), (33, 1), (64, 2), (97, 1)):
+        assert torch.equal(linear(x[:count], kept, threads=threads), alone[:count])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_lanes_agree(lanes, kind):
     x, kept = generator(1)(9, 3000), stored(kind, 50, 3000)
