@@ -89,10 +89,12 @@ Kernel kernel_for(DType x, const Format& format) {
 
 int64_t rounded_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-// Rows of bytes.
+// Rows of bytes; of a quantised matrix the codes from one of its rows on.
 struct Span {
   char* data;
   int64_t stride;
+  const Quantized* quantized = nullptr;
+  int64_t first_row = 0;
   char* row(int64_t i) const { return data + i * stride; }
 };
 
@@ -153,7 +155,8 @@ struct Side {
   }
   Span rows_of(const Weight& weight, int64_t row) const {
     if (format.transposed || weight.data == nullptr) return {nullptr, 0};
-    return {const_cast<char*>(static_cast<const char*>(weight.data)) + row * weight.row_bytes, weight.row_bytes};
+    return {const_cast<char*>(static_cast<const char*>(weight.data)) + row * weight.row_bytes, weight.row_bytes,
+            weight.quantized, weight.first_row + row};
   }
 
   void multiply(const Weight& weight, int64_t row, int64_t rows, int64_t token, int64_t tokens, const Span& next,
@@ -175,6 +178,8 @@ struct Side {
         .quantized = weight.quantized,
         .first_row = weight.first_row + row,
         .unpacking = unpacking,
+        .next_quantized = next.quantized,
+        .next_row = next.first_row,
     };
     if (!format.transposed) return kernel.multiply(product, scratch, sums);
     if (kernel.multiply_transposed != nullptr) return kernel.multiply_transposed(product, scratch, sums);
