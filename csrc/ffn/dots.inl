@@ -31,11 +31,12 @@ constexpr int64_t kBufferRow = kMostBlock / 32 * P::kLineBytes + kStepBytes;
 constexpr int64_t kStayingBytes = 384 << 10;
 constexpr int64_t kLeadBytes = 16 << 10;  // at least so far ahead memory is asked for
 
-// What is fetched while a tile is multiplied: as many lines as the tile's block has, either one after the other, in the
-// order that memory likes best, or kRows rows of a block.
+// What is fetched while a tile is multiplied: `rows` times as many lines as a row's block has, either one after the
+// other, in the order that memory likes best, or rows of a block.
 struct Ahead {
   const char* data;  // null: nothing
   int64_t stride;    // of rows; 0: one after the other
+  int64_t rows = kRows;
 };
 
 // Rows of one block of K, equally far from each other: numbers as they are stored, or lines.
@@ -138,17 +139,17 @@ void tile_ahead(int64_t share, int64_t count, const Rows& rows, const char* ahea
   }
 }
 
-// The rows ahead, [first, last), that a pass fetches, and whether into the first-level cache: of few passes each its
-// share; of many the first ones a row each into the second level, and the last ones the same into the first, if that
+// Of `rows` ahead those, [first, last), that a pass fetches, and whether into the first-level cache: of few passes each
+// its share; of many the first ones a row each into the second level, and the last ones the same into the first, if that
 // holds what lies ahead beside what is read.
 struct Share {
   int64_t first, last;
   bool near;
-  Share(int64_t pass, int64_t passes, bool twice, bool near)
-      : first(kRows * pass / passes), last(kRows * (pass + 1) / passes), near(near) {
+  Share(int64_t rows, int64_t pass, int64_t passes, bool twice, bool near)
+      : first(rows * pass / passes), last(rows * (pass + 1) / passes), near(near) {
     if (!twice) return;
-    const int64_t again = pass - (passes - kRows), row = again < 0 ? pass : again;
-    first = std::min<int64_t>(row, kRows), last = std::min<int64_t>(row + 1, kRows), this->near = again >= 0;
+    const int64_t again = pass - (passes - rows), row = again < 0 ? pass : again;
+    first = std::min(row, rows), last = std::min(row + 1, rows), this->near = again >= 0;
   }
 };
 
@@ -159,12 +160,13 @@ void all_tokens(const Rows& rows, int64_t tokens, const char* x, int64_t x_bytes
   const int64_t passes = (tokens + kTokens - 1) / kTokens;
   const bool near = !asks_second() && near_holds(tokens * rows.bytes);
   const bool twice = passes >= 2 * kRows && 3 * kRows * rows.bytes <= near_cache_bytes();
+  const int64_t fetched_row = kLines ? rows.bytes / P::kLineBytes * kStepBytes : rows.bytes;
   for (int64_t i = 0, begin = 0; i < passes; ++i) {
     const int64_t end = tokens * (i + 1) / passes, count = end - begin;
-    const Share share(i, passes, twice, near);
+    const Share share(rows.ahead.rows, i, passes, twice, near);
     const char* const from = x + begin * x_bytes;
     float* const to = sums + begin * kUnitRows;
-    const char* const ahead = rows.ahead.data + share.first * (rows.ahead.stride == 0 ? rows.bytes : rows.ahead.stride);
+    const char* const ahead = rows.ahead.data + share.first * (rows.ahead.stride == 0 ? fetched_row : rows.ahead.stride);
     if (rows.ahead.data == nullptr || share.last == share.first || tokens == 1) {
       tile_of<P, kLines, 0>(count, rows, nullptr, from, x_bytes, to);
     } else if (share.near) {
@@ -335,26 +337,32 @@ void multiply(const Product& p, void* scratch, float* sums) {
   Stored::finish(p, sums);
 }
 
-// The product with a quantised matrix: a tile's block is unpacked into the first-level cache, where all tokens meet it.
+// The product with a quantised matrix: a tile's block is unpacked into the first-level cache, where all tokens meet it
+// and fetch the codes that come next, at an even pace.
 template <class P>
 void multiply_unpacked(const Product& p, void* scratch, float* sums) {
   auto* const buffer = static_cast<char*>(scratch);
   const Blocks blocks(p.depth);
-  const auto meet = [&](int64_t row, int64_t first) {
+  const auto meet = [&](int64_t row, int64_t first, bool by_rows) {
     const int64_t size = std::min(blocks.size, p.depth - first), rows = std::min<int64_t>(kRows, p.rows - row);
-    p.unpacking.unpack(*p.quantized, p.first_row + row, rows, first, size,
-                       p.lead_of(row, rows_ahead(p, kRows, kLeadBytes)), buffer, kBufferRow<P>);
+    const int64_t ahead = rows_ahead(p, kRows, kLeadBytes), lead = p.lead_of(row, ahead);
+    if (first == 0) p.fetch_scales(row, ahead, rows);
+    p.unpacking.unpack(*p.quantized, p.first_row + row, rows, first, size, by_rows ? 0 : lead, buffer, kBufferRow<P>);
     // Of a short last tile some rows are an earlier one's; nobody reads those sums.
-    const Rows tile = {buffer, kBufferRow<P>, rounded(size, kUnpackStep) / 32 * P::kLineBytes, {nullptr, 0}};
+    Rows tile = {buffer, kBufferRow<P>, rounded(size, kUnpackStep) / 32 * P::kLineBytes, {nullptr, 0}};
+    if (by_rows && lead != 0) {
+      const int64_t before = kRows * p.row_bytes * first / p.depth;
+      tile.ahead = {p.weight + row * p.row_bytes + lead + before, 0, (kRows * p.row_bytes / 2 + p.depth - 1) / p.depth};
+    }
     const Subnormals zeros(true);
     all_tokens<P, true>(tile, p.tokens, p.x + 2 * first, p.x_bytes, sums + row);
   };
   if (2 * p.tokens * p.depth <= kStayingBytes) {
     for (int64_t row = 0; row < p.rows; row += kRows)
-      for (int64_t first = 0; first < p.depth; first += blocks.size) meet(row, first);
+      for (int64_t first = 0; first < p.depth; first += blocks.size) meet(row, first, true);
   } else {
     for (int64_t first = 0; first < p.depth; first += blocks.size)
-      for (int64_t row = 0; row < p.rows; row += kRows) meet(row, first);
+      for (int64_t row = 0; row < p.rows; row += kRows) meet(row, first, false);
   }
 }
 

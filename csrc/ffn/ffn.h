@@ -138,12 +138,22 @@ struct Product {
   const Quantized* quantized = nullptr;  // of kQuantized: `weight` is null or the codes of `first_row`
   int64_t first_row = 0;
   Unpacking unpacking = {};
+  const Quantized* next_quantized = nullptr;  // what `next` is part of, from the row `next_row` on
+  int64_t next_row = 0;
 
   // From the codes of a row to those read `ahead` rows later; 0: nothing is fetched.
   int64_t lead_of(int64_t row, int64_t ahead) const {
     if (weight == nullptr) return 0;
     if (row + ahead < rows) return ahead * row_bytes;
     return next == nullptr ? 0 : next + (row + ahead - rows) * next_bytes - (weight + row * row_bytes);
+  }
+  // Asks memory for the scales of `count` rows that are read `ahead` rows after a row.
+  void fetch_scales(int64_t row, int64_t ahead, int64_t count) const {
+    if (row + ahead < rows) {
+      moelight::fetch_scales(*quantized, first_row + row + ahead, count);
+    } else if (next_quantized != nullptr) {
+      moelight::fetch_scales(*next_quantized, next_row + row + ahead - rows, count);
+    }
   }
 };
 

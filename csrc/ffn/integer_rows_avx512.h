@@ -9,6 +9,8 @@
 //   kChunk, kLines    columns whose codes are read together, as kLines vectors in the order of arrange()
 //   kChunks           of them in a stage, which has kStageGroups groups
 //   kParted           parts of a group have steps, which weigh the products of words
+//   kMostTokens       with more of them panels are filled in less time than whole sums take to cross lanes; those of
+//                     parts cross once a block
 //   at(r, k)          where the bytes of column k of row r are, kBytes of a chunk
 //   codes(r, k, to)   those of row r from column k on; nothing is read behind the row
 //   floats(k, left)   scales of the stage's groups of four rows, of which `left` are there
@@ -21,9 +23,6 @@ namespace {
 
 constexpr int kSideRows = 4;
 constexpr int64_t kStageGroups = 4;
-// Tokens at most: with more of them panels are filled in less time than whole sums take to cross lanes. Those of parts
-// cross once a block.
-constexpr int64_t kGroupedTokens = 2, kPartedTokens = 4;
 constexpr int64_t kStoredLead = 8 << 10;  // bytes ahead that memory is asked for
 constexpr int64_t kLinesRoom = 28 << 10;  // of tokens
 
@@ -61,6 +60,7 @@ struct StageFloats {
 
 // Where the four rows are; a last one stands for those that are missing.
 struct SideRows {
+  static constexpr int64_t kMostTokens = 2;
   const Quantized& q;
   int64_t row[kSideRows];
   const uint8_t* line[kSideRows];
@@ -224,6 +224,7 @@ inline __m128i k_parts(__m128i head) {
 template <bool kFive>
 struct KRows : SideRows {
   static constexpr bool kParted = true, kLeast = true;
+  static constexpr int64_t kMostTokens = kFive ? 4 : 2;
   static constexpr int64_t kChunk = 256, kBlock = kFive ? 176 : 144, kCodes = kFive ? 48 : 16, kBytes = kBlock;
   static constexpr int kLines = 4, kChunks = 4;
 
@@ -268,6 +269,7 @@ struct KRows : SideRows {
 
 struct K6Rows : SideRows {
   static constexpr bool kParted = true, kLeast = false;
+  static constexpr int64_t kMostTokens = 4;
   static constexpr int64_t kChunk = 256, kBlock = 210, kBytes = kBlock;
   static constexpr int kLines = 4, kChunks = 4;
 
@@ -437,7 +439,8 @@ void four_rows(const StoredProduct& of, int64_t row, RowSums& found, float* to) 
   const Product& p = of.p;
   const F rows(*p.quantized, of.form, p.first_row + row, std::min<int64_t>(kSideRows, p.rows - row));
   const int64_t bytes = kSideRows * p.row_bytes;
-  const int64_t lead = p.lead_of(row, kSideRows * ((kStoredLead + bytes - 1) / bytes));
+  const int64_t later = kSideRows * ((kStoredLead + bytes - 1) / bytes), lead = p.lead_of(row, later);
+  p.fetch_scales(row, later, kSideRows);
   __m128 sums[kTokens];
   for (int c = 0; c < kTokens; ++c) sums[c] = _mm_loadu_ps(to + std::min<int64_t>(c, p.tokens - 1) * kUnitRows);
   for (int64_t first = 0, end; first < p.depth; first = end) {
@@ -480,11 +483,11 @@ template <class F, LineOrder kOrder>
 bool by_stored_rows(const Product& p, const IntegerForm& form, const IntegerTokens& layout, char* scratch,
                     float* sums) {
   const int64_t count = p.tokens == 3 ? 4 : p.tokens;
-  if (count > (F::kParted ? kPartedTokens : kGroupedTokens)) return false;
+  if (count > F::kMostTokens) return false;
   if (count * ((layout.columns + 127) / 128 * 128) > kLinesRoom) return false;
   if (count == 1) return stored_rows<F, kOrder, 1>(p, form, layout, scratch, sums), true;
   if (count == 2) return stored_rows<F, kOrder, 2>(p, form, layout, scratch, sums), true;
-  if constexpr (F::kParted) stored_rows<F, kOrder, 4>(p, form, layout, scratch, sums);
+  if constexpr (F::kMostTokens == 4) stored_rows<F, kOrder, 4>(p, form, layout, scratch, sums);
   return true;
 }
 

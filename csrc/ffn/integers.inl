@@ -272,6 +272,7 @@ void multiply_integers(const Product& p, void* scratch, float* sums) {
   for (int64_t row = 0; row < p.rows; row += kPanelRows) {
     const int64_t rows = std::min(kPanelRows, p.rows - row);
     Fetched fetched = {nullptr};
+    p.fetch_scales(row, rows, kPanelRows);
     if (p.weight != nullptr) fetched.next = row + rows < p.rows ? p.weight + (row + rows) * p.row_bytes : p.next;
     for (int64_t first = 0; first < p.depth; first += kPanelColumns) {
       const int64_t size = std::min(kPanelColumns, p.depth - first);

@@ -20,7 +20,8 @@ inline int64_t rounded(int64_t n, int64_t step) { return (n + step - 1) / step *
 struct Blocks {
   int64_t count, size;
   explicit Blocks(int64_t depth)
-      : count((depth + kMostBlock - 1) / kMostBlock), size(rounded((depth + count - 1) / count, 64)) {}
+      : count((depth + kMostBlock - 1) / kMostBlock),
+        size(rounded(count == 1 ? depth : (depth + count - 1) / count, 64)) {}
 };
 
 // While it lives, results that are subnormal are zero, as those of vdpbf16ps are, and operands too where it says so.

@@ -93,10 +93,12 @@ constexpr int64_t kSets = 4096, kApartBytes = 2048;
 bool crowded(int64_t row_bytes) { return row_bytes % kSets == 0; }
 int64_t spread(int64_t row_bytes) { return row_bytes + (crowded(row_bytes) ? kApartBytes : 0); }
 
-// Rows of bytes.
+// Rows of bytes; of a quantised matrix the codes from one of its rows on.
 struct Span {
   char* data;
   int64_t stride;
+  const Quantized* quantized = nullptr;
+  int64_t first_row = 0;
   char* row(int64_t i) const { return data + i * stride; }
 };
 
@@ -165,7 +167,8 @@ struct Side {
   }
   Span rows_of(const Weight& weight, int64_t row) const {
     if (format.transposed || weight.data == nullptr) return {nullptr, 0};
-    return {const_cast<char*>(static_cast<const char*>(weight.data)) + row * weight.row_bytes, weight.row_bytes};
+    return {const_cast<char*>(static_cast<const char*>(weight.data)) + row * weight.row_bytes, weight.row_bytes,
+            weight.quantized, weight.first_row + row};
   }
 
   void multiply(const Weight& weight, int64_t row, int64_t rows, int64_t token, int64_t tokens, const Span& next,
@@ -187,6 +190,8 @@ struct Side {
         .quantized = weight.quantized,
         .first_row = weight.first_row + row,
         .unpacking = unpacking,
+        .next_quantized = next.quantized,
+        .next_row = next.first_row,
     };
     if (!format.transposed) return kernel.multiply(product, scratch, sums);
     if (kernel.multiply_transposed != nullptr) return kernel.multiply_transposed(product, scratch, sums);

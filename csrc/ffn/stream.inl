@@ -196,9 +196,12 @@ void multiply_quantized(const Product& p, void* scratch, float* sums) {
   const int64_t count = stream_count(p.tokens);
   beside<P>(p, 0, count, x);
   const SumRows sum = count == 1 ? by.one : count == 2 ? by.two : by.four;
-  for (int64_t r = 0; r < p.rows; r += kSummedRows)
-    sum(*p.quantized, p.first_row + r, std::min<int64_t>(kSummedRows, p.rows - r), x,
-        p.lead_of(r, rows_ahead(p, kSummedRows, kUnpackedLead)), p.tokens, sums + r, kUnitRows);
+  const int64_t step = summed_rows(count), ahead = rows_ahead(p, step, kUnpackedLead);
+  for (int64_t r = 0; r < p.rows; r += step) {
+    p.fetch_scales(r, ahead, step);
+    sum(*p.quantized, p.first_row + r, std::min(step, p.rows - r), x, p.lead_of(r, ahead), p.tokens, sums + r,
+        kUnitRows);
+  }
 }
 
 }  // namespace

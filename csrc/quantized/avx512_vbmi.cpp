@@ -1,3 +1,3 @@
 #include "rows.inl"
 
-moelight::Unpacking moelight::unpacking_nibbles() { return kRows<Pairs, Nibbles<Pairs>>; }
+moelight::Unpacking moelight::unpacking_bytes(const Quantized& like) { return unpacking_of<Pairs>(like); }

@@ -6,7 +6,7 @@
 // does.
 //
 // A format is a class over Lanes P (ffn/pairs.h):
-//   Format(matrix, row, first, size)  what some columns of a row share, at most kMostColumns: scales as float32
+//   Format(matrix, row, columns)      what some columns of a row share, at most kMostColumns: scales as float32
 //   run(k, group)                     what the columns from k on share, which lie in the group-th group from the first
 //   run.line(i)                       the i-th thirty-two numbers of those
 //   run.line_of_whole(i)              the same where all lines are asked for, if that is another way
@@ -67,6 +67,28 @@ inline __m512i quads_of(const uint8_t* p) {
   alignas(64) static constexpr Quads kQuads;
   return _mm512_permutexvar_epi8(_mm512_load_si512(kQuads.places), _mm512_loadu_si512(p));
 }
+// In words of four bytes, sixteen of thirty-two as the second one, before 0x47: float32 of 2^15 and the byte.
+struct FloatPlaces {
+  uint8_t places[64] = {};
+  constexpr FloatPlaces(int half) {
+    for (int i = 0; i < 64; ++i)
+      places[i] = static_cast<uint8_t>(i % 4 == 3 ? 67 : i % 4 == 1 ? 16 * half + i / 4 : 64);
+  }
+};
+template <int kHalf>
+inline __m512 bytes_in_floats(__m256i bytes) {
+  alignas(64) static constexpr FloatPlaces kPlaces(kHalf);
+  return _mm512_castsi512_ps(_mm512_permutex2var_epi8(_mm512_castsi256_si512(bytes), _mm512_load_si512(kPlaces.places),
+                                                      _mm512_set1_epi32(0x47000000)));
+}
+// (byte - 128) scale of unsigned bytes, for scales of at most 15 bits: then (2^15 + 128) scale is exact, and the sum is
+// rounded once.
+inline __m512i narrow_numbers(__m256i bytes, __m512 scale) {
+  const __m512 base = _mm512_mul_ps(scale, _mm512_set1_ps(-32896.0f));
+  return join(_mm512_fmadd_ps(bytes_in_floats<0>(bytes), scale, base),
+              _mm512_fmadd_ps(bytes_in_floats<1>(bytes), scale, base));
+}
+inline __m256i signs_turned(__m256i bytes) { return _mm256_xor_si256(bytes, _mm256_set1_epi8(-128)); }
 inline __m512i quad_codes(__m512i quads, int line) {
   return _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x000c000800040000 + 0x0010001000100010 * line), quads);
 }
@@ -80,6 +102,7 @@ template <>
 struct Table<Pairs> {
   __m512i twice;
 
+  explicit Table(__m512i twice) : twice(twice) {}
   explicit Table(__m512 numbers) : twice(moelight::twice(numbers)) {}
   static Table tame(__m512 numbers) { return Table(numbers); }
   static Table exact(__m512 numbers) { return Table(numbers); }  // of numbers that need no rounding
@@ -147,22 +170,33 @@ inline __m512 numbers_of(const Line& line) {
   return _mm512_mul_ps(_mm512_sub_ps(counting(), _mm512_set1_ps(line.zero)), _mm512_set1_ps(line.scale));
 }
 
+// Columns [first, first + size) of all rows: their groups are `count` from the group `begin` on. Found once for many
+// rows, because divisions take longer than a line.
+struct Columns {
+  int64_t first, size, begin, count;
+
+  Columns(const Quantized& q, int64_t first, int64_t size) : first(first), size(size), begin(0), count(1) {
+    if (q.groups == 1 || in_blocks(q.packing)) return;
+    begin = first == 0 ? 0 : first / q.group;
+    count = (first + size - 1) / q.group + 1 - begin;
+  }
+};
+
 // The scales and zero points of the groups in some columns of a row, from that of the first column on.
 struct GroupScales {
   alignas(64) float scale[kMostColumns / 32], zero[kMostColumns / 32];
   bool tame = true;
 
-  GroupScales(const Quantized& q, int64_t row, int64_t first, int64_t size) {
-    const int64_t begin = q.groups == 1 ? 0 : first / q.group;
-    const int64_t count = q.groups == 1 ? 1 : (first + size - 1) / q.group + 1 - begin;
+  GroupScales(const Quantized& q, int64_t row, const Columns& columns) {
     const int64_t share = q.packing == Packing::kPacked || q.packing == Packing::kMx ? 1 : q.group_rows;
-    const int64_t at = (share == 0 ? 0 : row / share) * q.groups + begin;
-    for (int64_t i = 0; i < count; i += 16) {
-      const auto there = static_cast<__mmask16>((uint32_t{1} << std::min<int64_t>(16, count - i)) - 1);
+    const int64_t scale_row = share == 1 ? row : share == 0 ? 0 : row / share;
+    const int64_t at = scale_row * q.groups + columns.begin;
+    for (int64_t i = 0; i < columns.count; i += 16) {
+      const auto there = static_cast<__mmask16>((uint32_t{1} << std::min<int64_t>(16, columns.count - i)) - 1);
       const __m512 some = scales(q, at + i, there);
       _mm512_store_ps(scale + i, some);
       tame = tame && are_tame(some);
-      _mm512_store_ps(zero + i, zeros(q, row, begin + i, at + i, there));
+      _mm512_store_ps(zero + i, zeros(q, row, columns.begin + i, at + i, there));
     }
   }
   Line line(int64_t group) const { return {zero[group], scale[group]}; }
@@ -197,9 +231,9 @@ struct GroupScales {
       return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(there, q.zeros + at)));
     }
     if (q.zeros == nullptr) return _mm512_set1_ps(static_cast<float>(1 << (q.bits - 1)));
-    const int64_t per = 32 / q.bits;
-    const __m512i word = _mm512_maskz_loadu_epi32(there, q.zeros + 4 * (row / per * q.groups + group));
-    const __m128i shift = _mm_cvtsi32_si128(static_cast<int>(q.bits * (row % per)));
+    const int64_t bit = row * q.bits;
+    const __m512i word = _mm512_maskz_loadu_epi32(there, q.zeros + 4 * (bit / 32 * q.groups + group));
+    const __m128i shift = _mm_cvtsi32_si128(static_cast<int>(bit % 32));
     return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srl_epi32(word, shift), _mm512_set1_epi32((1 << q.bits) - 1)));
   }
 };
@@ -213,8 +247,8 @@ struct Grouped {
   const uint8_t* from;
   bool tame;
 
-  Grouped(const Quantized& q, int64_t row, int64_t first, int64_t size)
-      : scales(q, row, first, size), from(q.codes + row * q.row_bytes), tame(scales.tame) {}
+  Grouped(const Quantized& q, int64_t row, const Columns& columns)
+      : scales(q, row, columns), from(q.codes + row * q.row_bytes), tame(scales.tame) {}
   const uint8_t* codes(int64_t k) const { return from + k * kBits / 8; }
 };
 
@@ -266,6 +300,35 @@ using SignedBytes = Bytes<P, true>;
 template <class P>
 using UnsignedBytes = Bytes<P, false>;
 
+#if defined(__AVX512VBMI__)
+// The same in the middle of their range, by scales of at most 15 bits.
+template <class P, bool kSigned>
+struct NarrowBytes : Grouped<8> {
+  NarrowBytes(const Quantized& q, int64_t row, const Columns& columns) : Grouped(q, row, columns) {
+    tame = tame && takes(q);
+    // Products with none of these are so small that a part of the sum would be lost.
+    const __m512i least = _mm512_set1_epi32(0x0d800000), sign = _mm512_set1_epi32(0x7fffffff);
+    for (int64_t i = 0; i < columns.count; i += 16) {
+      const __m512i some = _mm512_and_si512(_mm512_load_si512(scales.scale + i), sign);
+      tame = tame && _mm512_mask_cmplt_epu32_mask(_mm512_test_epi32_mask(some, some), some, least) == 0;
+    }
+  }
+  static bool takes(const Quantized& like) {
+    return like.zeros == nullptr && (like.scale_type == ScaleType::kBFloat16 || like.scale_type == ScaleType::kFloat16);
+  }
+  struct Run {
+    const uint8_t* from;
+    __m512 scale;
+
+    typename P::Line line(int i) const {
+      const __m256i bytes = load32(from + 32 * i);
+      return P::of(narrow_numbers(kSigned ? signs_turned(bytes) : bytes, scale));
+    }
+  };
+  Run run(int64_t k, int64_t group) const { return {codes(k), _mm512_set1_ps(scales.scale[group])}; }
+};
+#endif
+
 template <class P>
 struct Nibbles : Grouped<4> {
   using Grouped::Grouped;
@@ -285,28 +348,61 @@ struct Nibbles : Grouped<4> {
   Run run(int64_t k, int64_t group) const { return {codes(k), Table<P>::tame(numbers_of(scales.line(group)))}; }
 };
 
+// The numbers of E2M1 times every power of two that a byte says, as tables of Pairs; what is subnormal is zero there.
+struct E2m1Tables {
+  uint16_t number[256][32] = {};
+  constexpr E2m1Tables() {
+    constexpr int kExponent[8] = {0, 0, 1, 1, 2, 2, 3, 3};  // of twice the numbers
+    for (int e = 0; e < 256; ++e) {
+      for (int i = 0; i < 32; ++i) {
+        const int code = i % 8, exponent = e - 1 + kExponent[code], sign = i % 16 / 8 << 15;
+        const int bits = exponent >= 255 ? 0x7f80 : exponent << 7 | (code % 2 == 1 && code > 1 ? 0x40 : 0);
+        number[e][i] = static_cast<uint16_t>(sign | (code == 0 || exponent <= 0 ? 0 : bits));
+      }
+    }
+  }
+};
+template <class P>
+Table<P> e2m1_table(uint8_t e) {
+  if constexpr (std::is_same_v<P, Pairs>) {
+    alignas(64) static constexpr E2m1Tables kTables;
+    return Table<P>(_mm512_load_si512(kTables.number[e]));
+  } else {
+    return Table<P>::exact(_mm512_mul_ps(_mm512_loadu_ps(kTwiceE2m1), _mm512_set1_ps(half_power_of(e))));
+  }
+}
+
 // MXFP4 of two tensors: 32 columns share a scale.
 template <class P>
-struct Mx : Grouped<4> {
+struct Mx {
   static constexpr bool kGrouped = false;
-  int64_t first;
-  Mx(const Quantized& q, int64_t row, int64_t first, int64_t size) : Grouped(q, row, first, size), first(first) {
-    tame = true;  // nothing is rounded
-  }
-  struct Run {
-    const uint8_t* from;
-    const float* scale;
+  static constexpr int kColumns = 128, kLineBytes = 16;
+  static constexpr bool tame = true;  // nothing is rounded
+  const uint8_t *from, *scales;
 
-    typename P::Line line(int i) const {
-      const __m512 numbers = _mm512_mul_ps(_mm512_loadu_ps(kTwiceE2m1), _mm512_set1_ps(scale[i]));
-      return Table<P>::exact(numbers).by_pairs(from + 16 * i);
+  Mx(const Quantized& q, int64_t row, const Columns&)
+      : from(q.codes + row * q.row_bytes), scales(static_cast<const uint8_t*>(q.scales) + row * q.groups) {}
+  const uint8_t* codes(int64_t k) const { return from + k / 2; }
+  struct Run {
+    const uint8_t *from, *scales;
+
+    Table<P> table(int i) const { return e2m1_table<P>(scales[i]); }
+    typename P::Line line(int i) const { return table(i).by_pairs(from + 16 * i); }
+    typename P::Line line_of_whole(int i) const
+      requires requires { table(i).by_quads(from, i); }
+    {
+      return table(i).by_quads(from, i);
     }
   };
-  Run run(int64_t k, int64_t) const { return {codes(k), scales.scale + (k - first) / 32}; }
+  Run run(int64_t k, int64_t) const { return {codes(k), scales + k / 32}; }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
 // ggml's blocks of 32.
+
+struct Order {
+  uint16_t index[32];
+};
 
 template <class P, Packing kPacking>
 struct SmallBlocks {
@@ -315,32 +411,25 @@ struct SmallBlocks {
   static constexpr int kHead = kPacking == Packing::kMxBlocks ? 1 : kLeast ? 4 : 2;
   static constexpr bool kGrouped = false;
   static constexpr int kColumns = 128, kLineBytes = block_size(kPacking).bytes;
+  static constexpr bool kEvenly = kHead == 2 && kLineBytes != 22;  // sixteen scales by permutations
 
   alignas(64) float scale[kMostColumns / 32], least[kMostColumns / 32];
   bool tame = true;
   const uint8_t* from;
   int64_t first;
 
-  SmallBlocks(const Quantized& q, int64_t row, int64_t first, int64_t size)
-      : from(q.codes + row * q.row_bytes), first(first) {
-    const __m512i blocks = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i places = _mm512_mullo_epi32(blocks, _mm512_set1_epi32(kLineBytes));
-    for (int64_t i = 0; i < size / 32; i += 16) {
-      const auto there = static_cast<__mmask16>((uint32_t{1} << std::min<int64_t>(16, size / 32 - i)) - 1);
-      const __m512i heads =
-          _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), there, places, codes(first + 32 * i), 1);
-      if constexpr (kPacking == Packing::kMxBlocks) {
-        const __m512i e = _mm512_and_si512(heads, _mm512_set1_epi32(255)), one = _mm512_set1_epi32(1);
-        const __m512i normal = _mm512_slli_epi32(_mm512_sub_epi32(e, one), 23);
-        const __m512i subnormal = _mm512_sllv_epi32(_mm512_set1_epi32(0x00200000), e);
-        _mm512_store_si512(scale + i, _mm512_mask_mov_epi32(subnormal, _mm512_cmpgt_epu32_mask(e, one), normal));
-      } else {
-        const __m512 some = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(heads));
-        const __m512 others = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(heads, 16)));
-        _mm512_store_ps(scale + i, some);
-        if constexpr (kLeast) _mm512_store_ps(least + i, others);
-        tame = tame && are_tame(some) && (!kLeast || are_tame(others));
+  SmallBlocks(const Quantized& q, int64_t row, const Columns& columns)
+      : from(q.codes + row * q.row_bytes), first(columns.first) {
+    const int64_t blocks = kPacking == Packing::kMxBlocks ? 0 : columns.size / 32;
+    for (int64_t i = 0; i < blocks; i += 16) {
+      const uint8_t* const at = codes(first + 32 * i);
+      if constexpr (kEvenly) {
+        if (blocks - i >= 16) {
+          keep(i, _mm512_cvtph_ps(halves16(at)));
+          continue;
+        }
       }
+      keep(i, gathered(at, blocks - i));
     }
   }
   const uint8_t* codes(int64_t k) const { return from + k / 32 * kLineBytes; }
@@ -351,9 +440,8 @@ struct SmallBlocks {
 
     typename P::Line line(int i) const {
       const uint8_t* const p = from + i * kLineBytes;
+      if constexpr (kPacking == Packing::kMxBlocks) return e2m1_table<P>(*p).by_halves(p + kHead);
       const __m512 scale = _mm512_set1_ps(scales[i]), sixteen = _mm512_set1_ps(16), values = counting();
-      if constexpr (kPacking == Packing::kMxBlocks)
-        return Table<P>::exact(_mm512_mul_ps(_mm512_loadu_ps(kDoubledE2m1), scale)).by_halves(p + kHead);
       if constexpr (kPacking == Packing::kQ8_0) return P::of(scaled_bytes(load32(p + 2), scale, scale));
       if constexpr (kPacking == Packing::kIq4Nl) return four(p, _mm512_mul_ps(_mm512_loadu_ps(kIq4), scale));
       if constexpr (kLeast) {
@@ -376,6 +464,40 @@ struct SmallBlocks {
   };
   Run run(int64_t k, int64_t) const {
     return {codes(k), scale + (k - first) / 32, kLeast ? least + (k - first) / 32 : nullptr};
+  }
+
+ private:
+  // The halves at the beginning of sixteen blocks: as many at a time as begin in sixty-four words.
+  static __m256i halves16(const uint8_t* p) {
+    constexpr int kOnce = kLineBytes == 18 ? 8 : 4;
+    static_assert((kOnce - 1) * kLineBytes < 128);
+    __m512i found = _mm512_setzero_si512();
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += kOnce, p += kOnce * kLineBytes) {
+      Order places = {};
+      for (int j = 0; j < kOnce; ++j) places.index[i + j] = static_cast<uint16_t>(j * kLineBytes / 2);
+      const __m512i some = _mm512_permutex2var_epi16(_mm512_loadu_si512(p), _mm512_loadu_si512(places.index),
+                                                     _mm512_loadu_si512(p + 64));
+      found = _mm512_mask_mov_epi16(found, ((__mmask32{1} << kOnce) - 1) << i, some);
+    }
+    return _mm512_castsi512_si256(found);
+  }
+  // Of at most sixteen blocks, two bytes of each.
+  __m512 gathered(const uint8_t* p, int64_t count) {
+    const __m512i blocks = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i places = _mm512_mullo_epi32(blocks, _mm512_set1_epi32(kLineBytes));
+    const auto there = static_cast<__mmask16>((uint32_t{1} << std::min<int64_t>(16, count)) - 1);
+    const __m512i heads = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), there, places, p, 1);
+    if constexpr (kLeast) {
+      const __m512 others = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(heads, 16)));
+      _mm512_store_ps(least + (p - codes(first)) / kLineBytes, others);
+      tame = tame && are_tame(others);
+    }
+    return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(heads));
+  }
+  void keep(int64_t block, __m512 scales) {
+    _mm512_store_ps(scale + block, scales);
+    tame = tame && are_tame(scales);
   }
 };
 
@@ -513,8 +635,9 @@ struct LargeBlocks {
 
   bool tame = true;
 
-  LargeBlocks(const Quantized& q, int64_t row, int64_t first, int64_t size) : from(q.codes + row * q.row_bytes) {
-    for (int64_t k = first; k < first + size; k = (k / 256 + 1) * 256) tame = tame && Block<P>::is_tame(codes(k));
+  LargeBlocks(const Quantized& q, int64_t row, const Columns& columns) : from(q.codes + row * q.row_bytes) {
+    for (int64_t k = columns.first; k < columns.first + columns.size; k = (k / 256 + 1) * 256)
+      tame = tame && Block<P>::is_tame(codes(k));
   }
   const uint8_t* codes(int64_t k) const { return from + k / 256 * block_size(kPacking).bytes; }
   using Run = Block<P>;
@@ -523,13 +646,13 @@ struct LargeBlocks {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// run(k, stop, group) for the runs of columns from first to end.
+// run(k, stop, group) for the runs of columns up to `end`.
 template <class Format, class F>
-inline __attribute__((always_inline)) void each_run(const Quantized& q, int64_t first, int64_t end, F&& run) {
+inline __attribute__((always_inline)) void each_run(const Quantized& q, const Columns& columns, int64_t end, F&& run) {
   constexpr int64_t kMost = Format::kColumns;
   int64_t group = 0, last = end;
-  if (Format::kGrouped && q.groups > 1) last = first - first % q.group + q.group;
-  for (int64_t k = first, stop; k < end; k = stop) {
+  if (Format::kGrouped && q.groups > 1) last = (columns.begin + 1) * q.group;
+  for (int64_t k = columns.first, stop; k < end; k = stop) {
     stop = std::min({k / kMost * kMost + kMost, end, last});
     run(k, stop, group);
     if (Format::kGrouped && stop == last) ++group, last += q.group;

@@ -65,6 +65,19 @@ struct Quantized {
   bool transposed() const { return packing == Packing::kGptq || packing == Packing::kAwq; }
 };
 
+// Asks memory for the scales and zero points of `count` rows from `row` on, where rows have their own.
+inline void fetch_scales(const Quantized& q, int64_t row, int64_t count) {
+  const bool own = q.packing == Packing::kPacked || q.packing == Packing::kMx || q.group_rows == 1;
+  if (!own || q.transposed() || in_blocks(q.packing)) return;
+  const int64_t size = q.scale_type == ScaleType::kFloat32 ? 4 : q.scale_type == ScaleType::kPower ? 1 : 2;
+  const int64_t end = (row + count < q.rows ? row + count : q.rows) * q.groups;
+  const auto* const scales = static_cast<const char*>(q.scales);
+  for (int64_t at = row * q.groups; at < end; at += 64 / size) __builtin_prefetch(scales + at * size);
+  if (q.zeros == nullptr || q.packing != Packing::kPacked) return;
+  for (int64_t at = row * q.bits / 32 * q.groups; at * 32 < end * q.bits; at += 16)
+    __builtin_prefetch(q.zeros + 4 * at);
+}
+
 // The most columns that are unpacked at once, and numbers whose zeros are written out after the last column.
 constexpr int64_t kMostColumns = 1024, kUnpackStep = 32;
 
@@ -74,11 +87,11 @@ constexpr int64_t kMostColumns = 1024, kUnpackStep = 32;
 using Unpack = void (*)(const Quantized& from, int64_t row, int64_t rows, int64_t first, int64_t size, int64_t lead,
                         void* to, int64_t to_bytes);
 
-// sums[c * stride + r] += x[c] . row r, of at most kSummedRows rows from `row` on and the first `tokens` tokens. The
+// sums[c * stride + r] += x[c] . row r, of at most summed_rows() rows from `row` on and the first `tokens` tokens. The
 // tokens lie beside each other, line k of all, then line k + 1 (ffn/pairs.h); kUnpackStep divides the columns.
 using SumRows = void (*)(const Quantized& from, int64_t row, int64_t rows, const char* x, int64_t lead, int64_t tokens,
                          float* sums, int64_t stride);
-constexpr int kSummedRows = 4;
+constexpr int summed_rows(int64_t tokens) { return tokens == 1 ? 8 : 4; }
 
 // What is done with matrices of one format: null where rows cannot be summed as they are unpacked.
 struct Unpacking {
@@ -92,7 +105,7 @@ Unpack unpack_avx512(DType to);
 Unpack unpack_neon(DType to);
 // Lines of Pairs and of Halves, for products that take subnormal numbers as zeros: here they may be.
 Unpacking unpacking_pairs(const Quantized& like);
-Unpacking unpacking_nibbles();  // of unpacking_pairs, for kPacked of 4 bits by AVX512_VBMI
+Unpacking unpacking_bytes(const Quantized& like);  // unpacking_pairs by AVX512_VBMI
 Unpacking unpacking_halves(const Quantized& like);
 
 // out[row][column] of all rows, `stride` numbers apart.

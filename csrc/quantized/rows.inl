@@ -2,6 +2,9 @@
 // rows with few tokens as they are unpacked. Included by one file for each P; all of it has internal linkage.
 #pragma once
 
+#include <array>
+#include <utility>
+
 #include "lines.h"
 
 namespace moelight {
@@ -23,11 +26,12 @@ template <class P, class Format>
 void unpack_rows(const Quantized& q, int64_t row, int64_t rows, int64_t first, int64_t size, int64_t lead, void* to,
                  int64_t to_bytes) {
   const int64_t whole = size / kUnpackStep * kUnpackStep;
+  const Columns columns(q, first, size);
   for (int64_t r = 0; r < rows; ++r) {
     char* out = static_cast<char*>(to) + r * to_bytes;
-    const Format format(q, row + r, first, size);
+    const Format format(q, row + r, columns);
     const int64_t lines = format.tame ? whole : 0;
-    each_run<Format>(q, first, first + lines, [&](int64_t k, int64_t stop, int64_t group) {
+    each_run<Format>(q, columns, first + lines, [&](int64_t k, int64_t stop, int64_t group) {
       const auto run = format.run(k, group);
       fetch_run(format, k, lead);
       each_line<Format>(k, stop,
@@ -37,66 +41,83 @@ void unpack_rows(const Quantized& q, int64_t row, int64_t rows, int64_t first, i
   }
 }
 
-// Adds the products of lines from column `first` to `end` of kSummedRows rows with kTokens tokens, as they are
-// unpacked.
-template <class P, class Format, int kTokens, int kSums>
-inline __attribute__((always_inline)) void add_lines(const Quantized& q, const Format (&rows)[kSummedRows],
-                                                     int64_t first, int64_t end, const char* x, const char* ahead,
+// Rows of a Format that go side by side.
+template <class Format, int kSide>
+using Side = std::array<Format, kSide>;
+
+template <int kSide, class F>
+inline __attribute__((always_inline)) auto side_by_side(F&& each) {
+  return [&]<int... kRow>(std::integer_sequence<int, kRow...>) __attribute__((always_inline)) {
+    return Side<decltype(each(0)), kSide>{each(kRow)...};
+  }(std::make_integer_sequence<int, kSide>());
+}
+
+// Adds the products of lines of some columns of rows with kTokens tokens, as they are unpacked.
+template <class P, class Format, int kTokens, int kSide, int kSums>
+inline __attribute__((always_inline)) void add_lines(const Quantized& q, const Side<Format, kSide>& rows,
+                                                     const Columns& columns, const char* x, const char* ahead,
                                                      typename P::V (&sum)[kSums]) {
-  each_run<Format>(q, first, end, [&](int64_t k, int64_t stop, int64_t group) __attribute__((always_inline)) {
-    const typename Format::Run runs[] = {rows[0].run(k, group), rows[1].run(k, group), rows[2].run(k, group),
-                                         rows[3].run(k, group)};
-#pragma GCC unroll 16
-    for (int i = 0; i < kSummedRows * kRunBytes<Format> / 64; ++i, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
-    each_line<Format>(k, stop, [&](int i, auto whole) __attribute__((always_inline)) {
+  each_run<Format>(q, columns, columns.first + columns.size,
+                   [&](int64_t k, int64_t stop, int64_t group) __attribute__((always_inline)) {
+                     const auto runs = side_by_side<kSide>([&](int r) __attribute__((always_inline)) {
+                       return rows[static_cast<size_t>(r)].run(k, group);
+                     });
+#pragma GCC unroll 32
+                     for (int i = 0; i < kSide * kRunBytes<Format> / 64; ++i, ahead += 64)
+                       _mm_prefetch(ahead, _MM_HINT_T1);
+                     each_line<Format>(k, stop, [&](int i, auto whole) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+                       for (int r = 0; r < kSide; ++r) {
+                         const typename P::Line line = line_of(runs[static_cast<size_t>(r)], i, whole);
 #pragma GCC unroll 4
-      for (int r = 0; r < kSummedRows; ++r) {
-        const typename P::Line line = line_of(runs[r], i, whole);
-#pragma GCC unroll 4
-        for (int c = 0; c < kTokens; ++c)
-          sum[kSummedRows * c + r] = P::madd(sum[kSummedRows * c + r], line, P::load(x + c * P::kLineBytes));
-      }
-      x += kTokens * P::kLineBytes;
-    });
-  });
+                         for (int c = 0; c < kTokens; ++c)
+                           sum[kSide * c + r] = P::madd(sum[kSide * c + r], line, P::load(x + c * P::kLineBytes));
+                       }
+                       x += kTokens * P::kLineBytes;
+                     });
+                   });
 }
 
 // The same with rows that are not tame.
-template <class P, int kTokens, int kSums>
-__attribute__((noinline)) void add_singly(const Quantized& q, const int64_t (&rows)[kSummedRows], int64_t first,
+template <class P, int kTokens, int kSide, int kSums>
+__attribute__((noinline)) void add_singly(const Quantized& q, const Side<int64_t, kSide>& rows, int64_t first,
                                           int64_t end, const char* x, typename P::V (&sum)[kSums]) {
-  alignas(64) char lines[kSummedRows][kMostBlock / 32 * P::kLineBytes];
-  for (int r = 0; r < kSummedRows; ++r) unpack_singly<P>(q, rows[r], 1, first, end - first, 0, lines[r], 0);
+  alignas(64) char lines[kSide][kMostBlock / 32 * P::kLineBytes];
+  for (int r = 0; r < kSide; ++r)
+    unpack_singly<P>(q, rows[static_cast<size_t>(r)], 1, first, end - first, 0, lines[r], 0);
   for (int64_t at = 0; at < (end - first) / 32 * P::kLineBytes; at += P::kLineBytes)
     for (int c = 0; c < kTokens; ++c, x += P::kLineBytes)
-      for (int r = 0; r < kSummedRows; ++r)
-        sum[kSummedRows * c + r] = P::madd(sum[kSummedRows * c + r], P::load(lines[r] + at), P::load(x));
+      for (int r = 0; r < kSide; ++r)
+        sum[kSide * c + r] = P::madd(sum[kSide * c + r], P::load(lines[r] + at), P::load(x));
 }
 
-// sums[c * stride + r] += x[c] . row r, of at most kSummedRows rows. Rows go side by side, so that sums need not wait
-// for each other; memory is asked for them as they lie, one after the other.
+// sums[c * stride + r] += x[c] . row r, of at most summed_rows(kTokens) rows. Rows go side by side, so that sums need
+// not wait for each other; memory is asked for them as they lie, one after the other.
 template <class P, class Format, int kTokens>
 void sum_rows(const Quantized& q, int64_t row, int64_t rows, const char* x, int64_t lead, int64_t tokens, float* sums,
               int64_t stride) {
-  constexpr int kSums = kTokens == 1 ? 8 : kSummedRows * kTokens;
+  constexpr int kSide = summed_rows(kTokens), kSums = kSide * kTokens;
+  static_assert(kSums % 8 == 0);
   const Blocks blocks(q.columns);
   const int64_t last = row + rows - 1;  // is repeated; nobody reads those sums
-  const int64_t at[] = {row, std::min(row + 1, last), std::min(row + 2, last), std::min(row + 3, last)};
+  const auto at = side_by_side<kSide>([&](int r) { return std::min(row + r, last); });
   const char* const codes = reinterpret_cast<const char*>(q.codes) + row * q.row_bytes + lead;
   for (int64_t first = 0, end; first < q.columns; first = end) {
     end = std::min(first + blocks.size, q.columns);
-    const int64_t size = end - first;
-    const Format formats[] = {
-        {q, at[0], first, size}, {q, at[1], first, size}, {q, at[2], first, size}, {q, at[3], first, size}};
+    const Columns columns(q, first, end - first);
+    const auto formats = side_by_side<kSide>(
+        [&](int r) __attribute__((always_inline)) { return Format(q, at[static_cast<size_t>(r)], columns); });
+    bool tame = true;
+    for (const Format& each : formats) tame = tame && each.tame;
     typename P::V sum[kSums];
 #pragma GCC unroll 16
     for (auto& each : sum) each = P::zero();
     const char* const token = x + first / 32 * kTokens * P::kLineBytes;
-    if (formats[0].tame && formats[1].tame && formats[2].tame && formats[3].tame) {
-      const char* const ahead = codes + kSummedRows * q.row_bytes * first / q.columns;
-      add_lines<P, Format, kTokens>(q, formats, first, end, token, ahead, sum);
+    if (tame) {
+      const char* const ahead = first == 0 ? codes : codes + kSide * q.row_bytes * first / q.columns;
+      add_lines<P, Format, kTokens, kSide>(q, formats, columns, token, ahead, sum);
     } else {
-      add_singly<P, kTokens>(q, at, first, end, token, sum);
+      add_singly<P, kTokens, kSide>(q, at, first, end, token, sum);
     }
     float found[kSums];
 #pragma GCC unroll 2
@@ -107,7 +128,7 @@ void sum_rows(const Quantized& q, int64_t row, int64_t rows, const char* x, int6
       _mm256_storeu_ps(found + i, across(eight));
     }
     for (int64_t c = 0; c < tokens; ++c)
-      for (int64_t r = 0; r < rows; ++r) sums[c * stride + r] += found[kSummedRows * c + r];
+      for (int64_t r = 0; r < rows; ++r) sums[c * stride + r] += found[kSide * c + r];
   }
 }
 
@@ -258,6 +279,11 @@ Unpacking unpacking_of(const Quantized& like) {
   if (in_blocks(like.packing)) return unpacking_of_blocks<P>(like.packing);
   const bool even = like.groups == 1 || like.group % kUnpackStep == 0;
   if (like.bits == 2 || !even) return {unpack_singly<P>};
+#if defined(__AVX512VBMI__)
+  if (like.packing == Packing::kInt8 && NarrowBytes<P, true>::takes(like)) return kRows<P, NarrowBytes<P, true>>;
+  if (like.packing == Packing::kPacked && like.bits == 8 && NarrowBytes<P, false>::takes(like))
+    return kRows<P, NarrowBytes<P, false>>;
+#endif
   switch (like.packing) {
     case Packing::kFp8:
       return kRows<P, Fp8<P>>;

@@ -54,6 +54,7 @@ FORMATS = {
     "packed int4 rows": packed(bits=4, group=0, zero_points=True, scale="F32"),
     "packed int4 short": packed(bits=4, group=16, zero_points=True),
     "packed int8": packed(bits=8, group=32, zero_points=True, scale="F16"),
+    "packed int8 symmetric": packed(bits=8, group=64),
     **{f"gptq int{bits}": formats.gptq(bits=bits, group=64) for bits in (2, 4, 8)},
     "gptq int4 in order": formats.gptq(bits=4, group=32, order=False, zero_bias=0),
     "gptq int4 rows": formats.gptq(bits=4, group=0, order=False),

@@ -44,7 +44,10 @@ def test_linear_equals_that_of_the_numbers(name: str, server: str) -> None:
                 same_bits(cpu_linear(x, weight, threads=2), cpu_linear(x, numbers, threads=1))
 
 
-@pytest.mark.parametrize("name", ["packed int4 rows", "packed int8", "fp8 blocks", "mxfp4", "Q4_1", "Q4_K", "IQ4_XS"])
+FEW = ("packed int4 rows", "packed int8", "packed int8 symmetric", "int8 rows", "fp8 blocks", "mxfp4", "Q4_0", "Q4_1")
+
+
+@pytest.mark.parametrize("name", [*FEW, "Q8_0", "Q4_K", "IQ4_XS"])
 def test_few_tokens_meet_rows_as_they_are_unpacked(name: str, server: str) -> None:
     """Rows and tokens that are multiplied at once, blocks of columns, subnormals, scales that are no numbers."""
     for rows, columns in ((1, 256), (7, 1792), (66, 1280)):
