@@ -455,7 +455,8 @@ Workspace& workspace() {
   return own;
 }
 
-std::atomic<int> stream_forms[kStreamSizes] = {5, 5, 5};
+constexpr int kUnmeasured = -1;
+std::atomic<int> stream_forms[kStreamSizes] = {kUnmeasured, kUnmeasured, kUnmeasured};
 
 // From one row of what lies between two products to the next.
 int64_t inner_bytes(const Side& down) { return spread(down.format.depth * dtype_bytes(down.type)); }
@@ -536,7 +537,11 @@ int64_t linear_workspace(DType x, const Format& format, int64_t tokens, int thre
   return rooms_of(nullptr, Side(x, format), tokens, 1).total(threads);
 }
 
-int stream_form(int size) { return stream_forms[size].load(std::memory_order_relaxed); }
+int stream_form(int size) {
+  const int measured = stream_forms[size].load(std::memory_order_relaxed);
+  if (measured != kUnmeasured) return measured;
+  return near_cache_bytes() >= kLargeNear ? kFormOfLargeNear : kFormOfSmallNear;
+}
 void set_stream_form(int size, int form) { stream_forms[size].store(form, std::memory_order_relaxed); }
 
 int64_t ffn_workspace_kept() { return workspace().capacity(); }

@@ -24,6 +24,10 @@ inline constexpr StreamForm kStreamForms[] = {
 };
 inline constexpr int kStreamFormCount = sizeof kStreamForms / sizeof *kStreamForms;
 
+// Where nothing has been measured, of all sizes: with a first-level cache of 48 KiB (Zen 5) and of 32 (Zen 4).
+inline constexpr int64_t kLargeNear = 48 << 10;
+inline constexpr int kFormOfLargeNear = 2, kFormOfSmallNear = 5;
+
 // Numbers of tokens that have a form each; those between them have the next larger one's.
 inline constexpr int64_t kStreamTokenCounts[] = {1, 2, 4};
 inline constexpr int kStreamSizes = 3;

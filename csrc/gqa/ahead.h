@@ -30,8 +30,9 @@ class Scout {
   Scout(const Run* runs, const int64_t& count, int64_t heads, int64_t head_bytes, int64_t row_bytes)
       : runs_(runs), count_(count), heads_(heads), head_bytes_(head_bytes), row_bytes_(row_bytes) {}
 
-  void start() {
-    for (int64_t i = 0; i < kLead; i += kStep) {
+  // `lead`: how many bytes before the sweeps.
+  void start(int64_t lead) {
+    for (int64_t i = 0; i < lead; i += kStep) {
       const Ahead ahead = take(kStep);
       for (int64_t j = 0; j < kStep; j += kLineBytes) ahead(j);
     }
@@ -46,8 +47,7 @@ class Scout {
   }
 
  private:
-  // Of 2 to 16 KiB, tried beside the loop alone: less is too late, more is slower beside a second thread.
-  static constexpr int64_t kLead = 4096, kStep = 512;
+  static constexpr int64_t kStep = 512;
 
   const char* rows(int64_t run) const { return run < count_ ? runs_[run].keys : runs_[run - count_].values; }
 

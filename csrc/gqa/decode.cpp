@@ -32,7 +32,7 @@ struct Task {
 };
 
 // Tasks that every thread should find, so that none waits long for another at the end.
-constexpr int64_t kTasksPerThread = 16;
+constexpr int64_t kTasksPerThread = 8;
 
 class Decode {
  public:

@@ -67,6 +67,8 @@ class Attend {
   using T = typename M::Stored;
   using Word = typename M::Word;
   static constexpr bool kScaled = std::is_same_v<T, int8_t>;
+  // Of 2 to 16 KiB: less is too late, more is slower beside a second thread. Blocks of int8 are half as long.
+  static constexpr int64_t kLead = kScaled ? 6144 : 4096;
 
  public:
   Attend(const GqaArgs& args, const Piece& piece, float* scratch, const Partial& part)
@@ -84,7 +86,7 @@ class Attend {
         scales_(factors_ + heads_),
         scout_(run_, runs_, kv_heads_, head_bytes_, args.head_dim * static_cast<int64_t>(sizeof(T))) {
     find_runs(piece);
-    scout_.start();
+    scout_.start(kLead);
     const Q* q = static_cast<const Q*>(args.q) + piece.sequence * args.q_stride;
     q += piece.first_head * group_ * args.head_dim;
     for (int64_t h = 0; h < heads_; ++h)
