@@ -27,6 +27,7 @@ from moelight.hrm.footprint import (
 )
 from moelight.hrm.placement import place, slot_table
 from moelight.kernels import native
+from moelight.kernels.caching_allocator import RESULTS
 from moelight.kernels.gpu.attention import prompt_form
 from moelight.kernels.products import Workspace
 from moelight.kernels.reads import FileReader, ReadPart
@@ -86,6 +87,7 @@ class LoadedModel:
         source = _repacked(source, policy, self.layout)
         with ExitStack() as opened:
             opened.enter_context(shared_by_lanes())
+            opened.enter_context(RESULTS.caching())
             self._reader = opened.enter_context(_page_reader(source, self.dtype, policy, opened))
             runners = open_lanes(machine, lanes, cores_for(machine, policy))
             self.lanes: tuple[Lane, ...] = tuple(runners)

@@ -19,6 +19,7 @@ from moelight.engine.batcher import MicroBatchPlan, SequenceChunk, places
 from moelight.engine.experts import ExpertRuntime, RoutingWatch
 from moelight.engine.loaded_model import LoadedModel, refuse_prediction
 from moelight.hrm.placement import moved
+from moelight.kernels.caching_allocator import RESULTS
 from moelight.kernels.layer import MOST_TOKENS
 from moelight.kernels.threads import one_thread_for_torch
 from moelight.optimizer.adapter import Allocation
@@ -233,6 +234,7 @@ class PassRunner:
 
     def _finish(self, launched: PackedPass) -> Timeline:
         timeline = self.model.executor.finish(require(launched.in_flight))
+        RESULTS.release()
         if launched.watch is not None:
             launched.watch.finish()
         return timeline

@@ -20,6 +20,7 @@ from torch import Tensor
 from moelight.core.policy import KV_BLOCK_SIZES
 from moelight.kernels import arguments, native, reference
 from moelight.kernels.arguments import FLOATS, Shape, check_tensor, lend, lend_given, stored
+from moelight.kernels.caching_allocator import RESULTS
 from moelight.kernels.reference import Cache
 
 __all__ = ["cpu_gqa_decode", "cpu_kv_append", "cpu_mla_append", "cpu_mla_decode", "cpu_prefill_attention"]
@@ -68,7 +69,7 @@ def cpu_gqa_decode(
     lent = lend(q=q, k_cache=k_cache, v_cache=v_cache, block_tables=block_tables, seq_lens=seq_lens)
     sink, *rows = lend_given(sinks=sinks, k_scale=k_scale, v_scale=v_scale, k_new=k_new, v_new=v_new)
     if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = RESULTS.empty(q.shape, q.dtype)
     extension.gqa_decode(*lent, scale, window or 0, sink, softcap or 0.0, *rows, *lend(out=out), threads)
     return out
 
@@ -144,7 +145,7 @@ def cpu_mla_decode(
     queries = lend(q_nope_absorbed=q_nope_absorbed, q_rope=q_rope)
     paged = lend(cache=cache, block_tables=block_tables, seq_lens=seq_lens)
     if out is None:
-        out = torch.empty_like(q_nope_absorbed, memory_format=torch.contiguous_format)
+        out = RESULTS.empty(q_nope_absorbed.shape, q_nope_absorbed.dtype)
     extension.mla_decode(*queries, *paged, scale, *lend(out=out), threads)
     return out
 
@@ -221,7 +222,7 @@ def cpu_prefill_attention(
         paged = lend(k_cache=k_cache, v_cache=v_cache, block_tables=block_tables, context_lens=context_lens)
     sink, *scales = lend_given(sinks=sinks, k_scale=k_scale, v_scale=v_scale)
     if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = RESULTS.empty(q.shape, q.dtype)
     extension.prefill_attention(
         *prompts, scale, window or 0, sink, softcap or 0.0, *paged, *scales, *lend(out=out), threads
     )

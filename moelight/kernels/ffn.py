@@ -28,6 +28,7 @@ from torch import Tensor
 from moelight.kernels import arguments, native, reference
 from moelight.kernels.activations import Activation, activation_of
 from moelight.kernels.arguments import FLOATS, INTEGERS, as_dlpack, check_tensor, lend, lend_given, stored
+from moelight.kernels.caching_allocator import RESULTS
 from moelight.kernels.integers import check_integers
 from moelight.kernels.quantized import QuantizedMatrix, lend_matrix, parts_checked
 from moelight.profiles.stored import StoredFormat
@@ -74,7 +75,7 @@ def cpu_linear(
         found = reference.linear(x, weight, bias, scale=scale, group_size=group_size, activations=activations)
         return stored(found, out)
     if out is None:
-        out = torch.empty((_rows("x", x), _rows("weight", weight)), dtype=x.dtype)
+        out = RESULTS.empty((_rows("x", x), _rows("weight", weight)), x.dtype)
     lent, rest = [as_dlpack("x", x), _lend("weight", weight)], lend_given(bias=bias, scale=scale)
     extension.linear(*lent, *rest, group_size or 0, activations, *lend(out=out), threads)
     return out
@@ -132,7 +133,7 @@ def cpu_expert_ffn(
         return stored(reference.expert_ffn(x, gate_up, down, cuts, up=up, activations=by_side, **options), out)
     rows = as_dlpack("x", x)
     if out is None:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        out = RESULTS.empty(x.shape, x.dtype)
     wide, second, narrow = (None if tensors is None else export(name, tensors) for name, tensors in weights.items())
     rest: list[object] = [None if tensors is None else export(name, tensors) for name, tensors in optional.items()]
     bounds, into = lend(offsets=offsets, out=out)

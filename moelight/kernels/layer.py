@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moelight.hrm.costs import WHOLE_LAYERS_TOKENS
 from moelight.kernels import arguments, native
 from moelight.kernels.activations import Activation
 from moelight.kernels.arguments import as_dlpack, lend, lend_given
+from moelight.kernels.caching_allocator import RESULTS
 from moelight.kernels.ffn import Tensors, Weights, export
 
 # More tokens are computed kernel by kernel: what lies between two of them would be memory that no plan announces.
@@ -121,7 +121,7 @@ class DecoderLayer:
     def before_attention(self, hidden: Tensor, cos: Tensor, sin: Tensor, *, threads: int | None = None) -> Tensor:
         """hidden [T, H], cos and sin [T, D] as for `cpu_rotate` -> [T, Hq + 2 Hkv, D]: normed, multiplied, queries and
         keys normed and rotated."""
-        qkv = torch.empty((hidden.shape[0], self._rows), dtype=hidden.dtype)
+        qkv = RESULTS.empty((hidden.shape[0], self._rows), hidden.dtype)
         given = lend(hidden=hidden, cos=cos, sin=sin, qkv=qkv)
         self.native.before_attention(*given, arguments.check_threads(threads))
         return qkv.view(len(qkv), -1, self._head_dim)
@@ -174,7 +174,7 @@ def decode_layers(
 
 def _room(hidden: Tensor, top_k: int, rows: Tensor | None) -> object:
     if rows is None:
-        rows = torch.empty((len(hidden) * top_k, hidden.shape[1]), dtype=hidden.dtype)
+        rows = RESULTS.empty((len(hidden) * top_k, hidden.shape[1]), hidden.dtype)
     return as_dlpack("rows", rows)
 
 

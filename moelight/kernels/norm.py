@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moelight.kernels import arguments, native, reference
 from moelight.kernels.arguments import FLOATS, as_dlpack, check_tensor, lend, stored
+from moelight.kernels.caching_allocator import RESULTS
 from moelight.kernels.gpu import serving
 from moelight.kernels.gpu.grouped import on_device
 from moelight.kernels.gpu.routing import by_hand
@@ -230,7 +231,7 @@ def cpu_rms_norm(
     rows, added = _headed("x", x), None if add is None else _headed("add", add)
     factor = None if gate is None else _headed("gate", gate)
     if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = RESULTS.empty(x.shape, x.dtype)
     extension.rms_norm(rows, as_dlpack("weight", weight), eps, added, factor, _headed("out", out), threads)
     return out
 
@@ -259,7 +260,7 @@ def cpu_rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None
         return stored(reference.rotate(x, cos, sin), out)
     rows = as_dlpack("x", x)
     if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = RESULTS.empty(x.shape, x.dtype)
     extension.rotate(rows, *lend(cos=cos, sin=sin, out=out), threads)
     return out
 

@@ -20,6 +20,7 @@ from torch.nn import functional
 from moelight.hrm.costs import EXPERT_ROWS, ExpertWorkspace
 from moelight.hrm.footprint import SLAB_BYTES
 from moelight.kernels import native
+from moelight.kernels.caching_allocator import RESULTS
 from moelight.kernels.ffn import cpu_expert_ffn, cpu_linear
 from moelight.kernels.quantized import StackedMatrix
 
@@ -70,7 +71,7 @@ def linear(x: Tensor, weight: Tensor | StackedMatrix, bias: Tensor | None = None
 
 
 def _linear_stacked(x: Tensor, weight: StackedMatrix, bias: Tensor | None) -> Tensor:
-    out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype)
+    out = RESULTS.empty((x.shape[0], weight.shape[0]), x.dtype)
     first = 0
     for part, activations in zip(weight.parts, weight.activations, strict=True):
         rows = slice(first, first + part.rows)

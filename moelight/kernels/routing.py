@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moelight.kernels import arguments, native, reference
 from moelight.kernels.arguments import FLOATS, as_dlpack, check_integer, check_tensor, lend
+from moelight.kernels.caching_allocator import RESULTS
 
 MOST_EXPERTS = 1 << 16
 _MOST_ROWS = (1 << 31) - 1
@@ -105,7 +106,7 @@ def cpu_gather_rows(
         return out.copy_(x.index_select(0, token_of_row.long()))
     rows, tokens = _export("x", x), as_dlpack("token_of_row", token_of_row)
     if out is None:
-        out = torch.empty(token_of_row.numel(), x.shape[1], dtype=x.dtype)
+        out = RESULTS.empty((token_of_row.numel(), x.shape[1]), x.dtype)
     extension.gather_rows(rows, tokens, as_dlpack("out", out), threads)
     return out
 
@@ -142,7 +143,7 @@ def cpu_scatter_sum(
         return reference.scatter_sum(rows, position, weights, out, residual=residual)
     lent, places = _export("rows", rows), _export("position", position)
     if out is None:
-        out = torch.empty(position.shape[0], rows.shape[1], dtype=rows.dtype)
+        out = RESULTS.empty((position.shape[0], rows.shape[1]), rows.dtype)
     extension.scatter_sum(lent, places, as_dlpack("weights", weights), as_dlpack("out", out), bool(residual), threads)
     return out
 

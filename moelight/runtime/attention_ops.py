@@ -31,6 +31,7 @@ from moelight.kernels.attention import (
     cpu_mla_decode,
     cpu_prefill_attention,
 )
+from moelight.kernels.caching_allocator import RESULTS
 from moelight.kernels.gpu import attention as gpu_attention
 from moelight.kernels.gpu import serving
 from moelight.kernels.gpu.attention import (
@@ -152,7 +153,7 @@ class HostAttention:
                 mb.attn = self._decode(task.layer, mb, q, k, v)
                 return
         self._append(task.layer, mb, k, v)
-        out = torch.empty_like(q) if mb.crossing is None else mb.crossing.attention_output(q.shape)
+        out = RESULTS.empty(q.shape, q.dtype) if mb.crossing is None else mb.crossing.attention_output(q.shape)
         if spec.latent is not None:
             tables, lens = mb.row_tables()
             (cache,) = self._cache[task.layer]

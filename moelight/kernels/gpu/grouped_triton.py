@@ -167,7 +167,7 @@ def place_of(columns, slot_count, BN: tl.constexpr, BAND: tl.constexpr):
 
 
 @triton.jit
-def rows_of(slots, slot, tokens, x_rows, GATHERED: tl.constexpr, BM: tl.constexpr):
+def rows_in_slot(slots, slot, tokens, x_rows, GATHERED: tl.constexpr, BM: tl.constexpr):
     """The BM rows of a slot, which of them are live, and where in x each is; one that is not is the slot's first."""
     row = tl.load(slots + slot * 3 + 1)
     rows = row + tl.arange(0, BM)
@@ -253,7 +253,7 @@ def grouped(
     page = tl.load(slots + slot * 3)
     if page < 0:
         return
-    rows, live, source = rows_of(slots, slot, tokens, x_rows, GATHERED, BM)
+    rows, live, source = rows_in_slot(slots, slot, tokens, x_rows, GATHERED, BM)
 
     address = tl.load(weights + page)
     there = (tl.zeros((BN,), dtype=tl.int64) + address) != 0

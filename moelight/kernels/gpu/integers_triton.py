@@ -14,7 +14,7 @@ minima; its terms are whole and below 2^18, so it is exact as well.
 import triton
 import triton.language as tl
 
-from moelight.kernels.gpu.grouped_triton import activated, place_of, rows_of, store_rows
+from moelight.kernels.gpu.grouped_triton import activated, place_of, rows_in_slot, store_rows
 from moelight.kernels.gpu.quantized_triton import (
     biased,
     block_bytes,
@@ -329,7 +329,7 @@ def grouped_integers(
     page = tl.load(slots + slot * 3)
     if page < 0:
         return
-    rows, live, source = rows_of(slots, slot, tokens, x_rows, GATHERED, BM)
+    rows, live, source = rows_in_slot(slots, slot, tokens, x_rows, GATHERED, BM)
 
     address = tl.load(table + GATE * table_step + page)
     codes = pointer_to(table, table_step, GATE, page, CODES)

@@ -17,7 +17,7 @@ unpacking serves.
 import triton
 import triton.language as tl
 
-from moelight.kernels.gpu.grouped_triton import activated, place_of, rounded, rows_at, rows_of, store_rows
+from moelight.kernels.gpu.grouped_triton import activated, place_of, rounded, rows_at, rows_in_slot, store_rows
 
 
 def _four(*values: int) -> tl.constexpr:
@@ -530,7 +530,7 @@ def grouped_quantized(
     page = tl.load(slots + slot * 3)
     if page < 0:
         return
-    rows, live, source = rows_of(slots, slot, tokens, x_rows, GATHERED, BM)
+    rows, live, source = rows_in_slot(slots, slot, tokens, x_rows, GATHERED, BM)
 
     address = tl.load(table + GATE * table_step + page)
     codes = pointer_to(table, table_step, GATE, page, CODES)
