@@ -140,8 +140,8 @@ void tile_ahead(int64_t share, int64_t count, const Rows& rows, const char* ahea
 }
 
 // Of `rows` ahead those, [first, last), that a pass fetches, and whether into the first-level cache: of few passes each
-// its share; of many the first ones a row each into the second level, and the last ones the same into the first, if that
-// holds what lies ahead beside what is read.
+// its share; of many the first ones a row each into the second level, and the last ones the same into the first, if
+// that holds what lies ahead beside what is read.
 struct Share {
   int64_t first, last;
   bool near;
@@ -166,7 +166,8 @@ void all_tokens(const Rows& rows, int64_t tokens, const char* x, int64_t x_bytes
     const Share share(rows.ahead.rows, i, passes, twice, near);
     const char* const from = x + begin * x_bytes;
     float* const to = sums + begin * kUnitRows;
-    const char* const ahead = rows.ahead.data + share.first * (rows.ahead.stride == 0 ? fetched_row : rows.ahead.stride);
+    const char* const ahead =
+        rows.ahead.data + share.first * (rows.ahead.stride == 0 ? fetched_row : rows.ahead.stride);
     if (rows.ahead.data == nullptr || share.last == share.first || tokens == 1) {
       tile_of<P, kLines, 0>(count, rows, nullptr, from, x_bytes, to);
     } else if (share.near) {
