@@ -124,7 +124,7 @@ struct Tile {
   static constexpr int kMore = kSummed || L::kTokens < 4 || kCount > 3 ? 0 : kCount == 1 ? 3 : 1;
   using Sums = typename L::V[kCount][kVectors];
 
-  const char* x;
+  const char* x;  // numbers of the next four columns
   int64_t x_bytes;
   const uint8_t* codes;   // of the next four columns
   const int32_t* summed;  // of the next part, [kTileTokens][kPanelRows]
@@ -150,98 +150,160 @@ struct Tile {
     codes += 4 * kPanelRows;
   }
 
-  // sum += codes times numbers, of `count` columns from k on: those of the next part.
-  inline __attribute__((always_inline)) void add(int64_t k, int64_t count, Sums& sum) {
+  // sum += codes times numbers, of the next `count` columns, which are those of the next part. kColumns: as many as
+  // that, where it is not 0; what is behind the last column meets zeros.
+  template <int64_t kColumns>
+  inline __attribute__((always_inline)) void add(int64_t count, Sums& sum) {
     if constexpr (kSummed) {
       each([&](int c, int v) { sum[c][v] = L::add(sum[c][v], L::load(summed + c * kPanelRows + v * kLanes)); });
       summed += kTileTokens * kPanelRows;
       return;
     }
-    const char* numbers = x + k;
-    const char* const end = numbers + count;
+    if constexpr (kColumns > 0 && kMore == 0) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kColumns; i += 4, x += 4) quad(x, sum);
+      return;
+    }
+    const char* const end = x + count;
     if constexpr (kMore > 0) {
       Sums more[kMore];
       for (auto& some : more) each([&](int c, int v) { some[c][v] = L::zero(); });
-      for (; numbers + 4 * kMore < end;) {
-        quad(numbers, sum), numbers += 4;
+      for (; x + 4 * kMore < end;) {
+        quad(x, sum), x += 4;
 #pragma GCC unroll 4
-        for (int i = 0; i < kMore; ++i) quad(numbers, more[i]), numbers += 4;
+        for (int i = 0; i < kMore; ++i) quad(x, more[i]), x += 4;
       }
 #pragma GCC unroll 4
       for (int i = 0; i < kMore; ++i) each([&](int c, int v) { sum[c][v] = L::add(sum[c][v], more[i][c][v]); });
     }
-    for (; numbers < end; numbers += 4) quad(numbers, sum);
+    for (; x < end; x += 4) quad(x, sum);
   }
 };
 
-template <class L, bool kParted, int kCount, bool kSummed = false>
-void panel_tile(const IntegerForm& form, const IntegerTokens& layout, const Panel& panel, int64_t first, int64_t size,
-                const char* x, int64_t x_bytes, float* sums, const int32_t* summed = nullptr) {
+// What a form says before it is met: columns of a token that share a scale, columns of a row that share a step, and
+// `least`. 0: the form says so itself, and there are no steps.
+template <int64_t kGroup_, int64_t kPart_ = 0, bool kLeast_ = false>
+struct Shape {
+  static constexpr int64_t kGroup = kGroup_, kPart = kPart_;
+  static constexpr bool kLeast = kLeast_;
+};
+
+template <class F>
+void with_shape(const IntegerForm& form, F&& each) {
+  if (form.least) return each(Shape<256, 32, true>());
+  if (form.parted()) return each(Shape<256, 16>());
+  if (form.group == 32) return each(Shape<32>());
+  each(Shape<0>());
+}
+
+// Of forms without parts: sums of float32 stay in registers from group to group. Here and below form and layout are
+// copies, which no store can change.
+template <class L, class Shape, int kCount, bool kSummed>
+void grouped_tile(const IntegerForm form, const IntegerTokens layout, const Panel& panel, int64_t first, int64_t size,
+                  const char* x, int64_t x_bytes, float* __restrict sums, const int32_t* summed) {
   using T = Tile<L, kCount, kSummed>;
   using S = typename L::Simd;
   constexpr int64_t kLanes = S::kWidth;
-  const auto at = [&](int c, int64_t offset) { return x + c * x_bytes + offset; };
+  const int64_t group = Shape::kGroup > 0 ? Shape::kGroup : form.group, to_sums = layout.sums() - layout.scales();
   for (int64_t row = 0; row < kPanelRows; row += T::kVectors * kLanes) {
-    const auto of_rows = [&](const auto* line, int v) { return line + row + v * kLanes; };
     T tile = {x + first, x_bytes, panel.codes + 4 * row, kSummed ? summed + row : nullptr};
-    for (int64_t k = 0, g = 0; k < size; k += form.group, ++g) {
-      const int64_t group = first / form.group + g;
-      typename S::V value[kCount][T::kVectors];
+    const char* by = x + layout.scales() + 4 * (first / group);
+    const float* scales = panel.scales[0] + row;
+    const int32_t* zeros = panel.zeros[0] + row;
+    typename S::V total[kCount][T::kVectors];
+    T::each([&](int c, int v) { total[c][v] = S::load(sums + c * kUnitRows + row + v * kLanes); });
+    for (int64_t k = 0; k < size; k += group, by += 4, scales += kPanelRows, zeros += kPanelRows) {
       typename T::Sums sum;
-      if constexpr (kParted) {
-        const int64_t parts = form.group / form.part, before = g * parts, since = first / form.part + before;
-        typename T::Sums all;
-        T::each([&](int c, int v) { all[c][v] = L::zero(); });
-        for (int64_t p = 0; p < parts; ++p) {
-          if (form.least) {
-            T::each([&](int c, int v) { sum[c][v] = L::zero(); });
-          } else {
-            T::each([&](int c, int v) { sum[c][v] = L::spread(at(c, layout.sums() + 4 * (since + p))); });
-          }
-          tile.add(k + p * form.part, form.part, sum);
-          T::each([&](int c, int v) {
-            all[c][v] = L::add(all[c][v], L::product(sum[c][v], L::load(of_rows(panel.steps[before + p], v))));
-          });
-        }
-        T::each(
-            [&](int c, int v) { value[c][v] = S::mul(L::floats(all[c][v]), S::load(of_rows(panel.scales[g], v))); });
-        if (form.least) {
+      T::each([&](int c, int v) {
+        const char* const minus = by + c * x_bytes + to_sums;
+        sum[c][v] = form.zero >= 0 ? L::spread(minus) : L::times(zeros + v * kLanes, minus);
+      });
+      tile.template add<Shape::kGroup>(std::min(group, (size - k + 7) / 8 * 8), sum);
+      T::each([&](int c, int v) {
+        float scale;
+        std::memcpy(&scale, by + c * x_bytes, sizeof scale);
+        const auto value = S::mul(L::floats(sum[c][v]), S::load(scales + v * kLanes));
+        total[c][v] = S::add(total[c][v], S::mul(value, S::set(scale)));
+      });
+    }
+    T::each([&](int c, int v) { S::store(sums + c * kUnitRows + row + v * kLanes, total[c][v]); });
+  }
+}
+
+// value = all scale - low least: those of a group's parts.
+template <class L, class T, class Shape, class Value>
+inline __attribute__((always_inline)) void take_lows(const char* part_sums, const int32_t*& lows, const float* least,
+                                                     int64_t x_bytes, Value& value) {
+  using S = typename L::Simd;
+  typename T::Sums low;
+  T::each([&](int c, int v) { low[c][v] = L::zero(); });
+#pragma GCC unroll 4
+  for (int64_t p = 0; p < Shape::kGroup / Shape::kPart; p += 2, lows += kPanelRows) {
+    T::each([&](int c, int v) {
+      low[c][v] = L::words(low[c][v], L::load(lows + v * S::kWidth), L::spread(part_sums + 2 * p + c * x_bytes));
+    });
+  }
+  T::each([&](int c, int v) {
+    value[c][v] = S::sub(value[c][v], S::mul(L::floats(low[c][v]), S::load(least + v * S::kWidth)));
+  });
+}
+
+// Of forms of parts.
+template <class L, class Shape, int kCount, bool kSummed>
+void parted_tile(const IntegerTokens layout, const Panel& panel, int64_t first, int64_t size, const char* x,
+                 int64_t x_bytes, float* __restrict sums, const int32_t* summed) {
+  using T = Tile<L, kCount, kSummed>;
+  using S = typename L::Simd;
+  constexpr int64_t kLanes = S::kWidth, kParts = Shape::kGroup / Shape::kPart, kSumBytes = Shape::kLeast ? 2 : 4;
+  for (int64_t row = 0; row < kPanelRows; row += T::kVectors * kLanes) {
+    T tile = {x + first, x_bytes, panel.codes + 4 * row, kSummed ? summed + row : nullptr};
+    const char* by = x + layout.scales() + 4 * (first / Shape::kGroup);
+    const char* part_sums = x + layout.sums() + kSumBytes * (first / Shape::kPart);
+    const int32_t *steps = panel.steps[0] + row, *lows = panel.lows[0] + row;
+    for (int64_t k = 0, g = 0; k < size; k += Shape::kGroup, ++g, by += 4, part_sums += kSumBytes * kParts) {
+      typename T::Sums all;
+      T::each([&](int c, int v) { all[c][v] = L::zero(); });
+      for (int64_t p = 0; p < kParts; ++p, steps += kPanelRows) {
+        typename T::Sums sum;
+        if constexpr (Shape::kLeast) {
           T::each([&](int c, int v) { sum[c][v] = L::zero(); });
-          for (int64_t p = 0; p < parts; p += 2) {
-            const int32_t* const lows = panel.lows[(before + p) / 2];
-            T::each([&](int c, int v) {
-              sum[c][v] =
-                  L::words(sum[c][v], L::load(of_rows(lows, v)), L::spread(at(c, layout.sums() + 2 * (since + p))));
-            });
-          }
-          T::each([&](int c, int v) {
-            value[c][v] = S::sub(value[c][v], S::mul(L::floats(sum[c][v]), S::load(of_rows(panel.least[g], v))));
-          });
+        } else {
+          T::each([&](int c, int v) { sum[c][v] = L::spread(part_sums + 4 * p + c * x_bytes); });
         }
-      } else {
-        T::each([&](int c, int v) {
-          const char* const minus = at(c, layout.sums() + 4 * group);
-          sum[c][v] = form.zero >= 0 ? L::spread(minus) : L::times(of_rows(panel.zeros[g], v), minus);
-        });
-        tile.add(k, std::min(form.group, (size - k + 7) / 8 * 8), sum);
+        tile.template add<Shape::kPart>(Shape::kPart, sum);
         T::each(
-            [&](int c, int v) { value[c][v] = S::mul(L::floats(sum[c][v]), S::load(of_rows(panel.scales[g], v))); });
+            [&](int c, int v) { all[c][v] = L::add(all[c][v], L::product(sum[c][v], L::load(steps + v * kLanes))); });
       }
+      typename S::V value[kCount][T::kVectors];
+      T::each([&](int c, int v) {
+        value[c][v] = S::mul(L::floats(all[c][v]), S::load(panel.scales[g] + row + v * kLanes));
+      });
+      if constexpr (Shape::kLeast) take_lows<L, T, Shape>(part_sums, lows, panel.least[g] + row, x_bytes, value);
       T::each([&](int c, int v) {
         float scale, *const to = sums + c * kUnitRows + row + v * kLanes;
-        std::memcpy(&scale, at(c, layout.scales() + 4 * group), sizeof scale);
+        std::memcpy(&scale, by + c * x_bytes, sizeof scale);
         S::store(to, S::add(S::load(to), S::mul(value[c][v], S::set(scale))));
       });
     }
   }
 }
 
-template <class L, bool kParted, int kCount>
+template <class L, class Shape, int kCount, bool kSummed = false>
+void panel_tile(const IntegerForm& form, const IntegerTokens& layout, const Panel& panel, int64_t first, int64_t size,
+                const char* x, int64_t x_bytes, float* sums, const int32_t* summed = nullptr) {
+  if constexpr (Shape::kPart > 0) {
+    parted_tile<L, Shape, kCount, kSummed>(layout, panel, first, size, x, x_bytes, sums, summed);
+  } else {
+    grouped_tile<L, Shape, kCount, kSummed>(form, layout, panel, first, size, x, x_bytes, sums, summed);
+  }
+}
+
+template <class L, class Shape, int kCount>
 void panel_tile_of(int64_t count, const IntegerForm& form, const IntegerTokens& layout, const Panel& panel,
                    int64_t first, int64_t size, const char* x, int64_t x_bytes, float* sums) {
-  if (count == kCount) return panel_tile<L, kParted, kCount>(form, layout, panel, first, size, x, x_bytes, sums);
+  if (count == kCount) return panel_tile<L, Shape, kCount>(form, layout, panel, first, size, x, x_bytes, sums);
   if constexpr (kCount > 1)
-    panel_tile_of<L, kParted, kCount - 1>(count, form, layout, panel, first, size, x, x_bytes, sums);
+    panel_tile_of<L, Shape, kCount - 1>(count, form, layout, panel, first, size, x, x_bytes, sums);
 }
 
 // As panel_tile, of kTileTokens tokens.
@@ -252,9 +314,11 @@ void panel_in_tiles(const IntegerForm& form, const IntegerTokens& layout, const 
   for (int64_t k = 0, part = 0; k < size; k += form.part, ++part)
     multiply_part<T>(x + first + k, x_bytes, panel.codes + k * kPanelRows, std::min(form.part, size - k),
                      parts.of[part][0]);
-  const auto tile = form.parted() ? panel_tile<L, true, kCount, true> : panel_tile<L, false, kCount, true>;
-  for (int64_t t = 0; t < kTileTokens; t += kCount)
-    tile(form, layout, panel, first, size, x + t * x_bytes, x_bytes, sums + t * kUnitRows, parts.of[0][t]);
+  with_shape(form, [&](auto shape) {
+    for (int64_t t = 0; t < kTileTokens; t += kCount)
+      panel_tile<L, decltype(shape), kCount, true>(form, layout, panel, first, size, x + t * x_bytes, x_bytes,
+                                                   sums + t * kUnitRows, parts.of[0][t]);
+  });
 }
 
 template <class L, class T = NoTiles>
@@ -283,13 +347,15 @@ void multiply_integers(const Product& p, void* scratch, float* sums) {
           panel_in_tiles<L, T>(form, layout, panel, first, size, p.x + t * p.x_bytes, p.x_bytes,
                                sums + t * kUnitRows + row, parts);
       }
-      for (int64_t i = 0, begin = tiled; i < tiles; ++i) {
-        const int64_t end = tiled + rest * (i + 1) / tiles;
-        const auto tile = form.parted() ? panel_tile_of<L, true, L::kTokens> : panel_tile_of<L, false, L::kTokens>;
-        tile(end - begin, form, layout, panel, first, size, p.x + begin * p.x_bytes, p.x_bytes,
-             sums + begin * kUnitRows + row);
-        begin = end;
-      }
+      with_shape(form, [&](auto shape) {
+        for (int64_t i = 0, begin = tiled; i < tiles; ++i) {
+          const int64_t end = tiled + rest * (i + 1) / tiles;
+          panel_tile_of<L, decltype(shape), L::kTokens>(end - begin, form, layout, panel, first, size,
+                                                        p.x + begin * p.x_bytes, p.x_bytes,
+                                                        sums + begin * kUnitRows + row);
+          begin = end;
+        }
+      });
     }
   }
   if constexpr (T::kGiven)

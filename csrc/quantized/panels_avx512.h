@@ -72,15 +72,15 @@ struct BlockHalves {
 // Brings what a row has next into the first-level cache: the processor does not see sixteen rows coming.
 inline void fetch_soon(const void* p) { _mm_prefetch(static_cast<const char*>(p) + 128, _MM_HINT_T0); }
 
-// The codes of sixteen rows; load(row, step) gives the `step`-th sixteen words of one.
-template <class Words, class Load>
+// The codes of sixteen rows; load(row, step) gives the `step`-th sixteen words of one, which take kBytes there.
+template <class Words, int64_t kBytes, class Load>
 void turned_codes(const HalfPanel& to, int64_t size, Fetched& fetched, Load&& load) {
   for (int64_t k = 0, step = 0; k < size; k += Words::kColumns, ++step) {
     __m512i rows[kHalf];
 #pragma GCC unroll 16
     for (int64_t r = 0; r < kHalf; ++r) {
       rows[r] = load(r, step);
-      if (fetched.next != nullptr) _mm_prefetch(fetched.next, _MM_HINT_T1), fetched.next += 64;
+      if (fetched.next != nullptr) _mm_prefetch(fetched.next, _MM_HINT_T1), fetched.next += kBytes;
     }
     columns16(rows, [&](int64_t word, __m512i words) { Words::put(to, k / 4, word, words); });
   }
@@ -90,7 +90,7 @@ void turned_codes(const HalfPanel& to, int64_t size, Fetched& fetched, Load&& lo
 template <class Words>
 void codes_by_rows(const uint8_t* const (&line)[kHalf], int64_t bytes, int64_t size, const HalfPanel& to,
                    Fetched& fetched) {
-  turned_codes<Words>(to, size, fetched, [&](int64_t r, int64_t step) {
+  turned_codes<Words, 64>(to, size, fetched, [&](int64_t r, int64_t step) {
     const int64_t left = bytes - 64 * step;
     fetch_soon(line[r] + 64 * step);
     if (left >= 64) return load64(line[r] + 64 * step);
@@ -103,7 +103,7 @@ template <class Words, int64_t kBytes, int64_t kHead>
 void codes_by_blocks(const uint8_t* const (&line)[kHalf], int64_t size, const HalfPanel& to, Fetched& fetched) {
   constexpr int64_t kCodes = kBytes - kHead, kBlocks = 64 / kCodes;
   const int64_t blocks = size / 32;
-  turned_codes<Words>(to, size, fetched, [&](int64_t r, int64_t step) {
+  turned_codes<Words, kBlocks * kBytes>(to, size, fetched, [&](int64_t r, int64_t step) {
     const uint8_t* const at = line[r] + step * kBlocks * kBytes + kHead;
     const int64_t left = blocks - step * kBlocks;
     fetch_soon(at);
