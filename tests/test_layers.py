@@ -58,6 +58,7 @@ SINGLE_IMPORTER = {
     "engine.grammars": "also a process of its own, which a grammar may end",
     "engine.sampling": "tensor code, no state of sequences",
     "engine.sandbox": "the security boundary of chat templates",
+    "engine.special_tokens": "files of a checkpoint alone, no tokenizer",
     "experts.adapt": "rules of the language, independent of caches",
     "integrations.paged_modules": "modules that transformers calls",
     "kernels.gpu.attention_triton": "imported only where Triton is installed",

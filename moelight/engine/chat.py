@@ -100,6 +100,28 @@ class ChatTemplate:
         return self._render(name, conversation, conversation.messages)
 
     def _render(self, name: str, conversation: Conversation, messages: list[dict[str, Any]]) -> str:
+        """Messages that only call or reason have an empty text, as in vLLM. A template that fails at it, or does not
+        write the calls (it tests for none), gets none."""
+        silent = [message for message in messages if "content" not in message]
+        if not silent:
+            return self._ask(name, conversation, messages)
+        calls = [str(call["function"].get("name", "")) for message in silent for call in message.get("tool_calls", ())]
+        texts: list[str] = []
+        errors: list[InputError] = []
+        for content in ("", None):
+            try:
+                text = self._ask(name, conversation, [_with_content(message, content) for message in messages])
+            except InputError as error:
+                errors.append(error)
+                continue
+            if all(call in text for call in calls):
+                return text
+            texts.append(text)
+        if not texts:
+            raise errors[0]
+        return texts[0]
+
+    def _ask(self, name: str, conversation: Conversation, messages: list[dict[str, Any]]) -> str:
         values: dict[str, Any] = {
             "documents": None,
             **self._special_tokens,
@@ -227,6 +249,10 @@ def _check_conversation(conversation: Conversation) -> None:
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     said = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     return message if said is None else {"thinking": said, **message, "reasoning_content": said}
+
+
+def _with_content(message: dict[str, Any], content: str | None) -> dict[str, Any]:
+    return message if "content" in message else {**message, "content": content}
 
 
 def _mark_last(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:

@@ -11,10 +11,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 from moelight.core.errors import CheckpointError, InputError, UserError
 from moelight.core.panics import panics_as
-from moelight.core.small_files import read_bytes, read_error_text, read_object, read_text
+from moelight.core.small_files import read_bytes, read_text
 from moelight.core.units import MiB
 from moelight.engine.chat import DEFAULT, ChatTemplate, Conversation, read_chat_template, read_part
 from moelight.engine.detokenizer import TokenBytes
+from moelight.engine.special_tokens import (
+    CONFIG,
+    SpecialTokens,
+    read_eos_token_ids,
+    read_optional_object,
+    read_special_tokens,
+)
 from moelight.profiles.gguf import read_gguf
 
 if TYPE_CHECKING:
@@ -27,7 +34,6 @@ _READ_BY_TRANSFORMERS = ("config.json", "tokenizer_config.json", "special_tokens
 # Texts that faulty conversions encode differently.
 _PROBES = ("The quick brown fox", "two  blanks", "a\n\tb", "é 世 🦊")
 _ORDINARY = "The quick brown fox jumps over the lazy dog"  # enough to reveal a pattern that backtracks for ever
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _GGUF_ROLES = {
     "bos_token": "bos",
     "eos_token": "eos",
@@ -40,7 +46,6 @@ _LEAST_CONTEXT, _MOST_CONTEXT = 4, 24  # tokens before a text that affect how it
 _LETTERS = 4  # per token of an ordinary text; a text with fewer letters than this per allowed token is encoded at once
 _LONG_LETTERS = 1 << 16  # texts this long take so long to encode that silencing the library's stderr pays
 _CUT_TOKENS = 64  # last tokens of a truncated text, which can differ in the whole text
-_ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def _fails_at_the_text(said: str) -> InputError:
@@ -75,26 +80,28 @@ class Tokenizer:
         """Load the tokenizer of the checkpoint in ``directory``; the file ``chat_template`` replaces the checkpoint's
         template. Raises CheckpointError for a missing or damaged file, ConfigError for an unreadable ``chat_template``.
         """
-        config = _read_object(directory / "tokenizer_config.json")
-        roles = {**_read_object(directory / "special_tokens_map.json"), **config}
-        named = {role: content for role in _NAMED_TOKENS if (content := _content(roles.get(role)))}
+        config = read_optional_object(directory / CONFIG)
+        special = read_special_tokens(directory, config)
+        named = special.named
         if chat_template is None:
             template = read_chat_template(directory, config, named)
         else:
             template = ChatTemplate.from_file(chat_template, special_tokens=named)
-        eos_token_ids = _read_eos_token_ids(directory)
+        ends = set(read_eos_token_ids(directory))
 
         def unusable(said: str) -> CheckpointError:
             return CheckpointError(f"{directory / TOKENIZER}: not a usable tokenizer ({said})")
 
         with _library_errors(unusable, quiet=True):
             inner = _read_tokenizer(directory)
-            _add_tokens(inner, config, named)
+            _add_tokens(inner, special)
+            if "eos_token" in named and (closing := inner.token_to_id(named["eos_token"])) is not None:
+                ends.add(closing)
             inner.no_truncation()
             inner.no_padding()
             for probe in (*_PROBES, _ORDINARY):
                 inner.decode(inner.encode(probe).ids)
-            return cls(inner, template=template, eos_token_ids=eos_token_ids, named=named)
+            return cls(inner, template=template, eos_token_ids=frozenset(ends), named=named)
 
     @classmethod
     def from_gguf(cls, path: Path, chat_template: Path | None = None) -> Tokenizer:
@@ -246,12 +253,12 @@ def _convert_pieces(directory: Path) -> tokenizers.Tokenizer:
         )
     proto = read_part(directory / chunks, read_bytes, most=MOST_TOKENIZER_BYTES)
     for name in _READ_BY_TRANSFORMERS:
-        _read_object(directory / name)
+        read_optional_object(directory / name)
     import transformers
 
     sentencepiece = importlib.import_module("sentencepiece")  # untyped and optional
 
-    named = getattr(transformers, str(_read_object(directory / "tokenizer_config.json").get("tokenizer_class")), None)
+    named = getattr(transformers, str(read_optional_object(directory / CONFIG).get("tokenizer_class")), None)
     own = isinstance(named, type) and issubclass(named, transformers.PreTrainedTokenizerBase)
     # AutoTokenizer picks a generic class for some models, mixtral among them, and loses the leading blank of a text.
     kind: Any = named if own else transformers.AutoTokenizer
@@ -287,53 +294,19 @@ def _beginning_with(token: str, number: Any) -> Any:
     return TemplateProcessing(single=f"{token} $A", special_tokens=[(token, number)])
 
 
-def _add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """Add the tokens found only in tokenizer_config.json; a token with a role is special in any case."""
+def _add_tokens(inner: tokenizers.Tokenizer, special: SpecialTokens) -> None:
+    """Add the tokens that only the configuration has; a token with a role is special in any case."""
     import tokenizers
 
     present = {token.content: token for token in inner.get_added_tokens_decoder().values()}
-    listed = config.get("added_tokens_decoder")
-    for fields in listed.values() if isinstance(listed, dict) else ():
-        content = fields.get("content") if isinstance(fields, dict) else None
-        if isinstance(content, str) and content and content not in present:
-            flags = {name: fields[name] for name in _ADDED_TOKEN_FLAGS if isinstance(fields.get(name), bool)}
-            present[content] = tokenizers.AddedToken(content, **flags)
-            inner.add_tokens([present[content]])
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    roles = [*named.values(), *(_content(token) for token in extra if isinstance(extra, list))]
+    for token in special.listed:
+        if token.content not in present:
+            present[token.content] = tokenizers.AddedToken(token.content, **token.flags)
+            inner.add_tokens([present[token.content]])
     inner.add_tokens(
         [
-            tokenizers.AddedToken(token, special=True, normalized=False)
-            for token in dict.fromkeys(roles)
-            if token and not (token in present and present[token].special)
+            tokenizers.AddedToken(token.content, **{"normalized": False, **token.flags, "special": True})
+            for token in {token.content: token for token in special.special}.values()
+            if not (token.content in present and present[token.content].special)
         ]
     )
-
-
-def _content(token: object) -> str:
-    """The text of a token given as a string or as an object with ``content``; empty for anything else."""
-    value = token.get("content") if isinstance(token, dict) else token
-    return value if isinstance(value, str) else ""
-
-
-def _read_eos_token_ids(directory: Path) -> frozenset[int]:
-    for name in ("generation_config.json", "config.json"):
-        value = _read_object(directory / name).get("eos_token_id")
-        if value is not None:
-            ids = value if isinstance(value, list) else [value]
-            if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
-                raise CheckpointError(
-                    f"{directory / name}: eos_token_id must be an integer or a list of them, not {value!r}"
-                )
-            return frozenset(ids)
-    return frozenset()
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``; empty if there is no such file."""
-    try:
-        return read_object(path)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON ({read_error_text(error)})") from None

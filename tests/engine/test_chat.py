@@ -208,6 +208,30 @@ def test_text_parts_are_joined_unless_the_template_walks_them() -> None:
     assert Conversation(messages=talk).shown == "a\nb"
 
 
+CALLING = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "look", "arguments": '{"q": 1}'}}]},
+]
+CALLS = "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("{{ m.role + ':' + m.content }}" + CALLS, "user:hiassistant:look"),
+        ("{% if m.content is none %}" + CALLS + "{% else %}{{ m.content }}{% endif %}", "hilook"),
+        ("{% if not m.content is string or m.content %}{{ m.content or '' }}" + CALLS + "{% endif %}", "hilook"),
+        ("{% if m.content == '' %}{{ raise_exception('empty') }}{% endif %}{{ m.content or 'nothing' }}", "hinothing"),
+    ],
+)
+def test_null_content_beside_calls_is_an_empty_text_or_none(body: str, expected: str) -> None:
+    template = ChatTemplate("{% for m in messages %}" + body + "{% endfor %}", special_tokens={})
+    assert template.render(CALLING) == expected
+    absent = [CALLING[0], {key: value for key, value in CALLING[1].items() if value is not None}]
+    assert template.render(absent) == expected
+    assert template.render([CALLING[0], {"role": "assistant", "content": None, "reasoning": "r"}]) is not None
+
+
 def test_tool_calls_reach_the_template_as_objects() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1, 2]}'}}
     empty = {"id": "c2", "type": "function", "function": {"name": "g", "arguments": ""}}
@@ -220,7 +244,7 @@ def test_tool_calls_reach_the_template_as_objects() -> None:
         "{{ messages[0].content is defined }} {{ messages[1].tool_call_id }} {{ messages[1].name }}",
         special_tokens={},
     )
-    assert template.render(talk) == '{"x": [1, 2]}{}False c1 f'
+    assert template.render(talk) == '{"x": [1, 2]}{}True c1 f'
     assert call["function"]["arguments"] == '{"x": [1, 2]}'  # type: ignore[index]
 
 
