@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,21 @@ def _same_numbers_every_time() -> None:
     random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture
+def without_extension(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The process computes as an install without the compiled extension does."""
+    from moelight.kernels import native
+
+    features = (native.has_tiles, native.has_fast_bfloat16)
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "_load", lambda: (None, "a test hides the extension"))
+        for feature in features:
+            feature.cache_clear()
+        yield
+    for feature in features:
+        feature.cache_clear()
 
 
 def _has_gpu() -> bool:

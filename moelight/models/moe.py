@@ -72,7 +72,8 @@ def gated_silu(matrices: Matrices, x: Tensor) -> Tensor:
         if matrices.up is None
         else (inward, product(x, matrices.up))
     )
-    return product(SILU(*pair).to(x.dtype), matrices.down)
+    gate, up = pair
+    return product(functional.silu(gate).mul_(up), matrices.down)  # rounded as `feed_forward` rounds
 
 
 def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

@@ -132,13 +132,20 @@ def write_gguf(
     return written
 
 
-def save_numbers(directory: Path, architecture: str, *, halves: bool = True, experts: str = "Q4_0") -> None:
-    """Save in ``directory``, by transformers and in bfloat16, the model whose parameters are the numbers of what
+def save_numbers(
+    directory: Path,
+    architecture: str,
+    *,
+    halves: bool = True,
+    experts: str = "Q4_0",
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Save in ``directory``, by transformers and in ``dtype``, the model whose parameters are the numbers of what
     `write_gguf` writes."""
     model, config = tiny(architecture)
     for key, tensor in _tensors(architecture.partition(" ")[0], model, config, halves).items():
         tensor.copy_(as_written(tensor, _kind(key, tensor, experts).name))
-    model.bfloat16().save_pretrained(directory)
+    model.to(dtype).save_pretrained(directory)
 
 
 def _kind(key: str, tensor: Tensor, experts: str) -> gguf.GGMLQuantizationType:

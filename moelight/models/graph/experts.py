@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moelight.kernels.activations import SILU, Activation
+from moelight.kernels.reference import gate_and_up
 from moelight.models.graph.families import ExpertForm
 from moelight.models.moe import Matrices, product
 from moelight.weights.page_layout import PageLayout
@@ -61,14 +62,17 @@ class PageViews:
 
 
 def forward(form: ExpertForm, matrices: Matrices, x: Tensor) -> Tensor:
-    """The expert by torch: x [n, H] -> [n, H]."""
+    """The expert by torch: x [n, H] -> [n, H]; gate and up may lie in another order than the module's own."""
     inward = product(x, matrices.gate_up, matrices.gate_up_bias)
-    if matrices.up is None:
-        given = (inward,) if len(form.inward) == 1 else inward.chunk(2, dim=-1)
+    if not form.gated:
+        activated = form.activate(inward)
+    elif matrices.up is not None:
+        activated = _activate(form, inward, product(x, matrices.up, matrices.up_bias))
+    elif len(form.inward) == 1 and matrices.interleaved == form.interleaved:
+        activated = form.activate(inward)
     else:
-        given = inward, product(x, matrices.up, matrices.up_bias)
-        given = given if len(form.inward) > 1 else (torch.cat(given, dim=-1),)
-    out = product(form.activate(*given), matrices.down, matrices.down_bias)
+        activated = _activate(form, *gate_and_up(inward, interleaved=matrices.interleaved))
+    out = product(activated, matrices.down, matrices.down_bias)
     return out if form.finish is None else form.finish(out)
 
 
@@ -78,7 +82,7 @@ def recognised(form: ExpertForm) -> Activation | None:
     scale = torch.cat((torch.linspace(-30, 30, _PROBE), torch.tensor(_LARGE))).double()
     gate, up = torch.meshgrid(scale, scale.flip(0), indexing="ij")
     try:
-        wanted = _asked(form, gate, up)
+        wanted = _activate(form, gate, up) if form.gated else form.activate(gate)
         candidates = _candidates(form)
     except (RuntimeError, TypeError):
         return None
@@ -89,10 +93,8 @@ def recognised(form: ExpertForm) -> Activation | None:
     return None
 
 
-def _asked(form: ExpertForm, gate: Tensor, up: Tensor) -> Tensor:
-    """What ``form`` makes of gate and up [n, I], or of the gate alone if it has none."""
-    if not form.gated:
-        return form.activate(gate)
+def _activate(form: ExpertForm, gate: Tensor, up: Tensor) -> Tensor:
+    """The module's own function of gate and up [n, I], in the order in which it takes them."""
     if len(form.inward) > 1:
         return form.activate(gate, up)
     return form.activate(torch.stack((gate, up), dim=-1).flatten(-2) if form.interleaved else torch.cat((gate, up), -1))
@@ -105,7 +107,7 @@ def _candidates(form: ExpertForm) -> list[Activation]:
 
     def at(gate: float, up: float) -> float:
         one = torch.ones(1, 2, dtype=torch.float64)
-        return float(_asked(form, one * gate, one * up)[0, 0])
+        return float(_activate(form, one * gate, one * up)[0, 0])
 
     nothing, little = at(_SMALL, 0.0), at(_SMALL, _SMALL)
     curve = (little - nothing) / _SMALL

@@ -17,6 +17,7 @@ from moelight.core.errors import ConfigError
 from moelight.hrm.costs import ExpertWorkspace
 from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.products import Workspace
+from moelight.kernels.reference import gate_and_up
 from moelight.models.graph.experts import PageViews, forward, recognised
 from moelight.models.graph.families import ExpertForm
 from moelight.models.graph.model import GraphModel, on_meta
@@ -101,6 +102,38 @@ def test_kernels_give_the_numbers_of_the_module(model_type: str) -> None:
         if formed:
             by_torch = forward(form, weights, x)
             assert ((by_torch.double() - wanted).abs().max() / wanted.abs().max()).item() <= tolerance
+
+
+@pytest.mark.parametrize("model_type", [each for each, by in FORMS.items() if by.gated])
+def test_torch_computes_gate_and_up_in_any_order(model_type: str) -> None:
+    """Joined, interleaved and apart, as a quantised page may have them, whatever the order of the family."""
+    graph = graph_of(model_type)
+    form, module = graph.forms[-1], graph.experts[-1]
+    page, views, numbers = page_of(form, module, torch.float32)
+    first = views.of(numbers)
+    weights = first if isinstance(first, Matrices) else Matrices(gate_up=first[0], down=first[1])
+
+    def pair(both: Any, up: Any) -> tuple[Any, ...]:
+        return (both, up) if up is not None or both is None else gate_and_up(both.t(), interleaved=form.interleaved)
+
+    gate, up = (each if weights.up is not None else each.t() for each in pair(weights.gate_up, weights.up))
+    biases = pair(weights.gate_up_bias, weights.up_bias)
+    x = torch.randn(ROWS, weights.down.shape[0], generator=torch.Generator().manual_seed(4)).mul(3)
+    wanted = form.forward({name: tensor.double() for name, tensor in page.items()}, x.double())
+
+    def arranged(gate: Any, up: Any, *, interleaved: bool) -> Any:
+        return (
+            None if gate is None else torch.stack((gate, up), 1).flatten(0, 1) if interleaved else torch.cat((gate, up))
+        )
+
+    for order in ("apart", "joined", "interleaved"):
+        parts = {"gate_up": gate, "up": up, "gate_up_bias": biases[0], "up_bias": biases[1]}
+        if order != "apart":
+            both = {"gate_up": (gate, up), "gate_up_bias": biases}
+            parts = {name: arranged(*two, interleaved=order == "interleaved") for name, two in both.items()}
+        matrices = Matrices(**parts, down=weights.down, down_bias=weights.down_bias, interleaved=order == "interleaved")
+        found = forward(form, matrices, x).double()
+        assert ((found - wanted).abs().max() / wanted.abs().max()).item() <= 2e-6, order
 
 
 def test_other_activations_are_not_taken_for_ours() -> None:
