@@ -271,6 +271,11 @@ class AttentionNotes:
     complete: Callable[[Any, Attend, Tensor], None] = lambda *_: None
 
 
+def _window_of_config(module: Any) -> None:
+    """Let the effects of ``module`` say the window that only its model's masks have."""
+    module.sliding_window = module.config.sliding_window
+
+
 def _llama4_prepare(module: Any) -> None:
     module.attn_temperature_tuning = False  # it counts positions from the first row of the run
 
@@ -286,6 +291,7 @@ def _llama4_complete(module: Any, effect: Attend, positions: Tensor) -> None:
 ATTENTION: Mapping[str, AttentionNotes] = {
     "Inkling2BlockAttentionResidual": AttentionNotes(prepare=own_config),  # to other states of the same token
     "Llama4TextAttention": AttentionNotes(prepare=_llama4_prepare, complete=_llama4_complete),
+    "PhimoeAttention": AttentionNotes(prepare=_window_of_config),
 }
 ENCODERS: Mapping[str, tuple[str, ...]] = {  # modules within text models that text never reaches
     "Ernie4_5_VLMoeMoeBlock": ("vision_moe",),

@@ -34,6 +34,8 @@ class Family:
         error: largest error of logits in float32 against transformers' eager forward, relative to the largest of their
             row; None: not measured with this version of transformers.
         same: of ``prompts``, how many have the tokens of transformers' greedy search.
+        shapes: drawn shapes and switches, of which ``shapes_equal`` run with the tokens of transformers;
+            ``shapes_differ``: what was drawn of each of the others, and the refusal or difference.
         switches: fields of a released config where the defaults of the class have none, or others.
     """
 
@@ -46,6 +48,9 @@ class Family:
     error: float | None = None
     same: int = 0
     prompts: int = 0
+    shapes: int = 0
+    shapes_equal: int = 0
+    shapes_differ: tuple[str, ...] = ()
     switches: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -60,7 +65,14 @@ class Table:
     def read(cls, path: Path = TABLE) -> Table:
         said = json.loads(path.read_text(encoding="utf-8"))
         families = (
-            Family(**{**each, "types": tuple(each["types"]), "mixers": tuple(each.get("mixers", ()))})
+            Family(
+                **{
+                    **each,
+                    "types": tuple(each["types"]),
+                    "mixers": tuple(each.get("mixers", ())),
+                    "shapes_differ": tuple(each.get("shapes_differ", ())),
+                }
+            )
             for each in said["families"]
         )
         return cls(transformers=said["transformers"], families=tuple(families))

@@ -6,6 +6,7 @@ python -m tests.models.graph.measured [FAMILY…]   # measures these (default: a
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -16,12 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import SamplingParams
 from moelight.engine.engine import Engine
 from moelight.models.graph import self_test
 from moelight.models.graph.family_table import TABLE, Family, Table
 from moelight.models.graph.support import judge_family, moe_families
+from tests.models.graph import drawn
+from tests.models.graph.drawn import VOCABULARY
 from tests.models.graph.released import RELEASED
 from tests.tiny import save_byte_tokenizer
 
@@ -29,7 +33,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "models.md"
 PROMPTS = 32
 NEW = 6  # tokens of each
 SEEDS = (1, 2)  # the next where one differs: scores of a router that tie but for rounding do not repeat
-VOCABULARY = 320  # of the tokenizer
+DRAWN_PROMPTS = 8  # of a drawn shape
 _BLOCK = 64  # of linear attention, which no config says
 _SIZES = {"batch_size": 16, "micro_batch_size": 8, "micro_batch_tokens": 512}
 
@@ -47,10 +51,10 @@ def longest_of(config: Any) -> int:
     return 3 * max([_BLOCK, *rates.values()])
 
 
-def prompts_of(longest: int) -> list[list[int]]:
+def prompts_of(longest: int, count: int = PROMPTS) -> list[list[int]]:
     """Ragged, from one token to ``longest``; more of the short ones."""
     draw = torch.Generator().manual_seed(7)
-    lengths = [1 + round((longest - 1) * (number / (PROMPTS - 1)) ** 2) for number in range(PROMPTS)]
+    lengths = [1 + round((longest - 1) * (number / (count - 1)) ** 2) for number in range(count)]
     return [torch.randint(3, 250, (length,), generator=draw).tolist() for length in lengths]
 
 
@@ -61,23 +65,57 @@ def family_of(name: str, model_type: str) -> Family:
         return family
     if (differs := self_test.self_test(config_of(model_type)).differs) is not None:
         return replace(family, how=None, reason=f"differs from transformers in {differs}")
-    for seed in SEEDS:
-        error, same = measure(model_type, seed)
-        if error <= self_test.TOLERANCE and same == PROMPTS:
-            break
-    return replace(family, error=float(f"{error:.1e}"), same=same, prompts=PROMPTS)
+    config = sized(self_test.tiny(config_of(model_type)))
+    error, same = measured(config, prompts_of(longest_of(config)))
+    family = replace(family, error=float(f"{error:.1e}"), same=same, prompts=PROMPTS)
+    return with_shapes(family)
 
 
-def measure(model_type: str, seed: int) -> tuple[float, int]:
-    """The largest error of logits, relative to the largest of their row, and for how many of `PROMPTS` the engine's
-    greedy tokens, with streamed experts, are transformers'."""
-    config = self_test.tiny(config_of(model_type))
+def with_shapes(family: Family) -> Family:
+    """``family`` with what its drawn shapes gave."""
+    equal, shapes, differences = 0, 0, list[str]()
+    for config, fields in drawn.shapes(config_of(family.model_type), family.name):
+        shapes += 1
+        reason = judged(config)
+        equal += reason is None
+        if reason is not None:
+            differences.append(f"{json.dumps(fields)}: {reason}")
+    return replace(family, shapes=shapes, shapes_equal=equal, shapes_differ=tuple(differences))
+
+
+def judged(config: Any) -> str | None:
+    """Why the model of the drawn ``config`` does not run, or that its tokens differ; None if they are equal."""
+    try:
+        error, same = measured(config, prompts_of(longest_of(config), DRAWN_PROMPTS))
+    except ConfigError as refused:
+        return str(refused).replace(tempfile.gettempdir(), "")
+    if same < DRAWN_PROMPTS or error > self_test.TOLERANCE:
+        return f"{same} of {DRAWN_PROMPTS} prompts have the tokens of transformers, logits differ by {error:.1e}"
+    return None
+
+
+def sized(config: Any) -> Any:
+    """``config``, a tiny one, with the vocabulary of the tokenizer."""
     text = config.get_text_config()
     for name in ("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"):
         if getattr(text, name, None):
             setattr(text, name, VOCABULARY)
-    eager = self_test.random_model(config, seed)
-    prompts = prompts_of(longest_of(config))
+    return config
+
+
+def measured(config: Any, prompts: list[list[int]]) -> tuple[float, int]:
+    """`measure` by the first of `SEEDS` that shows no difference, else by the last."""
+    for seed in SEEDS:
+        error, same = measure(config, prompts, seed)
+        if error <= self_test.TOLERANCE and same == len(prompts):
+            break
+    return error, same
+
+
+def measure(config: Any, prompts: list[list[int]], seed: int) -> tuple[float, int]:
+    """The largest error of logits, relative to the largest of their row, and for how many of ``prompts`` the engine's
+    greedy tokens, with streamed experts, are transformers'; of a random model of the tiny ``config``."""
+    text, eager = config.get_text_config(), self_test.random_model(config, seed)
     with tempfile.TemporaryDirectory() as place:
         eager.save_pretrained(place, save_original_format=text is config)  # without encoders, no mapping back
         config.save_pretrained(place)
@@ -119,16 +157,20 @@ def _logits(config: Any, seed: int, whole: Sequence[Tensor]) -> list[Tensor]:
 def page_of(table: Table) -> Iterator[str]:
     """The lines of the page between its marks."""
     runs = [each for each in table.families if each.how is not None]
-    yield f"transformers {table.transformers}: {len(runs)} of {len(table.families)} families run."
+    shapes, equal = sum(each.shapes for each in runs), sum(each.shapes_equal for each in runs)
+    yield f"transformers {table.transformers}: {len(runs)} of {len(table.families)} families run; of {shapes} drawn"
+    yield f"shapes and switches, {equal} run with the tokens of transformers."
     yield ""
-    yield "| family | runs | mixers | largest error | greedy tokens | why not |"
-    yield "|---|---|---|---|---|---|"
+    yield "| family | runs | mixers | largest error | greedy tokens | drawn shapes | why not |"
+    yield "|---|---|---|---|---|---|---|"
     for each in table.families:
         if each.how is None:
-            yield f"| {each.name} | no | | | | {each.reason} |"
+            yield f"| {each.name} | no | | | | | {each.reason} |"
         else:
             mixers, error = ", ".join(each.mixers), f"{each.error:.1e}"
-            yield f"| {each.name} | {each.how} | {mixers} | {error} | {each.same} of {each.prompts} | |"
+            same, shapes = f"{each.same} of {each.prompts}", f"{each.shapes_equal} of {each.shapes}"
+            reasons = "; ".join(each.shapes_differ).replace("|", "\\|")
+            yield f"| {each.name} | {each.how} | {mixers} | {error} | {same} | {shapes} | {reasons} |"
 
 
 _MARKS = "<!-- written by make families -->", "<!-- as far as here -->"
