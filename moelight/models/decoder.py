@@ -6,6 +6,7 @@ Legend: T tokens, H hidden, Hq query heads, Hkv key/value heads, D head size, V 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from types import MappingProxyType
@@ -46,7 +47,8 @@ def rotation(spec: AttentionSpec, positions: Tensor, dtype: torch.dtype) -> tupl
     """The rotary position embedding of ``positions [T]``, half-rotation as in HF: computed in float32, rounded to
     ``dtype``."""
     angle = positions.float().unsqueeze(1) * _frequencies(spec, positions.device)
-    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    scale = 1.0 if spec.rope_scaling is None else spec.rope_scaling.attention_factor
+    cos, sin = (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
     return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
 
 
@@ -54,7 +56,37 @@ def rotation(spec: AttentionSpec, positions: Tensor, dtype: torch.dtype) -> tupl
 def _frequencies(spec: AttentionSpec, device: torch.device) -> Tensor:
     """Radians per position float32 [D / 2], computed on the host once."""
     exponent = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
-    return (1.0 / (spec.rope_theta**exponent) / spec.rope_factor).to(device)
+    plain = 1.0 / (spec.rope_theta**exponent)
+    return _stretched(spec, plain).to(device)
+
+
+def _stretched(spec: AttentionSpec, plain: Tensor) -> Tensor:
+    """The frequencies ``plain`` float32 [D / 2] as ``spec.rope_scaling`` has them: divided by its factor, where they
+    are low."""
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return plain
+    if scaling.kind == "linear":
+        return plain / scaling.factor
+    if scaling.kind == "llama3":  # by the rotations within the original positions
+        rotations = scaling.original_positions * plain / (2 * math.pi)
+        share = (rotations - scaling.low) / (scaling.high - scaling.low)
+        smooth = (1 - share) * plain / scaling.factor + share * plain
+        divided = torch.where(rotations < scaling.low, plain / scaling.factor, smooth)
+        return torch.where(rotations > scaling.high, plain, divided)
+
+    def dimension(rotations: float) -> float:
+        """Whose frequency makes so many rotations within the original positions."""
+        length = scaling.original_positions / (2 * math.pi * rotations)
+        return spec.head_dim * math.log(length) / (2 * math.log(spec.rope_theta))
+
+    first, last = dimension(scaling.high), dimension(scaling.low)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, spec.head_dim - 1)
+    width = last - first if last != first else 0.001
+    share = ((torch.arange(len(plain), dtype=torch.float32) - first) / width).clamp(0, 1)
+    return plain / scaling.factor * share + plain * (1 - share)
 
 
 class Rows(Protocol):

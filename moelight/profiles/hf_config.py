@@ -12,6 +12,7 @@ from typing import Any
 
 from moelight.core.errors import CheckpointError, ConfigError, quoted
 from moelight.core.small_files import read_error_text, read_object
+from moelight.profiles.rope import ROPE_TYPES, RopeScaling, read_scaling, stretched_positions
 
 _MOST = 1 << 24  # above every real size; a hostile config must not exhaust memory
 _LEAST_NUMBER, _MOST_NUMBER = 1e-30, 1e30
@@ -139,20 +140,35 @@ class HFConfig:
         """The name in ``dtype``, else in ``torch_dtype``, as transformers reads them."""
         return str(self.find("dtype", "torch_dtype") or default).removeprefix("torch.")
 
-    def rope(self, *, default_type: str, default_theta: float, known: Collection[str]) -> tuple[str, float, float]:
-        """``(type, theta, factor)``; the factor is 1 except for ``linear``; ``default_type`` applies without an object.
+    def rope(
+        self, *, default: Mapping[str, Any], default_theta: float, max_positions: int
+    ) -> tuple[str, float, RopeScaling | None]:
+        """``(type, theta, scaling)``, scaling as of `read_scaling`; ``default`` is the object of a file without one.
 
         Transformers 4 writes ``rope_theta`` and the object ``rope_scaling``, 5 the object ``rope_parameters``. If both
         objects are present, transformers uses ``rope_scaling`` alone, unless that is empty, and the top-level
         ``rope_theta`` if ``rope_scaling`` has none.
         """
         key, scaling = self._scaling()
-        absent = default_type if not key and self.find("rope_parameters") is None else "default"
-        kind = scaling.find("rope_type", "type") or absent
-        if kind not in known:
-            raise self.error(f"{key}: rope_type {kind!r} is not supported; known: {', '.join(known)}")
-        factor = scaling.number("factor") if kind == "linear" else 1.0
-        return kind, self._holder("rope_theta").number("rope_theta", default=default_theta), factor
+        if not key and self.find("rope_parameters") is None:
+            scaling = HFConfig(default, where=self.where)
+        kind = scaling.find("rope_type", "type") or "default"
+        if kind not in ROPE_TYPES:
+            raise self.error(f"{key}: rope_type {kind!r} is not supported; known: {', '.join(ROPE_TYPES)}")
+        theta = self._holder("rope_theta").number("rope_theta", default=default_theta)
+        if theta == 1 and kind == "yarn":
+            raise self.error("rope_theta 1 gives all dimensions one frequency, and yarn needs several")
+        constants = read_scaling(kind, scaling, max_positions=max_positions, original=self._original_positions())
+        return kind, theta, constants
+
+    def context(self, max_positions: int) -> int:
+        """`stretched_positions` by the rotary parameters of this file."""
+        original = self._original_positions()
+        return stretched_positions(self._scaling()[1].values, max_positions=max_positions, original=original)
+
+    def _original_positions(self) -> int | None:
+        """``original_max_position_embeddings`` outside of the object with the rotary parameters."""
+        return self.integer_or_none("original_max_position_embeddings", default=None)
 
     def rotary_share(self, *, default: float) -> float:
         """``partial_rotary_factor``: the fraction of a head that is rotated."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from moelight.core.errors import ConfigError
 from moelight.profiles.names import TensorNames
+from moelight.profiles.rope import BY_LENGTH, RopeScaling
 from moelight.profiles.stored import StoredWeights
 
 HEAD_DIM_MULTIPLE = 8
@@ -44,7 +45,7 @@ class AttentionSpec:
         qkv_bias: with ``latent``, biases of the projections into the latents.
         sinks: one learned logit per head joins each softmax.
         window: the last W positions only, in the layers that ``window_layers`` marks (empty: in all).
-        rope_type: the name; constants of types other than ``linear`` change no size and are not stored.
+        rope_type: the name; ``rope_scaling``: its constants, if they do not depend on the length of a sequence.
         rotary_share: the fraction of a head that is rotated.
     """
 
@@ -60,7 +61,7 @@ class AttentionSpec:
     window_layers: tuple[bool, ...] = ()
     latent: LatentSpec | None = None
     rope_theta: float = 10000.0
-    rope_factor: float = 1.0
+    rope_scaling: RopeScaling | None = None
     rope_type: str = "default"
     rotary_share: float = 1.0
     value_head_dim: int | None = None
@@ -273,8 +274,9 @@ NOT_COMPUTED: dict[str, Callable[[ModelProfile], bool]] = {
     "latent attention": lambda model: model.attention.latent is not None,
     "values of another width than keys": lambda model: model.attention.value_head_dim is not None,
     "attention sinks": lambda model: model.attention.sinks,
+    "heads of a width that is no multiple of 8": lambda model: model.attention.head_dim % HEAD_DIM_MULTIPLE != 0,
     "a window in some layers only": lambda model: not all(model.attention.window_layers),
-    "stretched positions other than linear": lambda model: model.attention.rope_type not in ("default", "linear"),
+    "positions stretched by the length of each sequence": lambda model: model.attention.rope_type in BY_LENGTH,
     "positions in a part of each head": lambda model: model.attention.rotary_share != 1,
     "router scores other than softmax": lambda model: model.router.scoring != "softmax",
     "groups of experts": lambda model: model.router.groups > 1,

@@ -37,12 +37,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 9,
             "mlp_only_layers": [0],
             "decoder_sparse_step": 1,
+            "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
         },
     ),
     "olmoe, clipped": ("olmoe", {}),
     "olmoe, tied, biases, not clipped": (
         "olmoe",
-        {"tie": True, "attention_bias": True, "norm_topk_prob": True, "clip_qkv": None},
+        {
+            "tie": True,
+            "attention_bias": True,
+            "norm_topk_prob": True,
+            "clip_qkv": None,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
     ),
 }
 CUT = {"micro_batch_tokens": 12, "micro_batch_size": 5, "kv_block_size": 16}

@@ -13,6 +13,7 @@ from moelight.core.errors import CheckpointError, ConfigError
 from moelight.profiles.families import FAMILIES, profile_from_config, profile_from_dir
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile
+from moelight.profiles.rope import RopeScaling
 from moelight.profiles.tensor_list import dense_tensors, pages
 from tests.tiny import FAMILIES as FAMILY_NAMES
 from tests.tiny import tiny_config
@@ -40,7 +41,8 @@ def test_both_generations_of_config_mean_the_same(family: str, rope: dict[str, A
     profile = read(new)
     assert profile == read(as_transformers_4(new))
     assert profile.attention.rope_theta == 5e5
-    assert profile.attention.rope_factor == rope.get("factor", 1.0)
+    scaling = RopeScaling(kind="linear", factor=rope["factor"]) if "factor" in rope else None
+    assert profile.attention.rope_scaling == scaling
     assert profile.dtype == "bfloat16"
 
 
@@ -132,7 +134,9 @@ def test_dense_and_unknown_models_are_refused_with_the_list_of_known_ones(model_
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act"),
         ("mixtral", {"head_dim": 41}, "head_dim"),
         ("mixtral", {"rope_parameters": [1]}, "rope_parameters"),
-        ("mixtral", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ("mixtral", {"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
+        ("mixtral", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1, "factor": 4.0}}, "yarn"),
+        ("mixtral", {"rope_parameters": {"rope_type": "axial"}}, "axial"),
         ("qwen3_moe", {"mlp_only_layers": "3"}, "mlp_only_layers"),
         ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3, 4, 5]}, "dense"),
         ("olmoe", {"clip_qkv": 0}, "clip_qkv"),

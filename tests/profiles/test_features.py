@@ -21,6 +21,7 @@ from moelight.profiles.model import (
     require_computable,
 )
 from moelight.profiles.model_files import load_model_profile, model_config
+from moelight.profiles.rope import RopeScaling
 from moelight.weights.tensor_map import open_checkpoint
 from tests.shapes import small_model
 
@@ -31,9 +32,10 @@ ASKED: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "values of another width than keys": [("attention", {"value_head_dim": 4})],
     "attention sinks": [("attention", {"sinks": True})],
     "a window in some layers only": [("attention", {"window": 4, "window_layers": (True, False)})],
-    "stretched positions other than linear": [
-        ("attention", {"rope_type": kind}) for kind in ("yarn", "longrope", "dynamic", "llama3")
+    "positions stretched by the length of each sequence": [
+        ("attention", {"rope_type": kind}) for kind in ("longrope", "dynamic")
     ],
+    "heads of a width that is no multiple of 8": [("attention", {"head_dim": 12})],
     "positions in a part of each head": [("attention", {"rotary_share": 0.5})],
     "router scores other than softmax": [
         ("router", {"scoring": kind}) for kind in ("sigmoid", "softmax_of_top", "sparsemixer")
@@ -58,7 +60,7 @@ ASKED: dict[str, list[tuple[str, dict[str, Any]]]] = {
 # What the decoder computes whatever it says (a field that is not here must be in the table).
 COMPUTED = {
     AttentionSpec: (
-        "num_heads num_kv_heads head_dim qk_norm clip_qkv qkv_bias output_bias window rope_theta rope_factor "
+        "num_heads num_kv_heads head_dim qk_norm clip_qkv qkv_bias output_bias window rope_theta rope_scaling "
         "scale softcap chunk"
     ),
     RouterSpec: "top_k normalize weights_in_model_dtype",
@@ -100,7 +102,7 @@ def test_every_field_of_a_profile_is_computed_or_in_the_table() -> None:
         {},
         {"window": 4},
         {"window": 4, "window_layers": (True, True)},
-        {"rope_type": "linear", "rope_factor": 4.0},
+        {"rope_type": "linear", "rope_scaling": RopeScaling(kind="linear", factor=4.0)},
         {"qkv_bias": True},
         {"qkv_bias": True, "output_bias": True},
         {"qk_norm": "head"},
@@ -130,7 +132,6 @@ def test_three_families_can_be_run(name: str) -> None:
             "deepseek-v3",
             [
                 "latent attention",
-                "stretched positions other than linear",
                 "router scores other than softmax",
                 "groups of experts",
                 "scaled router weights",

@@ -12,11 +12,11 @@ from transformers import AutoConfig
 
 from moelight.core.errors import ConfigError
 from moelight.profiles.families import FAMILIES, profile_from_config, profile_from_dir
-from moelight.profiles.families.family import ROPE_TYPES
 from moelight.profiles.files import profile_names
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import LatentSpec, ModelProfile
 from moelight.profiles.model_files import load_model_profile, model_config
+from moelight.profiles.rope import ROPE_TYPES
 from tests.profiles.theirs import assert_same_tensors, on_meta, their_config
 
 # One shipped model of each family.
@@ -234,10 +234,11 @@ def test_a_checkpoint_of_gpt_oss_is_bfloat16_without_saying_so() -> None:
 @pytest.mark.parametrize("family", MODELS)
 def test_planning_takes_any_known_positions_and_remembers_their_name(family: str) -> None:
     for rope_type in ROPE_TYPES:
-        scaling = {"rope_type": rope_type, "factor": 8.0}
+        scaling = {"rope_type": rope_type, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         model = released(family, rope_scaling=None, rope_parameters=scaling)
         assert model.attention.rope_type == rope_type
-        assert model.attention.rope_factor == (8.0 if rope_type == "linear" else 1.0)
+        scaled = rope_type in ("linear", "yarn", "llama3")
+        assert (model.attention.rope_scaling and model.attention.rope_scaling.factor) == (8.0 if scaled else None)
         assert model.attention.rope_theta == released(family).attention.rope_theta
         based = released(family, rope_scaling=None, rope_parameters={**scaling, "rope_theta": 5e5})
         assert based.attention.rope_theta == 5e5

@@ -28,6 +28,7 @@ from moelight.profiles.model import (
 from moelight.profiles.model_files import read_other_families
 from moelight.profiles.names import TensorNames
 from moelight.profiles.quantization import read_quantization, with_stored
+from moelight.profiles.rope import stretched_positions
 from moelight.profiles.tensor_list import page_shapes
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def profile_of(model: GraphModel, *, name: str, where: str) -> ModelProfile:
         num_layers=len(layers),
         hidden_size=head.shape[1],
         vocab_size=head.shape[0],
-        max_positions=config.max_position_embeddings,
+        max_positions=_context(config),
         norm_eps=getattr(config, "rms_norm_eps", 1e-6),
         tie_embeddings=head is module.get_input_embeddings().weight,
         dtype=_DTYPE if config.dtype is None else str(config.dtype).removeprefix("torch."),
@@ -114,6 +115,13 @@ def profile_of(model: GraphModel, *, name: str, where: str) -> ModelProfile:
     )
     _check(profile, where)
     return profile
+
+
+def _context(config: PretrainedConfig) -> int:
+    """The most positions of a sequence."""
+    rope, positions = getattr(config, "rope_parameters", None), int(config.max_position_embeddings)
+    original = getattr(config, "original_max_position_embeddings", None)
+    return stretched_positions(rope or {}, max_positions=positions, original=original)
 
 
 def _page_places(model: GraphModel) -> dict[str, int]:

@@ -366,13 +366,13 @@ def self_test(config: PretrainedConfig) -> Verdict:
 def _compare(small: PretrainedConfig, seed: int) -> Verdict:
     try:
         expected, _ = _eager(small, seed, names=())
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        module, line = module_of(error), (str(error).splitlines() or [type(error).__name__])[0]
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as raised:
+        module, line = module_of(raised), (str(raised).splitlines() or [type(raised).__name__])[0]
         name = "its model" if module is None else type(module).__name__
         raise ConfigError(
             f"{small.model_type}: transformers {versions()[0]} alone cannot run a tiny model with these switches, so "
             f"its graph cannot be compared with it; it fails in {name}: {line}"
-        ) from error
+        ) from raised
     try:
         got, _ = _suspended(small, seed, names=())
     except _GraphError as failed:

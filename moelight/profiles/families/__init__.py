@@ -11,12 +11,9 @@ from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.names import DBRX_STYLE, GPT_OSS_STYLE, MIXTRAL_STYLE, PHIMOE_STYLE
 
-_RUN_ROPE_TYPES = ("default", "linear")  # of the families that the engine runs
-
 # Mixtral: softmax, top-k, always renormalised, router weights kept in float32; optional sliding window.
 MIXTRAL = ModelFamily(
     model_type="mixtral",
-    rope_types=_RUN_ROPE_TYPES,
     names=MIXTRAL_STYLE,
     expert_width_key="intermediate_size",
     num_experts=8,
@@ -32,7 +29,6 @@ MIXTRAL = ModelFamily(
 # Qwen3-MoE: softmax, top-k, renormalised on request; RMSNorm on each head of q and k; every n-th layer may be dense.
 QWEN3_MOE = ModelFamily(
     model_type="qwen3_moe",
-    rope_types=_RUN_ROPE_TYPES,
     num_experts=128,
     top_k=8,
     kv_heads=4,
@@ -71,7 +67,6 @@ QWEN2_MOE = ModelFamily(
 # OLMoE: RMSNorm over the whole projections of q and k, which may be clipped.
 OLMOE = ModelFamily(
     model_type="olmoe",
-    rope_types=_RUN_ROPE_TYPES,
     expert_width_key="intermediate_size",
     num_experts=64,
     top_k=8,
@@ -135,7 +130,7 @@ GPT_OSS = ModelFamily(
     head_dim=64,
     max_positions=131072,
     rope_theta=150000.0,
-    rope_type="yarn",
+    rope={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
     dtype="bfloat16",
     bias_key="attention_bias",
     bias_default=True,

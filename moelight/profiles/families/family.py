@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import (
@@ -19,8 +20,6 @@ from moelight.profiles.model import (
 from moelight.profiles.names import QWEN_STYLE, TensorNames
 from moelight.profiles.quantization import read_quantization, with_stored
 
-# All rope types of transformers. Their constants change no size, so the planner supports them all.
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 # Keys that make transformers read the model from elsewhere than the file's top-level keys.
 _ELSEWHERE = ("configuration_files", "decoder", "generator", "per_layer_config", "text_config")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -48,8 +47,7 @@ class ModelFamily:
     keys: Mapping[str, str] = field(default_factory=dict)  # usual keys and their names in this family, see `HFConfig`
     only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)  # the supported values; others are refused
     experts_keys: tuple[str, ...] = ("num_local_experts", "num_experts")  # all that transformers accepts
-    rope_type: str = "default"
-    rope_types: tuple[str, ...] = ROPE_TYPES  # the supported ones
+    rope: Mapping[str, Any] = field(default_factory=dict)  # ``rope_parameters`` of a config without
     rotary_share: float | None = None  # of ``partial_rotary_factor``; None: the key is not read
     dtype: str = "float32"  # of a checkpoint whose config names none
     bias_key: str = ""  # enables biases of q, k and v, and with ``output_bias`` of the output projection
@@ -102,7 +100,7 @@ def read_profile(config: HFConfig, family: ModelFamily, *, name: str) -> ModelPr
         num_layers=layers,
         hidden_size=config.integer("hidden_size"),
         vocab_size=config.integer("vocab_size"),
-        max_positions=config.integer("max_position_embeddings", default=family.max_positions),
+        max_positions=config.context(_max_positions(config, family)),
         norm_eps=config.number("rms_norm_eps", default=family.norm_eps),
         tie_embeddings=config.flag("tie_word_embeddings", default=False),
         dtype=config.dtype(default=family.dtype),
@@ -122,10 +120,14 @@ def read_profile(config: HFConfig, family: ModelFamily, *, name: str) -> ModelPr
     return with_stored(profile, quantization.format_of, config.where)
 
 
+def _max_positions(config: HFConfig, family: ModelFamily) -> int:
+    return config.integer("max_position_embeddings", default=family.max_positions)
+
+
 def _attention(config: HFConfig, family: ModelFamily, layers: int) -> AttentionSpec:
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    rope_type, theta, factor = config.rope(
-        default_type=family.rope_type, default_theta=family.rope_theta, known=family.rope_types
+    rope_type, theta, scaling = config.rope(
+        default=family.rope, default_theta=family.rope_theta, max_positions=_max_positions(config, family)
     )
     bias = bool(family.bias_key) and config.flag(family.bias_key, default=family.bias_default)
     normed = not family.qk_norm_flag or config.flag(family.qk_norm_flag, default=False)
@@ -159,7 +161,7 @@ def _attention(config: HFConfig, family: ModelFamily, layers: int) -> AttentionS
         window_layers=window_layers,
         latent=latent,
         rope_theta=theta,
-        rope_factor=factor,
+        rope_scaling=scaling,
         rope_type=rope_type,
         rotary_share=1.0 if family.rotary_share is None else config.rotary_share(default=family.rotary_share),
     )
@@ -245,8 +247,8 @@ def _check(profile: ModelProfile, config: HFConfig) -> None:
     heads, kv_heads, count = attention.num_heads, attention.num_kv_heads, experts.num_experts
     if heads % kv_heads:
         raise config.error(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
-    if attention.latent is None and (attention.head_dim % 8 or attention.head_dim > 256):
-        raise config.error(f"head_dim ({attention.head_dim}) must be a multiple of 8 and at most 256")
+    if attention.latent is None and (attention.head_dim % 2 or attention.head_dim > 256):
+        raise config.error(f"head_dim ({attention.head_dim}) must be even and at most 256")
     if router.top_k > count:
         raise config.error(f"num_experts_per_tok ({router.top_k}) exceeds the {count} experts there are")
     if count % router.groups or router.top_groups > router.groups:
