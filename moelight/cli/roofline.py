@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,8 @@ def roofline(
 ) -> None:
     """Show roofs, turning points, and what binds a policy.
 
-    The policy is the planner's, or that of --policy.
+    The policy is the planner's, or that of --policy. Roofs are the speeds that the planner counts with: measured ones,
+    or the shares of a data sheet's figures that long work sustains.
     """
     from moelight.hrm.roofline import roofline_of
 
@@ -49,7 +51,7 @@ def roofline(
     show(
         open_console(),
         stacked(title(found.model, found.machine), text((sizes, "dim"))),
-        section("roofs", _roofs(found)),
+        section("roofs, as far as they are sustained", _roofs(found)),
         section("decoding under the policy, in flop per byte", _work(found)),
         section("turning points", _marks(found)),
         None if plot is None else text((f"figure: {plot}", "dim")),
@@ -63,7 +65,8 @@ def roofline_as_dict(found: Roofline) -> dict[str, Any]:
         "model": found.model,
         "batch_size": found.batch_size,
         "micro_batch_size": found.micro_batch_size,
-        "levels": [asdict(level) for level in found.chain],
+        "levels": [asdict(level) for level in found.stated],
+        "sustained": [asdict(level) for level in found.chain],
         "work": [asdict(point) for point in found.points],
         "turning_points": [asdict(mark) for mark in found.marks],
     }
@@ -71,11 +74,22 @@ def roofline_as_dict(found: Roofline) -> dict[str, Any]:
 
 def _roofs(found: Roofline) -> Table:
     table = plain_table("level", ">compute", ">memory", ">link from the next")
-    for level in found.chain:
-        compute = f"{flops_text(level.peak_flops)} ({level.processor.upper()})" if level.peak_flops else "–"
-        link = rate_text(level.link_bandwidth) if level.link_bandwidth else "–"
-        table.add_row(level.name, compute, rate_text(level.bandwidth), link)
+    for level, stated in zip(found.chain, found.stated, strict=True):
+        unit = level.processor.upper()
+        compute = f"{_of_stated(level.peak_flops, stated.peak_flops, flops_text)} ({unit})" if level.peak_flops else "–"
+        memory = _of_stated(level.bandwidth, stated.bandwidth, rate_text)
+        link = _of_stated(level.link_bandwidth, stated.link_bandwidth, rate_text) if level.link_bandwidth else "–"
+        table.add_row(level.name, compute, memory, link)
     return table
+
+
+def _of_stated(sustained: float, stated: float, words: Callable[[float], str]) -> str:
+    """Return ``sustained``, and the figure that the profile states where they differ."""
+    here, there = words(sustained), words(stated)
+    if sustained == stated:
+        return here
+    amount, _, unit = here.partition(" ")
+    return f"{amount if there.endswith(f' {unit}') else here} of {there}"
 
 
 def _work(found: Roofline) -> Table:

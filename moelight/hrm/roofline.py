@@ -7,12 +7,13 @@ intensity I_x^i of work x is its flops over the bytes it touches at level i. Doe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import inf
+from dataclasses import dataclass, replace
+from math import inf, isfinite
 
 from moelight.core.dtypes import DTYPES, FLOAT16, DType
 from moelight.core.policy import Policy
 from moelight.hrm import costs
+from moelight.hrm.machine_model import speeds_of
 from moelight.profiles.hardware import HardwareProfile
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
@@ -23,7 +24,8 @@ ACTIVATION_BYTES = 2
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Level:
     """A memory of ``bandwidth`` bytes/s beside a processor of ``peak_flops`` flop/s (none: ``""`` and 0).
-    ``link_bandwidth``: bytes/s from the next farther level; 0 at the end of the chain."""
+    ``link_bandwidth``: bytes/s from the next farther level; 0 at the end of the chain. The figures are those that the
+    hardware profile states, or, in a sustained chain, those that the cost model plans with."""
 
     name: str
     processor: str
@@ -54,6 +56,22 @@ def chain_of(hardware: HardwareProfile) -> Chain:
                 link_bandwidth=link if stated is None else stated.bandwidth_bytes_per_s * count,
             )
         )
+    return tuple(levels)
+
+
+def sustained_chain(hardware: HardwareProfile) -> Chain:
+    """`chain_of` at the speeds that the cost model plans with: measured ones, or else the usual shares of the peaks."""
+    speeds, stated = speeds_of(hardware), chain_of(hardware)
+    units, memories = {"device": speeds.gpu, "host": speeds.cpu}, {"host": speeds.dram, "disk": speeds.disk}
+    levels = []
+    for level, farther in zip(stated, [*stated[1:], None], strict=True):
+        unit = units.get(level.name)
+        near = memories.get(level.name, 0.0 if unit is None else unit.memory)
+        link = 0.0 if farther is None else min(near, memories[farther.name])
+        if level.name == "device" and isfinite(speeds.h2d):
+            link = speeds.h2d
+        flops = 0.0 if unit is None else unit.flops
+        levels.append(replace(level, peak_flops=flops, bandwidth=near, link_bandwidth=link))
     return tuple(levels)
 
 
@@ -130,13 +148,26 @@ def scores_intensity(model: ModelProfile, context: float, *, dtype: DType = FLOA
     return flops * 8 / (dtype.bits * (2 * spec.q_dim + context * spec.cache_width))
 
 
-def ffn_intensity(model: ModelProfile, tokens: float, *, share: float = 1.0, weight_dtype: DType = FLOAT16) -> float:
+def ffn_intensity(model: ModelProfile, tokens: float, *, weight_dtype: DType = FLOAT16) -> float:
     """Experts of one layer over ``tokens``: 6 t h1 h2 k flops over 2 t h1 + 2 t h2 + W_i bytes, each expert read once.
-    With t = μ, I^i of the level that computes; with t = N and ``share`` of the weights transferred from level j,
-    I^j."""
-    h1, h2 = model.hidden_size, model.experts.intermediate_size
-    weights = model.experts.num_experts * costs.page_bytes(model, weight_dtype) * share
-    return 6.0 * tokens * h1 * h2 * model.router.top_k / (ACTIVATION_BYTES * tokens * (h1 + h2) + weights)
+    With t = μ, I^i of the level that computes."""
+    weights = model.experts.num_experts * costs.page_bytes(model, weight_dtype)
+    touched = ACTIVATION_BYTES * tokens * (model.hidden_size + model.experts.intermediate_size)
+    return ffn_flops(model, tokens) / (touched + weights)
+
+
+def ffn_flops(model: ModelProfile, tokens: float) -> float:
+    """Flops of the experts of one layer over ``tokens``."""
+    return 6.0 * tokens * model.hidden_size * model.experts.intermediate_size * model.router.top_k
+
+
+def fed_intensity(
+    model: ModelProfile, tokens: float, *, share: float, weight_dtype: DType = FLOAT16, hidden_bytes: float = 0.0
+) -> float:
+    """I^j of the experts of one layer over ``tokens`` = N: their flops over what crosses the link from level j, which is
+    the ``share`` of the weights that lies at j or beyond, and ``hidden_bytes`` of hidden states."""
+    weights = model.experts.num_experts * costs.moved_page_bytes(model, weight_dtype) * share
+    return ffn_flops(model, tokens) / (weights + hidden_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,11 +197,15 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roofline:
-    """The roofs of a machine, the work of a policy under them, and the relevant turning points."""
+    """The roofs of a machine, the work of a policy under them, and the relevant turning points.
+
+    ``chain`` has the speeds that the machine sustains, under which the work and the turning points lie; ``stated``
+    those of its profile."""
 
     machine: str
     model: str
     chain: Chain
+    stated: Chain
     points: tuple[Point, ...]
     marks: tuple[Mark, ...]
     batch_size: int
@@ -179,12 +214,13 @@ class Roofline:
 
 def roofline_of(hardware: HardwareProfile, model: ModelProfile, policy: Policy, workload: Workload) -> Roofline:
     """The roofline of decoding under ``policy``: attention at the average context, experts at μ and N."""
-    chain = chain_of(hardware)
+    chain = sustained_chain(hardware)
     attention, experts = _attention_point(chain, model, policy, workload), _ffn_points(chain, model, policy)
     return Roofline(
         machine=hardware.name,
         model=model.name,
         chain=chain,
+        stated=chain_of(hardware),
         points=(attention, *experts),
         marks=_marks(chain, experts[0]),
         batch_size=policy.batch_size,
@@ -201,7 +237,7 @@ def _point(chain: Chain, work: str, near: int, far: int, intensity: float, far_i
     level = chain[near]
     bounds = {"compute": compute_roof(level), "memory": memory_roof(level, intensity)}
     if far != near:
-        bounds["link"] = link_roof(link_between(chain, near, far), far_intensity)
+        bounds["link"] = link_roof(chain[far - 1].link_bandwidth, far_intensity)
     bound = min(bounds, key=bounds.__getitem__)
     return Point(
         work=work,
@@ -225,16 +261,22 @@ def _attention_point(chain: Chain, model: ModelProfile, policy: Policy, workload
 
 
 def _ffn_points(chain: Chain, model: ModelProfile, policy: Policy) -> tuple[Point, ...]:
-    """The points of the experts, fed over the tightest link; with ``split`` also the experts that the CPU computes."""
+    """The points of the experts, fed over the tightest link; with ``split`` also the experts that the CPU computes.
+
+    A page crosses every link from its home to the level that computes; hidden states cross the link to the device where
+    the CPU attends."""
     places, dtype = _places(chain), costs.page_dtype(model, DTYPES[model.dtype], policy.weight_dtype)
     near = places.get("cpu" if policy.ffn_device == "cpu" else "gpu", 0)
     intensity = ffn_intensity(model, policy.micro_batch_size, weight_dtype=dtype)
-    shares = {"host": policy.weights.host - policy.cpu_experts, "disk": policy.weights.disk}
-    streamed = {places[name]: share for name, share in shares.items() if share > 0 and places.get(name, 0) > near}
+    beyond = {"host": policy.weights.host - policy.cpu_experts + policy.weights.disk, "disk": policy.weights.disk}
+    attended = places.get(policy.attention_device, 0)
     options = []
-    for far, share in streamed.items():
-        from_far = ffn_intensity(model, policy.batch_size, share=share, weight_dtype=dtype)
-        options.append(_point(chain, "ffn", near, far, intensity, from_far))
+    for far, level in enumerate(chain[near + 1 :], near + 1):
+        if (share := beyond[level.name]) > 0:
+            crosses = near < far <= attended
+            hidden = costs.hidden_bytes(model, DTYPES[model.dtype], policy.batch_size) if crosses else 0
+            fed = fed_intensity(model, policy.batch_size, share=share, weight_dtype=dtype, hidden_bytes=hidden)
+            options.append(_point(chain, "ffn", near, far, intensity, fed))
     local = _point(chain, "ffn", near, near, intensity, intensity)
     points = [min(options, key=lambda point: point.flops, default=local)]
     if policy.cpu_experts > 0:
@@ -248,7 +290,7 @@ def _marks(chain: Chain, ffn: Point) -> tuple[Mark, ...]:
     found: list[Mark] = []
 
     def add(name: str, near: int, far: int, far_intensity: float) -> None:
-        flops = link_roof(link_between(chain, near, far), far_intensity)
+        flops = link_roof(chain[far - 1].link_bandwidth, far_intensity)
         ends = {"near": chain[near].name, "far": chain[far].name}
         found.append(Mark(name=name, **ends, far_intensity=far_intensity, flops=flops))
 
@@ -258,7 +300,7 @@ def _marks(chain: Chain, ffn: Point) -> tuple[Mark, ...]:
     near = _places(chain)[ffn.level]
     far = _places(chain)[ffn.home] if ffn.home != ffn.level else near + 1
     if far < len(chain):
-        link = link_between(chain, near, far)
+        link = chain[far - 1].link_bandwidth
         add("P2", near, far, second_turning_point(chain[near], link, ffn.intensity))
         add("balance", near, far, balance_point(chain[near], link, ffn.intensity))
     return tuple(found)

@@ -288,7 +288,8 @@ class _Picture:
         self._figure.text(left, top + 0.035, policy, fontsize=12.5, color=_MUTED)
 
     def _roofs(self) -> None:
-        """Draw the memory and compute roof of each level, and each link's roof up to the compute roof of its target."""
+        """Draw the memory and compute roof of each level, and each link's roof up to the compute roof of its target;
+        dashed, up to the highest of the levels that it feeds."""
         chain = self._roofline.chain
         for place, level in enumerate(chain):
             if level.peak_flops:
@@ -302,6 +303,9 @@ class _Picture:
                 start = (self._low, hrm.link_roof(link, self._low))
                 end = (hrm.second_turning_point(level, link), level.peak_flops)
                 handle = self._line([start, end], color=_LINK_COLORS[far], width=2.8)
+                if (highest := max(nearer.peak_flops for nearer in chain[: place + 1])) > level.peak_flops:
+                    beyond = (highest / link, highest)  # what feeds a nearer level crosses this link, too
+                    self._line([end, beyond], color=_LINK_COLORS[far], width=1.8, style="--")
                 self._rows.append((handle, f"link {far} → {level.name}: {rate_text(link)}"))
 
     def _point(self, point: Point) -> None:
@@ -337,7 +341,7 @@ class _Picture:
         bottom, top = self._axes.get_ylim()
         height = min(mark.flops, top)
         self._line([(mark.far_intensity, bottom), (mark.far_intensity, height)], color=color, width=1.2, style=":")
-        handle = self._marker(mark.far_intensity, height, _SYMBOLS[kinds[0]], color)
+        handle = self._marker(mark.far_intensity, height, _SYMBOLS[kinds[0]], color, ring=kinds[0] == "balance")
         self._names.append((mark.far_intensity, height, name, color))
         meanings = {
             "P1": f"below P1, compute on {mark.far} rather than ship",
@@ -373,11 +377,13 @@ class _Picture:
         xs, ys = zip(*corners, strict=True)
         return self._axes.plot(xs, ys, color=color, linewidth=width, linestyle=style, clip_on=True)[0]
 
-    def _marker(self, x: float, y: float, symbol: str, color: str, *, hollow: bool = False) -> Any:
+    def _marker(self, x: float, y: float, symbol: str, color: str, *, hollow: bool = False, ring: bool = False) -> Any:
+        """Draw a symbol; as a ``ring`` it is larger, below the others, and shows what lies in it."""
         self._drawn.extend([(x, y)] * 80)
-        face, edge = ("white", color) if hollow else (color, "white")
-        style = {"markersize": 10, "markerfacecolor": face, "markeredgecolor": edge, "markeredgewidth": 1.6}
-        return self._axes.plot([x], [y], linestyle="none", marker=symbol, zorder=5, clip_on=False, **style)[0]
+        face, edge = ("none", color) if ring else ("white", color) if hollow else (color, "white")
+        size, order = (13, 4) if ring else (10, 5)
+        style = {"markersize": size, "markerfacecolor": face, "markeredgecolor": edge, "markeredgewidth": 1.6}
+        return self._axes.plot([x], [y], linestyle="none", marker=symbol, zorder=order, clip_on=False, **style)[0]
 
     def _legend(self) -> None:
         from matplotlib.lines import Line2D
