@@ -215,12 +215,18 @@ class ParquetReader(_TableReader):
             raise source.refusal("a gzipped Parquet file; unpack it")
         with source.raw() as file:
             table = _open_parquet(file, source)
-            if table.metadata.num_rows == 0:
+            self._total, self._given = table.metadata.num_rows, 0
+            if not self._total:
                 raise source.refusal("no prompts")
             self.choose(table.schema_arrow.names)
 
+    @property
+    def read_bytes(self) -> int:
+        return round(self.size_bytes * self._given / self._total)
+
     def rows(self, *, skip: Skip | None = None) -> Iterator[Row | BadRow]:
         for number, (columns, at) in enumerate(self._records()):
+            self._given = number + 1
             if skip is None or not skip(number):
                 values = {name: column[at] for name, column in zip(self.fields, columns, strict=True)}
                 yield self._row(values, number)

@@ -119,7 +119,7 @@ class Input(ABC):
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that the latest iteration has read, of ``size_bytes``."""
+        """Bytes, of ``size_bytes``, of the rows that the latest iteration has given."""
         return self._source.read_bytes
 
     @abstractmethod

@@ -280,6 +280,7 @@ def _scanned(prepared: JobInput, told: Progress) -> ScanSummary:
 def _planned(prepared: JobInput, told: Progress) -> tuple[ScanSummary, Plan | None]:
     summary = _scanned(prepared, told)
     workload = summary.workload()
+    told.planning()
     return summary, None if workload is None else prepared.model.plan(prepared.options, workload).plan
 
 
@@ -344,6 +345,7 @@ def _run(prepared: JobInput, ledger: Ledger, told: Progress, answer: Answer) -> 
         total=found.summary.rows,
         completed=ledger.completed,
         failed=ledger.failed,
+        running=answers.counts.running,
         stats=answers.stats,
         first_error=answers.first_error,
     )
@@ -388,6 +390,7 @@ def answer_here(job: JobRun) -> JobAnswers:
     assert workload is not None
     if ledger.chosen is not None:  # by an earlier run: rows of one job have keys and values of one format
         options = replace(options, kv_dtype=ledger.chosen["kv_dtype"])
+    told.planning()
     planned = prepared.model.plan(options, workload)
     if options.kv_dtype == CHOOSE:
         ledger.note_chosen({"kv_dtype": planned.policy.kv_dtype})
@@ -434,6 +437,7 @@ def job_start(job: JobRun, *, why: str, plan: Plan | None) -> JobStart:
         prompt_tokens=summary.prompt_tokens,
         expected_tokens=summary.generated_tokens,
         plan=why,
+        machine="" if plan is None else plan.hardware,
         predicted_s=None if plan is None else share * plan.predicted_s,
         predicted_prompt_s=None if plan is None else share * predicted_prompt_s(plan),
     )

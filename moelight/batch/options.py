@@ -70,13 +70,14 @@ class JobOptions(EngineOptions):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobResult:
     """The result of a job: ``done``, ``interrupted`` (another run resumes it) or ``done before`` (nothing was left).
-    Row counts cover all runs, ``first_error`` this one; ``troubles`` name status or metrics files that are not up to
-    date."""
+    Row counts cover all runs, ``first_error`` this one; ``running``: answers that were under way when it was
+    interrupted; ``troubles`` name status or metrics files that are not up to date."""
 
     state: str
     total: int
     completed: int
     failed: int
+    running: int = 0
     stats: RunStats | None = None
     first_error: BadRow | None = None
     troubles: tuple[str, ...] = ()

@@ -88,6 +88,7 @@ class JobStart:
         kinds: rows by kind; ``endpoint`` is the one of most rows, empty if rows name none.
         refused: rows that are error rows already.
         plan: one sentence on how the model will be run; empty if all rows were done by an earlier run.
+        machine: the hardware profile that the seconds are predicted with.
         predicted_s: predicted seconds for the remaining rows; None without a plan.
         predicted_prompt_s: of ``predicted_s``, the seconds due to prompts.
         resumed: rows that an earlier run had done.
@@ -104,6 +105,7 @@ class JobStart:
     prompt_tokens: int = 0
     expected_tokens: int = 0
     plan: str = ""
+    machine: str = ""
     predicted_s: float | None = None
     predicted_prompt_s: float | None = None
 
@@ -127,13 +129,16 @@ class ProgressFields:
 class Progress:
     """The events of a running job. Every method of this class does nothing; override as needed.
 
-    All are called from one thread, in this order: ``reading`` repeatedly, ``started`` once, ``planned`` once the model
-    is loaded, then ``tokens`` after every pass, ``completion`` and ``row`` as they finish, ``counts`` and ``measured``
-    at most a few times a second and once at the end, ``ended`` last.
+    All are called from one thread, in this order: ``reading`` repeatedly, ``planning`` and ``started`` once,
+    ``planned`` once the model is loaded, then ``tokens`` after every pass, ``completion`` and ``row`` as they finish,
+    ``counts`` and ``measured`` at most a few times a second and once at the end, ``ended`` last.
     """
 
     def reading(self, rows: int, read_bytes: int, total_bytes: int | None = None) -> None:
-        """The first reading of the input has reached ``rows``, ``read_bytes``; a stream has no ``total_bytes``."""
+        """The first reading of the input has given ``rows``, ``read_bytes``; a stream has no ``total_bytes``."""
+
+    def planning(self) -> None:
+        """The input is read; the job is being planned."""
 
     def started(self, start: JobStart) -> None:
         """The input is read and the job is planned."""

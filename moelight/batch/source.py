@@ -35,13 +35,14 @@ _NOT_READ = {
 
 
 class InputSource:
-    """An input as of its opening; bytes appended later are not read. ``size_bytes`` is the size as stored, of which the
-    latest iteration has read ``read_bytes``; ``packed`` means gzipped."""
+    """An input as of its opening; bytes appended later are not read. ``size_bytes`` is the size as stored; ``packed``
+    means gzipped."""
 
     def __init__(self, name: str, descriptor: int) -> None:
         self.name = name
         self.size_bytes = os.fstat(descriptor).st_size
-        self.read_bytes = 0
+        self._stored = range(0)  # of the bytes as stored: the block from which the latest iteration takes lines
+        self._taken = 0.0  # the share of that block's lines that it has taken
         self._descriptor = descriptor
         self._close = weakref.finalize(self, os.close, descriptor)
         start = self.start(8)
@@ -49,6 +50,11 @@ class InputSource:
         for magic, what in _NOT_READ.items():
             if start.startswith(magic):
                 raise self.refusal(what)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes as stored of what the latest iteration over `lines` has given; of a packed file about as many."""
+        return self._stored.start + round(len(self._stored) * self._taken)
 
     @property
     def is_open(self) -> bool:
@@ -78,7 +84,9 @@ class InputSource:
         raw: io.BufferedReader = self.raw()
         file: BinaryIO | gzip.GzipFile = gzip.GzipFile(fileobj=raw, mode="rb") if self.packed else raw
         try:
+            begin = 0
             while block := file.read1(_BLOCK):  # type: ignore[union-attr]
+                self._stored, self._taken = range(begin, begin := raw.tell()), 0.0
                 yield block
         except EOFError:
             raise self.refusal("the gzip data ends in the middle") from None
@@ -100,20 +108,25 @@ class InputSource:
         while True:
             head, *rest = block.split(b"\n")
             held += len(head)
+            taken = len(head)
             too_long = too_long or held > LONGEST_LINE
             if too_long:
                 pieces.clear()
             else:
                 pieces.append(head)
             if rest:
+                self._taken = taken / len(block)
                 yield number, None if too_long else b"".join(pieces)
                 for line in rest[:-1]:
                     number += 1
+                    taken += len(line) + 1
+                    self._taken = taken / len(block)
                     yield number, line
                 number += 1
                 pieces, held, too_long = [rest[-1]], len(rest[-1]), False
             if not (block := next(blocks, b"")):
                 break
+        self._taken = 1.0
         yield number, None if too_long else b"".join(pieces)
 
     def digest(self) -> str:
@@ -178,7 +191,6 @@ class _Window(io.RawIOBase):
         if count == 0:
             raise self._source.refusal("became shorter while it was read")
         self._at += count
-        self._source.read_bytes = self._at
         return count
 
 

@@ -26,7 +26,7 @@ from moelight.batch.progress import JobCounts, JobStart, Progress, ProgressField
 from moelight.batch.summary import ScanSummary
 from moelight.batch.time_left import TimeLeft
 from moelight.cli.plan_view import memory_view
-from moelight.cli.tables import bar, plain_table, printable, section, show, stacked, text, title
+from moelight.cli.tables import bar, machine_words, plain_table, printable, section, show, stacked, text, title
 from moelight.core.units import format_bytes
 from moelight.observe.number_format import rate_or_count, scaled_text, seconds_text, share_text
 from moelight.observe.stats import Binding, RunStats
@@ -51,6 +51,11 @@ def about_text(seconds: float) -> str:
         return f"about {minutes // 60} h {minutes % 60} min" if minutes % 60 else f"about {minutes // 60} h"
     days, hours = divmod(round(seconds / 3600), 24)
     return f"about {days} days {hours} h" if hours else f"about {days} days"
+
+
+def predicted_text(seconds: float, machine: str) -> str:
+    """Format the predicted ``seconds`` of a job with the hardware profile ``machine`` that they are predicted with."""
+    return f"{about_text(seconds)} by the profile of {machine_words(machine)} if no answer ends early"
 
 
 def clock_text(seconds: float) -> str:
@@ -83,7 +88,7 @@ def start_line(start: JobStart) -> str:
         f"{tokens_text(start.prompt_tokens)} prompt tokens" if start.prompt_tokens else "",
         f"at most {tokens_text(start.expected_tokens)} to generate" if start.expected_tokens else "",
     ]
-    predicted = "" if start.predicted_s is None else f"{about_text(start.predicted_s)} at most"
+    predicted = "" if start.predicted_s is None else predicted_text(start.predicted_s, start.machine)
     return "; ".join(filter(None, (f"{start.input}: {', '.join(filter(None, read))}", start.plan, predicted)))
 
 
@@ -133,16 +138,18 @@ def end_line(stats: RunStats, *, completed: int, failed: int, output: str = "") 
     )
 
 
-def interrupted_line(counts: JobCounts | None, *, output: str, command: str) -> str:
-    """Return the line for an interrupted job: the rows kept and the ``command`` that resumes.
+def interrupted_line(counts: JobCounts | None, *, output: str) -> str:
+    """Return the line for an interrupted job: the rows kept, and the answers under way, which are computed again.
 
-    ``counts`` is None if the job ended before it counted rows; ``output`` is empty if no rows are kept.
+    ``counts`` is None if the job ended before it counted rows; ``output`` is empty if no rows are kept. With an output
+    the command that resumes the job follows.
     """
     rows = "" if counts is None else f"{counts.done:,} of {counts.total:,} rows "
     if not output:
         answered = f": {rows}were answered" if rows else ""
         return f"interrupted{answered}; rows can be kept, and gone on with, in a file (-o)"
-    return f"interrupted: {rows or 'the rows that were finished '}are kept in {output}; continue with: {command}"
+    lost = f"; {counts.running:,} answers were under way and are computed again" if counts and counts.running else ""
+    return f"interrupted: {rows or 'the rows that were finished '}are kept in {output}{lost}; continue with:"
 
 
 LOG_EVERY_S = 30.0
@@ -163,10 +170,10 @@ def run_and_report(options: JobOptions, *, as_table: bool, nodes: ClusterOptions
                 options, progress=ProgressGroup(watchers), eta=eta, answer=_answer_on(nodes, shown=as_table)
             )
         except KeyboardInterrupt:
-            view.say_last(interrupted_line(None, output=_file_of(options), command=_command()))
+            view.say_last(interrupted_line(None, output=_file_of(options)), _command(options))
             return cli.INTERRUPTED
-        for line in _last_lines(result, options):
-            view.say_last(line)
+        for line, command in _last_lines(result, options):
+            view.say_last(line, command)
     if table is not None:
         # Rows on stdout are read by programs, so the table goes to stderr.
         Console(stderr=options.output == STANDARD_OUTPUT).print(table.table())
@@ -207,17 +214,18 @@ def forecast_and_report(options: JobOptions, *, as_json: bool, nodes: ClusterOpt
     return cli.ERRORS if forecast.summary.refused else 0
 
 
-def _last_lines(result: JobResult, options: JobOptions) -> Iterator[str]:
+def _last_lines(result: JobResult, options: JobOptions) -> Iterator[tuple[str, Sequence[str]]]:
+    """The last lines of a job, each with the arguments of the command that belongs to it, if any."""
     output = _file_of(options)
     if result.state == DONE_BEFORE:
         bad = f", {result.failed:,} failed" if result.failed else ""
-        yield f"{output} is complete already: {result.completed:,} rows answered{bad}; --restart answers them anew"
+        yield f"{output} is complete already: {result.completed:,} rows answered{bad}; --restart answers them anew", ()
         return
     if result.stats is not None and result.stats.passes:
-        yield end_line(result.stats, completed=result.completed, failed=result.failed, output=output)
+        yield end_line(result.stats, completed=result.completed, failed=result.failed, output=output), ()
     if result.state == INTERRUPTED:
-        counts = JobCounts(total=result.total, completed=result.completed, failed=result.failed)
-        yield interrupted_line(counts, output=output, command=_command())
+        counts = JobCounts(total=result.total, completed=result.completed, failed=result.failed, running=result.running)
+        yield interrupted_line(counts, output=output), _command(options)
 
 
 def _file_of(options: JobOptions) -> str:
@@ -225,9 +233,20 @@ def _file_of(options: JobOptions) -> str:
     return "" if options.output is None or writes_directly(options.output) else str(options.output)
 
 
-def _command() -> str:
-    """The command line of this process without ``--restart``, so that it resumes the job."""
-    return shlex.join(["moelight", *(each for each in sys.argv[1:] if each != "--restart")])
+def _command(options: JobOptions) -> Sequence[str]:
+    """The command line of this process without ``--restart``, so that it resumes the job; none if nothing is kept."""
+    return ["moelight", *(word for word in sys.argv[1:] if word != "--restart")] if _file_of(options) else ()
+
+
+def command_lines(command: Sequence[str], width: int) -> str:
+    """Return ``command`` as a shell takes it, on lines of ``width`` characters where its arguments allow that."""
+    lines, indent = [shlex.quote(command[0])], "    "
+    for word in map(shlex.quote, command[1:]):
+        if len(lines[-1]) + len(word) + 3 > width:
+            lines.append(indent + word)
+        else:
+            lines[-1] += f" {word}"
+    return " \\\n".join(lines)
 
 
 def progress_view(eta: TimeLeft, *, quiet: bool = False) -> View:
@@ -284,12 +303,15 @@ class View(Progress):
     def say(self, line: str) -> None:
         """Print a permanent line."""
 
-    def say_last(self, line: str) -> None:
-        """Print a line below all others, in place of live lines."""
+    def say_last(self, line: str, command: Sequence[str] = ()) -> None:
+        """Print a line below all others, in place of live lines, and the ``command`` that it ends with."""
 
     def reading(self, rows: int, read_bytes: int, total_bytes: int | None = None) -> None:
         part = f", {share_text(min(1.0, read_bytes / total_bytes))}" if total_bytes else ""
         self._read = f"reading the input: {rows:,} rows{part}"
+
+    def planning(self) -> None:
+        self._read = "planning"
 
     def started(self, start: JobStart) -> None:
         self._start_plan, self._counts = start.plan, start.counts
@@ -343,9 +365,9 @@ class LogLines(View):
             else:
                 _print(line)
 
-    def say_last(self, line: str) -> None:
+    def say_last(self, line: str, command: Sequence[str] = ()) -> None:
         self.release()
-        self.say(line)
+        self.say(f"{line} {shlex.join(command)}" if command else line)
 
     def release(self) -> None:
         """Print the lines that were held back, and hold no more lines back."""
@@ -401,6 +423,10 @@ class Bar(View):
         super().reading(rows, read_bytes, total_bytes)
         self._doing = self._read
 
+    def planning(self) -> None:
+        super().planning()
+        self._doing = self._read
+
     def started(self, start: JobStart) -> None:
         super().started(start)
         self._doing = "loading the model"
@@ -419,11 +445,13 @@ class Bar(View):
         self._reached = max(self._reached, before + (1 - before) * run)
 
     def say(self, line: str) -> None:
-        self._console.print(Text(printable(line), style="dim"), soft_wrap=True)
+        self._console.print(Text(printable(line), style="dim"))
 
-    def say_last(self, line: str) -> None:
+    def say_last(self, line: str, command: Sequence[str] = ()) -> None:
         self._live.stop()
         self.say(line)
+        if command:
+            self._console.print(Text(printable(command_lines(command, self._console.width))), soft_wrap=True)
 
     def drawn(self) -> RenderableType:
         if self._doing:
@@ -473,9 +501,9 @@ def _parts(forecast: Forecast, width: int) -> Iterator[RenderableType]:
     yield section("memory", memory_view(plan, width))
     yield section("time, if every answer is as long as it may be", _time(forecast, width))
     yield text(
-        (f"{about_text(forecast.predicted_s)} at most", "bold green"),
-        f" ({rate_or_count(plan.estimate.tokens_per_s)} tokens/s end to end), sooner where answers end early; the "
-        f"{plan.estimate.binding} lane binds",
+        (about_text(forecast.predicted_s), "bold green"),
+        f" by the profile of {machine_words(plan.hardware)} ({rate_or_count(plan.estimate.tokens_per_s)} tokens/s end "
+        f"to end), sooner where answers end early; the {plan.estimate.binding} lane binds",
         ("\n" + "\n".join(filter(None, (plan.why, forecast.given))), "dim"),
     )
 

@@ -164,8 +164,8 @@ def ffn_flops(model: ModelProfile, tokens: float) -> float:
 def fed_intensity(
     model: ModelProfile, tokens: float, *, share: float, weight_dtype: DType = FLOAT16, hidden_bytes: float = 0.0
 ) -> float:
-    """I^j of the experts of one layer over ``tokens`` = N: their flops over what crosses the link from level j, which is
-    the ``share`` of the weights that lies at j or beyond, and ``hidden_bytes`` of hidden states."""
+    """I^j of the experts of one layer over ``tokens`` = N: their flops over what crosses the link from level j, which
+    is the ``share`` of the weights that lies at j or beyond, and ``hidden_bytes`` of hidden states."""
     weights = model.experts.num_experts * costs.moved_page_bytes(model, weight_dtype) * share
     return ffn_flops(model, tokens) / (weights + hidden_bytes)
 

@@ -98,6 +98,23 @@ def test_rows_are_read_again_and_done_ones_are_not_looked_into(packed: bool, tmp
         assert read.read_bytes == read.size_bytes > 0
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.parquet"])
+def test_the_share_that_is_read_is_that_of_the_rows(name: str, tmp_path: Path) -> None:
+    texts = [f"{number:06} {random.Random(number).getrandbits(200):x}" for number in range(4000)]
+    lines = "".join(json.dumps({"prompt": text}) + "\n" for text in texts).encode()
+    content = {".jsonl": lines, ".gz": gzip.compress(lines), ".csv": "\n".join(["prompt", *texts]).encode()}
+    path = tmp_path / name
+    if name.endswith(".parquet"):
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.table({"prompt": texts}), path)
+    else:
+        path.write_bytes(content[path.suffix])
+    with open_input(path) as read:
+        for rows, _ in enumerate(read.rows(), start=1):
+            assert read.read_bytes / read.size_bytes == pytest.approx(rows / 4000, abs=0.06)
+        assert rows == 4000 and read.read_bytes == read.size_bytes
+
+
 def test_a_digest_is_of_the_bytes(tmp_path: Path) -> None:
     path = write(tmp_path, "a.jsonl", SIMPLE)
     with open_input(path) as one, open_input(write(tmp_path, "b.jsonl", SIMPLE)) as same:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import time
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -16,6 +18,7 @@ from moelight.cli.job_display import (
     LogLines,
     TableOfRows,
     about_text,
+    command_lines,
     end_line,
     interrupted_line,
     log_line,
@@ -34,6 +37,7 @@ START = JobStart(
     prompt_tokens=1_200_000,
     expected_tokens=2_500_000,
     plan="mixtral: everything stays",
+    machine="cpu-amx",
     predicted_s=6000.0,
 )
 COUNTS = JobCounts(
@@ -112,6 +116,8 @@ def test_two_lines_at_the_foot_of_a_terminal(width: int) -> None:
     told = ProgressGroup([eta, bar])
     told.reading(4000, 500, 1000)
     assert "4,000 rows, 50 %" in _shown(console, bar)
+    told.planning()
+    assert _shown(console, bar).split()[-1] == "planning"
     told.started(START)
     assert "loading the model" in _shown(console, bar)
     told.planned("mixtral: everything stays")
@@ -124,8 +130,27 @@ def test_two_lines_at_the_foot_of_a_terminal(width: int) -> None:
     for said in ("12,340/100,000 rows", "543k/", "tokens", "5,432 tok/s", "disk 97 %", "3 failed"):
         assert said in shown or width < 80
     above = console.file.getvalue()  # type: ignore[attr-defined]
-    assert above.count("mixtral: everything stays") == 1
-    assert "so N goes from 32 to 88" in above
+    words = " ".join(above.split())
+    assert words.count("mixtral: everything stays") == 1
+    assert "so N goes from 32 to 88" in words
+    assert max(map(len, above.splitlines())) <= width
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_lines_end_between_words_and_the_command_runs_as_it_is_copied(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    command = ["moelight", "generate", "my prompts.jsonl", "--model", "a/model/somewhere", "-o", "it's an output.jsonl"]
+    bar = Bar(console, TimeLeft())
+    bar.say(start_line(START))
+    above = console.file.getvalue()  # type: ignore[attr-defined]
+    assert above.split() == start_line(START).split() and max(map(len, above.splitlines())) <= width
+    bar.say_last("interrupted; continue with:", command)
+    lines = command_lines(command, width)
+    assert lines in console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, lines.splitlines())) <= width and lines.count(" \\\n") == len(lines.splitlines()) - 1
+    script = f"moelight() {{ printf '%s\\n' moelight \"$@\"; }}; {lines}"
+    ran = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines() == command
 
 
 def _shown(console: Console, bar: Bar) -> str:
@@ -202,7 +227,8 @@ def test_a_forecast_is_as_fine_as_it_is_worth(seconds: float, text: str) -> None
 def test_the_first_and_the_last_line_say_it_all() -> None:
     assert start_line(START) == (
         "prompts.jsonl: OpenAI batch lines, 9,998 rows (2 with errors, 500 done before), 1.20M prompt tokens, "
-        "at most 2.50M to generate; mixtral: everything stays; about 1 h 40 min at most"
+        "at most 2.50M to generate; mixtral: everything stays; about 1 h 40 min by the profile of cpu-amx if no answer "
+        "ends early"
     )
     assert log_line(COUNTS, None, DISK).endswith("5,432 tok/s, disk 97 %")
     stats = RunStats(
@@ -217,11 +243,12 @@ def test_the_first_and_the_last_line_say_it_all() -> None:
     assert end_line(stats, completed=7, failed=1, output="out.jsonl") == (
         "7 completions, 1 failed, 900 tokens in 2.00 s (450 tok/s), load 0.5 s, peak memory 3.0GiB -> out.jsonl"
     )
-    assert interrupted_line(COUNTS, output="out.jsonl", command="moelight generate in.jsonl -o out.jsonl") == (
-        "interrupted: 12,340 of 100,000 rows are kept in out.jsonl; continue with: "
-        "moelight generate in.jsonl -o out.jsonl"
+    under_way = replace(COUNTS, running=1380)
+    assert interrupted_line(under_way, output="out.jsonl") == (
+        "interrupted: 12,340 of 100,000 rows are kept in out.jsonl; 1,380 answers were under way and are computed "
+        "again; continue with:"
     )
-    at_once = interrupted_line(None, output="out.jsonl", command="moelight generate in.jsonl -o out.jsonl")
-    assert at_once.startswith("interrupted: the rows that were finished are kept in out.jsonl; continue with: moelight")
+    at_once = interrupted_line(None, output="out.jsonl")
+    assert at_once == "interrupted: the rows that were finished are kept in out.jsonl; continue with:"
     for counts in (None, COUNTS):
-        assert "continue with" not in interrupted_line(counts, output="", command="moelight generate in.jsonl")
+        assert "continue with" not in interrupted_line(counts, output="")
