@@ -153,10 +153,10 @@ def ffn_intensity(model: ModelProfile, tokens: float, *, weight_dtype: DType = F
     With t = μ, I^i of the level that computes."""
     weights = model.experts.num_experts * costs.page_bytes(model, weight_dtype)
     touched = ACTIVATION_BYTES * tokens * (model.hidden_size + model.experts.intermediate_size)
-    return ffn_flops(model, tokens) / (touched + weights)
+    return flops_of_experts(model, tokens) / (touched + weights)
 
 
-def ffn_flops(model: ModelProfile, tokens: float) -> float:
+def flops_of_experts(model: ModelProfile, tokens: float) -> float:
     """Flops of the experts of one layer over ``tokens``."""
     return 6.0 * tokens * model.hidden_size * model.experts.intermediate_size * model.router.top_k
 
@@ -167,7 +167,7 @@ def fed_intensity(
     """I^j of the experts of one layer over ``tokens`` = N: their flops over what crosses the link from level j, which
     is the ``share`` of the weights that lies at j or beyond, and ``hidden_bytes`` of hidden states."""
     weights = model.experts.num_experts * costs.moved_page_bytes(model, weight_dtype) * share
-    return ffn_flops(model, tokens) / (weights + hidden_bytes)
+    return flops_of_experts(model, tokens) / (weights + hidden_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

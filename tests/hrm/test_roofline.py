@@ -21,9 +21,9 @@ from moelight.hrm.roofline import (
     chain_of,
     compute_roof,
     fed_intensity,
-    ffn_flops,
     ffn_intensity,
     first_turning_point,
+    flops_of_experts,
     link_between,
     link_roof,
     memory_roof,
@@ -121,7 +121,7 @@ def test_the_work_attains_what_the_plan_counts_with(disk: float) -> None:
     experts = roofline_of(t4, MIXTRAL, policy, WORK).points[1]
     busiest = max(seconds, key=seconds.__getitem__)
     assert {"host": "h2d", "disk": "disk"}[experts.home] == busiest
-    flops = MIXTRAL.num_layers * ffn_flops(MIXTRAL, 3732)
+    flops = MIXTRAL.num_layers * flops_of_experts(MIXTRAL, 3732)
     assert flops / seconds[busiest] == pytest.approx(experts.flops, rel=0.02)
 
 
