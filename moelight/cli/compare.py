@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from moelight.cli import planning_options as ask
 from moelight.cli.options import argument, check_output, option, with_options, write_output
-from moelight.cli.tables import open_console, plain_table, print_json, show, stacked, text
+from moelight.cli.tables import open_console, plain_table, print_json, say_missing_kernels, show, stacked, text
 from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.units import parse_bytes
 
@@ -54,6 +54,7 @@ def compare(
     _check_kv_dtype(kv_dtype)
     check_activations(activations)
     check_output(output, as_json=as_json)
+    say_missing_kernels()
     found = compare_models(
         CompareOptions(
             model=model,

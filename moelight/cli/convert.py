@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moelight.cli.options import argument, option, with_options
+from moelight.cli.tables import say_missing_kernels
 from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.units import GB, format_bytes, parse_bytes
 
@@ -69,6 +70,7 @@ def convert(
         calibrate=calibrate,
         planning={} if host_memory is None else {"host_memory": host_memory},
     )
+    say_missing_kernels()
     lines = _ProgressLine()
     found = convert_checkpoint(options, lines, _calibrating)
     for name in found.left_out:

@@ -17,7 +17,7 @@ import psutil
 
 from moelight import __version__
 from moelight.cli.options import option, with_options
-from moelight.cli.tables import open_console, print_json
+from moelight.cli.tables import missing_kernels, open_console, print_json
 from moelight.core.errors import InputError
 from moelight.core.units import format_bytes
 from moelight.kernels import native
@@ -36,10 +36,6 @@ from moelight.runtime.topology import (
 )
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "numpy")
-INSTALL_HINT = (
-    "install a C++20 compiler (g++ 11 or clang 14 will do), "
-    "then install moelight again: pip install --force-reinstall --no-deps ."
-)
 
 
 def facts(model: Path | None = None) -> dict[str, Any]:
@@ -67,7 +63,11 @@ def facts(model: Path | None = None) -> dict[str, Any]:
         },
         **machine_facts(torch["threads"], plugs, model),
         "torch": torch,
-        "extension": {"available": native.available(), "reason": native.reason()},
+        "extension": {
+            "available": native.available(),
+            "reason": native.reason(),
+            "remedy": None if native.available() else native.remedy(),
+        },
         "kernels": [asdict(row) for row in [*serving(), *_forms(torch), *_on_devices(torch["devices"])]],
     }
 
@@ -77,6 +77,9 @@ def print_facts(found: dict[str, Any]) -> None:
     from rich.table import Table
 
     console = open_console()
+    if (line := missing_kernels()) is not None:
+        console.print(line, soft_wrap=True)
+        console.print()
     about = Table.grid(padding=(0, 2))
     for name, value in _about(found):
         about.add_row(name, value)
@@ -86,9 +89,6 @@ def print_facts(found: dict[str, Any]) -> None:
         kernels.add_row(row["operation"], row["implementation"], row["reason"])
     console.print()
     console.print(kernels)
-    if not found["extension"]["available"]:
-        console.print(f"The native kernels are missing ({found['extension']['reason']}). Everything runs on torch's.")
-        console.print(f"To have them: {INSTALL_HINT}", soft_wrap=True)
 
 
 def _about(found: dict[str, Any]) -> Iterator[tuple[str, str]]:

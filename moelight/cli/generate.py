@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from moelight.cli.options import argument, flag, option, refuse_beside, with_options
+from moelight.cli.tables import say_missing_kernels
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.core.request import SamplingParams, StructuredOutputs
@@ -154,6 +155,7 @@ def generate(given: JobArguments, cluster: RayArguments) -> None:
     as_table = given.show if given.show is not None else given.output is None and sys.stdout.isatty()
     options = read_options(given, as_table=as_table)
     nodes = read_cluster(cluster)
+    say_missing_kernels()
     if given.dry_run:
         code = forecast_and_report(options, as_json=given.as_json, nodes=nodes)
     else:

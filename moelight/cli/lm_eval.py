@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moelight.cli.options import argument, with_options
+from moelight.cli.tables import say_missing_kernels
 from moelight.core.errors import ConfigError
 from moelight.core.small_files import read_error_text, read_text
 from moelight.core.units import MiB
@@ -33,6 +34,7 @@ def lm_eval(
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError("lm-evaluation-harness is not installed: pip install 'moelight[lm-eval]'")
+    say_missing_kernels()
     from lm_eval.__main__ import cli_evaluate
 
     import moelight.integrations.lm_eval  # noqa: F401 - so that the harness knows the model

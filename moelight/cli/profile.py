@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moelight.cli.options import option, with_options
-from moelight.cli.tables import indented, open_console, plain_table, section, show, stacked, text
+from moelight.cli.tables import indented, open_console, plain_table, say_missing_kernels, section, show, stacked, text
 from moelight.core.errors import ConfigError
 from moelight.core.units import format_bytes
 from moelight.observe.number_format import flops_text, rate_or_count, rate_text, scaled_text, seconds_text, share_text
@@ -63,6 +63,7 @@ def profile(
         raise ConfigError(f"--output {output}: there is no directory {output.parent}")
     if disk_dir is not None and not disk_dir.is_dir():
         raise ConfigError(f"--disk-dir {disk_dir}: no such directory")
+    say_missing_kernels()
     path = kept_path(device) if output is None else output
     from moelight.runtime.calibration.machine import measure_machine
     from moelight.runtime.machine import find_machine

@@ -13,7 +13,7 @@ import typer
 
 from moelight.cli import INTERRUPTED
 from moelight.cli.options import flag, option, refuse_beside, with_options
-from moelight.cli.tables import printable
+from moelight.cli.tables import printable, say_missing_kernels
 from moelight.core.errors import ConfigError
 from moelight.core.units import parse_bytes
 
@@ -75,6 +75,7 @@ def serve_batch(given: ServerArguments) -> None:
     handed_on = {name: value for name in _HANDED_ON if (value := getattr(given, name)) is not None}
     read_options(JobArguments(prompts=_NO_PROMPTS, model=given.model, **handed_on), as_table=False)
     options = [str(word) for name, value in handed_on.items() for word in (flag(name), value)]
+    say_missing_kernels()
     _check_model(given.model)
     if given.watch is not None:
         refuse_beside(f"--watch {given.watch}", given, _HTTP, "a folder is watched without HTTP")

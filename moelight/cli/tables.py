@@ -6,6 +6,7 @@ rich is imported on first use, since help texts and refusals do not need it.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,21 @@ def plain_table(*columns: str, rows: Iterable[Iterable[RenderableType]] = ()) ->
 def printable(text: str) -> str:
     """Return ``text`` with control characters escaped, so that it cannot steer a terminal."""
     return "".join(c if c.isprintable() or c in _KEPT_CONTROLS else c.encode("unicode_escape").decode() for c in text)
+
+
+def missing_kernels() -> str | None:
+    """The line about the absence of native kernels: why, and what to do; None where they serve."""
+    from moelight.kernels import native
+
+    if native.available():
+        return None
+    return f"no native kernels: {native.reason()}; torch's serve, which are slower; {native.remedy()}"
+
+
+def say_missing_kernels() -> None:
+    """Print `missing_kernels` on stderr, the first line of a command that computes."""
+    if (line := missing_kernels()) is not None:
+        print(printable(f"moelight: {line}"), file=sys.stderr, flush=True)
 
 
 def title(model: str, machine: str) -> Text:

@@ -1,10 +1,15 @@
-"""The compiled extension: availability, with the reason, instruction set, and operations. Never imports torch."""
+"""The compiled extension: availability, with the reason and the remedy, instruction set, and operations. Never imports
+torch."""
 
 import importlib
+import shutil
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any
+
+_COMPILERS = ("c++", "g++", "clang++")  # that CMake looks for
+_AGAIN = "install moelight again (pip install --force-reinstall --no-deps . in its source directory)"
 
 
 @cache
@@ -12,10 +17,31 @@ def _load() -> tuple[ModuleType | None, str]:
     try:
         extension = importlib.import_module("moelight.kernels._native")
     except ModuleNotFoundError:
-        return None, "the extension was not built: the install found no working C++20 compiler"
+        return None, "the extension was not built" if _installed() else "the installation of moelight is not complete"
     except ImportError as error:
-        return None, f"the extension does not load: {error}"
+        return None, f"the extension does not load: {' '.join(str(error).split())}"
     return extension, f"built, {extension.isa()} of {', '.join(extension.isa_available())}"
+
+
+def _installed() -> bool:
+    """False where the package is imported from a source directory whose installation never ended."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        version("moelight")
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def remedy() -> str:
+    """What gives this process native kernels, in one clause; nothing is missing where `available` is true."""
+    if not _installed():
+        return "run the installation again (pip install . in the source directory of moelight, or make demo)"
+    compiler = next((name for name in _COMPILERS if shutil.which(name) is not None), None)
+    if compiler is None:
+        return f"install a C++20 compiler (g++ 11 or clang 14 will do), then {_AGAIN}"
+    return f"{_AGAIN}; {compiler} is there, and with --verbose pip shows why a build fails"
 
 
 def extension() -> ModuleType | None:

@@ -100,9 +100,29 @@ def test_facts_for_people() -> None:
 def test_a_missing_extension_is_said_with_what_to_do() -> None:
     done = moelight("doctor", module="tests.cli.without_extension")
     assert done.returncode == 0
-    text = " ".join(done.stdout.split())
-    assert "native kernels are missing" in text and "C++20 compiler" in text and "pip install" in text
-    assert "avx512 of" not in text
+    line = done.stdout.splitlines()[0]
+    assert line.startswith("no native kernels: the extension was not built; torch's serve") and "pip install" in line
+    assert "avx512 of" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("generate", "missing.jsonl", "-m", "demo"),
+        ("serve-batch", "-m", "missing"),
+        ("lm-eval", "--model", "unknown"),
+        ("compare", "demo", "missing.jsonl", "--against", "demo"),
+        ("convert", "missing", "out"),
+    ],
+)
+@pytest.mark.usefixtures("without_extension")
+def test_commands_that_compute_say_it_in_their_first_line(command: tuple[str, ...], tmp_path: Path) -> None:
+    done = moelight_inside(
+        *(tmp_path / word if word in ("missing", "missing.jsonl", "out") else word for word in command)
+    )
+    first = done.stderr.splitlines()[0]
+    assert done.returncode == 2 and first.startswith("moelight: no native kernels: a test hides the extension; torch's")
+    assert "pip install" in first
 
 
 def test_a_broken_torch_is_a_fact_and_no_traceback(

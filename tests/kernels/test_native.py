@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
@@ -36,8 +37,35 @@ def test_without_the_extension_torch_serves_and_the_reason_is_told(forgetful, mo
     assert not native.available()
     assert native.isa() is None
     assert native.cpu_features() == {}
-    assert "not built" in native.reason()
+    assert native.reason() == "the extension was not built"
     assert {row.implementation for row in serving()} == {"torch"}
+
+
+@pytest.mark.parametrize(
+    ("installed", "compiler", "words"),
+    [
+        (True, None, "install a C++20 compiler (g++ 11 or clang 14 will do), then install moelight again"),
+        (True, "/usr/bin/g++", "install moelight again (pip install --force-reinstall"),
+        (False, "/usr/bin/g++", "run the installation again"),
+    ],
+)
+def test_the_reason_and_the_remedy_are_those_of_this_installation(
+    installed: bool, compiler: str | None, words: str, forgetful: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An installation that was broken off has no metadata; one whose build failed has, with a compiler or without."""
+
+    def version(name: str) -> str:
+        if not installed:
+            raise PackageNotFoundError(name)
+        return "0.1.0"
+
+    monkeypatch.setitem(sys.modules, "moelight.kernels._native", None)
+    monkeypatch.setattr("importlib.metadata.version", version)
+    monkeypatch.setattr("shutil.which", lambda name: compiler if name == "g++" else None)
+    assert native.reason() == (
+        "the extension was not built" if installed else "the installation of moelight is not complete"
+    )
+    assert native.remedy().startswith(words)
 
 
 def test_serving_names_every_operation_once():
