@@ -22,7 +22,7 @@ from moelight.models.graph.model import GraphModel, config_of, on_meta, read_con
 from moelight.models.graph.profile import profile_of
 from moelight.models.graph.self_test import prove_config
 from moelight.models.graph.support import refuse_unserved
-from moelight.models.graph.weights import GraphWeightMap, fill_weights, renamer, weights_in
+from moelight.models.graph.weights import GraphWeightMap, fill_weights, matrices_of, renamer, weights_in
 from moelight.models.moe import Matrices
 from moelight.models.quantized import QuantizedExperts
 from moelight.profiles.families import FAMILIES, profile_from_dir
@@ -34,7 +34,7 @@ from moelight.weights.compressed_tensors import know_compressed_tensors
 from moelight.weights.gguf_checkpoint import gguf_checkpoint
 from moelight.weights.page_layout import PageLayout
 from moelight.weights.source import GGUF, Checkpoint, resolve_model
-from moelight.weights.tensor_map import OpenCheckpoint, WeightMap, as_stored, locate, open_checkpoint, plain_matrices
+from moelight.weights.tensor_map import OpenCheckpoint, WeightMap, as_stored, locate, open_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -90,9 +90,8 @@ def _open_graph(directory: Path) -> OpenCheckpoint:
     """Open the checkpoint in ``directory`` as its module graph; nothing is read but headers. Raises as `_graph_of`."""
     path, config = directory / "config.json", read_config(directory)
     model = GraphModel(on_meta(config))
-    checkpoint = plain_matrices(Checkpoint.open(directory), str(config.dtype or torch.float32).removeprefix("torch."))
     opened, layouts = _graph_of(
-        config, model, checkpoint, path.read_text(encoding="utf-8"), directory.resolve().name, path
+        config, model, matrices_of(directory, model), path.read_text(encoding="utf-8"), directory.resolve().name, path
     )
     quantization = read_quantization(HFConfig.from_file(path))
     if quantization is None:
@@ -136,7 +135,9 @@ def _graph_of(
     layouts = list(weights.layouts.values())
     if len(set(layouts)) > 1:
         raise ConfigError(f"{where}: the experts of its layers lie in {len(set(layouts))} ways; pages have one")
-    found = WeightMap(dtype=weights.dtype, parts=MappingProxyType({}), pages=weights.pages, spare_head=None)
+    found = WeightMap(
+        dtype=weights.dtype, parts=MappingProxyType({}), pages=weights.pages, spare_head=None, ignored=weights.ignored
+    )
     views = PageViews(layouts[0], model.forms) if layouts else None
     graph = GraphCheckpoint(model, weights, views)
     opened = OpenCheckpoint(directory=checkpoint.directory, profile=profile, weight_map=found, graph=graph)

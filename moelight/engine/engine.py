@@ -51,6 +51,7 @@ from moelight.runtime.machine import (
 )
 from moelight.runtime.machine_profile import use_kept_kernels
 from moelight.runtime.measure import peak_rss_bytes
+from moelight.weights.ignored import unused_scales
 from moelight.weights.tensor_map import OpenCheckpoint
 
 _log = logging.getLogger(__name__)
@@ -187,6 +188,8 @@ class Engine:
 
     def _load(self, source: OpenCheckpoint, lanes: str, dtype: DType, cuda_graphs: bool) -> PassRunner:
         """The loaded model; expert pages are staged if the system refuses to lock their memory."""
+        if line := unused_scales(source.ignored):
+            _log.warning("%s: %s", source.directory, line)
         use_kept_kernels()
         try:
             return PassRunner(source, self.policy, self._machine, lanes, self._experts, cuda_graphs)

@@ -25,6 +25,12 @@ ITEM_BYTES = {
 }
 MX_GROUP = 32  # columns of a block of MXFP4
 SHAPE = ".weight_shape"  # of a part that repeats the size of the matrix
+# Every suffix under which a format keeps something: a matrix with one that its format has not is stored otherwise.
+SUFFIXES = (
+    *(".weight", ".weight_scale", ".weight_scale_inv", ".weight_zero_point", ".weight_g_idx", ".weight_packed"),
+    *(".weight_global_scale", ".weight_shape", ".qweight", ".qzeros", ".scales", ".g_idx", "_blocks", "_scales"),
+    *("_scale", "_scale_inv", ".scale"),
+)
 PART_ALIGNMENT = 16  # bytes; of each part of an expert's page
 _WORD = 32  # bits
 # ggml types whose codes are whole numbers to int8 activations; of blocks of 256 the columns of an activation and of a

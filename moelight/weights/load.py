@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from moelight.core.dtypes import DType, computed_in
+from moelight.core.dtypes import BY_SAFETENSORS, DType, computed_in
 from moelight.core.errors import CheckpointError
 from moelight.core.schedule import Page
 from moelight.core.small_files import open_regular, read_error_text
@@ -74,9 +74,10 @@ class TensorReader:
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
-    def read(self, info: TensorInfo, dest: torch.Tensor) -> None:
-        """Fill ``dest`` (contiguous, as many numbers as ``info``, any device), rounding to its dtype; no GIL held."""
-        stored = self._stored
+    def read(self, info: TensorInfo, dest: torch.Tensor, stored: torch.dtype | None = None) -> None:
+        """Fill ``dest`` (contiguous, as many numbers as ``info``, any device), rounding to its dtype; no GIL held.
+        ``stored``: the dtype of this tensor, if it is another one."""
+        stored = stored or self._stored
         if dest.numel() * stored.itemsize != info.nbytes or not dest.is_contiguous():
             raise ValueError(f"{info.name}: {info.nbytes} bytes of {stored} do not fill {tuple(dest.shape)}")
         if dest.dtype == stored and dest.device.type == "cpu":
@@ -231,7 +232,7 @@ def _kept(infos: Sequence[TensorInfo], rooms: Sequence[torch.Tensor], activation
 def read_tensor_into(reader: TensorReader, info: TensorInfo, dest: torch.Tensor) -> None:
     """As `TensorReader.read`, of a quantised matrix too, whose numbers are rounded to the dtype of ``dest``."""
     if not isinstance(info, QuantizedInfo):
-        reader.read(info, dest)
+        reader.read(info, dest, to_torch(BY_SAFETENSORS[info.dtype]))
         return
     matrix = info.stored()
     dequantised(matrix, dest.view(matrix.rows, matrix.columns))
@@ -272,6 +273,11 @@ def exceeds_float16(numbers: torch.Tensor) -> bool:
 
 def check_tie(reader: TensorReader, embed: TensorInfo, spare: TensorInfo) -> None:
     """Raise CheckpointError if tied embeddings are stored twice and differ: it is ambiguous which of them to use."""
+    if spare.dtype != embed.dtype:
+        raise CheckpointError(
+            f"{spare.file}: tensor {spare.name!r} is {spare.dtype} and {embed.name!r} {embed.dtype}, although "
+            "config.json says tie_word_embeddings; remove one of the two"
+        )
     halves = torch.empty((2, BOUNCE_BYTES // 2), dtype=torch.uint8)
     for begin in range(0, spare.nbytes, halves.shape[1]):
         first, second = halves[:, : spare.nbytes - begin]

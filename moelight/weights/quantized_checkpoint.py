@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from moelight.core.dtypes import BY_SAFETENSORS
 from moelight.core.errors import CheckpointError
-from moelight.profiles.stored import AWQ, GPTQ, ITEM_BYTES, MXFP4, PACKED, SHAPE, StoredFormat
+from moelight.profiles.stored import AWQ, GPTQ, ITEM_BYTES, MXFP4, PACKED, SHAPE, SUFFIXES, StoredFormat
 from moelight.weights.source import Checkpoint, TensorInfo
 from moelight.weights.stored_matrix import StoredMatrix, find_matrix, read_tensor
 
@@ -67,10 +68,11 @@ class QuantizedInfo(TensorInfo):
 
 
 def as_matrices(checkpoint: Checkpoint, format_of: Callable[[str], StoredFormat | None], dtype: str) -> Checkpoint:
-    """``checkpoint``, whose modules are stored as ``format_of`` says, with one tensor of ``dtype`` (a safetensors name)
-    for each quantised matrix. Raises CheckpointError for a matrix that lacks a tensor, or has one that does not fit."""
+    """``checkpoint``, whose modules are stored as ``format_of`` says, with one tensor for each quantised matrix: of the
+    dtype of the tensors that are not quantised, and of ``dtype`` (a safetensors name) where these differ. Raises
+    CheckpointError for a matrix that lacks a tensor, or has one that does not fit."""
     tensors, listing = checkpoint.tensors, str(checkpoint.listing)
-    found: dict[str, TensorInfo] = {}
+    found: list[tuple[TensorInfo, StoredMatrix, str]] = []
     taken: set[str] = set()
     for name, info in tensors.items():
         module, dot, last = name.rpartition(".")
@@ -78,17 +80,29 @@ def as_matrices(checkpoint: Checkpoint, format_of: Callable[[str], StoredFormat 
             stored = format_of(of) if dot else None
             if stored is None or suffix != stored.names[0] or (dot and suffix == ".weight" and len(info.shape) != 2):
                 continue  # norms and convolutions have no format
+            if _is_plain(tensors, of, info, stored):
+                break
             matrix = _matrix(tensors, of, info, stored, listing)
             taken.update(of + part.suffix for part in stored.parts(matrix.rows, matrix.columns))
-            logical = _as_numbers(info, matrix, of, dtype)
-            found[logical.name] = logical
+            found.append((info, matrix, of))
             break
     plain = {name: info for name, info in tensors.items() if name not in taken}
-    if twice := next((name for name in found if name in plain), None):
+    dtypes = {info.dtype for info in plain.values() if info.dtype in BY_SAFETENSORS}
+    common = dtypes.pop() if len(dtypes) == 1 else dtype
+    matrices = {each.name: each for each in (_as_numbers(*one, common) for one in found)}
+    if twice := next((name for name in matrices if name in plain), None):
         raise CheckpointError(
-            f"{plain[twice].file}: tensor {twice!r} is stored quantised, too; fetch the checkpoint again"
+            f"{plain[twice].file}: tensor {twice!r} is stored quantised, too; save the model again, with one of them"
         )
-    return replace(checkpoint, tensors=MappingProxyType({**plain, **found}))
+    return replace(checkpoint, tensors=MappingProxyType({**plain, **matrices}))
+
+
+def _is_plain(tensors: Mapping[str, TensorInfo], module: str, codes: TensorInfo, stored: StoredFormat) -> bool:
+    """True if ``module``, which is to be ``stored`` so, holds plain numbers instead: floats without scales beside
+    them."""
+    return codes.dtype in BY_SAFETENSORS and not any(
+        module + suffix in tensors for suffix in SUFFIXES if suffix != stored.names[0]
+    )
 
 
 def _endings(name: str) -> Iterable[tuple[str, str]]:
@@ -103,7 +117,7 @@ def _matrix(
     if not 2 <= len(codes.shape) <= _MOST_DIMENSIONS:
         raise CheckpointError(
             f"{codes.file}: tensor {codes.name!r} has shape {list(codes.shape)}, which is no matrix in {stored.name}; "
-            "fetch the checkpoint again"
+            "correct quantization_config"
         )
     rows, columns = _size(tensors, module, codes, stored)
     stack = codes.shape[0] if _stacked(codes, stored) else 1

@@ -16,7 +16,7 @@ from moelight.core.errors import CheckpointError
 from moelight.core.small_files import read_error_text, read_json
 from moelight.weights.safetensors import TensorInfo, read_header
 
-__all__ = ["DEMO", "Checkpoint", "TensorInfo", "resolve_model"]
+__all__ = ["DEMO", "Checkpoint", "IgnoredTensor", "TensorInfo", "resolve_model"]
 
 DEMO = "demo"
 SINGLE = "model.safetensors"
@@ -120,12 +120,22 @@ def _hub_said(name: str, error: BaseException) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class IgnoredTensor:
+    """A tensor that is not read; ``reason`` says in a few words what it is."""
+
+    info: TensorInfo
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """The tensors of one checkpoint by name. ``listing`` is the file that lists them: the index, or the only file."""
+    """The tensors of one checkpoint by name. ``listing`` is the file that lists them: the index, or the only file.
+    ``ignored``: further tensors of it, which are not among ``tensors``."""
 
     directory: Path
     listing: Path
     tensors: Mapping[str, TensorInfo]
+    ignored: tuple[IgnoredTensor, ...] = ()
 
     @classmethod
     def open(cls, directory: Path) -> Checkpoint:

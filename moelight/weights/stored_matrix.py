@@ -24,6 +24,7 @@ from moelight.profiles.stored import (
     PART_ALIGNMENT,
     SCALED,
     SHAPE,
+    SUFFIXES,
     StoredFormat,
     StoredPart,
     ggml_format,
@@ -43,11 +44,6 @@ TORCH = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
-# Every suffix under which a format keeps something: a matrix with one that its format has not is stored otherwise.
-_SUFFIXES = (
-    *(".weight", ".weight_scale", ".weight_scale_inv", ".weight_zero_point", ".weight_g_idx", ".weight_packed"),
-    *(".weight_global_scale", ".weight_shape", ".qweight", ".qzeros", ".scales", ".g_idx", "_blocks", "_scales"),
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,12 +131,12 @@ def find_matrix(
         wanted = stored.parts(rows, columns)
     except ConfigError as error:
         raise CheckpointError(f"{listing}: tensor {module!r}: {error}; config.json does not fit the weights") from None
-    extra = [suffix for suffix in _SUFFIXES if suffix not in {part.suffix for part in wanted}]
+    extra = [suffix for suffix in SUFFIXES if suffix not in {part.suffix for part in wanted}]
     for suffix in extra:
         if module + suffix in tensors:
             raise CheckpointError(
                 f"{tensors[module + suffix].file}: tensor {module + suffix!r} has no place in {stored.name}, which "
-                "config.json says of it; correct quantization_config or fetch the checkpoint again"
+                "config.json says of it; correct quantization_config"
             )
     places = {part.suffix: _place(tensors, module, part, stored, listing, expert) for part in wanted}
     return StoredMatrix(module=module, stored=stored, rows=rows, columns=columns, places=places)
@@ -216,30 +212,30 @@ def _place(
 ) -> TensorInfo:
     name, shown = module + part.suffix, stored.name
     if name not in tensors:
-        there = next((suffix for suffix in _SUFFIXES if module + suffix in tensors), None)
+        there = next((suffix for suffix in SUFFIXES if module + suffix in tensors), None)
         but = f", though {module + there!r} is there" if there else ""
         raise CheckpointError(
             f"{listing}: tensor {name!r} {list(part.shape)} is missing{but}; config.json says that it is "
-            f"stored as {shown}: correct quantization_config or fetch the whole checkpoint"
+            f"stored as {shown}: correct quantization_config, or take config.json from where the weights are from"
         )
     info = tensors[name]
     if info.dtype not in part.dtypes:
         raise CheckpointError(
-            f"{info.file}: tensor {name!r} has dtype {info.dtype}, and {shown} has {' or '.join(part.dtypes)} there; "
-            "correct quantization_config or fetch the checkpoint again"
+            f"{info.file}: tensor {name!r} has dtype {info.dtype}, and {shown}, which config.json says of it, has "
+            f"{' or '.join(part.dtypes)} there; correct quantization_config"
         )
     if expert is not None:
         index, count = expert
         if not info.shape or info.shape[0] != count:
             raise CheckpointError(
                 f"{info.file}: tensor {name!r} has shape {list(info.shape)}, and there are {count} experts; "
-                "correct config.json or fetch the checkpoint again"
+                "correct config.json"
             )
         info = info.part(index, count)
     if not _alike(info.shape, part.shape, stored):
         raise CheckpointError(
-            f"{info.file}: tensor {name!r} has shape {list(info.shape)}, and {shown} asks for {list(part.shape)}; "
-            "correct quantization_config or fetch the checkpoint again"
+            f"{info.file}: tensor {name!r} has shape {list(info.shape)}, and {shown}, which config.json says of it, "
+            f"asks for {list(part.shape)}; correct quantization_config"
         )
     return replace(info, shape=part.shape)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -19,10 +19,12 @@ from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile, StoredTensor, require_computable
 from moelight.profiles.quantization import Kept, kept_matrices, read_quantization, with_pages
 from moelight.profiles.tensor_list import dense_tensors, page_shapes
+from moelight.weights.faults import Faults
+from moelight.weights.ignored import COMPUTED, IgnoreRule, ignore_rules, set_aside
 from moelight.weights.page_layout import PageLayout
 from moelight.weights.quantized_checkpoint import QuantizedInfo, as_matrices
 from moelight.weights.quantized_pages import QuantizedPages, lay_out_pages
-from moelight.weights.source import Checkpoint, TensorInfo, resolve_model
+from moelight.weights.source import Checkpoint, IgnoredTensor, TensorInfo, resolve_model
 
 
 def _axes(width: str) -> dict[str, tuple[str, ...]]:
@@ -50,16 +52,17 @@ def _axes(width: str) -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightMap:
-    """The location of every tensor a model requires, all of one ``dtype``. ``pages``: gate, up, down of each expert,
-    possibly slices. ``spare_head``: an output matrix that is stored although the config ties it to the embeddings.
-    ``quantized``: how pages of quantised experts lie, whose pieces are then those of ``pages``; ``dtype`` is the one to
-    compute in."""
+    """The location of every tensor a model requires; pages are of one ``dtype``, to which others are cast. ``pages``:
+    gate, up, down of each expert, possibly slices. ``spare_head``: an output matrix that is stored although the config
+    ties it to the embeddings. ``quantized``: how pages of quantised experts lie, whose pieces are then those of
+    ``pages``; ``dtype`` is the one to compute in. ``ignored``: the tensors that are not read."""
 
     dtype: DType
     parts: Mapping[StoredTensor, TensorInfo]
     pages: Mapping[Page, tuple[TensorInfo, ...]]
     spare_head: TensorInfo | None
     quantized: QuantizedPages | None = None
+    ignored: tuple[IgnoredTensor, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +74,11 @@ class OpenCheckpoint:
     profile: ModelProfile
     weight_map: WeightMap
     graph: OpenGraph | None = None
+
+    @property
+    def ignored(self) -> tuple[IgnoredTensor, ...]:
+        """The tensors that are not read, with reasons."""
+        return self.weight_map.ignored
 
 
 class OpenGraph(Protocol):
@@ -97,15 +105,23 @@ def open_checkpoint(model: str) -> OpenCheckpoint:
     directory = resolve_model(model)
     profile = profile_from_dir(directory)
     require_computable(profile, where=str(directory / "config.json"))
+    found = locate(plain_matrices(open_needed(directory), profile.dtype), profile)
+    profile = replace(profile, dtype=found.dtype.name)
+    opened = OpenCheckpoint(directory=directory, profile=profile, weight_map=found)
+    return opened if profile.stored is None else as_stored(opened)
+
+
+def open_needed(directory: Path, is_needed: Callable[[str], bool] | None = None) -> Checkpoint:
+    """The checkpoint in ``directory`` without tensors that nothing reads (`ignored`); ``is_needed``: whether the model
+    has a parameter of that name all the same."""
     checkpoint = Checkpoint.open(directory)
-    if profile.stored is None:
-        return OpenCheckpoint(directory=directory, profile=profile, weight_map=locate(checkpoint, profile))
-    found = locate(plain_matrices(checkpoint, profile.dtype), profile)
-    return as_stored(OpenCheckpoint(directory=directory, profile=profile, weight_map=found))
+    config = HFConfig.from_file(directory / "config.json")
+    return set_aside(checkpoint, ignore_rules(config, checkpoint.tensors), is_needed)
 
 
 def plain_matrices(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
-    """``checkpoint`` as one of plain matrices of ``dtype``, if its config.json says that it is quantised."""
+    """``checkpoint`` as one of plain matrices, if its config.json says that it is quantised: in the dtype of the
+    tensors that are not, or in ``dtype``, which config.json says, where these differ."""
     quantization = read_quantization(HFConfig.from_file(checkpoint.directory / "config.json"))
     if quantization is None:
         return checkpoint
@@ -134,6 +150,8 @@ def as_stored(opened: OpenCheckpoint, layouts: Mapping[int, PageLayout] | None =
 def locate(checkpoint: Checkpoint, model: ModelProfile) -> WeightMap:
     """Find every tensor of ``model`` in ``checkpoint``; a CheckpointError describes the first fault (missing, stored
     twice, left over, mis-shaped, unsupported dtype) and counts the others."""
+    computed = (IgnoreRule(re.compile(pattern), COMPUTED) for pattern in model.names.ignored)
+    checkpoint = set_aside(checkpoint, computed)
     _refuse_absurd(checkpoint, model)
     search = _TensorSearch(checkpoint, model)
     parts = {part: search.part(part) for stored in dense_tensors(model) for part in stored.parts}
@@ -144,6 +162,7 @@ def locate(checkpoint: Checkpoint, model: ModelProfile) -> WeightMap:
         parts=MappingProxyType({part: info for part, info in parts.items() if info}),
         pages=MappingProxyType(pages),
         spare_head=spare,
+        ignored=checkpoint.ignored,
     )
 
 
@@ -158,25 +177,20 @@ def _refuse_absurd(checkpoint: Checkpoint, model: ModelProfile) -> None:
         if count > most:
             raise CheckpointError(
                 f"{checkpoint.listing}: holds {len(tensors)} tensors, too few for {key} {count} of config.json; "
-                "correct config.json or fetch the whole checkpoint"
+                "correct config.json, or use the weights that belong to it"
             )
-
-
-def raise_first(faults: Sequence[str]) -> None:
-    """Raise CheckpointError for the first of ``faults``, one line each, with the number of the others; pass if none."""
-    if faults:
-        more = len(faults) - 1
-        raise CheckpointError(faults[0] + (f" (and {more} more fault{'s' if more > 1 else ''})" if more else ""))
 
 
 class _TensorSearch:
     """One search for all tensors of a model; records the tensors used and the faults found, in the order found."""
 
     def __init__(self, checkpoint: Checkpoint, model: ModelProfile) -> None:
-        self._listing, self._tensors, self._model = checkpoint.listing, checkpoint.tensors, model
+        self._tensors, self._model = checkpoint.tensors, model
         self._axes = _axes(FAMILIES[model.model_type].expert_width_key)
         self._used: dict[str, TensorInfo] = {}
-        self._faults: list[str] = []
+        self._of_pages: dict[str, TensorInfo] = {}
+        described = f"{model.model_type}, num_hidden_layers {model.num_layers}, num_experts {model.experts.num_experts}"
+        self._faults = Faults(checkpoint, described, layers=model.num_layers, experts=model.experts.num_experts)
 
     def part(self, part: StoredTensor) -> TensorInfo | None:
         """The one tensor that is ``part``; None, and a fault, if it is missing, stored twice or of another shape."""
@@ -190,6 +204,7 @@ class _TensorSearch:
         gate_up = self._expert_pieces(layer, "fused_gate_up", ("gate", "up"))
         down = self._expert_pieces(layer, "fused_down", ("down",))
         for expert, (first, last) in enumerate(zip(gate_up, down, strict=True)):
+            self._of_pages.update({info.name: info for info in (*first, *last)})
             yield Page(layer=layer, expert=expert), (*first, *last)
 
     def spare_head(self) -> TensorInfo | None:
@@ -201,24 +216,20 @@ class _TensorSearch:
         return self._one("head", spare, (model.vocab_size, model.hidden_size))
 
     def audit(self) -> DType:
-        """The one dtype of all tensors used; raises CheckpointError for any fault, leftover tensors or mixed dtypes."""
-        common = Counter(info.dtype for info in self._used.values()).most_common(1)
-        name = common[0][0] if common else FLOAT32.safetensors
+        """The dtype of pages, to which other tensors are cast; raises CheckpointError for any fault, leftover tensors
+        or pages of two dtypes."""
+        common = Counter(info.dtype for info in (self._of_pages or self._used).values()).most_common(1)
+        name = common[0][0] if common and common[0][0] in BY_SAFETENSORS else FLOAT32.safetensors
         for info in self._used.values():
             stored = f"{info.file}: tensor {info.name!r} has dtype {info.dtype}"
             if info.dtype not in BY_SAFETENSORS:
-                self._faults.append(f"{stored}; supported: {', '.join(BY_SAFETENSORS)}")
-            elif info.dtype != name:
-                self._faults.append(f"{stored}, the others {name}; save the model again in one dtype")
-        ignored, model = re.compile("|".join(self._model.names.ignored) or "(?!)"), self._model
+                self._faults.add(f"{stored}; supported: {', '.join(BY_SAFETENSORS)}")
+            elif info.dtype != name and info.name in self._of_pages:
+                self._faults.add(f"{stored}, other experts {name}; save the model again with experts in one dtype")
         for info in self._tensors.values():
-            if info.name not in self._used and not ignored.fullmatch(info.name):
-                self._faults.append(
-                    f"{info.file}: tensor {info.name!r} {list(info.shape)} has no place in the model config.json "
-                    f"describes ({model.model_type}, num_hidden_layers {model.num_layers}, num_experts "
-                    f"{model.experts.num_experts})"
-                )
-        raise_first(self._faults)
+            if info.name not in self._used:
+                self._faults.left_over(info)
+        self._faults.raise_first()
         return BY_SAFETENSORS[name]
 
     def _expert_pieces(self, layer: int, fused: str, singles: tuple[str, ...]) -> list[list[TensorInfo]]:
@@ -230,7 +241,7 @@ class _TensorSearch:
         loose = [name for expert in names for spellings in expert.values() for name in self._stored(spellings)]
         if whole and loose:
             self._use([*whole, *loose])
-            self._twice(whole[0], loose[0])
+            self._faults.twice(self._tensors[whole[0]], self._tensors[loose[0]])
             return [[]] * count
         if whole:
             shape = (count, sum(shapes[single][0] for single in singles), shapes[singles[0]][1])
@@ -240,22 +251,18 @@ class _TensorSearch:
         return [[info for info in infos if info] for infos in found]
 
     def _one(self, part: str, names: list[str], shape: tuple[int, ...]) -> TensorInfo | None:
-        stored, model = self._stored(names), self._model
+        stored = self._stored(names)
         self._use(stored)
         if not stored:
             reason = {
                 "head": "tie_word_embeddings is false",
                 **dict.fromkeys(("q_bias", "k_bias", "v_bias", "o_bias"), "attention_bias is true"),
                 **dict.fromkeys(("dense_gate", "dense_up", "dense_down"), "mlp_only_layers, decoder_sparse_step"),
-                **dict.fromkeys(("gate", "up", "down"), f"num_experts {model.experts.num_experts}"),
-            }.get(part, f"model_type {model.model_type}")
-            self._faults.append(
-                f"{self._listing}: tensor {names[0]!r} {list(shape)} is missing, but config.json asks for it "
-                f"({reason}, num_hidden_layers {model.num_layers}); correct config.json or fetch the whole checkpoint"
-            )
+            }.get(part, "")
+            self._faults.missing(names[0], shape, reason)
             return None
         if len(stored) > 1:
-            self._twice(stored[0], stored[1])
+            self._faults.twice(*(self._tensors[name] for name in stored[:2]))
             return None
         info = self._tensors[stored[0]]
         if info.shape == shape:
@@ -263,18 +270,11 @@ class _TensorSearch:
         axes = self._axes.get(part, ())
         keys = [key for key, has, wants in zip(axes, info.shape, shape, strict=False) if has != wants]
         hint = f"; check {', '.join(keys)} there" if keys and len(info.shape) == len(shape) else ""
-        self._faults.append(
+        self._faults.add(
             f"{info.file}: tensor {info.name!r} has shape {list(info.shape)}, "
             f"but config.json asks for {list(shape)}{hint}"
         )
         return None
-
-    def _twice(self, first: str, second: str) -> None:
-        self._faults.append(
-            f"{self._tensors[first].file}: tensor {first!r} and tensor {second!r} (in "
-            f"{self._tensors[second].file.name}) are two spellings of the same weights; save the model again, with one "
-            "of them"
-        )
 
     def _spell(self, part: str, layer: int = -1, expert: int = -1) -> list[str]:
         return [spelling.format(layer=layer, expert=expert) for spelling in getattr(self._model.names, part)]

@@ -273,9 +273,9 @@ TENSORS = (
         says=(SINGLE, NORM, "[1, 48]", "[48]"),
     ),
     Hostile(
-        name="another dtype",
-        mutate=stored(lambda t: t.update({NORM: ("BF16", [48], t[NORM][2][:96])})),
-        says=(SINGLE, NORM, "BF16", "F32"),
+        name="an expert of another dtype",
+        mutate=stored(lambda t: t.update({W1: ("BF16", t[W1][1], t[W1][2][: len(t[W1][2]) // 2])})),
+        says=(SINGLE, W1, "BF16", "other experts F32"),
     ),
     Hostile(
         name="no numbers to compute with",

@@ -26,12 +26,15 @@ from moelight.core.schedule import Page
 from moelight.core.units import align_up
 from moelight.hrm.costs import TENSOR_ALIGNMENT
 from moelight.models.graph.families import ExpertForm
+from moelight.profiles.stored import SUFFIXES
 from moelight.weights.boxes import Box, NotMovedError, Tiled, TiledTensor, UnequalError
+from moelight.weights.faults import Faults
+from moelight.weights.ignored import COMPUTED, NOT_READ, OTHER_PART, PREDICTION, IgnoreRule, set_aside
 from moelight.weights.load import BOUNCE_BYTES, TensorReader, check_bytes, check_tie, dequantised
 from moelight.weights.page_layout import PageLayout, ScatteredError, lay_out
 from moelight.weights.quantized_checkpoint import QuantizedInfo
-from moelight.weights.source import Checkpoint, TensorInfo
-from moelight.weights.tensor_map import plain_matrices, raise_first
+from moelight.weights.source import Checkpoint, IgnoredTensor, TensorInfo
+from moelight.weights.tensor_map import open_needed, plain_matrices
 from moelight.weights.torch_dtypes import from_torch, to_torch
 
 if TYPE_CHECKING:
@@ -129,6 +132,7 @@ class GraphWeightMap:
         layouts: how the pages of each layer with experts lie.
         matrices: of a dense model, those of the page of each layer, in the order of the files.
         initial: persistent buffers that the checkpoint may lack and does, which the family's initialisation computes.
+        ignored: stored tensors that are not read.
     """
 
     dtype: DType
@@ -137,6 +141,7 @@ class GraphWeightMap:
     layouts: Mapping[int, PageLayout]
     matrices: tuple[tuple[PagedMatrix, ...], ...]
     initial: tuple[str, ...]
+    ignored: tuple[IgnoredTensor, ...] = ()
 
     def dense_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the arena in a computation in ``dtype``."""
@@ -155,8 +160,24 @@ def locate_weights(directory: Path, model: Model) -> GraphWeightMap:
         CheckpointError: for the first fault (missing, stored twice, left over, mis-shaped, of an unsupported or another
             dtype, experts in pieces), with the number of the others.
     """
-    dtype: Any = model.module.dtype
-    return weights_in(plain_matrices(Checkpoint.open(directory), from_torch(dtype).name), model)
+    return weights_in(matrices_of(directory, model), model)
+
+
+def matrices_of(directory: Path, model: Model) -> Checkpoint:
+    """The checkpoint in ``directory`` as one of plain matrices, without what ``model`` does not read."""
+    module: Any = model.module
+    state = module.state_dict()
+    rename, _ = renamer(module, state)
+
+    def is_needed(name: str) -> bool:
+        parts = (name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix))
+        spelled = (name, *(spelling for part in parts for spelling in (part, f"{part}.weight")))
+        return any(rename(spelling)[0] in state for spelling in spelled)
+
+    patterns = _not_read(module)
+    rules = (IgnoreRule(re.compile(f".*(?:{pattern.removeprefix('^')}).*"), reason) for pattern, reason in patterns)
+    checkpoint = set_aside(open_needed(directory, is_needed), rules, is_needed)
+    return plain_matrices(checkpoint, from_torch(module.dtype).name)
 
 
 def weights_in(checkpoint: Checkpoint, model: Model) -> GraphWeightMap:
@@ -182,14 +203,17 @@ class _Conversion:
         tensors: by the parameter's name, all that were found.
         sources: the stored tensors of each, for messages.
         left: stored tensors that no rule assigns, with the names that the rules give them.
-        faults: one line each.
+        faults: what is wrong.
     """
 
     def __init__(self, checkpoint: Checkpoint, module: nn.Module) -> None:
         self.tensors: dict[str, Tiled] = {}
         self.sources: dict[str, list[TensorInfo]] = {}
         self.left: list[tuple[str, TensorInfo]] = []
-        self.faults: list[str] = []
+        config: Any = module.config
+        layers = config.get_text_config().num_hidden_layers
+        described = f"{config.model_type}, num_hidden_layers {layers}"
+        self.faults = Faults(checkpoint, described, layers=layers, experts=0)
         self._checkpoint, self._module = checkpoint, module
         self._state = module.state_dict()
         groups, converters = self._assigned()
@@ -219,14 +243,11 @@ class _Conversion:
             return  # the audit names it
         patterns = [pattern for pattern in group.by_pattern if pattern is not None]
         if twice := _stored_twice(group):
-            self.faults.append(
-                f"{twice[0].file}: tensor {twice[0].name!r} and tensor {twice[1].name!r} (in {twice[1].file.name}) are "
-                "two spellings of the same weights; save the model again, with one of them"
-            )
+            self.faults.twice(*twice)
         elif not patterns:
             self.tensors[target] = Tiled.of(infos[0])
         elif absent := self._absent(target, group, converters[patterns[0]]):
-            self.faults.append(self.missing(absent))
+            self.missing(absent)
         else:
             self._apply(target, group, converters[patterns[0]])
 
@@ -251,18 +272,18 @@ class _Conversion:
         try:
             found = converter.convert(target, model=self._module, config=self._module.config)
         except UnequalError as error:
-            self.faults.append(
+            self.faults.add(
                 f"{error.info.file}: tensor {error.info.name!r} ({error.info.dtype} {list(error.info.shape)}) "
                 f"differs from tensor {error.first.name!r} ({error.first.dtype} {list(error.first.shape)}), with which "
-                f"it makes {target!r}; fetch the checkpoint again"
+                f"it makes {target!r}; save the model again, with all of them in one dtype and shape"
             )
         except NotMovedError as error:
-            self.faults.append(
+            self.faults.add(
                 f"{first.file}: tensor {first.name!r} becomes {target!r} by {error}, which moelight does not do; "
                 "save the model with transformers 5 and save_original_format=False"
             )
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, ValueError) as error:
-            self.faults.append(
+            self.faults.add(
                 f"{first.file}: tensor {first.name!r} {list(first.shape)} cannot be made {target!r} "
                 f"({str(error).splitlines()[0]}); check config.json"
             )
@@ -274,16 +295,9 @@ class _Conversion:
                 self.tensors[name] = (tensor[0] if isinstance(tensor, list) else tensor).tiled
                 self.sources[name] = group.infos()
 
-    def missing(self, name: str) -> str:
+    def missing(self, name: str) -> None:
         """A fault: tensor ``name`` is missing."""
-        shape = f" {list(self._state[name].shape)}" if name in self._state else ""
-        config: Any = self._module.config
-        layers = config.get_text_config().num_hidden_layers
-        return (
-            f"{self._checkpoint.listing}: tensor {name!r}{shape} is missing, but config.json asks for it (model_type "
-            f"{config.model_type}, num_hidden_layers {layers}); correct config.json or fetch the "
-            "whole checkpoint"
-        )
+        self.faults.missing(name, tuple(self._state[name].shape) if name in self._state else ())
 
 
 def renamer(module: nn.Module, state: dict[str, Any]) -> tuple[Any, Sequence[Any]]:
@@ -345,7 +359,7 @@ class _Audit:
 
     def weight_map(self) -> GraphWeightMap:
         """The map; raises CheckpointError for the first fault."""
-        self._left_over()
+        ignored = self._left_over()
         dtype = self._dtype()
         dense, initial = self._dense(dtype)
         layouts: dict[int, PageLayout] = {}
@@ -359,7 +373,7 @@ class _Audit:
         for layer, names in enumerate(self._model.pages):
             found_here, pages[Page(layer=layer, expert=0)] = self._page_of_layer(names, dtype)
             matrices.append(found_here)
-        raise_first(self._faults)
+        self._faults.raise_first()
         return GraphWeightMap(
             dtype=dtype,
             dense=dense,
@@ -367,6 +381,7 @@ class _Audit:
             layouts=MappingProxyType(layouts),
             matrices=tuple(matrices),
             initial=initial,
+            ignored=ignored,
         )
 
     def _dtype(self) -> DType:
@@ -380,24 +395,28 @@ class _Audit:
             floating = self._state[target].is_floating_point()
             if info.dtype not in (_FLOATING if floating else _WHOLE):
                 supported = ", ".join(_FLOATING if floating else _WHOLE)
-                self._faults.append(f"{stored}; supported: {supported}")
-            elif floating and info.dtype not in (name, *(() if target in self._of_pages else ("F32",))):
-                self._faults.append(f"{stored}, the others {name}; save the model again in one dtype")
+                self._faults.add(f"{stored}; supported: {supported}")
+            elif floating and info.dtype != name and target in self._of_pages:
+                self._faults.add(f"{stored}, others of its kind {name}; save the model again with them in one dtype")
         return BY_SAFETENSORS[name]
 
-    def _left_over(self) -> None:
-        ignored = [*(self._module._keys_to_ignore_on_load_unexpected or ()), *_no_longer_stored(self._module)]
-        left = [info for name, info in self._found.left if not any(re.search(pattern, name) for pattern in ignored)]
+    def _left_over(self) -> tuple[IgnoredTensor, ...]:
+        """The tensors that are not read; faults for others without a parameter."""
+        patterns = tuple(_not_read(self._module))
+        ignored, left = list(self._checkpoint.ignored), []
+        for name, info in self._found.left:
+            if reason := next((reason for pattern, reason in patterns if re.search(pattern, name)), None):
+                ignored.append(IgnoredTensor(info=info, reason=reason))
+            else:
+                left.append(info)
         place = self._checkpoint.directory
         elsewhere = _of_other_parts(place, left) if left and place.is_dir() else set()
-        config = self._module.config
-        layers = config.get_text_config().num_hidden_layers
-        self._faults.extend(
-            f"{info.file}: tensor {info.name!r} {list(info.shape)} has no place in the model config.json describes "
-            f"({config.model_type}, num_hidden_layers {layers})"
-            for info in left
-            if info.name not in elsewhere
-        )
+        for info in left:
+            if info.name in elsewhere:
+                ignored.append(IgnoredTensor(info=info, reason=OTHER_PART))
+            else:
+                self._faults.left_over(info)
+        return tuple(ignored)
 
     def _dense(self, dtype: DType) -> tuple[tuple[DenseTensor, ...], tuple[str, ...]]:
         """Every tensor outside pages, and the names of those that are to be initialised."""
@@ -417,7 +436,7 @@ class _Audit:
                 initial.append(names[0])
                 dense.append(self._described(names, dtype, ()))
             else:
-                self._faults.append(self._found.missing(names[0]))
+                self._found.missing(names[0])
         return tuple(dense), tuple(initial)
 
     def _dense_tensor(self, names: Sequence[str], dtype: DType) -> DenseTensor | None:
@@ -430,7 +449,7 @@ class _Audit:
             return tensor
         first, spare = (self._found.sources[name] for name in stored[:2])
         if len(first) > 1 or len(spare) > 1 or first[0].dtype != spare[0].dtype or len(stored) > 2:
-            self._faults.append(f"{first[0].file}: tensors {', '.join(map(repr, stored))} are tied, but all are stored")
+            self._faults.add(f"{first[0].file}: tensors {', '.join(map(repr, stored))} are tied, but all are stored")
             return None
         return replace(tensor, spare=spare[0])
 
@@ -455,10 +474,10 @@ class _Audit:
         found: list[tuple[str, DenseTensor]] = []
         for name in names:
             if name not in self._found.sources:
-                self._faults.append(self._found.missing(name))
+                self._found.missing(name)
             elif tensor := self._dense_tensor([name], dtype):
                 if fault := _not_of_a_page(tensor, dtype):
-                    self._faults.append(fault)
+                    self._faults.add(fault)
                 else:
                     found.append((name, tensor))
         found.sort(key=lambda each: (str(each[1].boxes[0].info.file), each[1].boxes[0].info.offset))
@@ -480,7 +499,7 @@ class _Audit:
             what = f"tensors {infos[0].name!r} … {infos[-1].name!r} make {name!r} {list(found)}"
         elif found != infos[0].shape:
             what = f"tensor {infos[0].name!r} {list(infos[0].shape)} makes {name!r} {list(found)}"
-        self._faults.append(f"{infos[0].file}: {what}, but config.json asks for {list(shapes[0])}")
+        self._faults.add(f"{infos[0].file}: {what}, but config.json asks for {list(shapes[0])}")
         return False
 
     def _experts(self, form: ExpertForm, paths: Mapping[str, str]) -> list[dict[str, Tiled]] | None:
@@ -491,7 +510,7 @@ class _Audit:
             shape = tuple(self._state[path].shape)
             if path not in self._found.tensors:
                 if path not in self._found.sources:
-                    self._faults.append(self._found.missing(path))
+                    self._found.missing(path)
                 continue
             stacked = shape[0] % form.count == 0 and len(shape) == 2 and name not in _biases(form)
             # Experts from the count on have no page, so they need not be stored.
@@ -525,10 +544,10 @@ class _Audit:
                 try:
                     found = lay_out(_matrices(form, tensors))
                 except ScatteredError as error:
-                    self._faults.append(_not_a_page(error.info, f"the bytes of expert {expert} are not together"))
+                    self._faults.add(_not_a_page(error.info, f"the bytes of expert {expert} are not together"))
                     return None
                 if layout not in (None, found[0]):
-                    self._faults.append(_not_a_page(bases[0].info, f"expert {expert} lies otherwise than those before"))
+                    self._faults.add(_not_a_page(bases[0].info, f"expert {expert} lies otherwise than those before"))
                     return None
                 layout, known = found[0], key
                 runs = tuple(
@@ -594,13 +613,16 @@ def _biases(form: ExpertForm) -> set[str | None]:
     return {each.bias for each in (*form.inward, form.outward)}
 
 
-def _no_longer_stored(module: nn.Module) -> Iterator[str]:
-    """Patterns of buffers that old checkpoints hold and the module computes."""
+def _not_read(module: Any) -> Iterator[tuple[str, str]]:
+    """Patterns of names that the module has no parameter for, with the reason: those that its family lists, and buffers
+    that old checkpoints hold and the module computes."""
+    for pattern in module._keys_to_ignore_on_load_unexpected or ():
+        yield pattern, PREDICTION if "mtp" in pattern or "layers" in pattern else NOT_READ
     buffers = [name for name, _ in module.named_buffers()]
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
-        yield r"rotary_emb\.inv_freq$"
+        yield r"rotary_emb\.inv_freq$", COMPUTED
     if any(name.endswith("position_ids") for name in buffers):
-        yield r"(^|\.)position_ids$"
+        yield r"(?:^|\.)position_ids$", COMPUTED
 
 
 def _of_other_parts(directory: Path, left: Iterable[TensorInfo]) -> set[str]:

@@ -1,0 +1,137 @@
+"""Quantised checkpoints as other tools publish them: with tensors that nobody reads, matrices that are not quantised,
+and names of their own. Their tokens are those of the dequantised checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moelight.core.errors import CheckpointError
+from moelight.engine.checkpoints import open_model
+from tests.engine.graphs import STREAMED, tokens
+from tests.engines import Tiny
+from tests.weights.quantised import METHODS, Method, quantise
+
+SHAPE: dict[str, Any] = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+# DeepSeek publishes no list of modules that are plain.
+FP8 = METHODS["fp8 blocks"]
+BUT_LATENTS = replace(FP8, config=FP8.config | {"modules_to_not_convert": ["self_attn"]})
+WEIGHTS = "model.safetensors"
+
+
+def edit(directory: Path, change: Callable[[dict[str, Tensor]], object], **config: Any) -> Path:
+    """Change the tensors and the config of ``directory``."""
+    tensors = load_file(directory / WEIGHTS)
+    change(tensors)
+    save_file(tensors, directory / WEIGHTS, {"format": "pt"})
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return directory
+
+
+def reasons(directory: Path) -> dict[str, str]:
+    return {each.info.name: each.reason for each in open_model(str(directory)).ignored}
+
+
+@pytest.fixture(scope="module")
+def deepseek(checkpoints: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """DeepSeek-V3 in FP8 and its numbers."""
+    return quantise(checkpoints("deepseek_v3")[0], tmp_path_factory.mktemp("deepseek"), BUT_LATENTS)
+
+
+def prediction_layer(tensors: dict[str, Tensor], layer: int) -> set[str]:
+    """Add a layer of multi-token prediction, as released: FP8 matrices beside plain ones."""
+    hidden = tensors["model.norm.weight"].shape[0]
+    prefix = f"model.layers.{layer}."
+    extra = {
+        "eh_proj.weight": torch.zeros(hidden, 2 * hidden, dtype=torch.bfloat16),
+        "shared_head.head.weight": torch.zeros(320, hidden, dtype=torch.bfloat16),
+        "enorm.weight": torch.zeros(hidden),
+        "self_attn.o_proj.weight": torch.zeros(hidden, hidden).to(torch.float8_e4m3fn),
+        "self_attn.o_proj.weight_scale_inv": torch.ones(2, 2),
+    }
+    tensors.update({prefix + name: tensor for name, tensor in extra.items()})
+    return {prefix + name for name in extra}
+
+
+@pytest.mark.parametrize("layer", [61, 2])
+def test_prediction_layers_are_not_read_at_any_depth(layer: int, deepseek: tuple[Path, Path], tmp_path: Path) -> None:
+    """Of DeepSeek-V3 and R1, and of a pruned one."""
+    quantised, numbers = deepseek
+    layers = json.loads((quantised / "config.json").read_text())["num_hidden_layers"]
+    copy = replaced(quantised, tmp_path)
+    added: set[str] = set()
+    number = layers if layer == 2 else layer
+    edit(copy, lambda state: added.update(prediction_layer(state, number)), num_nextn_predict_layers=1)
+    assert set(reasons(copy)) == added
+    assert all("multi-token prediction" in reason for reason in reasons(copy).values())
+    if layer == 61:
+        assert tokens(copy, weights=STREAMED) == tokens(numbers, weights=STREAMED)
+
+
+def replaced(source: Path, target: Path) -> Path:
+    import shutil
+
+    return Path(shutil.copytree(source, target / "copy"))
+
+
+@pytest.fixture
+def mixtral(tiny: Tiny) -> Path:
+    return tiny("mixtral", intermediate_size=96, **SHAPE)
+
+
+def plain_matrix(source: Path) -> Callable[[dict[str, Tensor]], object]:
+    """Store one matrix as the ``source`` has it, without a scale."""
+    name = "model.layers.1.self_attn.o_proj.weight"
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors.pop(f"{name}_scale_inv", None)
+        tensors[name] = load_file(source / WEIGHTS)[name]
+
+    return change
+
+
+def test_a_matrix_without_a_scale_is_plain(mixtral: Path, tmp_path: Path) -> None:
+    quantised, numbers = quantise(mixtral, tmp_path, FP8)
+    for directory in (quantised, numbers):
+        edit(directory, plain_matrix(mixtral))
+    assert tokens(quantised, weights=STREAMED) == tokens(numbers, weights=STREAMED)
+
+
+def test_fp8_codes_without_their_scale_are_refused(mixtral: Path, tmp_path: Path) -> None:
+    quantised, _ = quantise(mixtral, tmp_path, FP8)
+    scale = "model.layers.1.self_attn.o_proj.weight_scale_inv"
+    edit(quantised, lambda state: state.pop(scale))
+    with pytest.raises(CheckpointError, match=rf"{scale}' .* is missing, though .*o_proj.weight' is there"):
+        open_model(str(quantised))
+
+
+def test_scales_of_activations_and_cache_are_not_read(
+    mixtral: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    method = METHODS["fp8 channels"]
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    announced: Method = replace(method, config=method.config | {"kv_cache_scheme": scheme})
+    quantised, numbers = quantise(mixtral, tmp_path, announced)
+    block = "model.layers.0.self_attn"
+    names = [f"{block}.k_scale", f"{block}.v_scale", f"{block}.q_proj.input_scale"]
+    edit(quantised, lambda state: state.update({name: torch.ones(1) for name in names}))
+    found = tokens(quantised, weights=STREAMED)
+    assert "'model.layers.0.self_attn.k_scale' and 2 more scales are not used" in caplog.text
+    assert found == tokens(numbers, weights=STREAMED)
+    assert {name: reason.split(";")[0] for name, reason in reasons(quantised).items()} == {
+        names[0]: "a scale of a quantised key-value cache",
+        names[1]: "a scale of a quantised key-value cache",
+        names[2]: "a scale of quantised activations",
+    }
+    edit(numbers, lambda state: state.update({names[0]: torch.ones(1)}))
+    with pytest.raises(CheckpointError, match=r"k_scale' \[1\] has no place"):
+        open_model(str(numbers))
