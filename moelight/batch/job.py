@@ -38,6 +38,7 @@ from moelight.batch.trace_header import trace_header
 from moelight.core.errors import InputError, MoelightError
 from moelight.core.timeline import Timeline
 from moelight.engine.model import LazyModel, model_facts
+from moelight.engine.reasoning import check_mode
 from moelight.observe.stats import RunStats
 from moelight.observe.trace import TraceHeader, TraceWriter
 from moelight.optimizer.allowed import CHOOSE
@@ -289,6 +290,7 @@ def prepare(options: JobOptions) -> Iterator[JobInput]:
     """Check the paths, open the prompts, find the model: in this order, so that a missing file of prompts is reported
     before a model is downloaded."""
     _check_paths(options)
+    check_mode(options.reasoning)
     model = LazyModel(options.model, chat_template=options.chat_template)
     context = RowContext(
         defaults=options.sampling,
@@ -316,6 +318,7 @@ def prepare(options: JobOptions) -> Iterator[JobInput]:
                     "prompt_column": options.prompt_column,
                     "id_column": options.id_column,
                     "token_ids": options.token_ids,
+                    "reasoning": options.reasoning,
                 },
             },
         )

@@ -38,7 +38,7 @@ _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "cho
 # Fields for a service that do not apply to a job: any value is accepted and ignored.
 _IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "parallel_tool_calls", "verbosity", "priority", "request_id", "guided_decoding_backend", "include_reasoning",
+    "parallel_tool_calls", "verbosity", "priority", "request_id", "guided_decoding_backend",
     "cache_salt", "length_penalty", "spaces_between_special_tokens",
 })  # fmt: skip
 # Known fields that would change the answer and are not served: accepted only with a false value.
@@ -89,6 +89,7 @@ class _RequestBody(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -104,6 +105,7 @@ class _ChatBody(_RequestBody, kw_only=True):
     tool_choice: Any = None
     modalities: list[str] | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -198,7 +200,11 @@ class OpenAIReader(LineReader):
         asked = (body.top_logprobs or 0) if body.logprobs else None
         if asked is not None:
             sampling["logprobs"] = asked
-        answered = {"logprobs": asked, "prompt_logprobs": body.prompt_logprobs is not None}
+        answered = {
+            "logprobs": asked,
+            "prompt_logprobs": body.prompt_logprobs is not None,
+            "include_reasoning": body.include_reasoning is not False,
+        }
         return _ParsedBody(conversation=conversation, sampling=sampling, answered=answered)
 
     def _completion(self, values: dict[str, Any]) -> _ParsedBody:

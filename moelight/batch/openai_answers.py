@@ -63,9 +63,14 @@ class OpenAIFormat:
 
     def _chat_choice(self, row: Row, index: int, completion: Completion) -> dict[str, Any]:
         asked = row.answered["logprobs"]
+        message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
+        if completion.reasoning_tokens is not None:
+            message["content"] = completion.text or None if completion.reasoning else completion.text
+            if row.answered.get("include_reasoning", True):
+                message["reasoning_content"] = completion.reasoning
         return {
             "index": index,
-            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "message": message,
             "logprobs": None if asked is None else {"content": self._content(completion, asked), "refusal": None},
             "finish_reason": completion.finish_reason,
         }
@@ -177,11 +182,13 @@ def _usage(completions: Sequence[Completion]) -> dict[str, Any]:
     prompts = [each for each in completions if each.sample == 0]
     prompt_tokens = sum(each.prompt_tokens for each in prompts)
     completion_tokens = sum(each.completion_tokens for each in completions)
+    reasoning = [each.reasoning_tokens for each in completions if each.reasoning_tokens is not None]
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in prompts)},
+        **({"completion_tokens_details": {"reasoning_tokens": sum(reasoning)}} if reasoning else {}),
     }
 
 

@@ -17,8 +17,9 @@ from moelight.batch.progress import Progress, ProgressFields
 from moelight.batch.rows import AnswerHeader, BadRow, Row, bad_row, to_json_line
 from moelight.batch.scan import duplicate, encode_row, room
 from moelight.core.errors import InputError, MoelightError
-from moelight.core.request import Completion, Request
+from moelight.core.request import Completion, ReasoningStart, Request
 from moelight.engine.model import LazyModel
+from moelight.engine.reasoning import OFF, reasoning_start
 
 if TYPE_CHECKING:
     from moelight.engine.engine import Engine
@@ -46,6 +47,12 @@ class JobInput:
         if not all(prompts):
             raise InputError("the prompt is empty: it holds no token", code="empty_prompt")
         return prompts
+
+    def reasoning(self, row: Row, prompt: tuple[int, ...]) -> ReasoningStart | None:
+        """How the answer to ``row``, encoded as ``prompt``, begins; None if its reasoning is not split off."""
+        if row.conversation is None or self.options.reasoning == OFF:
+            return None
+        return reasoning_start(self.model.tokenizer, row.conversation, prompt)
 
     def header(self) -> AnswerHeader:
         """The header of an answer that is written now."""
@@ -130,7 +137,12 @@ class RowProcessor:
                     prompts = encode_row(row, self.prepared.encode, self._context)
                     expected = sum(room(row, len(prompt), self._context) for prompt in prompts) * row.sampling.n
                     requests = [
-                        Request(index=index, token_ids=prompt, sampling=row.sampling)
+                        Request(
+                            index=index,
+                            token_ids=prompt,
+                            sampling=row.sampling,
+                            reasoning=self.prepared.reasoning(row, prompt),
+                        )
                         for index, prompt in enumerate(prompts, start=self._next)
                     ]
                     if engine is not None:

@@ -58,6 +58,8 @@ class SimpleFormat:
 
     def _said(self, row: Row, completion: Completion) -> dict[str, Any]:
         said: dict[str, Any] = {"text": completion.text, "finish_reason": completion.finish_reason}
+        if completion.reasoning_tokens is not None:
+            said["reasoning_content"] = completion.reasoning
         if row.sampling.stop or row.sampling.stop_token_ids:
             said["stop_reason"] = completion.stop_reason
         return said

@@ -51,6 +51,15 @@ class JobArguments:
     id_column: str | None = option("The column of a table with the custom ids.", metavar="NAME")
     ignore_model: bool = option("Rows may name any model.", default=False)
     chat_template: Path | None = option("Use this chat template, not the checkpoint's.", metavar="FILE.jinja")
+    reasoning: str = option(
+        "auto: split the reasoning of models that think from their answers; stop texts and constraints apply behind "
+        "it. off: leave answers whole.",
+        metavar="auto|off",
+        default="auto",
+    )
+    thinking_token_budget: int | None = option(
+        "The most tokens of reasoning, after which it is closed.", min=0, metavar="N"
+    )
     order: str = option("Write rows in the order of the input, or of completion.", default="input")
     token_ids: bool = option("Add token_ids to every row (simple format).", default=False)
     restart: bool = option("Discard the rows of an earlier run, and start anew.", default=False)

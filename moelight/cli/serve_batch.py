@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _HTTP = ("host", "port", "data", "token_file", "allow_remote", "max_file_size", "expire")
 _HANDED_ON = (
     "max_tokens",
+    "reasoning",
     "host_memory",
     "device_memory",
     "kv_dtype",
@@ -50,6 +51,7 @@ class ServerArguments:
     expire: bool = option("End a batch when its completion window is over, done or not.", default=False)
     watch: Path | None = option("Instead of HTTP: run each .jsonl file dropped in DIR.", metavar="DIR")
     max_tokens: int | None = option("The most tokens generated where a request does not say.", min=1)
+    reasoning: str | None = option("Reasoning of models that think, as for generate.", metavar="auto|off")
     host_memory: str | None = option("The most host memory of a job.", metavar="SIZE")
     device_memory: str | None = option("The most GPU memory of a job.", metavar="SIZE")
     kv_dtype: str | None = option("Of keys and values, as for generate.", metavar="auto|choose|int8")

@@ -12,7 +12,15 @@ from moelight.core.errors import InputError, did_you_mean
 MOST_SAMPLES = 16_384  # per prompt, and per row over all its prompts if n > 1; vLLM's bound of n
 _MOST = sys.float_info.max
 # The least value of integers, and the least and the most of numbers.
-_LEAST = {"n": 1, "logprobs": -1, "prompt_logprobs": -1, "min_tokens": 0, "top_k": -1, "seed": 0}
+_LEAST = {
+    "n": 1,
+    "logprobs": -1,
+    "prompt_logprobs": -1,
+    "min_tokens": 0,
+    "top_k": -1,
+    "seed": 0,
+    "thinking_token_budget": 0,
+}
 _RANGES = {
     "temperature": (0.0, _MOST),
     "top_p": (0.0, 1.0),
@@ -108,7 +116,9 @@ class SamplingParams:
         prompt_logprobs: as ``logprobs``, for every prompt token but the first.
         skip_special_tokens: True if special tokens are left out of the text.
         include_stop_str_in_output: True if the stop text or stop token is kept in the text.
-        structured_outputs: the constraint on the text.
+        structured_outputs: the constraint on the text, behind the reasoning if that is split off.
+        thinking_token_budget: the most tokens of reasoning, after which it is closed; None: no limit. It applies where
+            the reasoning is split off.
 
     Raises:
         InputError: a value is out of range or has the wrong type.
@@ -134,6 +144,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     structured_outputs: StructuredOutputs | None = None
+    thinking_token_budget: int | None = None
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -187,6 +198,22 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ReasoningStart:
+    """How the answer of a reasoning model begins.
+
+    Attributes:
+        format: name of the markers around reasoning.
+        state: ``open`` (the prompt has opened the reasoning), ``closed`` (the answer has none) or ``undecided`` (the
+            model may open it).
+        calls: the content is forced to be a tool call.
+    """
+
+    format: str
+    state: str
+    calls: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """One prompt to complete.
 
@@ -195,12 +222,14 @@ class Request:
         token_ids: the prompt.
         sampling: how the prompt is completed.
         scored_from: with ``prompt_logprobs``, the position of the first prompt token that is scored.
+        reasoning: how the answer begins if its reasoning is split from its text; None if the text is left whole.
     """
 
     index: int
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     scored_from: int = 1
+    reasoning: ReasoningStart | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,7 +253,8 @@ class Completion:
 
     Attributes:
         index: the request's.
-        text: the generated text, without the stop text unless ``include_stop_str_in_output``.
+        text: the generated text, without the stop text unless ``include_stop_str_in_output``, and without the reasoning
+            where that is split off.
         token_ids: generated tokens, without the closing eos or stop token.
         finish_reason: ``stop``, ``length`` or ``error``.
         prompt_tokens: tokens of the prompt.
@@ -235,6 +265,8 @@ class Completion:
         cumulative_logprob: sum of the generated tokens' log-probabilities; None without ``logprobs``.
         logprobs: one mapping by token id per generated token: the requested likeliest tokens and the token itself.
         prompt_logprobs: as ``logprobs``, one per prompt token; None where the token was not scored.
+        reasoning: the reasoning before the text, without its markers; None if there is none.
+        reasoning_tokens: number of generated tokens up to the end of the reasoning; None where it is not split off.
     """
 
     index: int
@@ -249,6 +281,8 @@ class Completion:
     cumulative_logprob: float | None = None
     logprobs: tuple[Mapping[int, Logprob], ...] | None = None
     prompt_logprobs: tuple[Mapping[int, Logprob] | None, ...] | None = None
+    reasoning: str | None = None
+    reasoning_tokens: int | None = None
 
     @property
     def completion_tokens(self) -> int:

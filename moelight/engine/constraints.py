@@ -28,7 +28,7 @@ class Constraints:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         """``vocab_size``: the model's, which may be padded beyond the tokenizer's."""
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._tokenizer, self.vocab_size = tokenizer, vocab_size
         ends = tokenizer.eos_token_ids
         self._special = bits([token for token in tokenizer.special_ids - ends if token < vocab_size], vocab_size)
         self._tools: tuple[llguidance.LLTokenizer, GrammarTrial] | None = None
@@ -55,7 +55,7 @@ class Constraints:
     def _compile(self, kind: str, text: str) -> llguidance.LLMatcher | str:
         """The initial matcher of a grammar, or the reason why there is none."""
         if self._tools is None:
-            tokenizer, size = self._tokenizer, self._vocab_size
+            tokenizer, size = self._tokenizer, self.vocab_size
             ends = sorted(token for token in tokenizer.eos_token_ids if token < size) or [size]
             words = Vocabulary(
                 tokens=[tokenizer.token_bytes(token) for token in range(size)] + [b""] * (ends[0] == size),
@@ -81,16 +81,20 @@ class Constraints:
 
 
 class Constraint:
-    """The tokens that may continue one answer. ``stuck``: none may, though it is incomplete, for the reason ``why``."""
+    """The tokens that may continue one answer. ``stuck``: none may, though it is incomplete, for the reason ``why``;
+    ``left``: a token came that was not allowed, such as the first one of a reasoning."""
 
     def __init__(self, matcher: llguidance.LLMatcher, special: np.ndarray) -> None:
         """``special``: uint32 [V / 32], a bit for each special token that does not end a sequence."""
         self._matcher, self._special, self._words = matcher, special, len(special)
-        self.stuck = False
+        self.stuck = self.left = False
         self.why = NO_TOKEN
 
     def allowed(self) -> np.ndarray | None:
         """uint32 [V / 32], a bit for each allowed next token; None if the answer is ``stuck``."""
+        if self.left:
+            self.stuck = True
+            return None
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             self.stuck, self.why = True, said(self._matcher.get_error())
@@ -106,6 +110,19 @@ class Constraint:
 
     def go_on(self, token: int) -> None:
         self._matcher.consume_token(token)
+
+    def go_on_if_allowed(self, token: int) -> None:
+        if self.left or not self._matcher.validate_tokens([token]):
+            self.left = True
+        else:
+            self.go_on(token)
+
+    def go_on_from(self, tokens: Iterable[int]) -> None:
+        """Append the content that the last token of the reasoning begins."""
+        for token in tokens:
+            self.go_on_if_allowed(token)
+        if self.left:
+            self.why = "the token that ends the reasoning begins an answer that does not match"
 
     @property
     def complete(self) -> bool:

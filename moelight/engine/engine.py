@@ -34,6 +34,7 @@ from moelight.engine.planning import (
     speeds_for,
     stage_pages,
 )
+from moelight.engine.reasoning import AUTO, OFF, check_mode, reasoning_start
 from moelight.engine.tokenizer import Tokenizer
 from moelight.experts.options import ExpertOptions
 from moelight.experts.profile import save_profile
@@ -63,8 +64,11 @@ def requests_from(
     prompts: Prompt | Sequence[Prompt],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     tokenizer: Tokenizer,
+    *,
+    reasoning: str = OFF,
 ) -> list[Request]:
-    """Return one request per prompt, in order; raises InputError for a prompt of unknown form or unequal counts."""
+    """Return one request per prompt, in order; raises InputError for a prompt of unknown form or unequal counts. With
+    ``reasoning`` ``auto``, the reasoning in answers to messages is split off."""
     if not isinstance(prompts, Iterable):
         raise InputError(f"prompts must be a prompt or a sequence of them, not {prompts!r}")
     many: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)  # type: ignore[arg-type]
@@ -76,10 +80,13 @@ def requests_from(
         sampling = list(sampling_params)
     if len(sampling) != len(many):
         raise InputError(f"{len(sampling)} sampling_params were given for {len(many)} prompts; give one, or one each")
-    return [
-        Request(index=index, token_ids=_token_ids(prompt, index, tokenizer), sampling=how)
-        for index, (prompt, how) in enumerate(zip(many, sampling, strict=True))
-    ]
+    requests = []
+    for index, (prompt, how) in enumerate(zip(many, sampling, strict=True)):
+        token_ids, start = _token_ids(prompt, index, tokenizer), None
+        if reasoning == AUTO and isinstance(prompt, Mapping) and "messages" in prompt:
+            start = reasoning_start(tokenizer, prompt["messages"], token_ids)
+        requests.append(Request(index=index, token_ids=token_ids, sampling=how, reasoning=start))
+    return requests
 
 
 def _token_ids(prompt: Prompt, index: int, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -136,6 +143,7 @@ class Engine:
         experts: ExpertOptions | None = None,
         prefix_caching: bool = True,
         cuda_graphs: bool = True,
+        reasoning: str = AUTO,
     ) -> None:
         """Load the model of ``policy`` under that policy.
 
@@ -149,6 +157,9 @@ class Engine:
             experts: residency of experts in on-demand passes, and what is recorded of it; None: the default policy.
             prefix_caching: compute common prefixes of prompts once, in whole blocks; not of stateful models.
             cuda_graphs: launch small passes that repeat, on CUDA, from recorded graphs (`runtime.graphs`).
+            reasoning: ``auto``: in answers to messages, the reasoning of a model whose chat template marks it is split
+                off as `Completion.reasoning`, and stop strings and structured outputs apply behind it; ``off``: it is
+                left in the text.
 
         Raises:
             ConfigError: the policy is invalid or does not suit the machine.
@@ -156,6 +167,8 @@ class Engine:
             BudgetError: memory is too small.
         """
         began = time.perf_counter()
+        check_mode(reasoning)
+        self._reasoning = reasoning
         self.plan = policy if isinstance(policy, Plan) else None
         given = policy.policy if isinstance(policy, Plan) else policy
         machine = find_machine("cpu" if device == "auto" and not given.discrete else device)
@@ -221,9 +234,10 @@ class Engine:
         experts: ExpertOptions | None = None,
         prefix_caching: bool = True,
         cuda_graphs: bool = True,
+        reasoning: str = AUTO,
     ) -> Engine:
         """Plan the fastest policy for ``workload`` within the memory limits, then load the model under it; the plan is
-        in ``plan``. ``lanes``, ``adapt``, ``prefix_caching`` and ``cuda_graphs`` are as for `Engine`.
+        in ``plan``. ``lanes``, ``adapt``, ``prefix_caching``, ``cuda_graphs`` and ``reasoning`` are as for `Engine`.
 
         Args:
             model: a directory, ``demo``, or a model id on the hub.
@@ -260,8 +274,8 @@ class Engine:
             workload=workload or Workload(),
             experts=None if experts is None else experts.policy,
         )
-        switches = {"prefix_caching": prefix_caching, "cuda_graphs": cuda_graphs}
-        return cls(plan, device=device, lanes=lanes, source=source, adapt=adapt, experts=experts, **switches)
+        how: dict[str, Any] = {"prefix_caching": prefix_caching, "cuda_graphs": cuda_graphs, "reasoning": reasoning}
+        return cls(plan, device=device, lanes=lanes, source=source, adapt=adapt, experts=experts, **how)
 
     def generate(
         self,
@@ -290,7 +304,7 @@ class Engine:
         Arguments and errors are those of `generate`. No other call can generate until the iterator is exhausted or
         closed.
         """
-        requests = requests_from(prompts, sampling_params, self.tokenizer)
+        requests = requests_from(prompts, sampling_params, self.tokenizer, reasoning=self._reasoning)
         for request in requests:
             try:
                 self.check(request)

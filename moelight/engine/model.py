@@ -53,7 +53,7 @@ _SAMPLES, _SAMPLE_BYTES = 32, 1 << 16
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
     """How an engine runs; None leaves a choice to the planner. Memory is in bytes. ``kv_dtype``: of keys and values, or
-    ``choose``. A ``policy`` is run unchanged."""
+    ``choose``. A ``policy`` is run unchanged. ``reasoning``: ``auto`` or ``off``, as for `Engine`."""
 
     device: str = "auto"
     host_memory: int | None = None
@@ -67,6 +67,7 @@ class EngineOptions:
     hw: str = "auto"
     adapt: bool | None = None
     cuda_graphs: bool = True
+    reasoning: str = "auto"
     experts: ExpertOptions = field(default_factory=ExpertOptions)
 
 
@@ -188,6 +189,7 @@ class PlannedModel:
             source=self.source,
             adapt=self.options.adapt,
             cuda_graphs=self.options.cuda_graphs,
+            reasoning=self.options.reasoning,
             experts=replace(self.options.experts, record=record),
         )
 

@@ -6,7 +6,7 @@ import logging
 import math
 import secrets
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -18,8 +18,9 @@ from torch import Tensor
 from moelight.core.errors import InputError
 from moelight.core.request import Completion, Logprob, Request, SamplingParams
 from moelight.engine.batcher import Batcher, MicroBatchPlan, RunningSequence, SequenceChunk
-from moelight.engine.constraints import Constraints, without
+from moelight.engine.constraints import Constraint, Constraints, bits, without
 from moelight.engine.detokenizer import StopMatcher, cut_at_stop
+from moelight.engine.reasoning import AnswerSplit, Thinking, reasoning_format
 from moelight.engine.sampling import (
     CHANGE_BYTES,
     NOT_FINITE,
@@ -72,22 +73,23 @@ class SequenceState:
 
     def __init__(self, request: Request, tokenizer: Tokenizer, constraints: Constraints) -> None:
         self._how = how = request.sampling
-        self._token_ids = request.token_ids
+        self._token_ids, self._tokenizer, self._constraints = request.token_ids, tokenizer, constraints
         self.matcher: StopMatcher | None = None
+        self._thinking: Thinking | None = None
+        budget = how.thinking_token_budget
+        if request.reasoning is not None and (how.stop or how.structured_outputs is not None or budget is not None):
+            self._thinking = Thinking(request.reasoning, tokenizer, budget)
+        self._raw = request.reasoning is not None and reasoning_format(request.reasoning).special
         if how.stop:
-            self.matcher = StopMatcher(
-                partial(tokenizer.decode, skip_special_tokens=how.skip_special_tokens),
-                how.stop,
-                context=tokenizer.context(request.token_ids),
-                unsearched=how.min_tokens,
-            )
+            self.matcher = self._stop_matcher(request.token_ids, unsearched=how.min_tokens)
         grammar = how.structured_outputs
         self._constraint = None if grammar is None else constraints.open(grammar)
         self._penalties = _penalties(how)
         self._counts = self._penalties != UNCHANGED.penalties
         self._seen = dict.fromkeys(request.token_ids, 0) if how.repetition_penalty != 1 else {}
-        self._ends = {*how.stop_token_ids, *(() if how.ignore_eos else tokenizer.eos_token_ids)}
-        self.needs_history = self._counts or self._constraint is not None
+        self._eos: Collection[int] = () if how.ignore_eos else tokenizer.eos_token_ids
+        self._ends = {*how.stop_token_ids, *self._eos}
+        self.needs_history = self._counts or self._constraint is not None or budget is not None
         self.top = how.logprobs
         self.chooses = self.top is not None or _changes(how)
         self.chosen: deque[tuple[Scores, int]] = deque()
@@ -95,17 +97,43 @@ class SequenceState:
         self.positions: list[int] = []
         self.prompt: list[tuple[Scores, int]] = []
 
+    def _stop_matcher(self, before: Sequence[int], *, unsearched: int) -> StopMatcher:
+        """Finds the stop strings in the tokens after ``before``."""
+        skip = self._how.skip_special_tokens and not self._raw
+        decode = partial(self._tokenizer.decode, skip_special_tokens=skip)
+        return StopMatcher(decode, self._how.stop, context=self._tokenizer.context(before), unsearched=unsearched)
+
     def change(self, place: int) -> Change:
         """The change to the logits of generated token number ``place``."""
         how = self._how
-        forbidden = self._ends if place < how.min_tokens else ()
-        allowed = None if self._constraint is None else self._constraint.allowed()
+        forbidden: Collection[int] = self._ends if place < how.min_tokens else ()
+        allowed = None
+        if self._thinking is not None and (end := self._thinking.next_end) is not None:
+            allowed, forbidden = bits([end], self._constraints.vocab_size), ()
+        elif self._constraint is not None:
+            if self._thinking is None or self._thinking.over:
+                allowed = self._constraint.allowed()
+            elif self._thinking.opened:
+                forbidden = forbidden or self._eos  # the content that the constraint describes is still to come
+            else:
+                allowed = self._or_reasoning(self._constraint, self._thinking)
         if allowed is not None and forbidden:
             allowed, forbidden = without(allowed, forbidden), ()
         biases, seen = how.logit_bias or {}, self._seen
         if not (biases or forbidden or seen or allowed is not None):
             return UNCHANGED
         return Change(biases=biases, forbidden=forbidden, seen=seen, penalties=self._penalties, allowed=allowed)
+
+    def _or_reasoning(self, constraint: Constraint, thinking: Thinking) -> np.ndarray | None:
+        """The tokens by which an answer that may still open its reasoning goes on: those of the constraint, as long as
+        the answer fits it, and the next one of the opening marker."""
+        begin = thinking.next_begin
+        allowed = None if constraint.left else constraint.allowed()
+        if begin is None or begin >= self._constraints.vocab_size:
+            return allowed
+        marker = bits([begin], self._constraints.vocab_size)
+        constraint.stuck = False
+        return marker if allowed is None else allowed | marker
 
     def arrived(self, token: int, *, closes: bool, text: Callable[[int], str]) -> SequenceEnd | None:
         """Record ``token``; ``closes``: it ends the sequence and is not part of the answer. Returns the end of a
@@ -121,15 +149,37 @@ class SequenceState:
             self._seen[token] = self._seen.get(token, 0) + 1
         return None
 
-    def ends(self, token: int) -> SequenceEnd | None:
-        """The end of the sequence if ``token``, which is part of the answer, completes it; else None."""
-        if self.matcher is not None and self.matcher.found(token):
+    def ends(self, token: int, generated: Sequence[int]) -> SequenceEnd | None:
+        """The end of the sequence if ``token``, which is part of the answer and the last of ``generated``, completes
+        it; else None. Stop strings and constraints are those of the content, behind the reasoning."""
+        thinking, content = self._thinking, [token]
+        if thinking is not None and not thinking.over:
+            over = thinking.go_on(token)
+            if thinking.opened:
+                if over:
+                    self._begin_content(generated, thinking.rest)
+                return None
+            content = list(generated) if over else []  # until then they may open the reasoning
+        if self.matcher is not None and any(self.matcher.found(each) for each in content):
             return SequenceEnd("stop", by_text=True)
         if self._constraint is not None:
-            self._constraint.go_on(token)
+            if thinking is None:
+                self._constraint.go_on(token)
+            else:
+                self._constraint.go_on_if_allowed(token)
             if self._constraint.complete:
                 return SequenceEnd("stop")
         return None
+
+    def _begin_content(self, generated: Sequence[int], rest: bytes) -> None:
+        """``generated`` ends with the reasoning; ``rest`` of its last token is content."""
+        if self.matcher is not None:
+            unsearched = max(0, self._how.min_tokens - len(generated))
+            self.matcher = self._stop_matcher([*self._token_ids, *generated], unsearched=unsearched)
+        if self._how.structured_outputs is not None:
+            self._constraint = self._constraints.open(self._how.structured_outputs)
+            if text := rest.decode(errors="replace").lstrip("\n"):
+                self._constraint.go_on_from(self._tokenizer.encode(text, add_special_tokens=False))
 
     @property
     def scored_nan(self) -> bool:
@@ -152,7 +202,7 @@ def _penalties(how: SamplingParams) -> tuple[float, float, float]:
 
 def _changes(how: SamplingParams) -> bool:
     """True if the logits of some token are changed before it is chosen."""
-    changed = how.logit_bias or how.min_tokens or how.structured_outputs is not None
+    changed = how.logit_bias or how.min_tokens or how.structured_outputs or how.thinking_token_budget is not None
     return bool(changed) or _penalties(how) != UNCHANGED.penalties
 
 
@@ -318,25 +368,28 @@ class OutputProcessor:
             return end
         sequence.generated.append(token)
         self.tokens += 1
-        if state is not None and (found := state.ends(token)) is not None:
+        if state is not None and (found := state.ends(token, sequence.generated)) is not None:
             return found
         return SequenceEnd("length") if len(sequence.generated) >= sequence.max_tokens else None
 
     def _completion(self, sequence: RunningSequence, end: SequenceEnd) -> Completion:
         request, state, tokenizer = sequence.request, self._states.get(sequence), self._tokenizer
         how, ids, stop = request.sampling, sequence.generated, end.stop
+        split = None if request.reasoning is None else AnswerSplit(request.reasoning, tokenizer, ids)
         decode = partial(
             tokenizer.decode_after,
             tokenizer.context(request.token_ids),
-            skip_special_tokens=how.skip_special_tokens,
+            skip_special_tokens=how.skip_special_tokens and not (split is not None and split.special),
         )
         closing = [end.closing] if end.closing is not None and how.include_stop_str_in_output else []
-        text = decode([*ids, *closing])
+        text, reasoning = decode([*ids, *closing]), None
         if end.by_text:
-            begin = 0
+            begin = 0 if split is None else split.content_begin(text)
             if how.min_tokens:
-                begin = len(decode(ids[: how.min_tokens])) - max(map(len, how.stop)) + 1
+                begin = max(begin, len(decode(ids[: how.min_tokens])) - max(map(len, how.stop)) + 1)
             text, stop = cut_at_stop(text, how.stop, begin=begin, include=how.include_stop_str_in_output)
+        if split is not None:
+            reasoning, text = split(text, skip_special_tokens=how.skip_special_tokens)
         logprobs, total = None, None
         if state is not None and state.top is not None:
             logprobs = tuple(state.logprobs)
@@ -354,6 +407,8 @@ class OutputProcessor:
             logprobs=logprobs,
             cumulative_logprob=total,
             prompt_logprobs=None if state is None else state.prompt_logprobs(tokenizer.token_text),
+            reasoning=reasoning,
+            reasoning_tokens=None if split is None else split.reasoning_tokens,
         )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -193,6 +194,15 @@ class Tokenizer:
     @property
     def special_ids(self) -> frozenset[int]:
         return self._bytes.special_ids
+
+    def without_special_tokens(self, text: str) -> str:
+        """``text`` without the texts of special tokens."""
+        return self._special_texts.sub("", text)
+
+    @cached_property
+    def _special_texts(self) -> re.Pattern[str]:
+        texts = sorted(map(self.token_text, self.special_ids), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
     def render(self, conversation: Conversation | object, *, most: int | None = None) -> list[int]:
         """The ids of a conversation rendered by the chat template; a plain list of messages opens the assistant's turn.

@@ -42,6 +42,7 @@ SAMPLING = {
     "--json-schema",
     "--regex",
     "--choice",
+    "--thinking-token-budget",
 }
 OPTIONS = {
     "moelight": {"--version", "--traceback"},
@@ -59,6 +60,7 @@ OPTIONS = {
         "--id-column",
         "--ignore-model",
         "--chat-template",
+        "--reasoning",
         "--order",
         "--restart",
         "--allow-changed",
@@ -111,6 +113,7 @@ OPTIONS = {
         "--expire",
         "--watch",
         "--max-tokens",
+        "--reasoning",
         "--host-memory",
         "--device-memory",
         "--kv-dtype",
