@@ -38,6 +38,7 @@ from moelight.engine.reasoning import AUTO, OFF, check_mode, reasoning_start
 from moelight.engine.tokenizer import Tokenizer
 from moelight.experts.options import ExpertOptions
 from moelight.experts.profile import save_profile
+from moelight.hrm.machine_model import Speeds
 from moelight.observe.stats import Binding, LaneTotals, RunStats
 from moelight.optimizer.plan import Plan
 from moelight.paging.arena import PinningError
@@ -157,9 +158,7 @@ class Engine:
             experts: residency of experts in on-demand passes, and what is recorded of it; None: the default policy.
             prefix_caching: compute common prefixes of prompts once, in whole blocks; not of stateful models.
             cuda_graphs: launch small passes that repeat, on CUDA, from recorded graphs (`runtime.graphs`).
-            reasoning: ``auto``: in answers to messages, the reasoning of a model whose chat template marks it is split
-                off as `Completion.reasoning`, and stop strings and structured outputs apply behind it; ``off``: it is
-                left in the text.
+            reasoning: ``auto`` or ``off``, the modes of `moelight.engine.reasoning`.
 
         Raises:
             ConfigError: the policy is invalid or does not suit the machine.
@@ -167,8 +166,7 @@ class Engine:
             BudgetError: memory is too small.
         """
         began = time.perf_counter()
-        check_mode(reasoning)
-        self._reasoning = reasoning
+        self._reasoning = check_mode(reasoning)
         self.plan = policy if isinstance(policy, Plan) else None
         given = policy.policy if isinstance(policy, Plan) else policy
         machine = find_machine("cpu" if device == "auto" and not given.discrete else device)
@@ -187,17 +185,20 @@ class Engine:
         self._passes: PassRunner | None = self._load(source, lanes, dtype, cuda_graphs)
         pool, share, discrete = self._passes.pool, prefix_caching and not self.profile.stateful, machine.discrete
         self._batcher = Batcher(self.policy, pool, discrete=discrete, window=self.profile.window, prefix_caching=share)
-        self._adapting: PassAdaptation | None = None
-        # Under static admission, one pass does not predict the next.
-        if (self.plan is not None if adapt is None else adapt) and self.policy.admission == "refill":
-            fixed = () if self.plan is None else self.plan.fixed
-            self._adapting = PassAdaptation(self.profile, self.policy, speeds, fixed, self._batcher, self._passes)
+        self._adapting = self._adaptation(adapt, speeds, self._passes)
         self._totals = LaneTotals(self._passes.model.lanes)
         self._load_s = time.perf_counter() - began
         self._wall_s = self._python_s = self._collected_s = 0.0
         self._num_passes = self._device_waits = self.progress_tokens = 0
         self._serving = False
         self.timeline: Timeline | None = None
+
+    def _adaptation(self, adapt: bool | None, speeds: Speeds, passes: PassRunner) -> PassAdaptation | None:
+        """None under static admission too: one pass does not predict the next there."""
+        if not (self.plan is not None if adapt is None else adapt) or self.policy.admission != "refill":
+            return None
+        fixed = () if self.plan is None else self.plan.fixed
+        return PassAdaptation(self.profile, self.policy, speeds, fixed, self._batcher, passes)
 
     def _load(self, source: OpenCheckpoint, lanes: str, dtype: DType, cuda_graphs: bool) -> PassRunner:
         """The loaded model; expert pages are staged if the system refuses to lock their memory."""
@@ -260,9 +261,8 @@ class Engine:
             BudgetError: no policy fits the memory limits.
         """
         source = open_model(str(model))
-        of = str(model), source, find_machine(device)
         plan = plan_for(
-            *of,
+            *(str(model), source, find_machine(device)),
             hw=hw,
             host_memory=None if host_memory is None else parse_bytes(host_memory, what="host_memory"),
             device_memory=None if device_memory is None else parse_bytes(device_memory, what="device_memory"),

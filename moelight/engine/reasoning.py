@@ -1,5 +1,9 @@
 """Reasoning in answers: the markers of each family, the family that a chat template names, and the end of thinking in a
-growing answer. An answer of a reasoning model is its reasoning and then its content."""
+growing answer. An answer of a reasoning model is its reasoning and then its content.
+
+Modes: with ``auto``, the reasoning in answers to conversations is split off where the model's chat template names a
+format, and stop strings and structured outputs apply behind it; with ``off`` it is left in the text.
+"""
 
 from __future__ import annotations
 
@@ -67,10 +71,11 @@ _CALLS = {
 }
 
 
-def check_mode(mode: str) -> None:
-    """Raise ConfigError unless ``mode`` is ``auto`` or ``off``."""
+def check_mode(mode: str) -> str:
+    """Return ``mode``; raise ConfigError unless it is ``auto`` or ``off``."""
     if mode not in MODES:
         raise ConfigError(f"reasoning must be {' or '.join(MODES)}, not {mode!r}{did_you_mean(mode, MODES)}")
+    return mode
 
 
 def reasoning_format(start: ReasoningStart) -> ReasoningFormat:

@@ -41,10 +41,10 @@ def chat(number: int, **body: Any) -> str:
 
 
 def answers(folder: Path, lines: list[str], **options: Any) -> list[dict[str, Any]]:
+    folder.mkdir(exist_ok=True)
     template, prompts, output = folder / "think.jinja", folder / "rows.jsonl", folder / "out.jsonl"
     template.write_text(TEMPLATE)
     prompts.write_text("\n".join(lines))
-    output.unlink(missing_ok=True)
     run_job(JobOptions(prompts=prompts, output=output, chat_template=template, **options))
     return [row["response"]["body"] if "response" in row else row for row in rows(output)]
 
@@ -76,7 +76,7 @@ def test_fifty_rows_think_and_then_keep_to_the_schema(tmp_path: Path) -> None:
     assert off["reasoning_content"] is None and own_way["reasoning_content"] is None
     assert opened["reasoning_content"] == "<<<<<"
     assert cut["content"] is None and cut["reasoning_content"] and bodies[53]["choices"][0]["finish_reason"] == "length"
-    again = answers(tmp_path, lines, batch_size=3)  # other rows beside each, and the same answers
+    again = answers(tmp_path / "again", lines, batch_size=3)  # other rows beside each, and the same answers
     assert [body["choices"] for body in again] == [body["choices"] for body in bodies]
 
 
