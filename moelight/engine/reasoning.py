@@ -3,6 +3,9 @@ growing answer. An answer of a reasoning model is its reasoning and then its con
 
 Modes: with ``auto``, the reasoning in answers to conversations is split off where the model's chat template names a
 format, and stop strings and structured outputs apply behind it; with ``off`` it is left in the text.
+
+An answer of gpt-oss is a sequence of messages ("harmony"), each with a channel and, for a tool call, a recipient.
+OpenAI's own parser downloads a vocabulary when it is loaded; `read_harmony` reads the text alone.
 """
 
 from __future__ import annotations
@@ -14,11 +17,15 @@ from dataclasses import dataclass
 from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.request import ReasoningStart
 from moelight.engine.chat import Conversation
-from moelight.engine.harmony import ANALYSIS, read_harmony
 from moelight.engine.tokenizer import Tokenizer
 
 AUTO, OFF = "auto", "off"
 MODES = (AUTO, OFF)
+ANALYSIS, COMMENTARY, FINAL = "analysis", "commentary", "final"
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_END = re.compile(r"<\|(?:end|call|return)\|>")
+_START, _BODY = "<|start|>", "<|message|>"
 OPEN, CLOSED, UNDECIDED = "open", "closed", "undecided"
 _PROMPT_TAIL = 32  # last tokens of a prompt that may hold the markers of its generation prompt
 _TAIL_BYTES = 128  # of a growing answer; longer than any marker
@@ -231,3 +238,35 @@ class AnswerSplit:
         if not self._thinking.over:
             return None
         return re.search(self._form.end_pattern.pattern.decode(), text)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HarmonyMessage:
+    """One message; ``source`` is its text with header, as generated."""
+
+    channel: str
+    recipient: str | None
+    content: str
+    source: str
+
+
+def read_harmony(text: str) -> list[HarmonyMessage]:
+    """The messages of an answer after ``<|start|>assistant``. Text without a header belongs to the final channel; a
+    header that is cut off is no message."""
+    messages = []
+    for source in re.split(rf"(?={re.escape(_START)})", text):
+        header, body, content = source.partition(_BODY)
+        if not body:
+            if "<|channel|>" in source or source.startswith(_START) or not source.strip():
+                continue
+            header, content = "", source
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        messages.append(
+            HarmonyMessage(
+                channel=FINAL if channel is None else channel[1],
+                recipient=None if recipient is None else recipient[1],
+                content=_END.split(content, maxsplit=1)[0],
+                source=source,
+            )
+        )
+    return messages
