@@ -24,6 +24,8 @@ from moelight.engine.special_tokens import (
     read_special_tokens,
 )
 from moelight.profiles.gguf import read_gguf
+from moelight.profiles.gguf_vocabulary import CONTROL, UNKNOWN, USER_DEFINED, GGUFVocabulary, read_vocabulary
+from moelight.profiles.pre_tokenizers import PreTokenizer
 
 if TYPE_CHECKING:
     import tokenizers
@@ -31,18 +33,12 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json"
 MOST_TOKENIZER_BYTES = 256 * MiB  # the largest in use has 34 MB
 _PIECES = ("tokenizer.model", "spiece.model")
+_BLANK = "▁"  # in the place of a blank in tokens of SentencePiece
 _READ_BY_TRANSFORMERS = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 # Texts that faulty conversions encode differently.
 _PROBES = ("The quick brown fox", "two  blanks", "a\n\tb", "é 世 🦊")
 _ORDINARY = "The quick brown fox jumps over the lazy dog"  # enough to reveal a pattern that backtracks for ever
-_GGUF_ROLES = {
-    "bos_token": "bos",
-    "eos_token": "eos",
-    "eot_token": "eot",
-    "unk_token": "unknown",
-    "pad_token": "padding",
-}
-_LONGEST_REASON = 200
+_GGUF_ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _LEAST_CONTEXT, _MOST_CONTEXT = 4, 24  # tokens before a text that affect how it begins
 _LETTERS = 4  # per token of an ordinary text; a text with fewer letters than this per allowed token is encoded at once
 _LONG_LETTERS = 1 << 16  # texts this long take so long to encode that silencing the library's stderr pays
@@ -107,34 +103,29 @@ class Tokenizer:
     @classmethod
     def from_gguf(cls, path: Path, chat_template: Path | None = None) -> Tokenizer:
         """The tokenizer in the metadata of the GGUF file ``path``, with its chat template unless ``chat_template`` is
-        given. Raises CheckpointError if the file is damaged, has none, or one that transformers cannot convert."""
+        given. Raises CheckpointError if the file is damaged, has none, or one of an unknown kind."""
         metadata = read_gguf(path).metadata
-        tokens = metadata.get("tokenizer.ggml.tokens")
 
-        def unusable(said: str) -> CheckpointError:
-            return CheckpointError(f"{path}: its vocabulary is no usable tokenizer ({said})")
+        def unusable(reason: str) -> CheckpointError:
+            return CheckpointError(f"{path}: its vocabulary is no usable tokenizer: {reason}")
 
-        if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
-            raise unusable("tokenizer.ggml.tokens must be a list of texts")
-        ids: dict[str, Any] = {
-            role: metadata.get(f"tokenizer.ggml.{key}_token_id") for role, key in _GGUF_ROLES.items()
-        }
-        named = {role: tokens[one] for role, one in ids.items() if type(one) is int and 0 <= one < len(tokens)}
-        given = metadata.get("tokenizer.chat_template")
-        if chat_template is None:
-            template = ChatTemplate({DEFAULT: given}, special_tokens=named) if isinstance(given, str) else None
-        else:
-            template = ChatTemplate.from_file(chat_template, special_tokens=named)
         with _library_errors(unusable, quiet=True):
-            inner = _convert_vocabulary(metadata, unusable)
-            begins = metadata.get("tokenizer.ggml.add_bos_token", metadata.get("tokenizer.ggml.model") == "llama")
-            if begins is True and "bos_token" in named:
-                inner.post_processor = _beginning_with(named["bos_token"], ids["bos_token"])
+            vocabulary = read_vocabulary(metadata)
+            named = {
+                role: vocabulary.tokens[vocabulary.roles[key]]
+                for role, key in _GGUF_ROLES.items()
+                if key in vocabulary.roles
+            }
+            text = metadata.get("tokenizer.chat_template")
+            template: ChatTemplate | None
+            if chat_template is not None:
+                template = ChatTemplate.from_file(chat_template, special_tokens=named)
+            else:
+                template = ChatTemplate({DEFAULT: text}, special_tokens=named) if isinstance(text, str) else None
+            inner = _of_vocabulary(vocabulary)
             for probe in (*_PROBES, _ORDINARY):
                 inner.decode(inner.encode(probe).ids)
-            ends = (each for role in ("eos_token", "eot_token") if role in named and (each := ids[role]) is not None)
-            named.pop("eot_token", None)
-            return cls(inner, template=template, eos_token_ids=frozenset(ends), named=named)
+            return cls(inner, template=template, eos_token_ids=vocabulary.end_token_ids, named=named)
 
     @property
     def vocab_size(self) -> int:
@@ -284,24 +275,107 @@ def _convert_pieces(directory: Path) -> tokenizers.Tokenizer:
     return cast("tokenizers.Tokenizer", inner)
 
 
-def _convert_vocabulary(metadata: Mapping[str, Any], unusable: Callable[[str], UserError]) -> tokenizers.Tokenizer:
-    """Needs transformers, whose conversion goes by the kind of vocabulary that the file states."""
-    try:
-        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
-    except ImportError:
-        raise unusable("to convert it takes transformers from 5.23 on: pip install 'moelight[graph]'") from None
-    keys = GGUF_TOKENIZER_MAPPING["tokenizer"]
-    given = {name: metadata[f"tokenizer.{key}"] for key, name in keys.items() if f"tokenizer.{key}" in metadata}
-    try:
-        return convert_gguf_tokenizer(str(metadata.get("general.architecture")), given)[0]
-    except (AttributeError, LookupError, OverflowError, TypeError, UnicodeError, ValueError) as error:
-        raise unusable(" ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__) from None
+def _of_vocabulary(vocabulary: GGUFVocabulary) -> tokenizers.Tokenizer:
+    """A tokenizer with the tokens of ``vocabulary`` at their ids, and no others."""
+    import tokenizers
+
+    inner = tokenizers.Tokenizer(_bpe(vocabulary))
+    _add_steps(inner, vocabulary)
+    inner.add_tokens(list(_added_tokens(vocabulary)))
+    _add_ends(inner, vocabulary)
+    return inner
 
 
-def _beginning_with(token: str, number: Any) -> Any:
+def _bpe(vocabulary: GGUFVocabulary) -> Any:
+    from tokenizers import models
+
+    ids = {text: token_id for token_id, text in enumerate(vocabulary.tokens)}
+    pre = vocabulary.pre
+    if pre is None:
+        unknown = vocabulary.roles.get("unknown")
+        return models.BPE(
+            vocab=ids,
+            merges=list(_scored_merges(vocabulary, ids)),
+            unk_token=None if unknown is None else vocabulary.tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    return models.BPE(
+        vocab=ids,
+        merges=list(vocabulary.merges),
+        byte_fallback=not pre.byte_level,
+        ignore_merges=pre.ignore_merges,
+    )
+
+
+def _scored_merges(vocabulary: GGUFVocabulary, ids: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """All pairs of tokens that make a token, the best made first."""
+    for token_id in sorted(ids.values(), key=lambda token_id: -vocabulary.scores[token_id]):
+        text = vocabulary.tokens[token_id]
+        for cut in range(1, len(text)):
+            if text[:cut] in ids and text[cut:] in ids:
+                yield text[:cut], text[cut:]
+
+
+def _pieces(pre: PreTokenizer) -> Any:
+    """The pieces of a text within which tokens are merged."""
+    from tokenizers import Regex, pre_tokenizers
+
+    cuts: list[Any] = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in pre.splits]
+    if pre.byte_level:
+        cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    return pre_tokenizers.Sequence(cuts)
+
+
+def _add_steps(inner: tokenizers.Tokenizer, vocabulary: GGUFVocabulary) -> None:
+    """Normalizer, pre-tokenizer and decoder."""
+    from tokenizers import decoders, normalizers
+
+    pre = vocabulary.pre
+    if pre is None or pre.marks_blanks:
+        # Every text between added tokens is normalized by itself, so all begin with a blank, as in llama.cpp.
+        steps = [normalizers.Prepend(_BLANK)] if vocabulary.adds_space_prefix else []
+        inner.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _BLANK)])
+    if pre is not None:
+        inner.pre_tokenizer = _pieces(pre)
+    if pre is not None and pre.byte_level:
+        inner.decoder = decoders.ByteLevel()
+        return
+    parts = [decoders.Replace(_BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    inner.decoder = decoders.Sequence(parts + [decoders.Strip(" ", 1, 0)] * vocabulary.adds_space_prefix)
+
+
+def _added_tokens(vocabulary: GGUFVocabulary) -> Iterator[tokenizers.AddedToken]:
+    """The tokens that texts are cut at before anything else."""
+    from tokenizers import AddedToken
+
+    for text, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED):
+            before, behind = vocabulary.takes_blanks(text)
+            yield AddedToken(
+                text,
+                special=kind != USER_DEFINED,
+                normalized=False,
+                lstrip=before,
+                rstrip=behind,
+            )
+
+
+def _add_ends(inner: tokenizers.Tokenizer, vocabulary: GGUFVocabulary) -> None:
+    """The tokens before and after a text."""
     from tokenizers.processors import TemplateProcessing
 
-    return TemplateProcessing(single=f"{token} $A", special_tokens=[(token, number)])
+    roles = vocabulary.roles
+    before = ["bos"] if vocabulary.adds_bos and "bos" in roles else []
+    after = ["eos"] if vocabulary.adds_eos and "eos" in roles else []
+    if before or after:
+        inner.post_processor = TemplateProcessing(
+            single=[*before, "$A", *after],
+            special_tokens=[
+                {"id": role, "ids": [roles[role]], "tokens": [vocabulary.tokens[roles[role]]]}
+                for role in (*before, *after)
+            ],
+        )
 
 
 def _add_tokens(inner: tokenizers.Tokenizer, special: SpecialTokens) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,21 +84,174 @@ def test_texts_have_the_ids_of_the_tokenizer_that_was_written(trained: Tokenizer
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "reason"),
     [
-        {"token_list": None},
-        {"tokenizer_model": "bert"},
-        {"token_merges": ["a"]},
-        {"token_merges": ["never there"]},
-        {"token_list": ["a", "b"]},
+        ({"token_list": None}, "tokenizer.ggml.tokens must be a list of texts"),
+        ({"tokenizer_model": "bert"}, "tokenizer.ggml.model is 'bert'; moelight reads gpt2, llama, gemma4"),
+        ({"tokenizer_pre": "lama-bpe"}, "tokenizer.ggml.pre 'lama-bpe' is no pre-tokenizer that moelight has (did you"),
+        ({"token_merges": None}, "tokenizer.ggml.merges is missing"),
+        ({"token_merges": ["a"]}, "tokenizer.ggml.merges has 'a', no pair of texts"),
+        ({"token_merges": ["never there"]}, "tokenizer.ggml.merges has 'never there', but 'never' is no token"),
+        ({"token_list": ["a", "b", "a"], "token_types": [1, 1, 1]}, "tokenizer.ggml.tokens has 'a' twice, at 0 and 2"),
+        ({"token_types": [1]}, "tokenizer.ggml.token_type has 1 values for"),
+        ({"tokenizer_model": "llama"}, "tokenizer.ggml.scores is missing"),
     ],
 )
-def test_a_vocabulary_that_cannot_be_converted_is_one_line(
-    trained: Tokenizer, changes: dict[str, Any], tmp_path: Path
+def test_a_vocabulary_that_cannot_be_read_is_one_line(
+    trained: Tokenizer, changes: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "some.gguf"
     write(path, trained, **changes)
     with pytest.raises(CheckpointError) as caught:
         Ours.from_gguf(path)
-    assert str(caught.value).startswith(f"{path}: its vocabulary is no usable tokenizer")
+    assert str(caught.value).startswith(f"{path}: its vocabulary is no usable tokenizer: {reason}")
     assert "\n" not in str(caught.value)
+
+
+def byte_level(path: Path, pre: str, added: list[tuple[str, int]], merges: list[str], **values: Any) -> list[str]:
+    """Write a vocabulary of all bytes, the results of ``merges`` and ``added`` tokens with types; return its tokens."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in merges)]
+    writer = gguf.GGUFWriter(path, "deepseek2")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list([*tokens, *(text for text, _ in added)])
+    writer.add_token_types([*[1] * len(tokens), *(kind for _, kind in added)])
+    writer.add_token_merges(merges)
+    tokens += [text for text, _ in added]
+    for name, value in values.items():
+        getattr(writer, f"add_{name}")(tokens.index(value) if isinstance(value, str) else value)
+    writer.add_tensor("x", np.zeros(4, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tokens
+
+
+def test_tokens_outside_of_the_byte_alphabet_are_matched_whole_and_no_token_is_added(tmp_path: Path) -> None:
+    begin, end = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+    added = [(begin, 3), (end, 3), ("<｜User｜>", 4), ("    ", 4), ("[PAD9]", 5)]
+    merges = ["1 2", "3 4", "12 34", "5 6", "1234 56", "Ċ Ċ"]
+    path = tmp_path / "some.gguf"
+    tokens = byte_level(path, "deepseek-v3", added, merges, bos_token_id=begin, eos_token_id=end, add_bos_token=True)
+    tokenizer = Ours.from_gguf(path)
+
+    def cut(text: str) -> list[str]:
+        return [tokens[number] for number in tokenizer.encode(text)]
+
+    assert cut("<｜User｜>hi") == [begin, "<｜User｜>", "h", "i"]
+    assert cut("123456") == [begin, "12", "3", "4", "56"]
+    assert cut("x);\n\ny") == [begin, "x", ")", ";", "ĊĊ", "y"]
+    assert cut("    hi") == [begin, "    ", "h", "i"]
+    assert cut("a<|endoftext|>")[:3] == [begin, "a", "<"]
+    assert tokenizer.vocab_size == len(tokens)
+    assert tokenizer.special_ids == {tokens.index(begin), tokens.index(end)}
+    assert tokenizer.decode(tokenizer.encode("<｜User｜>    世\n\n1")) == "<｜User｜>    世\n\n1"
+
+
+def ends(path: Path, texts: list[str], **values: Any) -> set[str]:
+    tokens = byte_level(path, "qwen2", [(text, 3) for text in texts], ["x y"], **values)
+    return {tokens[number] for number in Ours.from_gguf(path).eos_token_ids}
+
+
+@pytest.mark.parametrize(
+    ("texts", "ending"),
+    [
+        (["<|endoftext|>", "<|im_start|>", "<|im_end|>"], {"<|endoftext|>", "<|im_end|>"}),
+        (["<s>", "</s>", "<|im_end|>", "<|file_sep|>"], {"</s>", "<|im_end|>", "<|file_sep|>"}),
+        (["<|start|>", "<|end|>", "<|return|>", "<|call|>"], {"<|return|>", "<|call|>"}),
+        (["<|start|>", "<|end|>", "<|flush|>", "<|calls|>"], {"<|flush|>", "<|calls|>"}),
+        (["<|user|>", "<|end|>"], {"<|end|>"}),
+        (["<turn|>", "</s>", "<|tool_response>"], {"<turn|>", "<|tool_response>"}),
+        (["<｜end▁of▁sentence｜>", "<｜User｜>"], {"<｜end▁of▁sentence｜>"}),
+    ],
+)
+def test_a_generation_ends_at_the_tokens_that_llama_cpp_collects(
+    texts: list[str], ending: set[str], tmp_path: Path
+) -> None:
+    assert ends(tmp_path / "some.gguf", texts) == ending
+
+
+def test_a_generation_ends_at_the_tokens_that_the_file_names(tmp_path: Path) -> None:
+    path = tmp_path / "some.gguf"
+    named = ends(path, ["<a>", "<b>", "<c>", "<d>"], eos_token_id="<a>", eot_token_id="<b>", eom_token_id="<c>")
+    assert named == {"<a>", "<b>", "<c>"}
+
+
+@pytest.mark.parametrize(
+    ("pre", "values", "begins"),
+    [
+        ("llama-bpe", {}, True),
+        ("tekken", {}, True),
+        ("chameleon", {}, True),
+        ("llama-bpe", {"add_bos_token": False}, False),
+        ("qwen2", {}, False),
+        ("qwen2", {"add_bos_token": True}, True),
+    ],
+)
+def test_a_text_begins_with_bos_as_in_llama_cpp(
+    pre: str, values: dict[str, bool], begins: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "some.gguf"
+    tokens = byte_level(path, pre, [("<s>", 3)], ["x y"], bos_token_id="<s>", **values)
+    assert (tokens[Ours.from_gguf(path).encode("a")[0]] == "<s>") is begins
+
+
+def test_a_text_ends_with_eos_where_the_file_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "some.gguf"
+    tokens = byte_level(path, "qwen2", [("</s>", 3)], ["x y"], eos_token_id="</s>", add_eos_token=True)
+    assert [tokens[number] for number in Ours.from_gguf(path).encode("a")] == ["a", "</s>"]
+
+
+@pytest.mark.parametrize(("pre", "tokens"), [("llama-bpe", ["abc"]), ("dbrx", ["a", "bc"])])
+def test_a_piece_that_is_a_token_needs_no_merges_where_the_pre_tokenizer_says_so(
+    pre: str, tokens: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "some.gguf"
+    texts = byte_level(path, pre, [("abc", 1)], ["b c"])
+    assert [texts[number] for number in Ours.from_gguf(path).encode("abc")] == tokens
+
+
+@pytest.fixture
+def sentencepiece(tmp_path: Path) -> Callable[..., tuple[Ours, list[str]]]:
+    def write_pieces(**values: Any) -> tuple[Ours, list[str]]:
+        pieces = ["▁", "a", "b", "▁a", "ab", "▁▁"]
+        tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, "[INST]"]
+        writer = gguf.GGUFWriter(tmp_path / "some.gguf", "llama")
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_scores([*[0.0] * 259, *[-10.0] * 3, -1.0, -2.0, -3.0, 0.0])
+        writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * len(pieces), 4])
+        for name, value in values.items():
+            getattr(writer, f"add_{name}")(value)
+        writer.add_tensor("x", np.zeros(4, dtype=np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return Ours.from_gguf(tmp_path / "some.gguf"), tokens
+
+    return write_pieces
+
+
+@pytest.mark.parametrize(
+    ("text", "prefixed", "plain"),
+    [
+        ("a", ["▁a"], ["a"]),
+        (" a", ["▁", "▁a"], ["▁a"]),
+        ("  b", ["▁▁", "▁", "b"], ["▁▁", "b"]),
+        ("ab", ["▁a", "b"], ["ab"]),
+        ("[INST]a</s>b", ["[INST]", "▁a", "</s>", "▁", "b"], ["[INST]", "a", "</s>", "b"]),
+        ("é<unk>", ["▁", "<0xC3>", "<0xA9>", "<unk>"], ["<0xC3>", "<0xA9>", "<unk>"]),
+    ],
+)
+def test_sentencepiece_texts_begin_with_a_blank_of_their_own(
+    text: str, prefixed: list[str], plain: list[str], sentencepiece: Callable[..., tuple[Ours, list[str]]]
+) -> None:
+    for values, expected in (({}, prefixed), ({"add_space_prefix": False}, plain)):
+        tokenizer, tokens = sentencepiece(**values)
+        ids = tokenizer.encode(text)
+        assert [tokens[number] for number in ids] == ["<s>", *expected]  # the default ids of bos, eos and unknown
+        assert tokenizer.eos_token_ids == {tokens.index("</s>")}
+        if "[" not in text:
+            assert tokenizer.decode(ids[1:], skip_special_tokens=False) == text
