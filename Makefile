@@ -12,7 +12,7 @@ INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt $(CSRC)
 # Byte code is written once, not compiled anew in each of the hundreds of processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test thorough large transformers families test-crash test-crash-ray coverage sanitize arm bench-kernels gpu wheels shown docs check format size clean
+.PHONY: help demo test thorough compiled real large transformers families test-crash test-crash-ray coverage sanitize arm bench-kernels gpu wheels shown docs check format size clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -49,6 +49,12 @@ test: $(STAMP)  ## run all tests (those marked gpu only where there is a device)
 
 thorough: $(STAMP)  ## run the tests that `make test` leaves out because they take long; CI does too
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m thorough $(ARGS)
+
+compiled: $(STAMP)  ## compile all of the GPU's programs for six cards and record them; CARDS='80,90' for some
+	env -u TRITON_INTERPRET TRITON_ALWAYS_COMPILE=1 $(BIN)/python -W ignore -m tests.kernels.compile_gpu $(or $(CARDS),75,80,86,89,90,100) whole --anew
+
+real: $(STAMP)  ## answer 200 questions with published models, fetched once into build/real, beside transformers; no part of CI
+	$(BIN)/python -m tests.real $(ARGS)
 
 large: $(STAMP)  ## run the tests on checkpoints of a gigabyte, which need 4 GB of /tmp; no part of CI
 	$(BIN)/python -m pytest -n 0 -m large $(ARGS)

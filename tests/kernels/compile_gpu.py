@@ -1,16 +1,20 @@
 """Compiles the GPU's kernels for cards that need not be here, and prints what came out as JSON; not a test.
 
 `python -m tests.kernels.compile_gpu 75,80,90 whole`, in a process where Triton does not interpret. `few` instead of
-`whole`: one variant of each kernel with products, in seconds.
+`whole`: one variant of each kernel with products, in seconds. Programs that `compiled.json` records are not compiled
+again: a record is keyed by everything that determines its program (`record_key`). `--anew` compiles all programs and
+writes the record (`make compiled`).
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import hashlib
 import io
 import json
 import re
-import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +40,11 @@ from moelight.profiles.stored import AWQ
 from tests.kernels.quantized import FORMATS, matrix
 
 HIDDEN, WIDTH, EXPERTS, ROWS = 256, 512, 4, 64
+RECORD = Path(__file__).parent / "compiled.json"
+# Instructions that are counted in a program, the columns of a record after its sizes.
+INSTRUCTIONS = ("mma.sync", "wgmma", "tcgen05.mma", "cp.async", "ld.global.v4", "fma.rn.f32")
+SIZES = ("shared", "registers", "spilled")
+records: dict[str, list[int]] = {}  # by `record_key`: recorded ones, and those of this run
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "i8"}
 NAMES |= {torch.int32: "i32", torch.int64: "i64"}
 # Those of `tests.kernels.quantized.FORMATS` whose products are compiled: every kind, and every layout of ggml's blocks.
@@ -96,16 +105,29 @@ def facts(
             divisible[(position,)] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
+    key = record_key(source, card, options)
+    if key not in records:
+        records[key] = compile_program(source, card, options)
+    return {"what": what, "card": card, **dict(zip((*SIZES, *INSTRUCTIONS), records[key], strict=True))}
+
+
+def record_key(source: ASTSource, card: int, options: dict[str, int]) -> str:
+    """Triton's own hash of a program's source, its callees, signature and constants, with the versions, the card and
+    the launch options."""
+    parts = (triton.__version__, source.hash(), card, sorted(options.items()), SIZES, INSTRUCTIONS)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+
+
+def compile_program(source: ASTSource, card: int, options: dict[str, int]) -> list[int]:
+    """Compile, and return the values of `SIZES` and `INSTRUCTIONS`."""
     with contextlib.redirect_stdout(io.StringIO()) as log:  # of ptxas
-        found = triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
-    numbers = {
-        name: int(re.search(pattern, log.getvalue()).group(1))
-        for name, pattern in (("registers", r"Used (\d+) registers"), ("spilled", r"(\d+) bytes spill stores"))
-    }
-    words = ("mma.sync", "wgmma", "tcgen05.mma", "cp.async", "ld.global.v4", "fma.rn.f32")
-    code = found.asm["ptx"]
-    row = {"what": what, "card": card, "shared": found.metadata.shared, **numbers}
-    return row | {word: code.count(word) for word in words}
+        program = triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
+    sizes = [
+        int(re.search(pattern, log.getvalue()).group(1))
+        for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
+    ]
+    code = program.asm["ptx"]
+    return [program.metadata.shared, *sizes, *(code.count(instruction) for instruction in INSTRUCTIONS)]
 
 
 def products(card: int) -> list[dict[str, Any]]:
@@ -311,7 +333,33 @@ def compiled(card: int, *, whole: bool) -> list[dict[str, Any]]:
     return [*some, attend(card, torch.float16, 128, 4, decodes=True, options="")]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cards", type=lambda text: [int(card) for card in text.split(",")])
+    parser.add_argument("variants", choices=("few", "whole"))
+    parser.add_argument("--anew", action="store_true", help="Compile recorded programs too, and write the record.")
+    arguments = parser.parse_args()
     triton.knobs.nvidia.dump_ptxas_log = True
-    cards = map(int, sys.argv[1].split(","))
-    print(json.dumps([row for card in cards for row in compiled(card, whole=sys.argv[2] == "whole")]))
+    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    if not arguments.anew:
+        records.update(recorded)
+    rows = []
+    for card in arguments.cards:
+        rows += compiled(card, whole=arguments.variants == "whole")
+        if arguments.anew:
+            print(f"{card}: {len(rows)} programs", flush=True)
+            RECORD.write_text(as_lines(recorded | records))
+    if not arguments.anew:
+        print(json.dumps({"rows": rows, "compiled": len(records) - len(recorded)}))
+    elif {75, 80, 86, 89, 90, 100} <= set(arguments.cards):
+        RECORD.write_text(as_lines(records))  # without those of programs that are no more
+
+
+def as_lines(values: dict[str, list[int]]) -> str:
+    """JSON with one record a line, in the order of keys."""
+    lines = ",\n".join(f'"{key}": {json.dumps(values[key])}' for key in sorted(values))
+    return f"{{\n{lines}\n}}\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -39,7 +39,7 @@ def test_compiles(card: int, variants: str, tmp_path: Path) -> None:
         timeout=3600,  # a hang, not a slow machine
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    rows = json.loads(ran.stdout.splitlines()[-1])
+    rows = json.loads(ran.stdout.splitlines()[-1])["rows"]
     products = [row for row in rows if " gate_up " in row["what"] or " down " in row["what"]]
     products += [row for row in rows if " attention " in row["what"] and not row["what"].startswith("fp32")]
     assert products
