@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -10,6 +11,8 @@ from typing import Any
 from moelight.core.errors import InputError, did_you_mean
 
 MOST_SAMPLES = 16_384  # per prompt, and per row over all its prompts if n > 1; vLLM's bound of n
+DEFAULT_RESAMPLINGS, MAX_RESAMPLINGS = 3, 16
+STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
 _MOST = sys.float_info.max
 # The least value of integers, and the least and the most of numbers.
 _LEAST = {
@@ -33,7 +36,8 @@ _RANGES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StructuredOutputs:
-    """The constraint on a completion's text: exactly one field is given. Source: vLLM's StructuredOutputsParams.
+    """The constraint on a completion's text: exactly one of the first five fields is given. Source: vLLM's
+    StructuredOutputsParams.
 
     Attributes:
         json: a JSON schema, as an object or its text.
@@ -41,6 +45,9 @@ class StructuredOutputs:
         choice: the allowed texts.
         grammar: a Lark grammar.
         json_object: True requires any JSON object.
+        strict: True refuses a JSON schema with keywords that no grammar enforces. False, the default: finished answers
+            are validated for these.
+        resamplings: the most times that an answer is generated again because it fails validation; at most 16.
 
     Raises:
         InputError: no field or several fields are given, or a value has the wrong type.
@@ -51,6 +58,8 @@ class StructuredOutputs:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool = False
+    strict: bool = False
+    resamplings: int = DEFAULT_RESAMPLINGS
 
     def __post_init__(self) -> None:
         for name in ("regex", "grammar"):
@@ -62,12 +71,25 @@ class StructuredOutputs:
         if self.choice is not None:
             object.__setattr__(self, "choice", _texts("structured_outputs: choice", self.choice))
         _flag("structured_outputs: json_object", self.json_object)
-        given = [each.name for each in fields(self) if getattr(self, each.name) not in (None, False)]
+        _flag("structured_outputs: strict", self.strict)
+        _integer("structured_outputs: resamplings", self.resamplings, least=0)
+        if self.resamplings > MAX_RESAMPLINGS:
+            raise InputError(f"structured_outputs: resamplings must be at most {MAX_RESAMPLINGS}")
+        given = [name for name in STRUCTURES if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            one_of = ", ".join(each.name for each in fields(self))
             raise InputError(
-                f"structured_outputs needs exactly one of {one_of}, not {' and '.join(given) or 'none of them'}"
+                f"structured_outputs needs exactly one of {', '.join(STRUCTURES)}, "
+                f"not {' and '.join(given) or 'none of them'}"
             )
+
+    @property
+    def schema(self) -> str | None:
+        """The text of the JSON schema; None if the structure is no JSON."""
+        if self.json_object:
+            return '{"type": "object"}'
+        if self.json is None or isinstance(self.json, str):
+            return self.json
+        return json.dumps(self.json)
 
     @classmethod
     def from_dict(cls, given: object) -> StructuredOutputs:
@@ -81,7 +103,7 @@ class StructuredOutputs:
         """
         known = [each.name for each in fields(cls)]
         if not isinstance(given, dict):
-            raise InputError(f"structured_outputs must be an object with one of {', '.join(known)}")
+            raise InputError(f"structured_outputs must be an object with one of {', '.join(STRUCTURES)}")
         for name in given:
             if name not in known:
                 raise InputError(f"structured_outputs: unknown field {name!r}{did_you_mean(str(name), known)}")
@@ -248,6 +270,21 @@ class Logprob:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StructureError:
+    """Why a finished answer does not have the structure that was asked for.
+
+    Attributes:
+        code: ``structured_output_invalid``, or ``structured_output_truncated`` if ``max_tokens`` cut it.
+        path: the JSON pointer of the offending value in the answer; ``schema_path``: of the keyword in the schema.
+    """
+
+    code: str
+    message: str
+    path: str = ""
+    schema_path: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
     """One answer to one request.
 
@@ -267,6 +304,9 @@ class Completion:
         prompt_logprobs: as ``logprobs``, one per prompt token; None where the token was not scored.
         reasoning: the reasoning before the text, without its markers; None if there is none.
         reasoning_tokens: number of generated tokens up to the end of the reasoning; None where it is not split off.
+        structure_error: why the text lacks the structure that was asked for; None if it has it, or none was.
+        attempts: how often the answer was generated until it was valid, or until ``resamplings`` were used up;
+            ``discarded_tokens``: the tokens of all attempts but the last.
     """
 
     index: int
@@ -283,6 +323,9 @@ class Completion:
     prompt_logprobs: tuple[Mapping[int, Logprob] | None, ...] | None = None
     reasoning: str | None = None
     reasoning_tokens: int | None = None
+    structure_error: StructureError | None = None
+    attempts: int = 1
+    discarded_tokens: int = 0
 
     @property
     def completion_tokens(self) -> int:

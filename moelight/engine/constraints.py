@@ -1,10 +1,10 @@
 """Structured outputs: answers constrained token by token to a JSON schema, a regular expression, choices or a grammar.
-Each form is translated to a grammar, which is compiled once."""
+Each form is translated to a grammar, which is compiled once. Finished JSON answers are validated too."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -12,8 +12,8 @@ import numpy as np
 
 from moelight.core.errors import ConfigError, InputError
 from moelight.core.panics import panics_as
-from moelight.core.request import StructuredOutputs
-from moelight.engine.grammars import NO_TOKEN, GrammarTrial, Vocabulary, compiled, said
+from moelight.core.request import StructuredOutputs, StructureError
+from moelight.engine.grammars import NO_TOKEN, GrammarTrial, TrialResult, Vocabulary, compiled, said
 from moelight.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -21,6 +21,17 @@ if TYPE_CHECKING:
 
 KEPT = 256  # compiled grammars; most jobs have a single one, or one per row
 _META = str.maketrans({letter: f"\\{letter}" for letter in r"\.+*?()|[]{}^$#&-~"})  # escapes for regular expressions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompiledStructure:
+    """What a specification of structured outputs compiles to. ``reason``: why it cannot be compiled; ``unenforced`` and
+    ``notes`` are those of `schema_relaxation.EnforcedSchema`."""
+
+    matcher: llguidance.LLMatcher | None
+    reason: str | None
+    unenforced: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class Constraints:
@@ -32,28 +43,54 @@ class Constraints:
         ends = tokenizer.eos_token_ids
         self._special = bits([token for token in tokenizer.special_ids - ends if token < vocab_size], vocab_size)
         self._tools: tuple[llguidance.LLTokenizer, GrammarTrial] | None = None
-        self._matchers = lru_cache(KEPT)(self._compile)
+        self._structures = lru_cache(KEPT)(self._compile)
 
     def close(self) -> None:
+        """End the trial process and forget what was compiled; the next call begins anew."""
         if self._tools is not None:
             self._tools[1].process.close()
+        self._tools = None
+        self._structures.cache_clear()
 
-    def check(self, outputs: StructuredOutputs) -> None:
-        """Raise InputError if ``outputs`` cannot be compiled, or if no token of this model can begin an answer."""
-        self._matcher(outputs)
+    def check(self, outputs: StructuredOutputs) -> tuple[str, ...]:
+        """What a user should know about ``outputs``: keywords of a schema that only validation checks, and those that
+        ask for nothing. Raises InputError if it cannot be compiled, or if no token of this model can begin an
+        answer."""
+        structure = self._structure(outputs)
+        checked = tuple(f"{keyword} is checked in finished answers" for keyword in structure.unenforced)
+        return (*checked, *(f"{note}: ignored" for note in structure.notes))
 
     def open(self, outputs: StructuredOutputs) -> Constraint:
         """The constraint of a new answer; raises InputError as `check`."""
-        return Constraint(self._matcher(outputs).deep_copy(), self._special)
+        matcher = self._structure(outputs).matcher
+        assert matcher is not None
+        return Constraint(matcher.deep_copy(), self._special)
 
-    def _matcher(self, outputs: StructuredOutputs) -> llguidance.LLMatcher:
-        found = self._matchers(*_written(outputs))
-        if isinstance(found, str):
-            raise InputError(f"structured_outputs: {found}", code="invalid_structured_output")
-        return found
+    def mismatch(self, outputs: StructuredOutputs, text: str) -> StructureError | None:
+        """Why ``text`` is not a JSON text that ``outputs`` accepts; None if it is, or if no JSON was asked for."""
+        if (schema := outputs.schema) is None:
+            return None
+        try:
+            problem = self._trial[1].mismatch(schema, text)
+        except OSError as error:
+            raise ConfigError(f"structured_outputs: no process can be begun to validate answers ({error})") from None
+        return None if problem is None else StructureError(code="structured_output_invalid", **problem)
 
-    def _compile(self, kind: str, text: str) -> llguidance.LLMatcher | str:
-        """The initial matcher of a grammar, or the reason why there is none."""
+    def _structure(self, outputs: StructuredOutputs) -> CompiledStructure:
+        structure = self._structures(*_written(outputs))
+        reason = structure.reason
+        if reason is None and outputs.strict and structure.unenforced:
+            reason = (
+                f"{'; '.join(structure.unenforced)} cannot be enforced while an answer is generated, and strict is true"
+                " (with strict false finished answers are validated)"
+            )
+        if reason is None:
+            return structure
+        named = "structured_outputs" if outputs.json is None else "structured_outputs: JSON Schema"
+        raise InputError(f"{named}: {reason}", code="invalid_structured_output")
+
+    @property
+    def _trial(self) -> tuple[llguidance.LLTokenizer, GrammarTrial]:
         if self._tools is None:
             tokenizer, size = self._tokenizer, self.vocab_size
             ends = sorted(token for token in tokenizer.eos_token_ids if token < size) or [size]
@@ -64,20 +101,30 @@ class Constraints:
                 encode=tokenizer.encode,
             )
             self._tools = words.trie(), GrammarTrial(words)
-        trie, trial = self._tools
+        return self._tools
+
+    def _compile(self, kind: str, text: str) -> CompiledStructure:
+        trie, trial = self._trial
         try:
-            why = trial.why_not(kind, text)
+            tried = trial.compile(kind, text)
         except OSError as error:
             raise ConfigError(f"structured_outputs: no process can be begun to compile it ({error})") from None
-        if why is not None:
-            return why
+        matcher, reason = (None, tried.reason) if tried.reason is not None else self._matcher(trie, kind, tried)
+        return CompiledStructure(
+            matcher=matcher, reason=reason, unenforced=tuple(tried.unenforced), notes=tuple(tried.notes)
+        )
+
+    def _matcher(
+        self, trie: llguidance.LLTokenizer, kind: str, tried: TrialResult
+    ) -> tuple[llguidance.LLMatcher | None, str | None]:
+        """The initial matcher of a grammar, or the reason why there is none."""
         try:
             with panics_as(ValueError):
-                matcher = compiled(trie, kind, text)
+                matcher = compiled(trie, kind, tried.text)
         except ValueError as error:
-            return said(str(error))
+            return None, said(str(error))
         first = Constraint(matcher.deep_copy(), self._special)
-        return first.why if first.allowed() is None else matcher
+        return (None, first.why) if first.allowed() is None else (matcher, None)
 
 
 class Constraint:
@@ -125,6 +172,11 @@ class Constraint:
             self.why = "the token that ends the reasoning begins an answer that does not match"
 
     @property
+    def accepts(self) -> bool:
+        """True if the answer matches as it is."""
+        return bool(self._matcher.is_accepting()) and not self._matcher.is_error()
+
+    @property
     def complete(self) -> bool:
         """True if the answer matches and only its end may follow."""
         return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
@@ -151,13 +203,11 @@ def bits_of(words: np.ndarray) -> list[int]:
 
 def _written(outputs: StructuredOutputs) -> tuple[str, str]:
     """The kind of the grammar and its text."""
-    if outputs.json is not None:
-        return "json", outputs.json if isinstance(outputs.json, str) else json.dumps(outputs.json)
+    if (schema := outputs.schema) is not None:
+        return "json", schema
     if outputs.regex is not None:
         return "regex", outputs.regex
     if outputs.choice is not None:
         # One regular expression: in a grammar, each choice would be a parser item, and the parser holds 2,000 of them.
         return "regex", "|".join(text.translate(_META) for text in outputs.choice)
-    if outputs.grammar is not None:
-        return "lark", outputs.grammar
-    return "json", '{"type": "object"}'
+    return "lark", str(outputs.grammar)

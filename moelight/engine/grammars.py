@@ -1,16 +1,20 @@
 """Compiles grammars with llguidance, after a trial in a process that a bad grammar may crash: llguidance's compiler is
-recursive, and a stack overflow ends the process. `compiled` works in this process, on a stack four times as deep."""
+recursive, and a stack overflow ends the process. `compiled` works in this process, on a stack four times as deep. A
+JSON schema is checked in the trial process too, and reduced to what a grammar can enforce."""
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from moelight.core.confined import ConfinedProcess, EndedError
+from moelight.engine.json_schema import SchemaDocument, SchemaError
+from moelight.engine.schema_relaxation import enforced
 
 if TYPE_CHECKING:
     import llguidance
@@ -113,19 +117,38 @@ def _on_stack(size: int, work: Callable[[], _T]) -> _T:
     return outcome.result()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialResult:
+    """The grammar that a structure is compiled from, or the ``reason`` why it cannot be. Of a JSON schema, ``text`` is
+    the part that a grammar enforces; ``unenforced`` and ``notes`` are those of `EnforcedSchema`."""
+
+    text: str = ""
+    reason: str | None = None
+    unenforced: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+
 class GrammarTrial:
-    """Compiles grammars in a process that a bad one may end."""
+    """Compiles grammars, and validates answers, in a process that a bad one may end."""
 
     def __init__(self, words: Vocabulary) -> None:
         self._words = words
         self.process = ConfinedProcess(f"{__name__}:tester", setup=self._setup, cpu_s=TRIED_S, memory_bytes=TRIED_BYTES)
 
-    def why_not(self, kind: str, text: str) -> str | None:
-        """Why a grammar cannot be compiled, if it cannot; raises OSError if the process cannot be started."""
+    def compile(self, kind: str, text: str) -> TrialResult:
+        """Try to compile ``text``; raises OSError if the process cannot be started."""
         try:
-            return cast("str | None", self.process.ask([kind, text]))
+            return TrialResult(**self.process.ask(["compile", kind, text]))
         except EndedError as error:
-            return _WHY.get(error.signal, f"compiling {error}")
+            return TrialResult(reason=_WHY.get(error.signal, f"compiling {error}"))
+
+    def mismatch(self, schema: str, answer: str) -> dict[str, str] | None:
+        """As `schema_validation.mismatch`; an answer that cannot be validated within the limits is one, too."""
+        try:
+            return cast("dict[str, str] | None", self.process.ask(["validate", schema, answer]))
+        except EndedError as error:
+            reason = f"it takes more than {TRIED_S:g} s" if error.signal == signal.SIGPROF else str(error)
+            return {"message": f"the answer cannot be validated: {reason}", "path": "", "schema_path": ""}
 
     def _setup(self) -> object:
         words = self._words
@@ -137,15 +160,79 @@ class GrammarTrial:
         return {"tokens": texts, "special_token_ids": list(words.special_token_ids), "ends": list(words.ends)}
 
 
-def tester(given: dict[str, Any]) -> Callable[[list[str]], str | None]:
-    """The function of the trial process: from a grammar ``[kind, text]`` to the reason why it cannot be compiled."""
+def tester(given: dict[str, Any]) -> Callable[[list[str]], dict[str, Any] | None]:
+    """The function of the trial process: from ``["compile", kind, text]`` to the fields of a `TrialResult`, and from
+    ``["validate", schema, answer]`` to a mismatch or None."""
+
+    from moelight.engine.schema_validation import mismatch
 
     def encode(text: str) -> list[int]:
         return trie.greedy_tokenize(text)
 
     tokens = [token.encode("latin-1") for token in given["tokens"]]
     trie = Vocabulary(**{**given, "tokens": tokens}, encode=encode).trie()
-    return lambda question: _tried(trie, *question)
+
+    def answer(question: list[str]) -> dict[str, Any] | None:
+        task, first, second = question
+        if task == "validate":
+            return mismatch(first, second)
+        if first == "json":
+            return _tried_schema(trie, second)
+        return {"text": second, "reason": _tried(trie, first, second)}
+
+    return answer
+
+
+def _tried_schema(trie: llguidance.LLTokenizer, text: str) -> dict[str, Any]:
+    from moelight.engine.schema_validation import check_schema
+
+    try:
+        document = SchemaDocument(text)
+        if document.problems:
+            return {"reason": "; ".join(document.problems)}
+        check_schema(document)
+        result = enforced(document, lambda schema: _tried(trie, "json", schema), BytePatterns())
+    except SchemaError as error:
+        return {"reason": str(error)}
+    return {"text": result.text, "unenforced": result.unenforced, "notes": result.notes}
+
+
+class BytePatterns:
+    """Answers questions about regular expressions with grammars over single bytes."""
+
+    def __init__(self) -> None:
+        tokens = [bytes([value]) for value in range(256)]
+        words = Vocabulary(tokens=[*tokens, b"<end>"], special_token_ids=[256], ends=[256], encode=_byte_tokens)
+        self._trie = words.trie()
+
+    def matches(self, pattern: str, name: str) -> bool:
+        """True if ``pattern`` matches somewhere in ``name``."""
+        return self._accepts({"type": "string", "pattern": pattern}, json.dumps(name, ensure_ascii=False)) is True
+
+    def exhausted(self, pattern: str, names: Collection[str]) -> bool:
+        """True if ``pattern`` matches no other property name than ``names``."""
+        schema = {
+            "type": "object",
+            "properties": {name: {"type": "null"} for name in names},
+            "required": list(names),
+            "patternProperties": {pattern: {"type": "null"}},
+            "additionalProperties": False,
+        }
+        members = ",".join(f"{json.dumps(name, ensure_ascii=False)}:null" for name in names)
+        return self._accepts(schema, f'{{{members},"') is False
+
+    def _accepts(self, schema: dict[str, Any], text: str) -> bool | None:
+        """True if ``text`` begins a text of ``schema``; None if that does not compile."""
+        try:
+            matcher = compiled(self._trie, "json", json.dumps(schema), stack_bytes=TRIED_STACK_BYTES)
+        except ValueError:
+            return None
+        tokens = _byte_tokens(text)
+        return matcher.validate_tokens(tokens) == len(tokens)
+
+
+def _byte_tokens(text: str) -> list[int]:
+    return list(text.encode())
 
 
 def _tried(trie: llguidance.LLTokenizer, kind: str, text: str) -> str | None:

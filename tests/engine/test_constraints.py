@@ -210,16 +210,16 @@ def test_a_grammar_that_takes_too_much_is_refused(
 def test_grammars_are_tried_in_one_process_which_anything_may_end() -> None:
     words = trials.Vocabulary(tokens=[b"a", b"b", b""], special_token_ids=[2], ends=[2], encode=lambda _: [])
     trial = trials.GrammarTrial(words)
-    assert trial.why_not("regex", "a+") is None
+    assert trial.compile("regex", "a+").reason is None
     first = trial.process._process
     assert first is not None
-    assert trial.why_not("regex", "b+") is None and trial.process._process is first
-    assert "unclosed group" in (trial.why_not("regex", "(a") or "") and trial.process._process is first
+    assert trial.compile("regex", "b+").reason is None and trial.process._process is first
+    assert "unclosed group" in (trial.compile("regex", "(a").reason or "") and trial.process._process is first
     first.kill()
-    assert trial.why_not("regex", "ab") is None and trial.process._process is not first
+    assert trial.compile("regex", "ab").reason is None and trial.process._process is not first
     trial.process.close()
     trial.process.close()
-    assert trial.why_not("regex", "ba") is None
+    assert trial.compile("regex", "ba").reason is None
     trial.process.close()
 
 
