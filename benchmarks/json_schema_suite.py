@@ -1,11 +1,11 @@
-"""The official JSON Schema test suite through structured outputs: how many groups of tests are served, by constraint or
-by validation, and whether anything invalid is accepted.
+"""The official JSON Schema test suite through structured outputs: how many groups of tests are served, by constraint
+or by validation, and whether anything invalid is accepted.
 
     python benchmarks/json_schema_suite.py --suite JSON-Schema-Test-Suite [--optional] [--draft draft2020-12]
 
-The suite is at https://github.com/json-schema-org/JSON-Schema-Test-Suite. An instance is accepted if every byte of it is
-allowed by the masks of its schema's constraint, and the finished text is valid for the validator. Refused groups have no
-verdicts. The last line is JSON.
+The suite is at https://github.com/json-schema-org/JSON-Schema-Test-Suite. An instance is accepted if every byte of it
+is allowed by the masks of its schema's constraint, and the finished text is valid for the validator. Refused groups
+have no verdicts. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -105,12 +105,12 @@ def main() -> None:
     options = parser.parse_args()
     judge, total = Judge(), Counter[str]()
     print(f"| file | {' | '.join(COLUMNS)} |\n|---|{'--:|' * len(COLUMNS)}")
-    refusals = []
+    refusals: list[str] = []
     for name, path in files(options.suite, options.draft, optional=options.optional):
         counts = Counter[str]()
-        for group in json.loads(path.read_text(encoding="utf-8")):
-            if (reason := judge.count(group, counts)) is not None:
-                refusals.append(f"{name}: {group['description']}: {reason}")
+        groups = json.loads(path.read_text(encoding="utf-8"))
+        reasons = [(group["description"], judge.count(group, counts)) for group in groups]
+        refusals += [f"{name}: {group}: {reason}" for group, reason in reasons if reason is not None]
         print(f"| {name} | {' | '.join(str(counts[column]) for column in COLUMNS)} |")
         total += counts
     print(f"| all | {' | '.join(str(total[column]) for column in COLUMNS)} |")

@@ -89,7 +89,10 @@ class StructuredOutputs:
             return '{"type": "object"}'
         if self.json is None or isinstance(self.json, str):
             return self.json
-        return json.dumps(self.json)
+        try:
+            return json.dumps(self.json)
+        except RecursionError:
+            raise InputError("structured_outputs: json is nested too deeply") from None
 
     @classmethod
     def from_dict(cls, given: object) -> StructuredOutputs:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from array import array
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -117,6 +118,8 @@ class RunningSequence:
         place: slot of the newest token in the token pool, while the sequence is running.
         computed: leading tokens whose keys and values are in ``blocks`` once all launched passes are done.
         chosen: number of tokens chosen by all launched passes; ``generated`` are those collected so far.
+        attempt: how often the answer was generated before, and had not the structure asked for; ``discarded``: the
+            tokens of those attempts.
     """
 
     request: Request
@@ -131,6 +134,8 @@ class RunningSequence:
     chosen: int = 0
     generated: list[int] = field(default_factory=list)
     finished: bool = False
+    attempt: int = 0
+    discarded: int = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -221,6 +226,7 @@ class Batcher:
         self._pool, self._discrete, self._window = pool, discrete, window
         self._buffer_tokens = int(kv_buffer_tokens(policy)) if policy.attention_device == "gpu" else None
         self._source: Iterator[RunningSequence | None] = iter(())
+        self._requeued: deque[RunningSequence] = deque()
         self._first: RunningSequence | None = None  # taken from the source, not admitted yet
         self.admitted = Admitted()
         self._running: dict[RunningSequence, None] = {}
@@ -234,6 +240,15 @@ class Batcher:
         is no sequence at present: the next one is read later."""
         self._source = chain(self._source, sequences)
 
+    def requeue(self, sequence: RunningSequence) -> None:
+        """Put ``sequence`` before all that are not admitted yet."""
+        self._requeued.append(sequence)
+
+    @property
+    def requeued(self) -> bool:
+        """True if a requeued sequence has not been admitted yet."""
+        return bool(self._requeued)
+
     @property
     def busy(self) -> bool:
         return bool(self._running) or self.waiting
@@ -242,7 +257,7 @@ class Batcher:
     def waiting(self) -> bool:
         """True if any sequence has not been admitted yet."""
         if self._first is None:
-            self._first = next(self._source, None)
+            self._first = self._requeued.popleft() if self._requeued else next(self._source, None)
         return self._first is not None
 
     @property
@@ -330,6 +345,7 @@ class Batcher:
     def clear(self, *, failed: bool = False) -> None:
         """Drop all unfinished sequences and the source. ``failed``: the contents of the cache are invalid too."""
         self._source, self._first = iter(()), None
+        self._requeued.clear()
         self._prefix_cache.clear()
         if failed:
             self._pool.forget_all()

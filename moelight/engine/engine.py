@@ -439,13 +439,14 @@ class Engine:
     def _collect(
         self, outputs: OutputProcessor, landed: PackedPass, tokens: list[list[int]]
     ) -> tuple[list[Completion], bool]:
-        """The completions that a pass finishes, and whether the next pass may contain a sequence that finished."""
+        """The completions that a pass finishes, and whether the next pass may be another one than was packed: a
+        sequence finished, or is generated again."""
         running = len(self._batcher.running)
         finished = outputs.collect(self._batcher, landed.plans, tokens)
         before_s, self._collected_s = self._collected_s, time.perf_counter()
         if self._adapting is not None:
             self._adapting.after(landed.plans, self._collected_s - before_s, self._totals.busy_s)
-        return finished, len(self._batcher.running) != running
+        return finished, len(self._batcher.running) != running or self._batcher.requeued
 
     def _guard_device_memory(self) -> None:
         watch_device_memory(self._machine.device)

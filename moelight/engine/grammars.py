@@ -5,6 +5,7 @@ JSON schema is checked in the trial process too, and reduced to what a grammar c
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -112,6 +113,8 @@ def _on_stack(size: int, work: Callable[[], _T]) -> _T:
         before = threading.stack_size(size)
         try:
             threading.Thread(target=run, name="grammar", daemon=True).start()
+        except RuntimeError:
+            raise MemoryError("no memory for a stack") from None
         finally:
             threading.stack_size(before)
     return outcome.result()
@@ -173,7 +176,12 @@ def tester(given: dict[str, Any]) -> Callable[[list[str]], dict[str, Any] | None
     trie = Vocabulary(**{**given, "tokens": tokens}, encode=encode).trie()
 
     def answer(question: list[str]) -> dict[str, Any] | None:
-        task, first, second = question
+        try:
+            return answered(*question)
+        except MemoryError:
+            os.abort()  # a process that has once reached its limit cannot go on
+
+    def answered(task: str, first: str, second: str) -> dict[str, Any] | None:
         if task == "validate":
             return mismatch(first, second)
         if first == "json":
@@ -249,5 +257,7 @@ def _tried(trie: llguidance.LLTokenizer, kind: str, text: str) -> str | None:
         return why if why.startswith(_TOO_LARGE_FOR_IT) else None
     except ValueError as error:
         return said(str(error))
+    except MemoryError:
+        raise
     except BaseException as error:  # noqa: BLE001 (a panic of llguidance is no Exception)
         return said(f"{type(error).__name__}: {error}")

@@ -7,7 +7,7 @@ import math
 import secrets
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableSequence, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import TypeAlias
@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from moelight.core.errors import InputError
-from moelight.core.request import Completion, Logprob, Request, SamplingParams
+from moelight.core.request import Completion, Logprob, Request, SamplingParams, StructureError
 from moelight.engine.batcher import Batcher, MicroBatchPlan, RunningSequence, SequenceChunk
 from moelight.engine.constraints import Constraint, Constraints, bits, without
 from moelight.engine.detokenizer import StopMatcher, cut_at_stop
@@ -26,6 +26,7 @@ from moelight.engine.sampling import (
     NOT_FINITE,
     Change,
     Scores,
+    attempt_seed,
     blocks,
     change,
     likeliest_tokens,
@@ -40,10 +41,13 @@ Kept: TypeAlias = MutableSequence[tuple[Scores, int]]  # scores of several rows,
 # Gets the request's index and the position of each scored prompt token, and its logits [R, V], in a lane's thread.
 ScoreWatch: TypeAlias = Callable[[Sequence[tuple[int, int]], Tensor], None]
 UNCHANGED = Change()
+RESAMPLING_TEMPERATURE = 0.7  # of greedy rows, whose first attempt would only be repeated
 NO_LOGITS = (
     "the model's logits are not finite: its weights hold infinities or NaNs, or its activations leave the range of "
     "their dtype; use a sound checkpoint, or a wider dtype"
 )
+STUCK = "structured_outputs"  # the code of an answer that no token continues
+TRUNCATED = "structured_output_truncated"
 _LIKELIEST = SamplingParams()
 _log = logging.getLogger(__name__)
 
@@ -58,6 +62,11 @@ class SequenceEnd:
     stop: int | str | None = None
     by_text: bool = False
     code: str | None = None
+
+    @property
+    def by_itself(self) -> bool:
+        """True if the model, or the structure of the answer, ended it."""
+        return self.reason == "stop" and self.stop is None and not self.by_text
 
 
 class SequenceState:
@@ -144,7 +153,7 @@ class SequenceState:
                 self.logprobs.append(_logprobs(token, scores, row, text))
         if self._constraint is not None and self._constraint.stuck:
             del self.logprobs[-1:]
-            return SequenceEnd("error", stop=f"structured_outputs: {self._constraint.why}", code="structured_outputs")
+            return SequenceEnd("error", stop=f"structured_outputs: {self._constraint.why}", code=STUCK)
         if self._counts:
             self._seen[token] = self._seen.get(token, 0) + 1
         return None
@@ -180,6 +189,11 @@ class SequenceState:
             self._constraint = self._constraints.open(self._how.structured_outputs)
             if text := rest.decode(errors="replace").lstrip("\n"):
                 self._constraint.go_on_from(self._tokenizer.encode(text, add_special_tokens=False))
+
+    @property
+    def accepts(self) -> bool:
+        """True if the answer matches its constraint as it is, or has none."""
+        return self._constraint is None or self._constraint.accepts
 
     @property
     def scored_nan(self) -> bool:
@@ -263,11 +277,17 @@ class OutputProcessor:
                 max_tokens=most_tokens(request, self._max_positions),
                 sample=sample,
             )
-            if how.stop or _changes(how) or how.logprobs is not None or how.prompt_logprobs is not None:
-                self._states[sequence] = state = SequenceState(request, self._tokenizer, self._constraints)
-                self._historians += state.needs_history
-                self._watching += state.matcher is not None
+            self._track(sequence)
             yield sequence
+
+    def _track(self, sequence: RunningSequence) -> None:
+        """Create the state of ``sequence``, if it needs one."""
+        how = sequence.request.sampling
+        if how.stop or _changes(how) or how.logprobs is not None or how.prompt_logprobs is not None:
+            state = SequenceState(sequence.request, self._tokenizer, self._constraints)
+            self._states[sequence] = state
+            self._historians += state.needs_history
+            self._watching += state.matcher is not None
 
     @property
     def needs_history(self) -> bool:
@@ -337,11 +357,63 @@ class OutputProcessor:
                     batcher.retire(sequence)
                     self.ended_tokens += len(sequence.generated)
                     self.ended_most += sequence.max_tokens
-                    finished.append(self._completion(sequence, end))
+                    completion = self._completion(sequence, end)
                     if (state := self._states.pop(sequence, None)) is not None:
                         self._historians -= state.needs_history
                         self._watching -= state.matcher is not None
+                    if self._resamples(sequence, end, completion):
+                        batcher.requeue(self._resampled(sequence))
+                    else:
+                        finished.append(completion)
         return finished
+
+    def _resamples(self, sequence: RunningSequence, end: SequenceEnd, completion: Completion) -> bool:
+        """True if the answer is to be generated again, since its structure is not the one asked for."""
+        outputs = sequence.request.sampling.structured_outputs
+        if outputs is None or outputs.schema is None or sequence.attempt >= outputs.resamplings:
+            return False
+        invalid = end.by_itself and completion.structure_error is not None
+        return invalid or end.code == STUCK
+
+    def _resampled(self, sequence: RunningSequence) -> RunningSequence:
+        """The next attempt at an answer: other draws, which its seed and the number of the attempt decide."""
+        request, attempt = sequence.request, sequence.attempt + 1
+        if request.sampling.greedy:
+            request = replace(request, sampling=replace(request.sampling, temperature=RESAMPLING_TEMPERATURE))
+        first_seed = sequence.seed - attempt_seed(0, sequence.attempt)
+        again = RunningSequence(
+            request=request,
+            seed=attempt_seed(first_seed, attempt),
+            max_tokens=sequence.max_tokens,
+            sample=sequence.sample,
+            attempt=attempt,
+            discarded=sequence.discarded + len(sequence.generated),
+        )
+        self._track(again)
+        return again
+
+    def _structure_error(
+        self, sequence: RunningSequence, end: SequenceEnd, split: AnswerSplit | None, text: str
+    ) -> StructureError | None:
+        """Why a finished answer, shown as ``text``, has not the structure asked for, if it has not."""
+        request, state = sequence.request, self._states.get(sequence)
+        outputs = request.sampling.structured_outputs
+        if outputs is None or state is None or end.reason == "error" or not sequence.max_tokens:
+            return None
+        if outputs.schema is None:
+            problem, complete = None, state.accepts or end.by_text or end.by_itself
+        else:
+            if not end.by_text:
+                context = self._tokenizer.context(request.token_ids)
+                skip = split is None or not split.special
+                text = self._tokenizer.decode_after(context, sequence.generated, skip_special_tokens=skip)
+                text = text if split is None else split(text, skip_special_tokens=True)[1]
+            problem = self._constraints.mismatch(outputs, text)
+            complete = problem is None or end.by_itself
+        if complete:
+            return problem
+        limit = "max_tokens" if end.reason == "length" else "a stop text or stop token"
+        return StructureError(code=TRUNCATED, message=f"{limit} ended the answer before its structure was complete")
 
     def _ends(self, sequence: RunningSequence, token: int | None) -> SequenceEnd | None:
         """The end of the sequence if ``token`` (None where nothing is to be generated) finishes it, else None."""
@@ -409,6 +481,9 @@ class OutputProcessor:
             prompt_logprobs=None if state is None else state.prompt_logprobs(tokenizer.token_text),
             reasoning=reasoning,
             reasoning_tokens=None if split is None else split.reasoning_tokens,
+            structure_error=self._structure_error(sequence, end, split, text),
+            attempts=sequence.attempt + 1,
+            discarded_tokens=sequence.discarded,
         )
 
 

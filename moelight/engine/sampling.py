@@ -99,6 +99,11 @@ def sample_seed(seed: int, sample: int) -> int:
     return seed + (sample << 64)
 
 
+def attempt_seed(seed: int, attempt: int) -> int:
+    """The key of attempt ``attempt`` at a sample whose key is ``seed`` (below 2**96)."""
+    return seed + (attempt << 96)
+
+
 def change(logits: Tensor, changes: Sequence[Change]) -> None:
     """Apply ``changes[s]`` to row s of ``logits`` float32 [S, V], in place and without waiting for their device."""
     biased = [(row, token, bias) for row, each in enumerate(changes) for token, bias in each.biases.items()]

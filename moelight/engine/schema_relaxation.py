@@ -156,7 +156,8 @@ class _Relaxation:
             self._optional(keywords, pointer, name, result)
         self._format(keywords, pointer, result)
         self._arrays(keywords, pointer, result)
-        self._objects(keywords, pointer, result)
+        self._properties(keywords, pointer, result)
+        self._property_counts(keywords, pointer, result)
         parts += [self._schema(child) for child in keywords.get("allOf", ())]
         for name in ("anyOf", "oneOf"):
             if name in keywords:
@@ -174,9 +175,9 @@ class _Relaxation:
             parts.append(self._reference(target) if isinstance(target, dict) else self._schema(target))
 
     def _optional(self, keywords: dict[str, Any], pointer: str, name: str, result: dict[str, Any]) -> None:
-        if name in keywords and not (name.startswith("min") and keywords[name] == 0 and name != "minimum"):
-            if self._keeps(pointer, name):
-                result[name] = keywords[name]
+        asks = name in keywords and (keywords[name] != 0 or not name.startswith("min") or name == "minimum")
+        if asks and self._keeps(pointer, name):
+            result[name] = keywords[name]
 
     def _keeps(self, pointer: str, name: str) -> bool:
         self.optional.append((pointer, name))
@@ -223,7 +224,7 @@ class _Relaxation:
         if not result.get("minItems", 1):
             del result["minItems"]
 
-    def _objects(self, keywords: dict[str, Any], pointer: str, result: dict[str, Any]) -> None:
+    def _properties(self, keywords: dict[str, Any], pointer: str, result: dict[str, Any]) -> None:
         properties = {name: self._schema(child) for name, child in keywords.get("properties", {}).items()}
         others = keywords.get("additionalProperties")
         if "unevaluatedProperties" in keywords and others is None:
@@ -244,12 +245,13 @@ class _Relaxation:
             result["properties"] = properties
         if others is not None:
             result["additionalProperties"] = self._schema(others)
+
+    def _property_counts(self, keywords: dict[str, Any], pointer: str, result: dict[str, Any]) -> None:
         if keywords.get("minProperties", 0) > len(set(keywords.get("required", ()))):
             self._optional(keywords, pointer, "minProperties", result)
-        if "maxProperties" in keywords:
-            closed = others is False and not by_pattern
-            if not (closed and len(properties) <= keywords["maxProperties"]):
-                self._optional(keywords, pointer, "maxProperties", result)
+        closed = result.get("additionalProperties") is False and "patternProperties" not in result
+        if not (closed and len(result.get("properties", ())) <= keywords.get("maxProperties", 0)):
+            self._optional(keywords, pointer, "maxProperties", result)
         if keywords.get("propertyNames", True) not in (True, {}):
             self._drop(pointer, "propertyNames")
         for name in ("dependentRequired", "dependentSchemas", "dependencies"):
@@ -262,9 +264,8 @@ class _Relaxation:
         left = {}
         for pattern, child in by_pattern.items():
             if properties and self.patterns.exhausted(pattern, properties):
-                for name in properties:
-                    if self.patterns.matches(pattern, name):
-                        properties[name] = {"allOf": [properties[name], self._schema(child)]}
+                matched = [name for name in properties if self.patterns.matches(pattern, name)]
+                properties |= {name: {"allOf": [properties[name], self._schema(child)]} for name in matched}
             else:
                 left[pattern] = self._schema(child)
         return left
@@ -272,11 +273,8 @@ class _Relaxation:
     def _alternatives(self, name: str, branches: list[Schema], pointer: str, parts: list[Schema]) -> None:
         """One schema is enough where no value satisfies two of them."""
         result = [self._schema(child) for child in branches if child is not False]
-        if name == "oneOf" and len(branches) > 1 and not _disjoint(self.document, branches):
-            if self._keeps(pointer, name):
-                parts.append({"oneOf": result})
-                return
-        parts.append({"anyOf": result})
+        overlaps = name == "oneOf" and len(branches) > 1 and not _disjoint(self.document, branches)
+        parts.append({"oneOf" if overlaps and self._keeps(pointer, name) else "anyOf": result})
 
     def _negations(self, keywords: dict[str, Any], pointer: str, parts: list[Schema]) -> None:
         if "not" in keywords:
@@ -295,9 +293,7 @@ def _disjoint(document: SchemaDocument, branches: list[Schema]) -> bool:
     """True if provably no value satisfies two of ``branches``: their types differ, or their constants, or those of a
     property that all require."""
     nodes = [_resolved(document, branch) for branch in branches]
-    return all(
-        _differ(document, left, right) for index, left in enumerate(nodes) for right in nodes[index + 1 :]
-    )
+    return all(_differ(document, left, right) for index, left in enumerate(nodes) for right in nodes[index + 1 :])
 
 
 def _differ(document: SchemaDocument, left: dict[str, Any], right: dict[str, Any], depth: int = 2) -> bool:
@@ -310,10 +306,9 @@ def _differ(document: SchemaDocument, left: dict[str, Any], right: dict[str, Any
         return False
     shared = set(left.get("required", ())) & set(right.get("required", ()))
     members = left.get("properties", {}), right.get("properties", {})
+    pairs = [[member[name] for member in members] for name in sorted(shared) if all(name in m for m in members)]
     return any(
-        _differ(document, *(_resolved(document, member[name]) for member in members), depth=depth - 1)
-        for name in sorted(shared)
-        if all(name in member for member in members)
+        _differ(document, _resolved(document, first), _resolved(document, second), depth - 1) for first, second in pairs
     )
 
 
