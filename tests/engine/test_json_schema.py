@@ -150,7 +150,8 @@ def test_the_formats_that_a_grammar_enforces_are_those_of_llguidance(constraints
 
 @pytest.mark.parametrize(
     ("text", "path"),
-    [('{"a": 1, "a": 2}', ""), ('{"a": 1, "b": "x"}', "/b"), ("[", ""), ("NaN", ""), ('"\\ud800"', ""), ("[" * 9999, "")],
+    [('{"a": 1, "a": 2}', ""), ('{"a": 1, "b": "x"}', "/b"), ("[", ""), ("NaN", ""),
+     ('"\\ud800"', ""), ("[" * 9999, "")],
     ids=["repeated name", "path", "cut", "no number", "surrogate", "deep"],
 )  # fmt: skip
 def test_a_mismatch_says_where(constraints: Constraints, text: str, path: str) -> None:
@@ -173,7 +174,7 @@ def test_a_schema_that_cannot_be_validated_in_time_marks_the_answer(monkeypatch:
     hostile.close()
 
 
-PAIR = {"type": "array", "items": {"enum": [0, 1, 2]}, "minItems": 3, "maxItems": 3, "uniqueItems": True}
+PAIR = {"type": "array", "items": {"enum": [0, 1, 2]}, "minItems": 2, "maxItems": 2, "uniqueItems": True}
 
 
 def test_an_answer_that_fails_validation_is_generated_again() -> None:
@@ -185,17 +186,17 @@ def test_an_answer_that_fails_validation_is_generated_again() -> None:
 
     rows = [params(seed, temperature) for seed in range(4) for temperature in (0.0, 1.0)]
     with Engine(Policy(model="demo", batch_size=8), device="cpu") as engine:
-        together = engine.generate(["pick three: "] * len(rows), rows)
+        together = engine.generate(["pick two: "] * len(rows), rows)
     with Engine(Policy(model="demo", batch_size=2), device="cpu") as engine:
-        alone = engine.generate(["pick three: "] * len(rows), rows)
-        once = engine.generate(["pick three: "] * 2, [params(seed, 0.0, resamplings=0) for seed in range(2)])
+        alone = engine.generate(["pick two: "] * len(rows), rows)
+        once = engine.generate(["pick two: "] * 2, [params(seed, 0.0, resamplings=0) for seed in range(2)])
     for answer, same in zip(together, alone, strict=True):
         assert (answer.text, answer.attempts, answer.structure_error) == (
             same.text,
             same.attempts,
             same.structure_error,
         )
-        valid = sorted(json.loads(answer.text)) == [0, 1, 2]
+        valid = len(set(json.loads(answer.text))) == 2
         assert valid == (answer.structure_error is None)
         assert answer.attempts == 4 or valid
         assert answer.finish_reason == "stop"
