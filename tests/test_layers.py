@@ -54,8 +54,6 @@ SINGLE_IMPORTER = {
     "batch.status": "status and metrics files, which other programs read",
     "cli.generate": "a command; serve-batch, whose jobs are such commands, checks their options as it does",
     "cli.job_display": "rich output, imported only where something is shown",
-    "engine.schema_relaxation": "what of a JSON schema a grammar enforces, tested alone",
-    "engine.schema_validation": "the process that validates imports jsonschema-rs; nothing else does",
     "engine.adaptation": "off by a switch",
     "engine.grammars": "also a process of its own, which a grammar may end",
     "engine.sampling": "tensor code, no state of sequences",

@@ -14,10 +14,13 @@ from moelight.core.errors import ConfigError, InputError
 from moelight.core.panics import panics_as
 from moelight.core.request import StructuredOutputs, StructureError
 from moelight.engine.grammars import NO_TOKEN, GrammarTrial, TrialResult, Vocabulary, compiled, said
+from moelight.engine.schema_relaxation import EnforcedSchema
 from moelight.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import llguidance
+
+    from moelight.engine.schema_validation import Mismatch
 
 KEPT = 256  # compiled grammars; most jobs have a single one, or one per row
 _META = str.maketrans({letter: f"\\{letter}" for letter in r"\.+*?()|[]{}^$#&-~"})  # escapes for regular expressions
@@ -25,13 +28,11 @@ _META = str.maketrans({letter: f"\\{letter}" for letter in r"\.+*?()|[]{}^$#&-~"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledStructure:
-    """What a specification of structured outputs compiles to. ``reason``: why it cannot be compiled; ``unenforced`` and
-    ``notes`` are those of `schema_relaxation.EnforcedSchema`."""
+    """What a specification of structured outputs compiles to, or the ``reason`` why it cannot be compiled."""
 
     matcher: llguidance.LLMatcher | None
     reason: str | None
-    unenforced: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    enforced: EnforcedSchema
 
 
 class Constraints:
@@ -56,9 +57,9 @@ class Constraints:
         """What a user should know about ``outputs``: keywords of a schema that only validation checks, and those that
         ask for nothing. Raises InputError if it cannot be compiled, or if no token of this model can begin an
         answer."""
-        structure = self._structure(outputs)
-        checked = tuple(f"{keyword} is checked in finished answers" for keyword in structure.unenforced)
-        return (*checked, *(f"{note}: ignored" for note in structure.notes))
+        schema = self._structure(outputs).enforced
+        checked = tuple(f"{keyword} is checked in finished answers" for keyword in schema.unenforced)
+        return (*checked, *(f"{note}: ignored" for note in schema.notes))
 
     def open(self, outputs: StructuredOutputs) -> Constraint:
         """The constraint of a new answer; raises InputError as `check`."""
@@ -71,7 +72,7 @@ class Constraints:
         if (schema := outputs.schema) is None:
             return None
         try:
-            problem = self._trial[1].mismatch(schema, text)
+            problem: Mismatch | None = self._trial[1].mismatch(schema, text)
         except OSError as error:
             raise ConfigError(f"structured_outputs: no process can be begun to validate answers ({error})") from None
         return None if problem is None else StructureError(code="structured_output_invalid", **problem)
@@ -79,9 +80,9 @@ class Constraints:
     def _structure(self, outputs: StructuredOutputs) -> CompiledStructure:
         structure = self._structures(*_written(outputs))
         reason = structure.reason
-        if reason is None and outputs.strict and structure.unenforced:
+        if reason is None and outputs.strict and structure.enforced.unenforced:
             reason = (
-                f"{'; '.join(structure.unenforced)} cannot be enforced while an answer is generated, and strict is true"
+                f"{'; '.join(structure.enforced.unenforced)} cannot be enforced while an answer is generated, and strict is true"
                 " (with strict false finished answers are validated)"
             )
         if reason is None:
@@ -110,9 +111,7 @@ class Constraints:
         except OSError as error:
             raise ConfigError(f"structured_outputs: no process can be begun to compile it ({error})") from None
         matcher, reason = (None, tried.reason) if tried.reason is not None else self._matcher(trie, kind, tried)
-        return CompiledStructure(
-            matcher=matcher, reason=reason, unenforced=tuple(tried.unenforced), notes=tuple(tried.notes)
-        )
+        return CompiledStructure(matcher=matcher, reason=reason, enforced=tried.enforced)
 
     def _matcher(
         self, trie: llguidance.LLTokenizer, kind: str, tried: TrialResult
@@ -120,7 +119,7 @@ class Constraints:
         """The initial matcher of a grammar, or the reason why there is none."""
         try:
             with panics_as(ValueError):
-                matcher = compiled(trie, kind, tried.text)
+                matcher = compiled(trie, kind, tried.enforced.text)
         except ValueError as error:
             return None, said(str(error))
         first = Constraint(matcher.deep_copy(), self._special)

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from moelight.core.confined import ConfinedProcess, EndedError
 from moelight.engine.json_schema import SchemaDocument, SchemaError
-from moelight.engine.schema_relaxation import enforced
+from moelight.engine.schema_relaxation import EnforcedSchema, enforced
 
 if TYPE_CHECKING:
     import llguidance
+
+    from moelight.engine.schema_validation import Mismatch
 
 TRIED_STACK_BYTES = 8 << 20  # each rule or $ref of a chain takes some 3 KiB
 STACK_BYTES = 4 * TRIED_STACK_BYTES
@@ -122,13 +124,10 @@ def _on_stack(size: int, work: Callable[[], _T]) -> _T:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialResult:
-    """The grammar that a structure is compiled from, or the ``reason`` why it cannot be. Of a JSON schema, ``text`` is
-    the part that a grammar enforces; ``unenforced`` and ``notes`` are those of `EnforcedSchema`."""
+    """The text that a structure is compiled from, ``enforced``, or the ``reason`` why it cannot be."""
 
-    text: str = ""
+    enforced: EnforcedSchema
     reason: str | None = None
-    unenforced: Sequence[str] = ()
-    notes: Sequence[str] = ()
 
 
 class GrammarTrial:
@@ -141,14 +140,20 @@ class GrammarTrial:
     def compile(self, kind: str, text: str) -> TrialResult:
         """Try to compile ``text``; raises OSError if the process cannot be started."""
         try:
-            return TrialResult(**self.process.ask(["compile", kind, text]))
+            answer: dict[str, Any] = self.process.ask(["compile", kind, text])
         except EndedError as error:
-            return TrialResult(reason=_WHY.get(error.signal, f"compiling {error}"))
+            answer = {"reason": _WHY.get(error.signal, f"compiling {error}")}
+        enforced_schema = EnforcedSchema(
+            text=answer.get("text", ""),
+            unenforced=tuple(answer.get("unenforced", ())),
+            notes=tuple(answer.get("notes", ())),
+        )
+        return TrialResult(enforced=enforced_schema, reason=answer.get("reason"))
 
-    def mismatch(self, schema: str, answer: str) -> dict[str, str] | None:
+    def mismatch(self, schema: str, answer: str) -> Mismatch | None:
         """As `schema_validation.mismatch`; an answer that cannot be validated within the limits is one, too."""
         try:
-            return cast("dict[str, str] | None", self.process.ask(["validate", schema, answer]))
+            return cast("Mismatch | None", self.process.ask(["validate", schema, answer]))
         except EndedError as error:
             reason = f"it takes more than {TRIED_S:g} s" if error.signal == signal.SIGPROF else str(error)
             return {"message": f"the answer cannot be validated: {reason}", "path": "", "schema_path": ""}
@@ -163,7 +168,7 @@ class GrammarTrial:
         return {"tokens": texts, "special_token_ids": list(words.special_token_ids), "ends": list(words.ends)}
 
 
-def tester(given: dict[str, Any]) -> Callable[[list[str]], dict[str, Any] | None]:
+def tester(given: dict[str, Any]) -> Callable[[list[str]], Mapping[str, Any] | None]:
     """The function of the trial process: from ``["compile", kind, text]`` to the fields of a `TrialResult`, and from
     ``["validate", schema, answer]`` to a mismatch or None."""
 
@@ -175,13 +180,13 @@ def tester(given: dict[str, Any]) -> Callable[[list[str]], dict[str, Any] | None
     tokens = [token.encode("latin-1") for token in given["tokens"]]
     trie = Vocabulary(**{**given, "tokens": tokens}, encode=encode).trie()
 
-    def answer(question: list[str]) -> dict[str, Any] | None:
+    def answer(question: list[str]) -> Mapping[str, Any] | None:
         try:
             return answered(*question)
         except MemoryError:
             os.abort()  # a process that has once reached its limit cannot go on
 
-    def answered(task: str, first: str, second: str) -> dict[str, Any] | None:
+    def answered(task: str, first: str, second: str) -> Mapping[str, Any] | None:
         if task == "validate":
             return mismatch(first, second)
         if first == "json":

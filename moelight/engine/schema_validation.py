@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypedDict
 
 import jsonschema_rs
 
@@ -15,6 +15,14 @@ from moelight.engine.json_schema import SchemaDocument, SchemaError
 _CACHED = 64  # validators
 _MAX_MESSAGE = 200  # characters
 _VALIDATORS = {2019: jsonschema_rs.Draft201909Validator, 2020: jsonschema_rs.Draft202012Validator}
+
+
+class Mismatch(TypedDict):
+    """What is wrong with an answer, ``path`` and ``schema_path`` as JSON pointers."""
+
+    message: str
+    path: str
+    schema_path: str
 
 
 def check_schema(document: SchemaDocument) -> None:
@@ -27,9 +35,8 @@ def check_schema(document: SchemaDocument) -> None:
         raise SchemaError(_short(str(error))) from None
 
 
-def mismatch(schema: str, answer: str) -> dict[str, str] | None:
-    """Why ``answer`` is no JSON text of a value that ``schema`` accepts: a ``message``, the ``path`` in the answer and
-    the ``schema_path``, JSON pointers. None if it is one."""
+def mismatch(schema: str, answer: str) -> Mismatch | None:
+    """Why ``answer`` is no JSON text of a value that ``schema`` accepts; None if it is one."""
     try:
         value = json.loads(answer, parse_constant=_refuse)
         error = next(_cached(schema).iter_errors(value), None)
