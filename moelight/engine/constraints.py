@@ -82,8 +82,8 @@ class Constraints:
         reason = structure.reason
         if reason is None and outputs.strict and structure.enforced.unenforced:
             reason = (
-                f"{'; '.join(structure.enforced.unenforced)} cannot be enforced while an answer is generated, and strict is true"
-                " (with strict false finished answers are validated)"
+                f"{'; '.join(structure.enforced.unenforced)} cannot be enforced while an answer is generated, and "
+                "strict is true (with strict false finished answers are validated)"
             )
         if reason is None:
             return structure
