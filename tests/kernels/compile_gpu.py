@@ -347,6 +347,7 @@ def main() -> None:
     for card in arguments.cards:
         rows += compiled(card, whole=arguments.variants == "whole")
         if arguments.anew:
+            rows += compiled(card, whole=False)
             print(f"{card}: {len(rows)} programs", flush=True)
             RECORD.write_text(as_lines(recorded | records))
     if not arguments.anew:

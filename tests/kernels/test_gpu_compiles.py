@@ -52,6 +52,30 @@ def test_compiles(card: int, variants: str, tmp_path: Path) -> None:
             assert row["mma.sync"] or row["wgmma"] or row["tcgen05.mma"], f"no tensor units: {row}"
 
 
+def test_record(tmp_path: Path) -> None:
+    """Programs are not compiled again where the record has them, and one that is compiled is as the record says."""
+    if not serving.triton_available():
+        pytest.skip(serving.triton_reason())
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join((str(ROOT), *sys.path))}
+    script = """
+import json, triton
+from tests.kernels import compile_gpu
+triton.knobs.nvidia.dump_ptxas_log = True
+recorded = json.loads(compile_gpu.RECORD.read_text())
+row = compile_gpu.attend(80, compile_gpu.torch.float16, 128, 4, decodes=True, options="")
+((key, values),) = compile_gpu.records.items()
+compile_gpu.compile_program = None
+assert compile_gpu.attend(80, compile_gpu.torch.float16, 128, 4, decodes=True, options="") == row
+print(json.dumps([recorded.get(key), values]))
+"""
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    ran = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=3600)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    recorded, values = json.loads(ran.stdout.splitlines()[-1])
+    assert recorded in (None, values), "make compiled"
+
+
 @pytest.mark.parametrize(
     ("stored", "grouped"),
     [
