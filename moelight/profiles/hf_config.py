@@ -16,7 +16,7 @@ from moelight.profiles.rope import ROPE_TYPES, RopeScaling, read_scaling, stretc
 
 _MOST = 1 << 24  # above every real size; a hostile config must not exhaust memory
 _LEAST_NUMBER, _MOST_NUMBER = 1e-30, 1e30
-QUANTISED_KEYS = ("quantization_config", "compression_config")
+QUANTISED_KEYS = ("quantization_config", "compression_config", "quantization")  # the last is of MLX
 _LONGEST_NAME = 40
 _ABSENT = object()
 

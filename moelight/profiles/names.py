@@ -84,11 +84,17 @@ def _fused(matrix: str) -> Spellings:
     return tuple(f"model.layers.{{layer}}.{block}.experts.{matrix}" for block in ("mlp", "block_sparse_moe"))
 
 
+def _loose(matrix: str, usual: str) -> Spellings:
+    """The spelling of the hub, then those of tools that quantise a model which transformers 5 has renamed."""
+    named = ((block, name) for name in (matrix, usual) for block in ("block_sparse_moe", "mlp"))
+    return tuple(f"model.layers.{{layer}}.{block}.experts.{{expert}}.{name}.weight" for block, name in named)
+
+
 MIXTRAL_STYLE = TensorNames(
     router=("model.layers.{layer}.block_sparse_moe.gate.weight", "model.layers.{layer}.mlp.gate.weight"),
-    gate=("model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight",),
-    up=("model.layers.{layer}.block_sparse_moe.experts.{expert}.w3.weight",),
-    down=("model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight",),
+    gate=_loose("w1", "gate_proj"),
+    up=_loose("w3", "up_proj"),
+    down=_loose("w2", "down_proj"),
     fused_gate_up=_fused("gate_up_proj"),
     fused_down=_fused("down_proj"),
 )

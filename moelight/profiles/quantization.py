@@ -30,6 +30,8 @@ _NEVER = re.compile(r"(?:.*\.)?(?:embed_tokens|embed_positions|word_embeddings|e
 # Matrices that our own decoder multiplies as they are stored.
 _KEPT = ("embed", "qkv", "o", "dense_gate_up", "dense_down", "head")
 _ROUTERS = re.compile(r"(?:.*\.)?(?:gate|router|wg|shared_expert_gate|router\.layer)")
+# Parts of names that tools spell in two ways (those of Mixtral, which transformers 5 renamed).
+_SPELLINGS = ((".block_sparse_moe.", ".mlp."), (".w1", ".gate_proj"), (".w3", ".up_proj"), (".w2", ".down_proj"))
 
 
 class ModuleRule(NamedTuple):
@@ -42,13 +44,22 @@ class ModuleRule(NamedTuple):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantization:
     """The formats of a checkpoint's modules, by the first of ``rules`` that matches; without one, a module has the
-    model's dtype."""
+    model's dtype. ``respelled``: parts of a module's name, and how rules may spell them."""
 
     rules: tuple[ModuleRule, ...]
+    respelled: tuple[tuple[str, str], ...] = ()
 
     def format_of(self, module: str) -> StoredFormat | None:
-        """The format of the matrix of ``module``, a name on disk without its last part (``.weight``)."""
-        return next((rule.stored for rule in self.rules if rule.pattern.fullmatch(module)), None)
+        """The format of the matrix of ``module``, a name on disk without its last part (``.weight``); a rule may name
+        it under another spelling."""
+        names = [module]
+        for part, other in self.respelled:
+            names += [
+                f"{name}.".replace(f"{part.rstrip('.')}.", f"{other.rstrip('.')}.")[:-1]
+                for name in names
+                if part in name
+            ]
+        return next((rule.stored for rule in self.rules if any(map(rule.pattern.fullmatch, names))), None)
 
 
 Kept = tuple[StoredFormat, int]  # format and bytes of a matrix
@@ -76,14 +87,30 @@ def read_quantization(config: HFConfig) -> Quantization | None:
         method = "compressed-tensors"
     if not isinstance(values, dict) or not isinstance(method, str) or method not in _METHODS:
         hint = did_you_mean(method[:40], _METHODS) if isinstance(method, str) else ""
-        raise config.quantised_error(key, f"by none of the methods read ({', '.join(_METHODS)}){hint}")
+        named = "" if isinstance(method, str) else _unnamed(values)
+        raise config.quantised_error(key, f"{named}by none of the methods read ({', '.join(_METHODS)}){hint}")
     try:
         rules = tuple(_METHODS[method](_Settings(values), _scale_dtype(config)))
         if len(rules) > _MOST_RULES:
             raise ValueError(f"has {len(rules):,} rules")
     except ValueError as error:
         raise config.quantised_error(key, f"and {error}") from None
-    return Quantization(rules=rules)
+    return Quantization(rules=rules, respelled=_respelled(rules))
+
+
+def _respelled(rules: Iterable[ModuleRule]) -> tuple[tuple[str, str], ...]:
+    """The `_SPELLINGS` that some rule uses: of a part, and of the other one."""
+    text = "\n".join(rule.pattern.pattern for rule in rules)
+    both = (*_SPELLINGS, *(pair[::-1] for pair in _SPELLINGS))
+    return tuple((part, other) for part, other in both if other.strip(".") in text)
+
+
+def _unnamed(values: object) -> str:
+    """The method that wrote ``values``, which name none; empty if that cannot be told."""
+    bits, group = (values.get(key) if isinstance(values, dict) else None for key in ("bits", "group_size"))
+    if type(bits) is int and type(group) is int:
+        return f"as MLX affine, {bits} bits in groups of {group}, which is "
+    return ""
 
 
 def with_stored(profile: ModelProfile, format_of: Callable[[str], StoredFormat | None], where: str) -> ModelProfile:

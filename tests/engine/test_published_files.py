@@ -4,6 +4,7 @@ and names of their own. Their tokens are those of the dequantised checkpoint."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -78,8 +79,6 @@ def test_prediction_layers_are_not_read_at_any_depth(layer: int, deepseek: tuple
 
 
 def replaced(source: Path, target: Path) -> Path:
-    import shutil
-
     return Path(shutil.copytree(source, target / "copy"))
 
 
@@ -135,3 +134,117 @@ def test_scales_of_activations_and_cache_are_not_read(
     edit(numbers, lambda state: state.update({names[0]: torch.ones(1)}))
     with pytest.raises(CheckpointError, match=r"k_scale' \[1\] has no place"):
         open_model(str(numbers))
+
+
+GATED = ("gate", "up")
+GRANITE = "model.layers.{layer}.block_sparse_moe.experts"
+GPT_OSS = "model.layers.{layer}.mlp.experts"
+
+
+def one_by_one(tensors: dict[str, Tensor], stack: str, into: str, *, transposed: bool, interleaved: bool) -> None:
+    """Store the experts of ``stack`` (`{layer}`, `{matrix}`) as matrices ``into`` of their own, biases too."""
+    for layer in range(8):
+        for matrix, names in (("gate_up", GATED), ("down", ("down",))):
+            for kind, suffix in (("weight", ""), ("bias", "_bias")):
+                whole = tensors.pop(stack.format(layer=layer, matrix=matrix) + suffix, None)
+                for expert, one in enumerate(() if whole is None else whole):
+                    upright = one.T if transposed and kind == "weight" else one
+                    parts = [upright[0::2], upright[1::2]] if interleaved else upright.chunk(2)
+                    for name, part in zip(names, parts if len(names) > 1 else [upright], strict=True):
+                        target = f"{into.format(layer=layer)}.{expert}.{name}_proj.{kind}"
+                        tensors[target] = part.clone().contiguous()
+
+
+def granite(tensors: dict[str, Tensor]) -> None:
+    """As tools that quantise write it: the hub has stacks ``input_linear`` and ``output_linear``."""
+    for layer in range(8):
+        for old, matrix in (("input_linear", "gate_up"), ("output_linear", "down")):
+            if (whole := tensors.pop(f"model.layers.{layer}.block_sparse_moe.{old}.weight", None)) is not None:
+                tensors[f"{layer}.{matrix}"] = whole
+    one_by_one(tensors, "{layer}.{matrix}", GRANITE, transposed=False, interleaved=False)
+
+
+def gpt_oss(tensors: dict[str, Tensor]) -> None:
+    one_by_one(tensors, GPT_OSS + ".{matrix}_proj", GPT_OSS, transposed=True, interleaved=True)
+
+
+@pytest.mark.parametrize(("family", "change"), [("granitemoe", granite), ("gpt_oss", gpt_oss)])
+def test_experts_one_by_one_where_a_family_keeps_stacks(
+    family: str, change: Callable[[dict[str, Tensor]], None], checkpoints: Any, tmp_path: Path
+) -> None:
+    source, expected = checkpoints(family)
+    copy = edit(replaced(source, tmp_path), change)
+    assert any(name.endswith(".0.gate_proj.weight") for name in load_file(copy / WEIGHTS))
+    assert tokens(copy, weights=STREAMED) == expected
+
+
+def test_quantised_experts_one_by_one(checkpoints: Any, tmp_path: Path) -> None:
+    """In compressed-tensors; an expert that lacks a matrix is named."""
+    loose = edit(replaced(checkpoints("granitemoe")[0], tmp_path), granite)
+    method = METHODS["int4"]
+    method = replace(method, config=method.config | {"ignore": ["lm_head", "re:.*router.*", "re:.*self_attn.*"]})
+    quantised, numbers = quantise(loose, tmp_path, method)
+    assert open_model(str(quantised)).weight_map.quantized is not None
+    assert tokens(quantised, weights=STREAMED) == tokens(numbers, weights=STREAMED)
+    edit(numbers, lambda state: state.pop(f"{GRANITE.format(layer=0)}.2.up_proj.weight"))
+    with pytest.raises(CheckpointError, match=r"model.layers.0: the up of expert 2 is missing, though"):
+        open_model(str(numbers))
+
+
+def renamed(block: str) -> Callable[[dict[str, Tensor]], None]:
+    """Mixtral's names as tools write them that quantise what transformers 5 has loaded."""
+    matrices = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            new = name.replace("block_sparse_moe", block)
+            for old, usual in matrices.items():
+                new = new.replace(f".{old}.", f".{usual}.")
+            tensors[new] = tensors.pop(name)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("block", "method", "rules"),
+    [
+        ("mlp", "gptq int4", {"dynamic": {r"-:.*block_sparse_moe\.experts\.0\.w2": {}}}),
+        ("block_sparse_moe", "int4", {"ignore": ["lm_head", "re:.*gate$", r"re:.*mlp\.experts\.0\.down_proj"]}),
+    ],
+)
+def test_mixtral_under_the_names_of_today(
+    block: str, method: str, rules: dict[str, Any], mixtral: Path, tmp_path: Path
+) -> None:
+    """gptqmodel 7.7 and llm-compressor 0.14: in either spelling, and rules under the other one."""
+    how = METHODS[method]
+    quantised, numbers = quantise(mixtral, tmp_path, replace(how, config=how.config | rules))
+    edit(quantised, renamed(block))
+    names = set(load_file(quantised / WEIGHTS))
+    assert f"model.layers.0.{block}.experts.0.down_proj.weight" in names
+    assert f"model.layers.0.{block}.experts.1.down_proj.weight" not in names
+    assert tokens(quantised, weights=STREAMED) == tokens(numbers, weights=STREAMED)
+
+
+@pytest.mark.parametrize("source", ["bfloat16", "float32"])
+def test_plain_tensors_say_the_dtype_where_the_config_does_not(source: str, tiny: Tiny, tmp_path: Path) -> None:
+    """auto-round's exports in GPTQ and AWQ say float16 over the tensors of a bfloat16 or float32 model; scales may be
+    of two dtypes."""
+    plain = tiny("mixtral", intermediate_size=96, dtype=source, **SHAPE)
+    quantised, numbers = quantise(plain, tmp_path, METHODS["awq"])
+
+    def widen(tensors: dict[str, Tensor]) -> None:
+        scales = [name for name in tensors if name.endswith(".scales") and "self_attn" in name]
+        tensors.update({name: tensors[name].float() for name in scales})
+
+    edit(quantised, widen, dtype="float16", torch_dtype="float16")
+    opened = open_model(str(quantised))
+    assert opened.weight_map.dtype.name == opened.profile.dtype == source
+    assert tokens(quantised, weights=STREAMED) == tokens(numbers, weights=STREAMED)
+
+
+def test_a_norm_of_another_dtype_is_cast(mixtral: Path, tmp_path: Path) -> None:
+    name = "model.norm.weight"
+    copy = edit(replaced(mixtral, tmp_path), lambda state: state.update({name: state[name].bfloat16()}))
+    wanted = replaced(mixtral, tmp_path / "wanted")
+    edit(wanted, lambda state: state.update({name: state[name].bfloat16().float()}))
+    assert tokens(copy, weights=STREAMED) == tokens(wanted, weights=STREAMED)

@@ -110,6 +110,19 @@ class ExpertForm:
         every = (*self.inward, self.outward)
         return [each.name for each in every] + [each.bias for each in every if each.bias is not None]
 
+    def shapes(self, parameters: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """The matrices and biases of one expert by their names in a page, given the shapes of the ``parameters``."""
+        stack = parameters[self.outward.name]
+        one = stack[1:] if len(stack) > 2 else (stack[0] // self.count, stack[1])
+        rows, columns = one[:: -1 if self.outward.transposed else 1]
+        inward = ("gate", "up") if self.gated else ("up",)
+        found: dict[str, tuple[int, ...]] = {**dict.fromkeys(inward, (columns, rows)), "down": (rows, columns)}
+        if any(each.bias is not None for each in self.inward):
+            found |= {f"{name}_bias": (columns,) for name in inward}
+        if self.outward.bias is not None:
+            found["down_bias"] = (rows,)
+        return found
+
     def page(self, module: Any, expert: int) -> dict[str, Tensor]:
         """Views of the parameters of one expert of ``module``."""
         found = {}

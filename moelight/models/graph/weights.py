@@ -31,6 +31,7 @@ from moelight.weights.boxes import Box, NotMovedError, Tiled, TiledTensor, Unequ
 from moelight.weights.faults import Faults
 from moelight.weights.ignored import COMPUTED, NOT_READ, OTHER_PART, PREDICTION, IgnoreRule, set_aside
 from moelight.weights.load import BOUNCE_BYTES, TensorReader, check_bytes, check_tie, dequantised
+from moelight.weights.loose_experts import LooseExperts, layer_of, loose_experts
 from moelight.weights.page_layout import PageLayout, ScatteredError, lay_out
 from moelight.weights.quantized_checkpoint import QuantizedInfo
 from moelight.weights.source import Checkpoint, IgnoredTensor, TensorInfo
@@ -356,9 +357,11 @@ class _Audit:
         self._state = model.module.state_dict(keep_vars=True)
         self._paged = list(paged(model))
         self._of_pages = in_pages(model)
+        self._loose: dict[str, LooseExperts] = {}  # by layer
 
     def weight_map(self) -> GraphWeightMap:
         """The map; raises CheckpointError for the first fault."""
+        self._claim_loose_experts()
         ignored = self._left_over()
         dtype = self._dtype()
         dense, initial = self._dense(dtype)
@@ -366,7 +369,7 @@ class _Audit:
         pages: dict[Page, tuple[TensorInfo, ...]] = {}
         for layer, form, paths in self._paged:
             rows = self._experts(form, paths)
-            if rows and (found := self._laid_out(form, rows)):
+            if rows and (found := self._laid_out(rows)):
                 layouts[layer] = found[0]
                 pages.update({Page(layer=layer, expert=expert): runs for expert, runs in enumerate(found[1])})
         matrices = []
@@ -383,6 +386,48 @@ class _Audit:
             initial=initial,
             ignored=ignored,
         )
+
+    def _claim_loose_experts(self) -> None:
+        """Take experts that are stored one by one where a stack is missing."""
+        loose = loose_experts(self._found.left)
+        for _, _, paths in self._paged:
+            layer = layer_of(next(iter(paths.values())))
+            if layer not in loose or any(path in self._found.sources for path in paths.values()):
+                continue
+            self._loose[layer] = loose[layer]
+            infos = list(loose[layer].values())
+            self._found.sources.update(dict.fromkeys(paths.values(), infos))
+            claimed = {info.name for info in infos}
+            self._found.left = [each for each in self._found.left if each[1].name not in claimed]
+
+    def _experts_one_by_one(
+        self, form: ExpertForm, paths: Mapping[str, str], loose: LooseExperts
+    ) -> list[dict[str, Tiled]] | None:
+        """The matrices of each expert; None, and faults, if one is missing or of another shape, or an expert is one too
+        many."""
+        shapes = form.shapes({name: tuple(self._state[path].shape) for name, path in paths.items()})
+        first, complete = next(iter(loose.values())), True
+        for expert in range(form.count):
+            for name, shape in shapes.items():
+                info = loose.get((expert, name))
+                if info is None:
+                    where = f"{layer_of(next(iter(paths.values())))}: the {name} of expert {expert}"
+                    self._faults.add(
+                        f"{first.file}: {where} is missing, though tensor {first.name!r} is there; the experts are not "
+                        "all in the files: save the model again"
+                    )
+                elif info.shape != shape:
+                    self._faults.add(
+                        f"{info.file}: tensor {info.name!r} has shape {list(info.shape)}, but config.json asks for "
+                        f"{list(shape)}"
+                    )
+                complete &= info is not None and info.shape == shape
+        for (expert, name), info in loose.items():
+            if expert >= form.count or name not in shapes:
+                self._faults.left_over(info)
+        if not complete:
+            return None
+        return [{name: Tiled.of(loose[expert, name]) for name in shapes} for expert in range(form.count)]
 
     def _dtype(self) -> DType:
         """The dtype of pages; faults for tensors of another one."""
@@ -503,8 +548,10 @@ class _Audit:
         return False
 
     def _experts(self, form: ExpertForm, paths: Mapping[str, str]) -> list[dict[str, Tiled]] | None:
-        """The tensors of each expert by their names in ``form``, which are at ``paths`` of the module; None, and
-        faults, if they are not as they should."""
+        """The matrices of each expert by their names in `PageLayout`, cut from the parameters ``paths`` of the module
+        or stored one by one; None, and faults, if they are not as they should."""
+        if loose := self._loose.get(layer_of(next(iter(paths.values())))):
+            return self._experts_one_by_one(form, paths, loose)
         found: dict[str, list[Tiled]] = {}
         for name, path in paths.items():
             shape = tuple(self._state[path].shape)
@@ -521,13 +568,12 @@ class _Audit:
                 found[name] = tensor.unbind(0)
         if len(found) < len(paths):
             return None
-        return [{name: each[expert] for name, each in found.items()} for expert in range(form.count)]
+        each = ({name: tensor[expert] for name, tensor in found.items()} for expert in range(form.count))
+        return [_matrices(form, tensors) for tensors in each]
 
-    def _laid_out(
-        self, form: ExpertForm, experts: Sequence[dict[str, Tiled]]
-    ) -> tuple[PageLayout, list[tuple[TensorInfo, ...]]] | None:
-        """The layout of the pages of ``experts``, given the tensors of each by their paths, and the stored runs
-        of each page; None, and a fault, if there are none or they differ."""
+    def _laid_out(self, experts: Sequence[dict[str, Tiled]]) -> tuple[PageLayout, list[tuple[TensorInfo, ...]]] | None:
+        """The layout of the pages of ``experts``, given the matrices of each, and the stored runs of each page; None,
+        and a fault, if there are none or they differ."""
         layout: PageLayout | None = None
         known: tuple[Any, ...] = ()
         runs: tuple[tuple[int, int, int], ...] = ()  # position of the tensor, first number from its first box on, count
@@ -542,7 +588,7 @@ class _Audit:
             key = tuple((path, box.start, box.shape, box.strides) for path, box in boxes), tuple(places)
             if key != known:
                 try:
-                    found = lay_out(_matrices(form, tensors))
+                    found = lay_out(tensors)
                 except ScatteredError as error:
                     self._faults.add(_not_a_page(error.info, f"the bytes of expert {expert} are not together"))
                     return None
