@@ -89,6 +89,8 @@ def read_quantization(config: HFConfig) -> Quantization | None:
         hint = did_you_mean(method[:40], _METHODS) if isinstance(method, str) else ""
         named = "" if isinstance(method, str) else _unnamed(values)
         raise config.quantised_error(key, f"{named}by none of the methods read ({', '.join(_METHODS)}){hint}")
+    if config.find("expert_dtype") is not None:  # DeepSeek-V4 says it outside
+        values = {"expert_dtype": config.find("expert_dtype"), **values}
     try:
         rules = tuple(_METHODS[method](_Settings(values), _scale_dtype(config)))
         if len(rules) > _MOST_RULES:
@@ -348,7 +350,7 @@ def _awq(settings: _Settings, _: str) -> Iterable[ModuleRule]:
 
 def _fp8(settings: _Settings, _: str) -> Iterable[ModuleRule]:
     settings.only(("fmt", "weight_fmt"), ("e4m3", "float8_e4m3fn"))
-    settings.only(("expert_dtype",), ("fp8",))
+    experts = settings.only(("expert_dtype",), ("fp8", "fp4"))
     scale = "F8_E8M0" if settings.only(("scale_fmt",), ("float", "ue8m0")) == "ue8m0" else "F32"
     block = settings.values.get("weight_block_size")
     stored = formats.fp8(block=(0, 0), scale=scale, suffix=".weight_scale")
@@ -357,6 +359,8 @@ def _fp8(settings: _Settings, _: str) -> Iterable[ModuleRule]:
         if not sizes or not all(type(size) is int and 1 <= size <= _MOST_GROUP for size in block):
             raise ValueError("weight_block_size there must be a list of two sizes")
         stored = formats.fp8(block=(block[0], block[1]), scale=scale)
+    if experts == "fp4":  # routed ones; shared experts are as the rest
+        yield ModuleRule(re.compile(r"(?:.*\.)?experts\.\d+\..*"), formats.mxfp4((".weight", ".scale")))
     yield from _unless(settings, stored)
 
 

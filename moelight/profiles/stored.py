@@ -124,7 +124,7 @@ class StoredFormat:
             return (StoredPart(weight, ("U8",), (rows, columns // self.block * self.block_bytes)),)
         if self.kind == MXFP4:
             return (
-                StoredPart(weight, ("U8",), (rows, columns // 2)),
+                StoredPart(weight, ("U8", "I8"), (rows, columns // 2)),
                 StoredPart(scales, scale_dtypes, (rows, groups)),
             )
         words, bits = -(-columns * self.bits // _WORD), self.bits

@@ -18,6 +18,8 @@ from moelight.weights.source import Checkpoint, TensorInfo
 from moelight.weights.stored_matrix import StoredMatrix, find_matrix, read_tensor
 
 _MOST_DIMENSIONS = 4
+_FP8, _STACK_DIMENSIONS = "F8_E4M3", 3
+_SCALES_OF_STACKS = ("_scale_inv", "_scale")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,12 +78,17 @@ def as_matrices(checkpoint: Checkpoint, format_of: Callable[[str], StoredFormat 
     taken: set[str] = set()
     for name, info in tensors.items():
         module, dot, last = name.rpartition(".")
+        if matrix := _stack_of_blocks(tensors, info, format_of, listing):
+            taken.update(name + suffix for suffix in matrix.places)
+            found.append((info, matrix, name))
+            continue
         for suffix, of in ((f".{last}", module), *_endings(name)):
             stored = format_of(of) if dot else None
             if stored is None or suffix != stored.names[0] or (dot and suffix == ".weight" and len(info.shape) != 2):
                 continue  # norms and convolutions have no format
             if _is_plain(tensors, of, info, stored):
                 break
+            stored = _spelled(tensors, of, stored)
             matrix = _matrix(tensors, of, info, stored, listing)
             taken.update(of + part.suffix for part in stored.parts(matrix.rows, matrix.columns))
             found.append((info, matrix, of))
@@ -95,6 +102,40 @@ def as_matrices(checkpoint: Checkpoint, format_of: Callable[[str], StoredFormat 
             f"{plain[twice].file}: tensor {twice!r} is stored quantised, too; save the model again, with one of them"
         )
     return replace(checkpoint, tensors=MappingProxyType({**plain, **matrices}))
+
+
+def _stack_of_blocks(
+    tensors: Mapping[str, TensorInfo],
+    codes: TensorInfo,
+    format_of: Callable[[str], StoredFormat | None],
+    listing: str,
+) -> StoredMatrix | None:
+    """The matrices of all experts [E, rows, columns] in the tensor ``codes``, with scales that are named after it; None
+    if it is no such stack."""
+    if len(codes.shape) != _STACK_DIMENSIONS or codes.dtype != _FP8 or min(codes.shape) == 0:
+        return None
+    scales = next((suffix for suffix in _SCALES_OF_STACKS if codes.name + suffix in tensors), None)
+    stored = format_of(codes.name)
+    if scales is None or stored is None or stored.codes != _FP8:
+        return None
+    stored = replace(stored, names=("", scales, ""))
+    count, rows, columns = codes.shape
+    find_matrix(tensors, codes.name, stored, rows, columns, listing=listing, expert=(0, count))
+    places = {
+        part.suffix: replace(tensors[codes.name + part.suffix], shape=(count * part.shape[0], *part.shape[1:]))
+        for part in stored.parts(rows, columns)
+    }
+    return StoredMatrix(
+        module=codes.name, stored=stored, rows=count * rows, columns=columns, places=places, stack=count
+    )
+
+
+def _spelled(tensors: Mapping[str, TensorInfo], module: str, stored: StoredFormat) -> StoredFormat:
+    """``stored`` under the name that the scales of ``module`` have: DeepSeek-V4's are ``.scale``."""
+    usual = stored.names[1:2]
+    if not usual or module + usual[0] in tensors or f"{module}.scale" not in tensors:
+        return stored
+    return replace(stored, names=(stored.names[0], ".scale", *stored.names[2:]))
 
 
 def _is_plain(tensors: Mapping[str, TensorInfo], module: str, codes: TensorInfo, stored: StoredFormat) -> bool:
@@ -153,8 +194,12 @@ def _size(tensors: Mapping[str, TensorInfo], module: str, codes: TensorInfo, sto
 
 
 def _as_numbers(info: TensorInfo, matrix: StoredMatrix, module: str, dtype: str) -> QuantizedInfo:
-    stack = info.shape[0] if _stacked(info, matrix.stored) else 0
-    shape = (stack, matrix.columns, matrix.rows // stack) if stack else (matrix.rows, matrix.columns)
+    turned = _stacked(info, matrix.stored)
+    stack = info.shape[0] if turned or len(info.shape) == _STACK_DIMENSIONS else 0
+    shape: tuple[int, ...] = (matrix.rows, matrix.columns)
+    if stack:
+        rows = matrix.rows // stack
+        shape = (stack, matrix.columns, rows) if turned else (stack, rows, matrix.columns)
     return QuantizedInfo(
         name=module if stack else f"{module}.weight",
         file=info.file,
@@ -163,5 +208,5 @@ def _as_numbers(info: TensorInfo, matrix: StoredMatrix, module: str, dtype: str)
         offset=0,
         nbytes=math.prod(shape) * ITEM_BYTES[dtype],
         matrix=matrix,
-        turned=bool(stack),
+        turned=turned,
     )

@@ -49,7 +49,8 @@ TORCH = {
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredMatrix:
     """A matrix [``rows``, ``columns``] of ``module``, by the places of its tensors. ``heads``: that many heads, the two
-    halves of each with their rows interleaved (`gguf_models.hf_rows`); 0: rows are in transformers' order."""
+    halves of each with their rows interleaved (`gguf_models.hf_rows`); 0: rows are in transformers' order. ``stack``:
+    so many matrices of equal size below one another, whose blocks begin anew with each."""
 
     module: str
     stored: StoredFormat
@@ -57,6 +58,7 @@ class StoredMatrix:
     columns: int
     places: Mapping[str, TensorInfo]
     heads: int = 0
+    stack: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -70,6 +72,8 @@ class StoredMatrix:
 
     def rows_of(self, begin: int, end: int) -> StoredMatrix:
         """Rows ``begin`` to ``end`` as a matrix of its own; raises CheckpointError where its bytes are not together."""
+        if self.stack > 1:
+            return self._of_stack(begin, end)
         if (begin, end) == (0, self.rows):
             return self
         if self.heads:
@@ -85,6 +89,14 @@ class StoredMatrix:
                 raise self._error(part.suffix, f"is not to be divided at rows {begin} and {end}")
             places[part.suffix] = _lines(self.places[part.suffix], begin // step, -(-end // step))
         return replace(self, rows=end - begin, places=places)
+
+    def _of_stack(self, begin: int, end: int) -> StoredMatrix:
+        """Rows ``begin`` to ``end``, which must be one matrix of the stack."""
+        rows = self.rows // self.stack
+        if begin % rows or end - begin != rows:
+            raise self._error(self.stored.names[0], f"is not to be divided at rows {begin} and {end}")
+        places = {suffix: info.part(begin // rows, self.stack) for suffix, info in self.places.items()}
+        return replace(self, rows=rows, stack=1, places=places)
 
     def read(self, into: Tensor | None = None) -> dict[str, Tensor]:
         """The tensors by suffix, as stored; checks the values that say where others are. ``into``: uint8
@@ -237,7 +249,8 @@ def _place(
             f"{info.file}: tensor {name!r} has shape {list(info.shape)}, and {shown}, which config.json says of it, "
             f"asks for {list(part.shape)}; correct quantization_config"
         )
-    return replace(info, shape=part.shape)
+    # Codes of MXFP4 are bytes, which some files call signed.
+    return replace(info, shape=part.shape, dtype="U8" if stored.kind == MXFP4 and info.dtype == "I8" else info.dtype)
 
 
 def _alike(shape: tuple[int, ...], wanted: tuple[int, ...], stored: StoredFormat) -> bool:

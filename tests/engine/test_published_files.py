@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moelight.core.errors import CheckpointError
+from moelight.core.policy import Shares
 from moelight.engine.checkpoints import open_model
 from tests.engine.graphs import STREAMED, tokens
 from tests.engines import Tiny
@@ -248,3 +249,77 @@ def test_a_norm_of_another_dtype_is_cast(mixtral: Path, tmp_path: Path) -> None:
     wanted = replaced(mixtral, tmp_path / "wanted")
     edit(wanted, lambda state: state.update({name: state[name].bfloat16().float()}))
     assert tokens(copy, weights=STREAMED) == tokens(wanted, weights=STREAMED)
+
+
+def fp8_blocks(weight: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [R, C], scales and the numbers of a matrix that is rounded in blocks, the last of them cut short."""
+    rows, columns = (-(-size // block) for size in weight.shape)
+    scale = torch.empty(rows, columns)
+    codes, numbers = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(weight.shape)
+    for row in range(rows):
+        for column in range(columns):
+            place = slice(row * block, (row + 1) * block), slice(column * block, (column + 1) * block)
+            scale[row, column] = weight[place].abs().max() / 448
+            codes[place] = (weight[place] / scale[row, column]).to(torch.float8_e4m3fn)
+            numbers[place] = codes[place].float() * scale[row, column]
+    return codes, scale, numbers
+
+
+BLOCK = 16
+STACKS = {
+    "quant_method": "fp8",
+    "weight_block_size": [BLOCK, BLOCK],
+    "modules_to_not_convert": ["self_attn", "linear_attn", "shared_expert"],
+}
+
+
+def test_a_stack_of_experts_in_fp8_blocks(tiny: Tiny, tmp_path: Path) -> None:
+    """40 rows of the gate: a block of 16 holds rows of gate and up, and the last block of an expert is cut short."""
+    fused = tiny("qwen3_moe", moe_intermediate_size=40, fused=True, **SHAPE)
+    quantised, numbers = replaced(fused, tmp_path / "quantised"), replaced(fused, tmp_path / "numbers")
+    stored = load_file(fused / WEIGHTS)
+    wanted = dict(stored)
+    for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        parts = [fp8_blocks(each.float(), BLOCK) for each in stored[name]]
+        stored[name] = torch.stack([codes for codes, _, _ in parts])
+        stored[f"{name}_scale_inv"] = torch.stack([scale for _, scale, _ in parts])
+        wanted[name] = torch.stack([each for _, _, each in parts])
+    edit(quantised, lambda state: state.update(stored), quantization_config=STACKS)
+    edit(numbers, lambda state: state.update(wanted))
+    opened = open_model(str(quantised))
+    assert opened.weight_map.quantized is not None
+    assert tokens(quantised, weights=STREAMED) == tokens(numbers, weights=STREAMED)
+    assert tokens(quantised, weights=Shares(host=1.0)) == tokens(numbers, weights=Shares(host=1.0))
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def test_deepseek_v4_with_experts_in_fp4(checkpoints: Any, tmp_path: Path) -> None:
+    """As released: `.weight` int8 [rows, columns / 2], two numbers a byte, the lower bits first, and `.scale` E8M0 for
+    each 32 columns; other matrices FP8 with `.scale` for each block."""
+    source, _ = checkpoints("deepseek_v4")
+    quantised, numbers = replaced(source, tmp_path / "quantised"), replaced(source, tmp_path / "numbers")
+    state, draw = load_file(source / WEIGHTS), torch.Generator().manual_seed(3)
+    stored, wanted = dict(state), dict(state)
+    for name in [name for name in state if ".ffn.experts." in name]:
+        rows, columns = state[name].shape
+        packed = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, generator=draw)
+        exponents = torch.randint(121, 124, (rows, columns // 32), dtype=torch.uint8, generator=draw)
+        codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1).long()
+        scale = torch.exp2(exponents.float() - 127).repeat_interleave(32, dim=1)
+        wanted[name] = torch.tensor(E2M1)[codes] * scale
+        stored[name] = packed.view(torch.int8)
+        stored[name.removesuffix(".weight") + ".scale"] = exponents.view(torch.float8_e8m0fnu)
+    assert len(stored) > len(state), sorted(state)
+    dense = next(name for name in state if name.endswith("attn.wo_b.weight"))
+    codes, scale, _ = fp8_blocks(state[dense].float(), 128)
+    power = torch.exp2(scale.log2().ceil())
+    stored[dense] = (state[dense].float() / power[0, 0]).to(torch.float8_e4m3fn)
+    stored[dense.removesuffix(".weight") + ".scale"] = power.to(torch.float8_e8m0fnu)
+    wanted[dense] = stored[dense].float() * power[0, 0]
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+    edit(quantised, lambda tensors: tensors.update(stored), quantization_config=fp8, expert_dtype="fp4")
+    edit(numbers, lambda tensors: tensors.update(wanted))
+    assert open_model(str(quantised)).weight_map.quantized is not None
+    assert tokens(quantised, weights=STREAMED) == tokens(numbers, weights=STREAMED)
