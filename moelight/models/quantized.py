@@ -34,7 +34,10 @@ class QuantizedExperts:
         return [self._matrices(kind, slot) for slot in slots]
 
     def layer(self, layer: int, slots: Sequence[Any]) -> list[Matrices | None]:
-        """The matrices of the experts of ``layer``, whose pages are in ``slots`` (uint8); None for those elsewhere."""
+        """The matrices of the experts of ``layer``, whose pages are in ``slots`` (uint8); None for those elsewhere, and
+        in a layer without experts."""
+        if layer not in self._kinds:
+            return [None] * len(slots)
         return [
             self._matrices(kind, slot) if isinstance(slot, Tensor) else None
             for kind, slot in zip(self._kinds[layer], slots, strict=True)

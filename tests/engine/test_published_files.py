@@ -295,6 +295,7 @@ def test_a_stack_of_experts_in_fp8_blocks(tiny: Tiny, tmp_path: Path) -> None:
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
+@pytest.mark.thorough
 def test_deepseek_v4_with_experts_in_fp4(checkpoints: Any, tmp_path: Path) -> None:
     """As released: `.weight` int8 [rows, columns / 2], two numbers a byte, the lower bits first, and `.scale` E8M0 for
     each 32 columns; other matrices FP8 with `.scale` for each block."""
