@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import stat
@@ -48,6 +49,7 @@ from moelight.runtime.measure import peak_rss_bytes
 if TYPE_CHECKING:
     from moelight.engine.engine import Engine
 
+_log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _TOLD_EVERY_S = 1.0
 _NOWHERE = Path(os.devnull)
@@ -275,7 +277,8 @@ def forecast_job(
 
 
 def _scanned(prepared: JobInput, told: Progress) -> ScanSummary:
-    return scan(prepared.source, prepared.encode, told, context=prepared.model.context).summary
+    context, check = prepared.model.context, prepared.check_structure
+    return scan(prepared.source, prepared.encode, told, context=context, check=check).summary
 
 
 def _planned(prepared: JobInput, told: Progress) -> tuple[ScanSummary, Plan | None]:
@@ -329,7 +332,14 @@ def _run(prepared: JobInput, ledger: Ledger, told: Progress, answer: Answer) -> 
     if ledger.state == "complete":
         counts = _final_counts(ledger, ledger.completed + ledger.failed)
         told.counts(counts)
-        return JobResult(state=DONE_BEFORE, total=counts.total, completed=counts.completed, failed=counts.failed)
+        return JobResult(
+            state=DONE_BEFORE,
+            total=counts.total,
+            completed=counts.completed,
+            failed=counts.failed,
+            invalid=ledger.totals.get("invalid", 0),
+            truncated=ledger.totals.get("truncated", 0),
+        )
     refuse_struck(ledger, prepared)
     found = read_all(prepared, ledger, told)
     trace, options = None, prepared.options
@@ -351,6 +361,8 @@ def _run(prepared: JobInput, ledger: Ledger, told: Progress, answer: Answer) -> 
         running=answers.counts.running,
         stats=answers.stats,
         first_error=answers.first_error,
+        invalid=ledger.totals.get("invalid", 0),
+        truncated=ledger.totals.get("truncated", 0),
     )
 
 
@@ -358,7 +370,25 @@ def read_all(prepared: JobInput, ledger: Ledger, told: Progress) -> Scan:
     """The scan of the prompts, from the ledger if an earlier run has read the same prompts."""
     if ledger.scan is not None:
         return msgspec.convert(ledger.scan, Scan)
-    found = scan(prepared.source, prepared.encode, told, context=prepared.model.context, preparing=ledger.preparing)
+    found = scan(
+        prepared.source,
+        prepared.encode,
+        told,
+        context=prepared.model.context,
+        preparing=ledger.preparing,
+        check=prepared.check_structure,
+    )
+    prepared.model.release()
+    if found.summary.notes:
+        first, *others = found.summary.notes.values()
+        more = f"; --dry-run shows {len(others)} more" if others else ""
+        _log.warning(
+            "structured outputs of %d rows, the first in line %d: %s%s",
+            first.count,
+            first.first_line,
+            first.message,
+            more,
+        )
     ledger.note_scan(msgspec.to_builtins(found))
     return found
 

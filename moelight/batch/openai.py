@@ -333,7 +333,8 @@ def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
             "response_format: json_schema must be an object with a name and a schema",
             param="response_format.json_schema",
         )
-    return {"json": schema}
+    strict = described.get("strict") if isinstance(described, dict) else None
+    return {"json": schema} if strict is None else {"json": schema, "strict": strict}
 
 
 def _check_logprobs(name: str, value: int | None) -> None:

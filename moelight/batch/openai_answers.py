@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moelight.batch.fields import RowTokenizer
-from moelight.batch.rows import AnswerHeader, BadRow, Prompt, Row
+from moelight.batch.rows import AnswerHeader, BadRow, Prompt, Row, structure_fields
 from moelight.core.request import Completion, Logprob
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -51,7 +51,9 @@ class OpenAIFormat:
         }
         if chat and row.answered["prompt_logprobs"]:
             body["prompt_logprobs"] = prompt_logprobs_row(completions[0])
-        return _line(served, row.number, row.custom_id, status=_OK, body=body, error=None)
+        failed = next((each.structure_error for each in completions if each.structure_error is not None), None)
+        error = None if failed is None else {"code": failed.code, "message": failed.message}
+        return _line(served, row.number, row.custom_id, status=_OK, body=body, error=error)
 
     def refuse(self, bad: BadRow, served: AnswerHeader) -> dict[str, Any]:
         """The output line of a row that was not served; its line number stands for a missing custom_id."""
@@ -73,6 +75,7 @@ class OpenAIFormat:
             "message": message,
             "logprobs": None if asked is None else {"content": self._content(completion, asked), "refusal": None},
             "finish_reason": completion.finish_reason,
+            **structure_fields(completion),
         }
 
     def _choice(self, row: Row, index: int, completion: Completion, count: int) -> dict[str, Any]:
@@ -84,6 +87,7 @@ class OpenAIFormat:
             "index": index,
             "logprobs": None if logprobs is None else self._lists(completion, prompt if echo else None),
             "finish_reason": completion.finish_reason,
+            **structure_fields(completion),
         }
         if row.answered["prompt_logprobs"]:
             choice["prompt_logprobs"] = prompt_logprobs_row(completion)

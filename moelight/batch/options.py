@@ -70,7 +70,8 @@ class JobOptions(EngineOptions):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobResult:
     """The result of a job: ``done``, ``interrupted`` (another run resumes it) or ``done before`` (nothing was left).
-    Row counts cover all runs, ``first_error`` this one; ``running``: answers that were under way when it was
+    Row counts cover all runs, ``first_error`` this one; of the answers, ``invalid`` ones have not the structure asked
+    for, and ``truncated`` ones end before it is complete; ``running``: answers that were under way when it was
     interrupted; ``troubles`` name status or metrics files that are not up to date."""
 
     state: str
@@ -80,4 +81,6 @@ class JobResult:
     running: int = 0
     stats: RunStats | None = None
     first_error: BadRow | None = None
+    invalid: int = 0
+    truncated: int = 0
     troubles: tuple[str, ...] = ()

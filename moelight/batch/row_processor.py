@@ -14,7 +14,7 @@ from moelight.batch.fields import Input
 from moelight.batch.journal import Ledger
 from moelight.batch.options import JobOptions
 from moelight.batch.progress import Progress, ProgressFields
-from moelight.batch.rows import AnswerHeader, BadRow, Row, bad_row, to_json_line
+from moelight.batch.rows import AnswerHeader, BadRow, Row, bad_row, structure_totals, to_json_line
 from moelight.batch.scan import duplicate, encode_row, room
 from moelight.core.errors import InputError, MoelightError
 from moelight.core.request import Completion, ReasoningStart, Request
@@ -35,6 +35,10 @@ class JobInput:
     source: Input
     model: LazyModel
     facts: dict[str, Any]
+
+    def check_structure(self, row: Row) -> tuple[str, ...]:
+        """As `LazyModel.check_structure`."""
+        return self.model.check_structure(row.sampling)
 
     def encode(self, row: Row) -> list[tuple[int, ...]]:
         """Token ids of each prompt of ``row``; raises InputError if one is empty or the chat template refuses the
@@ -145,7 +149,9 @@ class RowProcessor:
                         )
                         for index, prompt in enumerate(prompts, start=self._next)
                     ]
-                    if engine is not None:
+                    if engine is None:
+                        self.prepared.check_structure(row)
+                    else:
                         for request in requests:
                             engine.check(request)
             except InputError as error:
@@ -173,7 +179,7 @@ class RowProcessor:
             del self._open[index]
         completions = sorted(opened.completions, key=lambda each: (each.index, each.sample))
         row, generated = opened.row, sum(each.completion_tokens for each in completions)
-        self.spared += opened.room - generated
+        self.spared += opened.room - generated - sum(each.discarded_tokens for each in completions)
         stuck = next((each for each in completions if each.finish_reason == "error"), None)
         if stuck is not None:
             error = InputError(str(stuck.stop_reason), code=stuck.error_code or "error")
@@ -183,7 +189,12 @@ class RowProcessor:
         self._sink.put(
             row.number,
             to_json_line(self.prepared.source.format.answer(row, completions, self.prepared.header())),
-            totals={"prompt_tokens": prompt_tokens, "completion_tokens": generated, "room": opened.room},
+            totals={
+                "prompt_tokens": prompt_tokens,
+                "completion_tokens": generated,
+                "room": opened.room,
+                **structure_totals(completions),
+            },
         )
         text = row.shown
         shown = text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 1] + "…"

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from moelight.core.errors import InputError
-from moelight.core.request import Completion, SamplingParams
+from moelight.core.request import TRUNCATED, Completion, SamplingParams
 from moelight.engine.chat import Conversation
 
 Prompt: TypeAlias = str | tuple[int, ...]
@@ -104,6 +104,23 @@ def bad_row(number: int, line: int, custom_id: str | None, error: Exception, *, 
         status=NOT_FOUND if error.code == "model_not_found" else BAD_REQUEST,
         param=getattr(error, "param", None),
     )
+
+
+def structure_totals(completions: Sequence[Completion]) -> dict[str, int]:
+    """How many of ``completions`` have not the structure that was asked for: ``invalid`` ones, and those ``truncated``
+    by ``max_tokens`` or a stop. A count of 0 is absent."""
+    errors = [each.structure_error for each in completions if each.structure_error is not None]
+    truncated = sum(error.code == TRUNCATED for error in errors)
+    counts = {"invalid": len(errors) - truncated, "truncated": truncated}
+    return {name: count for name, count in counts.items() if count}
+
+
+def structure_fields(completion: Completion) -> dict[str, Any]:
+    """The fields of an answer that had to be generated again, or has not the structure asked for; its text stays."""
+    said: dict[str, Any] = {} if completion.attempts == 1 else {"attempts": completion.attempts}
+    if completion.structure_error is not None:
+        said["error"] = asdict(completion.structure_error)
+    return said
 
 
 def to_json_line(row: dict[str, Any]) -> bytes:

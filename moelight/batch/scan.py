@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
@@ -24,11 +24,16 @@ _TOLD_EVERY_S = 0.2
 _MOST_SAMPLINGS = 4096
 
 Encode = Callable[[Row], list[tuple[int, ...]]]
+Check = Callable[[Row], Sequence[str]]
 Preparing = Callable[[int], AbstractContextManager[None]]
 
 
 def _unwatched(_: int) -> AbstractContextManager[None]:
     return nullcontext()
+
+
+def _unchecked(_: Row) -> tuple[str, ...]:
+    return ()
 
 
 class Scan(msgspec.Struct, kw_only=True, frozen=True):
@@ -38,18 +43,28 @@ class Scan(msgspec.Struct, kw_only=True, frozen=True):
     repeated: frozenset[int] = frozenset()
 
 
-def scan(source: Input, encode: Encode, told: Progress, *, context: int, preparing: Preparing = _unwatched) -> Scan:
+def scan(
+    source: Input,
+    encode: Encode,
+    told: Progress,
+    *,
+    context: int,
+    preparing: Preparing = _unwatched,
+    check: Check = _unchecked,
+) -> Scan:
     """Read ``source`` once, and repeated rows a second time; raises InputError if it cannot be read or holds no row.
     ``context`` is the model's context length in tokens; ``preparing`` returns the context in which a row, by number, is
-    encoded."""
+    encoded; ``check`` returns what should be noted about a row, or raises InputError."""
 
     def prompts_of(row: Row) -> list[tuple[int, int]] | BadRow:
         """``(tokens, room)`` of every prompt of ``row``, or the error row if ``row`` cannot be served."""
         try:
             with preparing(row.number):
+                notes = check(row)
                 prompts = encode_row(row, encode, context)
         except InputError as error:
             return bad_row(row.number, row.line, row.custom_id, error, kind=row.kind)
+        summary.note(notes, row.line)
         return [(len(prompt), room(row, len(prompt), context)) for prompt in prompts]
 
     summary, ids, samplings = ScanSummary(), _CustomIds(), _Samplings()

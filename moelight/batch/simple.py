@@ -18,7 +18,7 @@ from moelight.batch.fields import (
     unknown_field,
 )
 from moelight.batch.openai_answers import logprobs_row, prompt_logprobs_row
-from moelight.batch.rows import AnswerHeader, BadRow, Prompt, Row, bad_row
+from moelight.batch.rows import AnswerHeader, BadRow, Prompt, Row, bad_row, structure_fields
 from moelight.batch.source import InputSource
 from moelight.core.errors import InputError
 from moelight.core.request import Completion, SamplingParams
@@ -60,6 +60,7 @@ class SimpleFormat:
         said: dict[str, Any] = {"text": completion.text, "finish_reason": completion.finish_reason}
         if completion.reasoning_tokens is not None:
             said["reasoning_content"] = completion.reasoning
+        said |= structure_fields(completion)
         if row.sampling.stop or row.sampling.stop_token_ids:
             said["stop_reason"] = completion.stop_reason
         return said

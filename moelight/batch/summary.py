@@ -11,7 +11,7 @@ from moelight.batch.rows import BadRow
 from moelight.profiles.workload import MOST_REQUESTS, Workload
 
 OTHER = "other"
-_MOST_KINDS, _MOST_CODES = 16, 32
+_MOST_KINDS, _MOST_CODES, _MOST_NOTES = 16, 32, 16
 
 
 class InputProblem(msgspec.Struct, kw_only=True, array_like=True):
@@ -34,6 +34,7 @@ class ScanSummary(msgspec.Struct, kw_only=True):
         samplings: distinct sampling parameters; 4,096 stands for that many or more.
         kinds: rows by `Row.kind`; kinds past the 16th are counted as ``other``.
         problems: refused rows by code; codes past the 32nd are counted as ``other``.
+        notes: rows by what should be known about their structured outputs; the first 16 texts.
         histogram: served prompts by tokens: entry i counts those of at least 2^i and fewer than 2^(i+1); entry 0 also
             counts empty prompts.
     """
@@ -48,6 +49,7 @@ class ScanSummary(msgspec.Struct, kw_only=True):
     samplings: int = 0
     kinds: dict[str, int] = msgspec.field(default_factory=dict)
     problems: dict[str, InputProblem] = msgspec.field(default_factory=dict)
+    notes: dict[str, InputProblem] = msgspec.field(default_factory=dict)
     histogram: list[int] = msgspec.field(name="prompt_histogram", default_factory=list)
 
     @property
@@ -92,6 +94,13 @@ class ScanSummary(msgspec.Struct, kw_only=True):
         """Count a row that cannot be served."""
         self._count_row(bad.kind)
         self._count_problem(bad)
+
+    def note(self, notes: Sequence[str], line: int) -> None:
+        """Count a row of which ``notes`` should be known."""
+        for text in notes:
+            if text in self.notes or len(self.notes) < _MOST_NOTES:
+                first = InputProblem(count=0, first_line=line, message=text)
+                self.notes.setdefault(text, first).count += 1
 
     def withdraw(self, bad: BadRow, prompts: Sequence[tuple[int, int]], *, samples: int) -> None:
         """Turn a row that was added into a refused row. The maximum lengths are not reduced."""

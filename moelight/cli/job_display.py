@@ -180,11 +180,21 @@ def run_and_report(options: JobOptions, *, as_table: bool, nodes: ClusterOptions
     if result.first_error is not None:
         bad = f"{result.failed:,} of {result.total:,} lines were not served"
         _print(f"{bad}; the first is line {result.first_error.line}: {result.first_error.message}")
+    if result.invalid or result.truncated:
+        _print(_unstructured(result))
     for trouble in result.troubles:
         _print(trouble)
     if result.state == INTERRUPTED:
         return cli.INTERRUPTED
     return cli.ERRORS if result.failed and result.state == DONE else 0
+
+
+def _unstructured(result: JobResult) -> str:
+    counts = [
+        f"{result.invalid:,} do not have the structure asked for" if result.invalid else "",
+        f"{result.truncated:,} end before it is complete (max_tokens or a stop)" if result.truncated else "",
+    ]
+    return f"of the structured answers, {' and '.join(filter(None, counts))}: error in their rows says where"
 
 
 def _answer_on(nodes: ClusterOptions | None, *, shown: bool) -> job.Answer | None:
@@ -489,6 +499,8 @@ def _parts(forecast: Forecast, width: int) -> Iterator[RenderableType]:
     yield section("rows", _rows(summary))
     if summary.problems:
         yield section("problems", _problems(summary))
+    if summary.notes:
+        yield section("structured outputs", _notes(summary))
     if summary.prompts:
         yield section("prompts by tokens", _histogram(summary.histogram, width))
         yield section("work", _work(summary))
@@ -524,6 +536,14 @@ def _problems(summary: ScanSummary) -> RenderableType:
     for code, found in sorted(summary.problems.items(), key=lambda item: -item[1].count):
         count = text((f"{found.count:,}", "red"))
         table.add_row(count, printable(code), f"{found.first_line:,}", printable(found.message))
+    return table
+
+
+def _notes(summary: ScanSummary) -> RenderableType:
+    table = plain_table(">rows", ">first line", "says")
+    table.columns[2].no_wrap = False
+    for note, found in summary.notes.items():
+        table.add_row(f"{found.count:,}", f"{found.first_line:,}", printable(note))
     return table
 
 

@@ -12,6 +12,7 @@ from moelight.core.errors import InputError, did_you_mean
 
 MOST_SAMPLES = 16_384  # per prompt, and per row over all its prompts if n > 1; vLLM's bound of n
 DEFAULT_RESAMPLINGS, MAX_RESAMPLINGS = 3, 16
+INVALID, TRUNCATED = "structured_output_invalid", "structured_output_truncated"
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
 _MOST = sys.float_info.max
 # The least value of integers, and the least and the most of numbers.
@@ -277,7 +278,7 @@ class StructureError:
     """Why a finished answer does not have the structure that was asked for.
 
     Attributes:
-        code: ``structured_output_invalid``, or ``structured_output_truncated`` if ``max_tokens`` cut it.
+        code: `INVALID`, or `TRUNCATED` if ``max_tokens`` or a stop ended it.
         path: the JSON pointer of the offending value in the answer; ``schema_path``: of the keyword in the schema.
     """
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from moelight.core.errors import ConfigError, InputError
 from moelight.core.panics import panics_as
-from moelight.core.request import StructuredOutputs, StructureError
+from moelight.core.request import INVALID, StructuredOutputs, StructureError
 from moelight.engine.grammars import NO_TOKEN, GrammarTrial, TrialResult, Vocabulary, compiled, said
 from moelight.engine.schema_relaxation import EnforcedSchema
 from moelight.engine.tokenizer import Tokenizer
@@ -75,7 +75,7 @@ class Constraints:
             problem: Mismatch | None = self._trial[1].mismatch(schema, text)
         except OSError as error:
             raise ConfigError(f"structured_outputs: no process can be begun to validate answers ({error})") from None
-        return None if problem is None else StructureError(code="structured_output_invalid", **problem)
+        return None if problem is None else StructureError(code=INVALID, **problem)
 
     def _structure(self, outputs: StructuredOutputs) -> CompiledStructure:
         structure = self._structures(*_written(outputs))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 from collections.abc import Iterable
@@ -105,13 +104,25 @@ class LazyModel:
 
     def check(self, sampling: SamplingParams) -> None:
         """Raise InputError for sampling parameters that can serve no prompt."""
-        vocab_size, tokenizer = self.profile.vocab_size, self.tokenizer
+        vocab_size = self.profile.vocab_size
         for token in (*sampling.stop_token_ids, *(sampling.logit_bias or ())):
             if token >= vocab_size:
                 raise InputError(f"token id {token} is not below the vocabulary's {vocab_size}", code="bad_token_id")
-        if sampling.structured_outputs is not None:
-            with contextlib.closing(Constraints(tokenizer, vocab_size)) as constraints:
-                constraints.check(sampling.structured_outputs)
+        self.check_structure(sampling)
+
+    def check_structure(self, sampling: SamplingParams) -> tuple[str, ...]:
+        """What a user should know about the structured outputs of ``sampling``, if it has any; raises InputError if
+        they cannot be compiled. Each distinct one is compiled once, until `release`."""
+        return () if sampling.structured_outputs is None else self._constraints.check(sampling.structured_outputs)
+
+    def release(self) -> None:
+        """Forget what `check_structure` compiled, and end its process."""
+        if "_constraints" in self.__dict__:
+            self._constraints.close()
+
+    @cached_property
+    def _constraints(self) -> Constraints:
+        return Constraints(self.tokenizer, self.profile.vocab_size)
 
     def plan(self, options: EngineOptions, workload: Workload) -> PlannedModel:
         """Audit the checkpoint; return the given policy, or the fastest for ``workload`` (BudgetError if none fits). A

@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from moelight.core.errors import InputError
-from moelight.core.request import Completion, Logprob, Request, SamplingParams, StructureError
+from moelight.core.request import TRUNCATED, Completion, Logprob, Request, SamplingParams, StructureError
 from moelight.engine.batcher import Batcher, MicroBatchPlan, RunningSequence, SequenceChunk
 from moelight.engine.constraints import Constraint, Constraints, bits, without
 from moelight.engine.detokenizer import StopMatcher, cut_at_stop
@@ -47,7 +47,6 @@ NO_LOGITS = (
     "their dtype; use a sound checkpoint, or a wider dtype"
 )
 STUCK = "structured_outputs"  # the code of an answer that no token continues
-TRUNCATED = "structured_output_truncated"
 _LIKELIEST = SamplingParams()
 _log = logging.getLogger(__name__)
 

@@ -262,8 +262,9 @@ def _request(row: DataRow) -> DataRow:
 def _columns(answer: DataRow) -> DataRow:
     """The columns of an answer in the simple format."""
     error, usage = answer.get("error"), answer.get("usage", {})
-    choices = answer.get("choices") or ([answer] if error is None else [])
+    choices = answer.get("choices") or ([answer] if "text" in answer else [])
     first = choices[0] if choices else {}
+    error = error or next((each["error"] for each in choices if "error" in each), None)
     return {
         "generated_text": first.get("text", ""),
         "generated_texts": [each["text"] for each in choices],
