@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moelight.core.policy import Policy
-from moelight.core.request import SamplingParams
+from moelight.core.request import DEFAULT_RESAMPLINGS, SamplingParams
 from moelight.core.small_files import read_bytes
 from moelight.engine.tokenizer import MOST_TOKENIZER_BYTES
 
@@ -22,7 +22,10 @@ def sampling_facts(sampling: SamplingParams) -> dict[str, Any]:
     facts: dict[str, Any] = json.loads(json.dumps(asdict(sampling)))
     constraint = facts["structured_outputs"]
     if constraint is not None:
-        facts["structured_outputs"] = {name: value for name, value in constraint.items() if value not in (None, False)}
+        given = {name: value for name, value in constraint.items() if value not in (None, False)}
+        if given.get("resamplings") == DEFAULT_RESAMPLINGS:
+            del given["resamplings"]
+        facts["structured_outputs"] = given
     return facts
 
 
