@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from moelight.core.dtypes import DType
-from moelight.core.errors import ConfigError, did_you_mean
+from moelight.core.errors import ConfigError
 from moelight.core.units import align_up
 
 PLAIN, SCALED, PACKED, GPTQ, AWQ, MXFP4, GGML = "plain", "scaled", "packed", "gptq", "awq", "mxfp4", "ggml"
@@ -317,8 +317,8 @@ GGML_FORMATS = {
 def ggml_format(name: str) -> StoredFormat:
     """The format of the ggml type ``name``; raises ConfigError for one that is not read."""
     if name not in GGML_FORMATS:
-        known = f"{did_you_mean(name, GGML_FORMATS)}; known: {', '.join(GGML_FORMATS)}"
-        raise ConfigError(f"numbers of the ggml type {name} are not read{known}")
+        known = ", ".join(GGML_FORMATS)
+        raise ConfigError(f"numbers of the ggml type {name} are not read; use a file of the types {known}")
     return GGML_FORMATS[name]
 
 

@@ -15,7 +15,7 @@ from moelight.profiles.stored import ITEM_BYTES
 from moelight.weights.boxes import AssembledInfo, Tiled, concatenated
 from moelight.weights.quantized_checkpoint import QuantizedInfo
 from moelight.weights.source import Checkpoint, TensorInfo
-from moelight.weights.stored_matrix import StoredMatrix, ggml_matrix
+from moelight.weights.stored_matrix import StoredMatrix, ggml_matrix, gguf_expert_matrix
 
 _EXPERTS = ("gate", "up", "down")
 _KEPT = ("router_selection_bias",)  # added to float32 scores, whatever the model's dtype
@@ -32,7 +32,10 @@ def gguf_checkpoint(model: GGUFModel, has: Callable[[str], bool] = bool) -> Chec
 def _infos(model: GGUFModel, has: Callable[[str], bool]) -> Iterator[TensorInfo]:
     names, dtype = model.profile.names, dtype_named(model.profile.dtype).safetensors
     for (name, layer), tensor in model.tensors.items():
-        if name.removesuffix("_bias") in _EXPERTS:
+        if name == "gate_up":
+            for half in ("gate", "up"):
+                yield from _experts(model, half, layer, dtype)
+        elif name.removesuffix("_bias") in _EXPERTS:
             yield from _experts(model, name, layer, dtype)
         elif name == "k_b":
             yield _keys_and_values(model, names.kv_b[0].format(layer=layer), layer, dtype)
@@ -47,11 +50,12 @@ def _infos(model: GGUFModel, has: Callable[[str], bool]) -> Iterator[TensorInfo]
 def _experts(model: GGUFModel, name: str, layer: int, dtype: str) -> Iterator[TensorInfo]:
     """The matrix or bias ``name`` of all experts of a layer: one by one, or as the stack that a family keeps, in which
     gate and up are one."""
-    tensor, matrix = model.tensors[name, layer], name.removesuffix("_bias")
+    matrix = name.removesuffix("_bias")
+    tensor = model.tensors[name if (name, layer) in model.tensors else "gate_up", layer]
     if model.profile.names.gate:
         for expert in range(tensor.shape[0]):
             module = expert_module(model.profile, layer, matrix, expert)
-            each = ggml_matrix(tensor, expert=expert)
+            each = gguf_expert_matrix(model, layer, matrix, expert)
             yield _info(f"{module}.weight", tensor, each, (each.rows, each.columns), dtype)
     elif matrix != "up":
         other = model.tensors[name.replace("gate", "up"), layer] if matrix == "gate" else None

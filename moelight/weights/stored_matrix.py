@@ -179,7 +179,17 @@ def expert_matrices(
 
 def gguf_expert_matrices(model: GGUFModel, layer: int, expert: int) -> dict[str, StoredMatrix]:
     """The same of a GGUF model, whose gate, up and down are stacks of their own."""
-    return {name: ggml_matrix(model.tensors[name, layer], expert=expert) for name in ("gate", "up", "down")}
+    return {name: gguf_expert_matrix(model, layer, name, expert) for name in ("gate", "up", "down")}
+
+
+def gguf_expert_matrix(model: GGUFModel, layer: int, name: str, expert: int) -> StoredMatrix:
+    """The gate, up or down of an expert of a GGUF model; the first two may be one tensor, gate rows before up rows."""
+    tensor = model.tensors.get((name, layer))
+    if tensor is not None:
+        return ggml_matrix(tensor, expert=expert)
+    both = ggml_matrix(model.tensors["gate_up", layer], expert=expert)
+    half = both.rows // 2
+    return both.rows_of(*((0, half) if name == "gate" else (half, both.rows)))
 
 
 def ggml_matrix(tensor: GGMLTensor, *, expert: int | None = None, columns: int | None = None) -> StoredMatrix:

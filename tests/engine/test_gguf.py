@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from moelight.cli.main import main
+from moelight.core.errors import CheckpointError
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import SamplingParams
 from moelight.engine.checkpoints import open_model
@@ -70,6 +71,36 @@ def test_older_files_with_whole_keys_and_values_run(tmp_path: Path) -> None:
     save_numbers(tmp_path / "numbers", "deepseek2", halves=False)
     save_byte_tokenizer(tmp_path / "numbers")
     assert tokens(tmp_path / "whole.gguf", Shares(disk=1.0)) == tokens(tmp_path / "numbers", Shares(disk=1.0))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2moe", "deepseek2"])
+def test_fused_tensors_are_those_apart(architecture: str, tmp_path: Path) -> None:
+    """As ``--fuse-gate-up-exps`` and ``--fuse-qkv`` write them; rows of q and k by halves of heads, and biases, too."""
+    apart, fused = tmp_path / "apart.gguf", tmp_path / "fused.gguf"
+    write_gguf(apart, architecture, vocab=True)
+    written = write_gguf(fused, architecture, vocab=True, fused=True)
+    assert "blk.1.ffn_gate_up_exps.weight" in written
+    assert ("blk.1.attn_qkv.weight" in written) == (architecture != "deepseek2")
+    assert ("blk.1.attn_qkv.bias" in written) == (architecture == "qwen2moe")
+    assert open_model(str(fused)).profile.stored == open_model(str(apart)).profile.stored
+    for homes in (Shares(host=1.0), Shares(disk=1.0)):
+        assert tokens(fused, homes) == tokens(apart, homes)
+
+
+def test_a_missing_scale_of_experts_scales_by_nothing(tmp_path: Path) -> None:
+    """As in llama.cpp; transformers' default would be 2.5."""
+    key = "deepseek2.expert_weights_scale"
+    found = []
+    for name, value in (("missing", None), ("none", 1.0), ("more", 2.5)):
+        write_gguf(tmp_path / f"{name}.gguf", "deepseek2", vocab=True, metadata={key: value})
+        found.append(tokens(tmp_path / f"{name}.gguf", Shares(host=1.0)))
+    assert found[0] == found[1] != found[2]
+
+
+def test_fused_experts_of_gpt_oss_are_refused(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "fused.gguf", "gpt-oss", vocab=True, experts="BF16", fused=True)
+    with pytest.raises(CheckpointError, match=r"\(ffn_gate_up_exps\) are not read; .* without --fuse-gate-up-exps"):
+        open_model(str(tmp_path / "fused.gguf"))
 
 
 def test_a_split_file_runs(tmp_path: Path) -> None:

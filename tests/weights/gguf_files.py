@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -109,17 +111,33 @@ def tiny(architecture: str) -> tuple[PreTrainedModel, dict[str, Any]]:
 
 
 def write_gguf(
-    path: Path, architecture: str, *, halves: bool = True, shard: int = 0, experts: str = "Q4_0", vocab: bool = False
+    path: Path,
+    architecture: str,
+    *,
+    halves: bool = True,
+    shard: int = 0,
+    experts: str = "Q4_0",
+    vocab: bool = False,
+    fused: bool = False,
+    metadata: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """Write `tiny` of ``architecture`` to ``path``, at most ``shard`` tensors a part; returns tensors before they were
-    quantised. ``halves``: DeepSeek's kv_b in two parts, as newer converters write it."""
+    quantised. ``halves``: DeepSeek's kv_b in two parts, as newer converters write it; ``fused``: as with
+    ``--fuse-gate-up-exps --fuse-qkv``. ``metadata`` replaces values of keys; None: the key is left out."""
     model, config = tiny(architecture)
     name = architecture.partition(" ")[0]
     writer = gguf.GGUFWriter(path, name, split_max_tensors=shard)
     _metadata(writer, config)
     if vocab:
         _vocabulary(writer, config["vocab_size"])
+    for key, value in metadata.items():
+        for pairs in writer.kv_data:
+            pairs.pop(key, None)
+        if value is not None:
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     written = _tensors(name, model, config, halves)
+    if fused:
+        written = _fused(written)
     for key, tensor in written.items():
         kind, data = _kind(key, tensor, experts), tensor.contiguous().numpy()
         if tensor.ndim > 3:  # q and k by heads and halves
@@ -146,6 +164,23 @@ def save_numbers(
     for key, tensor in _tensors(architecture.partition(" ")[0], model, config, halves).items():
         tensor.copy_(as_written(tensor, _kind(key, tensor, experts).name))
     model.to(dtype).save_pretrained(directory)
+
+
+def _fused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`conversion/base.py: ModelBase.modify_tensors`: gate and up of experts, and q, k and v, one after another."""
+    found = {}
+    for key, tensor in tensors.items():
+        layer, _, part = key.rpartition(".attn_q.")
+        if layer:
+            rows = [tensors[f"{layer}.attn_{name}.{part}"] for name in "qkv"]
+            found[f"{layer}.attn_qkv.{part}"] = torch.cat(
+                [row.reshape(-1, row.shape[-1]) if row.ndim > 1 else row for row in rows]
+            )
+        elif key.endswith("gate_exps.weight"):
+            found[key.replace("gate", "gate_up")] = torch.cat((tensor, tensors[key.replace("gate", "up")]), 1)
+        elif not any(part in key for part in (".attn_k.", ".attn_v.", "up_exps.weight")):
+            found[key] = tensor
+    return found
 
 
 def _kind(key: str, tensor: Tensor, experts: str) -> gguf.GGMLQuantizationType:

@@ -210,7 +210,7 @@ def test_a_tensor_that_is_missing_or_left_over_is_named(small: bytes, tmp_path: 
     with pytest.raises(CheckpointError, match="listed twice"):
         open_gguf(path)
     path.write_bytes(small.replace(b"blk.1.attn_k.weight", b"blk.1.ffn_up.weight"))
-    with pytest.raises(CheckpointError, match="the tensor k of layer 1"):
+    with pytest.raises(CheckpointError, match=r"the tensor blk.1.attn_k.weight \[32, 64\] is missing"):
         open_gguf(path)
 
 
@@ -222,5 +222,5 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ConfigError, match=r"general.architecture 'mamba' is not read; known: llama, qwen3moe"):
+    with pytest.raises(ConfigError, match=r"'mamba' is not read; .* are read: llama \(with experts\), qwen3moe"):
         open_gguf(path)
