@@ -66,7 +66,6 @@ SINGLE_IMPORTER = {
     "optimizer.milp": "the only module that depends on HiGHS",
     "optimizer.published": "the published planner, imported only on request",
     "optimizer.published.formulas": "the published equations, a function each",
-    "profiles.gguf_config": "what llama.cpp's keys and defaults mean, apart from tensors",
     "profiles.families.family": "the one reader of all families, which are data",
     "runtime.calibration.disk": "one kind of measurement",
     "runtime.calibration.forms": "one kind of measurement",

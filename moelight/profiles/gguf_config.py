@@ -148,6 +148,13 @@ class Architecture:
     heads_in_pairs: bool = False
 
 
+def hf_rows(rows: int, heads: int) -> list[int]:
+    """For each row of transformers' q or k its row in the file: there, halves of a head take turns (llama.cpp's
+    ``permute``)."""
+    half = rows // heads // 2
+    return [2 * (head * half + row) + part for head in range(heads) for part in range(2) for row in range(half)]
+
+
 def _mixtral(keys: Metadata) -> dict[str, Any]:
     return {"intermediate_size": keys.integer("feed_forward_length"), "sliding_window": None}
 

@@ -86,13 +86,6 @@ class GGUFModel:
         return {"q": spec.num_heads, "k": spec.num_kv_heads}.get(name, 0) if self.heads_in_pairs else 0
 
 
-def hf_rows(rows: int, heads: int) -> list[int]:
-    """For each row of transformers' q or k its row in the file: there, halves of a head take turns (llama.cpp's
-    ``permute``)."""
-    half = rows // heads // 2
-    return [2 * (head * half + row) + part for head in range(heads) for part in range(2) for row in range(half)]
-
-
 def open_gguf(path: Path) -> GGUFModel:
     """The model in ``path``, of which only the header is read.
 

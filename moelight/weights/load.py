@@ -29,7 +29,7 @@ from moelight.hrm.costs import TENSOR_ALIGNMENT, dense_bytes, kept_parts, page_b
 from moelight.kernels.integers import no_integers
 from moelight.kernels.quantized import QuantizedMatrix, StackedMatrix, cpu_dequantize
 from moelight.kernels.repack import Table, in_group_order, repacked, turn
-from moelight.profiles.gguf_models import hf_rows
+from moelight.profiles.gguf_config import hf_rows
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.stored import PART_ALIGNMENT
 from moelight.profiles.tensor_list import dense_tensors, page_shapes

@@ -49,7 +49,7 @@ TORCH = {
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredMatrix:
     """A matrix [``rows``, ``columns``] of ``module``, by the places of its tensors. ``heads``: that many heads, the two
-    halves of each with their rows interleaved (`gguf_models.hf_rows`); 0: rows are in transformers' order. ``stack``:
+    halves of each with their rows interleaved (`gguf_config.hf_rows`); 0: rows are in transformers' order. ``stack``:
     so many matrices of equal size below one another, whose blocks begin anew with each."""
 
     module: str

@@ -16,7 +16,8 @@ from moelight.core.errors import CheckpointError, ConfigError
 from moelight.hrm.inventory import inventory
 from moelight.profiles.families import profile_from_config
 from moelight.profiles.gguf import GGML_TYPES, read_gguf
-from moelight.profiles.gguf_models import hf_rows, open_gguf
+from moelight.profiles.gguf_config import hf_rows
+from moelight.profiles.gguf_models import open_gguf
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.stored import StoredWeights
