@@ -16,6 +16,7 @@ from moelight.core.policy import Policy
 from moelight.core.request import Request
 from moelight.hrm.footprint import kv_buffer_tokens, pass_tokens
 from moelight.paging.kv import BlockPool
+from moelight.profiles.rope import ByLength
 
 KEY_BYTES = 16
 MOST_WAITS = 2  # bounds chains of rows that each extend the row before: every link delays its row by a pass
@@ -30,9 +31,11 @@ class PrefixCache:
     compute them are launched. It waits only for sequences admitted before it, so the first one never waits.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, *, enabled: bool, least_share: float) -> None:
+    def __init__(
+        self, pool: BlockPool, block_size: int, *, enabled: bool, least_share: float, by_length: ByLength | None = None
+    ) -> None:
         """``least_share``: shorter prefixes, as a share of the prompt, are not reused."""
-        self._pool, self._size = pool, block_size
+        self._pool, self._size, self._by_length = pool, block_size, by_length
         self._enabled, self._least_share = enabled, least_share
         self._promised: dict[int, RunningSequence] = {}
 
@@ -42,8 +45,12 @@ class PrefixCache:
         if not self._enabled:
             return []
         request = sequence.request
+        prompt, rule = len(request.token_ids), self._by_length
+        if rule is not None and rule.crosses(prompt, prompt + sequence.max_tokens):
+            return []  # its blocks are written anew
         if not sequence.keys:
-            sequence.keys = keys_of(request.token_ids[: sequence.prompt_tokens], self._size)
+            regime = 0 if rule is None else rule.regime(prompt)
+            sequence.keys = keys_of(request.token_ids[: sequence.prompt_tokens], self._size, regime)
         most = sequence.prompt_tokens - 1
         if request.sampling.prompt_logprobs is not None:
             most = min(most, request.scored_from - 1)
@@ -99,10 +106,11 @@ class PrefixCache:
         return max((1 + self._waits(owner) for owner in self._awaited(sequence)), default=0)
 
 
-def keys_of(token_ids: Sequence[int], block_size: int) -> tuple[bytes, ...]:
-    """One key of `KEY_BYTES` per full block of a prompt; equal keys: equal tokens in the block and in all before it."""
+def keys_of(token_ids: Sequence[int], block_size: int, regime: int = 0) -> tuple[bytes, ...]:
+    """One key of `KEY_BYTES` per full block of a prompt; equal keys: equal tokens in the block and in all before it, at
+    positions stretched alike."""
     tokens, step = memoryview(array("q", token_ids)).cast("B"), 8 * block_size
-    digest, keys = hashlib.blake2b(digest_size=KEY_BYTES), []
+    digest, keys = hashlib.blake2b(digest_size=KEY_BYTES, salt=regime.to_bytes(8, "little")), []
     for end in range(step, len(tokens) + 1, step):
         digest.update(tokens[end - step : end])
         keys.append(digest.digest())
@@ -120,6 +128,7 @@ class RunningSequence:
         chosen: number of tokens chosen by all launched passes; ``generated`` are those collected so far.
         attempt: how often the answer was generated before, and had not the structure asked for; ``discarded``: the
             tokens of those attempts.
+        anew: so many generated tokens are, or were, computed a second time, with the prompt (`ByLength`).
     """
 
     request: Request
@@ -136,6 +145,7 @@ class RunningSequence:
     finished: bool = False
     attempt: int = 0
     discarded: int = 0
+    anew: int = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -148,29 +158,41 @@ class RunningSequence:
         """Tokens not in the cache yet: the rest of the prompt, or the newest token."""
         return self.prompt_tokens + self.chosen - self.computed
 
+    @property
+    def fills(self) -> bool:
+        """True while the prompt, or all that is computed anew, is not in the cache."""
+        return not self.chosen or self.computed < self.prompt_tokens + self.anew
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceChunk:
-    """The tokens of one sequence in one micro-batch: ``count`` from position ``start``; valid while it is running."""
+    """The tokens of one sequence in one micro-batch: ``count`` from position ``start``; valid while it is running.
+    ``anew``: so many generated tokens are computed as if they belonged to the prompt."""
 
     sequence: RunningSequence
     start: int
     count: int
+    anew: int = 0
 
     @property
     def decodes(self) -> bool:
-        return self.start >= len(self.sequence.request.token_ids)
+        return not self.anew and self.start >= len(self.sequence.request.token_ids)
+
+    @property
+    def reaches(self) -> int:
+        """The length of the sequence that its positions follow: all of the prompt, whatever part this is."""
+        return max(len(self.sequence.request.token_ids) + self.anew, self.start + self.count)
 
     @property
     def completes(self) -> bool:
         """True if every token is in the cache after this chunk, so that the next token can be chosen."""
-        return self.start + self.count >= self.sequence.prompt_tokens
+        return self.start + self.count >= self.sequence.prompt_tokens + self.anew
 
     @property
     def scored(self) -> range:
         """Prompt positions to score whose preceding token is in this chunk."""
         request = self.sequence.request
-        if request.sampling.prompt_logprobs is None:
+        if request.sampling.prompt_logprobs is None or self.anew:
             return range(0)
         first, last = max(request.scored_from, self.start + 1), min(self.start + self.count, len(request.token_ids) - 1)
         return range(first, max(first, last + 1))
@@ -183,7 +205,10 @@ class SequenceChunk:
     @property
     def token_ids(self) -> Sequence[int]:
         """Prompt tokens of the chunk; empty for a decoding chunk, whose token is in the token pool."""
-        return self.sequence.request.token_ids[self.start : self.start + self.count]
+        tokens = self.sequence.request.token_ids
+        if self.anew:
+            tokens = (*tokens, *self.sequence.generated[: self.anew])
+        return tokens[self.start : self.start + self.count]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,9 +246,10 @@ class Batcher:
         discrete: bool,
         window: int | None = None,
         prefix_caching: bool = False,
+        by_length: ByLength | None = None,
     ) -> None:
         self.policy = self._allotted = policy
-        self._pool, self._discrete, self._window = pool, discrete, window
+        self._pool, self._discrete, self._window, self._by_length = pool, discrete, window, by_length
         self._buffer_tokens = int(kv_buffer_tokens(policy)) if policy.attention_device == "gpu" else None
         self._source: Iterator[RunningSequence | None] = iter(())
         self._requeued: deque[RunningSequence] = deque()
@@ -232,7 +258,9 @@ class Batcher:
         self._running: dict[RunningSequence, None] = {}
         # With attention on the CPU beside a GPU, a prompt's first chunk attends on the GPU, later ones on the CPU.
         least = MIN_PREFIX_SHARE if discrete and policy.attention_device == "cpu" else 0.0
-        self._prefix_cache = PrefixCache(pool, policy.kv_block_size, enabled=prefix_caching, least_share=least)
+        self._prefix_cache = PrefixCache(
+            pool, policy.kv_block_size, enabled=prefix_caching, least_share=least, by_length=by_length
+        )
         self._places = list(range(places(policy, pool.blocks) - 1, -1, -1))
 
     def add(self, sequences: Iterable[RunningSequence | None]) -> None:
@@ -284,27 +312,29 @@ class Batcher:
 
     def next_pass(self) -> list[MicroBatchPlan]:
         """Every decoding sequence, then as many prompt tokens as the pass, N and the cache allow. Under static
-        admission a pass holds either the batch's remaining prompt tokens or its decoding sequences."""
+        admission a pass holds either the batch's remaining prompt tokens or its decoding sequences. Empty while all
+        sequences are to be computed anew and their newest tokens have not been collected."""
         static = self.policy.admission == "static"
         if static and not self._running:  # the next N sequences, or as many as the cache holds
             while self._admit() is not None:
                 pass
-        prefills = static and any(not sequence.chosen for sequence in self._running)
+        ready = [sequence for sequence in self._running if self._ready(sequence)]
+        prefills = static and any(sequence.fills for sequence in ready)
         going = [
             sequence
-            for sequence in self._running
-            if not ((prefills and sequence.chosen) or self._prefix_cache.waiting(sequence))
+            for sequence in ready
+            if not ((prefills and not sequence.fills) or self._prefix_cache.waiting(sequence))
         ]
         # Decoding sequences first: an earlier one that waited for another's prompt may have many tokens to compute.
         decoding = [
             SequenceChunk(sequence=each, start=each.computed, count=each.waiting_tokens)
             for each in going
-            if each.chosen
+            if not each.fills
         ]
         room = max(pass_tokens(self.policy), len(self._running)) - len(decoding)
         whole: list[SequenceChunk] = []  # as large as a micro-batch
         rest: list[SequenceChunk] = []
-        coming = iter([each for each in going if not each.chosen])
+        coming = iter([each for each in going if each.fills])
         while (sequence := next(coming, None) or (None if static or room <= 0 else self._admit())) is not None:
             if self._prefix_cache.waiting(sequence):
                 continue
@@ -312,7 +342,9 @@ class Batcher:
             room -= count
             for begin in range(0, count, most):
                 size = min(most, count - begin)
-                chunk = SequenceChunk(sequence=sequence, start=sequence.computed + begin, count=size)
+                chunk = SequenceChunk(
+                    sequence=sequence, start=sequence.computed + begin, count=size, anew=sequence.anew
+                )
                 (whole if begin + size < count else rest).append(chunk)
         plans = [self._plan([chunk]) for chunk in whole]
         if not self._discrete:
@@ -328,12 +360,23 @@ class Batcher:
             for chunk in plan.chunks:
                 sequence = chunk.sequence
                 sequence.computed += chunk.count
-                if not chunk.decodes:
+                if not chunk.decodes and not chunk.anew:
                     self._prefix_cache.computed(sequence, before=chunk.start)
                 if chunk.completes:
                     sequence.chosen += sequence.max_tokens > 0
                     if sequence.chosen == sequence.max_tokens:
                         self.retire(sequence)
+
+    def _ready(self, sequence: RunningSequence) -> bool:
+        """False if tokens of ``sequence`` must arrive before it goes on: at the border where its positions are
+        stretched anew, all of it is computed a second time."""
+        rule = self._by_length
+        if rule is None or not rule.anew or sequence.anew or not sequence.chosen or sequence.computed != rule.border:
+            return True
+        if len(sequence.generated) < sequence.chosen:
+            return False
+        sequence.anew, sequence.computed = sequence.chosen, 0
+        return True
 
     def retire(self, sequence: RunningSequence) -> None:
         """Free the blocks and the token slot of a sequence; no effect if they are free already."""

@@ -184,7 +184,10 @@ class Engine:
         self._guard_device_memory()
         self._passes: PassRunner | None = self._load(source, lanes, dtype, cuda_graphs)
         pool, share, discrete = self._passes.pool, prefix_caching and not self.profile.stateful, machine.discrete
-        self._batcher = Batcher(self.policy, pool, discrete=discrete, window=self.profile.window, prefix_caching=share)
+        window, by_length = self.profile.window, self.profile.by_length
+        self._batcher = Batcher(
+            self.policy, pool, discrete=discrete, window=window, prefix_caching=share, by_length=by_length
+        )
         self._adapting = self._adaptation(adapt, speeds, self._passes)
         self._totals = LaneTotals(self._passes.model.lanes)
         self._load_s = time.perf_counter() - began
@@ -401,8 +404,8 @@ class Engine:
                 packed, waits = self._pack_next(), outputs.needs_history
                 landing, in_flight = in_flight, None if waits else self._launch(outputs, packed)
                 finished, changed = self._collect(outputs, landing, self._land(landing))
-                if waits:
-                    in_flight = self._launch(outputs, self._pack_next() if changed else packed)
+                if waits or self._waited(in_flight):
+                    in_flight = self._launch(outputs, self._pack_next() if changed or packed is None else packed)
                 yield finished
         finally:
             if in_flight is not None:
@@ -421,8 +424,8 @@ class Engine:
                 if not waits:
                     in_flight = self._launch(outputs, packed)
                 finished, changed = self._collect(outputs, landing, tokens)
-                if waits:
-                    in_flight = self._launch(outputs, self._pack_next() if changed else packed)
+                if waits or self._waited(in_flight):
+                    in_flight = self._launch(outputs, self._pack_next() if changed or packed is None else packed)
                 yield finished
         finally:
             if in_flight is not None:
@@ -454,7 +457,12 @@ class Engine:
             limit_device_memory(self._machine.device, self._device_limit)
 
     def _pack_next(self) -> PackedPass | None:
-        return self._loaded.pack(self._batcher.next_pass()) if self._batcher.busy else None
+        plans = self._batcher.next_pass() if self._batcher.busy else ()
+        return self._loaded.pack(plans) if plans else None
+
+    def _waited(self, in_flight: PackedPass | None) -> bool:
+        """Whether no pass could be packed before the last tokens arrived, and sequences are still running."""
+        return in_flight is None and bool(self._batcher.running)
 
     def _launch(self, outputs: OutputProcessor, packed: PackedPass | None) -> PackedPass | None:
         if packed is None:

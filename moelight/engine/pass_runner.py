@@ -292,4 +292,5 @@ def _chunk(chunk: SequenceChunk) -> Chunk:
         decodes=chunk.decodes,
         targets=sequence.request.token_ids[scored.start : scored.stop] if scored else (),
         first_scored=scored.start - 1 - chunk.start if scored else 0,
+        reaches=chunk.reaches,
     )

@@ -91,7 +91,7 @@ def _stretched(spec: AttentionSpec, plain: Tensor) -> Tensor:
 
 class Rows(Protocol):
     """Consecutive rows of a micro-batch: tokens ``start`` to ``start + count`` of the sequence at ``place`` of the
-    token pool."""
+    token pool, whose ``length`` is that of its prompt, or of what it has reached where that is more."""
 
     @property
     def place(self) -> int: ...
@@ -99,6 +99,8 @@ class Rows(Protocol):
     def start(self) -> int: ...
     @property
     def count(self) -> int: ...
+    @property
+    def length(self) -> int: ...
 
 
 class Decoder(Protocol):

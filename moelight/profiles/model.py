@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from moelight.core.errors import ConfigError
 from moelight.profiles.names import TensorNames
-from moelight.profiles.rope import BY_LENGTH, RopeScaling
+from moelight.profiles.rope import BY_LENGTH, ByLength, RopeScaling
 from moelight.profiles.stored import StoredWeights
 
 HEAD_DIM_MULTIPLE = 8
@@ -210,7 +210,7 @@ class ModelProfile:
     Where layers differ (graph models) ``layers`` holds each of them and ``tensors`` all that is stored outside the
     pages; ``attention`` is then that of the widest cache. Empty: all follow from the other fields. These and the
     names are left out of the hash, which is asked for often. ``stored``: the bytes of quantised weights; None: all
-    weights have ``dtype``.
+    weights have ``dtype``. ``by_length``: how positions depend on the length of a sequence, if they do.
 
     A layer of a dense model is one expert, which every token is routed to: ``page_tensors`` are the matrices of its
     page, each from the mixer of the layer to the next one; `LayerSpec` counts what remains. Empty with experts.
@@ -238,6 +238,7 @@ class ModelProfile:
     tensors: tuple[StoredTensor, ...] = field(default=(), hash=False)
     page_tensors: tuple[StoredTensor, ...] = field(default=(), hash=False)
     stored: StoredWeights | None = field(default=None, hash=False)
+    by_length: ByLength | None = None
 
     @property
     def dense(self) -> bool:

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 # All rope types of transformers. Their constants change no size, so the planner supports them all.
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 BY_LENGTH = ("dynamic", "longrope")  # whose frequencies depend on the length of each sequence
-_PRETRAINED = ("yarn", "longrope", "llama3")  # that read ``original_max_position_embeddings``
 
 
 class RopeFields(Protocol):
@@ -89,6 +88,37 @@ def _number_unless_zero(fields: RopeFields, name: str, default: float) -> float:
 
 def _mscale(factor: float, by: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ByLength:
+    """Positions that are stretched by the length of each sequence, by all of a prompt at once and by the tokens so far
+    of an answer.
+
+    Attributes:
+        border: sequences up to this length have the positions of short ones.
+        anew: a sequence that grows past the border is computed anew (``longrope``, as transformers generates with the
+            models that have it); else keys stay as they were cached (``dynamic``).
+    """
+
+    border: int
+    anew: bool
+
+    def regime(self, length: int) -> int:
+        """The same for lengths whose positions are stretched alike."""
+        return 0 if length <= self.border else 1 if self.anew else length
+
+    def crosses(self, prompt: int, longest: int) -> bool:
+        """Whether a sequence that begins with ``prompt`` tokens and may reach ``longest`` may be computed anew."""
+        return self.anew and prompt <= self.border < longest
+
+
+def by_length(rope: Mapping[str, Any], *, max_positions: int) -> ByLength | None:
+    """The rule of rotary parameters ``rope``, as transformers completes them; None if the length changes nothing."""
+    if rope.get("rope_type") not in BY_LENGTH:
+        return None
+    anew = rope["rope_type"] == "longrope"
+    return ByLength(border=rope["original_max_position_embeddings"] if anew else max_positions, anew=anew)
 
 
 def stretched_positions(rope: Mapping[str, Any], *, max_positions: int, original: int | None) -> int:

@@ -25,7 +25,8 @@ class Chunk:
     ``decodes``: one generated token, at ``place`` of the token pool (``token_ids`` is empty), where the next token is
     written too. A prompt token never decodes, not even in a chunk of one: the result would depend on how the prompt is
     cut. ``samples``: the last row samples a token. ``targets``: scored tokens; row ``first_scored`` of the chunk scores
-    the first, the following rows the others.
+    the first, the following rows the others. ``reaches``: the length of the sequence, if its other chunks go beyond
+    this one.
     """
 
     token_ids: Sequence[int]
@@ -36,6 +37,11 @@ class Chunk:
     decodes: bool
     targets: Sequence[int] = ()
     first_scored: int = 0
+    reaches: int = 0
+
+    @property
+    def length(self) -> int:
+        return max(self.reaches, self.start + self.count)
 
     @property
     def count(self) -> int:

@@ -15,6 +15,7 @@ from moelight.core.request import Request, SamplingParams
 from moelight.engine.batcher import Batcher, MicroBatchPlan, RunningSequence, SequenceChunk, partition
 from moelight.hrm.footprint import kv_buffer_tokens, pass_tokens
 from moelight.paging.kv import BlockPool
+from moelight.profiles.rope import ByLength
 from tests.shapes import examples
 
 BLOCK = 16
@@ -386,3 +387,57 @@ def test_partition_balances_tokens_then_context() -> None:
     mixed = [SequenceChunk(sequence=generation(i, 1, 1), start=0, count=c) for i, c in enumerate([9, 1, 8, 2, 7, 3])]
     parts = partition(mixed, max_items=3, max_tokens=20)
     assert sorted(sum(p.count for p in part) for part in parts) == [14, 16]
+
+
+def test_a_sequence_is_computed_anew_where_its_positions_change() -> None:
+    """Once its newest token is there, with all of its tokens, in chunks that never decode; the other goes on."""
+    rule = ByLength(border=6, anew=True)
+    policy = Policy(model="mixtral-8x7b", batch_size=4, micro_batch_size=4, micro_batch_tokens=4, kv_tokens=200)
+    batcher = Batcher(policy, BlockPool(50), discrete=False, by_length=rule)
+    grows, short = generation(0, 5, 4), generation(1, 1, 9)
+    batcher.add([grows, short])
+
+    def chunks_of(sequence: RunningSequence) -> list[tuple[int, int, bool, bool, int]]:
+        plans = batcher.next_pass()
+        assert batcher.next_pass() == plans
+        parts = [chunk for plan in plans for chunk in plan.chunks if chunk.sequence is sequence]
+        found = [(part.start, part.count, part.decodes, part.completes, part.reaches) for part in parts]
+        batcher.launched(plans)
+        return sorted(found)
+
+    while not grows.chosen:
+        chunks_of(grows)
+    grows.generated.append(7)
+    assert chunks_of(grows) == [(5, 1, True, True, 6)]
+    assert chunks_of(grows) == []  # position 6 is next, and the token there has not arrived
+    assert short.chosen > 1
+    grows.generated.append(8)
+    assert chunks_of(grows) == [(0, 4, False, False, 7), (4, 3, False, True, 7)]
+    assert grows.chosen == 3
+    assert chunks_of(grows) == [(7, 1, True, True, 8)]
+
+
+def test_a_prefix_is_shared_by_prompts_whose_positions_are_stretched_alike() -> None:
+    prompt = tuple(range(160))
+
+    def cached(first: int, second: int, most: int, rule: ByLength) -> int:
+        """Tokens that the second of two prompts, beginnings of one text, has from the first."""
+        policy = Policy(model="mixtral-8x7b", batch_size=1, micro_batch_size=1, kv_tokens=800, kv_block_size=16)
+        batcher = Batcher(policy, BlockPool(50), discrete=False, prefix_caching=True, by_length=rule)
+        batcher.add([text(prompt[:first], 1), text(prompt[:second], most)])
+        while batcher.busy:
+            batcher.launched(batcher.next_pass())
+        return batcher.admitted.cached_tokens
+
+    def text(tokens: tuple[int, ...], most: int) -> RunningSequence:
+        sampling = SamplingParams(max_tokens=most)
+        return RunningSequence(request=Request(index=0, token_ids=tokens, sampling=sampling), seed=0, max_tokens=most)
+
+    longrope, dynamic = ByLength(border=96, anew=True), ByLength(border=96, anew=False)
+    assert cached(80, 88, 8, longrope) == 80
+    assert cached(80, 88, 9, longrope) == 0  # may be computed anew, in its own blocks
+    assert cached(80, 120, 3, longrope) == 0
+    assert cached(112, 120, 3, longrope) == 112
+    assert cached(80, 88, 9, dynamic) == 80
+    assert cached(112, 120, 3, dynamic) == 0
+    assert cached(120, 120, 3, dynamic) == 112

@@ -103,7 +103,9 @@ class GraphDecoder:
 
     def begin(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, rows: Sequence[Rows]) -> Running:  # noqa: ARG002
         """Nothing is computed yet: the run starts with the first layer."""
-        return Running(self._graph.start(token_ids, positions, [(self._state(each), each.count) for each in rows]))
+        lengths = [each.length for each in rows]
+        states = [(self._state(each), each.count) for each in rows]
+        return Running(self._graph.start(token_ids, positions, states, lengths))
 
     def pre_attention(self, layer: int, hidden: Tensor, running: Running) -> Sequence[Tensor]:  # noqa: ARG002
         """Up to the attention of ``layer``: q [T, Hq, D], k and v [T, Hkv, D], or of latent attention absorbed queries

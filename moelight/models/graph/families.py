@@ -294,9 +294,9 @@ def _llama4_prepare(module: Any) -> None:
 
 
 def _llama4_complete(module: Any, effect: Attend, positions: Tensor) -> None:
-    if module.use_rope:
+    if module.config.layer_types[module.layer_idx] == "chunked_attention":  # as a rule, layers with positions
         effect.chunk = module.config.attention_chunk_size
-    elif module.config.attn_temperature_tuning:
+    if module.config.attn_temperature_tuning and not module.use_rope:
         scales = torch.log1p(((positions.float() + 1.0) / module.floor_scale).floor()) * module.attn_scale + 1.0
         effect.q = (effect.q * scales[:, None, None]).to(effect.q.dtype)
 
@@ -329,11 +329,3 @@ def refusal(config: Any) -> str | None:
     if (passes := getattr(config, "loop_num_passes", 1)) > 1:
         return f"loop_num_passes {passes}: layers that run more than once in a pass are not served"
     return None
-
-
-def rotary_length(module: Any) -> int | None:
-    """The length of sequences that ``module``, a rotary embedding, was made for, if its frequencies depend on the
-    length of each; else None."""
-    kinds = getattr(module, "rope_type", None)
-    kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
-    return module.original_max_seq_len if {"dynamic", "longrope"} & set(kinds) else None

@@ -35,9 +35,9 @@ from moelight.models.graph.families import (
     ExpertForm,
     interface_form,
     refusal,
-    rotary_length,
 )
 from moelight.models.graph.imports import transformers_of_graphs
+from moelight.models.graph.rotary import follow_length, is_by_length, length_rule, rotate_per_sequence
 from moelight.models.graph.state import State, StatefulModule, StateSpec, own_config
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ class GraphModel:
         pages: of a dense model (one without experts), the matrices of each layer's page by name: all that the run
             multiplies by between the mixer of this layer and that of the next, or the end, and nowhere else. Empty
             with experts.
+        by_length: how positions depend on the length of a sequence, if they do.
         stateful: whether a sequence keeps state beside paged keys and values.
         predicts: whether `route` may be called: routers are called within blocks that are given hidden states alone.
         light: whether torch computes nothing large between the effects, once linear layers are kernels.
@@ -90,6 +91,7 @@ class GraphModel:
         self.config: PretrainedConfig = self._decoder.config
         if (reason := refusal(self.config)) is not None:
             raise ConfigError(f"{self.config.model_type}: {reason}")
+        self.by_length = length_rule(self.config)
         self._body = self._decoder.forward
         outer = next(child for child in module.children() if self._decoder in set(child.modules()))
         outer.forward = self._decoder.forward = _given_hidden
@@ -114,11 +116,18 @@ class GraphModel:
         """
         return cls(on_meta(read_config(directory)))
 
-    def start(self, token_ids: Tensor, positions: Tensor, sequences: Sequence[tuple[State, int]]) -> GraphRun:
+    def start(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        sequences: Sequence[tuple[State, int]],
+        lengths: Sequence[int] | None = None,
+    ) -> GraphRun:
         """A run over ``token_ids`` int64 [T] at ``positions`` int64 [T]: consecutive rows of ``sequences``, each its
-        state and its number of rows."""
+        state and its number of rows. ``lengths``: of each sequence, with what other runs compute of its prompt; None:
+        as far as the rows go."""
         alone = self._small(token_ids.numel())
-        return GraphRun(self._body, token_ids, positions, sequences, by_pages=bool(self.pages), alone=alone)
+        return GraphRun(self._body, token_ids, positions, sequences, lengths, by_pages=bool(self.pages), alone=alone)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The family's own head on ``hidden`` [S, H] after the final norm -> float32 [S, V]."""
@@ -191,8 +200,8 @@ class GraphModel:
             elif (outside := OUTSIDE.get(name)) is not None:
                 if outside.forward is not None:
                     part.forward = partial(outside.forward, part, _mix)
-            elif (length := rotary_length(part)) is not None:
-                _rotate_per_sequence(part, length)
+            elif self.by_length is not None and is_by_length(part):
+                rotate_per_sequence(part, self.by_length, lambda: running().lengths)
         return stateful, whole
 
     def _dry_run(self) -> tuple[tuple[MixerKind, ...], tuple[bool, ...]]:
@@ -298,6 +307,7 @@ class GraphRun:
     Attributes:
         sequences: whose consecutive rows the run has.
         positions: int64 [T], of the rows.
+        lengths: the number of rows and the length of each sequence.
         kinds: of the mixers passed so far.
         module: that issued the last effect.
         by_pages: mixers with a state of their own suspend it too.
@@ -309,17 +319,19 @@ class GraphRun:
         token_ids: Tensor,
         positions: Tensor,
         sequences: Sequence[tuple[State, int]],
+        lengths: Sequence[int] | None = None,
         *,
         by_pages: bool = False,
         alone: bool = False,
     ) -> None:
-        """``alone``: torch's operations are too small for several threads."""
+        """``lengths`` as of `GraphModel.start`; ``alone``: torch's operations are too small for several threads."""
         self.sequences, self.by_pages = sequences, by_pages
         self._threads = one_thread_for_torch if alone else nullcontext
         self.kinds: list[MixerKind] = []
         self.experts = 0
         self.module: Any
         self.positions = positions
+        self._lengths = lengths
         self._repeating: list[Tensor] = []
         self._inputs = {"input_ids": token_ids[None], "position_ids": positions[None], "use_cache": False}
         self._body = body
@@ -338,6 +350,16 @@ class GraphRun:
                 raise MoelightError("the run of the graph has ended")
             self._greenlet.parent = getcurrent()
             return self._greenlet.switch(value)
+
+    @property
+    def lengths(self) -> Sequence[tuple[int, int]]:
+        counts = [count for _, count in self.sequences]
+        if self._lengths is not None:
+            return list(zip(counts, self._lengths, strict=True))
+        if self.positions.is_meta:
+            return [(count, count) for count in counts]
+        last = (torch.tensor(counts).cumsum(0) - 1).to(self.positions.device)
+        return list(zip(counts, (self.positions[last] + 1).tolist(), strict=True))
 
     def repeats(self, *angles: Tensor) -> bool:
         """Whether the second half of each of ``angles`` [..., D] repeats the first; found out once in a run."""
@@ -412,6 +434,8 @@ def on_meta(config: PretrainedConfig) -> Any:
         raise ConfigError(f"{config.model_type}: transformers cannot build the model of this config: {error}") from None
     _leave_out_encoders(module)
     fill_buffers(module)
+    for part in module.modules():
+        follow_length(part)
     return module
 
 
@@ -542,25 +566,6 @@ def _run_per_sequence(module: Any, spec: StateSpec, decoder: Any, together: Delt
     module.forward = forward
 
 
-def _rotate_per_sequence(module: Any, length: int) -> None:
-    """Let a rotary embedding whose frequencies depend on the length of the sequence see one sequence at a time."""
-    whole = module.forward
-
-    def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        out, start = [], 0
-        for _, count in running().sequences:
-            module.max_seq_len_cached = length  # forget what other sequences needed
-            some = position_ids[:, start : start + count]
-            some = some if some.device.type != "meta" else torch.arange(count)[None]
-            out.append(whole(x, some, *args, **kwargs))
-            start += count
-        if isinstance(out[0], Tensor):
-            return torch.cat(out, dim=1)
-        return tuple(torch.cat(each, dim=1) for each in zip(*out, strict=True))
-
-    module.forward = forward
-
-
 def _attend(
     module: Any,
     query: Tensor,
@@ -599,7 +604,8 @@ def _attend(
     run.kinds.append(MixerKind.ATTENTION)
     if (more := ATTENTION.get(type(module).__name__)) is not None:
         more.complete(module, effect, run.positions)
-    return run.suspend(module, effect)[None], None
+    mixed = run.suspend(module, effect)  # a part of wider rows, where kernels pad heads; modules take views of it
+    return mixed.contiguous()[None], None
 
 
 def _keep_latents(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:

@@ -112,6 +112,7 @@ def profile_of(model: GraphModel, *, name: str, where: str) -> ModelProfile:
         layers=layers,
         tensors=tensors,
         page_tensors=in_pages,
+        by_length=model.by_length,
     )
     _check(profile, where)
     return profile

@@ -162,7 +162,8 @@ class Bench:
     def _start(self, rows: Rows) -> GraphRun:
         ids = torch.cat([sequence.ids[sequence.done : sequence.done + count] for sequence, count in rows])
         positions = torch.cat([torch.arange(sequence.done, sequence.done + count) for sequence, count in rows])
-        return self.model.start(ids, positions, [(sequence.state, count) for sequence, count in rows])
+        lengths = [len(sequence.ids) for sequence, _ in rows]  # as if all were prompt, as it is in the eager forward
+        return self.model.start(ids, positions, [(sequence.state, count) for sequence, count in rows], lengths)
 
     def _resume(self, run: GraphRun, value: Tensor | None) -> Effect:
         """To the next effect, with no matrices but those of the page of the last mixer."""
