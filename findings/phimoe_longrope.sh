@@ -6,7 +6,7 @@ set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
-"$folder/venv/bin/pip" install -q --extra-index-url https://download.pytorch.org/whl/cpu 'torch==2.13.0' 'transformers==5.24.0'
+"$folder/venv/bin/pip" install -q 'torch==2.13.0' 'transformers==5.24.0'
 "$folder/venv/bin/python" - <<'PY'
 import torch
 import transformers

@@ -253,7 +253,11 @@ _AT_MOST: dict[str, int] = {  # counts of which a few are enough, and lengths th
 }
 _EVEN = 4  # what tiny widths of heads are multiples of
 _ORIGINAL = 16  # positions before they are stretched
-_FITS = ("out_hidden_size", "adapter_out_dim", "text_hidden_size")  # sizes of encoders that are the text model's
+ENCODER_OUTPUTS = (
+    "out_hidden_size",
+    "adapter_out_dim",
+    "text_hidden_size",
+)  # sizes of encoders that are the text model's
 
 
 def tiny(config: PretrainedConfig) -> PretrainedConfig:
@@ -274,7 +278,7 @@ def _shrunk(fields: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
             if config.get_text_config() in (config, within):
                 fields[name] = _shrunk(fields[name], within)
             else:  # an encoder, which is left out: it must only fit
-                fields[name] |= {each: _SIZES["hidden_size"] for each in _FITS if each in fields[name]}
+                fields[name] |= {each: _SIZES["hidden_size"] for each in ENCODER_OUTPUTS if each in fields[name]}
     if "num_hidden_layers" in fields or "num_hidden_layers" in named:
         _few_layers(fields, config, named)
     short_rotations(fields)

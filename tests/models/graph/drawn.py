@@ -17,7 +17,8 @@ from moelight.models.graph.model import decoder_of
 
 SHAPES = 3  # of each family
 VOCABULARY = 320  # of the tokenizer of the test models
-_TRIES = 12  # configs that transformers itself cannot run are drawn again
+_TRIES = 24  # configs that transformers itself cannot run are drawn again
+_WHOLE_TRIES = 4  # from here on, with some of the changes only
 _ROPE = "rope_parameters"
 _ORIGINAL = 16
 _STRETCHED: tuple[Mapping[str, Any], ...] = (
@@ -32,7 +33,8 @@ _STRETCHED: tuple[Mapping[str, Any], ...] = (
         "original_max_position_embeddings": _ORIGINAL,
     },
 )
-_LATENT = ("kv_lora_rank", "qk_rope_head_dim")
+_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "attention_factor")
+_PLAIN = {"rope_type", "rope_theta", "partial_rotary_factor", "factor", *_STRETCHED[2], *_STRETCHED[3], *_YARN}
 # Choices for fields of a config, under all their names; a field that a family lacks is left out.
 _CHOICES: Mapping[str, Sequence[Any]] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), (3, 5, 6, 12)),
@@ -66,7 +68,7 @@ def shapes(config: Any, name: str) -> Iterator[tuple[Any, dict[str, Any]]]:
         for attempt in range(_TRIES):
             draw = random.Random(f"{name} {number} {attempt}")
             try:
-                drawn, fields = _drawn(self_test.tiny(config), draw)
+                drawn, fields = _drawn(self_test.tiny(config), draw, some=attempt >= _WHOLE_TRIES)
             except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError, StrictDataclassError):
                 continue
             if _runs(drawn):
@@ -74,13 +76,18 @@ def shapes(config: Any, name: str) -> Iterator[tuple[Any, dict[str, Any]]]:
                 break
 
 
-def _drawn(config: Any, draw: random.Random) -> tuple[Any, dict[str, Any]]:
-    """``config``, a tiny one, with fields of its text model drawn anew."""
+def _drawn(config: Any, draw: random.Random, *, some: bool) -> tuple[Any, dict[str, Any]]:
+    """``config``, a tiny one, with fields of its text model drawn anew, or ``some`` of them."""
     text, full = config.get_text_config(), config.to_dict()
     inner = next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
     fields = full if inner is None else full[inner]
     changes = _changes(fields, getattr(type(text), "attribute_map", {}), draw)
+    if some:
+        changes = {name: value for name, value in changes.items() if draw.random() < 0.5}
     fields.update(changes)
+    for encoder in (full[name] for name in config.sub_configs if inner is not None and name != inner):
+        if isinstance(encoder, dict):
+            encoder.update({name: fields["hidden_size"] for name in self_test.ENCODER_OUTPUTS if name in encoder})
     for name in ("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"):
         if fields.get(name):
             fields[name] = VOCABULARY
@@ -94,7 +101,7 @@ def _drawn(config: Any, draw: random.Random) -> tuple[Any, dict[str, Any]]:
 
 def _changes(fields: Mapping[str, Any], named: Mapping[str, str], draw: random.Random) -> dict[str, Any]:
     heads, size = draw.choice(list(_HEADS)), draw.choice(_HEAD_SIZES)
-    latent = all(fields.get(name) for name in _LATENT)
+    latent = bool(fields.get("kv_lora_rank"))
     keys = heads if latent else draw.choice(_HEADS[heads])
     changes: dict[str, Any] = {}
 
@@ -115,12 +122,14 @@ def _changes(fields: Mapping[str, Any], named: Mapping[str, str], draw: random.R
         value = draw.choice(choices)
         switched = name in _SWITCHES and draw.random() < 0.5
         old = fields.get(named.get(name, name))
+        if name.endswith("head_dim") and not old:
+            continue
         if switched or isinstance(old, list) or (isinstance(old, bool) != isinstance(value, bool)):
             if name in _SWITCHES and old is None and not switched:
                 put(name, value)
             continue
         put(name, value)
-    if latent:
+    if latent and fields.get("qk_rope_head_dim"):
         rotated = changes.get("qk_rope_head_dim", fields["qk_rope_head_dim"])
         together = rotated + changes.get("qk_nope_head_dim", fields.get("qk_nope_head_dim", 0))
         if fields.get("qk_head_dim"):
@@ -130,7 +139,7 @@ def _changes(fields: Mapping[str, Any], named: Mapping[str, str], draw: random.R
     if isinstance(types := fields.get("layer_types"), list) and len(set(types)) > 1:
         changes["layer_types"] = draw.sample(types, len(types))
     rope = fields.get(_ROPE)
-    if isinstance(rope, dict) and "rope_type" in rope and "mrope_section" not in rope:
+    if isinstance(rope, dict) and "rope_type" in rope and _PLAIN.issuperset(rope):
         fixed = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
         changes[_ROPE] = {**draw.choice(_STRETCHED), **fixed}
     return changes
