@@ -73,7 +73,6 @@ class GraphModel:
         pages: of a dense model (one without experts), the matrices of each layer's page by name: all that the run
             multiplies by between the mixer of this layer and that of the next, or the end, and nowhere else. Empty
             with experts.
-        by_length: how positions depend on the length of a sequence, if they do.
         stateful: whether a sequence keeps state beside paged keys and values.
         predicts: whether `route` may be called: routers are called within blocks that are given hidden states alone.
         light: whether torch computes nothing large between the effects, once linear layers are kernels.
@@ -91,7 +90,7 @@ class GraphModel:
         self.config: PretrainedConfig = self._decoder.config
         if (reason := refusal(self.config)) is not None:
             raise ConfigError(f"{self.config.model_type}: {reason}")
-        self.by_length = length_rule(self.config)
+        self._by_length = length_rule(self.config)
         self._body = self._decoder.forward
         outer = next(child for child in module.children() if self._decoder in set(child.modules()))
         outer.forward = self._decoder.forward = _given_hidden
@@ -200,8 +199,8 @@ class GraphModel:
             elif (outside := OUTSIDE.get(name)) is not None:
                 if outside.forward is not None:
                     part.forward = partial(outside.forward, part, _mix)
-            elif self.by_length is not None and is_by_length(part):
-                rotate_per_sequence(part, self.by_length, lambda: running().lengths)
+            elif self._by_length is not None and is_by_length(part):
+                rotate_per_sequence(part, self._by_length, lambda: running().lengths)
         return stateful, whole
 
     def _dry_run(self) -> tuple[tuple[MixerKind, ...], tuple[bool, ...]]:

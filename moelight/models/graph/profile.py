@@ -85,6 +85,8 @@ def profile_of_directory(directory: Path) -> ModelProfile | None:
 
 def profile_of(model: GraphModel, *, name: str, where: str) -> ModelProfile:
     """The profile of ``model``, whose parameters are on the meta device; errors name the file ``where``."""
+    from moelight.models.graph.rotary import length_rule
+
     run, config, module = _DryRun.of(model), model.config, cast("Any", model.module)
     if not (any(model.moe_layers) or any(model.pages)):
         raise ConfigError(f"{where}: {config.model_type}: no layer has experts, or matrices of its own")
@@ -112,7 +114,7 @@ def profile_of(model: GraphModel, *, name: str, where: str) -> ModelProfile:
         layers=layers,
         tensors=tensors,
         page_tensors=in_pages,
-        by_length=model.by_length,
+        by_length=length_rule(config),
     )
     _check(profile, where)
     return profile

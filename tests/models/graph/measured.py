@@ -168,7 +168,8 @@ def page_of(table: Table) -> Iterator[str]:
             yield f"| {each.name} | no | | | | | {each.reason} |"
         else:
             mixers, error = ", ".join(each.mixers), f"{each.error:.1e}"
-            same, shapes = f"{each.same} of {each.prompts}", f"{each.shapes_equal} of {each.shapes}"
+            same = f"{each.same} of {each.prompts}"
+            shapes = f"{each.shapes_equal} of {each.shapes}" if each.shapes else ""
             reasons = "; ".join(each.shapes_differ).replace("|", "\\|")
             yield f"| {each.name} | {each.how} | {mixers} | {error} | {same} | {shapes} | {reasons} |"
 
