@@ -42,6 +42,8 @@ from moelight.hrm.machine_model import Speeds
 from moelight.observe.stats import Binding, LaneTotals, RunStats
 from moelight.optimizer.plan import Plan
 from moelight.paging.arena import PinningError
+from moelight.paging.kv import BlockPool
+from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
 from moelight.runtime.executor import Idle
 from moelight.runtime.machine import (
@@ -184,10 +186,7 @@ class Engine:
         self._guard_device_memory()
         self._passes: PassRunner | None = self._load(source, lanes, dtype, cuda_graphs)
         pool, share, discrete = self._passes.pool, prefix_caching and not self.profile.stateful, machine.discrete
-        window, by_length = self.profile.window, self.profile.by_length
-        self._batcher = Batcher(
-            self.policy, pool, discrete=discrete, window=window, prefix_caching=share, by_length=by_length
-        )
+        self._batcher = _batcher(self.policy, self.profile, pool, discrete=discrete, prefix_caching=share)
         self._adapting = self._adaptation(adapt, speeds, self._passes)
         self._totals = LaneTotals(self._passes.model.lanes)
         self._load_s = time.perf_counter() - began
@@ -554,3 +553,10 @@ class Engine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _batcher(
+    policy: Policy, profile: ModelProfile, pool: BlockPool, *, discrete: bool, prefix_caching: bool
+) -> Batcher:
+    window, by_length = profile.window, profile.by_length
+    return Batcher(policy, pool, discrete=discrete, window=window, prefix_caching=prefix_caching, by_length=by_length)
