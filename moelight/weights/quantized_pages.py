@@ -211,6 +211,11 @@ class _Segment:
             found = self.whole()
             if in_order and (rows, columns) == (found.rows, found.columns):
                 return found if len(place.shape) > 1 else self._numbers_of(found)
+            if (columns, rows) == (found.rows, found.columns) and found.stored is not None and place.transposed:
+                raise CheckpointError(
+                    f"{self.info.file}: tensor {self.info.name!r} holds experts by columns, and {found.stored.name} is "
+                    "read by rows only; use a checkpoint with experts one by one, or the one that is not quantised"
+                )
             raise CheckpointError(
                 f"{self.info.file}: tensor {self.info.name!r}, which is quantised, holds matrices [{rows}, {columns}] "
                 "that are not stored by themselves; use the checkpoint that is not quantised"

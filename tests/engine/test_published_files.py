@@ -324,3 +324,19 @@ def test_deepseek_v4_with_experts_in_fp4(checkpoints: Any, tmp_path: Path) -> No
     edit(numbers, lambda tensors: tensors.update(wanted))
     assert open_model(str(quantised)).weight_map.quantized is not None
     assert tokens(quantised, weights=STREAMED) == tokens(numbers, weights=STREAMED)
+
+
+def test_a_stack_by_columns_is_refused_as_such(checkpoints: Any, tmp_path: Path) -> None:
+    """Qwen3-VL's released layout [E, H, 2 I] in FP8."""
+    copy = replaced(checkpoints("gpt_oss")[0], tmp_path)
+    state = load_file(copy / WEIGHTS)
+    for name in [name for name in state if name.endswith("experts.down_proj")]:
+        parts = [fp8_blocks(each.float(), BLOCK) for each in state[name]]
+        state[name] = torch.stack([codes for codes, _, _ in parts])
+        state[f"{name}_scale_inv"] = torch.stack([scale for _, scale, _ in parts])
+    config = STACKS | {"modules_to_not_convert": ["self_attn", "gate_up_proj"]}
+    edit(copy, lambda tensors: tensors.update(state), quantization_config=config)
+    with pytest.raises(
+        CheckpointError, match=r"down_proj' holds experts by columns, and FP8 in blocks of 16x16 is read"
+    ):
+        open_model(str(copy))

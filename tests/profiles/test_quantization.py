@@ -145,7 +145,7 @@ def test_modules_that_are_not_converted() -> None:
         ({**FP8, "weight_block_size": [128]}, "a list of two sizes"),
         ({**FP8, "weight_block_size": [0, 128]}, "a list of two sizes"),
         ({**FP8, "fmt": "e5m2"}, "of fmt only e4m3"),
-        ({**FP8, "expert_dtype": "fp4"}, "of expert_dtype only fp8"),
+        ({**FP8, "expert_dtype": "fp6"}, "of expert_dtype only fp8, fp4"),
         ({"quant_method": "fp8", "ignored_layers": ["a"] * 20_000}, "has 20,003 rules"),
     ],
 )
