@@ -29,11 +29,13 @@ def sampling_facts(sampling: SamplingParams) -> dict[str, Any]:
     return facts
 
 
-def number_facts(policy: Policy | None, kv_dtype: str = "auto", activations: str | None = None) -> dict[str, str]:
+def number_facts(
+    policy: Policy | None, kv_dtype: str = "auto", activations: str | None = None, dtype: str = "auto"
+) -> dict[str, str]:
     """The number formats of a policy, the only values of it that change tokens; without one, those asked for (of a
     ``kv_dtype`` to ``choose``, `Ledger.chosen` has the choice). Activations that are not rounded go without saying."""
     if policy is None:
-        found, rounded = {"weight_dtype": "auto", "kv_dtype": kv_dtype}, activations
+        found, rounded = {"weight_dtype": dtype, "kv_dtype": kv_dtype}, activations
     else:
         found, rounded = {"weight_dtype": policy.weight_dtype, "kv_dtype": policy.kv_dtype}, policy.activations
     return found if rounded in (None, "auto") else {**found, "activations": str(rounded)}

@@ -314,7 +314,7 @@ def prepare(options: JobOptions) -> Iterator[JobInput]:
                 "prompts": {"format": source.format.name, "bytes": source.size_bytes, "digest": source.digest()},
                 "model": model_facts(model.directory),
                 "sampling": sampling_facts(options.sampling),
-                "numbers": number_facts(options.policy, options.kv_dtype, options.activations),
+                "numbers": number_facts(options.policy, options.kv_dtype, options.activations, options.dtype),
                 "rows": {
                     "chat_template": digest_of_file(options.chat_template),
                     "ignore_model": options.ignore_model,
@@ -363,6 +363,22 @@ def _run(prepared: JobInput, ledger: Ledger, told: Progress, answer: Answer) -> 
         first_error=answers.first_error,
         invalid=ledger.totals.get("invalid", 0),
         truncated=ledger.totals.get("truncated", 0),
+        hint=_ending_hint(prepared, ledger),
+    )
+
+
+def _ending_hint(prepared: JobInput, ledger: Ledger) -> str:
+    """A line if most rows were cut by their limit, and the template closes turns by a token that ends no answer."""
+    if 2 * ledger.totals.get("cut_chats", 0) <= ledger.completed:
+        return ""
+    tokenizer = prepared.model.tokenizer
+    token = tokenizer.unended_turn(prepared.options.sampling.stop_token_ids)
+    if token is None:
+        return ""
+    text = tokenizer.token_text(token)
+    return (
+        f"most rows end by max_tokens; the chat template closes an answer with {text}, which ends nothing: add "
+        f"--stop-token-id {token}"
     )
 
 
@@ -469,6 +485,7 @@ def job_start(job: JobRun, *, why: str, plan: Plan | None) -> JobStart:
         resumed=ledger.completed + ledger.failed,
         prompt_tokens=summary.prompt_tokens,
         expected_tokens=summary.generated_tokens,
+        unlimited=summary.unlimited_text if summary.endpoint else "",
         plan=why,
         machine="" if plan is None else plan.hardware,
         predicted_s=None if plan is None else share * plan.predicted_s,

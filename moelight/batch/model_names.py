@@ -39,7 +39,7 @@ class ModelNames:
         if not self.ignore and name not in self.names:
             known = min(self.names, key=lambda each: (len(each), each), default="none")
             raise InputError(
-                f"model {name!r} is not the loaded one ({known}); correct it, or see --ignore-model",
+                f"model {name!r} is not the loaded one ({known}); correct it, leave it out, or use --ignore-model",
                 code="model_not_found",
             )
 

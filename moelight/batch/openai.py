@@ -167,6 +167,7 @@ class OpenAIReader(LineReader):
                 prompts=asked.prompts,
                 conversation=asked.conversation,
                 sampling=self._sampling(asked, body),
+                limit=asked.sampling.get("max_tokens"),
                 answered=asked.answered,
             )
         except (InputError, RecursionError) as error:
@@ -226,7 +227,7 @@ class OpenAIReader(LineReader):
     def _convert(self, values: dict[str, Any], kind: type[_B]) -> tuple[_B, dict[str, Any]]:
         """``values`` with their types checked, and those that SamplingParams takes unchanged."""
         try:
-            body = msgspec.convert(values, kind)
+            body = msgspec.convert(values, kind, strict=False)
         except msgspec.ValidationError as error:
             # msgspec reports the expected type, the actual type, and after this mark the path.
             said, _, path = str(error).partition(" - at `$.")
@@ -244,7 +245,9 @@ class OpenAIReader(LineReader):
                 self._context.models.check(body.model)
             except InputError as error:
                 raise FieldError(str(error), param="model", code=error.code) from None
-        return body, {name: value for name, value in values.items() if value is not None and name in _SAMPLING_FIELDS}
+        return body, {
+            name: value for name in values if name in _SAMPLING_FIELDS and (value := getattr(body, name)) is not None
+        }
 
 
 def _missing(param: str) -> FieldError:

@@ -19,7 +19,6 @@ from moelight.core.request import Completion, Logprob
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _OK = 200
 _LEAST_LOGPROB = -9999.0
-_REPLACEMENT = "\ufffd"
 _IDS = uuid.UUID("2e4f4ef5-9f60-5b5c-8c55-6d0f6c0a7d1e")
 
 
@@ -59,7 +58,8 @@ class OpenAIFormat:
         """The output line of a row that was not served; its line number stands for a missing custom_id."""
         message = bad.message if bad.custom_id is not None else f"line {bad.line}: {bad.message}"
         told = {"message": message, "type": "invalid_request_error", "param": bad.param, "code": bad.code}
-        error = {"code": bad.code, "message": message}
+        # vLLM's clients read error.error, OpenAI's error.code or the body.
+        error = {"code": bad.code, "message": message, "error": {**told, "code": bad.status}}
         line = _line(served, bad.number, bad.custom_id, status=bad.status, body={"error": told}, error=error)
         return line if bad.custom_id is not None else {**line, "line": bad.line}
 
@@ -114,7 +114,7 @@ class OpenAIFormat:
             ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             places += zip(ids, completion.prompt_logprobs or (None,) * len(ids), strict=False)
         places += zip(completion.token_ids, completion.logprobs or (), strict=False)
-        tokens = [self._text(token, likely[token] if likely else None) for token, likely in places]
+        tokens = [self._text(token) for token, _ in places]
         return {
             "tokens": tokens,
             "token_logprobs": [likely and _finite(likely[token].logprob) for token, likely in places],
@@ -130,7 +130,7 @@ class OpenAIFormat:
         that ``text``, the text of the token itself, keeps ``own``."""
         top: dict[str, float] = {}
         for other in _by_rank(likely):
-            top.setdefault(self._text(other, likely[other]), _finite(likely[other].logprob))
+            top.setdefault(self._text(other), _finite(likely[other].logprob))
         return {**top, text: _finite(own.logprob)}
 
     def _prompt_text(self, prompt: Prompt) -> str:
@@ -138,10 +138,8 @@ class OpenAIFormat:
             return prompt
         return b"".join(map(self._tokenizer.token_bytes, prompt)).decode("utf-8", "replace")
 
-    def _text(self, token: int, of: Logprob | None) -> str:
+    def _text(self, token: int) -> str:
         """The text of a token; partial characters are shown as bytes, so that such tokens differ."""
-        if of is not None and _REPLACEMENT not in of.decoded_token:
-            return of.decoded_token
         raw = self._tokenizer.token_bytes(token)
         try:
             return raw.decode()

@@ -72,7 +72,8 @@ class JobResult:
     """The result of a job: ``done``, ``interrupted`` (another run resumes it) or ``done before`` (nothing was left).
     Row counts cover all runs, ``first_error`` this one; of the answers, ``invalid`` ones have not the structure asked
     for, and ``truncated`` ones end before it is complete; ``running``: answers that were under way when it was
-    interrupted; ``troubles`` name status or metrics files that are not up to date."""
+    interrupted; ``troubles`` name status or metrics files that are not up to date; ``hint`` is a line on what may be
+    wrong with all answers."""
 
     state: str
     total: int
@@ -84,3 +85,4 @@ class JobResult:
     invalid: int = 0
     truncated: int = 0
     troubles: tuple[str, ...] = ()
+    hint: str = ""

@@ -92,6 +92,7 @@ class JobStart:
         predicted_s: predicted seconds for the remaining rows; None without a plan.
         predicted_prompt_s: of ``predicted_s``, the seconds due to prompts.
         resumed: rows that an earlier run had done.
+        unlimited: a clause on rows that set no limit; empty if all do.
     """
 
     input: str
@@ -104,6 +105,7 @@ class JobStart:
     resumed: int = 0
     prompt_tokens: int = 0
     expected_tokens: int = 0
+    unlimited: str = ""
     plan: str = ""
     machine: str = ""
     predicted_s: float | None = None

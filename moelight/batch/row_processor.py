@@ -192,7 +192,11 @@ class RowProcessor:
             totals={
                 "prompt_tokens": prompt_tokens,
                 "completion_tokens": generated,
+                "cached_tokens": sum(each.cached_tokens for each in completions if each.sample == 0),
                 "room": opened.room,
+                "cut_chats": int(
+                    row.conversation is not None and all(each.finish_reason == "length" for each in completions)
+                ),
                 **structure_totals(completions),
             },
         )

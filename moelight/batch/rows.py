@@ -25,6 +25,7 @@ class Row:
         number: index among the rows of the input, from 0; blank lines are not rows.
         line: line number in the file, from 1.
         kind: category for row counts: an endpoint (``/v1/completions``), ``prompt`` or ``messages``.
+        limit: the row's ``max_tokens``; None if it sets none and the job's default applies.
         answered: fields of the request that the format needs to write the answer; format-specific.
     """
 
@@ -35,6 +36,7 @@ class Row:
     prompts: tuple[Prompt, ...] = ()
     conversation: Conversation | None = None
     sampling: SamplingParams
+    limit: int | None = None
     answered: Mapping[str, Any] = field(default_factory=dict)
 
     @property

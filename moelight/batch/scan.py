@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 import msgspec
 import numpy as np
 
-from moelight.batch.fields import Input
+from moelight.batch.fields import FieldError, Input
 from moelight.batch.progress import Progress
 from moelight.batch.rows import BadRow, Row, bad_row
 from moelight.batch.summary import ScanSummary
@@ -77,7 +77,8 @@ def scan(
         elif isinstance(found := prompts_of(row), BadRow):
             summary.refuse(found)
         else:
-            summary.add(row.kind, found, samples=row.sampling.n)
+            default = row.sampling.max_tokens if row.limit is None else None
+            summary.add(row.kind, found, samples=row.sampling.n, default=default)
             samplings.add(row.sampling)
         if time.monotonic() - last_s > _TOLD_EVERY_S:
             last_s = time.monotonic()
@@ -88,7 +89,7 @@ def scan(
         # Known only after all ids: these rows were counted as served, and are not.
         for row in source.rows(skip=lambda number: number not in repeated):
             if isinstance(row, Row) and not isinstance(found := prompts_of(row), BadRow):
-                summary.withdraw(duplicate(row), found, samples=row.sampling.n)
+                summary.withdraw(duplicate(row), found, samples=row.sampling.n, unlimited=row.limit is None)
     return Scan(summary=summary, repeated=repeated)
 
 
@@ -99,13 +100,21 @@ def duplicate(row: Row) -> BadRow:
 
 
 def encode_row(row: Row, encode: Encode, context: int) -> list[tuple[int, ...]]:
-    """Token ids of every prompt of ``row``; raises InputError for a prompt that is too long for the model's context.
-    The last token of a prompt that is only scored needs no position in the context."""
+    """Token ids of every prompt of ``row``; raises InputError for a prompt that is too long for the model's context, or
+    leaves less of it than the row's ``max_tokens``. The last token of a prompt that is only scored needs no position in
+    the context."""
     prompts, most = encode(row), context - 1 if row.sampling.max_tokens > 0 else context + 1
     for prompt in prompts:
         if len(prompt) > most:
             raise InputError(
                 f"the prompt has {len(prompt)} tokens, the model's context is {context}", code="context_length_exceeded"
+            )
+        if row.limit and len(prompt) + row.limit > context:
+            raise FieldError(
+                f"max_tokens {row.limit:,} and a prompt of {len(prompt):,} tokens exceed the model's context of "
+                f"{context:,}; set max_tokens to at most {context - len(prompt):,}",
+                param="max_tokens",
+                code="context_length_exceeded",
             )
     return prompts
 

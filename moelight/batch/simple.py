@@ -125,6 +125,7 @@ def read_values(values: Mapping[str, Any], number: int, line: int, samplings: Sa
             prompts=prompts,
             conversation=conversation,
             sampling=samplings.make(given),
+            limit=given.get("max_tokens"),
         )
     except InputError as error:
         return bad_row(number, line, custom_id, error, kind="messages" if kind == "messages" else "prompt" * bool(kind))

@@ -31,6 +31,7 @@ class ScanSummary(msgspec.Struct, kw_only=True):
         sequences: requested answers: prompts times samples, of the rows that can be served.
         prompt_tokens: the sum over all prompts that can be served; ``max_prompt_len`` the longest.
         generated_tokens: the most that will be generated; ``max_gen_len`` the most for one answer.
+        unlimited: rows that set no ``max_tokens``, and take the job's ``default_limit``.
         samplings: distinct sampling parameters; 4,096 stands for that many or more.
         kinds: rows by `Row.kind`; kinds past the 16th are counted as ``other``.
         problems: refused rows by code; codes past the 32nd are counted as ``other``.
@@ -46,6 +47,8 @@ class ScanSummary(msgspec.Struct, kw_only=True):
     max_prompt_len: int = 0
     generated_tokens: int = 0
     max_gen_len: int = 0
+    unlimited: int = 0
+    default_limit: int = 0
     samplings: int = 0
     kinds: dict[str, int] = msgspec.field(default_factory=dict)
     problems: dict[str, InputProblem] = msgspec.field(default_factory=dict)
@@ -82,8 +85,13 @@ class ScanSummary(msgspec.Struct, kw_only=True):
         values: dict[str, Any] = msgspec.to_builtins(self)
         return values
 
-    def add(self, kind: str, prompts: Sequence[tuple[int, int]], *, samples: int = 1) -> None:
-        """Count a row of ``prompts``, each ``(tokens, room)``: its ``samples`` answers have at most ``room`` tokens."""
+    def add(
+        self, kind: str, prompts: Sequence[tuple[int, int]], *, samples: int = 1, default: int | None = None
+    ) -> None:
+        """Count a row of ``prompts``, each ``(tokens, room)``: its ``samples`` answers have at most ``room`` tokens.
+        ``default``: the job's limit, if the row sets none."""
+        if default is not None:
+            self.unlimited, self.default_limit = self.unlimited + 1, default
         self._count_row(kind)
         self._count_prompts(prompts, samples, 1)
         for tokens, room in prompts:
@@ -102,8 +110,19 @@ class ScanSummary(msgspec.Struct, kw_only=True):
                 first = InputProblem(count=0, first_line=line, message=text)
                 self.notes.setdefault(text, first).count += 1
 
-    def withdraw(self, bad: BadRow, prompts: Sequence[tuple[int, int]], *, samples: int) -> None:
+    @property
+    def unlimited_text(self) -> str:
+        """What is to be said of rows without a limit; empty if all set one."""
+        if not self.unlimited:
+            return ""
+        rows = "1 row sets" if self.unlimited == 1 else f"{self.unlimited:,} rows set"
+        return f"{rows} no max_tokens and may have {self.default_limit:,} (--max-tokens)"
+
+    def withdraw(
+        self, bad: BadRow, prompts: Sequence[tuple[int, int]], *, samples: int, unlimited: bool = False
+    ) -> None:
         """Turn a row that was added into a refused row. The maximum lengths are not reduced."""
+        self.unlimited -= unlimited
         self._count_prompts(prompts, samples, -1)
         self._count_problem(bad)
 

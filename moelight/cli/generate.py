@@ -25,6 +25,7 @@ _PLANNED = (
     "batch_size",
     "micro_batch_size",
     "schedule",
+    "dtype",
     "kv_dtype",
     "allow",
     "activations",
@@ -95,6 +96,11 @@ class JobArguments:
     micro_batch_size: int | None = option("Sequences in a micro-batch; planned if not given.", min=1)
     schedule: str | None = option(
         "The schedule: cgopipe, fastdecode, flexgen-c, flexgen, flexgen-loop, serial or module."
+    )
+    dtype: str = option(
+        "Of computation, and of weights that are not quantised; auto is the checkpoint's.",
+        metavar="auto|bfloat16|float16|float32",
+        default="auto",
     )
     kv_dtype: str = option(
         "Of keys and values: auto (as computed), int8, or choose, the faster one.",
@@ -179,12 +185,13 @@ def read_options(given: JobArguments, *, as_table: bool) -> JobOptions:
     from moelight.batch.output import STANDARD_OUTPUT
     from moelight.experts.options import ExpertOptions
     from moelight.lang.files import load_expert_policy
-    from moelight.optimizer.fixed_values import check_activations
+    from moelight.optimizer.fixed_values import check_activations, check_dtype
     from moelight.scheduler import SCHEDULES
 
     if given.schedule is not None:
         SCHEDULES.get(given.schedule)
     check_activations(given.activations)
+    check_dtype(given.dtype)
     policy = None if given.policy is None else read_policy(given.policy, given)
     sampling = {
         **_fields_of(SamplingParams, given),

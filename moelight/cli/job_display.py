@@ -87,6 +87,7 @@ def start_line(start: JobStart) -> str:
         rows + (f" ({', '.join(filter(None, beside))})" if any(beside) else ""),
         f"{tokens_text(start.prompt_tokens)} prompt tokens" if start.prompt_tokens else "",
         f"at most {tokens_text(start.expected_tokens)} to generate" if start.expected_tokens else "",
+        start.unlimited,
     ]
     predicted = "" if start.predicted_s is None else predicted_text(start.predicted_s, start.machine)
     return "; ".join(filter(None, (f"{start.input}: {', '.join(filter(None, read))}", start.plan, predicted)))
@@ -182,8 +183,8 @@ def run_and_report(options: JobOptions, *, as_table: bool, nodes: ClusterOptions
         _print(f"{bad}; the first is line {result.first_error.line}: {result.first_error.message}")
     if result.invalid or result.truncated:
         _print(_unstructured(result))
-    for trouble in result.troubles:
-        _print(trouble)
+    for line in filter(None, (result.hint, *result.troubles)):
+        _print(line)
     if result.state == INTERRUPTED:
         return cli.INTERRUPTED
     return cli.ERRORS if result.failed and result.state == DONE else 0
@@ -566,12 +567,13 @@ def _histogram(counts: Sequence[int], width: int) -> RenderableType:
 
 def _work(summary: ScanSummary) -> Text:
     average = summary.prompt_tokens / summary.prompts
+    unlimited = f"\n{summary.unlimited_text}" if summary.endpoint and summary.unlimited else ""
     different = f"\n{summary.samplings:,} different sampling parameters" if summary.samplings > 1 else ""
     return text(
         f"{tokens_text(summary.prompt_tokens)} prompt tokens in {summary.prompts:,} prompts, "
         f"{average:,.0f} on average, {summary.max_prompt_len:,} at most\n"
         f"at most {tokens_text(summary.generated_tokens)} tokens to generate in {summary.sequences:,} answers, "
-        f"{summary.max_gen_len:,} at most in one{different}"
+        f"{summary.max_gen_len:,} at most in one{unlimited}{different}"
     )
 
 

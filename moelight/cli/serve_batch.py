@@ -24,8 +24,10 @@ _HTTP = ("host", "port", "data", "token_file", "allow_remote", "max_file_size", 
 _HANDED_ON = (
     "max_tokens",
     "reasoning",
+    "ignore_model",
     "host_memory",
     "device_memory",
+    "dtype",
     "kv_dtype",
     "activations",
     "policy",
@@ -52,8 +54,10 @@ class ServerArguments:
     watch: Path | None = option("Instead of HTTP: run each .jsonl file dropped in DIR.", metavar="DIR")
     max_tokens: int | None = option("The most tokens generated where a request does not say.", min=1)
     reasoning: str | None = option("Reasoning of models that think, as for generate.", metavar="auto|off")
+    ignore_model: bool = option("Rows may name any model.", default=False)
     host_memory: str | None = option("The most host memory of a job.", metavar="SIZE")
     device_memory: str | None = option("The most GPU memory of a job.", metavar="SIZE")
+    dtype: str | None = option("Of computation, as for generate.", metavar="auto|bfloat16|float16|float32")
     kv_dtype: str | None = option("Of keys and values, as for generate.", metavar="auto|choose|int8")
     activations: str | None = option("auto, or int8, as for generate.", metavar="auto|int8")
     policy: Path | None = option("Run this policy, as optimize -o writes it.", metavar="FILE.yaml")
@@ -74,9 +78,13 @@ def serve_batch(given: ServerArguments) -> None:
     from moelight.cli.generate import JobArguments, read_options
     from moelight.serve.jobs import JobRunner, generate_command
 
-    handed_on = {name: value for name in _HANDED_ON if (value := getattr(given, name)) is not None}
+    handed_on = {name: value for name in _HANDED_ON if (value := getattr(given, name)) not in (None, False)}
     read_options(JobArguments(prompts=_NO_PROMPTS, model=given.model, **handed_on), as_table=False)
-    options = [str(word) for name, value in handed_on.items() for word in (flag(name), value)]
+    options = [
+        str(word)
+        for name, value in handed_on.items()
+        for word in ((flag(name),) if value is True else (flag(name), value))
+    ]
     say_missing_kernels()
     _check_model(given.model)
     if given.watch is not None:

@@ -26,7 +26,7 @@ _LEAST = {
     "thinking_token_budget": 0,
 }
 _RANGES = {
-    "temperature": (0.0, _MOST),
+    "temperature": (0.0, 2.0),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
     "presence_penalty": (-2.0, 2.0),
@@ -124,7 +124,7 @@ class SamplingParams:
         n: completions per prompt, at most 16,384.
         max_tokens: the most generated tokens; 0 scores the prompt alone and requires ``prompt_logprobs``.
         min_tokens: the tokens that are generated before eos, a stop token or a stop text may end the completion.
-        temperature: 0, the default, is greedy: offline jobs should be repeatable.
+        temperature: 0 to 2; 0, the default, is greedy: offline jobs should be repeatable.
         top_p: the likeliest tokens of this total probability are sampled; 1: no limit.
         top_k: the number of likeliest tokens that are sampled; 0 or -1: no limit.
         min_p: the least probability of a sampled token, as a fraction of the likeliest token's.

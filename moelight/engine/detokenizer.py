@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 _MOST_TOKENS_PER_CHARACTER = 4
+_REPLACEMENT = "\ufffd".encode()
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 # The characters by which byte-level tokenizers write bytes: printable ones as they are, others from U+0100.
 _PLAIN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -55,6 +57,53 @@ class TokenBytes:
     @property
     def special_ids(self) -> frozenset[int]:
         return frozenset(token_id for token_id, token in self._added.items() if token.special)
+
+
+class TokenTexts:
+    """Texts of the tokens of one sequence, as vLLM writes them: a token that leaves a character unfinished has an empty
+    text, and the one that finishes it has the whole character. ``token_bytes``: a token's bytes inside a text."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._bytes = token_bytes
+        self._open: deque[bytes] = deque(maxlen=_MOST_TOKENS_PER_CHARACTER)  # tokens of an unfinished character
+
+    def text(self, token_id: int) -> str:
+        """The text of ``token_id`` as the next token."""
+        raw = self._bytes(token_id)
+        if not _unfinished(raw):
+            return raw.decode(errors="replace")
+        for chunk in reversed(self._open):
+            raw = chunk + raw
+            if not _unfinished(raw):
+                return raw.decode(errors="replace")
+        return ""
+
+    def follow(self, token_id: int) -> None:
+        """``token_id`` is the next token."""
+        raw = self._bytes(token_id)
+        if _unfinished(raw) and not self.text(token_id):
+            self._open.append(raw)
+        else:
+            self._open.clear()
+
+
+def _unfinished(raw: bytes) -> bool:
+    """True if ``raw`` ends in part of a character, or in bytes that are none."""
+    return raw.decode(errors="replace").endswith("\ufffd") and not raw.endswith(_REPLACEMENT)
+
+
+def without_unfinished(
+    token_ids: Sequence[int], token_bytes: Callable[[int], bytes], decode: Callable[[Sequence[int]], str]
+) -> str:
+    """The text of ``token_ids`` without last tokens that leave a character unfinished, as in vLLM."""
+    text, count = decode(token_ids), len(token_ids)
+    while count and text.endswith("\ufffd"):
+        last = token_ids[max(0, count - _MOST_TOKENS_PER_CHARACTER) : count]
+        if b"".join(map(token_bytes, last)).endswith(_REPLACEMENT):
+            break
+        count -= 1
+        text = decode(token_ids[:count])
+    return text
 
 
 def cut_at_stop(text: str, stops: Sequence[str], *, begin: int = 0, include: bool = False) -> tuple[str, str | None]:

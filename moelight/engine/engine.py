@@ -230,6 +230,7 @@ class Engine:
         batch_size: int | None = None,
         micro_batch_size: int | None = None,
         schedule: str | None = None,
+        dtype: str = "auto",
         kv_dtype: str = "auto",
         activations: str | None = None,
         workload: Workload | None = None,
@@ -251,9 +252,9 @@ class Engine:
             batch_size: sequences in progress at a time (N); None: the planner's choice.
             micro_batch_size: sequences per micro-batch (μ); None: the planner's choice.
             schedule: name of a schedule; None: the planner's choice.
+            dtype: of computation: ``bfloat16``, ``float16``, ``float32``, or ``auto``, the checkpoint's if served.
             kv_dtype: of keys and values: ``auto`` (that of the computation), ``int8``, or ``choose``, the faster one.
-            activations: ``int8``: the experts' products take activations rounded to int8 and the integers that are
-                stored; None: as they are.
+            activations: ``int8``: stored integers are multiplied by activations rounded to int8; None: as they are.
             workload: what to plan for; None: the default `Workload`.
             experts: as for `Engine`; an expert policy in it restricts the search to schedules with on-demand passes.
 
@@ -263,16 +264,17 @@ class Engine:
             BudgetError: no policy fits the memory limits.
         """
         source = open_model(str(model))
+        sizes: dict[str, Any] = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "schedule": schedule}
+        numbers: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "activations": activations}
         plan = plan_for(
-            *(str(model), source, find_machine(device)),
+            str(model),
+            source,
+            find_machine(device),
             hw=hw,
             host_memory=None if host_memory is None else parse_bytes(host_memory, what="host_memory"),
             device_memory=None if device_memory is None else parse_bytes(device_memory, what="device_memory"),
-            batch_size=batch_size,
-            micro_batch_size=micro_batch_size,
-            schedule=schedule,
-            kv_dtype=kv_dtype,
-            activations=activations,
+            **sizes,
+            **numbers,
             workload=workload or Workload(),
             experts=None if experts is None else experts.policy,
         )

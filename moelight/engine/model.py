@@ -51,8 +51,9 @@ _SAMPLES, _SAMPLE_BYTES = 32, 1 << 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
-    """How an engine runs; None leaves a choice to the planner. Memory is in bytes. ``kv_dtype``: of keys and values, or
-    ``choose``. A ``policy`` is run unchanged. ``reasoning``: ``auto`` or ``off``, as for `Engine`."""
+    """How an engine runs; None leaves a choice to the planner. Memory is in bytes. ``dtype``: of computation;
+    ``kv_dtype``: of keys and values, or ``choose``. A ``policy`` is run unchanged. ``reasoning``: ``auto`` or ``off``,
+    as for `Engine`."""
 
     device: str = "auto"
     host_memory: int | None = None
@@ -60,6 +61,7 @@ class EngineOptions:
     batch_size: int | None = None
     micro_batch_size: int | None = None
     schedule: str | None = None
+    dtype: str = "auto"
     kv_dtype: str = "auto"
     activations: str | None = None
     policy: Policy | None = None
@@ -148,6 +150,7 @@ class LazyModel:
                 batch_size=batch_size,
                 micro_batch_size=options.micro_batch_size,
                 schedule=options.schedule,
+                dtype=options.dtype,
                 kv_dtype=options.kv_dtype,
                 activations=options.activations,
                 workload=workload,

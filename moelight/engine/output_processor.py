@@ -19,7 +19,7 @@ from moelight.core.errors import InputError
 from moelight.core.request import TRUNCATED, Completion, Logprob, Request, SamplingParams, StructureError
 from moelight.engine.batcher import Batcher, MicroBatchPlan, RunningSequence, SequenceChunk
 from moelight.engine.constraints import Constraint, Constraints, bits, without
-from moelight.engine.detokenizer import StopMatcher, cut_at_stop
+from moelight.engine.detokenizer import StopMatcher, TokenTexts, cut_at_stop, without_unfinished
 from moelight.engine.reasoning import AnswerSplit, Thinking, reasoning_format
 from moelight.engine.sampling import (
     CHANGE_BYTES,
@@ -99,6 +99,7 @@ class SequenceState:
         self._ends = {*how.stop_token_ids, *self._eos}
         self.needs_history = self._counts or self._constraint is not None or budget is not None
         self.top = how.logprobs
+        self._texts, self._token_bytes = TokenTexts(tokenizer.token_bytes), tokenizer.token_bytes
         self.chooses = self.top is not None or _changes(how)
         self.chosen: deque[tuple[Scores, int]] = deque()
         self.logprobs: list[Mapping[int, Logprob]] = []
@@ -143,13 +144,14 @@ class SequenceState:
         constraint.stuck = False
         return marker if allowed is None else allowed | marker
 
-    def arrived(self, token: int, *, closes: bool, text: Callable[[int], str]) -> SequenceEnd | None:
+    def arrived(self, token: int, *, closes: bool) -> SequenceEnd | None:
         """Record ``token``; ``closes``: it ends the sequence and is not part of the answer. Returns the end of a
         sequence whose constraint allows no token, else None."""
         if self.top is not None:
             scores, row = self.chosen.popleft()
             if not closes:
-                self.logprobs.append(_logprobs(token, scores, row, text))
+                self.logprobs.append(_logprobs(token, scores, row, self._texts.text))
+                self._texts.follow(token)
         if self._constraint is not None and self._constraint.stuck:
             del self.logprobs[-1:]
             return SequenceEnd("error", stop=f"structured_outputs: {self._constraint.why}", code=STUCK)
@@ -199,13 +201,15 @@ class SequenceState:
         """True if a prompt token was scored by logits that are not finite; valid once all are scored."""
         return any(math.isnan(scores.logprobs[row]) for scores, row in self.prompt)
 
-    def prompt_logprobs(self, text: Callable[[int], str]) -> tuple[Mapping[int, Logprob] | None, ...] | None:
+    def prompt_logprobs(self) -> tuple[Mapping[int, Logprob] | None, ...] | None:
         """One mapping per prompt token, None for an unscored one; None if none were requested."""
         if self._how.prompt_logprobs is None:
             return None
-        found: list[Mapping[int, Logprob] | None] = [None] * len(self._token_ids)
-        for position, (scores, row) in zip(self.positions, self.prompt, strict=True):
-            found[position] = _logprobs(self._token_ids[position], scores, row, text)
+        scored, texts = dict(zip(self.positions, self.prompt, strict=True)), TokenTexts(self._token_bytes)
+        found: list[Mapping[int, Logprob] | None] = []
+        for position, token in enumerate(self._token_ids):
+            found.append(_logprobs(token, *scored[position], texts.text) if position in scored else None)
+            texts.follow(token)
         return tuple(found)
 
 
@@ -431,10 +435,8 @@ class OutputProcessor:
             end = SequenceEnd("stop", closing=token)
         elif token in how.stop_token_ids:
             end = SequenceEnd("stop", closing=token, stop=token)
-        if state is not None:
-            text = self._tokenizer.token_text
-            if (stuck := state.arrived(token, closes=end is not None, text=text)) is not None:
-                return stuck
+        if state is not None and (stuck := state.arrived(token, closes=end is not None)) is not None:
+            return stuck
         if end is not None:
             return end
         sequence.generated.append(token)
@@ -453,7 +455,7 @@ class OutputProcessor:
             skip_special_tokens=how.skip_special_tokens and not (split is not None and split.special),
         )
         closing = [end.closing] if end.closing is not None and how.include_stop_str_in_output else []
-        text, reasoning = decode([*ids, *closing]), None
+        text, reasoning = without_unfinished([*ids, *closing], tokenizer.token_bytes, decode), None
         if end.by_text:
             begin = 0 if split is None else split.content_begin(text)
             if how.min_tokens:
@@ -477,7 +479,7 @@ class OutputProcessor:
             cached_tokens=sequence.cached,
             logprobs=logprobs,
             cumulative_logprob=total,
-            prompt_logprobs=None if state is None else state.prompt_logprobs(tokenizer.token_text),
+            prompt_logprobs=None if state is None else state.prompt_logprobs(),
             reasoning=reasoning,
             reasoning_tokens=None if split is None else split.reasoning_tokens,
             structure_error=self._structure_error(sequence, end, split, text),

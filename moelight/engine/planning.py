@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from moelight.core.dtypes import FLOAT32, DType
+from moelight.core.dtypes import BFLOAT16, FLOAT32, DType, computed_in, dtype_named
 from moelight.core.errors import BudgetError, ConfigError, did_you_mean
 from moelight.core.policy import INT8, Policy
 from moelight.core.units import format_bytes
@@ -23,6 +23,7 @@ from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES, routed_only
 from moelight.kernels import native
 from moelight.kernels.gpu import serving
 from moelight.optimizer.allowed import AUTO, CACHES, CHOOSE, KV8, allowed_caches
+from moelight.optimizer.fixed_values import check_dtype
 from moelight.optimizer.optimize import best_plan, capacities
 from moelight.optimizer.plan import Plan
 from moelight.optimizer.problem import SEARCHED_SCHEDULES, Fixed, Problem
@@ -61,31 +62,31 @@ def plan_for(
     batch_size: int | None = None,
     micro_batch_size: int | None = None,
     schedule: str | None = None,
-    kv_dtype: str = "auto",
+    dtype: str = AUTO,
+    kv_dtype: str = AUTO,
     activations: str | None = None,
     workload: Workload,
     experts: ExpertPolicy | None = None,
 ) -> Plan:
     """The plan for ``source`` on ``machine``: the search of `optimize`, over all that this engine can run there. Memory
-    limits are in bytes; None: 90 % of the memory free now. ``kv_dtype``: of keys and values; ``choose``: int8 or not,
-    whichever is faster. Raises BudgetError if nothing fits."""
+    limits are in bytes; None: 90 % of the memory free now. ``dtype``: of computation, and of weights that are not
+    quantised; ``auto``: the checkpoint's, as far as the machine supports it. ``kv_dtype``: of keys and values;
+    ``choose``: int8 or not, whichever is faster. Raises BudgetError if nothing fits."""
     asked = _activations(activations, source.profile, machine)
-    limits = {"host": host_memory or int(FREE_SHARE * available_bytes())}
-    if machine.discrete:
-        limits["device"] = _device_limit(machine, device_memory)
-    elif device_memory is not None:
-        raise ConfigError("--device-memory: this machine runs without a GPU; bound it with --host-memory")
+    limits = _limits(machine, host_memory, device_memory)
     hardware = hardware_for(hw, discrete=machine.discrete)
-    dtype = machine.native_dtype(source.weight_map.dtype)
+    computed = _computed(dtype, source, machine)
     sizes = capacities(hardware, limits)
     # The checkpoint holds every page, at most in float32, so any page may be streamed from disk.
     on_disk = len(pages(source.profile)) * page_bytes(source.profile, FLOAT32)
     _check_schedule(schedule, discrete=machine.discrete)
     given = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "schedule": schedule}
+    given["weight_dtype"] = None if dtype == AUTO else dtype
     fixed: dict[str, Fixed] = asked | {key: value for key, value in given.items() if value is not None}
     if experts is not None:
         # Which share of the experts is resident and, beside a GPU, whether the CPU may compute missing ones in place.
-        fixed["weights.device" if machine.discrete else "weights.host"] = resident_share(experts, source.profile, dtype)
+        tier = "device" if machine.discrete else "host"
+        fixed[f"weights.{tier}"] = resident_share(experts, source.profile, computed)
         if machine.discrete:
             in_place = experts.schedule.mode != "gpu_only" and not (schedule and NEEDS[schedule].device_experts)
             fixed["ffn_device"] = "split" if in_place else "gpu"
@@ -95,7 +96,7 @@ def plan_for(
         speeds=speeds_of(hardware),
         workload=workload,
         capacity_bytes={**sizes, "disk": max(sizes["disk"], on_disk)},
-        dtype=dtype,
+        dtype=computed,
         schedules=SEARCHED_SCHEDULES if experts is None else ON_DEMAND_SEARCHED,
         kv_dtypes=_caches(kv_dtype, source.profile),
         fixed=fixed,
@@ -112,12 +113,33 @@ def plan_for(
     return best_plan(replace(problem, needs_gpu=True), hardware, limits, proof=False)
 
 
+def _limits(machine: Machine, host_memory: int | None, device_memory: int | None) -> dict[str, int]:
+    """The limits of memory in bytes, by tier; raises ConfigError for one that ``machine`` has not."""
+    limits = {"host": host_memory or int(FREE_SHARE * available_bytes())}
+    if machine.discrete:
+        limits["device"] = _device_limit(machine, device_memory)
+    elif device_memory is not None:
+        raise ConfigError("--device-memory: this machine runs without a GPU; bound it with --host-memory")
+    return limits
+
+
 def _check_schedule(schedule: str | None, *, discrete: bool) -> None:
     if schedule is not None:
         SCHEDULES.get(schedule)
         reason = misfit(schedule, discrete=False, attention="cpu", experts="device")
         if reason and not discrete:
             raise ConfigError(f"schedule {schedule!r} {reason}")
+
+
+def _computed(dtype: str, source: OpenCheckpoint, machine: Machine) -> DType:
+    """The format of computation that is asked for; raises ConfigError if ``machine`` or the package has no such."""
+    check_dtype(dtype)
+    stored = source.weight_map.dtype
+    if dtype == AUTO:
+        return machine.native_dtype(stored)
+    if dtype == BFLOAT16.name and not machine.bf16:
+        raise ConfigError(f"--dtype {dtype}: {machine.device} does not compute in it; use float16 or float32")
+    return computed_in(dtype_named(dtype), stored)
 
 
 def _caches(kv_dtype: str, model: ModelProfile) -> tuple[str, ...]:

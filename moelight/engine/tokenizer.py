@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -42,6 +42,8 @@ _GGUF_ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "
 _LEAST_CONTEXT, _MOST_CONTEXT = 4, 24  # tokens before a text that affect how it begins
 _LETTERS = 4  # per token of an ordinary text; a text with fewer letters than this per allowed token is encoded at once
 _LONG_LETTERS = 1 << 16  # texts this long take so long to encode that silencing the library's stderr pays
+_ANSWER = "forty-two"
+_TURN: list[dict[str, Any]] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
 _CUT_TOKENS = 64  # last tokens of a truncated text, which can differ in the whole text
 
 
@@ -204,6 +206,24 @@ class Tokenizer:
                 code="no_chat_template",
             )
         return self.encode(self.template.render(conversation), add_special_tokens=False, most=most)
+
+    def unended_turn(self, stop_token_ids: Collection[int] = ()) -> int | None:
+        """The special token with which the chat template closes the assistant's turn, if that ends no answer: it is no
+        eos and none of ``stop_token_ids``. None as well where there is no such token, or no template that can be asked.
+        """
+        if self.template is None:
+            return None
+        try:
+            text = self.template.render(Conversation(messages=_TURN, add_generation_prompt=False))
+        except InputError:
+            return None
+        _, answer, after = text.rpartition(_ANSWER)
+        closing = next(
+            (token for token in self.encode(after, add_special_tokens=False) if token in self.special_ids), None
+        )
+        if not answer or closing is None or closing in self.eos_token_ids or closing in stop_token_ids:
+            return None
+        return closing
 
     def _refuse_far_too_long(self, text: str, most: int) -> None:
         """Count the tokens of the text's beginning, of which only the last can differ in the whole text."""

@@ -46,8 +46,9 @@ def page_elements(model: ModelProfile) -> int:
 
 
 def page_dtype(model: ModelProfile, dtype: DType, name: str = "auto") -> DType:
-    """The format of expert pages beside a computation in ``dtype``: the one called ``name``, else the stored one."""
-    if name != "auto":
+    """The format of expert pages beside a computation in ``dtype``: the one called ``name``, else the stored one. A
+    float called ``name`` is the computation's where experts are quantised, which stay as they are stored."""
+    if name != "auto" and (model.stored is None or dtype_named(name).group):
         return dtype_named(name)
     return dtype.page_dtype if model.stored is None else model.stored.dtype
 

@@ -23,7 +23,7 @@ from moelight.core.request import Completion, Request, SamplingParams
 from moelight.engine.chat import DEFAULT, Conversation, check_messages
 from moelight.engine.checkpoints import open_model
 from moelight.engine.tokenizer import Tokenizer
-from moelight.optimizer.fixed_values import check_activations
+from moelight.optimizer.fixed_values import check_activations, check_dtype
 from moelight.optimizer.plan import policy_as_dict
 from moelight.profiles.workload import Workload
 
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 AUTO = "auto"
 MAX_GEN_TOKS = 256  # the harness's default if a task sets none
-_PLANNING = ("hw", "host_memory", "device_memory", "micro_batch_size", "schedule", "kv_dtype", "activations")
+_PLANNING = ("hw", "host_memory", "device_memory", "micro_batch_size", "schedule", "dtype", "kv_dtype", "activations")
 _SCORING = SamplingParams(max_tokens=0, prompt_logprobs=0)
 Scored = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, ids of the context, ids of the continuation
 
@@ -81,6 +81,7 @@ class MoELightLM(TemplateLM):
             if name not in _PLANNING:
                 raise ConfigError(f"unknown model argument {name!r}{did_you_mean(name, _PLANNING)}")
         check_activations(planning.get("activations"), option="activations")
+        check_dtype(planning.get("dtype", AUTO), option="dtype")
         if enable_thinking and think_end_token is None:
             raise ConfigError("enable_thinking=True needs think_end_token: what follows it is the answer")
         self._borrowed = not isinstance(pretrained, str)

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, combinations, product
 
-from moelight.core.dtypes import DTYPES, FLOAT32
+from moelight.core.dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32
 from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.policy import (
     ACTIVATIONS,
@@ -28,6 +28,7 @@ from moelight.scheduler import SCHEDULES
 from moelight.scheduler.layout import EXPERT_PLACES
 from moelight.scheduler.requirements import misfit
 
+COMPUTED = ("auto", BFLOAT16.name, FLOAT16.name, FLOAT32.name)  # formats of computation that may be asked for
 SHORT = {"attention": "attention_device", "ffn": "ffn_device"}
 _COUNTS = (
     "batch_size",
@@ -66,6 +67,12 @@ def check_activations(given: str | None, *, option: str = "--activations") -> No
     if given is not None and given not in ACTIVATIONS:
         hint = did_you_mean(given, ACTIVATIONS)
         raise ConfigError(f"{option} {given!r} is not one of {', '.join(ACTIVATIONS)}{hint}")
+
+
+def check_dtype(dtype: str, *, option: str = "--dtype") -> None:
+    """Raise ConfigError for a value of ``option`` that names no format of computation."""
+    if dtype not in COMPUTED:
+        raise ConfigError(f"{option} {dtype!r} is not one of {', '.join(COMPUTED)}{did_you_mean(dtype, COMPUTED)}")
 
 
 def parse_fixes(given: Iterable[str]) -> dict[str, Fixed]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -37,7 +37,7 @@ class _BatchBody(msgspec.Struct, forbid_unknown_fields=True):
     endpoint: str
     completion_window: Annotated[str, msgspec.Meta(pattern="^[1-9][0-9]{0,3}h$")]
     metadata: Annotated[dict[_Key, _Value], msgspec.Meta(max_length=16)] | None = None
-    output_expires_after: Literal[None] = None
+    output_expires_after: Any = None
 
 
 class Api:
@@ -115,6 +115,9 @@ class Api:
         if asked.endpoint not in ENDPOINTS:
             message = f"endpoint {asked.endpoint[:80]!r} is not served; {' and '.join(ENDPOINTS)} are"
             raise ApiError(400, message, param="endpoint", code="invalid_endpoint")
+        if asked.output_expires_after is not None:
+            message = "files do not expire here: leave output_expires_after out, and delete the output when it is read"
+            raise ApiError(400, message, param="output_expires_after", code="unsupported")
         now = int(time.time())
         batch = Batch(
             id=f"batch_{secrets.token_hex(16)}",

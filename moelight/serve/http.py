@@ -59,7 +59,11 @@ def _on_refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     where = f"{request.method} {request.url.path}"[:200]
     if not isinstance(error, ApiError):
-        texts = {404: (f"there is no {where}", "unknown_url"), 405: (f"{where} is not allowed", "method_not_allowed")}
+        served = "only batches are served: upload a file with POST /v1/files, and run it with POST /v1/batches"
+        texts = {
+            404: (f"there is no {where}; {served}", "unknown_url"),
+            405: (f"{where} is not allowed", "method_not_allowed"),
+        }
         text, code = texts.get(error.status_code, (error.detail, None))
         error = ApiError(error.status_code, text, code=code, headers=error.headers)
     return error.response()

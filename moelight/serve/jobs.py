@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import msgspec
 
@@ -77,6 +78,25 @@ class Job:
         sizes = {name: path.stat().st_size for name, path in self.files.items() if path.exists()}
         as_long = all(sizes.get(name, 0) == past.ends.get(name, 0) for name in self.files)
         return rows, past.stage == "complete" and rows.done == rows.total and as_long
+
+    def usage(self) -> dict[str, Any] | None:
+        """Return the sums of tokens of the answered rows, as OpenAI's batch object has them; None without a journal."""
+        try:
+            past = read_record(journal_of(self.output))
+        except (OSError, InputError):
+            past = None
+        if past is None:
+            return None
+        prompts, generated, cached = (
+            past.totals.get(name, 0) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")
+        )
+        return {
+            "input_tokens": prompts,
+            "input_tokens_details": {"cached_tokens": cached},
+            "output_tokens": generated,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompts + generated,
+        }
 
 
 Command = Callable[[Job], Sequence[str]]

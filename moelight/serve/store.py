@@ -44,7 +44,8 @@ LOG = "worker.log"  # of a job's process, kept in its directory
 OPEN = tuple(state for state, ways in MOVES.items() if ways)
 
 # Changed only together with VERSION and the statements that migrate an older database.
-VERSION = 1
+VERSION = 2
+_MIGRATIONS = {1: "ALTER TABLE batches ADD COLUMN usage TEXT"}  # from each older version to the next
 _SCHEMA = """
 CREATE TABLE files (
     place INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, path TEXT UNIQUE NOT NULL, filename TEXT NOT NULL,
@@ -56,7 +57,7 @@ CREATE TABLE batches (
     expires_at INTEGER NOT NULL, in_progress_at INTEGER, finalizing_at INTEGER, completed_at INTEGER,
     failed_at INTEGER, expired_at INTEGER, cancelling_at INTEGER, cancelled_at INTEGER, output_file_id TEXT,
     error_file_id TEXT, total INTEGER NOT NULL DEFAULT 0, completed INTEGER NOT NULL DEFAULT 0,
-    failed INTEGER NOT NULL DEFAULT 0, metadata TEXT, errors TEXT
+    failed INTEGER NOT NULL DEFAULT 0, metadata TEXT, errors TEXT, usage TEXT
 );
 CREATE INDEX batches_by_status ON batches (status, place);
 """
@@ -120,6 +121,7 @@ class Batch:
     counts: RowCounts = field(default_factory=RowCounts)
     metadata: Mapping[str, str] | None = None
     errors: tuple[BatchFailure, ...] = ()
+    usage: Mapping[str, Any] | None = None
 
 
 _T = TypeVar("_T", StoredFile, Batch)
@@ -146,6 +148,10 @@ class Store:
                 if found == 0:
                     for statement in _SCHEMA.split(";\n"):
                         base.execute(statement)
+                for version in range(max(found, 1), VERSION):
+                    if found:
+                        base.execute(_MIGRATIONS[version])
+                if found < VERSION:
                     base.execute(f"PRAGMA user_version = {VERSION}")
         except sqlite3.DatabaseError as error:
             raise ConfigError(f"{path}: not a usable database ({error}); name another --data directory") from None
@@ -178,9 +184,9 @@ class Store:
             return None
 
     def add_batch(self, batch: Batch) -> bool:
-        """Add the batch, without counts and errors; return False and do nothing if its input file no longer exists."""
+        """Add the batch, which has no results yet; return False and do nothing if its input file no longer exists."""
         values = asdict(batch) | {"metadata": json.dumps(batch.metadata)}
-        del values["counts"], values["errors"]
+        del values["counts"], values["errors"], values["usage"]
         with self._transaction() as base:
             if base.execute("SELECT 1 FROM files WHERE id = ?", (batch.input_file_id,)).fetchone() is None:
                 return False
@@ -219,6 +225,7 @@ class Store:
         counts: RowCounts | None = None,
         errors: Sequence[BatchFailure] = (),
         files: Mapping[str, StoredFile] | None = None,
+        usage: Mapping[str, Any] | None = None,
     ) -> bool:
         """Move the batch to the state ``to`` and store its results; return False if its state does not allow that.
 
@@ -229,6 +236,8 @@ class Store:
             changes |= asdict(counts)
         if errors:
             changes["errors"] = json.dumps([asdict(fault) for fault in errors])
+        if usage is not None:
+            changes["usage"] = json.dumps(usage)
         files = files or {}
         changes |= {column: file.id for column, file in files.items()}
         with self._transaction() as base:
@@ -270,8 +279,8 @@ class Store:
 
 def _parsed(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row of either table with the composite fields of a batch."""
-    metadata, errors = (json.loads(row.get(name) or "null") for name in ("metadata", "errors"))
-    return {**row, "counts": row, "metadata": metadata, "errors": errors or []}
+    metadata, errors, usage = (json.loads(row.get(name) or "null") for name in ("metadata", "errors", "usage"))
+    return {**row, "counts": row, "metadata": metadata, "errors": errors or [], "usage": usage}
 
 
 def _insert(base: sqlite3.Connection, table: str, values: Mapping[str, Any]) -> None:

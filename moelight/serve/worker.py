@@ -75,12 +75,12 @@ class Worker:
                 self._run(batch, source)
 
     def _validate(self, batch: Batch, source: StoredFile) -> None:
-        total, faults = check_lines(self._data.path(source), endpoint=batch.endpoint)
-        batch = replace(batch, counts=RowCounts(total=total))
+        counts, faults = check_lines(self._data.path(source), endpoint=batch.endpoint)
+        batch = replace(batch, counts=counts)
         if faults:
             self._end(batch, "failed", *faults)
         elif self._store.move(batch.id, "in_progress", counts=batch.counts):
-            self._runner.say(f"{batch.id}: {total} lines")
+            self._runner.say(f"{batch.id}: {counts.total} lines")
 
     def _run(self, batch: Batch, source: StoredFile) -> None:
         """Run the batch's job and move the batch to the state of its ending; an interrupted batch keeps its state."""
@@ -121,11 +121,12 @@ class Worker:
                 file_id, name = f"file-{batch.id.removeprefix('batch_')}-{what}", f"{batch.id}_{what}.jsonl"
                 files[column] = self._data.stored(job.files[what], file_id, filename=name, purpose="batch_output")
         total = max(batch.counts.total, sum(rows.values()))
-        counts = RowCounts(total=total, completed=rows["output"], failed=rows["errors"])
+        malformed = batch.counts.failed if batch.status == "validating" else 0  # such a batch has no job
+        counts = RowCounts(total=total, completed=rows["output"], failed=rows["errors"] or malformed)
         if status == "completed" and counts.done < total:
             lost = f"{counts.done} of {total} rows are in the job's files"
             status, faults = "failed", (BatchFailure(code="worker_failed", message=lost),)
-        if self._store.move(batch.id, status, counts=counts, errors=faults, files=files):
+        if self._store.move(batch.id, status, counts=counts, errors=faults, files=files, usage=job.usage()):
             why = f" ({faults[0].message})" if faults else ""
             ended = f"{status}, {counts.completed} answered, {counts.failed} refused of {total}{why}"
             self._runner.say(f"{batch.id}: {ended}")
@@ -139,29 +140,33 @@ class _Line(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(_Line)
 
 
-def check_lines(path: Path, *, endpoint: str) -> tuple[int, list[BatchFailure]]:
-    """Return the number of non-blank lines, and the faults, 100 at most, that reject the file as a whole.
+def check_lines(path: Path, *, endpoint: str) -> tuple[RowCounts, list[BatchFailure]]:
+    """Return the counts of non-blank lines, and the faults, 100 at most, that reject the file as a whole.
 
     A file is rejected if it has no line, none of its lines is a JSON object, or a line is for another endpoint than
     ``endpoint``. All other faults are left to the job.
     """
-    total, objects, faults = 0, 0, list[BatchFailure]()
+    total, objects, faults, malformed = 0, 0, list[BatchFailure](), list[BatchFailure]()
     for number, line in _lines(path):
         total += 1
         try:
             url = None if len(line) >= _MAX_LINE_BYTES else _DECODER.decode(line).url
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            if not objects and len(malformed) < _MAX_FAULTS:
+                message = f"the line is no JSON object ({error}): upload JSON Lines, uncompressed"
+                malformed.append(BatchFailure(code="invalid_json_line", message=message, line=number))
             continue
         objects += 1
         if isinstance(url, str) and url != endpoint and len(faults) < _MAX_FAULTS:
             message = f"the line is for {url[:200]!r}, the batch for {endpoint!r}"
             faults.append(BatchFailure(code="mismatched_endpoint", message=message, param="url", line=number))
     if not total:
-        return 0, [BatchFailure(code="empty_file", message="the input file has no lines", param="input_file_id")]
+        return RowCounts(), [
+            BatchFailure(code="empty_file", message="the input file has no lines", param="input_file_id")
+        ]
     if not objects:
-        message = "no line of the input file is a JSON object: upload JSON Lines, uncompressed"
-        return total, [BatchFailure(code="invalid_json_line", message=message, param="input_file_id", line=1)]
-    return total, faults
+        return RowCounts(total=total, failed=total), malformed
+    return RowCounts(total=total), faults
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -98,6 +98,7 @@ def test_of_a_policy_only_number_formats_count() -> None:
     other = Policy(model="b", weight_dtype="float32", batch_size=7, schedule="serial", kv_block_size=16)
     assert number_facts(policy) == number_facts(other) == {"weight_dtype": "float32", "kv_dtype": "auto"}
     assert number_facts(None) == {"weight_dtype": "auto", "kv_dtype": "auto"}
+    assert number_facts(None, dtype="float32") == number_facts(policy)
 
 
 def test_a_small_file(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_only_bad_lines_load_no_model(engine: StandIn, tmp_path: Path) -> None:
 
 
 def test_the_planner_hears_of_the_work(engine: StandIn, tmp_path: Path) -> None:
-    path = prompts(tmp_path, {"prompt": "ab"}, {"prompt": "abcdefg", "max_tokens": 4000}, {"prompt": "x" * 9000})
+    path = prompts(tmp_path, {"prompt": "ab"}, {"prompt": "abcdefg", "max_tokens": 505}, {"prompt": "x" * 9000})
     run_job(JobOptions(prompts=path, sampling=SamplingParams(max_tokens=30)))
     # The demo's context is 512 tokens, one per letter: nothing is planned beyond it, or for what does not fit it.
     assert engine.workload == Workload(num_requests=2, prompt_len=5, max_prompt_len=7, gen_len=505)

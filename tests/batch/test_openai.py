@@ -159,9 +159,10 @@ def test_another_model_is_not_found_unless_models_are_ignored(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("line", "param", "says"),
     [
-        (chat("a", max_tokens="2"), "max_tokens", "max_tokens must be int, got str"),
+        (chat("a", max_tokens="two"), "max_tokens", "max_tokens must be int, got str"),
         (chat("a", stop=["x", 1]), "stop[1]", "must be str, got int"),
-        (chat("a", temperature=3, top_p=7), "top_p", "top_p must be a finite number"),
+        (chat("a", temperature=2, top_p=7), "top_p", "top_p must be a finite number"),
+        (chat("a", temperature=2.5), "temperature", "between 0 and 2"),
         (chat("a", max_tokens=None, max_completion_tokens=0), "max_completion_tokens", "at least 1"),
         (chat("a", max_token=2), "max_token", "did you mean 'max_tokens'?"),
         (chat("a", stream=True), "stream", "a batch is not streamed"),
@@ -333,13 +334,23 @@ def test_a_refusal_says_so_in_both_places() -> None:
     types = pytest.importorskip("openai.types.shared", reason="the official client's types")
     line = OpenAIFormat().refuse(bad(chat("a", model="other")), SERVED)
     assert list(line) == ["id", "custom_id", "response", "error"]
-    assert line["response"]["status_code"] == 404 and set(line["error"]) == {"code", "message"}
+    assert line["response"]["status_code"] == 404 and set(line["error"]) == {"code", "message", "error"}
     told = types.ErrorObject.model_validate(line["response"]["body"]["error"], strict=True)
     assert (told.code, told.param, told.type) == ("model_not_found", "model", "invalid_request_error")
     assert told.message == line["error"]["message"]
     nameless = OpenAIFormat().refuse(bad({"url": CHAT, "body": {}}), SERVED)
     assert nameless["custom_id"] is None and nameless["line"] == 7
-    assert nameless["error"] == {"code": "missing_required_parameter", "message": "line 7: custom_id is missing"}
+    message = "line 7: custom_id is missing"
+    inner = {"message": message, "type": "invalid_request_error", "param": "custom_id", "code": 400}
+    assert nameless["error"] == {"code": "missing_required_parameter", "message": message, "error": inner}
+
+
+def test_numbers_as_texts_are_numbers() -> None:
+    """As for vLLM, whose clients send what they read from tables."""
+    sampling = row(chat("a", max_tokens="6", temperature="0.5", seed=7.0, ignore_eos="true", stop="5")).sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.seed) == (6, 0.5, 7)
+    assert sampling.ignore_eos is True and sampling.stop == ("5",)
+    assert bad(completion("a", temperature="nan")).param == "temperature"
 
 
 def test_good_and_bad_kinds_without_a_tokenizer(tmp_path: Path) -> None:

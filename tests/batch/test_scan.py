@@ -39,21 +39,31 @@ def completions(custom_id: str, *prompts: str, **body: object) -> dict[str, obje
 def test_sums_of_what_can_be_served(tmp_path: Path) -> None:
     found = scanned(
         tmp_path,
-        completions("a", "xyz", "x" * 98, n=2),
+        completions("a", "xyz", "x" * 95, n=2),
         completions("b", "x" * 100),
         completions("c", "", "x"),
         "{",
     )
     summary = found.summary
     assert (summary.rows, summary.served, summary.prompts, summary.sequences) == (4, 1, 2, 4)
-    assert (summary.prompt_tokens, summary.max_prompt_len) == (101, 98)
-    assert (summary.generated_tokens, summary.max_gen_len) == (2 * (5 + 2), 5)
+    assert (summary.prompt_tokens, summary.max_prompt_len) == (98, 95)
+    assert (summary.generated_tokens, summary.max_gen_len) == (2 * (5 + 5), 5)
     assert {code: each.first_line for code, each in summary.problems.items()} == {
         "context_length_exceeded": 2,
         "empty_prompt": 3,
         "invalid_json": 4,
     }
     assert msgspec.convert(json.loads(json.dumps(msgspec.to_builtins(found))), Scan) == found
+
+
+def test_a_limit_beyond_the_context_is_refused_and_a_default_is_cut(tmp_path: Path) -> None:
+    """A row's own ``max_tokens`` counts; the job's default is for rows of any length."""
+    asked = completions("b", "x" * 98, max_tokens=None)
+    summary = scanned(tmp_path, completions("a", "x" * 98), asked).summary
+    (problem,) = summary.problems.values()
+    assert problem.message.endswith("exceed the model's context of 100; set max_tokens to at most 2")
+    assert (summary.served, summary.generated_tokens, summary.unlimited) == (1, 2, 1)
+    assert summary.unlimited_text == "1 row sets no max_tokens and may have 16 (--max-tokens)"
 
 
 def test_a_row_that_repeats_an_id_is_none_that_is_served(tmp_path: Path) -> None:

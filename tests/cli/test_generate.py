@@ -134,7 +134,7 @@ def test_the_same_tokens_under_the_least_memory(plain: list[dict[str, Any]]) -> 
 
 
 def test_sampling_follows_the_seed_alone(tmp_path: Path) -> None:
-    free = {"prompt": "sort window =", "temperature": 5.0, "max_tokens": 12, "ignore_eos": True}
+    free = {"prompt": "sort window =", "temperature": 2.0, "max_tokens": 12, "ignore_eos": True}
     path = write_prompts(tmp_path / "p.jsonl", {**free, "seed": 7}, free, ADD, {**free, "seed": 7})
     alone = write_prompts(tmp_path / "alone.jsonl", {**free, "seed": 7})
     first, default, _, last = read_rows(run("generate", path, *PLANNED).stdout)

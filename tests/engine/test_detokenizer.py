@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, pre_tokenizers
 
-from moelight.engine.detokenizer import StopMatcher, cut_at_stop
+from moelight.engine.detokenizer import StopMatcher, TokenTexts, cut_at_stop, without_unfinished
 from moelight.engine.tokenizer import Tokenizer
 from tests.engine.test_tokenizer import byte_level, sentence_piece_like
 
@@ -38,6 +38,24 @@ def test_the_bytes_of_tokens_are_those_of_the_text(tokenizer: Tokenizer) -> None
         assert plain.decode().removeprefix(" ") == text
         assert all(("\ufffd" in tokenizer.token_text(token)) == (not _whole(words[token])) for token in ids), text
     assert tokenizer.token_bytes(10**6) == b""
+
+
+def test_an_unfinished_character_has_no_text_and_the_last_part_all_of_it(tokenizer: Tokenizer) -> None:
+    """As in vLLM: texts of tokens join to the text of all, and what is unfinished at the end is left out."""
+    for text in TEXTS:
+        ids = [token for token in tokenizer.encode(text) if token not in tokenizer.special_ids]
+        texts, joined = TokenTexts(tokenizer.token_bytes), ""
+        for count, token in enumerate(ids, start=1):
+            joined += texts.text(token)
+            texts.follow(token)
+            shown = without_unfinished(ids[:count], tokenizer.token_bytes, tokenizer.decode)
+            assert "\ufffd" not in shown and joined.removeprefix(" ") == shown.removeprefix(" ")
+        assert joined.removeprefix(" ") == text
+
+
+def test_a_replacement_character_that_was_generated_stays(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("x\ufffd")
+    assert without_unfinished(ids, tokenizer.token_bytes, tokenizer.decode) == "x\ufffd"
 
 
 def _whole(word: bytes) -> bool:

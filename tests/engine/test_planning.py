@@ -13,8 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moelight.core.dtypes import FLOAT32
+from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy, Shares
+from moelight.core.request import SamplingParams
 from moelight.engine import planning
+from moelight.engine.engine import Engine
 from moelight.engine.model import EngineOptions, LazyModel
 from moelight.engine.planning import resolve_residents
 from moelight.hrm.footprint import footprint, ring_slots
@@ -25,6 +28,7 @@ from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
 from moelight.scheduler import SCHEDULES
 from tests.shapes import examples, small_model, small_policy
+from tests.tiny import save_tiny
 
 MODEL = small_model((True, True), experts=8)
 TWIN = {"device": "twin", "device_memory": 1 << 30}
@@ -123,3 +127,28 @@ def test_a_long_job_on_an_unknown_machine_measures_it(
     plans = [model.plan(EngineOptions(**({"device": "cpu"} | options)), workload).plan for _ in range(2)]
     assert disks == [model.directory] * measured
     assert [plan and plan.hardware == "auto" for plan in plans] == [bool(measured)] * 2
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("m"), "qwen3_moe", dtype="bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "auto"])
+def test_the_dtype_of_computation_is_planned_and_run(tiny: Path, dtype: str) -> None:
+    how = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=0)
+    with Engine.from_pretrained(tiny, dtype=dtype, device="cpu", batch_size=1) as engine:
+        assert engine.plan is not None and engine.plan.policy.weight_dtype == engine.policy.weight_dtype == dtype
+        assert ("weight_dtype" in engine.plan.fixed) == (dtype != "auto")
+        (planned,) = engine.generate(["abc"], how)
+        policy = replace(engine.policy, model=str(tiny))
+    with Engine(policy, device="cpu") as engine:
+        (as_policy,) = engine.generate(["abc"], how)
+    assert planned.token_ids == as_policy.token_ids and planned.cumulative_logprob == as_policy.cumulative_logprob
+
+
+def test_a_dtype_that_nothing_computes_in_is_refused(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--dtype 'float8' is not one of auto, bfloat16, float16, float32"):
+        Engine.from_pretrained(tiny, dtype="float8", device="cpu")
+    with pytest.raises(ConfigError, match="does not compute in it; use float16 or float32"):
+        Engine.from_pretrained(tiny, dtype="bfloat16", device="twin:fp16", device_memory="1GiB")

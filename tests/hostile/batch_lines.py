@@ -165,7 +165,7 @@ BAD: dict[str, tuple[Callable[[str], bytes], str]] = {
     "max_tokens -1": (lambda i: _dump(chat(i, max_tokens=-1)), "invalid_request"),
     "max_tokens true": (lambda i: _dump(chat(i, max_tokens=True)), "invalid_request"),
     "max_tokens 1.5": (lambda i: _dump(chat(i, max_tokens=1.5)), "invalid_request"),
-    "max_tokens a text": (lambda i: _dump(chat(i, max_tokens="2")), "invalid_request"),
+    "max_tokens a text": (lambda i: _dump(chat(i, max_tokens="two")), "invalid_request"),
     "both limits": (lambda i: _dump(chat(i, max_tokens=1, max_completion_tokens=2)), "invalid_request"),
     "temperature below 0": (lambda i: _dump(chat(i, temperature=-1)), "invalid_request"),
     "temperature a text": (lambda i: _dump(chat(i, temperature="hot")), "invalid_request"),

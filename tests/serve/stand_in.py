@@ -56,7 +56,11 @@ def write_journal(path: Path, total: int, files: dict[str, Path], rows: dict[str
     for number in range(sum(counts.values())):
         done.add(number)
     extents = {name: ByteRange(start=0, end=end, crc=0) for name, end in ends.items()}
-    store.commit({**counts, "stage": "complete", "total": total}, parts=done.changed_parts(), extents=extents)
+    answered = len(rows["output"])
+    totals = {"prompt_tokens": 3 * answered, "completion_tokens": answered, "cached_tokens": max(0, answered - 1)}
+    store.commit(
+        {**counts, "stage": "complete", "total": total, "totals": totals}, parts=done.changed_parts(), extents=extents
+    )
     store.close()
 
 

@@ -24,6 +24,9 @@ def test_upload_batch_poll_download(server: Standing) -> None:
     done = server.finished(batch)
     assert (done.status, done.errors, done.metadata) == ("completed", None, {"who": "me"})
     assert done.request_counts.model_dump() == {"completed": 3, "failed": 1, "total": 4}
+    usage = done.usage
+    assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (9, 3, 12)
+    assert usage.input_tokens_details.cached_tokens == 2
     assert done.created_at <= done.in_progress_at <= done.finalizing_at <= done.completed_at <= time.time()
     rows = server.rows(done.output_file_id)
     assert [row["custom_id"] for row in rows] == ["r0", "r1", "r2"]
@@ -72,7 +75,6 @@ def test_one_that_will_not_leave_is_made_to(server: Standing) -> None:
     ("sent", "code", "line"),
     [
         (b"\n \n", "empty_file", None),
-        (b"no json\n\x1f\x8b\n[1]\n", "invalid_json_line", 1),
         (lines(1) + lines(1, url="/v1/embeddings"), "mismatched_endpoint", 2),
         (lines(1) + lines(1, "reject").replace(b"r0", b"r1"), "job_refused", None),
         (lines(1) + lines(1, "crash").replace(b"r0", b"r1"), "worker_failed", None),
@@ -86,6 +88,27 @@ def test_a_batch_that_cannot_be_says_why(server: Standing, sent: bytes, code: st
     if failed.output_file_id:  # what was done before is offered, without the line that the kill tore
         assert [row["custom_id"] for row in server.rows(failed.output_file_id)] == ["r0"]
     assert bool(failed.output_file_id) == (code in {"job_refused", "worker_failed"})
+
+
+def test_every_malformed_line_is_named_if_all_are(server: Standing) -> None:
+    failed = server.finished(server.begin(b"no json\n\n\x1f\x8b\n[1]\n"))
+    assert failed.status == "failed"
+    assert [(fault.code, fault.line) for fault in failed.errors.data] == [("invalid_json_line", n) for n in (1, 3, 4)]
+    assert failed.request_counts.model_dump() == {"completed": 0, "failed": 3, "total": 3}
+
+
+def test_what_is_not_served_says_what_is(server: Standing) -> None:
+    with pytest.raises(openai.NotFoundError, match="only batches are served: upload a file with POST /v1/files"):
+        server.client.chat.completions.create(model="org/demo", messages=[{"role": "user", "content": "x"}])
+    file = server.upload(lines(1))
+    with pytest.raises(openai.BadRequestError, match="files do not expire here") as refused:
+        server.client.batches.create(
+            input_file_id=file.id,
+            endpoint="/v1/chat/completions",
+            completion_window="24h",
+            output_expires_after={"anchor": "created_at", "seconds": 3600},
+        )
+    assert refused.value.param == "output_expires_after"
 
 
 def test_pages(server: Standing) -> None:

@@ -265,10 +265,10 @@ def test_bad_lines_are_left_to_the_job(tmp_path: Path) -> None:
     path = tmp_path / "in"
     hostile = [b"\xff\xfe", b'{"url": 3}', b'{"url":' + b"[" * 50_000, b"[]", b"null", b'{"a": "\\ud800"}', b"{"]
     path.write_bytes(b"\xef\xbb\xbf" + lines(1) + b"\r\n\n" + b"\n".join(hostile) + b"\n" + b"x" * (17 << 20))
-    assert check_lines(path, endpoint="/v1/chat/completions") == (9, [])
+    assert check_lines(path, endpoint="/v1/chat/completions") == (RowCounts(total=9), [])
     path.write_bytes(lines(150))
-    total, faults = check_lines(path, endpoint="/v1/completions")
-    assert total == 150 and len(faults) == 100 and faults[-1].line == 100
+    counts, faults = check_lines(path, endpoint="/v1/completions")
+    assert counts.total == 150 and len(faults) == 100 and faults[-1].line == 100
     assert line("a")["url"] in faults[0].message
 
 
