@@ -249,9 +249,8 @@ class Engine:
             device: as for `Engine`, but ``auto`` is an accelerator if there is one, else ``cpu``.
             host_memory: limit in bytes, or a size such as ``"16GiB"``; None: 90 % of what is free.
             device_memory: likewise, of the device.
-            batch_size: sequences in progress at a time (N); None: the planner's choice.
-            micro_batch_size: sequences per micro-batch (μ); None: the planner's choice.
-            schedule: name of a schedule; None: the planner's choice.
+            batch_size: sequences in progress at a time (N); ``micro_batch_size``: per micro-batch (μ); ``schedule``: by
+                name. None: the planner's choice.
             dtype: of computation: ``bfloat16``, ``float16``, ``float32``, or ``auto``, the checkpoint's if served.
             kv_dtype: of keys and values: ``auto`` (that of the computation), ``int8``, or ``choose``, the faster one.
             activations: ``int8``: stored integers are multiplied by activations rounded to int8; None: as they are.
@@ -264,8 +263,8 @@ class Engine:
             BudgetError: no policy fits the memory limits.
         """
         source = open_model(str(model))
-        sizes: dict[str, Any] = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "schedule": schedule}
-        numbers: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "activations": activations}
+        choices: dict[str, Any] = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "schedule": schedule}
+        choices |= {"dtype": dtype, "kv_dtype": kv_dtype, "activations": activations}
         plan = plan_for(
             str(model),
             source,
@@ -273,8 +272,7 @@ class Engine:
             hw=hw,
             host_memory=None if host_memory is None else parse_bytes(host_memory, what="host_memory"),
             device_memory=None if device_memory is None else parse_bytes(device_memory, what="device_memory"),
-            **sizes,
-            **numbers,
+            **choices,
             workload=workload or Workload(),
             experts=None if experts is None else experts.policy,
         )
