@@ -4,7 +4,8 @@
 Columns in, after ``preprocess``: ``prompt``, ``messages`` or ``prompt_token_ids``, and, if rows differ,
 ``sampling_params``. Columns out, beside those of the input, for ``postprocess``: ``generated_text``,
 ``generated_texts`` (one of each sample), ``generated_tokens`` (ids), ``finish_reason``, ``num_input_tokens``,
-``num_generated_tokens``, and ``__inference_error__``, which is empty unless the row could not be served.
+``num_generated_tokens``, and ``__inference_error__``, which is empty unless the row could not be served; a result of
+``postprocess`` without this column gets it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ DataRow: TypeAlias = dict[str, Any]
 _PROMPTS = ("prompt", "messages", "prompt_token_ids")
 _SAMPLING = "sampling_params"
 ERROR = "__inference_error__"
+_RESOURCES = ("num_cpus", "num_gpus", "memory", "resources", "label_selector", "accelerator_type", "runtime_env")
 _WAIT_S = 0.1
 
 
@@ -41,7 +43,8 @@ class DataProcessor:
         engines: actors, each with an engine; None: one for each GPU, or node without one.
         rows_per_task: rows that cross to an engine in a task.
         tasks_per_engine: tasks that an engine is at: together they must fill its passes.
-        ray_remote_args: what an engine takes (``num_cpus``, ``num_gpus``, ``resources``, ``label_selector``).
+        ray_remote_args: what an engine takes, by the names of `map_batches` (``num_cpus``, ``num_gpus``,
+            ``resources``, ``label_selector``).
     """
 
     setup: WorkerSetup
@@ -64,11 +67,14 @@ class DataProcessor:
             fn_constructor_kwargs={"setup": self.setup, "share": 1.0 / engines if self._one_host() else 1.0},
             batch_size=self.rows_per_task,
             batch_format="numpy",
-            compute=ActorPoolStrategy(size=engines, max_tasks_in_flight_per_actor=self.tasks_per_engine),
-            max_concurrency=self.tasks_per_engine,
+            compute=ActorPoolStrategy(
+                size=engines,
+                max_tasks_in_flight_per_actor=self.tasks_per_engine,
+                max_concurrent_calls_per_actor=self.tasks_per_engine,
+            ),
             **remote,
         )
-        return dataset if self.postprocess is None else dataset.map(self.postprocess)
+        return dataset if self.postprocess is None else dataset.map(_Postprocess(self.postprocess))
 
     @staticmethod
     def _one_host() -> bool:
@@ -98,7 +104,7 @@ def build_processor(
         model: a directory on every node, a hub id, or ``demo``; None: the policy's.
         sampling: of rows that bring no ``sampling_params``.
         preprocess: from a row of the dataset to a prompt; its columns are added to the row's.
-        postprocess: from a row with its answer to a row of the result.
+        postprocess: from a row with its answer to a row of the result, which keeps the column of the error.
         workload: what to plan for; None: the default, with ``sampling``'s ``max_tokens``.
         plan: options of the planner, as `EngineOptions` has them (``host_memory``, ``batch_size``, ...).
 
@@ -108,6 +114,9 @@ def build_processor(
     from moelight.integrations.ray.cluster import require_ray
 
     require_ray()
+    for name in ray_remote_args or ():
+        if name not in _RESOURCES:
+            raise ConfigError(f"build_processor: ray_remote_args has {name!r}{did_you_mean(name, _RESOURCES)}")
     return DataProcessor(
         setup=_setup(policy, model, sampling, workload, plan),
         preprocess=preprocess,
@@ -160,6 +169,16 @@ class _Preprocess:
 
     def __call__(self, row: DataRow) -> DataRow:
         return {**row, **self.make(row)}
+
+
+@dataclass(frozen=True)
+class _Postprocess:
+    """A row of ``make`` with the error of its row, which ``make`` may leave out or replace."""
+
+    make: Callable[[DataRow], DataRow]
+
+    def __call__(self, row: DataRow) -> DataRow:
+        return {ERROR: row[ERROR], **self.make(row)}
 
 
 def _takes() -> dict[str, Any]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -68,6 +70,10 @@ class EngineSlot:
     num_gpus: float
     cores: tuple[int, int] | None = None
     memory_share: float = 1.0
+
+
+_GUESSES = re.compile(r"(?:There are some|Some) potential root causes")
+_LONGEST_REASON = 300
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,7 +258,8 @@ class Cluster:
 
 
 def _short(error: Exception) -> str:
-    """The reason of a lost actor, without the advice that follows."""
+    """The reason of a lost actor in one line, without guesses at root causes and advice."""
     text = " ".join(str(error).split())
     _, found, reason = text.partition("The actor is dead because ")
-    return (reason if found else text)[:200]
+    reason = _GUESSES.split(reason if found else text)[0].strip()
+    return textwrap.shorten(reason, _LONGEST_REASON, placeholder=" …").rstrip(".")

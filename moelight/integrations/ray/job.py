@@ -84,9 +84,16 @@ class _EngineState:
     queued: int = 0
     running: int = 0
     rows: int = 0
+    returned_tokens: int = 0  # of the rows that it answered
     heard_s: float = 0.0
     noted: tuple[float, float] = (0.0, 0.0)  # seconds of passes, and tokens, at the last measurement
     stealing: Any = None
+
+    @property
+    def unfinished_tokens(self) -> int:
+        """Tokens of the sequences that run in it, as of its last figures."""
+        stats = self.figures.stats
+        return 0 if stats is None else max(0, stats.completion_tokens - self.returned_tokens)
 
     @property
     def tokens(self) -> float:
@@ -203,7 +210,8 @@ class ClusterJob:
         self._started = 0
         self._first_pass_s: float | None = None
         self._past: list[EngineFigures] = []  # of engines that are over
-        self._spared = 0
+        self._written_tokens = 0  # of rows that were put
+        self._most_tokens = 0  # that were ever shown
         self._first_error: BadRow | None = None
         self._traces: list[tuple[str, bytes]] = []
 
@@ -366,7 +374,8 @@ class ClusterJob:
         state.slot.failures = 0
         job.ledger.put(result.number, result.data, failed=result.failed, totals=result.totals or None)
         for reason, sample, prompt_tokens, tokens, cached, room, latency_s in result.completions:
-            self._spared += room - tokens
+            self._written_tokens += tokens
+            state.returned_tokens += tokens
             completion = Completion(
                 index=result.number,
                 text="",
@@ -489,6 +498,8 @@ class ClusterJob:
         ledger, summary, stats = job.ledger, job.summary, self._stats()
         engines = tuple(self._engine_counts(name, state) for name, state in self._engines.items())
         room = summary.generated_tokens - ledger.totals.get("room", 0)
+        # What an engine had of unfinished rows is computed again after its death: the count waits for it.
+        self._most_tokens = max(self._most_tokens, stats.completion_tokens)
         running = sum(state.running for state in self._engines.values())
         widest = max(engines, key=lambda each: each.share, default=None)
         return JobCounts(
@@ -501,8 +512,8 @@ class ClusterJob:
             resumed=self._resumed,
             prompt_tokens=stats.prompt_tokens,
             expected_prompt_tokens=max(summary.prompt_tokens, stats.prompt_tokens),
-            generation_tokens=stats.completion_tokens,
-            expected_tokens=stats.completion_tokens + max(0, room),
+            generation_tokens=self._most_tokens,
+            expected_tokens=max(self._most_tokens, self._written_tokens + room),
             passes=stats.passes,
             elapsed_s=now_s - self._began_s,
             running_s=stats.wall_s,
@@ -528,7 +539,8 @@ class ClusterJob:
         )
 
     def _stats(self) -> RunStats:
-        """The sum over all engines; ``wall_s`` is that of the driver, and memory the largest process's."""
+        """The sum over all engines; ``wall_s`` is that of the driver, and memory the largest process's. Of the tokens
+        of an engine that is over, those of rows that it had not finished do not count."""
         found = [state.figures for state in self._engines.values()] + self._past
         all_stats = [each.stats for each in found if each.stats is not None]
         lanes: dict[Lane, LaneStats] = {}
@@ -545,7 +557,7 @@ class ClusterJob:
             wall_s=time.monotonic() - began_s,
             load_s=began_s - self._began_s,
             prompt_tokens=sum(each.prompt_tokens for each in all_stats),
-            completion_tokens=sum(each.completion_tokens for each in all_stats),
+            completion_tokens=self._written_tokens + sum(each.unfinished_tokens for each in self._engines.values()),
             passes=sum(each.passes for each in all_stats),
             peak_rss_bytes=max([peak_rss_bytes(), *(each.peak_rss_bytes for each in all_stats)]),
             lanes=lanes,

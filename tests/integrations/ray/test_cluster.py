@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from moelight.batch.job import forecast_job, run_job
 from moelight.batch.options import Durability, JobOptions
 from moelight.core.errors import ConfigError
 from moelight.core.request import SamplingParams
-from moelight.integrations.ray.cluster import ClusterOptions
+from moelight.integrations.ray.cluster import ClusterOptions, _short
 from moelight.integrations.ray.job import answer_on, plan_on
 from moelight.integrations.ray.leases import LeaseSizes
 from moelight.integrations.ray.worker import EngineReport, EngineWorker
@@ -145,6 +147,52 @@ def test_a_stage_of_ray_data_answers_as_one_engine(cluster: Any, prompts: Path) 
             assert row["generated_text"] == answer["text"]
             assert row["num_generated_tokens"] == len(row["generated_tokens"]) == answer["usage"]["completion_tokens"]
             assert row["length"] == len(answer["text"])
+
+
+def test_the_reason_of_a_lost_engine_is_one_line_of_whole_words() -> None:
+    text = (
+        "The actor died unexpectedly before finishing this task.\n\tclass_name: Worker\nThe actor is dead because its "
+        "worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a "
+        "connection error code 2. End of file. There are some potential root causes. (1) The process is killed by "
+        "SIGKILL by OOM killer due to high memory usage. (2) ray stop --force is called."
+    )
+    reason = _short(RuntimeError(text))
+    assert reason.startswith("its worker process has died. Worker exit type: SYSTEM_ERROR")
+    assert reason.endswith("End of file") and "\n" not in reason
+    long = _short(RuntimeError(" ".join(["unavailable"] * 60)))
+    assert long.endswith("unavailable …") and len(long) <= 300
+
+
+@pytest.mark.thorough
+def test_the_guides_stage_keeps_the_errors_of_its_rows(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lines are run as they stand, with two rows that cannot be served, and no argument is deprecated."""
+    import ray
+    from pyarrow import parquet, table
+    from ray.util.annotations import RayDeprecationWarning
+
+    guide = Path("docs/guides/ray.md").read_text(encoding="utf-8")
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "build_processor(" in block)
+    monkeypatch.chdir(tmp_path)
+    Path("questions").mkdir()
+    questions = [f"{n} + {n} =" for n in range(20)] + ["a" * 4000, "9" * 3000]
+    parquet.write_table(table({"question": questions}), "questions/q.parquet")
+    node = cluster.add_node(**NODE)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    try:
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", category=RayDeprecationWarning)
+            exec(code.replace("path/to/checkpoint", "demo"), {})  # noqa: S102 (the guide's own lines)
+    finally:
+        ray.shutdown()
+        cluster.remove_node(node)
+    answers = {row["question"]: row for row in parquet.read_table("answers").to_pylist()}
+    assert len(answers) == len(questions)
+    for question in questions:
+        failed = answers[question]["__inference_error__"]
+        assert failed.startswith("context_length_exceeded") if len(question) > 100 else failed == ""
 
 
 def test_what_no_node_has_is_one_clear_line(cluster: Any, prompts: Path) -> None:

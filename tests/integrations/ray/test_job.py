@@ -6,6 +6,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from moelight.integrations.ray import job as cluster_job
 from moelight.integrations.ray.job import ClusterJob
 from moelight.integrations.ray.leases import LeaseSizes
 from moelight.integrations.ray.worker import EngineWorker
+from moelight.observe.stats import RunStats
 from tests.batch.playing import Heard
 from tests.integrations.ray.playing import EchoEngine, EchoWorker, PlayedCluster
 
@@ -140,6 +142,48 @@ def test_killed_engines_lose_nothing(tmp_path: Path, expected: Any, kills: int) 
     assert run(cluster, path).state == "done"
     assert rows(path) == expected(path)
     assert left == 0
+
+
+class _Halfway(EchoEngine):
+    """Counts tokens of the sequences of its pass, as an engine does while they run."""
+
+    running = 0
+
+    def run(self, requests: Any, **hooks: Any) -> Any:
+        for completion in super().run(requests, **hooks):
+            self.running = 3
+            yield completion
+            self.running = 0
+
+    @property
+    def stats(self) -> RunStats:
+        return replace(super().stats, completion_tokens=super().stats.completion_tokens + self.running)
+
+
+def test_tokens_are_counted_once_also_after_a_death(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("word\n" * 200)
+
+    class Worker(EchoWorker):
+        @staticmethod
+        def engine() -> EchoEngine:  # type: ignore[override]
+            return _Halfway(batch_size=4, pass_s=0.01)
+
+    cluster, ticks = PlayedCluster(Worker, Worker), Counter[str]()
+
+    def kill(cluster: PlayedCluster) -> None:
+        ticks["all"] += 1
+        if ticks["all"] in (10, 25, 40):
+            cluster.actors[-1][1].kill()
+
+    cluster.every = kill
+    heard = Heard()
+    result = run(cluster, path, heard=heard)
+    assert any("killed" in change for change in heard.changes)
+    # 200 rows of at most 4 tokens, of which each gives one: the total shrinks to 200, and is never above 800.
+    assert all(0 <= done <= expected <= 800 for done, expected in heard.told), heard.told
+    assert [done for done, _ in heard.told] == sorted(done for done, _ in heard.told)
+    assert result.stats is not None and result.stats.completion_tokens == 200
 
 
 def test_a_row_that_ends_its_engine_becomes_an_error_row(tmp_path: Path, expected: Any) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moelight.core.errors import ConfigError, MoelightError
-from moelight.integrations.ray import ERROR, EngineStage, build_processor
+from moelight.integrations.ray import ERROR, EngineStage, _Postprocess, build_processor
 from tests.integrations.ray.playing import EchoEngine, EchoWorker
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'moelight[ray]'")
@@ -75,6 +75,19 @@ def test_an_engine_that_fails_fails_its_tasks() -> None:
         asyncio.run(answered(actor, {"prompt": np.array(["word"], dtype=object)}))
 
 
+def test_a_result_keeps_the_error_of_its_row() -> None:
+    """Also where it forgets the column, as the guide's does."""
+    keep = _Postprocess(lambda row: {"answer": row["generated_text"]})
+    assert keep({"generated_text": "", ERROR: "empty_prompt: no tokens"}) == {
+        "answer": "",
+        ERROR: "empty_prompt: no tokens",
+    }
+    own = _Postprocess(lambda row: {ERROR: row[ERROR].upper()})
+    assert own({"generated_text": "", ERROR: "a"}) == {ERROR: "A"}
+
+
 def test_unknown_options_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"ray_remote_args has 'num_cpu' \(did you mean 'num_cpus'\?\)"):
+        build_processor(ray_remote_args={"num_cpu": 3})
     with pytest.raises(ConfigError, match=r"unknown option 'batchsize' \(did you mean 'batch_size'\?\)"):
         build_processor(batchsize=3)
