@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import typer
+
+from moelight.cli import REFUSED
 from moelight.cli import planning_options as ask
 from moelight.cli.options import argument, option, with_options
 from moelight.cli.tables import (
@@ -19,7 +22,7 @@ from moelight.cli.tables import (
     stacked,
     text,
 )
-from moelight.core.errors import BudgetError
+from moelight.core.errors import BudgetError, ConfigError
 from moelight.core.units import format_bytes
 from moelight.observe.number_format import count_text, share_text
 
@@ -38,13 +41,26 @@ def inspect(
     *,
     model: str = argument("MODEL", "A known model, or the directory of a config.json."),
     hw: str | None = option("Show the memory needed on this machine, too.", metavar="NAME|FILE|auto"),
+    check: bool = option(
+        "Open the checkpoint as generate does, without its weights, and say what does not fit.", default=False
+    ),
     asked: ask.PlanningOptions,
     as_json: ask.Json = False,
 ) -> None:
     """Count a model's parameters and bytes, from its config alone.
 
-    With --hw also the memory that the best plan uses in each tier of that machine, and the least that suffices.
+    With --hw also the memory that the best plan uses in each tier of that machine, and the least that suffices. With
+    --check the checkpoint is opened as generate opens it, without its weights: what its tensors are, what is not read
+    and why, what does not fit and what to do (exit code 2), and which tokens end an answer.
     """
+    if check:
+        if hw is not None:
+            raise ConfigError("--check looks at the files of a model, and --hw at a machine; give one of them")
+        from moelight.cli.checkpoint_view import check_and_show
+
+        if not check_and_show(model, as_json=as_json):
+            raise typer.Exit(REFUSED)
+        return
     from moelight.hrm.inventory import inventory
 
     profile = ask.load_model(model)

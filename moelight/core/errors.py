@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class MoelightError(Exception):
@@ -31,7 +31,12 @@ class ConfigError(UserError):
 
 
 class CheckpointError(UserError):
-    """The weights on disk are missing, damaged, or disagree with their config. The text names file and tensor."""
+    """The weights on disk are missing, damaged, or disagree with their config. The text names file and tensor;
+    ``faults``: all faults that were noticed, one line each, if the text is of more than one."""
+
+    def __init__(self, message: str, *, faults: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.faults = tuple(faults)
 
 
 class BudgetError(UserError):

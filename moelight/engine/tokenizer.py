@@ -134,6 +134,11 @@ class Tokenizer:
         """Number of tokens, added tokens included; ids are smaller unless they have gaps."""
         return int(self._inner.get_vocab_size(with_added_tokens=True))
 
+    @property
+    def roles(self) -> Mapping[str, str]:
+        """The texts of special tokens by their roles."""
+        return self._named
+
     def token_id(self, role: str) -> int | None:
         """The id of the special token of this ``role`` (``bos_token``, ``eos_token``, ...), if any."""
         text = self._named.get(role)

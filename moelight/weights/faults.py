@@ -69,7 +69,9 @@ class Faults:
         absent = [each for each in self._noticed if isinstance(each, _Missing)]
         first = (absent and self._left and self._otherwise_named(absent)) or texts[0]
         more = len(self._noticed) + len(self._left) - 1
-        raise CheckpointError(first + (f" (and {more} more fault{'s' if more > 1 else ''})" if more else ""))
+        line = first + (f" (and {more} more fault{'s' if more > 1 else ''})" if more else "")
+        others = [text for text in (*texts, *map(self._left_text, self._left)) if text != first]
+        raise CheckpointError(line, faults=(first, *dict.fromkeys(others)))
 
     def _otherwise_named(self, absent: Sequence[_Missing]) -> str:
         """The line if tensors that are missing seem to be there under other names; empty if none does."""

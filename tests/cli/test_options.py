@@ -156,7 +156,7 @@ OPTIONS = {
     },
     "roofline": {*QUESTION, *CHOICES, "--policy", "--plot", "--json"},
     "report": {"TRACE", "--output", "-o", "--json"},
-    "inspect": {"MODEL", *(QUESTION - {"--model", "-m"}), *LIMITS, "--no-cache", "--json"},
+    "inspect": {"MODEL", "--check", *(QUESTION - {"--model", "-m"}), *LIMITS, "--no-cache", "--json"},
     "models": {"[MODEL]", "--json"},
     "convert": {
         "MODEL",
