@@ -164,9 +164,7 @@ def test_the_reason_of_a_lost_engine_is_one_line_of_whole_words() -> None:
 
 
 @pytest.mark.thorough
-def test_the_guides_stage_keeps_the_errors_of_its_rows(
-    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_guides_stage_keeps_the_errors_of_its_rows(cluster: Any, tmp_path: Path) -> None:
     """Its lines are run as they stand, with two rows that cannot be served, and no argument is deprecated."""
     import ray
     from pyarrow import parquet, table
@@ -174,10 +172,11 @@ def test_the_guides_stage_keeps_the_errors_of_its_rows(
 
     guide = Path("docs/guides/ray.md").read_text(encoding="utf-8")
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "build_processor(" in block)
-    monkeypatch.chdir(tmp_path)
-    Path("questions").mkdir()
+    for name in ("questions", "answers"):
+        code = code.replace(f'"{name}/"', repr(str(tmp_path / name)))
+    (tmp_path / "questions").mkdir()
     questions = [f"{n} + {n} =" for n in range(20)] + ["a" * 4000, "9" * 3000]
-    parquet.write_table(table({"question": questions}), "questions/q.parquet")
+    parquet.write_table(table({"question": questions}), tmp_path / "questions" / "q.parquet")
     node = cluster.add_node(**NODE)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     try:
@@ -188,7 +187,7 @@ def test_the_guides_stage_keeps_the_errors_of_its_rows(
     finally:
         ray.shutdown()
         cluster.remove_node(node)
-    answers = {row["question"]: row for row in parquet.read_table("answers").to_pylist()}
+    answers = {row["question"]: row for row in parquet.read_table(tmp_path / "answers").to_pylist()}
     assert len(answers) == len(questions)
     for question in questions:
         failed = answers[question]["__inference_error__"]
