@@ -168,7 +168,7 @@ def _model_type(directory: Path) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Piece:
+class _StoredPiece:
     """A stored tensor, and the matrix or vector that it is or belongs to: ``module``, with ``suffix`` if it is no
     weight."""
 
@@ -180,12 +180,12 @@ class _Piece:
     reason: str = ""
 
 
-def _pieces(directory: Path, ignored: Iterable[IgnoredTensor]) -> Iterator[_Piece]:
+def _pieces(directory: Path, ignored: Iterable[IgnoredTensor]) -> Iterator[_StoredPiece]:
     """Every stored tensor; raises as reading of headers does."""
     if directory.suffix == GGUF:
         for tensor in read_gguf(directory).tensors.values():
             module, suffix = _without_weight(tensor.name)
-            yield _Piece(module=module, suffix=suffix, format=tensor.type, nbytes=tensor.nbytes, file=tensor.file)
+            yield _StoredPiece(module=module, suffix=suffix, format=tensor.type, nbytes=tensor.nbytes, file=tensor.file)
         return
     checkpoint = open_needed(directory)
     reasons = {each.info.name: each.reason for each in (*checkpoint.ignored, *ignored)}
@@ -197,7 +197,9 @@ def _pieces(directory: Path, ignored: Iterable[IgnoredTensor]) -> Iterator[_Piec
         if (matrix := _matrix_of(name, infos, format_of)) is not None:
             module, suffix, stored = matrix
         reason = reasons.get(name, "")
-        yield _Piece(module=module, suffix=suffix, format=stored, nbytes=info.nbytes, file=info.file, reason=reason)
+        yield _StoredPiece(
+            module=module, suffix=suffix, format=stored, nbytes=info.nbytes, file=info.file, reason=reason
+        )
 
 
 def _formats(directory: Path) -> Callable[[str], StoredFormat | None]:
@@ -231,7 +233,7 @@ def _without_weight(name: str) -> tuple[str, str]:
     return module, "" if last == "weight" else f".{last}"
 
 
-def _families(pieces: Iterable[_Piece]) -> Iterator[TensorFamily]:
+def _families(pieces: Iterable[_StoredPiece]) -> Iterator[TensorFamily]:
     """``pieces`` by the names of their modules; those of one place, format and number together."""
     alike: dict[tuple[str, str, str], dict[str, int]] = {}
     for piece in pieces:
