@@ -22,10 +22,10 @@ _HEADS, _LEAST_NAME = ("count", "format", "bytes"), 24
 
 def check_and_show(model: str, *, as_json: bool) -> bool:
     """Check ``model`` and print the page, or JSON; returns whether the model runs."""
-    from moelight.engine.checkpoint_report import report_of
+    from moelight.engine.checkpoint_report import check_checkpoint
     from moelight.engine.model import LazyModel
 
-    report = report_of(LazyModel(model))
+    report = check_checkpoint(LazyModel(model))
     if as_json:
         print_json(report_as_dict(report))
     else:
@@ -80,9 +80,9 @@ def _about(report: CheckpointReport) -> str:
 
 def _tensors(families: Sequence[TensorFamily], width: int) -> Table:
     table = plain_table("name", ">count", "format", ">bytes")
-    families = sorted(families, key=name_of)
+    families = sorted(families, key=family_name)
     rows = [
-        (name_of(family), f"{family.count:,}", printable(family.format), format_bytes(family.nbytes))
+        (family_name(family), f"{family.count:,}", printable(family.format), format_bytes(family.nbytes))
         for family in families[:_MAX_FAMILIES]
     ]
     beside = sum(
@@ -116,7 +116,7 @@ def _ignored(families: Sequence[TensorFamily], width: int) -> RenderableType:
     )
 
 
-def name_of(family: TensorFamily) -> str:
+def family_name(family: TensorFamily) -> str:
     """Return the name of ``family`` with its leaves in braces: ``model.layers.*.mlp.{gate,up,down}_proj``."""
     dot, leaves = "." if family.name else "", family.leaves
     if len(leaves) == 1:

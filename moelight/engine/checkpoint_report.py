@@ -124,7 +124,7 @@ class _Refusals:
             return None
 
 
-def report_of(model: LazyModel) -> CheckpointReport:
+def check_checkpoint(model: LazyModel) -> CheckpointReport:
     """Check ``model`` as a job does before it loads weights; a fault does not end the check but becomes a refusal."""
     refusals = _Refusals()
     directory = refusals.of(lambda: model.directory)

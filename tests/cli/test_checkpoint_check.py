@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moelight.cli.checkpoint_view import broken
-from moelight.engine.checkpoint_report import report_of
+from moelight.engine.checkpoint_report import check_checkpoint
 from moelight.engine.model import LazyModel
 from tests.cli.program import moelight_inside as run
 from tests.hostile.checkpoints import HOSTILE, SINGLE, Hostile
@@ -120,7 +120,7 @@ def test_every_hostile_checkpoint_is_refused_in_one_line(
     hostile: Hostile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    report = report_of(LazyModel(str(hostile.build(tmp_path / "model"))))
+    report = check_checkpoint(LazyModel(str(hostile.build(tmp_path / "model"))))
     assert report.refusals and all("\n" not in line for line in report.refusals)
 
 
