@@ -113,11 +113,9 @@ def test_each_family_has_its_own_norms_clips_and_windows() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "mixtrall", "", None, 7, ["mixtral"]])
-def test_dense_and_unknown_models_are_refused_with_the_list_of_known_ones(model_type: object) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_dense_and_unknown_models_are_refused_with_where_known_ones_are_listed(model_type: object) -> None:
+    with pytest.raises(ConfigError, match=r"is not a family that moelight knows.*; `moelight models` lists those"):
         read({**tiny_config("mixtral"), "model_type": model_type})
-    for family in FAMILY_NAMES:
-        assert family in str(caught.value)
 
 
 @pytest.mark.parametrize(

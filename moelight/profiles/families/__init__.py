@@ -231,12 +231,13 @@ FAMILIES = {family.model_type: family for family in _ALL}
 def profile_from_config(config: HFConfig, *, name: str) -> ModelProfile:
     """The profile of the model that ``config`` describes.
 
-    Raises ConfigError if ``model_type`` is absent, dense or unknown (the message lists the known ones).
+    Raises ConfigError if ``model_type`` is absent, dense or unknown.
     """
     model_type = config.find("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        known = f"{did_you_mean(str(model_type), FAMILIES)}; known: {', '.join(FAMILIES)}"
-        raise config.error(f"model_type {model_type!r} is not a Mixture-of-Experts family moelight knows{known}")
+        near = did_you_mean(str(model_type), FAMILIES)
+        listed = f"{near}; `moelight models` lists those that run"
+        raise config.error(f"model_type {model_type!r} is not a family that moelight knows{listed}")
     return read_profile(config, FAMILIES[model_type], name=name)
 
 

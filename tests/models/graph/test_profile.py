@@ -173,7 +173,7 @@ def test_a_directory_of_any_family_is_planned_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"model_type": "mixtrall"}, r"is not a Mixture-of-Experts family moelight knows \(did you mean 'mixtral'"),
+        ({"model_type": "mixtrall"}, r"is not a family that moelight knows \(did you mean 'mixtral'"),
         ({"model_type": "minimax_m2", "num_hidden_layers": 10**9}, "num_hidden_layers must be an integer from 1 to"),
         (
             {"model_type": "minimax_m2", "quantization_config": {"quant_method": "quanto"}},
