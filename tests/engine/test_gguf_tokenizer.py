@@ -1,7 +1,8 @@
-"""Tokenizers out of the metadata of GGUF files encode as the tokenizers that were written there."""
+"""Tokenizers out of the metadata of GGUF files encode as the tokenizers that were written there, and as llama.cpp."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from moelight.core.errors import CheckpointError
 from moelight.engine.tokenizer import Tokenizer as Ours
+from moelight.profiles.pre_tokenizers import PRE_TOKENIZERS
+from tests.engine import gguf_tokenizers
 
 TEXTS = ["Hello world", "  two blanks\n", "naïve café 世界 🦊", "x1234567y", "It's we'll", "<|im_start|>user"]
 # Of Qwen2, whose name files state as their pre-tokenizer.
@@ -39,8 +42,6 @@ def trained() -> Tokenizer:
 
 
 def write(path: Path, tokenizer: Tokenizer, **changes: Any) -> None:
-    import json
-
     inner = json.loads(tokenizer.to_str())["model"]
     tokens = sorted(inner["vocab"], key=inner["vocab"].get)
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in inner["merges"]]
@@ -255,3 +256,21 @@ def test_sentencepiece_texts_begin_with_a_blank_of_their_own(
         assert tokenizer.eos_token_ids == {tokens.index("</s>")}
         if "[" not in text:
             assert tokenizer.decode(ids[1:], skip_special_tokens=False) == text
+
+
+SAMPLE = json.loads(gguf_tokenizers.SAMPLE.read_text(encoding="utf-8"))
+
+
+def test_the_sample_has_every_pre_tokenizer() -> None:
+    names = [name for row in SAMPLE["expected"] for name in row["names"]]
+    assert sorted(names) == sorted([*PRE_TOKENIZERS, *gguf_tokenizers.SENTENCEPIECE_NAMES])
+
+
+@pytest.mark.parametrize("row", SAMPLE["expected"], ids=lambda row: row["names"][0])
+def test_texts_have_the_ids_of_llama_cpp(row: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "some.gguf"
+    for name in row["names"]:
+        gguf_tokenizers.write(path, name, SAMPLE["merges"])
+        tokenizer = Ours.from_gguf(path)
+        for text, ids in zip(SAMPLE["texts"], row["ids"], strict=True):
+            assert tokenizer.encode(text) == ids, (name, text)
