@@ -357,7 +357,7 @@ def _add_steps(inner: tokenizers.Tokenizer, vocabulary: GGUFVocabulary) -> None:
     from tokenizers import decoders, normalizers
 
     pre = vocabulary.pre
-    if pre is None or pre.marks_blanks:
+    if pre is None or not pre.byte_level:
         # Every text between added tokens is normalized by itself, so all begin with a blank, as in llama.cpp.
         steps = [normalizers.Prepend(_BLANK)] if vocabulary.adds_space_prefix else []
         inner.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _BLANK)])

@@ -74,7 +74,7 @@ class PreTokenizer:
     """The expressions ``splits``, applied in order, and what else llama.cpp derives from the name.
 
     ``byte_level``: tokens spell bytes by the printable characters of GPT-2; otherwise they are plain text with ``▁``
-    for a blank where ``marks_blanks`` is set, and bytes are ``<0xNN>``. ``ignore_merges``: a piece that is a token is
+    for a blank, and bytes are ``<0xNN>``. ``ignore_merges``: a piece that is a token is
     that token, whatever its merges. ``adds_bos``: whether a text begins with the BOS token where the file does not say;
     ``always_adds_bos``: even where the file says otherwise. ``mask_takes_blanks``: blanks before ``<mask>`` belong to
     it.
@@ -82,7 +82,6 @@ class PreTokenizer:
 
     splits: tuple[str, ...]
     byte_level: bool = True
-    marks_blanks: bool = False
     ignore_merges: bool = False
     adds_bos: bool = False
     always_adds_bos: bool = False
@@ -103,12 +102,13 @@ _bailing = PreTokenizer(
         rf"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|{_WORD}|\p{{N}}|{_PUNCTUATION}[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
     )
 )
-_sentencepiece = PreTokenizer(splits=(_LINES,), byte_level=False, marks_blanks=True)
+_sentencepiece = PreTokenizer(splits=(_LINES,), byte_level=False)
 _gemma4 = replace(_sentencepiece, adds_bos=True, always_adds_bos=True)
 
 DEFAULT_PRE_TOKENIZER = PreTokenizer(splits=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
 
-# By name, as in the llama.cpp of llama-cpp-python 0.3.36 (0c1e57098).
+# By name, as in the llama.cpp of llama-cpp-python 0.3.36 (0c1e57098), but for `whitespace`: it belongs to a tokenizer
+# model of that name, of embedding models.
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "default": DEFAULT_PRE_TOKENIZER,
     **dict.fromkeys(
@@ -233,7 +233,6 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     ),
     **dict.fromkeys(("gemma4", "granite-embed-multi-311m"), _gemma4),
     "sarvam-moe": _sentencepiece,
-    "whitespace": PreTokenizer(splits=(r"\S+",), byte_level=False),
 }
 
 

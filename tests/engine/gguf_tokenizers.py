@@ -357,7 +357,7 @@ def compare(path: Path, samples: Sequence[str]) -> dict[str, Any]:
 def names_in(source: Path) -> list[str]:
     """The pre-tokenizers that llama.cpp's source knows."""
     text = (source / "vendor" / "llama.cpp" / "src" / "llama-vocab.cpp").read_text(encoding="utf-8")
-    return sorted(set(re.findall(r'tokenizer_pre == "([^"]+)"', text)))
+    return sorted(set(re.findall(r'tokenizer_pre == "([^"]+)"', text)) - {"whitespace"})  # a tokenizer model of its own
 
 
 def with_a_tensor(path: Path, scratch: Path) -> Path:
