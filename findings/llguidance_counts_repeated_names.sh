@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# llguidance counts a repeated name of a JSON object twice. {"minProperties": 2} lets {"a": 1, "a": 2} through, which has
-# one property once it is parsed; and an enum of 1.0 accepts the text 1 alone, not 1.0, though both are the same number.
+# llguidance 1.9.1, jsonschema-rs 0.61.0. One would expect that a text which a JSON schema's grammar accepts is valid once
+# it is parsed, and that numbers are accepted in the schema's own spelling. Instead a repeated name of an object counts
+# twice: {"minProperties": 2} lets {"a": 1, "a": 2} through, which has one property; and an enum of 1.0 accepts the text 1
+# alone, not 1.0.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# llguidance serves a oneOf of objects that differ in a constant property, where these are written in place. Behind $refs,
-# as pydantic writes its tagged unions, the same schema is "not supported".
+# llguidance 1.9.1. One would expect that a schema and the same schema with its parts behind $refs compile alike. A oneOf
+# of objects that differ in a constant property compiles where they are written in place; behind $refs, as pydantic writes
+# its tagged unions, it is "not supported".
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
