@@ -1,8 +1,9 @@
 """The main job on published models: 200 questions answered by the command line, compared with transformers in float32.
 
-    python -m tests.real [--cache DIR] [--questions 200] [--max-tokens 256] [--models smollm2 gemma3]
+    python -m tests.real [--cache DIR] [--questions 200] [--models smollm2 gemma3]
 
-An instruct model gets the questions as chats through its own template, a base model as plain prompts. Each token of an
+An instruct model gets the questions as chats through its own template, a base model as plain prompts that it continues
+by fewer tokens, as nothing ends them. Each token of an
 answer must be the likeliest one of transformers in float32, given the tokens before it; ties within 1e-4 are counted
 apart. The last line is JSON.
 """
@@ -25,6 +26,7 @@ from tests.real.published import GEMMA3, SMOLLM2, PublishedModel, dequantise, fe
 
 MODELS = {"smollm2": SMOLLM2, "gemma3": GEMMA3}
 QUESTIONS = Path(__file__).parent / "questions.txt"
+CHAT_TOKENS, PROMPT_TOKENS = 256, 32
 TIE = 1e-4  # difference of logits that another order of float32 sums explains
 
 
@@ -65,13 +67,14 @@ def compare(directory: Path, questions: list[str], answers: list[dict[str, Any]]
     return counts
 
 
-def run(model: PublishedModel, cache: Path, questions: list[str], max_tokens: int) -> dict[str, Any]:
+def run(model: PublishedModel, cache: Path, questions: list[str]) -> dict[str, Any]:
     """Fetch, dequantise, answer and compare."""
     directory = cache / model.name
     if not (directory / "model.safetensors").exists():
         dequantise(model, fetch(model, cache), directory)
     chat = AutoTokenizer.from_pretrained(directory).chat_template is not None
     with tempfile.TemporaryDirectory() as scratch:
+        max_tokens = CHAT_TOKENS if chat else PROMPT_TOKENS
         answers = answer(directory, questions, max_tokens, chat, Path(scratch))
     for text, row in list(zip(questions, answers, strict=True))[:5]:
         print(f"  {text}\n    {row['text'].strip()[:160]!r} ({row['finish_reason']})")
@@ -84,12 +87,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, default=Path("build/real"), help="Where the models are kept.")
     parser.add_argument("--questions", type=int, default=200, help="Number of questions.")
-    parser.add_argument("--max-tokens", type=int, default=256, help="Maximum number of tokens of an answer.")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     options = parser.parse_args()
     options.cache.mkdir(parents=True, exist_ok=True)
     questions = QUESTIONS.read_text().splitlines()[: options.questions]
-    results = [run(MODELS[name], options.cache, questions, options.max_tokens) for name in options.models]
+    results = [run(MODELS[name], options.cache, questions) for name in options.models]
     print(json.dumps(results))
     wrong = [result for result in results if result["other"] or result["prompts of another length"]]
     sys.exit(bool(wrong))
