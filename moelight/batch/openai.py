@@ -7,6 +7,7 @@ fetched nor opened.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -29,16 +30,18 @@ from moelight.batch.source import InputSource
 from moelight.core.errors import InputError
 from moelight.core.request import MOST_SAMPLES, SamplingParams
 from moelight.engine.chat import Conversation
+from moelight.engine.tool_calls import ToolRequest
 
 _LINE_FIELDS = ("custom_id", "method", "url", "body")
 _MOST_LOGPROBS = 20
+_TOOL_NAME, _NAME_LETTERS = re.compile(r"[\w.-]{1,128}"), "letters, digits, _, - and ."
 
 # Older names of constraints, and the StructuredOutputs field of each.
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 # Fields for a service that do not apply to a job: any value is accepted and ignored.
 _IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "parallel_tool_calls", "verbosity", "priority", "request_id", "guided_decoding_backend",
+    "verbosity", "priority", "request_id", "guided_decoding_backend",
     "cache_salt", "length_penalty", "spaces_between_special_tokens",
 })  # fmt: skip
 # Known fields that would change the answer and are not served: accepted only with a false value.
@@ -103,6 +106,7 @@ class _ChatBody(_RequestBody, kw_only=True):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     modalities: list[str] | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
@@ -132,6 +136,7 @@ class _ParsedBody:
 
     prompts: tuple[Prompt, ...] = ()
     conversation: Conversation | None = None
+    tools: ToolRequest | None = None
     sampling: dict[str, Any]
     answered: Mapping[str, Any]
 
@@ -166,6 +171,7 @@ class OpenAIReader(LineReader):
                 kind=kind,
                 prompts=asked.prompts,
                 conversation=asked.conversation,
+                tools=asked.tools,
                 sampling=self._sampling(asked, body),
                 limit=asked.sampling.get("max_tokens"),
                 answered=asked.answered,
@@ -191,6 +197,11 @@ class OpenAIReader(LineReader):
             raise _missing("messages")
         conversation = _conversation(body)
         _constrain(sampling, body)
+        tools = _tools(body) if conversation.tools else None
+        if tools is None and body.tool_choice not in (None, "none", "auto"):
+            raise FieldError("tool_choice needs tools", param="tool_choice")
+        if tools is not None and tools.forced and "structured_outputs" in sampling:
+            raise FieldError("a forced tool call cannot have another structure; send one of them", param="tool_choice")
         if body.max_completion_tokens is not None:
             if body.max_tokens not in (None, body.max_completion_tokens):
                 raise FieldError("max_tokens and max_completion_tokens differ; send one of them", param="max_tokens")
@@ -206,7 +217,7 @@ class OpenAIReader(LineReader):
             "prompt_logprobs": body.prompt_logprobs is not None,
             "include_reasoning": body.include_reasoning is not False,
         }
-        return _ParsedBody(conversation=conversation, sampling=sampling, answered=answered)
+        return _ParsedBody(conversation=conversation, tools=tools, sampling=sampling, answered=answered)
 
     def _completion(self, values: dict[str, Any]) -> _ParsedBody:
         body, sampling = self._convert(values, _CompletionBody)
@@ -284,8 +295,6 @@ def _check_names(values: dict[str, Any], known: frozenset[str]) -> None:
 
 def _conversation(body: _ChatBody) -> Conversation:
     messages = read_messages(body.messages)
-    if body.tool_choice not in (None, "none", "auto"):
-        raise _unsupported("tool_choice", "calls cannot be forced; only none and auto are served")
     if body.modalities not in (None, ["text"]):
         raise _unsupported("modalities", "only text is generated")
     goes_on = bool(body.continue_final_message)
@@ -303,6 +312,28 @@ def _conversation(body: _ChatBody) -> Conversation:
         continue_final_message=goes_on,
         template_kwargs=kwargs,
     )
+
+
+def _tools(body: _ChatBody) -> ToolRequest:
+    """The tools of ``body``, and which must be called."""
+    names = []
+    for number, tool in enumerate(body.tools or (), start=1):
+        function = tool.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(function, dict) or not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
+            raise FieldError(f"tool {number}: function must be an object with a name of {_NAME_LETTERS}", param="tools")
+        if not isinstance(function.get("parameters") or {}, dict):
+            raise FieldError(f"tool {number}: parameters must be a JSON schema", param="tools")
+        names.append(name)
+    choice = body.tool_choice or "auto"
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        choice = function.get("name") if isinstance(function, dict) else None
+        if choice not in names:
+            raise FieldError(f"tool_choice: no tool is named {choice!r}", param="tool_choice")
+    elif choice not in ("auto", "required"):
+        raise FieldError(f"tool_choice must be none, auto, required or a function, not {choice!r}", param="tool_choice")
+    return ToolRequest(tools=body.tools or (), choice=choice, parallel=body.parallel_tool_calls is not False)
 
 
 def _constrain(sampling: dict[str, Any], body: _RequestBody) -> None:

@@ -70,6 +70,12 @@ class OpenAIFormat:
             message["content"] = completion.text or None if completion.reasoning else completion.text
             if row.answered.get("include_reasoning", True):
                 message["reasoning_content"] = completion.reasoning
+        if completion.tool_calls:
+            message["content"] = completion.text or None
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in completion.tool_calls
+            ]
         return {
             "index": index,
             "message": message,

@@ -4,9 +4,9 @@ of its completions are missing) or put into the journal."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from moelight.batch.crash_guard import struck_row_error
@@ -17,9 +17,10 @@ from moelight.batch.progress import Progress, ProgressFields
 from moelight.batch.rows import AnswerHeader, BadRow, Row, bad_row, structure_totals, to_json_line
 from moelight.batch.scan import duplicate, encode_row, room
 from moelight.core.errors import InputError, MoelightError
-from moelight.core.request import Completion, ReasoningStart, Request
+from moelight.core.request import Completion, Request, SamplingParams, StructuredOutputs
 from moelight.engine.model import LazyModel
 from moelight.engine.reasoning import OFF, reasoning_start
+from moelight.engine.tool_calls import NO_TOOL_FORMAT, ToolRequest, call_id
 
 if TYPE_CHECKING:
     from moelight.engine.engine import Engine
@@ -42,8 +43,10 @@ class JobInput:
 
     def encode(self, row: Row) -> list[tuple[int, ...]]:
         """Token ids of each prompt of ``row``; raises InputError if one is empty or the chat template refuses the
-        conversation."""
+        conversation or calls no tools."""
         tokenizer, most = self.model.tokenizer, self.model.context
+        if row.tools is not None:
+            self._tool_sampling(row, row.tools)
         if row.conversation is not None:
             prompts = [tuple(tokenizer.render(row.conversation, most=most))]
         else:
@@ -52,11 +55,45 @@ class JobInput:
             raise InputError("the prompt is empty: it holds no token", code="empty_prompt")
         return prompts
 
-    def reasoning(self, row: Row, prompt: tuple[int, ...]) -> ReasoningStart | None:
-        """How the answer to ``row``, encoded as ``prompt``, begins; None if its reasoning is not split off."""
-        if row.conversation is None or self.options.reasoning == OFF:
-            return None
-        return reasoning_start(self.model.tokenizer, row.conversation, prompt)
+    def request(self, row: Row, prompt: tuple[int, ...], index: int) -> Request:
+        """The request of ``row``, encoded as ``prompt``."""
+        sampling, reasoning, tools = row.sampling, None, row.tools
+        if row.conversation is not None and self.options.reasoning != OFF:
+            forced = tools is not None and tools.forced
+            reasoning = reasoning_start(self.model.tokenizer, row.conversation, prompt, calls=forced)
+        if tools is not None:
+            sampling = self._tool_sampling(row, tools)
+        return Request(index=index, token_ids=prompt, sampling=sampling, reasoning=reasoning)
+
+    def _tool_sampling(self, row: Row, tools: ToolRequest) -> SamplingParams:
+        """The sampling of an answer that may call ``tools``: the markers of calls, often special tokens, stay in its
+        text, and a forced call is a constraint. Raises InputError if calls of this model cannot be read."""
+        if self.model.tool_format is None:
+            raise InputError(NO_TOOL_FORMAT, code="unsupported_parameter")
+        constraint = row.sampling.structured_outputs
+        if tools.forced:
+            constraint = StructuredOutputs(grammar=self.model.tool_grammar(tools))
+        return replace(row.sampling, skip_special_tokens=False, structured_outputs=constraint)
+
+    def read_calls(self, row: Row, completions: Sequence[Completion]) -> Sequence[Completion]:
+        """``completions`` of ``row`` with the tool calls in their texts; ids are the same in every run."""
+        tools, form = row.tools, self.model.tool_format
+        if tools is None or form is None:
+            return completions
+        schemas, answers = tools.schemas, []
+        for number, completion in enumerate(completions):
+            text, calls = form.read(completion.text, schemas)
+            if row.sampling.skip_special_tokens:
+                text = self.model.tokenizer.without_special_tokens(text)
+            identity = f"{self.facts['prompts']['digest']}:{row.number}:{number}"
+            named = tuple(
+                replace(call, id=call.id or call_id(f"{identity}:{place}", form.id_letters))
+                for place, call in enumerate(calls if tools.parallel else calls[:1])
+            )
+            called = bool(named) and completion.finish_reason == "stop"
+            reason = "tool_calls" if called else completion.finish_reason
+            answers.append(replace(completion, text=text, tool_calls=named, finish_reason=reason))
+        return answers
 
     def header(self) -> AnswerHeader:
         """The header of an answer that is written now."""
@@ -141,12 +178,7 @@ class RowProcessor:
                     prompts = encode_row(row, self.prepared.encode, self._context)
                     expected = sum(room(row, len(prompt), self._context) for prompt in prompts) * row.sampling.n
                     requests = [
-                        Request(
-                            index=index,
-                            token_ids=prompt,
-                            sampling=row.sampling,
-                            reasoning=self.prepared.reasoning(row, prompt),
-                        )
+                        self.prepared.request(row, prompt, index)
                         for index, prompt in enumerate(prompts, start=self._next)
                     ]
                     if engine is None:
@@ -177,7 +209,7 @@ class RowProcessor:
             return
         for index in {each.index for each in opened.completions}:
             del self._open[index]
-        completions = sorted(opened.completions, key=lambda each: (each.index, each.sample))
+        completions: Sequence[Completion] = sorted(opened.completions, key=lambda each: (each.index, each.sample))
         row, generated = opened.row, sum(each.completion_tokens for each in completions)
         self.spared += opened.room - generated - sum(each.discarded_tokens for each in completions)
         stuck = next((each for each in completions if each.finish_reason == "error"), None)
@@ -185,6 +217,7 @@ class RowProcessor:
             error = InputError(str(stuck.stop_reason), code=stuck.error_code or "error")
             self.refuse(bad_row(row.number, row.line, row.custom_id, error, kind=row.kind), room=opened.room)
             return
+        completions = self.prepared.read_calls(row, completions)
         prompt_tokens = sum(each.prompt_tokens for each in completions if each.sample == 0)
         self._sink.put(
             row.number,

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeAlias
 from moelight.core.errors import InputError
 from moelight.core.request import TRUNCATED, Completion, SamplingParams
 from moelight.engine.chat import Conversation
+from moelight.engine.tool_calls import ToolRequest
 
 Prompt: TypeAlias = str | tuple[int, ...]
 _LONGEST_MESSAGE = 300
@@ -26,6 +27,7 @@ class Row:
         line: line number in the file, from 1.
         kind: category for row counts: an endpoint (``/v1/completions``), ``prompt`` or ``messages``.
         limit: the row's ``max_tokens``; None if it sets none and the job's default applies.
+        tools: the tools that the answer may call, and which it must call.
         answered: fields of the request that the format needs to write the answer; format-specific.
     """
 
@@ -37,6 +39,7 @@ class Row:
     conversation: Conversation | None = None
     sampling: SamplingParams
     limit: int | None = None
+    tools: ToolRequest | None = None
     answered: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -289,6 +289,21 @@ class StructureError:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCall:
+    """A call of a tool in an answer.
+
+    Attributes:
+        name: the tool's.
+        arguments: a JSON object as text.
+        id: identity of the call; None until one is given to it.
+    """
+
+    name: str
+    arguments: str
+    id: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
     """One answer to one request.
 
@@ -297,7 +312,7 @@ class Completion:
         text: the generated text, without the stop text unless ``include_stop_str_in_output``, and without the reasoning
             where that is split off.
         token_ids: generated tokens, without the closing eos or stop token.
-        finish_reason: ``stop``, ``length`` or ``error``.
+        finish_reason: ``stop``, ``length`` or ``error``; ``tool_calls`` once the calls are read.
         prompt_tokens: tokens of the prompt.
         sample: number of the answer among the request's ``n``, from 0.
         stop_reason: the stop text or stop token id that ended the completion, if one did; after an error, its text.
@@ -311,6 +326,7 @@ class Completion:
         structure_error: why the text lacks the structure that was asked for; None if it has it, or none was.
         attempts: how often the answer was generated until it was valid, or until ``resamplings`` were used up;
             ``discarded_tokens``: the tokens of all attempts but the last.
+        tool_calls: calls of tools, which are not in the text.
     """
 
     index: int
@@ -330,6 +346,7 @@ class Completion:
     structure_error: StructureError | None = None
     attempts: int = 1
     discarded_tokens: int = 0
+    tool_calls: tuple[ToolCall, ...] = ()
 
     @property
     def completion_tokens(self) -> int:

@@ -39,7 +39,7 @@ _WHY: Mapping[signal.Signals | None, str] = {
 }
 # Between the parts of a JSON text: nothing, a space, or a new line with its indentation. Unbounded whitespace would let
 # a model generate it for ever.
-_WHITESPACE = {"whitespace_pattern": r"( |\n {0,16})"}
+JSON_WHITESPACE = {"whitespace_pattern": r"( |\n {0,16})"}
 _STACK_SIZE = threading.Lock()  # threading.stack_size is global
 _T = TypeVar("_T")
 
@@ -80,7 +80,7 @@ def compiled(
 
     def compile_grammar() -> llguidance.LLMatcher:
         if kind == "json":
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_WHITESPACE)  # type: ignore[arg-type]
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=JSON_WHITESPACE)  # type: ignore[arg-type]
         else:
             grammar = llguidance.grammar_from(kind, text)  # type: ignore[arg-type]
         limits = llguidance.LLParserLimits(verbose_errors=False)

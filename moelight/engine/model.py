@@ -16,6 +16,7 @@ from moelight.core.request import SamplingParams
 from moelight.core.small_files import open_regular, read_bytes, read_error_text
 from moelight.engine.constraints import Constraints
 from moelight.engine.tokenizer import MOST_TOKENIZER_BYTES, Tokenizer
+from moelight.engine.tool_calls import NO_TOOL_FORMAT, ToolFormat, ToolRequest, find_tool_format, grammar_literal
 from moelight.experts.options import ExpertOptions
 from moelight.models.graph.profile import know_other_families
 from moelight.optimizer.explain import activations_text
@@ -103,6 +104,20 @@ class LazyModel:
 
     def token_bytes(self, token: int) -> bytes:
         return self.tokenizer.token_bytes(token)
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """The format of tool calls that the chat template writes, if it is known."""
+        template = self.tokenizer.template
+        return None if template is None else find_tool_format(template.sources.values())
+
+    def tool_grammar(self, request: ToolRequest) -> str:
+        """The grammar of a forced call; raises InputError if there is no known format, or none of such a call."""
+        template, form = self.tokenizer.template, self.tool_format
+        if template is None or form is None:
+            raise InputError(NO_TOOL_FORMAT, code="unsupported_parameter")
+        literal = grammar_literal({self.tokenizer.token_text(each): each for each in self.tokenizer.special_ids})
+        return form.grammar(request, literal, "\n".join(template.sources.values()))
 
     def check(self, sampling: SamplingParams) -> None:
         """Raise InputError for sampling parameters that can serve no prompt."""

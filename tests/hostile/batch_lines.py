@@ -184,7 +184,7 @@ BAD: dict[str, tuple[Callable[[str], bytes], str]] = {
     "top_logprobs alone": (lambda i: _dump(chat(i, top_logprobs=2)), "invalid_request"),
     "top_logprobs 21": (lambda i: _dump(chat(i, logprobs=True, top_logprobs=21)), "invalid_request"),
     "stream": (lambda i: _dump(chat(i, stream=True)), "unsupported_parameter"),
-    "forced tool": (lambda i: _dump(chat(i, tool_choice="required")), "unsupported_parameter"),
+    "forced tool": (lambda i: _dump(chat(i, tool_choice="required")), "invalid_request"),
     "tools a text": (lambda i: _dump(chat(i, tools="t")), "invalid_request"),
     "template of its own": (lambda i: _dump(chat(i, chat_template="{{ ''.__class__ }}")), "unsupported_parameter"),
     "unknown response format": (lambda i: _dump(chat(i, response_format={"type": "xml"})), "invalid_request"),
