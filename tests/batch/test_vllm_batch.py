@@ -77,7 +77,9 @@ def outcome(row: dict[str, Any]) -> tuple[str, int] | str:
         assert row["error"]["code"] == body["error"]["code"]
         assert row["error"]["error"]["code"] == row["response"]["status_code"] in (400, 404)
         return str(body["error"]["code"])
-    assert row["error"] is None and row["response"]["status_code"] == 200
+    cut = body["choices"][0]["finish_reason"] == "length" and row["custom_id"] == "json-schema-unserved"
+    assert row["response"]["status_code"] == 200
+    assert (row["error"] or {}).get("code") == ("structured_output_truncated" if cut else None)
     return str(body["choices"][0]["finish_reason"]), int(body["usage"]["completion_tokens"])
 
 
