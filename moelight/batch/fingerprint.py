@@ -11,9 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.core.request import DEFAULT_RESAMPLINGS, SamplingParams
-from moelight.core.small_files import read_bytes
+from moelight.core.small_files import read_bytes, read_error_text
 from moelight.engine.tokenizer import MOST_TOKENIZER_BYTES
 
 
@@ -42,10 +43,14 @@ def number_facts(
 
 
 def digest_of_file(path: Path | None) -> str | None:
-    """The digest of a small file; None if ``path`` is None."""
+    """The digest of a small file; None if ``path`` is None. Raises ConfigError for a file that cannot be read."""
     if path is None:
         return None
-    return hashlib.blake2b(read_bytes(path, most=MOST_TOKENIZER_BYTES), digest_size=16).hexdigest()
+    try:
+        content = read_bytes(path, most=MOST_TOKENIZER_BYTES)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read ({read_error_text(error)})") from None
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 _SHOWN = 60

@@ -76,7 +76,9 @@ def check_error_row(row: dict[str, Any], line: BatchLine, number: int) -> None:
     assert row["id"].startswith("batch_req_") and set(response) == {"status_code", "request_id", "body"}
     assert response["status_code"] == (404 if line.code == "model_not_found" else 400)
     assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
-    assert row["error"] == {"code": line.code, "message": body["error"]["message"]}
+    message = body["error"]["message"]
+    inner = body["error"] | {"code": response["status_code"], "type": row["error"]["error"]["type"]}
+    assert row["error"] == {"code": line.code, "message": message, "error": inner}
     assert (body["error"]["code"], body["error"]["type"]) == (line.code, "invalid_request_error")
     assert 0 < len(row["error"]["message"]) < 400 and row["error"]["message"].isprintable()
     if line.custom_id is None:

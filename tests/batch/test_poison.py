@@ -144,7 +144,7 @@ def test_rows_whose_grammars_would_end_the_process_are_error_rows(tmp_path: Path
     assert digit["text"].isdigit() and choice["text"] in ("yes", "no")
     for row in (deep, long):
         assert row["error"]["code"] == "invalid_structured_output"
-        assert row["error"]["message"].startswith("structured_outputs: it is chained or nested too deeply")
+        assert row["error"]["message"].startswith("structured_outputs: JSON Schema: it is chained or nested too deeply")
 
 
 def names(directory: Path) -> list[str]:

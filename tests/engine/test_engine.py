@@ -63,7 +63,8 @@ def test_completions_are_in_the_order_of_prompts(plain: list[Completion]) -> Non
 
 def test_text_is_the_decoded_tokens(engine: Engine, plain: list[Completion]) -> None:
     for completion in plain:
-        assert completion.text == engine.tokenizer.decode(completion.token_ids)
+        text = engine.tokenizer.decode(completion.token_ids)
+        assert completion.text in (text, text.rstrip("\N{REPLACEMENT CHARACTER}"))  # a character cut by max_tokens
 
 
 @pytest.mark.parametrize("most", [1, 2, 5])
