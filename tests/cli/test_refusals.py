@@ -229,6 +229,17 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     assert "error" not in said and "Traceback" not in said
 
 
+def test_a_reader_that_leaves_a_table_is_no_error() -> None:
+    (gone, written), (heard, complained) = os.pipe(), os.pipe()
+    os.close(gone)
+    child = Program("moelight.cli.main", "models", streams=(0, written, complained))
+    os.close(written)
+    os.close(complained)
+    with open(heard, encoding="utf-8") as stream:
+        text = stream.read()
+    assert (child.wait(), text) == (141, "")
+
+
 def test_error_rows_are_exit_code_1(tmp_path: Path) -> None:
     path = write_prompts(tmp_path / "p.jsonl", "{", {"custom_id": "x", "prompt": 3})
     done = moelight("generate", path)
