@@ -39,6 +39,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
     weights = (directory / "torn" / "model.safetensors").read_bytes()
     (directory / "torn" / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     (directory / "wordless" / "tokenizer.json").unlink()
+    (directory / "schema.json").write_text('{"maximun": 3}')
     return directory
 
 
@@ -107,6 +108,10 @@ REFUSED = {
     "no prompts named": ("", ["PROMPTS"]),
     "one argument too many": ("@/good.jsonl @/empty.jsonl", ["argument"]),
     "an option without its value": ("@/good.jsonl --model", ["--model"]),
+    "a misspelt keyword of a schema": (
+        "@/good.jsonl --json-schema @/schema.json",
+        ["--json-schema @/schema.json", "'maximun'", "'maximum'"],
+    ),
 }
 
 
