@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +13,7 @@ import typer
 
 from moelight.cli.options import argument, flag, option, refuse_beside, with_options
 from moelight.cli.tables import say_missing_kernels
-from moelight.core.errors import ConfigError
+from moelight.core.errors import ConfigError, InputError
 from moelight.core.policy import Policy
 from moelight.core.request import SamplingParams, StructuredOutputs
 from moelight.core.small_files import read_error_text, read_json
@@ -171,10 +173,11 @@ def generate(given: JobArguments, cluster: RayArguments) -> None:
     options = read_options(given, as_table=as_table)
     nodes = read_cluster(cluster)
     say_missing_kernels()
-    if given.dry_run:
-        code = forecast_and_report(options, as_json=given.as_json, nodes=nodes)
-    else:
-        code = run_and_report(options, as_table=as_table, nodes=nodes)
+    with _naming_schema(given.json_schema):
+        if given.dry_run:
+            code = forecast_and_report(options, as_json=given.as_json, nodes=nodes)
+        else:
+            code = run_and_report(options, as_table=as_table, nodes=nodes)
     if code:
         raise typer.Exit(code)
 
@@ -298,6 +301,18 @@ def read_constraint(given: JobArguments) -> StructuredOutputs | None:
     except (OSError, ValueError) as error:
         reason = read_error_text(error)
         raise ConfigError(f"--json-schema {given.json_schema}: cannot be read as JSON ({reason})") from None
+
+
+@contextmanager
+def _naming_schema(path: Path | None) -> Iterator[None]:
+    """Name ``path``, the file of ``--json-schema``, in the refusal of its schema; refusals of rows are not raised."""
+    try:
+        yield
+    except InputError as error:
+        if path is None or error.code != "invalid_structured_output":
+            raise
+        text = str(error).removeprefix("structured_outputs: JSON Schema: ")
+        raise InputError(f"--json-schema {path}: {text}", code=error.code) from None
 
 
 def read_policy(path: Path, given: JobArguments) -> Policy:

@@ -175,6 +175,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _refuse(str(error))
     except SystemExit as leave:
+        if isinstance(leave.__context__, BrokenPipeError):  # rich turns one into SystemExit(1)
+            _forget_stdout()
+            return PIPE_CLOSED
         # The argument parser of lm-eval exits with 0 after its help text and with 2 after a usage error.
         return int(leave.code) if leave.code in (0, REFUSED) else _fault(leave, given)
     except BaseException as error:  # a panic of a Rust library is not an Exception

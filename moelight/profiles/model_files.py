@@ -115,11 +115,11 @@ NESTED_KEYS = {
 }
 
 
-_other_families: list[Callable[[Path], ModelProfile | None]] = []
+_other_families: list[Callable[[Path], ModelProfile]] = []
 
 
-def read_other_families(reader: Callable[[Path], ModelProfile | None]) -> None:
-    """Let ``reader`` give the profile of a directory whose family is none of `FAMILIES`; None: it does not know it."""
+def read_other_families(reader: Callable[[Path], ModelProfile]) -> None:
+    """Let ``reader`` give the profile of a directory whose family is none of `FAMILIES`."""
     _other_families[:] = [reader]
 
 
@@ -134,8 +134,8 @@ def load_model_profile(name_or_path: str) -> ModelProfile:
         return open_gguf(path).profile
     if path.is_dir():
         family = HFConfig.from_file(path / "config.json").find("model_type")
-        others = _other_families if isinstance(family, str) and family not in FAMILIES else ()
-        return next((found for reader in others if (found := reader(path))), None) or profile_from_dir(path)
+        others = isinstance(family, str) and family not in FAMILIES and _other_families
+        return others[0](path) if others else profile_from_dir(path)
     name, config = _read(path)
     return profile_from_config(HFConfig(config, where=str(path)), name=name)
 

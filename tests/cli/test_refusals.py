@@ -39,6 +39,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
     weights = (directory / "torn" / "model.safetensors").read_bytes()
     (directory / "torn" / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     (directory / "wordless" / "tokenizer.json").unlink()
+    (directory / "schema.json").write_text('{"maximun": 3}')
     return directory
 
 
@@ -107,6 +108,10 @@ REFUSED = {
     "no prompts named": ("", ["PROMPTS"]),
     "one argument too many": ("@/good.jsonl @/empty.jsonl", ["argument"]),
     "an option without its value": ("@/good.jsonl --model", ["--model"]),
+    "a misspelt keyword of a schema": (
+        "@/good.jsonl --json-schema @/schema.json",
+        ["--json-schema @/schema.json", "'maximun'", "'maximum'"],
+    ),
 }
 
 
@@ -227,6 +232,17 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
         said = stream.read()
     assert child.wait() == 141
     assert "error" not in said and "Traceback" not in said
+
+
+def test_a_reader_that_leaves_a_table_is_no_error() -> None:
+    (gone, written), (heard, complained) = os.pipe(), os.pipe()
+    os.close(gone)
+    child = Program("moelight.cli.main", "models", streams=(0, written, complained))
+    os.close(written)
+    os.close(complained)
+    with open(heard, encoding="utf-8") as stream:
+        text = stream.read()
+    assert (child.wait(), text) == (141, "")
 
 
 def test_error_rows_are_exit_code_1(tmp_path: Path) -> None:

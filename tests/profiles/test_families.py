@@ -118,6 +118,12 @@ def test_dense_and_unknown_models_are_refused_with_where_known_ones_are_listed(m
         read({**tiny_config("mixtral"), "model_type": model_type})
 
 
+def test_a_dense_model_is_not_taken_for_a_misspelt_mixture_of_experts() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read({**tiny_config("mixtral"), "model_type": "qwen2"})
+    assert "did you mean" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "key"),
     [

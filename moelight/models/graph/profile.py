@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from moelight.core.errors import ConfigError, quoted
 from moelight.hrm.inventory import ATTENTION, DENSE_LAYERS, ENDS, SHARED
+from moelight.models.graph.family_table import Table
+from moelight.profiles.families import FAMILIES, unknown_family
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import (
     MOST_EXPERTS,
@@ -51,11 +53,11 @@ def know_other_families() -> None:
     read_other_families(profile_of_directory)
 
 
-def profile_of_directory(directory: Path) -> ModelProfile | None:
-    """The profile of ``directory/config.json`` by its module graph; None if transformers does not know its family.
+def profile_of_directory(directory: Path) -> ModelProfile:
+    """The profile of ``directory/config.json`` by its module graph.
 
     Raises:
-        ConfigError: transformers is missing, or the graph is not served.
+        ConfigError: transformers is missing or does not know the family, or the graph is not served.
     """
     config = HFConfig.from_file(directory / "config.json")
     try:
@@ -66,7 +68,8 @@ def profile_of_directory(directory: Path) -> ModelProfile | None:
             "reads the others, is not installed: pip install 'moelight[graph]'"
         ) from None
     if config.find("model_type") not in CONFIG_MAPPING_NAMES:
-        return None
+        running = (kind for family in Table.read().families if family.how is not None for kind in family.types)
+        raise unknown_family(config, (*FAMILIES, *running))
     from transformers.utils import logging
 
     from moelight.models.graph.model import GraphModel, on_meta, read_config

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from moelight.core.errors import did_you_mean
+from moelight.core.errors import ConfigError, did_you_mean
 from moelight.profiles.families.family import ModelFamily, read_profile
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile
@@ -228,6 +229,16 @@ _ALL = (MIXTRAL, QWEN3_MOE, OLMOE, QWEN2_MOE, DEEPSEEK, DEEPSEEK_V2, DEEPSEEK_V3
 FAMILIES = {family.model_type: family for family in _ALL}
 
 
+def unknown_family(config: HFConfig, families: Collection[str]) -> ConfigError:
+    """The refusal of ``config``, whose ``model_type`` is none of ``families``. The closest of them is suggested, unless
+    it is the mixture-of-experts sibling of a dense family (``qwen2_moe`` of ``qwen2``)."""
+    model_type = config.find("model_type")
+    dense = isinstance(model_type, str) and any(name.startswith(f"{model_type}_") for name in families)
+    near = "" if dense else did_you_mean(str(model_type), families)
+    listed = f"{near}; `moelight models` lists those that run"
+    return config.error(f"model_type {model_type!r} is not a family that moelight knows{listed}")
+
+
 def profile_from_config(config: HFConfig, *, name: str) -> ModelProfile:
     """The profile of the model that ``config`` describes.
 
@@ -235,9 +246,7 @@ def profile_from_config(config: HFConfig, *, name: str) -> ModelProfile:
     """
     model_type = config.find("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        near = did_you_mean(str(model_type), FAMILIES)
-        listed = f"{near}; `moelight models` lists those that run"
-        raise config.error(f"model_type {model_type!r} is not a family that moelight knows{listed}")
+        raise unknown_family(config, FAMILIES)
     return read_profile(config, FAMILIES[model_type], name=name)
 
 

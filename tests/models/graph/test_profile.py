@@ -174,6 +174,7 @@ def test_a_directory_of_any_family_is_planned_for(tmp_path: Path) -> None:
     ("config", "reason"),
     [
         ({"model_type": "mixtrall"}, r"is not a family that moelight knows \(did you mean 'mixtral'"),
+        ({"model_type": "minimax_m22"}, r"\(did you mean 'minimax_m2'\?\); `moelight models` lists those that run"),
         ({"model_type": "minimax_m2", "num_hidden_layers": 10**9}, "num_hidden_layers must be an integer from 1 to"),
         (
             {"model_type": "minimax_m2", "quantization_config": {"quant_method": "quanto"}},
