@@ -77,8 +77,8 @@ void turn_halves(const char* from, int64_t lines, int64_t width, char* to) {
   turn_singly<uint16_t>(from, lines, width, whole_lines, 0, whole, to);
 }
 
-// Lines [i, i + 16 kBlocks) and columns [j, j + 16). Of the eight bits that number a byte of a block, line before column,
-// each round moves the first behind the others; four exchange line and column.
+// Lines [i, i + 16 kBlocks) and columns [j, j + 16). Of the eight bits that number a byte of a block, line before
+// column, each round moves the first behind the others; four exchange line and column.
 template <int kBlocks>
 inline void turn_bytes_at(const char* from, int64_t lines, int64_t width, int64_t i, int64_t j, char* to) {
   for (int64_t block = 0; block < kBlocks; ++block, i += kByteSide) {

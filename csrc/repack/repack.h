@@ -9,8 +9,8 @@
 
 namespace moelight {
 
-// A cell: one byte, two bytes, four bytes, or the eight codes of four bits that a row has in as many columns. A line of the last
-// is stored as eight lines of width / 8 words, each of one column of eight rows in the order of AWQ.
+// A cell: one byte, two bytes, four bytes, or the eight codes of four bits that a row has in as many columns. A line of
+// the last is stored as eight lines of width / 8 words, each of one column of eight rows in the order of AWQ.
 enum class Cells : int { kBytes, kHalves, kWords, kAwqCodes };
 constexpr int64_t cell_bytes(Cells cells) { return cells == Cells::kBytes ? 1 : cells == Cells::kHalves ? 2 : 4; }
 

@@ -354,8 +354,8 @@ class PageReader(TensorReader):
 
     def start(self, page: Page, dest: torch.Tensor, begin: int = 0) -> PageRead | None:
         """Start to fill ``dest`` (uint8, contiguous, whole numbers of ``dtype``) with the bytes of ``page`` (gate, up,
-        down) from ``begin`` on. Of a page that is turned on arrival, a part, or what goes to another device, is cut from
-        the whole page. Returns None if the read is complete on return; raises CheckpointError here or in
+        down) from ``begin`` on. Of a page that is turned on arrival, a part, or what goes to another device, is cut
+        from the whole page. Returns None if the read is complete on return; raises CheckpointError here or in
         `PageRead.wait`."""
         check_bytes(dest, 1, "the slot")
         numbers = dest[: self.page_bytes - begin].view(self._dtype)
@@ -368,8 +368,8 @@ class PageReader(TensorReader):
             page_in_host = torch.empty(quantized.bytes_of(page), dtype=torch.uint8)
             if (reading := self.start(page, page_in_host)) is not None:
                 reading.wait()
-            part = page_in_host[begin : begin + len(numbers)]
-            numbers[: len(part)].copy_(part)
+            cut = page_in_host[begin : begin + len(numbers)]
+            numbers[: len(cut)].copy_(cut)
             return None
         reads = [
             _PartRead(piece, numbers[start - first : start - first + piece.nbytes // size], start, tables.get(start))

@@ -98,6 +98,15 @@ class QuantizedPages:
             found[page.layer].append(self.bytes_of(page))
         return found
 
+    @property
+    def turned_bytes(self) -> int:
+        """Bytes of a page, on average and rounded up, that are turned on arrival."""
+        turned = [
+            sum(part.nbytes for _, matrix in kind for _, part in matrix.parts if part.table is not None)
+            for kind in self.kinds
+        ]
+        return -(-sum(turned[kind] for kind in self.kind_of.values()) // max(len(self.kind_of), 1))
+
     def bytes_of(self, page: Page) -> int:
         """Bytes of a whole page."""
         return self.sizes[self.kind_of[page]]

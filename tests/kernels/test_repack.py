@@ -1,4 +1,4 @@
-"""Tables turned in their own memory; matrices of GPTQ and AWQ become packed integers of the same numbers, to the bit."""
+"""Tables turned in their own memory: matrices of GPTQ and AWQ are packed integers of the same numbers, to the bit."""
 
 from __future__ import annotations
 
