@@ -10,7 +10,7 @@ namespace {
 
 using namespace nb::literals;
 
-constexpr const char* kCellNames[] = {"halves", "words", "awq codes"};
+constexpr const char* kCellNames[] = {"bytes", "halves", "words", "awq codes"};
 constexpr int64_t kMostCells = int64_t{1} << 31;
 
 Cells cells_named(const char* name, const char* cells) {

@@ -1,11 +1,15 @@
 #include <immintrin.h>
 
+#include <algorithm>
+#include <iterator>
+
 #include "cells.h"
 
 namespace moelight {
 namespace {
 
-constexpr int64_t kSide = 8;  // of a block of cells; two blocks below one another fill lines of the cache
+constexpr int64_t kSide = 8;       // of a block of cells; two blocks below one another fill lines of the cache
+constexpr int64_t kByteSide = 16;  // of a block of bytes; four do
 
 inline __m256i load(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
 inline void store(void* to, __m256i value) { _mm256_storeu_si256(static_cast<__m256i*>(to), value); }
@@ -73,6 +77,37 @@ void turn_halves(const char* from, int64_t lines, int64_t width, char* to) {
   turn_singly<uint16_t>(from, lines, width, whole_lines, 0, whole, to);
 }
 
+// Lines [i, i + 16 kBlocks) and columns [j, j + 16). Of the eight bits that number a byte of a block, line before
+// column, each round moves the first behind the others; four exchange line and column.
+template <int kBlocks>
+inline void turn_bytes_at(const char* from, int64_t lines, int64_t width, int64_t i, int64_t j, char* to) {
+  for (int64_t block = 0; block < kBlocks; ++block, i += kByteSide) {
+    __m128i a[kByteSide], b[kByteSide];
+    for (int64_t k = 0; k < kByteSide; ++k)
+      a[k] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + (i + k) * width + j));
+    for (int round = 0; round < 4; ++round) {
+      for (int k = 0; k < kByteSide / 2; ++k) {
+        b[2 * k] = _mm_unpacklo_epi8(a[k], a[k + kByteSide / 2]);
+        b[2 * k + 1] = _mm_unpackhi_epi8(a[k], a[k + kByteSide / 2]);
+      }
+      std::copy(std::begin(b), std::end(b), std::begin(a));
+    }
+    for (int64_t k = 0; k < kByteSide; ++k)
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + (j + k) * lines + i), a[k]);
+  }
+}
+
+void turn_bytes(const char* from, int64_t lines, int64_t width, char* to) {
+  const int64_t whole = width / kByteSide * kByteSide;
+  int64_t i = 0;
+  for (; i + 4 * kByteSide <= lines; i += 4 * kByteSide)
+    for (int64_t j = 0; j < whole; j += kByteSide) turn_bytes_at<4>(from, lines, width, i, j, to);
+  for (; i + kByteSide <= lines; i += kByteSide)
+    for (int64_t j = 0; j < whole; j += kByteSide) turn_bytes_at<1>(from, lines, width, i, j, to);
+  turn_singly<uint8_t>(from, lines, width, i, 0, whole, to);
+  turn_singly<uint8_t>(from, lines, width, 0, whole, width, to);
+}
+
 // Of eight words, one of each column, the codes at each place: those of a row, column by column.
 inline void turn_codes(const __m256i (&columns)[8], __m256i (&places)[8]) {
   const __m256i bytes = _mm256_set1_epi16(0xff), codes = _mm256_set1_epi8(0xf);
@@ -129,6 +164,8 @@ void turn_awq(const char* from, int64_t lines, int64_t width, char* to) {
 
 TurnLines turn_lines_avx2(Cells cells) {
   switch (cells) {
+    case Cells::kBytes:
+      return turn_bytes;
     case Cells::kHalves:
       return turn_halves;
     case Cells::kWords:

@@ -1,5 +1,5 @@
 // Tables turned in their own memory: what is stored by columns comes to lie by rows. The parts of a matrix of GPTQ or
-// AWQ are tables that become those of packed integers, of the same bytes.
+// AWQ are tables that become those of packed integers, of the same bytes; codes of 8 bits and scales are turned alone.
 //
 // A table of `lines` of `width` cells becomes one of `width` lines of `lines` cells. Nothing of it is an index, so no
 // contents lead beyond its memory.
@@ -9,10 +9,10 @@
 
 namespace moelight {
 
-// A cell: two bytes, four bytes, or the eight codes of four bits that a row has in as many columns. A line of the last
-// is stored as eight lines of width / 8 words, each of one column of eight rows in the order of AWQ.
-enum class Cells : int { kHalves, kWords, kAwqCodes };
-constexpr int64_t cell_bytes(Cells cells) { return cells == Cells::kHalves ? 2 : 4; }
+// A cell: one byte, two bytes, four bytes, or the eight codes of four bits that a row has in as many columns. A line of
+// the last is stored as eight lines of width / 8 words, each of one column of eight rows in the order of AWQ.
+enum class Cells : int { kBytes, kHalves, kWords, kAwqCodes };
+constexpr int64_t cell_bytes(Cells cells) { return cells == Cells::kBytes ? 1 : cells == Cells::kHalves ? 2 : 4; }
 
 struct Table {
   Cells cells;

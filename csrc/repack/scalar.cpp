@@ -16,6 +16,8 @@ void turn_awq(const char* from, int64_t lines, int64_t width, char* to) {
 
 TurnLines turn_lines_scalar(Cells cells) {
   switch (cells) {
+    case Cells::kBytes:
+      return turn_all<uint8_t>;
     case Cells::kHalves:
       return turn_all<uint16_t>;
     case Cells::kWords:

@@ -1,5 +1,6 @@
-"""Matrices of GPTQ and AWQ, which are stored by columns, turned in their own memory into packed integers, which lie by
-rows: the same numbers in the same bytes, unpacked several times as fast on a CPU.
+"""Matrices that are stored by columns, turned in their own memory to lie by rows: those of GPTQ and AWQ become packed
+integers, the same numbers in the same bytes, unpacked several times as fast on a CPU; codes of 8 bits and scales are
+transposed.
 
 Shapes: R rows, C columns, G groups of columns, w codes a word.
 """
@@ -21,6 +22,8 @@ from moelight.profiles.stored import AWQ, StoredFormat
 # Cells, lines and width of a table; of words of codes whether they are in the order of AWQ, their bits (0: they stay)
 # and what is added to each.
 Table = tuple[str, int, int, bool, int, int]
+_CELLS = {1: "bytes", 2: "halves", 4: "words"}
+_TORCH = {"bytes": torch.uint8, "halves": torch.int16, "words": torch.int32}
 
 
 def part_table(stored: StoredFormat, suffix: str, shape: Sequence[int], itemsize: int) -> Table | None:
@@ -35,19 +38,32 @@ def part_table(stored: StoredFormat, suffix: str, shape: Sequence[int], itemsize
         return "awq codes", lines // stored.per_word, width * stored.per_word, False, 0, 0
     changed = suffix == zero and (stored.kind == AWQ or stored.zero_bias != 0)
     codes = (stored.kind == AWQ, stored.bits, stored.zero_bias) if changed else (False, 0, 0)
-    return "halves" if itemsize == 2 else "words", lines, width, *codes
+    return _CELLS[itemsize], lines, width, *codes
+
+
+def transposition(lines: int, width: int, itemsize: int) -> Table | None:
+    """The table that transposes [``lines``, ``width``] numbers of ``itemsize`` bytes; None where a line is larger than
+    the buffer that tables are turned by way of."""
+    if width * itemsize > READ_CHUNK_BYTES:
+        return None
+    return _CELLS[itemsize], lines, width, False, 0, 0
 
 
 def turn(part: Tensor, table: Table) -> None:
     """Turn ``part`` (uint8, 1-D, on the CPU, of the size of ``table``) in its place; the GIL is released.
 
-    Raises RuntimeError without the extension.
+    Raises RuntimeError without the extension for codes that are packed in words.
     """
     extension = native.extension()
-    if extension is None:
-        raise RuntimeError(f"tables are turned by the extension only: {native.reason()}")
     check_tensor("part", part, torch.uint8, (None,))
-    extension.repack(as_dlpack("part", part), table, READ_CHUNK_BYTES)
+    if extension is not None:
+        extension.repack(as_dlpack("part", part), table, READ_CHUNK_BYTES)
+        return
+    cells, lines, width, _, bits, _ = table
+    if cells not in _TORCH or bits:
+        raise RuntimeError(f"tables of packed codes are turned by the extension only: {native.reason()}")
+    numbers = part.view(_TORCH[cells])
+    numbers.copy_(numbers.view(lines, width).t().flatten())
 
 
 def repacked(matrix: QuantizedMatrix) -> QuantizedMatrix:

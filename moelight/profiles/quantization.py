@@ -163,10 +163,10 @@ def _is_multiplied(name: str, formats: Sequence[StoredFormat]) -> bool:
 
 
 def with_pages(
-    profile: ModelProfile, pages: Sequence[Sequence[int]], kept: Sequence[tuple[str, int, int]]
+    profile: ModelProfile, pages: Sequence[Sequence[int]], kept: Sequence[tuple[str, int, int]], transposed: int
 ) -> ModelProfile:
     """Quantised ``profile`` with the bytes that pages were found to have, of each expert of each layer, and matrices
-    that are ``kept``."""
+    that are ``kept``. ``transposed``: bytes of an expert, on average, that are transposed when it is read."""
     stored = profile.stored
     assert stored is not None, "only quantised pages differ from what the profile says"
     found = StoredWeights.of(stored.name, stored.dtype.name, pages, _elements(profile), stored.dense, kept)
@@ -174,7 +174,7 @@ def with_pages(
         found,
         without_integers=stored.without_integers,
         exact=stored.exact,
-        repacked_bytes=stored.repacked_bytes,
+        repacked_bytes=stored.repacked_bytes + transposed,
     )
     return replace(profile, stored=found)
 

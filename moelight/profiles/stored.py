@@ -335,7 +335,7 @@ class StoredWeights:
             page.
         dense: quantised tensors outside the experts: name, layer and bytes; the others have the model's dtype.
         kept: those that our own decoder multiplies on a CPU as they are stored: name, layer and bytes in memory.
-        repacked_bytes: of an expert on average, those of matrices that are turned into packed integers on a CPU.
+        repacked_bytes: of an expert on average, those of matrices that are turned on a CPU, to lie by rows.
         mixed: experts of some layer are stored in several formats, so that on a GPU torch computes them.
         without_integers: the reason why activations rounded to int8 multiply no matrix of the experts, or None.
         exact: where they multiply some, the formats of those that meet activations as they are.

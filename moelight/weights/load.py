@@ -26,6 +26,7 @@ from moelight.core.schedule import Page
 from moelight.core.small_files import open_regular, read_error_text
 from moelight.core.units import MiB, align_up
 from moelight.hrm.costs import TENSOR_ALIGNMENT, dense_bytes, kept_parts, page_bytes
+from moelight.kernels import native
 from moelight.kernels.integers import no_integers
 from moelight.kernels.quantized import QuantizedMatrix, StackedMatrix, cpu_dequantize
 from moelight.kernels.repack import Table, in_group_order, repacked, turn
@@ -353,8 +354,9 @@ class PageReader(TensorReader):
 
     def start(self, page: Page, dest: torch.Tensor, begin: int = 0) -> PageRead | None:
         """Start to fill ``dest`` (uint8, contiguous, whole numbers of ``dtype``) with the bytes of ``page`` (gate, up,
-        down) from ``begin`` on; a page that is turned on arrival is read whole, into host memory. Returns None if the
-        read is complete on return; raises CheckpointError here or in `PageRead.wait`."""
+        down) from ``begin`` on. Of a page that is turned on arrival, a part, or what goes to another device, is cut
+        from the whole page. Returns None if the read is complete on return; raises CheckpointError here or in
+        `PageRead.wait`."""
         check_bytes(dest, 1, "the slot")
         numbers = dest[: self.page_bytes - begin].view(self._dtype)
         first, size = begin // self._dtype.itemsize, self._stored.itemsize
@@ -362,14 +364,19 @@ class PageReader(TensorReader):
         repacking = None if quantized is None else quantized.repacking_of(page)
         tables = {} if repacking is None else repacking.tables
         whole = quantized is not None and not begin and len(numbers) >= quantized.bytes_of(page)
-        if tables and not (whole and dest.device.type == "cpu"):
-            raise ValueError("pages that are turned on arrival are read whole, into host memory")
+        if quantized is not None and tables and not (whole and dest.device.type == "cpu"):
+            page_in_host = torch.empty(quantized.bytes_of(page), dtype=torch.uint8)
+            if (reading := self.start(page, page_in_host)) is not None:
+                reading.wait()
+            cut = page_in_host[begin : begin + len(numbers)]
+            numbers[: len(cut)].copy_(cut)
+            return None
         reads = [
             _PartRead(piece, numbers[start - first : start - first + piece.nbytes // size], start, tables.get(start))
             for piece, start in self._pieces(page, first, numbers.numel())
         ]
         examine = partial(self._examine, (page, begin, numbers.numel()), reads, repacking)
-        if self._submit is not None and dest.device.type == "cpu":
+        if self._submit is not None and dest.device.type == "cpu" and (native.available() or not tables):
             parts = [(part.piece.file, part.piece.offset, part.numbers.view(torch.uint8), part.table) for part in reads]
             return _DirectPageRead(self._submit(parts), [part.piece for part in reads], examine)
         for part in reads:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from moelight.core.errors import CheckpointError
 from moelight.core.schedule import Page
 from moelight.core.units import align_up
-from moelight.kernels.repack import Table, part_table
-from moelight.profiles.stored import ITEM_BYTES, PART_ALIGNMENT, SHAPE, StoredFormat
+from moelight.kernels.repack import Table, part_table, transposition
+from moelight.profiles.stored import ITEM_BYTES, PART_ALIGNMENT, SCALED, SHAPE, StoredFormat
 from moelight.weights.page_layout import Matrix, PageLayout
 from moelight.weights.quantized_checkpoint import QuantizedInfo
 from moelight.weights.source import TensorInfo
@@ -21,12 +21,13 @@ from moelight.weights.source import TensorInfo
 
 class PartPlace(NamedTuple):
     """A part of a matrix: ``nbytes`` bytes from ``offset`` of the page on, numbers of ``dtype`` (a safetensors name) in
-    ``shape``."""
+    ``shape``. ``table``: how it is turned on arrival, to lie so; None: it lies as it is stored."""
 
     offset: int
     nbytes: int
     dtype: str
     shape: tuple[int, ...]
+    table: Table | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +54,13 @@ class Repacking:
     tables: Mapping[int, Table]
     orders: Mapping[int, int]
 
+    @classmethod
+    def of(cls, kind: Kind, orders: Mapping[int, int]) -> Repacking:
+        """That of a page of ``kind``."""
+        parts = (part for _, matrix in kind for _, part in matrix.parts)
+        tables = {part.offset: part.table for part in parts if part.table is not None}
+        return cls(tables=MappingProxyType(tables), orders=MappingProxyType(dict(orders)))
+
 
 Kind = tuple[tuple[str, MatrixPlace], ...]  # the matrices of a page by the names of `cpu_expert_ffn`, in order
 
@@ -65,18 +73,18 @@ class QuantizedPages:
         pieces: the stored tensors that make each page, in order.
         kinds: every way that pages lie; ``kind_of``: the one of each page.
         sizes: bytes of a page of each kind.
+        repacking: how pages of each kind are turned on arrival, to lie as ``kinds`` says.
         interleaved: rows of gate and up alternate in ``gate_up``.
         groups: of tensors that say the group of each column, by name: how many there are.
-        repacking: how pages of each kind are turned on arrival, to lie as ``kinds`` says; empty if they are not.
     """
 
     pieces: Mapping[Page, tuple[TensorInfo, ...]]
     kinds: tuple[Kind, ...]
     kind_of: Mapping[Page, int]
     sizes: tuple[int, ...]
+    repacking: tuple[Repacking, ...]
     interleaved: bool = False
     groups: Mapping[str, int] = field(default_factory=dict)
-    repacking: tuple[Repacking, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -90,14 +98,23 @@ class QuantizedPages:
             found[page.layer].append(self.bytes_of(page))
         return found
 
+    @property
+    def turned_bytes(self) -> int:
+        """Bytes of a page, on average and rounded up, that are turned on arrival."""
+        turned = [
+            sum(part.nbytes for _, matrix in kind for _, part in matrix.parts if part.table is not None)
+            for kind in self.kinds
+        ]
+        return -(-sum(turned[kind] for kind in self.kind_of.values()) // max(len(self.kind_of), 1))
+
     def bytes_of(self, page: Page) -> int:
         """Bytes of a whole page."""
         return self.sizes[self.kind_of[page]]
 
     def repacking_of(self, page: Page) -> Repacking | None:
         """How ``page`` is turned on arrival; None if no part of it is."""
-        found = self.repacking[self.kind_of[page]] if self.repacking else None
-        return found if found is not None and found.tables else None
+        found = self.repacking[self.kind_of[page]]
+        return found if found.tables else None
 
     def repacked(self) -> QuantizedPages:
         """The same pages where matrices of GPTQ and AWQ lie as packed integers, turned on arrival; those in an order of
@@ -108,7 +125,7 @@ class QuantizedPages:
 
 def _repacked(kind: Kind) -> tuple[Kind, Repacking]:
     """Where the parts of a page of ``kind`` lie once they are turned, and how they are."""
-    found, tables, orders = [], dict[int, Table](), dict[int, int]()
+    found, orders = [], dict[int, int]()
     for name, place in kind:
         by_rows = None if place.stored is None else place.stored.repacked(place.rows, place.columns)
         if place.stored is None or by_rows is None:
@@ -121,10 +138,9 @@ def _repacked(kind: Kind) -> tuple[Kind, Repacking]:
             if table is None:
                 orders[part.offset] = place.stored.group
             else:
-                tables[part.offset] = table
-                parts.append((suffix, part._replace(shape=shapes[suffix])))
+                parts.append((suffix, part._replace(shape=shapes[suffix], table=table)))
         found.append((name, replace(place, stored=by_rows, parts=tuple(parts))))
-    return tuple(found), Repacking(tables=MappingProxyType(tables), orders=MappingProxyType(orders))
+    return tuple(found), Repacking.of(tuple(found), orders)
 
 
 def lay_out_pages(
@@ -157,6 +173,7 @@ def lay_out_pages(
         sizes=tuple(sizes[number] for number in range(len(kinds))),
         interleaved=any(layout.interleaved for layout in layouts.values()),
         groups=MappingProxyType(groups),
+        repacking=tuple(Repacking.of(kind, {}) for kind in kinds),
     )
 
 
@@ -211,11 +228,8 @@ class _Segment:
             found = self.whole()
             if in_order and (rows, columns) == (found.rows, found.columns):
                 return found if len(place.shape) > 1 else self._numbers_of(found)
-            if (columns, rows) == (found.rows, found.columns) and found.stored is not None and place.transposed:
-                raise CheckpointError(
-                    f"{self.info.file}: tensor {self.info.name!r} holds experts by columns, and {found.stored.name} is "
-                    "read by rows only; use a checkpoint with experts one by one, or the one that is not quantised"
-                )
+            if (columns, rows) == (found.rows, found.columns) and place.transposed:
+                return self._transposed(found)
             raise CheckpointError(
                 f"{self.info.file}: tensor {self.info.name!r}, which is quantised, holds matrices [{rows}, {columns}] "
                 "that are not stored by themselves; use the checkpoint that is not quantised"
@@ -231,6 +245,24 @@ class _Segment:
                 "matrices; use the checkpoint that is not quantised"
             )
         return MatrixPlace(rows=rows, columns=columns, parts=(("", numbers),))
+
+    def _transposed(self, matrix: MatrixPlace) -> MatrixPlace:
+        """The transpose of ``matrix``: its parts are transposed on arrival, and its blocks with them."""
+        stored, parts = matrix.stored, list[tuple[str, PartPlace]]()
+        grids = stored is not None and stored.kind == SCALED and bool(stored.group) == bool(stored.group_rows)
+        for suffix, part in matrix.parts if grids else ():
+            lines, width = (*part.shape, 1, 1)[:2]
+            table = transposition(lines, width, ITEM_BYTES[part.dtype])
+            if table is not None:
+                parts.append((suffix, part._replace(shape=(width, lines), table=table)))
+        if stored is None or len(parts) < len(matrix.parts):
+            form = "this format" if stored is None else stored.name
+            raise CheckpointError(
+                f"{self.info.file}: tensor {self.info.name!r} holds experts by columns, and {form} is "
+                "read by rows only; use a checkpoint with experts one by one, or the one that is not quantised"
+            )
+        by_rows = replace(stored, group=stored.group_rows, group_rows=stored.group)
+        return MatrixPlace(rows=matrix.columns, columns=matrix.rows, parts=tuple(parts), stored=by_rows)
 
     def _numbers_of(self, bias: MatrixPlace) -> MatrixPlace:
         """``bias`` [rows, 1] as plain numbers [rows]."""

@@ -140,9 +140,10 @@ def as_stored(opened: OpenCheckpoint, layouts: Mapping[int, PageLayout] | None =
         info = found.parts.get(part)
         return (info.matrix.stored, info.matrix.kept_bytes) if isinstance(info, QuantizedInfo) else None
 
+    sizes, kept = quantized.page_bytes(profile.num_layers), kept_matrices(profile, kept_as)
     return replace(
         opened,
-        profile=with_pages(profile, quantized.page_bytes(profile.num_layers), kept_matrices(profile, kept_as)),
+        profile=with_pages(profile, sizes, kept, quantized.turned_bytes),
         weight_map=replace(found, pages=quantized.pieces, quantized=quantized),
     )
 

@@ -17,9 +17,14 @@ from torch import Tensor
 
 from moelight.core.errors import CheckpointError
 from moelight.core.policy import Shares
+from moelight.core.schedule import Page
 from moelight.engine.checkpoints import open_model
-from tests.engine.graphs import STREAMED, tokens
+from moelight.kernels import native
+from moelight.models.graph.self_test import tiny as shrunk
+from moelight.weights.load import PageReader
+from tests.engine.graphs import STREAMED, VOCABULARY, greedy, prompts, tokens
 from tests.engines import Tiny
+from tests.tiny import save_byte_tokenizer
 from tests.weights.quantised import METHODS, Method, quantise
 
 SHAPE: dict[str, Any] = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -326,17 +331,80 @@ def test_deepseek_v4_with_experts_in_fp4(checkpoints: Any, tmp_path: Path) -> No
     assert tokens(quantised, weights=STREAMED) == tokens(numbers, weights=STREAMED)
 
 
-def test_a_stack_by_columns_is_refused_as_such(checkpoints: Any, tmp_path: Path) -> None:
-    """Qwen3-VL's released layout [E, H, 2 I] in FP8."""
-    copy = replaced(checkpoints("gpt_oss")[0], tmp_path)
-    state = load_file(copy / WEIGHTS)
-    for name in [name for name in state if name.endswith("experts.down_proj")]:
-        parts = [fp8_blocks(each.float(), BLOCK) for each in state[name]]
-        state[name] = torch.stack([codes for codes, _, _ in parts])
-        state[f"{name}_scale_inv"] = torch.stack([scale for _, scale, _ in parts])
-    config = STACKS | {"modules_to_not_convert": ["self_attn", "gate_up_proj"]}
-    edit(copy, lambda tensors: tensors.update(state), quantization_config=config)
-    with pytest.raises(
-        CheckpointError, match=r"down_proj' holds experts by columns, and FP8 in blocks of 16x16 is read"
-    ):
+@pytest.fixture(scope="module")
+def by_columns(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+    """Qwen3-VL's released layout, stacks [E, H, 2 I] and [E, I, H] in FP8, with scales for each block of the stored
+    matrix, some of which hold columns of gate and up, and are cut short; its numbers, and their tokens by transformers.
+    """
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    made = tmp_path_factory.mktemp("by_columns")
+    source = made / "source"
+    torch.manual_seed(0)
+    config = shrunk(AutoConfig.for_model("qwen3_vl_moe"))
+    config.text_config.vocab_size, config.text_config.moe_intermediate_size = VOCABULARY, 40
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_position_embeddings": 4}
+    for name, value in vision.items():
+        setattr(config.vision_config, name, value)
+    config.vision_config.deepstack_visual_indexes = []
+    module = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float().eval()
+    for weight in module.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, 0, 0.15)
+    module.save_pretrained(source)
+    save_byte_tokenizer(source)
+    stored = load_file(source / WEIGHTS)
+    wanted = dict(stored)
+    for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        parts = [fp8_blocks(expert.t(), BLOCK) for expert in stored[name]]
+        stored[name], stored[f"{name}_scale_inv"], wanted[name] = map(torch.stack, zip(*parts, strict=True))
+    fp8 = STACKS | {"modules_to_not_convert": ["self_attn", "visual", "lm_head"]}
+    quantised, numbers = replaced(source, made / "quantised"), replaced(source, made / "numbers")
+    edit(quantised, lambda state: state.update(stored), quantization_config=fp8)
+    edit(numbers, lambda state: state.update(wanted))
+    module = AutoModelForImageTextToText.from_pretrained(numbers, attn_implementation="eager", dtype=torch.float32)
+    with torch.no_grad():
+        return quantised, [greedy(module.eval(), prompt) for prompt in prompts()]
+
+
+@pytest.mark.parametrize("weights", [STREAMED, Shares(host=1.0)], ids=["streamed", "resident"])
+def test_a_stack_by_columns_in_fp8_blocks(weights: Shares, by_columns: tuple[Path, list[list[int]]]) -> None:
+    quantised, wanted = by_columns
+    stored = open_model(str(quantised)).profile.stored
+    assert stored is not None and 0 < stored.repacked_bytes <= stored.page_bytes
+    assert tokens(quantised, weights=weights) == wanted
+
+
+def test_a_stack_by_columns_without_the_extension(
+    by_columns: tuple[Path, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "extension", lambda: None)
+    assert tokens(by_columns[0], weights=STREAMED) == by_columns[1]
+
+
+def test_parts_of_pages_by_columns_are_cut_from_the_whole(by_columns: tuple[Path, list[list[int]]]) -> None:
+    opened, page = open_model(str(by_columns[0])), Page(layer=0, expert=1)
+    quantized = opened.weight_map.quantized
+    assert quantized is not None
+    with PageReader(opened.weight_map, opened.profile, torch.float32) as reader:
+        whole, part = (torch.zeros(quantized.bytes_of(page), dtype=torch.uint8) for _ in range(2))
+        reader.start(page, whole)
+        for begin in range(0, len(part), 1040):
+            reader.start(page, part[begin : begin + 1040], begin)
+    assert torch.equal(whole, part)
+
+
+def test_a_stack_by_columns_with_a_scale_for_each_row_is_refused(
+    by_columns: tuple[Path, list[list[int]]], tmp_path: Path
+) -> None:
+    def per_row(state: dict[str, Tensor]) -> None:
+        for name in [name for name in state if name.endswith("_scale_inv")]:
+            codes = state[name.removesuffix("_scale_inv")]
+            state[name.removesuffix("_inv")] = torch.ones(*codes.shape[:2], 1)
+            del state[name]
+
+    copy = replaced(by_columns[0], tmp_path)
+    fbgemm = {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["self_attn", "visual", "lm_head"]}
+    edit(copy, per_row, quantization_config=fbgemm)
+    with pytest.raises(CheckpointError, match=r"holds experts by columns, and FP8 per channel is read by rows only"):
         open_model(str(copy))

@@ -1,4 +1,4 @@
-"""Matrices of GPTQ and AWQ turned in their own memory are packed integers of the same numbers, to the bit."""
+"""Tables turned in their own memory: matrices of GPTQ and AWQ are packed integers of the same numbers, to the bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.kernels.stored import generator
 from tests.weights.packers import pack_awq, pack_rows, same_bits
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the extension is not built")
-BYTES = {"halves": 2, "words": 4, "awq codes": 4}
+BYTES = {"bytes": 1, "halves": 2, "words": 4, "awq codes": 4}
 SHAPES = [(1, 8), (8, 8), (16, 16), (7, 64), (24, 72), (41, 24), (60, 136), (96, 200), (128, 520)]
 FORMS = {
     **{
@@ -57,6 +57,8 @@ def some_bytes(table: Table, seed: int = 0) -> Tensor:
 def wanted(part: Tensor, table: Table) -> Tensor:
     """What ``part`` becomes, by the places of codes."""
     cells, lines, width, *_ = table
+    if cells == "bytes":
+        return part.view(lines, width).t().flatten()
     if cells == "halves":
         return part.view(torch.int16).view(lines, width).t().contiguous().view(-1).view(torch.uint8)
     if cells == "words":
@@ -69,7 +71,7 @@ def wanted(part: Tensor, table: Table) -> Tensor:
 @pytest.mark.parametrize("cells", BYTES)
 def test_tables_are_turned_in_any_room(cells: str, isa: str) -> None:
     """All at once, some lines at a time, line by line; with and without room for a mark of each cell."""
-    for lines, width in SHAPES:
+    for lines, width in SHAPES if cells == "awq codes" else (*SHAPES, (83, 33)):
         table = cells, lines, width, False, 0, 0
         before, line = some_bytes(table), width * BYTES[cells]
         for room in sorted({line, 2 * line, 3 * line + 5, lines * line // 2 + line, lines * line + 64, 1 << 20}):
@@ -183,7 +185,8 @@ def test_tables_are_as_large_as_the_parts() -> None:
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        (("bytes", 8, 8, False, 0, 0), "cells 'bytes' are not turned"),
+        (("bits", 8, 8, False, 0, 0), "cells 'bits' are not turned"),
+        (("bytes", 16, 8, False, 4, 0), "words of codes"),
         (("words", 8, 9, False, 0, 0), "bytes must be 288"),
         (("words", 0, 8, False, 0, 0), "has a size"),
         (("words", 1 << 40, 1 << 40, False, 0, 0), "has a size"),
@@ -233,13 +236,17 @@ def test_a_read_that_fails_turns_nothing(tmp_path: Path) -> None:
             reader.submit([ReadPart(path, 0, torch.empty(80, dtype=torch.uint8), table)])
 
 
-def test_without_the_extension_nothing_is_turned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, table = tmp_path / "whole.bin", ("words", 8, 8, False, 0, 0)
+def test_without_the_extension_no_codes_are_turned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, table = tmp_path / "whole.bin", ("words", 8, 8, False, 4, 1)
     path.write_bytes(bytes(256))
     weight = matrix(FORMS["awq of 32"], 16, 64)
     monkeypatch.setattr(native, "extension", lambda: None)
     assert repacked(weight) is weight
     with pytest.raises(RuntimeError, match="by the extension only"):
         turn(torch.zeros(256, dtype=torch.uint8), table)
+    for cells in ("bytes", "halves", "words"):
+        before = some_bytes(plain := (cells, 6, 11, False, 0, 0))
+        turn(part := before.clone(), plain)
+        assert torch.equal(part, wanted(before, plain))
     with FileReader([path]) as reader, pytest.raises(ValueError, match="table: must be None"):
         reader.submit([ReadPart(path, 0, torch.empty(256, dtype=torch.uint8), table)])
