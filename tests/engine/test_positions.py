@@ -67,11 +67,12 @@ def test_log_probabilities_follow_the_keys_that_transformers_follows(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spelling", ["rope_type", "type"])
-def test_an_unknown_kind_beside_parameters_is_refused_by_its_key(spelling: str, family: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_unknown_positions_are_refused_by_their_key(spelling: str, family: str, tiny: Tiny, tmp_path: Path) -> None:
     unknown = {spelling: "spiral", "factor": 4.0}
     directory = rewritten(tiny(family), tmp_path / "model", {"rope_parameters": BASE, "rope_scaling": unknown})
     with pytest.raises(ConfigError) as caught:
         open_checkpoint(str(directory))
     assert str(caught.value) == (
-        f"{directory}/config.json: rope_scaling: rope_type 'spiral' is not supported; known: default, linear, dynamic, yarn, longrope, llama3"
+        f"{directory}/config.json: rope_scaling: rope_type 'spiral' is not supported; known: default, linear, dynamic, "
+        "yarn, longrope, llama3"
     )
