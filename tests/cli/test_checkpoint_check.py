@@ -114,8 +114,14 @@ def test_the_first_line_is_that_of_a_job(hostile: Hostile, tmp_path: Path) -> No
     assert page.stdout.splitlines()[0] == job.stderr.rstrip("\n")
 
 
+# Which values are stored is known to no header: a job finds these when it loads them.
+BY_VALUES = ("tied, but stored twice and different",)
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("hostile", HOSTILE, ids=lambda hostile: hostile.name)
+@pytest.mark.parametrize(
+    "hostile", [hostile for hostile in HOSTILE if hostile.name not in BY_VALUES], ids=lambda hostile: hostile.name
+)
 def test_every_hostile_checkpoint_is_refused_in_one_line(
     hostile: Hostile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
