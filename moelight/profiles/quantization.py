@@ -196,16 +196,18 @@ class _Count:
 
     def matrix(self, module: str, rows: int, columns: int, *, paged: bool = False) -> int | None:
         """Bytes of the matrix [rows, columns] of ``module``, in an expert's page if ``paged``; None in the model's
-        dtype."""
+        dtype. Outside of experts tools leave a matrix plain whose size does not fit the format."""
         stored = self._format_of(module)
         if stored is None:
             self.reasons[self._profile.dtype] = self._profile.dtype
             return None
-        self.reasons[stored.name] = stored.without_integers
         try:
             size = stored.paged_bytes(rows, columns) if paged else stored.bytes_for(rows, columns)
         except ConfigError as error:
+            if not paged:
+                return None
             raise ConfigError(f"{self._where}: {module}: {error}; config and weights do not fit") from None
+        self.reasons[stored.name] = stored.without_integers
         self.named[stored.name] = None
         if paged and stored.repacked(rows, columns) is not None:
             self.repacked += size

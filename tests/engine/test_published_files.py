@@ -4,6 +4,7 @@ and names of their own. Their tokens are those of the dequantised checkpoint."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -25,7 +28,7 @@ from moelight.weights.load import PageReader
 from tests.engine.graphs import STREAMED, VOCABULARY, greedy, prompts, tokens
 from tests.engines import Tiny
 from tests.tiny import save_byte_tokenizer
-from tests.weights.quantised import METHODS, Method, quantise
+from tests.weights.quantised import GROUP, METHODS, Method, quantise
 
 SHAPE: dict[str, Any] = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 # DeepSeek publishes no list of modules that are plain.
@@ -197,6 +200,111 @@ def test_quantised_experts_one_by_one(checkpoints: Any, tmp_path: Path) -> None:
         open_model(str(numbers))
 
 
+@pytest.mark.parametrize("rules", [{}, {"dynamic": {"-:.*mtp.*": {}}}], ids=["unsaid", "in dynamic"])
+def test_gptq_beside_plain_prediction_layers(rules: dict[str, Any], checkpoints: Any, tmp_path: Path) -> None:
+    """Qwen3.5's, listed or not; and matrices of the linear attention whose rows do not fit the format are plain."""
+    how = METHODS["gptq int4"]
+    quantised, numbers = quantise(checkpoints("qwen3_5_moe_text")[0], tmp_path, replace(how, config=how.config | rules))
+    hidden = load_file(quantised / WEIGHTS)["model.norm.weight"].shape[0]
+    extra = {
+        "mtp.fc.weight": torch.zeros(hidden, 2 * hidden),
+        "mtp.norm.weight": torch.zeros(hidden),
+        "mtp.layers.0.self_attn.q_proj.weight": torch.zeros(hidden, hidden),
+    }
+    edit(quantised, lambda state: state.update(extra))
+    assert "model.layers.0.linear_attn.in_proj_b.weight" in load_file(quantised / WEIGHTS)
+    assert set(reasons(quantised)) == set(extra)
+    assert tokens(quantised, weights=STREAMED) == tokens(numbers, weights=STREAMED)
+
+
+def test_a_matrix_that_does_not_fit_the_format_and_has_codes_is_refused(checkpoints: Any, tmp_path: Path) -> None:
+    quantised, _ = quantise(checkpoints("qwen3_5_moe_text")[0], tmp_path, METHODS["gptq int4"])
+    module = "model.layers.0.linear_attn.in_proj_b"
+
+    def codes(state: dict[str, Tensor]) -> None:
+        rows, columns = state.pop(f"{module}.weight").shape
+        state[f"{module}.qweight"] = torch.zeros(columns // 8, rows, dtype=torch.int32)
+        state[f"{module}.scales"] = torch.ones(columns // GROUP, rows).half()
+
+    with pytest.raises(CheckpointError, match=rf"{module}.*multiple of 8 rows"):
+        open_model(str(edit(quantised, codes)))
+
+
+FOUR = METHODS["int4"].config["config_groups"]["group_0"]["weights"]
+EIGHT = METHODS["int8"].config["config_groups"]["group_0"]["weights"]
+BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [32, 32], "symmetric": True}
+
+
+def groups(stored_as: str, *rules: tuple[str, dict[str, Any], str]) -> Method:
+    """Groups of modules by regular expressions, none of them ``Linear``."""
+    named = {
+        f"group_{n}": {"targets": [target], "weights": weights, "format": form}
+        for n, (target, weights, form) in enumerate(rules)
+    }
+    config = {"quant_method": "compressed-tensors", "format": stored_as, "config_groups": named, "ignore": ["lm_head"]}
+    return Method(config, METHODS["int4"].pack)
+
+
+def as_weight_scale(weight: Tensor) -> dict[str, Tensor]:
+    """FP8 in blocks as compressed-tensors names its scales."""
+    parts = FP8.pack(weight)
+    return {".weight": parts[".weight"], ".weight_scale": parts[".weight_scale_inv"]}
+
+
+def as_packed_int8(weight: Tensor) -> dict[str, Tensor]:
+    """Packed integers of 8 bits with a scale for each row."""
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**EIGHT))
+    scale = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
+    compressor = BaseCompressor.get_value_from_registry("pack-quantized")
+    parts = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
+    return {f".{suffix}": part.contiguous() for suffix, part in parts.items()}
+
+
+@pytest.mark.parametrize(
+    ("method", "others"),
+    [
+        (
+            groups(
+                "pack-quantized",
+                ("re:.*experts.*w[13]$", FOUR, "pack-quantized"),
+                ("re:.*(self_attn|experts).*", EIGHT, "pack-quantized"),
+            ),
+            as_packed_int8,
+        ),
+        (
+            groups(
+                "mixed-precision",
+                ("re:.*experts.*", FOUR, "pack-quantized"),
+                ("re:.*self_attn.*", BLOCKS, "float-quantized"),
+            ),
+            as_weight_scale,
+        ),
+    ],
+    ids=["the first that matches", "mixed precision"],
+)
+def test_groups_by_regular_expressions(
+    method: Method, others: Callable[[Tensor], dict[str, Tensor]], mixtral: Path, tmp_path: Path
+) -> None:
+    four = re.compile(method.config["config_groups"]["group_0"]["targets"][0].removeprefix("re:"))
+    quantised, numbers = quantise(
+        mixtral, tmp_path, method, lambda module: method.pack if four.fullmatch(module) else others
+    )
+    assert tokens(quantised, weights=STREAMED) == tokens(numbers, weights=STREAMED)
+
+
+def test_names_of_fused_modules_in_ignore_mean_no_other_module(mixtral: Path, tmp_path: Path) -> None:
+    """As vLLM's own exports list them."""
+    fused = ["model.layers.0.self_attn.qkv_proj", "model.layers.0.block_sparse_moe.experts.w13", "re:.*gate_up_proj$"]
+    how = METHODS["int4"]
+    quantised, numbers = quantise(
+        mixtral, tmp_path, replace(how, config=how.config | {"ignore": [*how.config["ignore"], *fused]})
+    )
+    stored = load_file(quantised / WEIGHTS)
+    for module in ("self_attn.q_proj", "block_sparse_moe.experts.0.w1"):
+        assert f"model.layers.0.{module}.weight_packed" in stored
+    assert tokens(quantised, weights=STREAMED) == tokens(numbers, weights=STREAMED)
+
+
 def renamed(block: str) -> Callable[[dict[str, Tensor]], None]:
     """Mixtral's names as tools write them that quantise what transformers 5 has loaded."""
     matrices = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -256,18 +364,34 @@ def test_a_norm_of_another_dtype_is_cast(mixtral: Path, tmp_path: Path) -> None:
     assert tokens(copy, weights=STREAMED) == tokens(wanted, weights=STREAMED)
 
 
-def fp8_blocks(weight: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [R, C], scales and the numbers of a matrix that is rounded in blocks, the last of them cut short."""
-    rows, columns = (-(-size // block) for size in weight.shape)
+def fp8_blocks(weight: Tensor, block: int, wide: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [R, C], scales and the numbers of a matrix that is rounded in blocks of ``block`` rows and ``wide`` columns
+    (0: as many), the last of them cut short."""
+    wide = wide or block
+    rows, columns = -(-weight.shape[0] // block), -(-weight.shape[1] // wide)
     scale = torch.empty(rows, columns)
     codes, numbers = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(weight.shape)
     for row in range(rows):
         for column in range(columns):
-            place = slice(row * block, (row + 1) * block), slice(column * block, (column + 1) * block)
+            place = slice(row * block, (row + 1) * block), slice(column * wide, (column + 1) * wide)
             scale[row, column] = weight[place].abs().max() / 448
             codes[place] = (weight[place] / scale[row, column]).to(torch.float8_e4m3fn)
             numbers[place] = codes[place].float() * scale[row, column]
     return codes, scale, numbers
+
+
+def test_blocks_of_two_sizes_that_are_cut_short(tiny: Tiny, tmp_path: Path) -> None:
+    """24x40 over matrices of 64 rows and 56 columns."""
+    source = tiny("mixtral", intermediate_size=56, **SHAPE)
+    quantised, numbers = replaced(source, tmp_path / "quantised"), replaced(source, tmp_path / "numbers")
+    stored = load_file(source / WEIGHTS)
+    wanted = dict(stored)
+    for name in [name for name in stored if "_proj.weight" in name or ".experts." in name]:
+        stored[name], stored[f"{name}_scale_inv"], wanted[name] = fp8_blocks(stored[name], 24, 40)
+    fp8 = {"quant_method": "fp8", "weight_block_size": [24, 40], "modules_to_not_convert": ["gate"]}
+    edit(quantised, lambda state: state.update(stored), quantization_config=fp8)
+    edit(numbers, lambda state: state.update(wanted))
+    assert tokens(quantised, weights=STREAMED) == tokens(numbers, weights=STREAMED)
 
 
 BLOCK = 16

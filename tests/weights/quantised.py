@@ -124,9 +124,9 @@ METHODS = {
 BY_ROWS = {"gptq int4": _packed(4), "gptq int8": _packed(8), "awq": _packed(4)}
 
 
-def quantise(source: Path, out: Path, method: Method) -> tuple[Path, Path]:
+def quantise(source: Path, out: Path, method: Method, packs: Callable[[str], Pack] | None = None) -> tuple[Path, Path]:
     """The checkpoint ``source``, a single file, quantised by ``method``, and one of the numbers that it then has; both
-    in folders of ``out``."""
+    in folders of ``out``. ``packs``: how the matrix of a module is packed, where the config has several formats."""
     know_compressed_tensors()
     config = json.loads((source / "config.json").read_text())
     stored = config | {"quantization_config": method.config}
@@ -140,7 +140,7 @@ def quantise(source: Path, out: Path, method: Method) -> tuple[Path, Path]:
         if form is None:
             tensors[name] = numbers[name] = tensor
             continue
-        parts = method.pack(tensor)
+        parts = (method.pack if packs is None else packs(module))(tensor)
         tensors |= {module + suffix: part for suffix, part in parts.items()}
         blocks = row_blocks(form, parts, *tensor.shape, dtype=tensor.dtype)
         numbers[name] = torch.cat([block for _, block in blocks])
