@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property, partial
 
 import torch
-from peers.common import agree, fed_forward, huge, random_huge, sets_for, turns, unpacked
+from peers.common import agree, fed_forward, random_huge, sets_for, turns
 from torch import Tensor
 from torch.nn import functional
 
@@ -21,14 +21,8 @@ SHAPES = {
     "H4096 I14336 E2": (4096, 14336, 2),
 }
 ROWS = (1, 4, 16, 64, 256, 1024)
-GROUP = 128
-INTEGER_SCALE = 0.02 / 64
-FEW, MIDDLE = 16, (16, 256)
-INTEGERS_UP_TO = 64
-TITLE = (
-    "experts, silu, rows evenly spread, one layer a call; int8 with a scale a row, "
-    f"int4 with one for every {GROUP} inputs; vLLM routes each token to one expert, so its rows are the same"
-)
+MIDDLE = (16, 256)
+TITLE = "experts, silu, rows evenly spread, one layer a call; vLLM routes a token to one expert: its rows are the same"
 
 
 def cases(setting: Setting) -> Iterator[Case]:
@@ -51,19 +45,6 @@ def _case(name: str, shape: tuple[int, int, int], rows: int, setting: Setting) -
         Contender(name="torch linear loop", make=layer.loop),
         Contender(name="vLLM", make=partial(setting.vllm.timed, "experts", asked), ratio_bar=1.2 if middle else 1.0),
     ]
-    if rows <= INTEGERS_UP_TO:
-        kinds = (("int8", 1 + 4 / shape[0], 1.7), ("int4", 0.5 + 4 / GROUP, 2.8))
-        contenders[1:1] = [
-            Contender(
-                name=f"moelight {kind}",
-                make=partial(layer.ours_integer, kind),
-                nbytes=item * numbers + moved,
-                flop=flop,
-                over="moelight",
-                ratio_bar=bar if rows <= FEW else 0.0,
-            )
-            for kind, item, bar in kinds
-        ]
     return Case(name=f"experts {name}", contenders=contenders)
 
 
@@ -87,36 +68,15 @@ class Layer:
         return [(random_huge(shapes[0], std=0.02), random_huge(shapes[1], std=0.02)) for _ in range(sets)]
 
     def ours(self) -> Timed:
-        lists = [(list(gate_up), list(down)) for gate_up, down in self.weights]
-        return self._experts(lists, {}, lambda part: part)
-
-    def ours_integer(self, kind: str) -> Timed:
-        """int8 or int4, in as many bytes as bf16 takes."""
-        packed = 2 if kind == "int4" else 1
-        dtype = torch.uint8 if kind == "int4" else torch.int8
-        group = GROUP if kind == "int4" else None
-        shapes = [(2 * self.width, self.hidden), (self.hidden, self.width)]
-        sets = sets_for(3 * self.hidden * self.width * self.count / packed, self.setting.gib)
-        layers = [tuple(list(random_huge((self.count, n, k // packed), dtype)) for n, k in shapes) for _ in range(sets)]
-        scales = [
-            list(huge((self.count, n, *((k // group,) if group else ())), torch.float32).fill_(INTEGER_SCALE))
-            for n, k in shapes
-        ]
-        options = {"gate_up_scale": scales[0], "down_scale": scales[1], "group_size": group}
-        plain = partial(unpacked, scale=INTEGER_SCALE)
-        return self._experts(layers, options, plain)
-
-    def _experts(
-        self, layers: list[tuple[list[Tensor], ...]], options: dict[str, object], plain: Callable[[Tensor], Tensor]
-    ) -> Timed:
+        layers = [(list(gate_up), list(down)) for gate_up, down in self.weights]
         out, turn = torch.empty_like(self.x), turns(len(layers))
 
         def once() -> None:
             gate_up, down = layers[next(turn)]
-            cpu_expert_ffn(self.x, gate_up, down, self.offsets, out=out, threads=self.setting.threads, **options)
+            cpu_expert_ffn(self.x, gate_up, down, self.offsets, out=out, threads=self.setting.threads)
 
         timed = here(once)
-        agree(out[:1], fed_forward(self.x[:1], *(plain(part[0]) for part in layers[0])))
+        agree(out[:1], fed_forward(self.x[:1], *(part[0] for part in layers[0])))
         return timed
 
     def grouped(self) -> Timed:

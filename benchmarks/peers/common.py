@@ -109,14 +109,6 @@ def fed_forward(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     return (torch.nn.functional.silu(gate) * up) @ down.float().t()
 
 
-def unpacked(codes: Tensor, scale: float) -> Tensor:
-    """What int8 codes, or as uint8 int4 ones (two a byte, the earlier low, 8 for zero), stand for, in float32."""
-    if codes.dtype == torch.uint8:
-        low, high = (codes & 15).to(torch.int8) - 8, (codes >> 4).to(torch.int8) - 8
-        codes = torch.stack((low, high), dim=2).flatten(1)
-    return codes.float() * scale
-
-
 def serve(name: str, makers: dict[str, Maker]) -> None:
     """Answers lines on stdin until it ends."""
     out = os.fdopen(os.dup(1), "w", buffering=1)

@@ -24,42 +24,19 @@ int64_t size_of(const In& array, size_t dim) { return static_cast<int64_t>(array
 
 WeightType weight_type(const char* name, const In& array) {
   const nb::dlpack::dtype type = array.dtype();
-  if (type == nb::dtype<int8_t>()) return WeightType::kInt8;
-  if (type == nb::dtype<uint8_t>()) return WeightType::kInt4;
   const auto code = static_cast<nb::dlpack::dtype_code>(type.code);
   if (type.lanes == 1 && code == nb::dlpack::dtype_code::Float && type.bits == 32) return WeightType::kFloat32;
   if (type.lanes == 1 && code == nb::dlpack::dtype_code::Float && type.bits == 16) return WeightType::kFloat16;
   if (type.lanes == 1 && code == nb::dlpack::dtype_code::Bfloat && type.bits == 16) return WeightType::kBFloat16;
-  refuse(name, "must be float32, bfloat16, float16, int8, or uint8 with two values a byte");
+  refuse(name, "must be float32, bfloat16 or float16");
 }
 
-int64_t stored_bytes(WeightType type) {
-  switch (type) {
-    case WeightType::kFloat32:
-      return 4;
-    case WeightType::kBFloat16:
-    case WeightType::kFloat16:
-      return 2;
-    case WeightType::kInt8:
-    case WeightType::kInt4:
-    case WeightType::kQuantized:
-      break;
-  }
-  return 1;
-}
+// Of a number as it is stored.
+int64_t float_bytes(WeightType type) { return type == WeightType::kFloat32 ? 4 : 2; }
 
-Format make_format(const char* name, WeightType type, int64_t rows, int64_t depth, int64_t group_size) {
+Format make_format(const char* name, WeightType type, int64_t rows, int64_t depth) {
   if (rows < 1 || depth < 1) refuse(name, "is empty");
-  if (type == WeightType::kInt4 && depth % 2 != 0)
-    refuse(name, "two values a byte fill no row of " + std::to_string(depth) + " values");
-  const bool one_group = !has_scale(type) || group_size == 0 || group_size >= depth;
-  const int64_t group = one_group ? depth : group_size;
-  return {type, rows, depth, group, (depth + group - 1) / group, DType::kFloat32};
-}
-
-void check_group_size(int64_t group_size) {
-  if (group_size < 0 || group_size % kGroupStep != 0)
-    refuse("group_size", "must be a positive multiple of 32 or None, is " + std::to_string(group_size));
+  return {type, rows, depth, DType::kFloat32};
 }
 
 // Whether a matrix is stored as [inputs, outputs].
@@ -72,15 +49,13 @@ Weight check_weight(const char* name, const In& array, const Format& format) {
     if (array.device_type() != nb::device::cpu::value) refuse(name, "must be in CPU memory");
     if (!is_transposed(array)) refuse(name, "its tensors must all be transposed, or none");
     if (array.stride(1) < static_cast<int64_t>(array.shape(0))) refuse(name, "its columns overlap");
-    if (has_scale(format.type)) refuse(name, "integers must be contiguous beyond their first dimension");
   } else {
     check_layout(name, array, 2);
   }
   if (weight_type(name, array) != format.type) refuse(name, "its tensors must have one dtype");
   check_dim(name, array, 0, format.rows, "rows");
-  const int64_t columns = format.type == WeightType::kInt4 ? format.depth / 2 : format.depth;
-  check_dim(name, array, 1, columns, "columns");
-  return {array.data(), array.stride(format.transposed ? 1 : 0) * stored_bytes(format.type), nullptr, nullptr};
+  check_dim(name, array, 1, format.depth, "columns");
+  return {array.data(), array.stride(format.transposed ? 1 : 0) * float_bytes(format.type), nullptr};
 }
 
 // An entry of a list: an array, or a quantised matrix.
@@ -110,7 +85,7 @@ Weight check_entry(const char* name, const Entry& entry, const Format& format) {
                      " columns, has " + std::to_string(q.rows) + " and " + std::to_string(q.columns));
   if (format.integers)
     if (const char* const why = no_whole_numbers(q)) refuse(name, why);
-  return {q.transposed() ? nullptr : q.codes, q.row_bytes, nullptr, nullptr, &q, 0};
+  return {q.transposed() ? nullptr : q.codes, q.row_bytes, nullptr, &q, 0};
 }
 
 // What multiplies: numbers as they are ("auto"), or codes and tokens rounded to int8.
@@ -119,17 +94,6 @@ bool rounds_tokens(const char* name, const std::string& activations, WeightType 
   if (activations != "int8") refuse("activations", "must be auto or int8, is '" + activations + "'");
   if (type != WeightType::kQuantized) refuse(name, "int8 activations need quantised matrices");
   return true;
-}
-
-const float* check_scale(const char* name, const In& array, const Format& format) {
-  if (!has_scale(format.type)) refuse(name, "floats have no scales");
-  const bool flat = array.ndim() == 1 && format.groups == 1;
-  check_layout(name, array, flat ? 1 : 2);
-  if (array.dtype() != nb::dtype<float>()) refuse(name, "must be float32");
-  check_dim(name, array, 0, format.rows, "rows");
-  if (!flat) check_dim(name, array, 1, format.groups, "groups");
-  if (array.shape(0) > 1 && array.stride(0) != format.groups) refuse(name, "must be contiguous");
-  return static_cast<const float*>(array.data());
 }
 
 // Biases share one type.
@@ -165,29 +129,22 @@ Entry to_entry(const char* name, nb::handle item, std::vector<In>& kept) {
   return {to_array(name, item), nullptr};
 }
 
-void linear(const In& x, nb::object weight, nb::object bias, nb::object scale, int64_t group_size,
-            const std::string& activations, const Out& out, int64_t threads) {
-  check_group_size(group_size);
+void linear(const In& x, nb::object weight, nb::object bias, const std::string& activations, const Out& out,
+            int64_t threads) {
   check_layout("x", x, 2);
   std::vector<In> kept;
   const Entry entry = to_entry("weight", weight, kept);
   if (entry.quantized == nullptr) check_layout("weight", entry.array, 2);
   LinearArgs args;
-  args.format = make_format("weight", entry_type("weight", entry), entry.rows(), size_of(x, 1), group_size);
+  args.format = make_format("weight", entry_type("weight", entry), entry.rows(), size_of(x, 1));
   args.format.integers = rounds_tokens("weight", activations, args.format.type);
   args.weight = check_entry("weight", entry, args.format);
   args.tokens = check_tokens(x, out, args.format.rows);
   bool seen = false;
-  In bias_array, scale_array;
+  In bias_array;
   if (!bias.is_none()) {
     bias_array = to_array("bias", bias);
     args.weight.bias = check_bias("bias", bias_array, args.format, seen);
-  }
-  if (!scale.is_none()) {
-    scale_array = to_array("scale", scale);
-    args.weight.scale = check_scale("scale", scale_array, args.format);
-  } else if (has_scale(args.format.type)) {
-    refuse("scale", "must be given with integer weights");
   }
   args.threads = checked_threads(threads);
   nb::gil_scoped_release release;
@@ -196,8 +153,8 @@ void linear(const In& x, nb::object weight, nb::object bias, nb::object scale, i
 
 // The lists that make up one weight of every expert; names are those of the face.
 struct Lists {
-  const char *name, *bias_name, *scale_name;
-  nb::object weights, bias, scale;
+  const char *name, *bias_name;
+  nb::object weights, bias;
 };
 
 class Experts {
@@ -247,10 +204,8 @@ class Experts {
   }
 
   std::vector<Weight> check(const Lists& lists, const std::vector<Entry>& entries, Format& format) {
-    std::vector<Weight> weights(static_cast<size_t>(count_), Weight{nullptr, 0, nullptr, nullptr});
+    std::vector<Weight> weights(static_cast<size_t>(count_), Weight{nullptr, 0, nullptr});
     const std::vector<In> biases = this->arrays(lists.bias_name, lists.bias);
-    const std::vector<In> scales = this->arrays(lists.scale_name, lists.scale);
-    if (has_scale(format.type) && lists.scale.is_none()) refuse(lists.scale_name, "must be given with integer weights");
     bool seen = false;
     const Quantized* like = nullptr;
     for (int64_t e = 0; e < count_; ++e) {
@@ -261,16 +216,14 @@ class Experts {
         refuse(lists.name, "its matrices must have one format");
       like = weights[i].quantized;
       if (!lists.bias.is_none()) weights[i].bias = check_bias(lists.bias_name, biases[i], format, seen);
-      if (!lists.scale.is_none()) weights[i].scale = check_scale(lists.scale_name, scales[i], format);
     }
-    for (const auto& some : {biases, scales}) kept_.insert(kept_.end(), some.begin(), some.end());
+    kept_.insert(kept_.end(), biases.begin(), biases.end());
     return weights;
   }
 
   void check_lengths(const Lists& lists) const {
     length(lists.name, lists.weights);
     if (!lists.bias.is_none()) length(lists.bias_name, lists.bias);
-    if (!lists.scale.is_none()) length(lists.scale_name, lists.scale);
   }
 
   int64_t count() const { return count_; }
@@ -296,7 +249,7 @@ class Experts {
   int64_t count_;
   std::vector<int32_t> own_;  // of weights that are given before their rows
   const int32_t* at_;         // a moved vector keeps its memory
-  std::vector<In> kept_;      // biases, scales and parts, for as long as the product runs
+  std::vector<In> kept_;      // biases and parts, for as long as the product runs
 };
 
 Activation activation_named(const std::string& curve, double alpha, double limit, double shift, bool late) {
@@ -316,9 +269,9 @@ Activation activation_named(const std::string& curve, double alpha, double limit
 }
 
 // A list's format by its first tensor with tokens.
-Format format_of(const char* name, const Entry& first, int64_t rows, int64_t depth, int64_t group_size) {
+Format format_of(const char* name, const Entry& first, int64_t rows, int64_t depth) {
   check_matrix(name, first);
-  Format format = make_format(name, entry_type(name, first), rows, depth, group_size);
+  Format format = make_format(name, entry_type(name, first), rows, depth);
   format.transposed = first.quantized == nullptr && is_transposed(first.array);
   return format;
 }
@@ -328,10 +281,9 @@ std::vector<Weight> second_half(const std::vector<Weight>& weights, const Format
   std::vector<Weight> found = weights;
   for (Weight& weight : found) {
     if (!weight.given()) continue;
-    const int64_t step = format.transposed ? stored_bytes(format.type) : weight.row_bytes;
+    const int64_t step = format.transposed ? float_bytes(format.type) : weight.row_bytes;
     weight.first_row += rows_each;
     if (weight.data != nullptr) weight.data = static_cast<const char*>(weight.data) + rows_each * step;
-    if (weight.scale != nullptr) weight.scale += rows_each * format.groups;
     if (weight.bias != nullptr)
       weight.bias = static_cast<const char*>(weight.bias) + rows_each * dtype_bytes(format.bias_type);
   }
@@ -345,12 +297,11 @@ class CheckedExperts : public BoundExperts {
   CheckedExperts(Experts experts, int64_t hidden, const nb::object& gate_up, const nb::object& up,
                  const nb::object& down, const nb::tuple& activation, const std::string& pairing,
                  const nb::object& gate_up_bias, const nb::object& up_bias, const nb::object& down_bias,
-                 const nb::object& gate_up_scale, const nb::object& down_scale, int64_t group_size,
                  const std::pair<std::string, std::string>& activations)
       : experts_(std::move(experts)) {
-    const Lists first_lists = {"gate_up", "gate_up_bias", "gate_up_scale", gate_up, gate_up_bias, gate_up_scale};
-    const Lists up_lists = {"up", "up_bias", "up_scale", up, up_bias, nb::none()};
-    const Lists down_lists = {"down", "down_bias", "down_scale", down, down_bias, down_scale};
+    const Lists first_lists = {"gate_up", "gate_up_bias", gate_up, gate_up_bias};
+    const Lists up_lists = {"up", "up_bias", up, up_bias};
+    const Lists down_lists = {"down", "down_bias", down, down_bias};
     const bool apart = !up.is_none(), joined = !apart && pairing == "joined";
     experts_.check_lengths(first_lists);
     if (apart) experts_.check_lengths(up_lists);
@@ -374,8 +325,8 @@ class CheckedExperts : public BoundExperts {
     const int64_t rows = first.rows();
     if (both && rows % 2 != 0) refuse("gate_up", "must have an even number of rows, has " + std::to_string(rows));
     const int64_t inner = both ? rows / 2 : rows;
-    args.up_format = format_of("gate_up", first, rows, hidden, group_size);
-    args.down_format = format_of("down", first_down, hidden, inner, group_size);
+    args.up_format = format_of("gate_up", first, rows, hidden);
+    args.down_format = format_of("down", first_down, hidden, inner);
     args.up_format.integers = rounds_tokens("gate_up", activations.first, args.up_format.type);
     args.down_format.integers = rounds_tokens("down", activations.second, args.down_format.type);
     firsts_ = experts_.check(first_lists, first_entries_, args.up_format);
@@ -408,21 +359,19 @@ std::unique_ptr<BoundExperts> bind_experts(int64_t hidden, nb::object gate_up, n
                                            nb::object up_bias, nb::object down_bias,
                                            const std::pair<std::string, std::string>& activations) {
   if (!nb::isinstance<nb::list>(gate_up)) refuse("gate_up", "must be a list with one tensor per expert");
-  const nb::object none = nb::none();
   return std::make_unique<CheckedExperts>(Experts(nb::borrow<nb::list>(gate_up)), hidden, gate_up, up, down, activation,
-                                          pairing, gate_up_bias, up_bias, down_bias, none, none, 0, activations);
+                                          pairing, gate_up_bias, up_bias, down_bias, activations);
 }
 
 void expert_ffn(const In& x, nb::object gate_up, nb::object up, nb::object down, const In& offsets,
                 nb::tuple activation, const std::string& pairing, nb::object gate_up_bias, nb::object up_bias,
-                nb::object down_bias, nb::object gate_up_scale, nb::object down_scale, int64_t group_size,
-                const std::pair<std::string, std::string>& activations, const Out& out, int64_t threads) {
-  check_group_size(group_size);
+                nb::object down_bias, const std::pair<std::string, std::string>& activations, const Out& out,
+                int64_t threads) {
   check_layout("x", x, 2);
   const int64_t hidden = size_of(x, 1);
   const Tokens tokens = check_tokens(x, out, hidden);
   const CheckedExperts experts(Experts(offsets, tokens.count), hidden, gate_up, up, down, activation, pairing,
-                               gate_up_bias, up_bias, down_bias, gate_up_scale, down_scale, group_size, activations);
+                               gate_up_bias, up_bias, down_bias, activations);
   ExpertArgs args = experts.args;
   args.threads = checked_threads(threads);
   args.tokens = tokens;
@@ -434,7 +383,7 @@ void expert_ffn(const In& x, nb::object gate_up, nb::object up, nb::object down,
 // Types by their places in the enumerations; sizes are the caller's to check.
 int64_t linear_workspace(int x, int weight, bool integers, int64_t tokens, int64_t outputs, int64_t inputs,
                          int64_t threads) {
-  Format format = make_format("weight", static_cast<WeightType>(weight), outputs, inputs, 0);
+  Format format = make_format("weight", static_cast<WeightType>(weight), outputs, inputs);
   format.integers = integers;
   return moelight::linear_workspace(static_cast<DType>(x), format, tokens, checked_threads(threads));
 }
@@ -442,8 +391,8 @@ int64_t linear_workspace(int x, int weight, bool integers, int64_t tokens, int64
 int64_t expert_ffn_workspace(int x, int weight, bool integers, bool transposed, int64_t tokens, int64_t hidden,
                              int64_t intermediate, int64_t experts, int64_t threads) {
   const auto type = static_cast<WeightType>(weight);
-  Format up = make_format("gate_up", type, 2 * intermediate, hidden, 0);
-  Format down = make_format("down", type, hidden, intermediate, 0);
+  Format up = make_format("gate_up", type, 2 * intermediate, hidden);
+  Format down = make_format("down", type, hidden, intermediate);
   up.transposed = down.transposed = transposed;
   up.integers = down.integers = integers;
   return moelight::expert_ffn_workspace(static_cast<DType>(x), up, down, tokens, experts, checked_threads(threads));
@@ -475,8 +424,7 @@ LinearArgs bind_linear(const char* name, const In& weight, const char* bias_name
                        int64_t columns) {
   check_layout(name, weight, 2);
   LinearArgs args;
-  args.format = make_format(name, weight_type(name, weight), size_of(weight, 0), columns, 0);
-  if (has_scale(args.format.type)) refuse(name, "must be of floats");
+  args.format = make_format(name, weight_type(name, weight), size_of(weight, 0), columns);
   args.weight = check_weight(name, weight, args.format);
   bool seen = false;
   if (bias) args.weight.bias = check_bias(bias_name, *bias, args.format, seen);
@@ -495,11 +443,10 @@ void add_ffn(nb::module_& module) {
   module.def("expert_ffn_workspace", expert_ffn_workspace, "x"_a, "weight"_a, "integers"_a, "transposed"_a, "tokens"_a,
              "hidden"_a, "intermediate"_a, "experts"_a, "threads"_a);
   module.def("ffn_workspace_kept", moelight::ffn_workspace_kept);
-  module.def("linear", linear, "x"_a, "weight"_a, "bias"_a.none(), "scale"_a.none(), "group_size"_a, "activations"_a,
-             "out"_a, "threads"_a);
+  module.def("linear", linear, "x"_a, "weight"_a, "bias"_a.none(), "activations"_a, "out"_a, "threads"_a);
   module.def("expert_ffn", expert_ffn, "x"_a, "gate_up"_a, "up"_a.none(), "down"_a, "offsets"_a, "activation"_a,
-             "pairing"_a, "gate_up_bias"_a.none(), "up_bias"_a.none(), "down_bias"_a.none(), "gate_up_scale"_a.none(),
-             "down_scale"_a.none(), "group_size"_a, "activations"_a, "out"_a, "threads"_a);
+             "pairing"_a, "gate_up_bias"_a.none(), "up_bias"_a.none(), "down_bias"_a.none(), "activations"_a, "out"_a,
+             "threads"_a);
 }
 
 }  // namespace moelight::bind

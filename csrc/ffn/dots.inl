@@ -1,4 +1,4 @@
-// Products of bf16 activations with weights as dot products along K (AVX512_BF16, AVX512_VNNI). Included by the file
+// Products of bf16 activations with weights as dot products along K (AVX512_BF16). Included by the file
 // that is compiled with those; all of it has internal linkage.
 //
 // A register tile is kRows rows times up to kTokens tokens. Its rows' block stays in the first-level cache while all
@@ -14,8 +14,8 @@
 #include "finish.h"
 #include "moelight/cpu.h"
 #include "moelight/simd_avx512.h"
+#include "pair_rows.h"
 #include "pairs.h"
-#include "stored.h"
 #include "streams.h"
 
 namespace moelight {
@@ -79,11 +79,11 @@ inline void add_across(const __m512 (&v)[kRows], float* sums) {
 // sums[c][0..kRows) += x[c] . row[0..kRows), fetching kFetch rows' lines from `ahead` on.
 template <class P, bool kLines, int kCount, int kFetch, int kHint>
 void tile(const Rows& rows, const char* ahead, const char* x, int64_t x_bytes, float* sums) {
-  typename P::V sum[kCount][kRows];
+  __m512 sum[kCount][kRows];
 #pragma GCC unroll 3
   for (int c = 0; c < kCount; ++c)
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) sum[c][r] = P::zero();
+    for (int r = 0; r < kRows; ++r) sum[c][r] = _mm512_setzero_ps();
   const Strides strides(rows.stride), leads(rows.ahead.stride == 0 ? kStepBytes : rows.ahead.stride);
   const int64_t lead_step = rows.ahead.stride == 0 ? kFetch * kStepBytes : kStepBytes;
   const char* row = rows.data;
@@ -102,12 +102,7 @@ void tile(const Rows& rows, const char* ahead, const char* x, int64_t x_bytes, f
     }
   }
 #pragma GCC unroll 3
-  for (int c = 0; c < kCount; ++c) {
-    __m512 floats[kRows];
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) floats[r] = P::floats(sum[c][r]);
-    add_across(floats, sums + c * kUnitRows);
-  }
+  for (int c = 0; c < kCount; ++c) add_across(sum[c], sums + c * kUnitRows);
 }
 
 template <class P, bool kLines, int kFetch, int kHint = _MM_HINT_T0>
@@ -192,101 +187,30 @@ inline int64_t rows_ahead(const Product& p, int64_t step, int64_t bytes) {
   return step * ((bytes + step * p.row_bytes - 1) / (step * p.row_bytes));
 }
 
-// As all_tokens for int16 lanes whose scale changes along the row: half the rows at a time, so that both the exact sums
-// of a group and their scaled total fit the registers.
-template <int kCount>
-void grouped_tile(const Rows& rows, const Product& p, const Place& at, const char* x, float* sums) {
-  constexpr int kHalf = kRows / 2;
-  __m512 total[kCount][kRows];
-  const float* const scale = p.scale + at.row * p.groups;
-  const int64_t spare = p.rows - at.row - 1;
-#pragma GCC unroll 2
-  for (int half = 0; half < kRows; half += kHalf) {
-    __m512 sum[kCount][kHalf];
-#pragma GCC unroll 3
-    for (int c = 0; c < kCount; ++c)
-#pragma GCC unroll 4
-      for (int r = 0; r < kHalf; ++r) sum[c][r] = _mm512_setzero_ps();
-    const char* row = rows.data + half * rows.stride;
-    int64_t k = 0;
-    for (int64_t group = at.first / p.group; k < rows.bytes; ++group) {
-      const int64_t to = 2 * ((group + 1) * p.group - at.first), stop = to < rows.bytes ? to : rows.bytes;
-      __m512i exact[kCount][kHalf];
-#pragma GCC unroll 3
-      for (int c = 0; c < kCount; ++c)
-#pragma GCC unroll 4
-        for (int r = 0; r < kHalf; ++r) exact[c][r] = _mm512_setzero_si512();
-      for (; k < stop; k += kStepBytes) {
-        __m512i token[kCount];
-#pragma GCC unroll 3
-        for (int c = 0; c < kCount; ++c) token[c] = _mm512_loadu_si512(x + c * p.x_bytes + k);
-#pragma GCC unroll 4
-        for (int r = 0; r < kHalf; ++r) {
-          const __m512i weight = _mm512_loadu_si512(row + r * rows.stride + k);
-#pragma GCC unroll 3
-          for (int c = 0; c < kCount; ++c) exact[c][r] = Words::madd(exact[c][r], weight, token[c]);
-        }
-      }
-#pragma GCC unroll 4
-      for (int r = 0; r < kHalf; ++r) {
-        const __m512 factor = _mm512_set1_ps(scale[(half + r < spare ? half + r : spare) * p.groups + group]);
-#pragma GCC unroll 3
-        for (int c = 0; c < kCount; ++c) sum[c][r] = _mm512_fmadd_ps(Words::floats(exact[c][r]), factor, sum[c][r]);
-      }
-    }
-#pragma GCC unroll 3
-    for (int c = 0; c < kCount; ++c)
-#pragma GCC unroll 4
-      for (int r = 0; r < kHalf; ++r) total[c][half + r] = sum[c][r];
-  }
-#pragma GCC unroll 3
-  for (int c = 0; c < kCount; ++c) add_across(total[c], sums + c * kUnitRows);
-}
-
-inline void all_grouped(const Rows& rows, const Product& p, const Place& at, const char* x, float* sums) {
-  for (int64_t t = 0; t < p.tokens; t += kTokens, x += kTokens * p.x_bytes, sums += kTokens * kUnitRows) {
-    switch (p.tokens - t) {
-      case 1:
-        grouped_tile<1>(rows, p, at, x, sums);
-        break;
-      case 2:
-        grouped_tile<2>(rows, p, at, x, sums);
-        break;
-      default:
-        grouped_tile<3>(rows, p, at, x, sums);
-    }
-  }
-}
-
-// The product tile by tile. Rows of eight whose block is whole are read in place if they are Stored as the lanes take
-// them.
-template <class Stored, class P>
+// The product tile by tile. Rows of eight whose block is whole are read in place if the lanes take pairs.
+template <class P>
 void multiply_tile(const Product& p, const Place& at, char* buffer, float* sums) {
-  const char* const x = p.x + Stored::kHead + 2 * at.first;
-  Rows rows = {p.weight + at.row * p.row_bytes + Stored::bytes(at.first), p.row_bytes,
-               2 * rounded(at.size, Stored::kStep), at.ahead};
+  const char* const x = p.x + 2 * at.first;
+  Rows rows = {p.weight + at.row * p.row_bytes + 2 * at.first, p.row_bytes, 2 * rounded(at.size, kPairStep), at.ahead};
   const int64_t whole = p.rows - at.row < kRows ? p.rows - at.row : kRows;
   constexpr bool kLines = P::kLineBytes != kStepBytes;  // which are not as bf16 is stored
-  if (kLines || !Stored::kInPlace || whole < kRows || at.size % Stored::kStep != 0) {
+  if (kLines || whole < kRows || at.size % kPairStep != 0) {
     const char* ahead = at.ahead.data == nullptr ? p.weight : at.ahead.data;
-    const int64_t lead = at.ahead.data == nullptr ? 0 : at.ahead.stride != 0 ? at.ahead.stride : Stored::bytes(at.size);
+    const int64_t lead = at.ahead.data == nullptr ? 0 : at.ahead.stride != 0 ? at.ahead.stride : 2 * at.size;
     for (int64_t r = 0; r < kRows; ++r, ahead += lead) {
       // A short last tile repeats its last row; nobody reads those sums.
       const int64_t row = at.row + (r < whole ? r : whole - 1);
-      Stored::template convert<P>(p, row, at.first, at.size, ahead, buffer + r * kBufferRow<P>);
+      convert_row<P>(p, row, at.first, at.size, ahead, buffer + r * kBufferRow<P>);
     }
     rows.data = buffer, rows.stride = kBufferRow<P>, rows.bytes = rows.bytes / kStepBytes * P::kLineBytes;
     rows.ahead.data = nullptr;
-  }
-  if constexpr (Stored::kGroups) {
-    if (p.group < p.depth) return all_grouped(rows, p, at, x, sums + at.row);
   }
   all_tokens<P, kLines>(rows, p.tokens, x, p.x_bytes, sums + at.row);
 }
 
 // All blocks of a tile, then the next tile, so that memory is read in its own order. What is fetched is a tile some way
 // ahead, line after line; where that is too much to lie beside this one, it is the next block.
-template <class Stored, class P>
+template <class P>
 void multiply_rows(const Product& p, char* buffer, float* sums) {
   const Blocks blocks(p.depth);
   const int64_t tiles = (p.rows + kRows - 1) / kRows, tile_bytes = kRows * p.row_bytes;
@@ -299,17 +223,17 @@ void multiply_rows(const Product& p, char* buffer, float* sums) {
       const int64_t size = std::min(blocks.size, p.depth - first);
       Ahead ahead = {next, i + lead < tiles ? p.row_bytes : p.next_bytes};
       if (by_tiles) {
-        ahead = {next == nullptr ? nullptr : next + kRows * Stored::bytes(first), 0};
+        ahead = {next == nullptr ? nullptr : next + kRows * 2 * first, 0};
       } else if (first + size < p.depth) {
-        ahead.data = p.weight + i * tile_bytes + Stored::bytes(first + size), ahead.stride = p.row_bytes;
+        ahead.data = p.weight + i * tile_bytes + 2 * (first + size), ahead.stride = p.row_bytes;
       }
-      multiply_tile<Stored, P>(p, {i * kRows, first, size, ahead}, buffer, sums);
+      multiply_tile<P>(p, {i * kRows, first, size, ahead}, buffer, sums);
     }
   }
 }
 
 // All tiles of one block, then the next.
-template <class Stored, class P>
+template <class P>
 void multiply_blocks(const Product& p, char* buffer, float* sums) {
   const Blocks blocks(p.depth);
   for (int64_t first = 0; first < p.depth; first += blocks.size) {
@@ -317,25 +241,24 @@ void multiply_blocks(const Product& p, char* buffer, float* sums) {
     for (int64_t row = 0; row < p.rows; row += kRows) {
       Ahead ahead = {p.next, p.next_bytes};
       if (row + kRows < p.rows) {
-        ahead = {p.weight + (row + kRows) * p.row_bytes + Stored::bytes(first), p.row_bytes};
+        ahead = {p.weight + (row + kRows) * p.row_bytes + 2 * first, p.row_bytes};
       } else if (first + size < p.depth) {
-        ahead = {p.weight + Stored::bytes(first + size), p.row_bytes};
+        ahead = {p.weight + 2 * (first + size), p.row_bytes};
       }
-      multiply_tile<Stored, P>(p, {row, first, size, ahead}, buffer, sums);
+      multiply_tile<P>(p, {row, first, size, ahead}, buffer, sums);
     }
   }
 }
 
-template <class Stored, class P = typename Stored::Lanes>
+template <class P>
 void multiply(const Product& p, void* scratch, float* sums) {
   const Subnormals zeros(true);
   auto* const buffer = static_cast<char*>(scratch);
   if (2 * p.tokens * p.depth <= kStayingBytes) {
-    multiply_rows<Stored, P>(p, buffer, sums);
+    multiply_rows<P>(p, buffer, sums);
   } else {
-    multiply_blocks<Stored, P>(p, buffer, sums);
+    multiply_blocks<P>(p, buffer, sums);
   }
-  Stored::finish(p, sums);
 }
 
 // The product with a quantised matrix: a tile's block is unpacked into the first-level cache, where all tokens meet it
@@ -367,12 +290,11 @@ void multiply_unpacked(const Product& p, void* scratch, float* sums) {
   }
 }
 
-template <class Stored>
-void prepare(const void* x, int64_t x_bytes, int64_t count, int64_t depth, void* out) {
-  const int64_t bytes = Stored::kHead + 2 * rounded(depth, Stored::kStep);
+inline void prepare(const void* x, int64_t x_bytes, int64_t count, int64_t depth, void* out) {
+  const int64_t bytes = 2 * rounded(depth, kPairStep);
   for (int64_t t = 0; t < count; ++t) {
     const char* from = static_cast<const char*>(x) + t * x_bytes;
-    Stored::arrange(reinterpret_cast<const Bf16*>(from), depth, static_cast<char*>(out) + t * bytes);
+    arrange(reinterpret_cast<const Bf16*>(from), depth, static_cast<char*>(out) + t * bytes);
   }
 }
 

@@ -16,10 +16,7 @@
 
 namespace moelight {
 
-enum class WeightType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kInt4 = 4, kQuantized = 5 };
-constexpr int kWeightTypes = 6;
-
-constexpr bool has_scale(WeightType type) { return type == WeightType::kInt8 || type == WeightType::kInt4; }
+enum class WeightType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kQuantized = 3 };
 
 enum class Curve : int { kSilu = 0, kGelu = 1, kGeluTanh = 2, kSquaredRelu = 3 };
 
@@ -39,11 +36,6 @@ struct Activation {
 // How gate and up are given: two weights; one whose rows are interleaved; or up alone.
 enum class Pairing : int { kApart = 0, kInterleaved = 1, kUngated = 2 };
 
-// Two values of a row, the earlier in the low four bits; the number meant is the value less 8.
-struct Int4 {
-  uint8_t two;
-};
-
 // A Quantized matrix: its tiles are unpacked to what the lanes multiply, and meet the kernels of that type.
 struct Unpacked {};
 
@@ -51,20 +43,15 @@ struct Unpacked {};
 struct Format {
   WeightType type;
   int64_t rows, depth;
-  int64_t group;   // elements that share a scale: a multiple of kGroupStep, or at least depth
-  int64_t groups;  // scales from one row to the next
   DType bias_type;
   bool transposed = false;  // floats alone: the weight lies as [depth, rows]
   bool integers = false;    // of kQuantized: tokens are rounded to int8, and meet the codes (integers.inl)
 };
 
-constexpr int64_t kGroupStep = 32;
-
 struct Weight {
-  const void* data;    // [rows, depth], or transposed [depth, rows]; null for an expert that is not there
-  int64_t row_bytes;   // from one line of these to the next
-  const float* scale;  // [rows, groups]; null for floats
-  const void* bias;    // [rows] or null
+  const void* data;   // [rows, depth], or transposed [depth, rows]; null for an expert that is not there
+  int64_t row_bytes;  // from one line of these to the next
+  const void* bias;   // [rows] or null
   // Of kQuantized: the matrix, of which the rows from `first_row` on are meant; data and row_bytes are those of its
   // codes, or without data where these are transposed.
   const Quantized* quantized = nullptr;
@@ -128,8 +115,6 @@ constexpr int64_t kUpColumn = kUnitRows / 2;  // where the sums of up rows begin
 struct Product {
   const char* weight;  // the first of the rows
   int64_t row_bytes;
-  const float* scale;  // of the first of the rows
-  int64_t group, groups;
   int64_t rows, depth;  // at most kUnitRows rows
   const char* x;        // prepared tokens, x_bytes apart
   int64_t x_bytes, tokens;
@@ -161,7 +146,7 @@ struct Product {
 struct Kernel {
   int64_t step;           // what a prepared token holds is padded with zeros to a multiple of this
   int64_t element_bytes;  // of a prepared token
-  int64_t head_bytes;     // that a prepared token has before its elements
+  int64_t gap_bytes;      // after the elements of one, so that many do not share cache sets
   int64_t token_step;     // prepared tokens come in multiples of this, the last ones zero
   bool in_place;          // a token of which the step is a divisor is as good as prepared
   int64_t scratch_bytes;  // of `multiply`

@@ -367,7 +367,7 @@ Kernel integer_kernel() {
   using S = Unfused<typename L::Simd>;
   return {.step = IntegerTokens::kStep,
           .element_bytes = IntegerTokens::kTokenBytes,
-          .head_bytes = 64,  // after one token, so that many do not share cache sets
+          .gap_bytes = 64,
           .token_step = 1,
           .in_place = false,
           .scratch_bytes = std::max<int64_t>(sizeof(Panel), L::kStoredBytes),

@@ -110,47 +110,24 @@ __attribute__((noinline)) void all_tokens(const Rows<L>& rows, bool in_place, in
   }
 }
 
-template <class W>
-constexpr int64_t kPerStored = std::is_same_v<W, Int4> ? 2 : 1;  // numbers in one W
-
 template <class L, class W>
-__attribute__((noinline)) void convert_rest(const Converter<L, W>& some, const W* from, int64_t stored,
-                                            typename L::Element* to) {
-  W rest[kGroupStep / kPerStored<W>] = {};
-  std::memcpy(rest, from, static_cast<size_t>(stored) * sizeof(W));
-  some(rest, to);
+__attribute__((noinline)) void convert_rest(const W* from, int64_t count, typename L::Element* to) {
+  W rest[kConvertStep] = {};
+  std::memcpy(rest, from, static_cast<size_t>(count) * sizeof(W));
+  Converter<L, W>::convert(rest, to);
 }
 
-// `count` numbers from `from` on to elements; the last kGroupStep of them are written whole.
-template <class L, class W>
-inline void convert(const W* from, int64_t count, float scale, int64_t lead, typename L::Element* to) {
-  const Converter<L, W> some(scale);
-  constexpr int64_t stored = kGroupStep / kPerStored<W>;
-  for (; count >= kGroupStep; count -= kGroupStep, from += stored, to += kGroupStep) {
-    fetch(from, lead);
-    some(from, to);
-  }
-  if (count > 0) convert_rest<L, W>(some, from, (count + kPerStored<W> - 1) / kPerStored<W>, to);
-}
-
-template <class W>
-constexpr bool kScaled = std::is_same_v<W, int8_t> || std::is_same_v<W, Int4>;
-
-// Elements [first, first + size) of a row, and zeros up to the next multiple of the step.
+// Elements [first, first + size) of a row, and zeros up to the next multiple of the step; the last kConvertStep of them
+// are written in full.
 template <class L, class W>
 void convert_row(const Product& p, int64_t row, int64_t first, int64_t size, int64_t lead, typename L::Element* to) {
-  const auto* from = reinterpret_cast<const W*>(p.weight + row * p.row_bytes);
-  if constexpr (kScaled<W>) {
-    const int64_t end = first + size;
-    int64_t group = first / p.group;
-    for (int64_t k = first; k < end; ++group) {
-      const int64_t left = (group + 1) * p.group - k, some = left < end - k ? left : end - k;
-      convert<L, W>(from + k / kPerStored<W>, some, p.scale[row * p.groups + group], lead, to + (k - first));
-      k += some;
-    }
-  } else {
-    convert<L, W>(from + first, size, 1.0f, lead, to);
+  const auto* from = reinterpret_cast<const W*>(p.weight + row * p.row_bytes) + first;
+  int64_t k = 0;
+  for (; k + kConvertStep <= size; k += kConvertStep) {
+    fetch(from + k, lead);
+    Converter<L, W>::convert(from + k, to + k);
   }
+  if (k < size) convert_rest<L, W>(from + k, size - k, to + k);
   for (int64_t i = size; i % L::kStep != 0; ++i) to[i] = {};
 }
 
@@ -159,7 +136,7 @@ template <class L, class W>
 int64_t lead_of(const Product& p, int64_t row, int64_t first) {
   if (row + kRowTile < p.rows) return kRowTile * p.row_bytes;
   if (first + kBlock<L> >= p.depth) return 0;
-  return kBlock<L> / kPerStored<W> * static_cast<int64_t>(sizeof(W)) - row * p.row_bytes;
+  return kBlock<L> * static_cast<int64_t>(sizeof(W)) - row * p.row_bytes;
 }
 
 // A tile from row r on in a block of K, where it lies or converted.
@@ -218,11 +195,11 @@ template <class L, class X, class W>
 Kernel kernel() {
   using S = typename L::Simd;
   void (*transposed)(const Product&, void*, float*) = nullptr;
-  constexpr bool kFloats = !kScaled<W> && !std::is_same_v<W, Unpacked>;
+  constexpr bool kFloats = !std::is_same_v<W, Unpacked>;
   if constexpr (kFloats) transposed = multiply_transposed<S, W>;
   return {.step = L::kStep,
           .element_bytes = sizeof(float),
-          .head_bytes = 0,
+          .gap_bytes = 0,
           .token_step = 1,
           .in_place = std::is_same_v<X, float>,
           .scratch_bytes = std::max(kRowTile * kBlockBytes, kFloats ? kTransposedScratch : 0),
@@ -242,10 +219,6 @@ Kernel kernel_for(WeightType weight) {
       return kernel<L, X, Bf16>();
     case WeightType::kFloat16:
       return kernel<L, X, Fp16>();
-    case WeightType::kInt8:
-      return kernel<L, X, int8_t>();
-    case WeightType::kInt4:
-      return kernel<L, X, Int4>();
     case WeightType::kQuantized:
       return kernel<L, X, Unpacked>();
     case WeightType::kFloat32:

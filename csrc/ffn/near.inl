@@ -148,7 +148,7 @@ inline int64_t near_parts(const Product& p) {
 
 inline void multiply_pairs(const Product& p, void* scratch, float* sums) {
   const int64_t parts = near_parts(p), rows = p.rows / kSide * kSide;
-  if (parts == 0) return multiply_few<StoredBf16>(p, scratch, sums);
+  if (parts == 0) return multiply_few<Pairs>(p, scratch, sums);
   const Subnormals zeros(true);
   for (int64_t i = 0; i < parts; ++i) {
     const int64_t begin = p.tokens * i / parts;
@@ -160,7 +160,7 @@ inline void multiply_pairs(const Product& p, void* scratch, float* sums) {
   if (rows == p.rows) return;
   Product rest = p;
   rest.weight += rows * p.row_bytes, rest.rows -= rows;
-  multiply<StoredBf16>(rest, scratch, sums + rows);
+  multiply<Pairs>(rest, scratch, sums + rows);
 }
 
 }  // namespace

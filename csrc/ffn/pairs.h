@@ -38,28 +38,23 @@ class Subnormals {
 
 // A line is thirty-two numbers. Pairs multiply them by vdpbf16ps.
 struct Pairs {
-  using V = __m512;
   using Line = __m512i;
   static constexpr int64_t kLineBytes = 64;
-  static V zero() { return _mm512_setzero_ps(); }
   static Line of(__m512i pairs) { return pairs; }
   static Line token(__m512i pairs) { return pairs; }
   static Line load(const char* p) { return _mm512_loadu_si512(p); }
   static void store(char* p, Line line) { _mm512_storeu_si512(p, line); }
-  static V madd(V sum, Line weight, Line x) { return _mm512_dpbf16_ps(sum, (__m512bh)weight, (__m512bh)x); }
-  static __m512 floats(V sum) { return sum; }
+  static __m512 madd(__m512 sum, Line weight, Line x) { return _mm512_dpbf16_ps(sum, (__m512bh)weight, (__m512bh)x); }
 };
 
 // Halves are the even and the odd numbers as float32, for processors whose vdpbf16ps takes longer than two products of
 // those. Under Subnormals(true) sums are those of Pairs to the bit: vdpbf16ps adds the odd product first, each with one
 // rounding, and takes what is subnormal as zero.
 struct Halves {
-  using V = __m512;
   struct Line {
     __m512 even, odd;
   };
   static constexpr int64_t kLineBytes = 128;
-  static V zero() { return _mm512_setzero_ps(); }
   static Line of(__m512i pairs) {
     const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)), _mm512_castsi512_ps(_mm512_and_si512(pairs, upper))};
@@ -72,10 +67,9 @@ struct Halves {
     return {_mm512_mul_ps(line.even, one), _mm512_mul_ps(line.odd, one)};
   }
   static void store(char* p, Line line) { _mm512_storeu_ps(p, line.even), _mm512_storeu_ps(p + 64, line.odd); }
-  static V madd(V sum, Line weight, Line x) {
+  static __m512 madd(__m512 sum, Line weight, Line x) {
     return _mm512_fmadd_ps(weight.even, x.even, _mm512_fmadd_ps(weight.odd, x.odd, sum));
   }
-  static __m512 floats(V sum) { return sum; }
 };
 
 // The eight sums across the lanes of eight vectors, always in the same tree; as part of its caller where gcc would have

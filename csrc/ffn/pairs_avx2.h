@@ -209,76 +209,19 @@ void tile_of(int64_t rows, const Pass& p, int64_t tokens, bool widened, bool sec
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// How a type of weight becomes rows of floats: bytes(k), how far into a row number k is; held(), the bytes
-// of so many; widen(), sixteen numbers from
-// an address that is theirs.
-
-inline void store_wide(__m256 even, __m256 odd, __m256 scale, float* to) {
-  _mm256_store_ps(to, _mm256_mul_ps(even, scale)), _mm256_store_ps(to + 8, _mm256_mul_ps(odd, scale));
-}
-
-struct StoredPairs {
-  static constexpr bool kInPlace = true;
-  static int64_t bytes(int64_t k) { return 2 * k; }
-  static int64_t held(int64_t count) { return 2 * count; }
-  static void widen(const char* from, __m256, float* to) {
-    _mm256_store_ps(to, even_of(load_pairs(from))), _mm256_store_ps(to + 8, odd_of(load_pairs(from)));
-  }
-};
-
-struct StoredBytes {
-  static constexpr bool kInPlace = false;
-  static int64_t bytes(int64_t k) { return k; }
-  static int64_t held(int64_t count) { return count; }
-  static void widen(const char* from, __m256 scale, float* to) {
-    const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
-    const __m128i both = _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)), order);
-    store_wide(floats(both), floats(_mm_unpackhi_epi64(both, both)), scale, to);
-  }
-
- private:
-  static __m256 floats(__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)); }
-};
-
-struct StoredNibbles {
-  static constexpr bool kInPlace = false;
-  static int64_t bytes(int64_t k) { return k / 2; }
-  static int64_t held(int64_t count) { return (count + 1) / 2; }
-  static void widen(const char* from, __m256 scale, float* to) {
-    const __m256i zero = _mm256_set1_epi32(8), mask = _mm256_set1_epi32(15);
-    const __m256i both = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
-    const __m256i even = _mm256_and_si256(both, mask), odd = _mm256_srli_epi32(both, 4);
-    store_wide(_mm256_cvtepi32_ps(_mm256_sub_epi32(even, zero)), _mm256_cvtepi32_ps(_mm256_sub_epi32(odd, zero)), scale,
-               to);
-  }
-};
-
-// Whatever Quantized says.
-struct StoredCodes : StoredBytes {};
-
-// A row in one block of K, zeros up to the step; touches the lines from `ahead` on.
-template <class Stored>
-void widen_row(const Product& p, int64_t row, int64_t first, int64_t size, const char* ahead, char* wide) {
-  const char* from = p.weight + row * p.row_bytes + Stored::bytes(first);
-  const int64_t step = Stored::bytes(kPairStep), whole = size / kPairStep * kPairStep, end = first + size;
-  auto* to = reinterpret_cast<float*>(wide);
-  const auto widen = [&to](const char* some, __m256 scale) {
-    Stored::widen(some, scale, to), Stored::widen(some + Stored::bytes(16), scale, to + 16), to += kPairStep;
-  };
-  for (int64_t i = 0; ahead != nullptr && i < Stored::bytes(size); i += kStepBytes)
-    _mm_prefetch(ahead + i, _MM_HINT_T1);
-  __m256 scale = _mm256_set1_ps(1.0f);
-  for (int64_t k = first, stop; k < end; k = stop) {
-    stop = end;
-    if constexpr (!Stored::kInPlace) {
-      scale = _mm256_set1_ps(p.scale[row * p.groups + k / p.group]);
-      stop = std::min(end, (k / p.group + 1) * p.group);
-    }
-    for (int64_t most = std::min(stop, first + whole); k < most; k += kPairStep, from += step) widen(from, scale);
-    if (k >= stop) continue;
+// A row in one block of K, widened, zeros up to the step; touches the lines from `ahead` on.
+inline void widen_row(const Product& p, int64_t row, int64_t first, int64_t size, const char* ahead, char* wide) {
+  const char* from = p.weight + row * p.row_bytes + 2 * first;
+  for (int64_t i = 0; ahead != nullptr && i < 2 * size; i += kStepBytes) _mm_prefetch(ahead + i, _MM_HINT_T1);
+  for (int64_t k = 0; k < size; k += kPairStep, from += kStepBytes, wide += kWideStep) {
     char rest[kStepBytes] = {};
-    std::memcpy(rest, from, static_cast<size_t>(Stored::held(stop - k)));
-    widen(rest, scale);
+    const char* some = from;
+    if (size - k < kPairStep) some = static_cast<char*>(std::memcpy(rest, from, static_cast<size_t>(2 * (size - k))));
+    for (int half = 0; half < 2; ++half) {
+      const __m256i pairs = load_pairs(some + 32 * half);
+      auto* const to = reinterpret_cast<float*>(wide + 64 * half);
+      _mm256_store_ps(to, even_of(pairs)), _mm256_store_ps(to + 8, odd_of(pairs));
+    }
   }
 }
 
@@ -291,36 +234,36 @@ struct Shape {
 };
 
 // Up to four tokens take the form that was chosen, if the rows are pairs; of tiles as many rows as leave room for them.
-template <class Stored>
+template <bool kQuantised>
 Shape shape_for(int64_t tokens) {
-  if (!Stored::kInPlace || tokens > 4) return {kTileRows, kLeadBytes, true};
+  if (kQuantised || tokens > 4) return {kTileRows, kLeadBytes, true};
   const StreamForm& form = kStreamForms[stream_form(tokens == 1 ? 0 : tokens == 2 ? 1 : 2)];
   if (form.rows > 0) return {form.rows, form.lead, form.second};
   return {std::min<int64_t>(kTileRows, kMostSums / tokens), kLeadBytes, true};
 }
 
-template <class Stored>
+template <bool kQuantised>
 void multiply_tile(const Product& p, int64_t row, int64_t rows, int64_t first, const Shape& shape, const Next& next,
                    char* wide, float* sums) {
   const int64_t size = std::min(kDepthBlock, p.depth - first);
-  Pass pass = {Stored::kInPlace ? p.weight + row * p.row_bytes + 2 * first : nullptr,
+  Pass pass = {kQuantised ? nullptr : p.weight + row * p.row_bytes + 2 * first,
                p.row_bytes,
                (size + kPairStep - 1) / kPairStep,
                wide,
                p.x + 2 * first,
                p.x_bytes,
                sums + row};
-  const bool widened = !Stored::kInPlace || size % kPairStep != 0;
+  const bool widened = kQuantised || size % kPairStep != 0;
   Next left = next;
-  if constexpr (std::is_same_v<Stored, StoredCodes>) {
+  if constexpr (kQuantised) {
     const int64_t ahead = rows * ((kLeadBytes + rows * p.row_bytes - 1) / std::max<int64_t>(1, rows * p.row_bytes));
     p.unpacking.unpack(*p.quantized, p.first_row + row, rows, first, size, p.lead_of(row, ahead), wide, kWideRow);
     left.data = nullptr;
   } else if (widened) {
     const char* ahead = next.data;
     for (int64_t r = 0; r < rows; ++r) {
-      widen_row<Stored>(p, row + r, first, size, ahead, wide + r * kWideRow);
-      if (ahead != nullptr) ahead += next.stride == 0 ? Stored::bytes(size) : next.stride;
+      widen_row(p, row + r, first, size, ahead, wide + r * kWideRow);
+      if (ahead != nullptr) ahead += next.stride == 0 ? 2 * size : next.stride;
     }
     left.data = nullptr;
   }
@@ -329,9 +272,9 @@ void multiply_tile(const Product& p, int64_t row, int64_t rows, int64_t first, c
 
 // Tiles of nearly equal size. By rows what is fetched is the memory `lead` bytes after what is read; by blocks it is
 // the next tile's rows.
-template <class Stored>
+template <bool kQuantised>
 void multiply_pairs(const Product& p, void* scratch, float* sums) {
-  const Shape shape = shape_for<Stored>(p.tokens);
+  const Shape shape = shape_for<kQuantised>(p.tokens);
   const int64_t tiles = (p.rows + shape.rows - 1) / shape.rows, all = p.rows * p.row_bytes;
   auto* const wide = static_cast<char*>(scratch);
   const auto begin = [&](int64_t i) { return p.rows * i / tiles; };
@@ -339,11 +282,11 @@ void multiply_pairs(const Product& p, void* scratch, float* sums) {
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t row = begin(i), rows = begin(i + 1) - row;
       for (int64_t first = 0; first < p.depth; first += kDepthBlock) {
-        const int64_t at = row * p.row_bytes + rows * Stored::bytes(first) + shape.lead;
+        const int64_t at = row * p.row_bytes + rows * 2 * first + shape.lead;
         const char* const after = p.next == nullptr ? nullptr : p.next + (at - all);
         const bool asks = shape.lead != 0 && p.weight != nullptr;
         const Next next = {!asks ? nullptr : at < all ? p.weight + at : after, 0};
-        multiply_tile<Stored>(p, row, rows, first, shape, next, wide, sums);
+        multiply_tile<kQuantised>(p, row, rows, first, shape, next, wide, sums);
       }
     }
     return;
@@ -355,11 +298,11 @@ void multiply_pairs(const Product& p, void* scratch, float* sums) {
       if (p.weight == nullptr) {
         next.data = nullptr;
       } else if (i + 1 < tiles) {
-        next = {p.weight + end * p.row_bytes + Stored::bytes(first), p.row_bytes};
+        next = {p.weight + end * p.row_bytes + 2 * first, p.row_bytes};
       } else if (first + kDepthBlock < p.depth) {
-        next = {p.weight + Stored::bytes(first + kDepthBlock), p.row_bytes};
+        next = {p.weight + 2 * (first + kDepthBlock), p.row_bytes};
       }
-      multiply_tile<Stored>(p, row, end - row, first, shape, next, wide, sums);
+      multiply_tile<kQuantised>(p, row, end - row, first, shape, next, wide, sums);
     }
   }
 }
@@ -373,15 +316,15 @@ inline void prepare_pairs(const void* x, int64_t x_bytes, int64_t count, int64_t
   }
 }
 
-template <class Stored>
+template <bool kQuantised>
 Kernel pairs_kernel() {
   return {.step = kPairStep,
           .element_bytes = 2,
-          .head_bytes = 0,
+          .gap_bytes = 0,
           .token_step = 1,
           .in_place = true,
           .scratch_bytes = kTileRows * kWideRow,
-          .multiply = multiply_pairs<Stored>,
+          .multiply = multiply_pairs<kQuantised>,
           .multiply_transposed = nullptr,
           .turn = nullptr,
           .prepare = prepare_pairs,

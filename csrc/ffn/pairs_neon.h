@@ -160,7 +160,7 @@ template <class P>
 Kernel pairs_kernel() {
   return {.step = kPairStep,
           .element_bytes = 2,
-          .head_bytes = 0,
+          .gap_bytes = 0,
           .token_step = 1,
           .in_place = true,
           .scratch_bytes = kPairRows * kWideRow,

@@ -79,7 +79,7 @@ Kernel kernel_for(DType x, const Format& format) {
     }
   }
 #elif defined(__aarch64__)
-  if (pairs && active_isa() == Isa::kNeon && !has_scale(weight) && !format.transposed)
+  if (pairs && active_isa() == Isa::kNeon && !format.transposed)
     return bf16_products() == Bf16Products::kPairs ? ffn_neon_bf16() : ffn_neon_pairs();
 #endif
   return MOELIGHT_ACTIVE(ffn)(x, weight);
@@ -116,7 +116,7 @@ struct Side {
 
   bool takes() const { return kernel.in_place && format.depth % kernel.step == 0; }
   int64_t prepared_bytes() const {
-    const int64_t bytes = kernel.head_bytes + rounded_up(format.depth, kernel.step) * kernel.element_bytes;
+    const int64_t bytes = kernel.gap_bytes + rounded_up(format.depth, kernel.step) * kernel.element_bytes;
     return takes() ? spread(bytes) : bytes;
   }
   bool crowds() const { return crowded(format.depth * kernel.element_bytes); }
@@ -177,9 +177,6 @@ struct Side {
     const Product product = {
         .weight = weight.data == nullptr ? nullptr : static_cast<const char*>(weight.data) + row * step,
         .row_bytes = weight.row_bytes,
-        .scale = weight.scale == nullptr ? nullptr : weight.scale + row * format.groups,
-        .group = format.group,
-        .groups = format.groups,
         .rows = rows,
         .depth = format.depth,
         .x = prepared.row(token),

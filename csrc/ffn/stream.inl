@@ -15,14 +15,14 @@ namespace moelight {
 namespace {
 
 constexpr int64_t kStreamTokens = 4;
-// Bytes ahead that memory is asked for: of int8 and int4 rows, and of formats that are unpacked.
+// Bytes ahead that memory is asked for: of bf16 that Halves multiply, and of formats that are unpacked.
 constexpr int64_t kStreamLead = 4 << 10, kUnpackedLead = 8 << 10;
 template <class P>
 constexpr int64_t kStreamRoom = 448 * P::kLineBytes;  // of tokens
 
 // One row after the other, each block after block of K, for tokens whose lines lie beside each other in x: line k of
 // all, then line k + 1.
-template <class Stored, class P, int kCount>
+template <class P, int kCount>
 void stream_rows(const Product& p, const char* x, int64_t lead_bytes, float* sums) {
   const Blocks blocks(p.depth);
   const int64_t lead = (lead_bytes + p.row_bytes - 1) / p.row_bytes;
@@ -34,18 +34,21 @@ void stream_rows(const Product& p, const char* x, int64_t lead_bytes, float* sum
       ahead = p.next + (r + lead - p.rows) * p.next_bytes;
     }
     for (int64_t k = 0; k < p.depth; k += blocks.size) {
-      typename P::V sum[kCount];
+      __m512 sum[kCount];
 #pragma GCC unroll 4
-      for (int c = 0; c < kCount; ++c) sum[c] = P::zero();
+      for (int c = 0; c < kCount; ++c) sum[c] = _mm512_setzero_ps();
       const char* token = x + k / 32 * P::kLineBytes * kCount;
-      Stored::lines(p, r, k, std::min(blocks.size, p.depth - k), ahead + Stored::bytes(k), [&](__m512i weight) {
-        const typename P::Line line = P::of(weight);
+      const char *from = p.weight + r * p.row_bytes + 2 * k, *fetched = ahead + 2 * k;
+      const char* const end = from + 2 * std::min(blocks.size, p.depth - k);
+      for (; from < end; from += kStepBytes, fetched += kStepBytes) {
+        _mm_prefetch(fetched, _MM_HINT_T0);
+        const typename P::Line line = P::of(_mm512_loadu_si512(from));
 #pragma GCC unroll 4
         for (int c = 0; c < kCount; ++c, token += P::kLineBytes) sum[c] = P::madd(sum[c], line, P::load(token));
-      });
+      }
       __m512 eight[kRows];
 #pragma GCC unroll 8
-      for (int c = 0; c < kRows; ++c) eight[c] = c < kCount ? P::floats(sum[c]) : _mm512_setzero_ps();
+      for (int c = 0; c < kRows; ++c) eight[c] = c < kCount ? sum[c] : _mm512_setzero_ps();
       float found[kRows];
       _mm256_storeu_ps(found, across(eight));
       for (int64_t c = 0; c < p.tokens; ++c) sums[c * kUnitRows + r] += found[c];
@@ -53,7 +56,7 @@ void stream_rows(const Product& p, const char* x, int64_t lead_bytes, float* sum
   }
 }
 
-// kSide rows of bf16 at once, and what is left of them by stream_rows.
+// kSide rows at once, and what is left of them by stream_rows.
 template <class P, int kSide, int kCount, int kHint>
 void stream_tiles(const Product& p, const char* x, int64_t lead_bytes, float* sums) {
   const Blocks blocks(p.depth);
@@ -68,9 +71,9 @@ void stream_tiles(const Product& p, const char* x, int64_t lead_bytes, float* su
     }
     const char* const first = p.weight + row * p.row_bytes;
     for (int64_t k = 0; k < p.depth; k += blocks.size) {
-      typename P::V sum[kCount * kSide];
+      __m512 sum[kCount * kSide];
 #pragma GCC unroll 32
-      for (int i = 0; i < kCount * kSide; ++i) sum[i] = P::zero();
+      for (int i = 0; i < kCount * kSide; ++i) sum[i] = _mm512_setzero_ps();
       const char* token = x + k / 32 * P::kLineBytes * kCount;
       const char* from = first + 2 * k;
       const char* const end = from + 2 * std::min(blocks.size, p.depth - k);
@@ -93,7 +96,7 @@ void stream_tiles(const Product& p, const char* x, int64_t lead_bytes, float* su
       for (int i = 0; i < kCount * kSide; i += kRows) {
         __m512 eight[kRows];
 #pragma GCC unroll 8
-        for (int j = 0; j < kRows; ++j) eight[j] = i + j < kCount * kSide ? P::floats(sum[i + j]) : _mm512_setzero_ps();
+        for (int j = 0; j < kRows; ++j) eight[j] = i + j < kCount * kSide ? sum[i + j] : _mm512_setzero_ps();
         _mm256_storeu_ps(found + i, across(eight));
       }
       for (int64_t c = 0; c < p.tokens; ++c)
@@ -103,7 +106,7 @@ void stream_tiles(const Product& p, const char* x, int64_t lead_bytes, float* su
   if (row == p.rows) return;
   Product rest = p;
   rest.weight += row * p.row_bytes, rest.rows -= row;
-  stream_rows<StoredBf16, P, kCount>(rest, x, lead_bytes, sums + row);
+  stream_rows<P, kCount>(rest, x, lead_bytes, sums + row);
 }
 
 // The size of kStreamTokenCounts that `tokens` take.
@@ -121,18 +124,19 @@ bool streams(const Product& p) {
          stream_count(p.tokens) * p.depth / 32 * P::kLineBytes <= kStreamRoom<P>;
 }
 
-template <class Stored, class P>
-constexpr bool kHasForms = std::is_same_v<Stored, StoredBf16> && std::is_same_v<P, Pairs>;
+// Only pairs have a choice of forms.
+template <class P>
+constexpr bool kHasForms = std::is_same_v<P, Pairs>;
 
-template <class Stored, class P>
+template <class P>
 bool in_tiles(int64_t tokens) {
-  return kHasForms<Stored, P> && kStreamForms[stream_form(stream_size(tokens))].rows == 0;
+  return kHasForms<P> && kStreamForms[stream_form(stream_size(tokens))].rows == 0;
 }
 
 // The tokens' lines beside each other, and zeros for a token that is not there.
 template <class P>
-void beside(const Product& p, int64_t head, int64_t count, char* to) {
-  for (int64_t k = head; k < head + 2 * p.depth; k += kStepBytes)
+void beside(const Product& p, int64_t count, char* to) {
+  for (int64_t k = 0; k < 2 * p.depth; k += kStepBytes)
     for (int64_t c = 0; c < count; ++c, to += P::kLineBytes)
       P::store(to, P::token(c < p.tokens ? _mm512_loadu_si512(p.x + c * p.x_bytes + k) : _mm512_setzero_si512()));
 }
@@ -144,38 +148,35 @@ void stream_side_by_side(const Product& p, const char* x, const StreamForm& form
   stream_tiles<P, kSide, kCount, _MM_HINT_T1>(p, x, form.lead, sums);
 }
 
-// Only pairs of bf16 as they are stored have a choice.
-template <class Stored, class P, int kSize>
+template <class P, int kSize>
 void stream(const Product& p, const char* x, float* sums) {
   constexpr int kCount = kStreamTokenCounts[kSize];
-  if constexpr (kHasForms<Stored, P>) {
+  if constexpr (kHasForms<P>) {
     const StreamForm& form = kStreamForms[stream_form(kSize)];
     if (form.rows == 4) return stream_side_by_side<P, 4, kCount>(p, x, form, sums);
     if (form.second) return stream_tiles<P, 1, kCount, _MM_HINT_T1>(p, x, form.lead, sums);
-    stream_rows<Stored, P, kCount>(p, x, form.lead, sums);
+    stream_rows<P, kCount>(p, x, form.lead, sums);
   } else {
-    stream_rows<Stored, P, kCount>(p, x, kStreamLead, sums);
+    stream_rows<P, kCount>(p, x, kStreamLead, sums);
   }
 }
 
-template <class Stored, class P = typename Stored::Lanes>
+template <class P>
 void multiply_few(const Product& p, void* scratch, float* sums) {
-  const bool grouped = Stored::kGroups && p.group < p.depth;
-  if (grouped || !streams<P>(p) || in_tiles<Stored, P>(p.tokens)) return multiply<Stored, P>(p, scratch, sums);
+  if (!streams<P>(p) || in_tiles<P>(p.tokens)) return multiply<P>(p, scratch, sums);
   const Subnormals zeros(true);
   auto* const x = static_cast<char*>(scratch);
-  beside<P>(p, Stored::kHead, stream_count(p.tokens), x);
+  beside<P>(p, stream_count(p.tokens), x);
   switch (stream_size(p.tokens)) {
     case 0:
-      stream<Stored, P, 0>(p, x, sums);
+      stream<P, 0>(p, x, sums);
       break;
     case 1:
-      stream<Stored, P, 1>(p, x, sums);
+      stream<P, 1>(p, x, sums);
       break;
     default:
-      stream<Stored, P, 2>(p, x, sums);
+      stream<P, 2>(p, x, sums);
   }
-  Stored::finish(p, sums);
 }
 
 // bf16 as stored: between so many tokens it is faster to multiply pairs, which are read as they lie, than to convert
@@ -183,7 +184,7 @@ void multiply_few(const Product& p, void* scratch, float* sums) {
 constexpr int64_t kFewestPairs = 3, kMostPairs = 24;
 inline void multiply_halves(const Product& p, void* scratch, float* sums) {
   const bool pairs = p.tokens >= kFewestPairs && p.tokens <= kMostPairs;
-  return pairs ? multiply_few<StoredBf16>(p, scratch, sums) : multiply_few<StoredBf16, Halves>(p, scratch, sums);
+  return pairs ? multiply_few<Pairs>(p, scratch, sums) : multiply_few<Halves>(p, scratch, sums);
 }
 
 // The product with a quantised matrix: with few tokens lines meet them as they are unpacked.
@@ -194,7 +195,7 @@ void multiply_quantized(const Product& p, void* scratch, float* sums) {
   const Subnormals zeros(false);
   auto* const x = static_cast<char*>(scratch);
   const int64_t count = stream_count(p.tokens);
-  beside<P>(p, 0, count, x);
+  beside<P>(p, count, x);
   const SumRows sum = count == 1 ? by.one : count == 2 ? by.two : by.four;
   const int64_t step = summed_rows(count), ahead = rows_ahead(p, step, kUnpackedLead);
   for (int64_t r = 0; r < p.rows; r += step) {

@@ -9,7 +9,7 @@
 #include "finish.h"
 #include "moelight/simd_avx512.h"
 #include "moelight/transpose_avx512.h"
-#include "stored.h"
+#include "pair_rows.h"
 
 namespace moelight {
 namespace {
@@ -23,31 +23,6 @@ struct TileRoom {
   float sums[kTileRows * kTokenBlock];
   char rows[kTileRows * kTileBufferRow];
 };
-
-// int8 as bf16 times its scale.
-struct StoredInt8Pairs : StoredBf16 {
-  static constexpr bool kInPlace = false;
-  static int64_t bytes(int64_t element) { return element; }
-
-  static void convert(const Product& p, int64_t row, int64_t first, int64_t size, const char* ahead, void* out) {
-    const Scales scales(p, row);
-    const char* from = p.weight + row * p.row_bytes + first;
-    auto* to = static_cast<char*>(out);
-    for (int64_t k = 0; k < size; k += kStep, from += 32, to += 64, ahead += 32) {
-      _mm_prefetch(ahead, _MM_HINT_T1);
-      const __m512 scale = _mm512_set1_ps(scales.at(first + k));
-      const __m256i bytes = load_bytes(from, size - k);
-      const __m512 low = floats(_mm256_castsi256_si128(bytes)), high = floats(_mm256_extracti128_si256(bytes, 1));
-      _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(high, scale), _mm512_mul_ps(low, scale)));
-    }
-  }
-
- private:
-  static __m512 floats(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); }
-};
-
-// What unpacking_pairs gives.
-struct StoredUnpacked : StoredBf16 {};
 
 // The left operand: kTileRows rows of a block of K; what is fetched meanwhile.
 struct TileRows {
@@ -86,25 +61,26 @@ void tiles(const TileRows& rows, const char* x, int64_t x_bytes, bool begin, flo
   if constexpr (kTwo) Tile::template store<1>(sums + 16, kTokenBlock), Tile::template store<3>(below + 16, kTokenBlock);
 }
 
-// Rows that are whole are read in place if they are Stored as tiles take them, else converted.
-template <class Stored>
+// Rows of bf16 that are whole are read in place, else copied; those of kQuantised are unpacked.
+template <bool kQuantised>
 TileRows left_operand(const Product& p, int64_t row, int64_t first, int64_t size, const char* ahead, int64_t lead,
                       char* buffer) {
   const int64_t whole = p.rows - row < kTileRows ? p.rows - row : kTileRows;
-  const int64_t steps = rounded(size, Stored::kStep) / 32;
-  if constexpr (std::is_same_v<Stored, StoredUnpacked>) {
+  const int64_t steps = rounded(size, kPairStep) / 32;
+  if constexpr (kQuantised) {
     p.unpacking.unpack(*p.quantized, p.first_row + row, whole, first, size,
                        ahead == nullptr ? 0 : p.lead_of(row, kTileRows), buffer, kTileBufferRow);
     return {buffer, kTileBufferRow, steps, nullptr, 0};
   }
-  if (Stored::kInPlace && whole == kTileRows && size % Stored::kStep == 0 && p.row_bytes % 4 == 0)
-    return {p.weight + row * p.row_bytes + Stored::bytes(first), p.row_bytes, steps, ahead, lead};
+  if (whole == kTileRows && size % kPairStep == 0 && p.row_bytes % 4 == 0)
+    return {p.weight + row * p.row_bytes + 2 * first, p.row_bytes, steps, ahead, lead};
   for (int64_t r = 0; r < kTileRows; ++r)
-    Stored::convert(p, row + (r < whole ? r : whole - 1), first, size, ahead + r * lead, buffer + r * kTileBufferRow);
+    convert_row<Pairs>(p, row + (r < whole ? r : whole - 1), first, size, ahead + r * lead,
+                       buffer + r * kTileBufferRow);
   return {buffer, kTileBufferRow, steps, nullptr, 0};
 }
 
-template <class Tile, class Stored>
+template <class Tile, bool kQuantised>
 void multiply_tiles(const Product& p, void* scratch, float* sums) {
   auto* const room = static_cast<TileRoom*>(scratch);
   const int64_t x_block = kTileTokens * p.x_bytes;
@@ -115,8 +91,9 @@ void multiply_tiles(const Product& p, void* scratch, float* sums) {
       const bool last = first + size == p.depth, end = last && row + kTileRows >= p.rows;
       const char* const ahead = end || p.weight == nullptr ? p.next
                                                            : p.weight + (last ? row + kTileRows : row) * p.row_bytes +
-                                                                 (last ? 0 : Stored::bytes(first + size));
-      TileRows rows = left_operand<Stored>(p, row, first, size, ahead, end ? p.next_bytes : p.row_bytes, room->rows);
+                                                                 (last ? 0 : 2 * (first + size));
+      TileRows rows =
+          left_operand<kQuantised>(p, row, first, size, ahead, end ? p.next_bytes : p.row_bytes, room->rows);
       const char* x = p.x + first * 2 * kTileTokens;
       int64_t t = 0;
       for (; t + kTileTokens < p.tokens; t += 2 * kTileTokens, x += 2 * x_block) {
@@ -133,20 +110,19 @@ void multiply_tiles(const Product& p, void* scratch, float* sums) {
 }
 
 // Sixty-four elements of sixteen tokens at a time.
-template <class Stored>
-void prepare_tiles(const void* x, int64_t x_bytes, int64_t count, int64_t depth, void* out) {
+inline void prepare_tiles(const void* x, int64_t x_bytes, int64_t count, int64_t depth, void* out) {
   constexpr int64_t kPart = 64;
-  const int64_t bytes = 2 * rounded(depth, Stored::kStep);
+  const int64_t bytes = 2 * rounded(depth, kPairStep);
   for (int64_t t = 0; t < count; t += kTileTokens) {
     for (int64_t k = 0; k < depth; k += kPart) {
       const int64_t size = depth - k < kPart ? depth - k : kPart;
       alignas(64) char parts[kTileTokens][2 * kPart] = {};
       for (int64_t i = 0; i < kTileTokens && t + i < count; ++i) {
         const char* from = static_cast<const char*>(x) + (t + i) * x_bytes;
-        Stored::arrange(reinterpret_cast<const Bf16*>(from) + k, size, parts[i]);
+        arrange(reinterpret_cast<const Bf16*>(from) + k, size, parts[i]);
       }
       auto* to = reinterpret_cast<float*>(static_cast<char*>(out) + t * bytes + k * 2 * kTileTokens);
-      for (int64_t half = 0; 32 * half < rounded(size, Stored::kStep); ++half, to += 256) {
+      for (int64_t half = 0; 32 * half < rounded(size, kPairStep); ++half, to += 256) {
         __m512i words[kTileTokens];
         for (int64_t i = 0; i < kTileTokens; ++i) words[i] = _mm512_load_si512(parts[i] + 64 * half);
         transpose16(words, to, kTileTokens);
@@ -155,37 +131,26 @@ void prepare_tiles(const void* x, int64_t x_bytes, int64_t count, int64_t depth,
   }
 }
 
-template <class Tile, class Stored>
+template <class Tile, bool kQuantised>
 Kernel tile_kernel() {
-  return {.step = Stored::kStep,
+  return {.step = kPairStep,
           .element_bytes = 2,
-          .head_bytes = 0,
+          .gap_bytes = 0,
           .token_step = kTileTokens,
           .in_place = false,
           .scratch_bytes = sizeof(TileRoom),
-          .multiply = multiply_tiles<Tile, Stored>,
+          .multiply = multiply_tiles<Tile, kQuantised>,
           .multiply_transposed = nullptr,
           .turn = turn16,
-          .prepare = prepare_tiles<Stored>,
+          .prepare = prepare_tiles,
           .store = store<Avx512, Bf16>,
-          .activate = activate<Avx512, Bf16>};
+          .activate = activate<Avx512, Bf16>,
+          .unpacking = unpacking_pairs};
 }
 
 template <class Tile>
 Kernel tile_kernel_for(WeightType weight) {
-  switch (weight) {
-    case WeightType::kInt8:
-      return tile_kernel<Tile, StoredInt8Pairs>();
-    case WeightType::kInt4:
-      return tile_kernel<Tile, StoredInt4>();
-    case WeightType::kQuantized: {
-      Kernel kernel = tile_kernel<Tile, StoredUnpacked>();
-      kernel.unpacking = unpacking_pairs;
-      return kernel;
-    }
-    default:
-      return tile_kernel<Tile, StoredBf16>();
-  }
+  return weight == WeightType::kQuantized ? tile_kernel<Tile, true>() : tile_kernel<Tile, false>();
 }
 
 }  // namespace

@@ -56,7 +56,7 @@ inline __attribute__((always_inline)) auto side_by_side(F&& each) {
 template <class P, class Format, int kTokens, int kSide, int kSums>
 inline __attribute__((always_inline)) void add_lines(const Quantized& q, const Side<Format, kSide>& rows,
                                                      const Columns& columns, const char* x, const char* ahead,
-                                                     typename P::V (&sum)[kSums]) {
+                                                     __m512 (&sum)[kSums]) {
   each_run<Format>(q, columns, columns.first + columns.size,
                    [&](int64_t k, int64_t stop, int64_t group) __attribute__((always_inline)) {
                      const auto runs = side_by_side<kSide>([&](int r) __attribute__((always_inline)) {
@@ -81,7 +81,7 @@ inline __attribute__((always_inline)) void add_lines(const Quantized& q, const S
 // The same with rows that are not tame.
 template <class P, int kTokens, int kSide, int kSums>
 __attribute__((noinline)) void add_singly(const Quantized& q, const Side<int64_t, kSide>& rows, int64_t first,
-                                          int64_t end, const char* x, typename P::V (&sum)[kSums]) {
+                                          int64_t end, const char* x, __m512 (&sum)[kSums]) {
   alignas(64) char lines[kSide][kMostBlock / 32 * P::kLineBytes];
   for (int r = 0; r < kSide; ++r)
     unpack_singly<P>(q, rows[static_cast<size_t>(r)], 1, first, end - first, 0, lines[r], 0);
@@ -109,9 +109,9 @@ void sum_rows(const Quantized& q, int64_t row, int64_t rows, const char* x, int6
         [&](int r) __attribute__((always_inline)) { return Format(q, at[static_cast<size_t>(r)], columns); });
     bool tame = true;
     for (const Format& each : formats) tame = tame && each.tame;
-    typename P::V sum[kSums];
+    __m512 sum[kSums];
 #pragma GCC unroll 16
-    for (auto& each : sum) each = P::zero();
+    for (auto& each : sum) each = _mm512_setzero_ps();
     const char* const token = x + first / 32 * kTokens * P::kLineBytes;
     if (tame) {
       const char* const ahead = first == 0 ? codes : codes + kSide * q.row_bytes * first / q.columns;
@@ -124,7 +124,7 @@ void sum_rows(const Quantized& q, int64_t row, int64_t rows, const char* x, int6
     for (int i = 0; i < kSums; i += 8) {
       __m512 eight[8];
 #pragma GCC unroll 8
-      for (int j = 0; j < 8; ++j) eight[j] = P::floats(sum[i + j]);
+      for (int j = 0; j < 8; ++j) eight[j] = sum[i + j];
       _mm256_storeu_ps(found + i, across(eight));
     }
     for (int64_t c = 0; c < tokens; ++c)

@@ -16,7 +16,6 @@ from torch.utils.dlpack import to_dlpack
 from moelight.kernels.threads import kernel_threads
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-INTEGERS = (torch.int8, torch.uint8)
 CPU = torch.device("cpu")
 SOFTCAPS = (1e-6, 1e6)
 _FOREVER = 1 << 62

@@ -3,15 +3,11 @@
 Native where the extension is built, else `reference.py`. Tensors are in CPU memory, contiguous beyond the first
 dimension. Every wrong argument is a ValueError that names it. ``threads`` None stands for torch.get_num_threads().
 
-Weights are float32, bfloat16, float16, int8 or, as uint8, int4: two values a byte along the input dimension, the
-earlier in the low four bits, 8 meaning zero. Integers have float32 scales, one per output row, or one per row and
-``group_size`` inputs. Or they are a `QuantizedMatrix` of any format: the product is that with its numbers rounded to
-the dtype of the tokens, to the bit. Nothing is repacked, and sums are float32.
+Weights are float32, bfloat16 or float16, or a `QuantizedMatrix` of any format: the product is that with its numbers
+rounded to the dtype of the tokens, to the bit. Nothing is repacked, and sums are float32.
 
 A token's result is bit for bit independent of the other tokens, its position in the batch and the number of threads; it
-differs between instruction sets by rounding. With bfloat16 tokens on AVX512_BF16, int4 times its scale is rounded to
-bfloat16 before it is multiplied, and tokens multiplied by int8 are 16-bit integers times a power of two; in the tiles
-of AMX, int8 times its scale is rounded to bfloat16 too. Elsewhere nothing is rounded before the products.
+differs between instruction sets by rounding.
 
 Legend: T tokens, N outputs, K inputs, E experts, H hidden, I intermediate.
 """
@@ -27,7 +23,7 @@ from torch import Tensor
 
 from moelight.kernels import arguments, native, reference
 from moelight.kernels.activations import Activation, activation_of
-from moelight.kernels.arguments import FLOATS, INTEGERS, as_dlpack, check_tensor, lend, lend_given, stored
+from moelight.kernels.arguments import FLOATS, as_dlpack, check_tensor, lend, lend_given, stored
 from moelight.kernels.caching_allocator import RESULTS
 from moelight.kernels.integers import check_integers
 from moelight.kernels.quantized import QuantizedMatrix, lend_matrix, parts_checked
@@ -35,9 +31,7 @@ from moelight.profiles.stored import StoredFormat
 
 Tensors = Sequence[Tensor | None]
 Weights = Sequence[Tensor | QuantizedMatrix | None]
-_GROUP_STEP = 32
-_STORED = FLOATS + INTEGERS
-_OPTIONAL = ("gate_up_bias", "up_bias", "down_bias", "gate_up_scale", "down_scale")
+_BIASES = ("gate_up_bias", "up_bias", "down_bias")
 
 
 def cpu_linear(
@@ -45,8 +39,6 @@ def cpu_linear(
     weight: Tensor | QuantizedMatrix,
     bias: Tensor | None = None,
     *,
-    scale: Tensor | None = None,
-    group_size: int | None = None,
     activations: str = "auto",
     out: Tensor | None = None,
     threads: int | None = None,
@@ -54,30 +46,26 @@ def cpu_linear(
     """x weight^T + bias -> `out`, or a new [T, N]; the GIL is released.
 
     x           [T, K]: float32, bfloat16 or float16
-    weight      [N, K], any of the stored forms above; uint8 is [N, K / 2]
+    weight      [N, K]: float32, bfloat16, float16 or quantised
     bias        [N], of any float
-    scale       float32 [N], or [N, ceil(K / group_size)]: for int8 and uint8 only
-    group_size  a multiple of 32; None for one scale per row
     activations auto, or int8: of a quantised matrix whose codes are whole numbers; see `integers`
     out         [T, N], dtype of x; must not overlap x
     """
-    group_size, threads = _check_group_size(group_size), arguments.check_threads(threads)
+    threads = arguments.check_threads(threads)
     extension = native.extension()
     if extension is None:
         tokens, inputs = check_tensor("x", x, FLOATS, (None, None))
         shaped = _stand_in("weight", weight)
-        outputs, _ = check_tensor("weight", shaped, _STORED, (None, None))
-        names = ("weight", "bias", "scale")
-        _check_weight(names, (shaped, bias, scale), (outputs, inputs), group_size, shaped.dtype, FLOATS)
+        outputs, _ = check_tensor("weight", shaped, FLOATS, (None, None))
+        _check_weight(("weight", "bias"), (shaped, bias), (outputs, inputs), shaped.dtype, FLOATS)
         check_integers("weight", activations, weight)
         if out is not None:
             check_tensor("out", out, x.dtype, (tokens, outputs))
-        found = reference.linear(x, weight, bias, scale=scale, group_size=group_size, activations=activations)
-        return stored(found, out)
+        return stored(reference.linear(x, weight, bias, activations=activations), out)
     if out is None:
         out = RESULTS.empty((_rows("x", x), _rows("weight", weight)), x.dtype)
-    lent, rest = [as_dlpack("x", x), _lend("weight", weight)], lend_given(bias=bias, scale=scale)
-    extension.linear(*lent, *rest, group_size or 0, activations, *lend(out=out), threads)
+    lent = [as_dlpack("x", x), _lend("weight", weight), *lend_given(bias=bias)]
+    extension.linear(*lent, activations, *lend(out=out), threads)
     return out
 
 
@@ -93,9 +81,6 @@ def cpu_expert_ffn(
     gate_up_bias: Tensors | None = None,
     up_bias: Tensors | None = None,
     down_bias: Tensors | None = None,
-    gate_up_scale: Tensors | None = None,
-    down_scale: Tensors | None = None,
-    group_size: int | None = None,
     activations: str | tuple[str, str] = "auto",
     out: Tensor | None = None,
     threads: int | None = None,
@@ -103,43 +88,40 @@ def cpu_expert_ffn(
     """down(activation(gate(x), up(x))) of every expert over its own rows of x -> `out` (may be x), or a new [T, H].
 
     x, out        [T, H] of one dtype, sorted by expert: float32, bfloat16 or float16
-    gate_up       E tensors [2I, H], gate rows before up rows, at any address; uint8 is [2I, H / 2]. Beside ``up`` the
-                  gate [I, H] alone; with an activation that is not gated up alone
-    down          E tensors [H, I]; uint8 is [H, I / 2]
+    gate_up       E tensors [2I, H], gate rows before up rows, at any address. Beside ``up`` the gate [I, H] alone; with
+                  an activation that is not gated up alone
+    down          E tensors [H, I]
     up            E tensors [I, H], if apart; floats, or quantised as ``gate_up`` is
     offsets       int32 [E + 1]: expert e has rows offsets[e] to offsets[e + 1]
     activation    or a name: silu, gelu_tanh (gelu(gate) up), swiglu_oai (gpt-oss's, clamped at 7)
     interleaved   rows of gate and up alternate in ``gate_up``, and in its bias
     gate_up_bias, up_bias, down_bias  E tensors of one float, one number a row
-    gate_up_scale, down_scale         E tensors float32, as in `cpu_linear`: for int8 and uint8 only
-    group_size    of both weights: a multiple of 32; None for one scale per row
     activations   auto; int8: rows of x, and what the activation gives, are rounded; or one for (gate and up, down)
 
     Lists of weights may hold quantised matrices of one format instead. Floats may be transposed: the tensor of a matrix
     is then the transpose of contiguous rows. All entries of an expert without rows may be None. The tensors of a list
     share their shape, dtype and order. The activation is rounded to the dtype of x. The GIL is released.
     """
-    group_size, threads = _check_group_size(group_size), arguments.check_threads(threads)
+    threads = arguments.check_threads(threads)
     by_side = (activations, activations) if isinstance(activations, str) else activations
     act = _check_form(activation, up, gate_up_bias, up_bias, interleaved=interleaved)
-    given = (gate_up_bias, up_bias, down_bias, gate_up_scale, down_scale)
-    optional = dict(zip(_OPTIONAL, given, strict=True))
+    biases = dict(zip(_BIASES, (gate_up_bias, up_bias, down_bias), strict=True))
+    weights = {"gate_up": gate_up, "up": up, "down": down}
     extension = native.extension()
-    weights, size = {"gate_up": gate_up, "up": up, "down": down}, group_size or 0
     if extension is None:
         (wide, second, narrow), both = _stand_ins(weights, offsets, by_side), act.gated and up is None
-        cuts = _check_experts(x, wide, narrow, offsets, {"up": second} | optional, group_size, out, both=both)
-        options: dict[str, Any] = {"activation": act, "interleaved": interleaved, "group_size": group_size} | optional
+        cuts = _check_experts(x, wide, narrow, offsets, {"up": second} | biases, out, both=both)
+        options: dict[str, Any] = {"activation": act, "interleaved": interleaved} | biases
         return stored(reference.expert_ffn(x, gate_up, down, cuts, up=up, activations=by_side, **options), out)
     rows = as_dlpack("x", x)
     if out is None:
         out = RESULTS.empty(x.shape, x.dtype)
     wide, second, narrow = (None if tensors is None else export(name, tensors) for name, tensors in weights.items())
-    rest: list[object] = [None if tensors is None else export(name, tensors) for name, tensors in optional.items()]
+    rest: list[object] = [None if tensors is None else export(name, tensors) for name, tensors in biases.items()]
     bounds, into = lend(offsets=offsets, out=out)
     by = (act.curve, act.alpha, act.limit, act.shift, act.late)
     pairing = "interleaved" if interleaved else "joined" if act.gated else "ungated"
-    extension.expert_ffn(rows, wide, second, narrow, bounds, by, pairing, *rest, size, by_side, into, threads)
+    extension.expert_ffn(rows, wide, second, narrow, bounds, by, pairing, *rest, by_side, into, threads)
     return out
 
 
@@ -250,21 +232,15 @@ def export(name: str, tensors: Weights) -> list[object]:
     return [None if tensor is None else _lend(name, tensor) for tensor in tensors]
 
 
-def _check_group_size(size: object) -> int | None:
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1 or size % _GROUP_STEP):
-        raise ValueError(f"group_size: must be a positive multiple of {_GROUP_STEP} or None, is {size!r}")
-    return None if size is None else min(size, 1 << 62)
-
-
 def _check_sizes(dtype: torch.dtype, weight_dtype: torch.dtype | StoredFormat, **sizes: object) -> tuple[int, int]:
     """Check the sizes of a workspace; return the extension's numbers of the dtypes of tokens and weights."""
     quantized = isinstance(weight_dtype, StoredFormat)
-    for name, given, allowed in (("dtype", dtype, FLOATS), ("weight_dtype", weight_dtype, _STORED)):
+    for name, given, allowed in (("dtype", dtype, FLOATS), ("weight_dtype", weight_dtype, FLOATS)):
         if given not in allowed and not (name == "weight_dtype" and quantized):
             raise ValueError(f"{name}: must be one of {', '.join(map(str, allowed))}, is {given}")
     for name, size in sizes.items():
         arguments.check_integer(name, size, 0 if name == "tokens" else 1, (1 << 31) - 1)
-    return FLOATS.index(dtype), len(_STORED) if isinstance(weight_dtype, StoredFormat) else _STORED.index(weight_dtype)
+    return FLOATS.index(dtype), len(FLOATS) if isinstance(weight_dtype, StoredFormat) else FLOATS.index(weight_dtype)
 
 
 def _check_experts(
@@ -273,7 +249,6 @@ def _check_experts(
     down: Tensors,
     offsets: Tensor,
     optional: Mapping[str, Tensors | None],
-    group_size: int | None,
     out: Tensor | None,
     *,
     both: bool,
@@ -297,7 +272,7 @@ def _check_experts(
     if not busy:
         return cuts
     wide = _upright("gate_up", gate_up[busy[0]])
-    rows, _ = check_tensor("gate_up", wide, _STORED, (None, None))
+    rows, _ = check_tensor("gate_up", wide, FLOATS, (None, None))
     rows = rows if wide is gate_up[busy[0]] else wide.shape[1]
     if both and rows % 2:
         raise ValueError(f"gate_up: must have an even number of rows, has {rows}")
@@ -305,12 +280,12 @@ def _check_experts(
     for name, shape in (("gate_up", (rows, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
         if name not in lists:
             continue
-        names = (name, f"{name}_bias", f"{name}_scale")
+        names = (name, f"{name}_bias")
         dtype = arguments.check_dense(name, lists[name][busy[0]]).dtype
         bias_dtypes: tuple[torch.dtype, ...] = FLOATS
         for expert in busy:
-            weight, bias, scale = (lists[each][expert] if each in lists else None for each in names)
-            _check_weight(names, (weight, bias, scale), shape, group_size, dtype, bias_dtypes)
+            weight, bias = (lists[part][expert] if part in lists else None for part in names)
+            _check_weight(names, (weight, bias), shape, dtype, bias_dtypes)
             bias_dtypes = bias_dtypes if bias is None else (bias.dtype,)
     return cuts
 
@@ -319,30 +294,22 @@ def _upright(name: str, weight: Tensor | None) -> Tensor:
     """``weight``, or its transpose if that has the contiguous rows."""
     weight = arguments.check_dense(name, weight)
     transposed = weight.ndim == 2 and weight.shape[1] > 1 and weight.stride(1) != 1 and weight.stride(0) == 1
-    return weight.t() if transposed and weight.is_floating_point() else weight
+    return weight.t() if transposed else weight
 
 
 def _check_weight(
-    names: tuple[str, str, str],
-    tensors: tuple[Tensor | None, Tensor | None, Tensor | None],
+    names: tuple[str, str],
+    tensors: tuple[Tensor | None, Tensor | None],
     shape: tuple[int, int],
-    group_size: int | None,
     dtype: torch.dtype,
     bias_dtypes: tuple[torch.dtype, ...],
 ) -> None:
-    """Check one weight, its bias and its scale (`names`, ``tensors``), where ``shape`` is (outputs, inputs)."""
-    (weight, bias, scale), (rows, depth) = tensors, shape
-    packing = 2 if dtype == torch.uint8 else 1
-    if rows < 1 or depth < 1 or depth % packing:
-        raise ValueError(f"{names[0]}: {'two values a byte fill no row' if rows and depth else 'is empty'}: {shape}")
+    """Check one weight and its bias (`names`, ``tensors``), where ``shape`` is (outputs, inputs)."""
+    (weight, bias), (rows, depth) = tensors, shape
+    if rows < 1 or depth < 1:
+        raise ValueError(f"{names[0]}: is empty: {shape}")
     upright = _upright(names[0], weight)
-    sizes = (rows, depth // packing) if upright is weight else (depth, rows)
-    check_tensor(names[0], upright, dtype if dtype in _STORED else _STORED, sizes)
+    sizes = (rows, depth) if upright is weight else (depth, rows)
+    check_tensor(names[0], upright, dtype if dtype in FLOATS else FLOATS, sizes)
     if bias is not None:
         check_tensor(names[1], bias, bias_dtypes, (rows,))
-    if (scale is None) != (dtype in FLOATS):
-        raise ValueError(f"{names[2]}: must be given with integer weights, and with no others")
-    if scale is not None:
-        groups = 1 if group_size is None else -(-depth // group_size)
-        flat = groups == 1 and getattr(scale, "ndim", 0) == 1
-        check_tensor(names[2], scale, torch.float32, (rows,) if flat else (rows, groups), gap=False)

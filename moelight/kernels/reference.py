@@ -255,47 +255,27 @@ def route_topk(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Ten
     return weights, ids[:, :top_k]
 
 
-def dequantized(weight: Tensor, scale: Tensor | None, group_size: int | None) -> Tensor:
-    """Values of a stored weight, in at least float32: [N, K], or uint8 [N, K / 2] with two values a byte.
-
-    int8 and uint8 have scale [N] or [N, ceil(K / group_size)]; the low four bits of a byte are the earlier value, and 8
-    means zero.
-    """
-    if scale is None:
-        return _wide(weight)
-    if weight.dtype == torch.uint8:
-        weight = torch.stack((weight & 15, weight >> 4), dim=-1).flatten(1).to(torch.int8) - 8
-    depth, scales = weight.shape[1], _wide(scale.reshape(len(scale), -1))
-    if scales.shape[1] > 1:
-        scales = scales.repeat_interleave(group_size or depth, dim=1)[:, :depth]
-    return weight.to(scales.dtype) * scales
-
-
 def linear(
     x: Tensor,
     weight: Tensor | QuantizedMatrix,
     bias: Tensor | None = None,
     *,
-    scale: Tensor | None = None,
-    group_size: int | None = None,
     activations: str = "auto",
 ) -> Tensor:
     """`cpu_linear`: x [T, K] -> x weight^T + bias [T, N], in float32 or wider, rounded to x's dtype."""
-    return _product(x, weight, bias, scale, group_size, activations).to(x.dtype)
+    return _product(x, weight, bias, activations).to(x.dtype)
 
 
 def _product(
     x: Tensor,
     weight: Tensor | QuantizedMatrix,
     bias: Tensor | None,
-    scale: Tensor | None,
-    group_size: int | None,
     activations: str,
 ) -> Tensor:
     if activations == INT8 and isinstance(weight, QuantizedMatrix):
         sums = integer_product(x, weight)
         return sums if bias is None else sums + bias.float()
-    numbers = dequantized(numbers_of(weight, x.dtype), scale, group_size)
+    numbers = _wide(numbers_of(weight, x.dtype))
     wide = torch.promote_types(x.dtype, numbers.dtype)
     return functional.linear(x.to(wide), numbers.to(wide), None if bias is None else bias.to(wide))
 
@@ -312,9 +292,6 @@ def expert_ffn(
     gate_up_bias: Sequence[Tensor | None] | None = None,
     up_bias: Sequence[Tensor | None] | None = None,
     down_bias: Sequence[Tensor | None] | None = None,
-    gate_up_scale: Sequence[Tensor | None] | None = None,
-    down_scale: Sequence[Tensor | None] | None = None,
-    group_size: int | None = None,
     activations: tuple[str, str] = ("auto", "auto"),
 ) -> Tensor:
     """`cpu_expert_ffn`: x [T, H] sorted by expert -> [T, H]; expert e has rows offsets[e] to offsets[e + 1]."""
@@ -323,17 +300,17 @@ def expert_ffn(
         wide, narrow = gate_up[e], down[e]
         if first == last or wide is None or narrow is None:
             continue
-        first_bias, second_bias, first_scale, bias, scale = (
-            None if each is None else each[e] for each in (gate_up_bias, up_bias, gate_up_scale, down_bias, down_scale)
+        first_bias, second_bias, bias = (
+            None if tensors is None else tensors[e] for tensors in (gate_up_bias, up_bias, down_bias)
         )
         rows = x[first:last]
-        given = [_product(rows, wide, first_bias, first_scale, group_size, activations[0])]
+        given = [_product(rows, wide, first_bias, activations[0])]
         if up is not None and (second := up[e]) is not None:
-            given.append(_product(rows, second, second_bias, None, None, activations[0]))
+            given.append(_product(rows, second, second_bias, activations[0]))
         elif activation.gated:
             given = list(gate_and_up(given[0], interleaved=interleaved))
         inner = activation(*given).to(x.dtype)
-        out[first:last] = linear(inner, narrow, bias, scale=scale, group_size=group_size, activations=activations[1])
+        out[first:last] = linear(inner, narrow, bias, activations=activations[1])
     return out
 
 

@@ -54,21 +54,10 @@ INTEGERS = ("packed int4", "packed int8", "gptq int4 in order", "awq rows", "mxf
 QUANTISED += ("Q8_0", "Q4_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q3_K", "Q2_K", "IQ4_XS", "IQ4_NL", "MXFP4")
 
 
-def experts(form: str, dtype: torch.dtype) -> PageTable:
-    """Pages of a layer whose sizes are multiples of 16."""
+def experts(dtype: torch.dtype) -> PageTable:
+    """Pages of a layer of floats whose sizes are multiples of 16."""
     shapes = ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH))
-    if form == "float":
-        return PageTable.of(*([torch.empty(shape, dtype=dtype)] * EXPERTS for shape in shapes))
-    packing = 2 if form == "int4" else 1
-    group = None if form == "int8" else 128
-    stored = torch.uint8 if form == "int4" else torch.int8
-    scales = [torch.ones(rows, inputs // group) if group else torch.ones(rows) for rows, inputs in shapes]
-    return PageTable.of(
-        *([torch.empty((rows, inputs // packing), dtype=stored)] * EXPERTS for rows, inputs in shapes),
-        gate_up_scale=[scales[0]] * EXPERTS,
-        down_scale=[scales[1]] * EXPERTS,
-        group_size=group,
-    )
+    return PageTable.of(*([torch.empty(shape, dtype=dtype)] * EXPERTS for shape in shapes))
 
 
 def quantised_experts(form: str, activations: str = "auto") -> QuantizedTable:
@@ -135,13 +124,13 @@ def products(card: int) -> list[dict[str, Any]]:
     product meets each dtype, and where it has many rows, which need most registers and
     shared memory, each format too."""
     rows = []
-    for number, form in enumerate(("float", "int8", "int8 groups", "int4", *QUANTISED)):
-        turned = number % 2 == 1
+    for number, form in enumerate(("float", *QUANTISED)):
+        turned = number % 2 == 0
         parts = ("down", "gate_up") if turned else ("gate_up", "down")
         cases = [(torch.float16, 4, parts[0])]
         if card >= 80:
             cases += [(torch.float16, 512, parts[0]), (torch.bfloat16, 512, parts[1])]
-        if form in ("float", "int4", *QUANTISED[:2]):
+        if form in ("float", *QUANTISED[:2]):
             cases += [(torch.float32, mean_rows, parts[0]) for mean_rows in ((4, 512) if card >= 80 else (4,))]
         for dtype, mean_rows, part in cases:
             rows.append(product(card, dtype, form, part, mean_rows))
@@ -164,7 +153,7 @@ def product(
 ) -> dict[str, Any]:
     """One product of ``mean_rows`` rows an expert; in mixed precision if floats are ``stored`` in another dtype."""
     quantised = form in QUANTISED
-    pages = quantised_experts(form) if quantised else experts(form, stored or dtype)
+    pages = quantised_experts(form) if quantised else experts(stored or dtype)
     inputs, outputs = (HIDDEN, WIDTH) if part == "gate_up" else (WIDTH, HIDDEN)
     result = dtype if stored is None or part == "gate_up" else torch.float32
     x, out = torch.empty(ROWS, inputs, dtype=dtype), torch.empty(ROWS, outputs, dtype=result)
@@ -172,7 +161,6 @@ def product(
         divmod(card, 10),
         itemsize=4 if wide else dtype.itemsize,
         mean_rows=mean_rows,
-        group=0 if quantised else pages.group,
         matrices=2 if part == "gate_up" else 1,
         unpacks=quantised,
     )
@@ -325,7 +313,7 @@ def compiled(card: int, *, whole: bool) -> list[dict[str, Any]]:
     if whole:
         return others(card) + attentions(card) + products(card) + integer_products(card)
     some = [product(card, torch.float16, form, "gate_up", 512) for form in ("float", "packed int4", "Q4_K")]
-    some += [product(card, torch.float16, form, "down", 512) for form in ("int4", "fp8 blocks")]
+    some.append(product(card, torch.float16, "fp8 blocks", "down", 512))
     if serving.card_serves_integers(divmod(card, 10))[0]:
         some += [
             integer_product(card, torch.float16, *each, 512) for each in (("packed int4", "gate_up"), ("Q4_K", "down"))

@@ -85,34 +85,6 @@ def in_form(layer: Layer, form: str, activation: Activation, device: torch.devic
     return replace(layer, pages=PageTable.of(**given, activation=activation, interleaved=form == "interleaved"))  # type: ignore[arg-type]
 
 
-def integers(
-    experts: int, hidden: int, width: int, bits: int, group: int | None, device: torch.device, scales: torch.dtype
-) -> Layer:
-    """Numbers are drawn as integers, so that what they stand for does not hang on any code under test."""
-
-    def draw(rows: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
-        half = 1 << (bits - 1)
-        whole = torch.randint(-half, half, (rows, inputs), dtype=torch.int16)
-        shape = (rows,) if group is None else (rows, -(-inputs // group))
-        scale = torch.rand(shape).add(0.5).mul(inputs**-0.5 / half * 2).to(scales)
-        wide = scale.double()[:, None] if group is None else scale.double().repeat_interleave(group, 1)[:, :inputs]
-        stored = whole.to(torch.int8)
-        if bits == 4:
-            stored = ((whole[:, ::2] + 8) | ((whole[:, 1::2] + 8) << 4)).to(torch.uint8)
-        return whole.double() * wide, stored.to(device), scale.to(device)
-
-    up = [draw(2 * width, hidden) for _ in range(experts)]
-    down = [draw(hidden, width) for _ in range(experts)]
-    pages = PageTable.of(
-        [stored for _, stored, _ in up],
-        [stored for _, stored, _ in down],
-        gate_up_scale=[scale for _, _, scale in up],
-        down_scale=[scale for _, _, scale in down],
-        group_size=group,
-    )
-    return Layer(gate_up=[dense for dense, _, _ in up], down=[dense for dense, _, _ in down], pages=pages)
-
-
 def rows_of(counts: tuple[int, ...], hidden: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     x = torch.randn(sum(counts), hidden).to(dtype).to(device)
     return x, torch.tensor(list(accumulate(counts, initial=0)), dtype=torch.int32, device=device)

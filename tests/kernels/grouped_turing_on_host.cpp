@@ -4,24 +4,24 @@
 
 namespace {
 
-constexpr int key(int stored, bool gated, int rows, bool grouped, bool aligned) {
-  return ((rows * 8 + stored) * 2 + gated) * 4 + grouped * 2 + aligned;
+constexpr int key(int stored, bool gated, int rows, bool aligned) {
+  return ((rows * 8 + stored) * 2 + gated) * 2 + aligned;
 }
 
-template <int STORED, bool GATED, int ROWS, bool GROUPED, bool ALIGNED>
+template <int STORED, bool GATED, int ROWS, bool ALIGNED>
 bool chosen(int wanted, std::function<void()>& kernel, const turing::Call& call) {
-  if (wanted != key(STORED, GATED, ROWS, GROUPED, ALIGNED)) return false;
-  kernel = [&call] { turing::compute<STORED, GATED, ROWS, GROUPED, ALIGNED>(call); };
+  if (wanted != key(STORED, GATED, ROWS, ALIGNED)) return false;
+  kernel = [&call] { turing::compute<STORED, GATED, ROWS, ALIGNED>(call); };
   return true;
 }
 
 }  // namespace
 
 // Writes the first fault into `fault` and returns its length; -1 if the variant is not in this library.
-extern "C" int run(int stored, int gated, int rows, int grouped, int aligned, const turing::Call* call, int blocks,
+extern "C" int run(int stored, int gated, int rows, int aligned, const turing::Call* call, int blocks,
                    const host::Span* spans, int span_count, char* fault, int room) {
   using namespace turing;
-  const int wanted = key(stored, gated != 0, rows, grouped != 0, aligned != 0);
+  const int wanted = key(stored, gated != 0, rows, aligned != 0);
   std::function<void()> kernel;
 #define VARIANT(...) chosen<__VA_ARGS__>(wanted, kernel, *call) ||
   const bool found = VARIANTS false;

@@ -17,7 +17,7 @@ from moelight.kernels.activations import Activation, activation_of
 from moelight.kernels.ffn import cpu_expert_ffn
 from tests.fuzz import fuzz
 from tests.kernels.paged import TOLERANCE, relative_error
-from tests.kernels.stored import KINDS, LANES, Stored, generator, refused, serving, stored
+from tests.kernels.stored import KINDS, LANES, generator, refused, serving, stored
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATIONS = (
@@ -49,8 +49,8 @@ class Layer:
 
     x: Tensor
     counts: Sequence[int]
-    up: Sequence[Stored]
-    down: Sequence[Stored]
+    up: Sequence[Tensor]
+    down: Sequence[Tensor]
     up_bias: Sequence[Tensor] | None = None
     down_bias: Sequence[Tensor] | None = None
 
@@ -61,21 +61,18 @@ class Layer:
     def arguments(self) -> dict[str, Any]:
         """Those of the face; experts without tokens are None."""
 
-        def present(tensors: Sequence[Tensor | None] | None) -> list[Tensor | None] | None:
-            if tensors is None or all(tensor is None for tensor in tensors):
+        def present(tensors: Sequence[Tensor] | None) -> list[Tensor | None] | None:
+            if tensors is None:
                 return None
             return [tensor if count else None for tensor, count in zip(tensors, self.counts, strict=True)]
 
         return {
             "x": self.x,
-            "gate_up": present([kept.weight for kept in self.up]) or [None] * len(self.counts),
-            "down": present([kept.weight for kept in self.down]) or [None] * len(self.counts),
+            "gate_up": present(self.up),
+            "down": present(self.down),
             "offsets": self.offsets,
             "gate_up_bias": present(self.up_bias),
             "down_bias": present(self.down_bias),
-            "gate_up_scale": present([kept.scale for kept in self.up]),
-            "down_scale": present([kept.scale for kept in self.down]),
-            "group_size": self.up[0].group_size if self.up else None,
         }
 
     def truth(self, activation: str | Activation) -> Tensor:
@@ -85,8 +82,8 @@ class Layer:
         exact = replace(
             self,
             x=self.x.double(),
-            up=[kept.double() for kept in self.up],
-            down=[kept.double() for kept in self.down],
+            up=[weight.double() for weight in self.up],
+            down=[weight.double() for weight in self.down],
             up_bias=wide(self.up_bias),
             down_bias=wide(self.down_bias),
         )
@@ -102,7 +99,6 @@ def layer(
     *,
     kind: str = "bfloat16",
     dtype: torch.dtype = torch.bfloat16,
-    group_size: int | None = None,
     bias: torch.dtype | None = None,
 ) -> Layer:
     randn = generator(len(counts))
@@ -110,8 +106,8 @@ def layer(
     return Layer(
         x=randn(sum(counts), hidden).to(dtype),
         counts=counts,
-        up=[stored(kind, 2 * inner, hidden, group_size=group_size, seed=e) for e in experts],
-        down=[stored(kind, hidden, inner, group_size=group_size, seed=99 + e) for e in experts],
+        up=[stored(kind, 2 * inner, hidden, seed=e) for e in experts],
+        down=[stored(kind, hidden, inner, seed=99 + e) for e in experts],
         up_bias=None if bias is None else [randn(2 * inner).to(bias) for _ in experts],
         down_bias=None if bias is None else [randn(hidden).to(bias) for _ in experts],
     )
@@ -142,21 +138,12 @@ def test_activations_and_biases(server, dtype, activation):
         check(replace(call, x=call.x * 3), activation)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_scales_of_groups(server, kind):
-    for group_size in [32, 128, 4096]:
-        check(layer([2, 17], 320, 96, kind=kind, dtype=torch.float32, group_size=group_size))
-        check(layer([2, 17], 320, 96, kind=kind, group_size=group_size))
-
-
 def test_ragged_counts(server):
     for counts in [[], [0, 0, 0], [1], [513], [0, 700, 0, 400, 1], [1] * 40, [96, 97, 400], [16, 17, 0, 511, 2]]:
         check(layer(counts, 64, 32), threads=2)
 
 
 def test_types_of_weights_may_differ(server):
-    mixed = layer([5, 6], 64, 96, kind="int8")
-    check(replace(mixed, down=layer([5, 6], 64, 96, kind="float16").down))
     plain = layer([5, 6], 64, 96, kind="bfloat16")
     check(replace(plain, down=layer([5, 6], 64, 96, kind="float16").down))
     check(replace(plain, up=layer([5, 6], 64, 96, kind="float32").up))
@@ -164,7 +151,7 @@ def test_types_of_weights_may_differ(server):
 
 def test_agrees_with_the_twin_in_use(server):
     call = layer([4, 0, 9], 64, 96, dtype=torch.float32, kind="float32")
-    weights = [kept.weight for kept in call.up], [kept.weight for kept in call.down]
+    weights = call.up, call.down
     expected = reference.expert_ffn(call.x, *weights, call.offsets.tolist())
     assert relative_error(cpu_expert_ffn(call.x, *weights, call.offsets), expected.double()) <= 1e-5
 
@@ -291,7 +278,7 @@ def test_without_a_gate(server, curve, dtype):
     activation = Activation(curve, gated=False)
     for bias in (None, dtype):
         call = layer([2, 0, 40, 130], 66, 70, dtype=dtype, bias=bias)
-        halves = replace(call, up=[replace(kept, weight=kept.weight[:70]) for kept in call.up])
+        halves = replace(call, up=[weight[:70] for weight in call.up])
         if call.up_bias is not None:
             halves = replace(halves, up_bias=[each[:70] for each in call.up_bias])
         check(halves, activation)
@@ -332,11 +319,11 @@ def test_other_forms_are_refused_where_they_are_none(checker):
 
 
 def arguments() -> dict[str, Any]:
-    call = layer([2, 0, 3], 64, 32, kind="int8", dtype=torch.float32, group_size=32, bias=torch.float32)
+    call = layer([2, 0, 3], 64, 32, dtype=torch.float32, bias=torch.float32)
     return call.arguments() | {"activation": "silu", "out": torch.zeros(5, 64), "threads": 2}
 
 
-LISTS = ("gate_up", "down", "gate_up_bias", "down_bias", "gate_up_scale", "down_scale")
+LISTS = ("gate_up", "down", "gate_up_bias", "down_bias")
 ONE: dict[str, Callable[[Any], Any]] = {
     "missing": lambda _: None,
     "a number": lambda _: 3,
@@ -367,7 +354,7 @@ def test_a_wrong_tensor_of_a_list_is_named(checker, name, expert):
         wrong = arguments()
         wrong[name][expert] = damage(wrong[name][expert])
         kind = name.split("_")[-1]
-        refused(cpu_expert_ffn, wrong, {name, name.removesuffix(f"_{kind}"), f"{name}_scale", "down"})
+        refused(cpu_expert_ffn, wrong, {name, name.removesuffix(f"_{kind}"), "down"})
 
 
 @pytest.mark.parametrize("name", LISTS)
@@ -391,7 +378,6 @@ def test_other_wrong_arguments_are_named(checker):
         ("offsets", torch.tensor([0, 9, 2, 9, 2, 9, 5, 9], dtype=torch.int32)[::2]),
         ("activation", "relu"),
         ("activation", 3),
-        ("group_size", 33),
         ("threads", 0),
         ("x", None),
         ("x", torch.zeros(5, 64).double()),
@@ -413,7 +399,7 @@ def test_experts_are_refused_or_right(server, data):
     size = st.sampled_from((4, 4, 4, 4, 5, 0))
     hidden, inner = data.draw(size, label="H"), data.draw(size, label="I")
     counts = data.draw(st.lists(st.integers(0, 3), max_size=4), label="counts")
-    kind = data.draw(st.sampled_from((torch.float32, torch.bfloat16, torch.int8)), label="kind")
+    kind = data.draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16)), label="kind")
 
     def tensors(*shape: int) -> list[Tensor | None]:
         made: list[Tensor | None] = []
@@ -425,13 +411,10 @@ def test_experts_are_refused_or_right(server, data):
     def stored_as(tensors: list[Tensor | None]) -> list[Tensor | None]:
         return [None if tensor is None else tensor.to(kind) for tensor in tensors]
 
-    given_scales = data.draw(st.booleans(), label="scales")
     call: dict[str, Any] = {
         "x": torch.ones(sum(counts), hidden),
         "gate_up": stored_as(tensors(2 * inner, hidden)),
         "down": stored_as(tensors(hidden, inner)),
-        "gate_up_scale": tensors(2 * inner) if given_scales else None,
-        "down_scale": tensors(hidden) if given_scales else None,
     }
     offsets = torch.tensor([0, *counts]).cumsum(0).int()
     try:

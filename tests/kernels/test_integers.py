@@ -195,9 +195,8 @@ def test_refusals(server: str) -> None:
     with pytest.raises(ValueError, match="columns in the order of their groups"):
         product(x, matrix(FORMATS["gptq int4"], 64, 512, ordered=False))
     for weight in (torch.zeros(3, 512), torch.zeros(3, 512, dtype=torch.int8)):
-        scale = torch.ones(3) if weight.dtype == torch.int8 else None
-        with pytest.raises(ValueError, match="weight: int8 activations need quantised matrices"):
-            cpu_linear(x, weight, scale=scale, activations="int8")
+        with pytest.raises(ValueError, match=r"^weight: "):
+            cpu_linear(x, weight, activations="int8")
     with pytest.raises(ValueError, match="activations: must be auto or int8, is 'int4'"):
         cpu_linear(x, matrix(FORMATS["Q8_0"], 3, 512), activations="int4")
     assert plain("BF16").without_integers is not None

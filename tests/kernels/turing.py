@@ -16,18 +16,11 @@ from moelight.kernels.gpu.pages import PageTable
 
 HERE = Path(__file__).parent
 COMPILER = next((found for name in ("g++", "clang++") if (found := shutil.which(name))), None)
-HALF, BFLOAT, INT8, INT4 = 0, 1, 2, 3
-# Stored, gated, rows of a slot, groups, aligned: as few as meet every branch, because compiling them takes most time.
+HALF, BFLOAT = 0, 1
+# Stored, gated, rows of a slot, aligned: as few as meet every branch, because compiling them takes most time.
 VARIANTS = [
-    (stored, gated, rows, grouped, aligned)
-    for stored, rows, grouped, aligned in (
-        (HALF, 128, False, True),
-        (HALF, 32, False, False),
-        (BFLOAT, 32, False, True),
-        (INT8, 32, False, True),
-        (INT8, 32, True, False),
-        (INT4, 64, True, True),
-    )
+    (stored, gated, rows, aligned)
+    for stored, rows, aligned in ((HALF, 128, True), (HALF, 32, False), (BFLOAT, 32, True))
     for gated in (True, False)
 ]
 
@@ -59,12 +52,21 @@ class Player:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self.spans: list[Span] = []
-        self.rows = 32  # of a slot
+        self.rows = 32
+
+    @property
+    def rows(self) -> int:
+        """Rows of a slot."""
+        return grouped_cuda.SLOT_ROWS
+
+    @rows.setter
+    def rows(self, rows: int) -> None:
+        grouped_cuda.SLOT_ROWS = rows
 
     def call_of(self, pages: PageTable, part: str, x: Tensor, out: Tensor, slots: Tensor, offsets: Tensor,
                 tokens: Tensor | None, *rest: object) -> tuple[Variant, Call, int]:  # fmt: skip
         """`grouped_cuda.call_of`; allows what the launch is given."""
-        stored = [tensor for name in (part, f"{part}_scale", f"{part}_bias") for tensor in pages.parts[name]]
+        stored = [tensor for name in (part, f"{part}_bias") for tensor in pages.parts[name]]
         self.spans = [*_spans([x, slots, offsets, tokens, pages.table, *stored], 0), *_spans([out], 1)]
         return _CALL_OF(pages, part, x, out, slots, offsets, tokens, *rest)  # type: ignore[arg-type]
 
@@ -72,7 +74,7 @@ class Player:
         """`grouped_cuda.launch`. Raises RuntimeError with the first fault."""
         fault = ctypes.create_string_buffer(400)
         spans = (Span * len(self.spans))(*self.spans)
-        flags = (variant.stored, variant.gated, variant.rows, variant.grouped, variant.aligned)
+        flags = (variant.stored, variant.gated, variant.rows, variant.aligned)
         found = self._library.run(*flags, ctypes.byref(call), blocks, spans, len(spans), fault, len(fault))
         assert found >= 0, f"{variant} is not among VARIANTS"
         if found:

@@ -23,12 +23,12 @@ from moelight.kernels.activations import Activation, activation_of
 from moelight.kernels.arguments import FLOATS, check_tensor
 from moelight.kernels.gpu import grouped_cuda, integers, quantized, serving, tiles
 from moelight.kernels.gpu.integers import RoundedRows, round_rows
-from moelight.kernels.gpu.pages import ExpertTable, PageTable
+from moelight.kernels.gpu.pages import PARTS, ExpertTable, PageTable
 from moelight.kernels.gpu.quantized import QuantizedTable
 from moelight.kernels.integers import integer_product
 from moelight.kernels.products import SHRINK
 from moelight.kernels.quantized import QuantizedMatrix, numbers_of
-from moelight.kernels.reference import dequantized, gate_and_up
+from moelight.kernels.reference import gate_and_up
 from moelight.profiles.stored import AWQ, StoredFormat
 
 _MAP_NUMBERS = 4096
@@ -141,19 +141,12 @@ def shrink(dtype: torch.dtype, result: torch.dtype) -> float:
 
 def _linear(x: Tensor, pages: ExpertTable, part: str, page: int, factor: float = 1.0) -> Tensor:
     """x times the matrix times ``factor``, plus the bias."""
-    weight, scale, bias = (
-        pages.parts[name][page] if pages.parts.get(name) else None for name in (part, f"{part}_scale", f"{part}_bias")
-    )
+    weight, bias = (pages.parts[name][page] if pages.parts.get(name) else None for name in (part, f"{part}_bias"))
     assert weight is not None
     if isinstance(pages, QuantizedTable) and pages.rounds(part):
         total = integer_product(x, weight).mul_(factor)
         return total if bias is None else total.add_(bias.float())
-    if isinstance(weight, QuantizedMatrix):
-        dense = numbers_of(weight, x.dtype)
-    elif scale is None or not isinstance(pages, PageTable):
-        dense = weight.to(x.dtype)
-    else:
-        dense = dequantized(weight, scale, pages.group or None).to(x.dtype)
+    dense = numbers_of(weight, x.dtype) if isinstance(weight, QuantizedMatrix) else weight.to(x.dtype)
     if factor == 1:
         return functional.linear(x, dense, None if bias is None else bias.to(x.dtype))
     total = functional.linear(x, dense).float().mul_(factor)
@@ -171,7 +164,7 @@ def _check(x: Tensor, pages: ExpertTable, offsets: Tensor, tokens: Tensor | None
         raise ValueError(f"pages: must be an ExpertTable, is {type(pages).__name__}")
     device = pages.table.device
     dtypes: Any = FLOATS
-    if isinstance(pages, PageTable) and not pages.scaled:
+    if isinstance(pages, PageTable):
         dtypes = _MIXED if pages.stored == _MIXED[1] else pages.stored
     rows, _ = check_tensor("x", x, dtypes, (None, pages.hidden), device=device)
     if tokens is not None:
@@ -236,9 +229,8 @@ def tile_of(
         scattered = stored.kind == AWQ
         return tiles.choose_integers(card, group=group, mean_rows=mean_rows, matrices=matrices, scattered=scattered)
     itemsize = torch.float32.itemsize if wide else x.element_size()
-    group = pages.group if isinstance(pages, PageTable) else 0  # unpacked numbers need no second sum
     unpacks = not isinstance(pages, PageTable)
-    return tiles.choose(card, itemsize=itemsize, mean_rows=mean_rows, group=group, matrices=matrices, unpacks=unpacks)
+    return tiles.choose(card, itemsize=itemsize, mean_rows=mean_rows, matrices=matrices, unpacks=unpacks)
 
 
 def _launch_cuda(
@@ -250,7 +242,7 @@ def _launch_cuda(
     active: Tensor,
     out: Tensor,
 ) -> None:
-    height, factor = grouped_cuda.rows_of_slot(pages.group), shrink(x.dtype, out.dtype)
+    height, factor = grouped_cuda.SLOT_ROWS, shrink(x.dtype, out.dtype)
     slots = _slots(offsets, pages, out.shape[0], height)
     for part, source, into, index, by in (
         ("gate_up", x, active, tokens, factor),
@@ -334,34 +326,26 @@ def _arguments_of(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of `grouped_triton.grouped`, and those of its constants that say how matrices are stored."""
     depth, columns = x.shape[1], out.shape[1]
-    row = (0, 2, 4) if part == "gate_up" else (1, 3, 5)
-    weights, scales, biases = (pages.table[i] for i in row)
+    weights, biases = (pages.table[PARTS.index(name)] for name in (part, f"{part}_bias"))
     arguments = (
         x,
         x if tokens is None else tokens,
         out,
         slots,
         weights,
-        scales,
         biases,
         x.shape[0],
         x.stride(0),
         depth,
         columns,
-        depth // 2 if pages.packed else depth,
         *astuple(pages.steps[part]),
-        -(-depth // pages.group) if pages.group else 1,
         slots.shape[0],
         activation.limit,
     )
     return arguments, {
         "STORED": pages.stored,
-        "SCALE": pages.dtype_of(f"{part}_scale"),
         "BIAS": pages.dtype_of(f"{part}_bias"),
-        "INT4": pages.packed,
-        "SCALED": pages.scaled,
         "BIASED": pages.biased,
-        "GROUP": pages.group,
     }
 
 

@@ -26,7 +26,8 @@ from moelight.kernels.gpu.pages import PARTS, PageTable
 SOURCE = Path(__file__).with_name("grouped_turing.cu")
 ARCHITECTURE = "sm_75"
 THREADS = 128
-_NUMBERS = {torch.float16: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3, torch.float32: 4}
+SLOT_ROWS = 128  # of x
+_NUMBERS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 _ACTIVATIONS = [replace(NAMED[name], limit=math.inf) for name in ("silu", "gelu_tanh", "swiglu_oai")]  # by number
 _MATRIX_ROWS = 128
 _INVALID_CONTEXT = 201
@@ -40,12 +41,11 @@ class Variant:
     stored: int
     gated: bool
     rows: int
-    grouped: bool
     aligned: bool
 
     def options(self) -> list[str]:
         """Options of NVRTC."""
-        flags = (self.gated, self.rows, self.grouped, self.aligned)
+        flags = (self.gated, self.rows, self.aligned)
         variant = ",".join(str(int(value)) for value in (self.stored, *flags))
         return [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", f"-DVARIANT={variant}"]
 
@@ -55,17 +55,12 @@ class Call(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "tokens", "out", "slots", "offsets")),
-        *((name, ctypes.c_void_p) for name in ("weights", "scales", "biases")),
+        *((name, ctypes.c_void_p) for name in ("weights", "biases")),
         ("x_stride", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("x_rows", "experts", "depth", "columns", "group", "groups")),
-        *((name, ctypes.c_int) for name in ("activation", "scale_dtype", "bias_dtype", "out_dtype")),
+        *((name, ctypes.c_int) for name in ("x_rows", "experts", "depth", "columns")),
+        *((name, ctypes.c_int) for name in ("activation", "bias_dtype", "out_dtype")),
         *((name, ctypes.c_float) for name in ("clamp", "factor")),
     )
-
-
-def rows_of_slot(group: int) -> int:
-    """Rows of x in a slot; a ``group`` of inputs with one scale needs a second sum, 0 for none."""
-    return 64 if group else 128
 
 
 def activation_number(activation: Activation) -> int | None:
@@ -93,16 +88,13 @@ def call_of(
 
     ``slots`` int32 [n, 3]: (column of the tables, first row, row after the expert's last) of at most ``rows`` rows, an
     expert's slots side by side; ``offsets`` int32 [E + 1] from which they were made; ``tokens`` int64 or None.
-    ``factor`` multiplies the activation, and the sums of ``down`` before scale and bias.
+    ``factor`` multiplies the activation, and the sums of ``down`` before the bias.
     """
     gated, (depth, columns) = part == "gate_up", (x.shape[1], out.shape[1])
-    row_bytes = depth // 2 if pages.packed else depth * pages.stored.itemsize
-    even = not any(size % 16 for size in (x.data_ptr(), x.stride(0) * 2, depth * 2, row_bytes))
-    variant = Variant(
-        stored=_NUMBERS[pages.stored], gated=gated, rows=rows, grouped=pages.group > 0, aligned=even
-    )  # fmt: skip
+    even = not any(size % 16 for size in (x.data_ptr(), x.stride(0) * 2, depth * 2))
+    variant = Variant(stored=_NUMBERS[pages.stored], gated=gated, rows=rows, aligned=even)
     addresses, step = pages.table.data_ptr(), pages.table.stride(0) * 8
-    column = {name: addresses + PARTS.index(name) * step for name in (part, f"{part}_scale", f"{part}_bias")}
+    column = {name: addresses + PARTS.index(name) * step for name in (part, f"{part}_bias")}
     call = Call(
         x=x.data_ptr(),
         tokens=None if tokens is None else tokens.data_ptr(),
@@ -110,17 +102,13 @@ def call_of(
         slots=slots.data_ptr(),
         offsets=offsets.data_ptr(),
         weights=column[part],
-        scales=column[f"{part}_scale"] if pages.scaled else None,
         biases=column[f"{part}_bias"] if pages.biased else None,
         x_stride=x.stride(0),
         x_rows=x.shape[0],
         experts=len(offsets) - 1,
         depth=depth,
         columns=columns,
-        group=pages.group,
-        groups=-(-depth // pages.group) if pages.group else 1,
         activation=activation_number(activation),
-        scale_dtype=_NUMBERS[pages.dtype_of(f"{part}_scale")],
         bias_dtype=_NUMBERS[pages.dtype_of(f"{part}_bias")],
         out_dtype=_NUMBERS[out.dtype],
         clamp=activation.limit,
@@ -238,7 +226,7 @@ def failure(index: int | None) -> str | None:
 
 def _is_right(device: torch.device) -> bool:
     """True if ``down`` of two slots by one expert of two, with whole numbers, is exact."""
-    rows, hidden, width, height = 165, 32, 48, rows_of_slot(0)
+    rows, hidden, width, height = 165, 32, 48, SLOT_ROWS
     x = (torch.arange(rows * width, device=device) % 7 - 3).view(rows, width).half()
     gate_up, down = (
         (torch.arange(size * inputs, device=device) % 5 - 2).view(size, inputs).half()

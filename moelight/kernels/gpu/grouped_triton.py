@@ -2,11 +2,10 @@
 
 `grouped` checks the arguments, `tiles` chooses the tiles. Imported only where Triton is installed.
 
-A slot is a block of at most BM rows of one expert, with the expert's page: a column of the table of addresses. Integer
-weights enter the product as integers, exact in every 16-bit format, and the scales multiply the float32 sums: one scale
-a row of the matrix and group of its input. bfloat16 weights beside float16 rows are widened, which takes a shift, and
-rounded to float16 (PRODUCT), on cards without bfloat16 too. Float32 enters a product as PRECISION says: whole
-(``ieee``), or in parts of 11 bits, whose three larger products tensor units sum (``tf32x3``).
+A slot is a block of at most BM rows of one expert, with the expert's page: a column of the table of addresses. bfloat16
+weights beside float16 rows are widened, which takes a shift, and rounded to float16 (PRODUCT), on cards without
+bfloat16 too. Float32 enters a product as PRECISION says: whole (``ieee``), or in parts of 11 bits, whose three larger
+products tensor units sum (``tf32x3``).
 
 Under interpretation on the CPU, bfloat16 is a bare 16-bit integer: products are then computed in float32 (PRODUCT), and
 sums are rounded by hand (BY_HAND). Numbers that change from call to call are not specialised, because every variant
@@ -107,51 +106,21 @@ def step_of_product(
     total,
     a,
     weight,
-    scale,
     column,
     step,
-    row_elements,
+    depth,
     row_step,
     column_step,
-    groups,
-    INT4: tl.constexpr,
-    GROUP: tl.constexpr,
     EVEN: tl.constexpr,
     PRODUCT: tl.constexpr,
     PRECISION: tl.constexpr,
-    BM: tl.constexpr,
     BK: tl.constexpr,
 ):
     """total [BM, BN] + a [BM, BK] times the rows ``column`` [BN] of the matrix at ``weight``, inputs step * BK on."""
-    width: tl.constexpr = BK // 2 if INT4 else BK
-    k = step * width + tl.arange(0, width)
+    k = step * BK + tl.arange(0, BK)
     pointers = weight + column[None, :] * row_step + k[:, None] * column_step
-    stored = tl.load(pointers) if EVEN else tl.load(pointers, mask=(k < row_elements)[:, None], other=0)
-    if INT4:
-        even, odd = tl.split(tl.reshape(a, (BM, BK // 2, 2)))
-        low = (stored & 15).to(PRODUCT) - 8.0
-        high = (stored >> 4).to(PRODUCT) - 8.0
-        part = tl.dot(even, low, input_precision=PRECISION)
-        part = tl.dot(odd, high, part, input_precision=PRECISION)
-        total += part * tl.load(scale + column * groups + step // (GROUP // BK)).to(tl.float32)[None, :]
-    elif GROUP > 0:
-        part = tl.dot(a, stored.to(PRODUCT), input_precision=PRECISION)
-        total += part * tl.load(scale + column * groups + step // (GROUP // BK)).to(tl.float32)[None, :]
-    else:
-        total = tl.dot(a, stored.to(PRODUCT), total, input_precision=PRECISION)
-    return total
-
-
-@triton.jit
-def finished(
-    total, scale, bias, bias_step, there, column, SCALED: tl.constexpr, GROUP: tl.constexpr, BIASED: tl.constexpr
-):
-    """Apply the scale per row, if there are no groups, and the bias."""
-    if SCALED and GROUP == 0:
-        total = total * tl.load(scale + column, mask=there, other=0.0).to(tl.float32)[None, :]
-    if BIASED:
-        total += tl.load(bias + column * bias_step, mask=there, other=0.0).to(tl.float32)[None, :]
-    return total
+    stored = tl.load(pointers) if EVEN else tl.load(pointers, mask=(k < depth)[:, None], other=0)
+    return tl.dot(a, stored.to(PRODUCT), total, input_precision=PRECISION)
 
 
 @triton.jit
@@ -203,19 +172,16 @@ def grouped(
     out,
     slots,
     weights,
-    scales,
     biases,
     x_rows,
     x_stride,
     depth,
     columns,
-    row_elements,
     row_step,
     column_step,
     up_step,
     bias_step,
     up_bias,
-    groups,
     slot_count,
     limit,
     ACTIVE: tl.constexpr,
@@ -227,12 +193,8 @@ def grouped(
     LATE: tl.constexpr,
     GATHERED: tl.constexpr,
     STORED: tl.constexpr,
-    SCALE: tl.constexpr,
     BIAS: tl.constexpr,
-    INT4: tl.constexpr,
-    SCALED: tl.constexpr,
     BIASED: tl.constexpr,
-    GROUP: tl.constexpr,
     EVEN: tl.constexpr,
     PRODUCT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -245,7 +207,7 @@ def grouped(
 ):
     """out [R, columns] = rows of x times the matrix of their expert, through the activation where ACTIVE.
 
-    weights, scales and biases are int64 addresses, one per page; 0 for an expert that is computed elsewhere, whose
+    weights and biases are int64 addresses, one per page; 0 for an expert that is computed elsewhere, whose
     rows are zeros. Rows of a matrix are row_step and its columns column_step apart; where GATED the number of up is
     up_step behind that of its gate. The activation, or else the product, is multiplied by FACTOR.
     """
@@ -262,31 +224,23 @@ def grouped(
     matrix = tl.multiple_of(address.to(tl.pointer_type(STORED)), 16)
     weight = matrix + begin * row_step
     weight_up = weight + up_step
-    scale = x
-    bias = x
-    if SCALED:
-        scale = tl.load(scales + page).to(tl.pointer_type(SCALE)) + begin * groups
-    if BIASED:
-        bias = tl.load(biases + page).to(tl.pointer_type(BIAS)) + begin * bias_step
     total = tl.zeros((BM, BN), dtype=tl.float32)
     total_up = tl.zeros((BM, BN), dtype=tl.float32)
     for step in range(tl.cdiv(tl.where(address != 0, depth, 0), BK)):
         a = rows_at(x, source, x_stride, step, depth, EVEN, PRODUCT, BK)
         total = step_of_product(
-            total, a, weight, scale, column, step, row_elements, row_step, column_step, groups,
-            INT4, GROUP, EVEN, PRODUCT, PRECISION, BM, BK,
-        )  # fmt: skip
+            total, a, weight, column, step, depth, row_step, column_step, EVEN, PRODUCT, PRECISION, BK
+        )
         if GATED:
             total_up = step_of_product(
-                total_up, a, weight_up, scale + columns * groups, column, step, row_elements, row_step, column_step,
-                groups, INT4, GROUP, EVEN, PRODUCT, PRECISION, BM, BK,
-            )  # fmt: skip
+                total_up, a, weight_up, column, step, depth, row_step, column_step, EVEN, PRODUCT, PRECISION, BK
+            )
     total *= 1.0 if ACTIVE else FACTOR
-    total = finished(total, scale, bias, bias_step, there, column, SCALED, GROUP, BIASED)
-    if GATED:
-        total_up = finished(
-            total_up, scale + columns * groups, bias + up_bias, bias_step, there, column, SCALED, GROUP, BIASED
-        )
+    if BIASED:
+        bias = tl.load(biases + page).to(tl.pointer_type(BIAS)) + (begin + column) * bias_step
+        total += tl.load(bias, mask=there, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            total_up += tl.load(bias + up_bias, mask=there, other=0.0).to(tl.float32)[None, :]
     if ACTIVE:
         total = activated(total, total_up, limit, CURVE, ALPHA, SHIFT, LIMITED, LATE, GATED) * FACTOR
     store_rows(out, total, rows, live, first, columns, BY_HAND, BN)

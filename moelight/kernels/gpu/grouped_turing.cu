@@ -2,18 +2,16 @@
 //
 // out [R, columns] = rows of x times the page of their expert, through the activation where GATED: the contract of
 // grouped_triton.py. `grouped_cuda.py` compiles this file with NVRTC, without any header, once for each VARIANT in use:
-//   STORED   kFloat16, kBfloat16, kInt8 or kInt4 (two a byte, low nibble first, value - 8)
+//   STORED   kFloat16 or kBfloat16
 //   GATED    a matrix has 2 * columns rows, gate before up; out is act(gate) * up
 //   ROWS     rows of a slot: 128, 64 or 32; an expert's last rows take the smallest of these tiles that holds them
-//   GROUPED  integers have one scale a row and `group` inputs, not one a row
 //   ALIGNED  rows of x and of the matrices begin and end at multiples of 16 bytes
 // tests/kernels/block_on_host.h plays it in host memory.
 //
 // A block of 4 warps multiplies ROWS rows of x by 128 rows of the matrix, 32 inputs at a time, as
 // mma.m16n8k8 (float16 products, float32 sums). Numbers reach shared memory as float16 through registers, in two
 // buffers: the loads of a step are in flight while the step before it is multiplied. Every sum goes over the inputs in
-// ascending order whatever ROWS is, so it depends on no other row. Integers enter as integers, exact in float16, and
-// the scales multiply the float32 sums.
+// ascending order whatever ROWS is, so it depends on no other row.
 
 #ifdef __CUDACC__
 
@@ -80,12 +78,6 @@ DEVICE float from_half(unsigned short half) {
   return value;
 }
 
-DEVICE unsigned subtract_halves(unsigned left, unsigned right) {
-  unsigned result;
-  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(left), "r"(right));
-  return result;
-}
-
 DEVICE float as_float(unsigned bits) { return __uint_as_float(bits); }
 
 #else
@@ -94,8 +86,8 @@ DEVICE float as_float(unsigned bits) { return __uint_as_float(bits); }
 
 namespace turing {
 
-constexpr int kFloat16 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3, kFloat32 = 4;  // numbers
-constexpr int kSilu = 0, kGeluTanh = 1, kSwigluOai = 2;                         // activations
+constexpr int kFloat16 = 0, kBfloat16 = 1, kFloat32 = 2;  // numbers
+constexpr int kSilu = 0, kGeluTanh = 1, kSwigluOai = 2;    // activations
 constexpr int kThreads = 128, kWarps = 4, kWarp = 32;
 constexpr int kMatrixRows = 128;      // at a time
 constexpr int kInputs = 32;           // at a time
@@ -111,12 +103,11 @@ struct Call {
   const int* slots;          // [n, 3] (page, first row, row after the expert's last), page -1: unused
   const int* offsets;        // [experts + 1]: first rows; bounded as in `slots`
   const long long* weights;  // [pages] addresses
-  const long long* scales;   // or null
   const long long* biases;   // or null
   long long x_stride;        // in numbers
-  int x_rows, experts, depth, columns, group, groups, activation;
-  int scale_dtype, bias_dtype, out_dtype;  // of out: kFloat16 or kFloat32
-  float clamp, factor;                     // of the activation, or of the sums before scale and bias
+  int x_rows, experts, depth, columns, activation;
+  int bias_dtype, out_dtype;  // of out: kFloat16 or kFloat32
+  float clamp, factor;        // of the activation, or of the sums before the bias
 };
 
 DEVICE int least(int left, int right) { return left < right ? left : right; }
@@ -142,31 +133,11 @@ DEVICE unsigned narrow(unsigned pair) {
   return pack(to_half(as_float(pair << 16)), to_half(as_float(pair & 0xffff0000u)));
 }
 
-// Bytes 0 and 1, or 2 and 3, of biased int8 (value + 128) are the low bits of 1024 + 128 + value in float16.
-DEVICE unsigned widen_bytes(unsigned biased, bool upper) {
-  const unsigned low = upper ? biased >> 16 : biased;
-  return subtract_halves((low & 0xffu) | (low & 0xff00u) << 8 | 0x64006400u, 0x64806480u);
-}
-
-// Nibbles 2 * place and the next one of `word` (value + 8) are the low bits of 1024 + 8 + value in float16.
-DEVICE unsigned widen_nibbles(unsigned word, int place) {
-  const unsigned low = word >> (8 * place);
-  return subtract_halves((low & 0xfu) | (low & 0xf0u) << 12 | 0x64006400u, 0x64086408u);
-}
-
-// Chunk number `chunk` of the float16 numbers in 16 stored bytes.
+// The eight numbers of a chunk as float16.
 template <int STORED>
-DEVICE Words widened(const Words& stored, int chunk) {
+DEVICE Words narrowed(const Words& stored) {
   if (STORED == kFloat16) return stored;
-  if (STORED == kBfloat16) return Words{narrow(stored.x), narrow(stored.y), narrow(stored.z), narrow(stored.w)};
-  if (STORED == kInt8) {
-    const unsigned first = (chunk ? stored.z : stored.x) ^ 0x80808080u,
-                   second = (chunk ? stored.w : stored.y) ^ 0x80808080u;
-    return Words{widen_bytes(first, false), widen_bytes(first, true), widen_bytes(second, false),
-                 widen_bytes(second, true)};
-  }
-  const unsigned word = chunk == 0 ? stored.x : chunk == 1 ? stored.y : chunk == 2 ? stored.z : stored.w;
-  return Words{widen_nibbles(word, 0), widen_nibbles(word, 1), widen_nibbles(word, 2), widen_nibbles(word, 3)};
+  return Words{narrow(stored.x), narrow(stored.y), narrow(stored.z), narrow(stored.w)};
 }
 
 // The place of a chunk in shared memory: 8 rows at the same chunk lie in 8 different groups of banks, and so do two
@@ -235,7 +206,7 @@ DEVICE bool find_block(const Call& call, int columns, Block& block) {
   return block.row < block.end;
 }
 
-template <int STORED, bool GATED, int ROWS, bool GROUPED, bool ALIGNED>
+template <int STORED, bool GATED, int ROWS, bool ALIGNED>
 struct Product {
   static constexpr int kDown = ROWS == 128 ? 2 : 1;  // warps
   static constexpr int kAcross = kWarps / kDown;
@@ -243,11 +214,8 @@ struct Product {
   static constexpr int kTall = kWarpRows / 16, kWide = kWarpColumns / 8;  // products of a warp
   static constexpr int kColumns = GATED ? kMatrixRows / 2 : kMatrixRows;  // of out
   static constexpr int kOutWide = GATED ? kWide / 2 : kWide;
-  static constexpr int kPerLoad = STORED == kInt4 ? 4 : STORED == kInt8 ? 2 : 1;  // chunks in 16 bytes of the matrix
-  static constexpr int kLoads = kMatrixRows * kChunks / kPerLoad / kThreads;
+  static constexpr int kLoads = kMatrixRows * kChunks / kThreads;
   static constexpr int kRowLoads = ROWS * kChunks / kThreads;
-  static constexpr int kStepBytes = 16 * kChunks / kPerLoad;
-  static constexpr bool kScaled = STORED == kInt8 || STORED == kInt4;
   static constexpr int kBuffer = (ROWS + kMatrixRows) * kChunks;  // Words in shared memory: rows of x, then the matrix
 
   const Call& call;
@@ -259,9 +227,6 @@ struct Product {
   const unsigned char* matrix[kLoads];
   Words held_rows[kRowLoads], held_matrix[kLoads];
   float sums[kTall][kWide][4];
-  float part[GROUPED ? kTall : 1][GROUPED ? kWide : 1][4];
-  unsigned scale[GROUPED ? kWide : 1][2];  // bits
-  int left, group;                         // inputs left of the group, and its number
 
   DEVICE Product(const Call& given, const Block& chosen, Words* buffers)
       : call(given),
@@ -272,7 +237,6 @@ struct Product {
         lane(thread % kWarp),
         down(thread / kWarp / kAcross),
         across(thread / kWarp % kAcross) {
-    const int row_bytes = kScaled ? (STORED == kInt4 ? call.depth / 2 : call.depth) : call.depth * 2;
 #pragma unroll
     for (int i = 0; i < kRowLoads; ++i) {
       const int row = block.row + (i * kThreads + thread) / kChunks;
@@ -285,16 +249,10 @@ struct Product {
     }
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      constexpr int parts = kChunks / kPerLoad;
-      const int load_number = i * kThreads + thread;
-      matrix[i] = reinterpret_cast<const unsigned char*>(address) +
-                  static_cast<long long>(matrix_row(load_number / parts)) * row_bytes + load_number % parts * 16;
+      const long long row = matrix_row((i * kThreads + thread) / kChunks);
+      matrix[i] = reinterpret_cast<const unsigned char*>(address) + row * call.depth * 2 + thread % kChunks * 16;
     }
     clear(sums);
-    if (GROUPED) clear(part);
-    left = call.group;
-    group = 0;
-    if (GROUPED && address) load_scales();
   }
 
   template <int TALL, int WIDE>
@@ -316,14 +274,11 @@ struct Product {
   DEVICE int sum_place(int wide, int which) const { return across * kWarpColumns + wide * 8 + lane % 4 * 2 + which; }
 
   DEVICE void fetch_step(int step) {
-    const int x_bytes = call.depth * 2 - step * 16 * kChunks - thread % kChunks * 16;
+    const int begin = step * 16 * kChunks, bytes = call.depth * 2 - begin - thread % kChunks * 16;
 #pragma unroll
-    for (int i = 0; i < kRowLoads; ++i) held_rows[i] = fetch<ALIGNED>(rows[i] + step * 16 * kChunks, x_bytes);
-    constexpr int parts = kChunks / kPerLoad;
-    const int row_bytes = kScaled ? (STORED == kInt4 ? call.depth / 2 : call.depth) : call.depth * 2;
-    const int bytes = row_bytes - step * kStepBytes - thread % parts * 16;
+    for (int i = 0; i < kRowLoads; ++i) held_rows[i] = fetch<ALIGNED>(rows[i] + begin, bytes);
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) held_matrix[i] = fetch<ALIGNED>(matrix[i] + step * kStepBytes, bytes);
+    for (int i = 0; i < kLoads; ++i) held_matrix[i] = fetch<ALIGNED>(matrix[i] + begin, bytes);
   }
 
   DEVICE void stash_step(int step) {
@@ -332,19 +287,14 @@ struct Product {
     for (int i = 0; i < kRowLoads; ++i)
       store_shared(into + place_of((i * kThreads + thread) / kChunks, thread % kChunks), held_rows[i]);
     into += ROWS * kChunks;
-    constexpr int parts = kChunks / kPerLoad;
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-#pragma unroll
-      for (int j = 0; j < kPerLoad; ++j) {
-        const int chunk = thread % parts * kPerLoad + j;
-        store_shared(into + place_of((i * kThreads + thread) / parts, chunk), widened<STORED>(held_matrix[i], j));
-      }
-    }
+    for (int i = 0; i < kLoads; ++i)
+      store_shared(into + place_of((i * kThreads + thread) / kChunks, thread % kChunks),
+                   narrowed<STORED>(held_matrix[i]));
   }
 
   // Multiply 16 inputs, which begin at `chunk` of a buffer.
-  DEVICE void multiply(const Words* buffer, int chunk, float (&into)[kTall][kWide][4]) {
+  DEVICE void multiply(const Words* buffer, int chunk) {
     const Words* own = buffer + ROWS * kChunks;
     unsigned b[kWide / 2][4];
 #pragma unroll
@@ -358,40 +308,8 @@ struct Product {
       for (int half = 0; half < 2; ++half)
 #pragma unroll
         for (int wide = 0; wide < kWide; ++wide)
-          multiply_add(into[tall][wide], a[half * 2], a[half * 2 + 1], b[wide / 2][half * 2 + wide % 2]);
+          multiply_add(sums[tall][wide], a[half * 2], a[half * 2 + 1], b[wide / 2][half * 2 + wide % 2]);
     }
-  }
-
-  // The scales of the group, used at its end.
-  DEVICE void load_scales() {
-    const long long scales = load(call.scales + block.page);
-    const int own = least(group, call.groups - 1);
-    if (call.scale_dtype == kFloat32) {
-#pragma unroll
-      for (int i = 0; i < kWide * 2; ++i) scale[i / 2][i % 2] = load_bits(scales, kFloat32, scale_place(i) + own);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kWide * 2; ++i) scale[i / 2][i % 2] = load_bits(scales, kFloat16, scale_place(i) + own);
-    }
-  }
-
-  DEVICE long long scale_place(int i) const {
-    return static_cast<long long>(matrix_row(sum_place(i / 2, i % 2))) * call.groups;
-  }
-
-  // Add the scaled sums of the group.
-  DEVICE void end_group() {
-#pragma unroll
-    for (int i = 0; i < kWide * 2; ++i) {
-      const float factor = number(scale[i / 2][i % 2], call.scale_dtype);
-#pragma unroll
-      for (int j = 0; j < kTall * 2; ++j)
-        sums[j / 2][i / 2][j % 2 * 2 + i % 2] += part[j / 2][i / 2][j % 2 * 2 + i % 2] * factor;
-    }
-    clear(part);
-    left = call.group;
-    ++group;
-    load_scales();
   }
 
   DEVICE void sum() {
@@ -405,30 +323,20 @@ struct Product {
       const bool more = step + 1 < steps;
       if (more) fetch_step(step + 1);
 #pragma unroll
-      for (int chunk = 0; chunk < kChunks; chunk += 2) {
-        if constexpr (GROUPED) {
-          multiply(shared + step % 2 * kBuffer, chunk, part);
-          left -= 16;
-          if (left == 0) end_group();
-        } else {
-          multiply(shared + step % 2 * kBuffer, chunk, sums);
-        }
-      }
+      for (int chunk = 0; chunk < kChunks; chunk += 2) multiply(shared + step % 2 * kBuffer, chunk);
       if (more) stash_step(step + 1);
       __syncthreads();
     }
-    if (GROUPED && steps && left < call.group) end_group();
   }
 
-  // Apply the scale of a row and the bias.
+  // Apply the factor and the bias.
   DEVICE void finish() {
     if (!address) return;
 #pragma unroll
     for (int i = 0; i < kWide * 2; ++i) {
       const int row = matrix_row(sum_place(i / 2, i % 2));
-      float factor = GATED ? 1.0f : call.factor, bias = 0.0f;
-      if (kScaled && !GROUPED)
-        factor *= number(load_bits(load(call.scales + block.page), call.scale_dtype, row), call.scale_dtype);
+      const float factor = GATED ? 1.0f : call.factor;
+      float bias = 0.0f;
       if (call.biases) bias = number(load_bits(load(call.biases + block.page), call.bias_dtype, row), call.bias_dtype);
 #pragma unroll
       for (int j = 0; j < kTall * 2; ++j) {
@@ -479,27 +387,27 @@ struct Product {
 };
 
 // The rows of a block, of which at most ROWS are there; fewer take the tile that holds them.
-template <int STORED, bool GATED, int ROWS, bool GROUPED, bool ALIGNED>
+template <int STORED, bool GATED, int ROWS, bool ALIGNED>
 DEVICE void multiply(const Call& call, const Block& block, Words* buffers) {
   if constexpr (ROWS > 32) {
     if (block.end - block.row <= ROWS / 2) {
-      multiply<STORED, GATED, ROWS / 2, GROUPED, ALIGNED>(call, block, buffers);
+      multiply<STORED, GATED, ROWS / 2, ALIGNED>(call, block, buffers);
       return;
     }
   }
-  Product<STORED, GATED, ROWS, GROUPED, ALIGNED> product(call, block, buffers);
+  Product<STORED, GATED, ROWS, ALIGNED> product(call, block, buffers);
   product.sum();
   product.finish();
   product.write();
 }
 
-template <int STORED, bool GATED, int ROWS, bool GROUPED, bool ALIGNED>
+template <int STORED, bool GATED, int ROWS, bool ALIGNED>
 DEVICE void compute(const Call& call) {
-  using Own = Product<STORED, GATED, ROWS, GROUPED, ALIGNED>;
+  using Own = Product<STORED, GATED, ROWS, ALIGNED>;
   SHARED(buffers, 2 * Own::kBuffer);
   Block block;
   if (find_block<ROWS>(call, Own::kColumns, block))
-    multiply<STORED, GATED, ROWS, GROUPED, ALIGNED>(call, block, buffers);
+    multiply<STORED, GATED, ROWS, ALIGNED>(call, block, buffers);
 }
 
 }  // namespace turing

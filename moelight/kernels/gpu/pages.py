@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from moelight.kernels.activations import SILU, Activation
-from moelight.kernels.arguments import FLOATS, INTEGERS, check_tensor
+from moelight.kernels.arguments import FLOATS, check_tensor
 
-MATRICES = FLOATS + INTEGERS
-PARTS = ("gate_up", "down", "gate_up_scale", "down_scale", "gate_up_bias", "down_bias")
+PARTS = ("gate_up", "down", "gate_up_bias", "down_bias")
 ALIGNMENT_BYTES = 16
 
 Parts = Sequence[Tensor | None]
@@ -80,30 +79,18 @@ class ExpertTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PageTable(ExpertTable):
-    """Matrices of floats, or of integers with scales. Created by `of`, which checks.
+    """Matrices of floats. Created by `of`, which checks.
 
-    ``table``: in the order of PARTS. ``group``: inputs with one scale, 0 if a row has one or none. ``steps``: within
-    gate_up and down.
+    ``table``: in the order of PARTS. ``steps``: within gate_up and down.
     """
 
     stored: torch.dtype
-    group: int
     steps: dict[str, Steps]
 
     @property
     def plain(self) -> bool:
         """True if rows of the gate, then of up, are one matrix, and all rows are contiguous."""
         return self.activation.gated and all(steps.plain for steps in self.steps.values())
-
-    @property
-    def packed(self) -> bool:
-        """True if a byte holds two numbers."""
-        return self.stored == torch.uint8
-
-    @property
-    def scaled(self) -> bool:
-        """True if the numbers are integers with scales."""
-        return not self.stored.is_floating_point
 
     @property
     def biased(self) -> bool:
@@ -119,46 +106,36 @@ class PageTable(ExpertTable):
         down: Parts,
         *,
         up: Parts | None = None,
-        gate_up_scale: Parts | None = None,
-        down_scale: Parts | None = None,
         gate_up_bias: Parts | None = None,
         up_bias: Parts | None = None,
         down_bias: Parts | None = None,
-        group_size: int | None = None,
         activation: Activation = SILU,
         interleaved: bool = False,
     ) -> PageTable:
         """Table of one tensor per page, at any addresses of one device, where expert e has page e; None for an expert
         computed elsewhere. Waits for its copy to the device: tables are made at loading.
 
-        gate_up   [2I, H], gate rows first: float32, bfloat16, float16 or int8; uint8 [2I, H/2] with two values a byte
-                  along the input (low nibble first, value - 8)
-        down      [H, I], or uint8 [H, I/2], dtype of gate_up
-        *_scale   for int8 and uint8: [rows] without ``group_size``, else [rows, inputs / group_size rounded up]
-        *_bias    [2I] and [H]
-        group_size  a multiple of 16 (int8) or 32 (uint8, where it is needed)
+        gate_up   [2I, H], gate rows first: float32, bfloat16 or float16
+        down      [H, I], dtype of gate_up
+        *_bias    [2I] and [H]: float32, bfloat16 or float16
         up, up_bias, interleaved  as in `cpu_expert_ffn`; up as far behind its gate in every page
 
-        Contiguous, or transposes of what is (floats); matrices begin at multiples of 16 bytes. Scales and biases:
-        float32, bfloat16 or float16.
+        Contiguous, or transposes of what is; matrices begin at multiples of 16 bytes.
         """
-        given = (gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias)
-        parts = {name: _tuple(name, tensors) for name, tensors in zip(PARTS, given, strict=True)}
+        lists = (gate_up, down, gate_up_bias, down_bias)
+        parts = {name: _tuple(name, tensors) for name, tensors in zip(PARTS, lists, strict=True)}
         others = {"up": _tuple("up", up), "up_bias": _tuple("up_bias", up_bias)}
         first = next((tensor for tensor in parts["gate_up"] if tensor is not None), None)
         if first is None:
             raise ValueError("gate_up: no expert has weights")
-        check_tensor("gate_up", _upright(first), MATRICES, (None, None), device=None, gap=False)
-        packing, halves = 2 if first.dtype == torch.uint8 else 1, 2 if activation.gated and up is None else 1
-        hidden, width = first.shape[1] * packing, first.shape[0] // halves
-        if first.shape[0] % halves or width % packing or not first.numel():
-            raise ValueError(
-                f"gate_up: must have shape [2I, inputs], has {list(first.shape)}; two values a byte need an even I"
-            )
-        group = _group(group_size, first.dtype)
-        _check_presence(parts, scaled=not first.dtype.is_floating_point)
+        check_tensor("gate_up", _upright(first), FLOATS, (None, None), device=None, gap=False)
+        halves = 2 if activation.gated and up is None else 1
+        hidden, width = first.shape[1], first.shape[0] // halves
+        if first.shape[0] % halves or not first.numel():
+            raise ValueError(f"gate_up: must have shape [2I, inputs], has {list(first.shape)}")
+        _check_presence(parts)
         sizes = {"gate_up": (halves * width, hidden), "down": (hidden, width)}
-        steps = {name: _steps_of(name, parts, each, group, first) for name, each in sizes.items()}
+        steps = {name: _steps_of(name, parts, size, first) for name, size in sizes.items()}
         if activation.gated:
             steps["gate_up"] = _steps_to_up(steps["gate_up"], parts | others, width, first, interleaved=interleaved)
         addresses = [[*(map(_address, tensors) if tensors else [0] * len(gate_up)), 0] for tensors in parts.values()]
@@ -166,7 +143,6 @@ class PageTable(ExpertTable):
             hidden=hidden,
             width=width,
             stored=first.dtype,
-            group=group,
             parts=parts | {name: tensors for name, tensors in others.items() if tensors},
             steps=steps,
             activation=activation,
@@ -180,26 +156,22 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _steps_of(
-    name: str, parts: dict[str, tuple[Tensor | None, ...]], size: tuple[int, int], group: int, first: Tensor
-) -> Steps:
-    """Check the matrices ``name`` of ``size``, their scales and biases."""
-    (rows, inputs), packing = size, 2 if first.dtype == torch.uint8 else 1
-    _check_tensors(name, parts[name], (rows, inputs // packing), first, matrix=True)
-    scales = (rows, -(-inputs // group)) if group else (rows,)
-    _check_tensors(f"{name}_scale", parts[f"{name}_scale"], scales, first)
+def _steps_of(name: str, parts: dict[str, tuple[Tensor | None, ...]], size: tuple[int, int], first: Tensor) -> Steps:
+    """Check the matrices ``name`` of ``size`` and their biases."""
+    rows, inputs = size
+    _check_tensors(name, parts[name], size, first, matrix=True)
     _check_tensors(f"{name}_bias", parts[f"{name}_bias"], (rows,), first)
     transposed = {_upright(tensor) is not tensor for tensor in parts[name] if tensor is not None}
     if len(transposed) > 1:
         raise ValueError(f"{name}: its tensors must lie one way: rows contiguous, or columns")
-    return Steps(row=1, column=rows) if True in transposed else Steps(row=inputs // packing)
+    return Steps(row=1, column=rows) if True in transposed else Steps(row=inputs)
 
 
 def _upright(matrix: object) -> object:
     """``matrix``, or its transpose where that is what is contiguous."""
     if not isinstance(matrix, Tensor):
         return matrix
-    transposed = matrix.ndim == 2 and matrix.is_floating_point() and matrix.shape[1] > 1 and matrix.stride(0) == 1
+    transposed = matrix.ndim == 2 and matrix.shape[1] > 1 and matrix.stride(0) == 1
     return matrix.t() if transposed and matrix.stride(1) != 1 else matrix
 
 
@@ -238,26 +210,10 @@ def _tuple(name: str, tensors: object) -> tuple[Tensor | None, ...]:
     return tuple(tensors)
 
 
-def _group(group_size: object, dtype: torch.dtype) -> int:
-    least = 32 if dtype == torch.uint8 else 16
-    if group_size is None:
-        if dtype == torch.uint8:
-            raise ValueError("group_size: two values a byte need one")
-        return 0
-    if dtype.is_floating_point:
-        raise ValueError(f"group_size: weights in {dtype} have no scales")
-    if not isinstance(group_size, int) or group_size < 1 or group_size % least:
-        raise ValueError(f"group_size: must be a multiple of {least} for {dtype}, is {group_size!r}")
-    return group_size
-
-
-def _check_presence(parts: dict[str, tuple[Tensor | None, ...]], *, scaled: bool) -> None:
+def _check_presence(parts: dict[str, tuple[Tensor | None, ...]]) -> None:
     gate_up = parts["gate_up"]
     for name, tensors in parts.items():
-        needed = scaled if name.endswith("_scale") else bool(parts["gate_up_bias"] or parts["down_bias"])
-        needed = needed or name in {"gate_up", "down"}
-        if name.endswith("_scale") and not scaled and tensors:
-            raise ValueError(f"{name}: weights in floating point have no scales")
+        needed = name in {"gate_up", "down"} or bool(parts["gate_up_bias"] or parts["down_bias"])
         if needed and len(tensors) != len(gate_up):
             raise ValueError(f"{name}: must have {len(gate_up)} entries, one for each of gate_up, has {len(tensors)}")
         for e, (tensor, other) in enumerate(zip(tensors, gate_up, strict=True) if tensors else ()):

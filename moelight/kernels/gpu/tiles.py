@@ -44,42 +44,25 @@ def shared_bytes(card: tuple[int, int]) -> int:
     return (_SHARED.get(card, _SHARED_ELSEWHERE) - _SPARE) * KIB
 
 
-def depth_of(group: int, *, itemsize: int, units: bool) -> int:
-    """Inputs at a time: a power of two that divides the group, so that a step has one scale a row.
-
-    Independent of the row count, and so are the steps of a token's sums; the order inside a step is the card's.
-    """
-    deepest = _DEEPEST_BYTES // itemsize if units else 32
-    return min(group & -group, deepest) if group else deepest
-
-
-def choose(
-    card: tuple[int, int], *, itemsize: int, mean_rows: float, group: int, matrices: int, unpacks: bool = False
-) -> Tile:
+def choose(card: tuple[int, int], *, itemsize: int, mean_rows: float, matrices: int, unpacks: bool = False) -> Tile:
     """The tile of a product with numbers of ``itemsize`` bytes and ``mean_rows`` rows per expert.
 
-    ``group``: inputs with one scale, 0 for none; ``matrices``: 2 if gate and up are computed at once; ``unpacks``: the
-    numbers of a quantised page are made in registers. The sums of a
-    tile fit the registers (`tests/kernels/test_gpu_compiles.py`); groups need a second sum.
+    ``matrices``: 2 if gate and up are computed at once; ``unpacks``: the numbers of a quantised page are made in
+    registers. The sums of a tile fit the registers (`tests/kernels/test_gpu_compiles.py`). The depth is independent of
+    the row count, and so are the steps of a token's sums; the order inside a step is the card's.
     """
     units = card >= UNITS_SINCE
-    depth = depth_of(group, itemsize=itemsize, units=units)
+    depth = _DEEPEST_BYTES // itemsize if units else 32
     if not units:
         return Tile(rows=16, columns=32, depth=depth, warps=4, stages=1, band=_BAND_ROWS // 16)
     if itemsize == 4:
         return _single(card, depth, 32 if unpacks and mean_rows > 32 else mean_rows, matrices)
-    most = 64 if group or (unpacks and card >= _UNPACKED_BY_64_SINCE) else 128
+    most = 64 if unpacks and card >= _UNPACKED_BY_64_SINCE else 128
     rows = next((size for size in (16, 32, 64) if mean_rows <= size <= most), most)
-    columns = 64
-    if rows > 32 and matrices == 1:
-        columns = 128
-    elif rows > 32 and group and card < _WIDE_FROM_SHARED_SINCE:
-        columns = 32
+    columns = 128 if rows > 32 and matrices == 1 else 64
     stage = (rows + matrices * columns) * depth * itemsize
     stages = max(1, min(_MOST_STAGES, shared_bytes(card) // stage))
     warps = 8 if rows * columns * matrices >= most * 128 else 4
-    if group and rows == 16 and matrices == 1 and (8, 6) <= card < _WIDE_FROM_SHARED_SINCE:
-        warps = 2  # of four, the assembler fits seven blocks into a multiprocessor and spills for it
     return Tile(rows=rows, columns=columns, depth=depth, warps=warps, stages=stages, band=_BAND_ROWS // rows)
 
 
