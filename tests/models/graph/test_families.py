@@ -105,12 +105,15 @@ ROWS = {each.name: each for each in Table.read().families}
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", moe_families())
 def test_every_family_is_what_the_table_says(name: str) -> None:
-    """Logits and greedy tokens of 32 prompts are measured anew."""
-    found = measured.family_of(name, moe_families()[name])
+    """Logits and greedy tokens of 32 prompts, and drawn shapes, are measured anew."""
+    measurement = measured.family_of(name, moe_families()[name])
     row = ROWS[name]
-    assert (found.how, found.reason, found.mixers) == (row.how, row.reason, row.mixers)
-    assert found.how is None or (found.error is not None and found.error <= self_test.TOLERANCE)
-    assert found.same == found.prompts
+    assert (measurement.how, measurement.reason, measurement.mixers) == (row.how, row.reason, row.mixers)
+    if measurement.how is not None:
+        assert measurement.error is not None and measurement.error <= self_test.TOLERANCE
+    assert measurement.same == measurement.prompts
+    assert (measurement.shapes, measurement.shapes_equal) == (row.shapes, row.shapes_equal)
+    assert measurement.shapes_differ == row.shapes_differ
 
 
 def test_the_table_has_the_families_of_the_installed_transformers() -> None:
