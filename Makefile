@@ -12,7 +12,7 @@ INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt $(CSRC)
 # Byte code is written once, not compiled anew in each of the hundreds of processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test thorough compiled real large transformers families test-crash test-crash-ray coverage sanitize tokenizers arm bench-kernels gpu wheels shown docs check format size clean
+.PHONY: help demo test thorough compiled real large transformers families test-hostile test-crash test-crash-ray coverage sanitize tokenizers arm bench-kernels gpu wheels shown docs check format size clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -77,6 +77,10 @@ build/transformers-%/.installed: $(STAMP)
 
 families: $(STAMP)  ## measure what the table of families says, ARGS: of some; write it, and docs/reference/models.md
 	$(BIN)/python -m tests.models.graph.measured $(ARGS)
+
+# Ten lines for each percent of examples; most of them are bad, and each says what must become of it.
+test-hostile: $(STAMP)  ## answer 2,000 lines of which two thirds mean harm: an error row each, the others as ever
+	MOELIGHT_EXAMPLES=200 $(BIN)/python -m pytest -n 0 tests/batch/test_hostile.py $(ARGS)
 
 test-crash: $(STAMP)  ## kill jobs 60 times at random moments and compare their output
 	$(BIN)/python tests/batch/crash.py $(ARGS)

@@ -425,7 +425,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--names", nargs="*")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--update", action="store_true")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.update and args.names:
+        parser.error("--update writes all names; leave out --names")
+    return args
 
 
 def _shown(name: str, row: dict[str, Any]) -> dict[str, Any]:
