@@ -342,13 +342,16 @@ def _scored_merges(vocabulary: GGUFVocabulary, ids: Mapping[str, int]) -> Iterat
                 yield text[:cut], text[cut:]
 
 
-def _pieces(pre: PreTokenizer) -> Any:
-    """The pieces of a text within which tokens are merged."""
+def _pieces(pre: PreTokenizer, tokens: Sequence[str]) -> Any:
+    """The pieces of a text within which tokens are merged. No merge crosses a byte that is in none of the ``tokens``."""
     from tokenizers import Regex, pre_tokenizers
 
     cuts: list[Any] = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in pre.splits]
     if pre.byte_level:
         cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        missing = sorted(set(pre_tokenizers.ByteLevel.alphabet()).difference(*tokens))
+        if missing:
+            cuts.append(pre_tokenizers.Split(Regex("|".join(map(re.escape, missing))), behavior="removed"))
     return pre_tokenizers.Sequence(cuts)
 
 
@@ -362,7 +365,7 @@ def _add_steps(inner: tokenizers.Tokenizer, vocabulary: GGUFVocabulary) -> None:
         steps = [normalizers.Prepend(_BLANK)] if vocabulary.adds_space_prefix else []
         inner.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _BLANK)])
     if pre is not None:
-        inner.pre_tokenizer = _pieces(pre)
+        inner.pre_tokenizer = _pieces(pre, vocabulary.tokens)
     if pre is not None and pre.byte_level:
         inner.decoder = decoders.ByteLevel()
         return

@@ -109,9 +109,13 @@ def test_a_vocabulary_that_cannot_be_read_is_one_line(
     assert "\n" not in str(caught.value)
 
 
-def byte_level(path: Path, pre: str, added: list[tuple[str, int]], merges: list[str], **values: Any) -> list[str]:
-    """Write a vocabulary of all bytes, the results of ``merges`` and ``added`` tokens with types; return its tokens."""
-    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in merges)]
+def byte_level(
+    path: Path, pre: str, added: list[tuple[str, int]], merges: list[str], *, lacks: str = "", **values: Any
+) -> list[str]:
+    """Write a vocabulary of all bytes but those that it ``lacks``, the results of ``merges`` and ``added`` tokens with
+    types; return its tokens."""
+    letters = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(lacks))
+    tokens = [*letters, *(merge.replace(" ", "") for merge in merges)]
     writer = gguf.GGUFWriter(path, "deepseek2")
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
@@ -148,6 +152,24 @@ def test_tokens_outside_of_the_byte_alphabet_are_matched_whole_and_no_token_is_a
     assert tokenizer.vocab_size == len(tokens)
     assert tokenizer.special_ids == {tokens.index(begin), tokens.index(end)}
     assert tokenizer.decode(tokenizer.encode("<｜User｜>    世\n\n1")) == "<｜User｜>    世\n\n1"
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "expected"),
+    [
+        ("falcon", "a  \x0b  ", ["a", "ĠĠ", "ĠĠ"]),
+        ("falcon", "a    ", ["a", "ĠĠĠĠ"]),
+        ("falcon", "\x0b\x0b\x00", []),
+        ("smollm", "a\x00b ab\x0b", ["a", "b", "Ġ", "ab"]),
+    ],
+)
+def test_bytes_that_no_token_has_are_dropped_and_nothing_is_merged_across_them(
+    pre: str, text: str, expected: list[str], tmp_path: Path
+) -> None:
+    """As llama.cpp does it; the vocabularies of Falcon, MPT, StarCoder and SmolLM2 lack 13 to 28 bytes."""
+    path = tmp_path / "some.gguf"
+    tokens = byte_level(path, pre, [], ["Ġ Ġ", "ĠĠ ĠĠ", "a b"], lacks="ċĀ")
+    assert [tokens[number] for number in Ours.from_gguf(path).encode(text)] == expected
 
 
 def ends(path: Path, texts: list[str], **values: Any) -> set[str]:
