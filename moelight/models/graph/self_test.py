@@ -302,6 +302,8 @@ def _small(fields: dict[str, Any], named: Mapping[str, str]) -> dict[str, Any]:
                 fields[each] = -(-had[each] * _SIZES["qk_rope_head_dim"] // had["qk_rope_head_dim"] // _EVEN) * _EVEN
     if keys in had and (latent or had[keys] == had.get(heads)):
         fields[keys] = _HEADS
+    elif had.get(keys) == 1:  # multi-query attention, which some families compute where they fail at grouped queries
+        fields[keys] = 1
     if "index_n_heads" in had and had["index_n_heads"] == had.get(keys) and not latent:
         fields["index_n_heads"] = fields[keys]
     return fields

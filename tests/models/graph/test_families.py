@@ -86,6 +86,19 @@ def test_a_suspended_graph_equals_transformers(model_type: str) -> None:
     assert_equal(model_type)
 
 
+@pytest.mark.parametrize(("keys", "tiny"), [(32, 4), (8, 2), (1, 1)])
+def test_a_tiny_model_has_as_many_keys_as_queries_or_fewer_or_one(keys: int, tiny: int) -> None:
+    assert self_test.tiny(config_of("mixtral", num_key_value_heads=keys)).num_key_value_heads == tiny
+
+
+def test_one_key_for_all_queries_where_transformers_computes_no_groups() -> None:
+    """Eager attention of transformers 5.24's Unlimited-OCR does not repeat keys."""
+    config = config_of("unlimited_ocr")
+    config.get_text_config().num_key_value_heads = 1
+    assert support(config).how == "graph"
+    assert self_test.self_test(config).differs is None
+
+
 @pytest.mark.parametrize(
     ("model_type", "changes"),
     [
