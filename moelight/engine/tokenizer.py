@@ -343,7 +343,7 @@ def _scored_merges(vocabulary: GGUFVocabulary, ids: Mapping[str, int]) -> Iterat
 
 
 def _pieces(pre: PreTokenizer, tokens: Sequence[str]) -> Any:
-    """The pieces of a text within which tokens are merged. No merge crosses a byte that is in none of the ``tokens``."""
+    """The pieces of a text within which tokens are merged. No merge crosses a byte that none of ``tokens`` has."""
     from tokenizers import Regex, pre_tokenizers
 
     cuts: list[Any] = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in pre.splits]
