@@ -58,10 +58,8 @@ _REFUSED = {
     "documents": "send them in chat_template_kwargs",
     "echo": "only completions echo",
     "use_beam_search": "no beam search",
-    "allowed_token_ids": "use logit_bias or structured_outputs",
     "logits_processors": "no code is taken from a row",
     "vllm_xargs": "there are none",
-    "bad_words": "use logit_bias or structured_outputs",
     "truncate_prompt_tokens": "prompts are not cut",
     "mm_processor_kwargs": "only text is read",
     "return_tokens_as_token_ids": "use the simple format with token_ids",
@@ -87,6 +85,8 @@ class _RequestBody(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None

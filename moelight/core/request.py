@@ -137,6 +137,9 @@ class SamplingParams:
         repetition_penalty: above 0; positive logits of tokens in the prompt or completion are divided by it, negative
             ones multiplied.
         logit_bias: -100 to 100 by token id, added to the logits.
+        allowed_token_ids: the only tokens that may be generated, end-of-sequence tokens included; None: all.
+        bad_words: texts that the completion never completes, at the start of a word and inside of one. A text of
+            several tokens loses only its last one, and only after the others.
         logprobs: the log-probability of every generated token and those of this many likeliest tokens are returned,
             before temperature and penalties (0: the token itself only; -1: the whole vocabulary).
         prompt_logprobs: as ``logprobs``, for every prompt token but the first.
@@ -165,6 +168,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
@@ -189,9 +194,11 @@ class SamplingParams:
         if self.seed is not None and self.seed >= 1 << 64:
             raise InputError(f"seed must be below 2**64, not {self.seed}")
         object.__setattr__(self, "stop", _texts("stop", self.stop))
-        if not isinstance(self.stop_token_ids, (tuple, list)) or not all(map(_is_token_id, self.stop_token_ids)):
-            raise InputError("stop_token_ids must be a list of token ids")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "bad_words", _texts("bad_words", self.bad_words))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, at_least_one=True)
+            object.__setattr__(self, "allowed_token_ids", allowed)
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
@@ -363,6 +370,12 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
 
 def _is_token_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _token_ids(name: str, value: object, *, at_least_one: bool = False) -> tuple[int, ...]:
+    if not isinstance(value, (tuple, list)) or not all(map(_is_token_id, value)) or (at_least_one and not value):
+        raise InputError(f"{name} must be a {'non-empty ' if at_least_one else ''}list of token ids")
+    return tuple(value)
 
 
 def _biases(value: object) -> dict[int, float]:

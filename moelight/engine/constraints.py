@@ -13,7 +13,7 @@ import numpy as np
 from moelight.core.errors import ConfigError, InputError
 from moelight.core.panics import panics_as
 from moelight.core.request import INVALID, StructuredOutputs, StructureError
-from moelight.engine.grammars import NO_TOKEN, GrammarTrial, TrialResult, Vocabulary, compiled, said
+from moelight.engine.grammars import NO_ALLOWED_TOKEN, NO_TOKEN, GrammarTrial, TrialResult, Vocabulary, compiled, said
 from moelight.engine.schema_relaxation import EnforcedSchema
 from moelight.engine.tokenizer import Tokenizer
 
@@ -136,8 +136,9 @@ class Constraint:
         self.stuck = self.left = False
         self.why = NO_TOKEN
 
-    def allowed(self) -> np.ndarray | None:
-        """uint32 [V / 32], a bit for each allowed next token; None if the answer is ``stuck``."""
+    def allowed(self, among: np.ndarray | None = None) -> np.ndarray | None:
+        """uint32 [V / 32], a bit for each allowed next token, ``among`` those of uint32 [V / 32] (None: all); None if
+        the answer is ``stuck``."""
         if self.left:
             self.stuck = True
             return None
@@ -151,6 +152,9 @@ class Constraint:
         for token in bits_of(allowed & self._special):  # where no token matches, llguidance's mask holds a special one
             if not self._matcher.validate_tokens([token]):
                 allowed[token // 32] &= ~np.uint32(1 << token % 32)
+        if among is not None and allowed.any():
+            allowed &= among
+            self.why = NO_ALLOWED_TOKEN if not allowed.any() else self.why
         self.stuck = not allowed.any()
         return None if self.stuck else allowed
 

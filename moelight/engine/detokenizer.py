@@ -162,6 +162,30 @@ class StopMatcher:
         return False
 
 
+class BadWords:
+    """Tokens that would complete one of ``words`` after the tokens generated so far. Each word is encoded as it is and
+    behind a blank, as in vLLM: the second form counts if it differs in its first token alone."""
+
+    def __init__(self, encode: Callable[[str], Sequence[int]], words: Sequence[str]) -> None:
+        forms: set[tuple[int, ...]] = set()
+        for word in words:
+            bare, spaced = (tuple(encode(prefix + word.lstrip())) for prefix in ("", " "))
+            forms.add(bare)
+            if spaced[:1] != bare[:1] and len(spaced) == len(bare):
+                forms.add(spaced)
+        self._forms = tuple(sorted(forms - {()}))
+        self._recent: deque[int] = deque(maxlen=max(map(len, self._forms), default=1) - 1)
+
+    def forbidden(self) -> set[int]:
+        """The tokens that may not come next."""
+        recent = tuple(self._recent)
+        return {form[-1] for form in self._forms if recent[len(recent) - len(form) + 1 :] == form[:-1]}
+
+    def follow(self, token_id: int) -> None:
+        """``token_id`` is the next token."""
+        self._recent.append(token_id)
+
+
 def _steps(spec: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """A decoder of tokenizer.json as a flat list of simple decoders."""
     return [step for each in spec["decoders"] for step in _steps(each)] if spec["type"] == "Sequence" else [spec]

@@ -26,6 +26,7 @@ TRIED_STACK_BYTES = 8 << 20  # each rule or $ref of a chain takes some 3 KiB
 STACK_BYTES = 4 * TRIED_STACK_BYTES
 TRIED_S = 10.0  # of processor time
 TRIED_BYTES = 2 << 30  # of address space, beyond that of the vocabulary
+NO_ALLOWED_TOKEN = "allowed_token_ids hold no token that goes on with what it asks for"
 NO_TOKEN = "no token of this model's vocabulary goes on with what it asks for"
 _SHOWN = 300  # characters of the compiler's message
 _TOO_LARGE = ("too big", "too many", "too large", "max is", "fuel", "limit")  # llguidance's words for exceeded limits

@@ -122,7 +122,7 @@ class LazyModel:
     def check(self, sampling: SamplingParams) -> None:
         """Raise InputError for sampling parameters that can serve no prompt."""
         vocab_size = self.profile.vocab_size
-        for token in (*sampling.stop_token_ids, *(sampling.logit_bias or ())):
+        for token in (*sampling.stop_token_ids, *(sampling.logit_bias or ()), *(sampling.allowed_token_ids or ())):
             if token >= vocab_size:
                 raise InputError(f"token id {token} is not below the vocabulary's {vocab_size}", code="bad_token_id")
         self.check_structure(sampling)

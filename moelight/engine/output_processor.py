@@ -19,7 +19,7 @@ from moelight.core.errors import InputError
 from moelight.core.request import TRUNCATED, Completion, Logprob, Request, SamplingParams, StructureError
 from moelight.engine.batcher import Batcher, MicroBatchPlan, RunningSequence, SequenceChunk
 from moelight.engine.constraints import Constraint, Constraints, bits, without
-from moelight.engine.detokenizer import StopMatcher, TokenTexts, cut_at_stop, without_unfinished
+from moelight.engine.detokenizer import BadWords, StopMatcher, TokenTexts, cut_at_stop, without_unfinished
 from moelight.engine.reasoning import AnswerSplit, Thinking, reasoning_format
 from moelight.engine.sampling import (
     CHANGE_BYTES,
@@ -97,7 +97,11 @@ class SequenceState:
         self._seen = dict.fromkeys(request.token_ids, 0) if how.repetition_penalty != 1 else {}
         self._eos: Collection[int] = () if how.ignore_eos else tokenizer.eos_token_ids
         self._ends = {*how.stop_token_ids, *self._eos}
-        self.needs_history = self._counts or self._constraint is not None or budget is not None
+        self._bad_words: BadWords | None = None
+        if how.bad_words:
+            self._bad_words = BadWords(partial(tokenizer.encode, add_special_tokens=False), how.bad_words)
+        self._only = None if how.allowed_token_ids is None else bits(how.allowed_token_ids, constraints.vocab_size)
+        self.needs_history = bool(self._counts or self._constraint or how.bad_words) or budget is not None
         self.top = how.logprobs
         self._texts, self._token_bytes = TokenTexts(tokenizer.token_bytes), tokenizer.token_bytes
         self.chooses = self.top is not None or _changes(how)
@@ -116,16 +120,18 @@ class SequenceState:
         """The change to the logits of generated token number ``place``."""
         how = self._how
         forbidden: Collection[int] = self._ends if place < how.min_tokens else ()
-        allowed = None
+        allowed = self._only
         if self._thinking is not None and (end := self._thinking.next_end) is not None:
             allowed, forbidden = bits([end], self._constraints.vocab_size), ()
         elif self._constraint is not None:
             if self._thinking is None or self._thinking.over:
-                allowed = self._constraint.allowed()
+                allowed = self._constraint.allowed(self._only)
             elif self._thinking.opened:
                 forbidden = forbidden or self._eos  # the content that the constraint describes is still to come
             else:
                 allowed = self._or_reasoning(self._constraint, self._thinking)
+        if self._bad_words is not None:
+            forbidden = {*forbidden, *self._bad_words.forbidden()}
         if allowed is not None and forbidden:
             allowed, forbidden = without(allowed, forbidden), ()
         biases, seen = how.logit_bias or {}, self._seen
@@ -137,7 +143,7 @@ class SequenceState:
         """The tokens by which an answer that may still open its reasoning goes on: those of the constraint, as long as
         the answer fits it, and the next one of the opening marker."""
         begin = thinking.next_begin
-        allowed = None if constraint.left else constraint.allowed()
+        allowed = None if constraint.left else constraint.allowed(self._only)
         if begin is None or begin >= self._constraints.vocab_size:
             return allowed
         marker = bits([begin], self._constraints.vocab_size)
@@ -157,6 +163,8 @@ class SequenceState:
             return SequenceEnd("error", stop=f"structured_outputs: {self._constraint.why}", code=STUCK)
         if self._counts:
             self._seen[token] = self._seen.get(token, 0) + 1
+        if self._bad_words is not None:
+            self._bad_words.follow(token)
         return None
 
     def ends(self, token: int, generated: Sequence[int]) -> SequenceEnd | None:
@@ -219,8 +227,8 @@ def _penalties(how: SamplingParams) -> tuple[float, float, float]:
 
 def _changes(how: SamplingParams) -> bool:
     """True if the logits of some token are changed before it is chosen."""
-    changed = how.logit_bias or how.min_tokens or how.structured_outputs or how.thinking_token_budget is not None
-    return bool(changed) or _penalties(how) != UNCHANGED.penalties
+    changed = how.logit_bias or how.min_tokens or how.structured_outputs or how.allowed_token_ids or how.bad_words
+    return bool(changed) or how.thinking_token_budget is not None or _penalties(how) != UNCHANGED.penalties
 
 
 def _logprobs(token: int, scores: Scores, row: int, text: Callable[[int], str]) -> Mapping[int, Logprob]:
@@ -520,8 +528,8 @@ def check_tokens(request: Request, vocab_size: int, max_positions: int) -> None:
         raise InputError(
             f"the prompt has {tokens} tokens, the model's context is {max_positions}", code="context_length_exceeded"
         )
-    named = [("logit_bias", token) for token in how.logit_bias or ()]
-    for name, token in (*named, *(("stop_token_ids", token) for token in how.stop_token_ids)):
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        token = max(getattr(how, name) or (0,))
         if token >= vocab_size:
-            said = f"{name}: token id {token} is not below the vocabulary's {vocab_size}"
-            raise InputError(said, code="bad_token_id")
+            reason = f"{name}: token id {token} is not below the vocabulary's {vocab_size}"
+            raise InputError(reason, code="bad_token_id")

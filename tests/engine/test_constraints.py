@@ -128,6 +128,27 @@ def test_the_grammar_outranks_what_would_leave_no_token() -> None:
     assert answer({"stop_token_ids": [90, 91], "min_tokens": 3}, regex="[vw]{4}").completion_tokens <= 4
 
 
+def test_allowed_tokens_within_a_grammar() -> None:
+    a, b = demo_ids("ab")
+    result = answer({"allowed_token_ids": [a, b]}, regex="[a-z]{8}")
+    assert result.finish_reason == "stop" and set(result.text) <= {"a", "b"}
+    result = answer({"allowed_token_ids": [a, b]}, regex="[ab]{3}c")
+    assert (result.finish_reason, len(result.text)) == ("error", 3)
+    assert "allowed_token_ids" in str(result.stop_reason)
+
+
+def test_bad_words_leave_the_grammar_its_last_token() -> None:
+    a, b, c = demo_ids("abc")
+    among = {"allowed_token_ids": [a, b, c], "bad_words": ["ab", "c"]}
+    result = answer(among, regex="[abc]{12}")
+    assert result.completion_tokens == 12 and set(result.text) <= {"a", "b"} and "ab" not in result.text
+    assert answer(among, regex="bab").text == "bab"
+
+
+def demo_ids(text: str) -> list[int]:
+    return Tokenizer.from_dir(DEMO).encode(text, add_special_tokens=False)
+
+
 def test_an_answer_that_no_token_goes_on_with_is_an_error() -> None:
     """The demo's vocabulary has no é, which is found only where it is needed."""
     found = answer({"logprobs": 0}, regex="abé")

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, pre_tokenizers
 
-from moelight.engine.detokenizer import StopMatcher, TokenTexts, cut_at_stop, without_unfinished
+from moelight.engine.detokenizer import BadWords, StopMatcher, TokenTexts, cut_at_stop, without_unfinished
 from moelight.engine.tokenizer import Tokenizer
 from tests.engine.test_tokenizer import byte_level, sentence_piece_like
 
@@ -120,3 +120,21 @@ def test_a_stop_may_stay_or_begin_late() -> None:
     assert cut_at_stop("one two one", ["one"], include=True) == ("one", "one")
     assert cut_at_stop("one two one", ["one"], begin=1) == ("one two ", "one")
     assert cut_at_stop("one", ["one"], begin=-5) == ("", "one")
+
+
+def test_bad_words_lose_the_token_that_completes_them() -> None:
+    ids = {"fox": [7], " fox": [8], "red fox": [3, 8], " red fox": [4, 8], "ox": [5, 6], " ox": [9], "": [], " ": [2]}
+    words = BadWords(ids.__getitem__, ["fox", " red fox", "ox", " "])
+    # " ox" has another number of tokens than "ox", which is what vLLM asks for too
+    expected = [(1, {7, 8}), (3, {7, 8}), (5, {6, 7, 8}), (5, {6, 7, 8}), (1, {7, 8})]
+    assert words.forbidden() == {7, 8}
+    for token, forbidden in expected:
+        words.follow(token)
+        assert words.forbidden() == forbidden, token
+
+
+def test_a_bad_word_of_several_tokens_is_free_until_its_last() -> None:
+    words = BadWords({"a b c": [1, 2, 3], " a b c": [4, 2, 3]}.__getitem__, ["a b c"])
+    for token, forbidden in [(2, set()), (1, set()), (2, {3}), (5, set()), (4, set()), (2, {3})]:
+        words.follow(token)
+        assert words.forbidden() == forbidden

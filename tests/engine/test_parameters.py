@@ -17,7 +17,7 @@ from moelight.engine.engine import Engine
 from tests.engines import Tiny
 from tests.tiny import EOS, hf_model
 
-PROMPTS = [[3 + (5 * n + 7 * at) % 40 for at in range(2 + 5 * n % 23)] for n in range(6)]
+PROMPTS = [[3 + (5 * n + 7 * at) % 40 for at in range(2 + 5 * n % 23)] for n in range(7)]
 LONG: dict[str, Any] = {"max_tokens": 12, "seed": 11}
 HOWS = [
     SamplingParams(**LONG, repetition_penalty=1.8),
@@ -26,6 +26,7 @@ HOWS = [
     SamplingParams(**LONG, logit_bias={EOS: 9.0, 5: 4.0, "8": 3.5}, min_tokens=5),  # type: ignore[dict-item]
     SamplingParams(**LONG, temperature=2.0, min_p=0.2, top_k=9, n=3),
     SamplingParams(**LONG, temperature=1.0, stop_token_ids=[9, 8, 7], min_tokens=3, logit_bias={8: 6.0}, n=2),
+    SamplingParams(**LONG, temperature=1.5, allowed_token_ids=[EOS, 5, 7, 11, 13, 40], min_tokens=2, n=2),
 ]
 
 
@@ -34,6 +35,8 @@ def slow_choice(logits: np.ndarray, how: SamplingParams, prompt: Sequence[int], 
     logits = logits.astype(np.float64)
     for token, bias in (how.logit_bias or {}).items():
         logits[token] += bias
+    if how.allowed_token_ids is not None:
+        logits[[token for token in range(len(logits)) if token not in how.allowed_token_ids]] = -np.inf
     if len(output) < how.min_tokens:
         logits[[*how.stop_token_ids, *(() if how.ignore_eos else (EOS,))]] = -np.inf
     for token in {*prompt, *output}:
