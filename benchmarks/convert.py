@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from moelight.batch.convert import ConvertOptions, convert_checkpoint
-from moelight.weights.compressed_tensors import ROUNDED, Rounding
+from moelight.formats.compressed_tensors import ROUNDED, Rounding
 from moelight.weights.source import Checkpoint, resolve_model
 
 BLOCK = 16 << 20

@@ -53,7 +53,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'moelight' has no attribute {name!r}")
     if name in ("optimize", "simulate"):  # which plan for families that the engine does not run
         importlib.import_module("moelight.models.graph.profile").know_other_families()
-        importlib.import_module("moelight.weights.compressed_tensors").know_compressed_tensors()
     return getattr(importlib.import_module(_MODULES[name]), name)
 
 

@@ -23,19 +23,22 @@ from typing import Any
 
 import torch
 
+from moelight.formats.format import Format
+from moelight.formats.fp8 import fp8
+from moelight.formats.ggml import GGML_FORMATS
+from moelight.formats.gptq import gptq
+from moelight.formats.mxfp4 import mxfp4
+from moelight.formats.packed import PackedFormat
 from moelight.kernels.gpu import tiles
 from moelight.kernels.gpu.grouped import expert_ffn
 from moelight.kernels.gpu.pages import ExpertTable, PageTable
 from moelight.kernels.gpu.quantized import QuantizedTable
 from moelight.kernels.gpu.serving import card_lacks_bfloat16, expert_kernel, serves_integers
 from moelight.kernels.quantized import QuantizedMatrix
-from moelight.profiles import stored as formats
-from moelight.profiles.stored import GGML_FORMATS, StoredFormat
 from moelight.runtime.machine import find_machine
 
-PACKED = StoredFormat(
+PACKED = PackedFormat(
     name="int4",
-    kind=formats.PACKED,
     bits=4,
     scale="BF16",
     group=128,
@@ -43,9 +46,9 @@ PACKED = StoredFormat(
 )
 FORMATS = {
     "int4": PACKED,
-    "gptq int4": formats.gptq(bits=4, group=128, order=False),
-    "fp8 blocks": formats.fp8(block=(128, 128), scale="F32"),
-    "mxfp4": formats.mxfp4(("_blocks", "_scales")),
+    "gptq int4": gptq(bits=4, group=128, order=False),
+    "fp8 blocks": fp8(block=(128, 128), scale="F32"),
+    "mxfp4": mxfp4(("_blocks", "_scales")),
     "Q4_K": GGML_FORMATS["Q4_K"],
     "Q6_K": GGML_FORMATS["Q6_K"],
     "Q8_0": GGML_FORMATS["Q8_0"],
@@ -59,10 +62,10 @@ SMALL, SMALL_FORMATS = (2, 256, 256, 1), ("16 bits", "int4", "fp8 blocks", "mxfp
 SIDES = {"rows": (16, 32, 64, 128), "columns": (32, 64, 128), "warps": (4, 8), "stages": (2, 3, 4)}  # of tiles tried
 
 
-def matrix(stored: StoredFormat, rows: int, columns: int, device: torch.device) -> QuantizedMatrix:
+def matrix(stored: Format, rows: int, columns: int, device: torch.device) -> QuantizedMatrix:
     """Any codes and small scales."""
     parts = {}
-    for part in stored.parts(rows, columns):
+    for part in stored.tensors(rows, columns):
         if (name := part.dtypes[0]) in _FLOATS:
             parts[part.suffix] = torch.full(part.shape, 1e-3, dtype=_FLOATS[name], device=device)
         elif part.suffix in stored.names:

@@ -12,11 +12,18 @@ from torch import Tensor
 from kernel_cases.experts import Layer
 from kernel_cases.setting import Setting, here
 from kernel_cases.turns import Case, Contender, Timed
+from moelight.formats.awq import awq
+from moelight.formats.format import Format
+from moelight.formats.fp8 import fp8
+from moelight.formats.ggml import ggml_format
+from moelight.formats.gptq import gptq
+from moelight.formats.int8 import Int8Format
+from moelight.formats.mxfp4 import mxfp4
+from moelight.formats.packed import PackedFormat
 from moelight.kernels.ffn import cpu_expert_ffn
 from moelight.kernels.quantized import QuantizedMatrix
 from moelight.kernels.reference import expert_ffn
 from moelight.kernels.repack import repacked
-from moelight.profiles.stored import GGML, PACKED, SCALED, StoredFormat, awq, fp8, ggml_format, gptq, mxfp4
 
 SHAPE, SIZES = "H1024 I3584 E8", (1024, 3584, 8)
 ROWS = (1, 4, 16, 64)
@@ -24,13 +31,11 @@ FEW, MIDDLE = 4, 16
 TITLE = f"experts {SHAPE} as checkpoints store them, one layer a call"
 
 
-def packed(bits: int, group: int) -> StoredFormat:
+def packed(bits: int, group: int) -> Format:
     """As `moelight convert` writes it."""
-    return StoredFormat(
+    return PackedFormat(
         name=f"int{bits} g{group}",
-        kind=PACKED,
         bits=bits,
-        codes="I32",
         scale="BF16",
         group=group,
         names=(".weight_packed", ".weight_scale", ".weight_zero_point"),
@@ -38,11 +43,8 @@ def packed(bits: int, group: int) -> StoredFormat:
 
 
 PACKED_INT4 = packed(4, 128)
-INT8 = StoredFormat(
+INT8 = Int8Format(
     name="int8 rows",
-    kind=SCALED,
-    bits=8,
-    codes="I8",
     scale="BF16",
     group=0,
 )
@@ -120,12 +122,12 @@ def _sides(layer: Layer) -> tuple[tuple[int, int], tuple[int, int]]:
     return (2 * layer.width, layer.hidden), (layer.hidden, layer.width)
 
 
-def _bytes(stored: StoredFormat, layer: Layer) -> int:
+def _bytes(stored: Format, layer: Layer) -> int:
     """Of one layer's experts."""
     return layer.count * sum(stored.bytes_for(*side) for side in _sides(layer))
 
 
-def _ours(stored: StoredFormat, layer: Layer, setting: Setting, activations: str, *, turned: bool = False) -> Timed:
+def _ours(stored: Format, layer: Layer, setting: Setting, activations: str, *, turned: bool = False) -> Timed:
     sets, out = sets_for(_bytes(stored, layer), setting.gib), torch.empty_like(layer.x)
     layers = [[_matrices(stored, layer.count, *side) for side in _sides(layer)] for _ in range(sets)]
     if turned:
@@ -146,20 +148,20 @@ def _ours(stored: StoredFormat, layer: Layer, setting: Setting, activations: str
     return timed
 
 
-def _matrices(stored: StoredFormat, count: int, rows: int, columns: int) -> list[QuantizedMatrix]:
+def _matrices(stored: Format, count: int, rows: int, columns: int) -> list[QuantizedMatrix]:
     """Of random codes, and of scales that make numbers of about 0.02."""
-    parts = {part.suffix: part for part in stored.parts(rows, columns) if part.suffix in stored.names}
+    parts = {part.suffix: part for part in stored.tensors(rows, columns) if part.suffix in stored.names}
     found: dict[str, Tensor] = {}
     for suffix, part in parts.items():
         nbytes = count * part.nbytes
-        if stored.kind != GGML and suffix == stored.names[1]:
+        if stored.key != "ggml" and suffix == stored.names[1]:
             dtypes = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
             exponents = torch.full((count, *part.shape), 120, dtype=torch.uint8)
             dtype = dtypes.get(part.dtypes[0])
             found[suffix] = exponents if dtype is None else torch.full((count, *part.shape), 0.002, dtype=dtype)
             continue
         codes = random_huge((nbytes,), torch.uint8)
-        if stored.kind == GGML:
+        if stored.key == "ggml":
             blocks = codes.view(-1, stored.block_bytes)
             for at in _HALVES[stored.name]:
                 blocks[:, at : at + 2] = torch.tensor([0.0002], dtype=torch.float16).view(torch.uint8)

@@ -10,8 +10,10 @@ from peers.common import random_huge, sets_for, turns
 
 from kernel_cases.setting import Setting, here
 from kernel_cases.turns import Case, Contender, Timed
-from moelight.kernels.repack import part_table, turn
-from moelight.profiles.stored import StoredFormat, awq, gptq
+from moelight.formats.awq import awq
+from moelight.formats.format import Format
+from moelight.formats.gptq import gptq
+from moelight.kernels.repack import turn
 
 TITLE = "matrices repacked, one thread; the roof is reading once and writing once, both at the read rate of all threads"
 SHAPES = ((768, 2048), (14336, 4096))
@@ -26,14 +28,14 @@ def cases(setting: Setting) -> Iterator[Case]:
     """The gates of a small expert, and of one of Mixtral 8x7B."""
     for rows, columns in SHAPES:
         for name, stored in FORMATS.items():
-            part = stored.parts(rows, columns)[0]
+            part = stored.tensors(rows, columns)[0]
             ours = Contender(name="moelight", make=partial(_ours, stored, part.shape, setting), nbytes=2 * part.nbytes)
             theirs = Contender(name="torch t()", make=partial(_torch, part.shape, setting))
             yield Case(name=f"repack {name} {rows}x{columns}", contenders=[ours, theirs])
 
 
-def _ours(stored: StoredFormat, shape: tuple[int, int], setting: Setting) -> Timed:
-    table = part_table(stored, stored.names[0], shape, 4)
+def _ours(stored: Format, shape: tuple[int, int], setting: Setting) -> Timed:
+    table = stored.repack_table(stored.names[0], shape, 4)
     assert table is not None, "codes are turned"
     size = 4 * shape[0] * shape[1]
     sets = sets_for(size, setting.gib)

@@ -35,10 +35,10 @@ from moelight.engine.checkpoints import open_model
 from moelight.engine.experts import facts_of
 from moelight.experts.options import ExpertOptions
 from moelight.experts.profile import load_profile
+from moelight.formats.compressed_tensors import Rounding, rounding_config
 from moelight.kernels.rounding import round_matrix
 from moelight.models.moe import Routed
 from moelight.profiles.hf_config import QUANTISED_KEYS
-from moelight.weights.compressed_tensors import Rounding, rounding_config
 from moelight.weights.conversion import (
     EXPERTS_TARGET,
     Chosen,

@@ -19,10 +19,11 @@ from moelight.engine.checkpoints import open_model
 from moelight.engine.model import LazyModel
 from moelight.engine.special_tokens import CONFIG
 from moelight.engine.tokenizer import TOKENIZER, Tokenizer
+from moelight.formats.format import Format
+from moelight.formats.registry import SUFFIXES
 from moelight.profiles.gguf import read_gguf
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.quantization import read_quantization
-from moelight.profiles.stored import SUFFIXES, StoredFormat
 from moelight.weights.source import GGUF, IgnoredTensor
 from moelight.weights.tensor_map import OpenCheckpoint, open_needed
 
@@ -202,7 +203,7 @@ def _pieces(directory: Path, ignored: Iterable[IgnoredTensor]) -> Iterator[_Stor
         )
 
 
-def _formats(directory: Path) -> Callable[[str], StoredFormat | None]:
+def _formats(directory: Path) -> Callable[[str], Format | None]:
     """The format of each module by the config; none where that cannot be read."""
     try:
         quantization = read_quantization(HFConfig.from_file(directory / "config.json"))
@@ -212,7 +213,7 @@ def _formats(directory: Path) -> Callable[[str], StoredFormat | None]:
 
 
 def _matrix_of(
-    name: str, stored: Mapping[str, object], format_of: Callable[[str], StoredFormat | None]
+    name: str, stored: Mapping[str, object], format_of: Callable[[str], Format | None]
 ) -> tuple[str, str, str] | None:
     """Module, suffix and format of the quantised matrix of which tensor ``name`` is a part, if it is of one."""
     for ending in sorted(SUFFIXES, key=len, reverse=True):

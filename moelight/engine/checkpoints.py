@@ -30,7 +30,6 @@ from moelight.profiles.gguf_models import open_gguf
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile, not_computed
 from moelight.profiles.quantization import read_quantization, with_stored
-from moelight.weights.compressed_tensors import know_compressed_tensors
 from moelight.weights.gguf_checkpoint import gguf_checkpoint
 from moelight.weights.page_layout import PageLayout
 from moelight.weights.source import GGUF, Checkpoint, resolve_model
@@ -47,7 +46,6 @@ def open_model(model: str) -> OpenCheckpoint:
         CheckpointError: the model is missing, or its files are not as its config asks for them.
         ConfigError: nobody computes its family, or transformers is missing.
     """
-    know_compressed_tensors()
     directory = resolve_model(model)
     if directory.suffix == GGUF:
         return _open_gguf(directory)

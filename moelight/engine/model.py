@@ -26,7 +26,6 @@ from moelight.profiles.gguf import gguf_parts
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.workload import Workload
-from moelight.weights.compressed_tensors import know_compressed_tensors
 from moelight.weights.source import resolve_model
 
 if TYPE_CHECKING:
@@ -88,7 +87,6 @@ class LazyModel:
     @cached_property
     def profile(self) -> ModelProfile:
         know_other_families()
-        know_compressed_tensors()
         return load_model_profile(str(self.directory))
 
     @cached_property

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moelight.formats.format import Format
 from moelight.kernels import arguments, native, reference
 from moelight.kernels.activations import Activation, activation_of
 from moelight.kernels.arguments import FLOATS, as_dlpack, check_tensor, lend, lend_given, stored
 from moelight.kernels.caching_allocator import RESULTS
 from moelight.kernels.integers import check_integers
 from moelight.kernels.quantized import QuantizedMatrix, lend_matrix, parts_checked
-from moelight.profiles.stored import StoredFormat
 
 Tensors = Sequence[Tensor | None]
 Weights = Sequence[Tensor | QuantizedMatrix | None]
@@ -145,7 +145,7 @@ def cpu_linear_workspace(
     inputs: int,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    weight_dtype: torch.dtype | StoredFormat = torch.bfloat16,
+    weight_dtype: torch.dtype | Format = torch.bfloat16,
     activations: str = "auto",
     threads: int | None = None,
 ) -> int:
@@ -170,7 +170,7 @@ def cpu_expert_ffn_workspace(
     *,
     experts: int,
     dtype: torch.dtype = torch.bfloat16,
-    weight_dtype: torch.dtype | StoredFormat = torch.bfloat16,
+    weight_dtype: torch.dtype | Format = torch.bfloat16,
     activations: str = "auto",
     transposed: bool = False,
     threads: int | None = None,
@@ -232,15 +232,15 @@ def export(name: str, tensors: Weights) -> list[object]:
     return [None if tensor is None else _lend(name, tensor) for tensor in tensors]
 
 
-def _check_sizes(dtype: torch.dtype, weight_dtype: torch.dtype | StoredFormat, **sizes: object) -> tuple[int, int]:
+def _check_sizes(dtype: torch.dtype, weight_dtype: torch.dtype | Format, **sizes: object) -> tuple[int, int]:
     """Check the sizes of a workspace; return the extension's numbers of the dtypes of tokens and weights."""
-    quantized = isinstance(weight_dtype, StoredFormat)
+    quantized = isinstance(weight_dtype, Format)
     for name, given, allowed in (("dtype", dtype, FLOATS), ("weight_dtype", weight_dtype, FLOATS)):
         if given not in allowed and not (name == "weight_dtype" and quantized):
             raise ValueError(f"{name}: must be one of {', '.join(map(str, allowed))}, is {given}")
     for name, size in sizes.items():
         arguments.check_integer(name, size, 0 if name == "tokens" else 1, (1 << 31) - 1)
-    return FLOATS.index(dtype), len(FLOATS) if isinstance(weight_dtype, StoredFormat) else FLOATS.index(weight_dtype)
+    return FLOATS.index(dtype), len(FLOATS) if isinstance(weight_dtype, Format) else FLOATS.index(weight_dtype)
 
 
 def _check_experts(

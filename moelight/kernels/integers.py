@@ -11,33 +11,16 @@ influence on a bit of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from moelight.kernels import quantized
+from moelight.kernels.formats.reference import WholeNumbers, group_of
+from moelight.kernels.formats.table import reference_of
 from moelight.kernels.quantized import QuantizedMatrix
-from moelight.profiles.stored import AWQ, GGML, GPTQ, MXFP4, SCALED, StoredFormat
 
 INT8 = "int8"
 ACTIVATIONS = ("auto", INT8)
 _LEAST_MAGNITUDE = 1e-30  # below it, a group of a token is zero
-
-
-class WholeNumbers(NamedTuple):
-    """A matrix as numbers ``whole`` (int32 [R, C]) times ``scales`` (float32 [R, groups of ``group`` columns]); where a
-    group has parts (of ``part`` columns) times ``steps``, less ``lows`` times ``least``: int32 [R, parts], or None, and
-    as ``scales``."""
-
-    whole: Tensor
-    scales: Tensor
-    group: int
-    part: int
-    steps: Tensor | None = None
-    lows: Tensor | None = None
-    least: Tensor | None = None
 
 
 def check_integers(name: str, activations: str, *weights: object) -> None:
@@ -60,16 +43,11 @@ def is_rounded(activations: str) -> bool:
 
 def no_integers(weight: QuantizedMatrix) -> str | None:
     """The reason why ``weight`` is no matrix of whole numbers times scales, or None."""
-    why = weight.stored.without_integers
+    why = weight.stored.int8_reason
     order = weight.parts[weight.stored.names[3]] if why is None and weight.stored.order else None
-    if order is not None and not torch.equal(order.long(), _groups(weight)):
+    if order is not None and not torch.equal(order.long(), group_of(weight.stored, weight.columns, order.device)):
         why = "int8 activations need columns in the order of their groups"
     return why
-
-
-def _groups(matrix: QuantizedMatrix) -> Tensor:
-    device = next(iter(matrix.parts.values())).device
-    return torch.arange(matrix.columns, device=device) // (matrix.stored.group or matrix.columns)
 
 
 def round_tokens(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -116,73 +94,5 @@ def integer_product(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
 
 def whole_numbers(matrix: QuantizedMatrix) -> WholeNumbers:
     """``matrix``, of a format with integers, as whole numbers and scales."""
-    stored, columns = matrix.stored, matrix.columns
-    group, part = stored.integer_groups(columns)
-    if part < group:
-        blocks = matrix.parts[stored.names[0]].reshape(-1, stored.block_bytes)
-        found = [
-            None if each is None else each.reshape(matrix.rows, -1) for each in quantized.k_numbers(stored, blocks)
-        ]
-        whole, steps, lows, scales, least = found
-        assert whole is not None and scales is not None
-        return WholeNumbers(whole, scales, group, part, steps, lows, least)
-    whole, scales = _parts(stored)(matrix)
-    return WholeNumbers(whole.int(), scales[:, torch.arange(0, columns, group)], group, part)
-
-
-_Found = tuple[Tensor, Tensor]  # of each number [R, C]: whole numbers, scales
-
-
-def _parts(stored: StoredFormat) -> Callable[[QuantizedMatrix], _Found]:
-    if stored.kind == GGML:
-        return _BLOCKS[stored.name]
-    return _mxfp4 if stored.kind == MXFP4 else _grouped
-
-
-def _grouped(matrix: QuantizedMatrix) -> _Found:
-    """Codes less zero points, with scales: the numbers with all scales one, and those of codes one above zero."""
-    stored, parts = matrix.stored, dict(matrix.parts)
-    scale = stored.names[1]
-    given = parts[scale]
-    parts[scale] = torch.ones_like(given, dtype=torch.float32)
-    whole = quantized.unpack(stored, parts, 0, matrix.rows, matrix.columns)
-    if stored.kind == SCALED:
-        grid = given.view(torch.float8_e8m0fnu) if given.dtype == torch.uint8 else given
-        grid = grid.float().reshape(-1, stored.groups(matrix.columns))
-        each = stored.group_rows or matrix.rows
-        by_row = grid.repeat_interleave(each, 0)[: matrix.rows]
-    elif stored.kind in (GPTQ, AWQ):
-        by_row = given.float().t()
-    else:
-        by_row = given.float().reshape(matrix.rows, -1)
-    return whole, by_row[:, _groups(matrix)]
-
-
-def _mxfp4(matrix: QuantizedMatrix) -> _Found:
-    weight, scale = matrix.stored.names
-    exponents = matrix.parts[scale].view(torch.uint8).reshape(matrix.rows, -1).int()
-    ones = {weight: matrix.parts[weight], scale: torch.full_like(exponents, 128, dtype=torch.uint8)}
-    twice = quantized.unpack(matrix.stored, ones, 0, matrix.rows, matrix.columns)
-    scales = torch.ldexp(torch.ones(exponents.shape, device=exponents.device), exponents - 128)
-    return twice, scales.repeat_interleave(matrix.stored.group, 1)
-
-
-def _small(scale_bytes: int) -> Callable[[QuantizedMatrix], _Found]:
-    """Blocks of 32 whose scale comes first: the numbers with a scale of one."""
-
-    def found(matrix: QuantizedMatrix) -> _Found:
-        blocks = matrix.parts[matrix.stored.names[0]].reshape(-1, matrix.stored.block_bytes)
-        ones = blocks.clone()
-        if scale_bytes == 1:
-            scales = torch.ldexp(torch.ones(len(blocks), 1, device=blocks.device), blocks[:, :1].int() - 128)
-            ones[:, 0] = 128
-        else:
-            scales = blocks[:, :2].contiguous().view(torch.float16).float()
-            ones[:, :2] = torch.tensor([1.0], dtype=torch.float16, device=blocks.device).view(torch.uint8)
-        whole = quantized.numbers_of_blocks(matrix.stored, ones)
-        return whole.reshape(matrix.shape), scales.expand(whole.shape).reshape(matrix.shape)
-
-    return found
-
-
-_BLOCKS = {"Q8_0": _small(2), "Q4_0": _small(2), "MXFP4": _small(1)}
+    stored = matrix.stored
+    return reference_of(stored).integers(stored, matrix.parts, matrix.rows, matrix.columns)

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from moelight.core.units import MiB
+from moelight.formats.format import RepackTable
 from moelight.hrm.footprint import READ_CHUNK_BYTES, READ_DEPTH
 from moelight.kernels import native
 from moelight.kernels.arguments import as_dlpack, check_integer, check_tensor
-from moelight.kernels.repack import Table
 
 Fault = tuple[int, str, str]
 
@@ -71,7 +71,7 @@ class PreadReader:
         files: list[int],
         offsets: list[int],
         dests: list[Any],
-        tables: list[Table | None],
+        tables: list[RepackTable | None],
         done: None,  # noqa: ARG002
     ) -> PreadRequest:
         _check_home(self._process)
@@ -162,7 +162,7 @@ class ReadPart(NamedTuple):
     file: Path
     offset: int
     dest: Tensor
-    table: Table | None = None
+    table: RepackTable | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,49 +7,29 @@ Shapes: R rows, C columns, G groups of columns, w codes a word.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from moelight.formats.format import CELLS, RepackTable
 from moelight.hrm.footprint import READ_CHUNK_BYTES
 from moelight.kernels import native
 from moelight.kernels.arguments import as_dlpack, check_tensor
 from moelight.kernels.quantized import QuantizedMatrix
-from moelight.profiles.stored import AWQ, StoredFormat
 
-# Cells, lines and width of a table; of words of codes whether they are in the order of AWQ, their bits (0: they stay)
-# and what is added to each.
-Table = tuple[str, int, int, bool, int, int]
-_CELLS = {1: "bytes", 2: "halves", 4: "words"}
 _TORCH = {"bytes": torch.uint8, "halves": torch.int16, "words": torch.int32}
 
 
-def part_table(stored: StoredFormat, suffix: str, shape: Sequence[int], itemsize: int) -> Table | None:
-    """How the part ``suffix`` [``shape``] of a matrix of GPTQ or AWQ, of numbers of ``itemsize`` bytes, is turned:
-    words [C / w, R] (of AWQ [C, R / w]), scales [G, R], zero points [G, R / w]; None if it says the group of each
-    column."""
-    weight, scale, zero = stored.names[:3]
-    if suffix not in (weight, scale, zero):
-        return None
-    lines, width = shape
-    if suffix == weight and stored.kind == AWQ:
-        return "awq codes", lines // stored.per_word, width * stored.per_word, False, 0, 0
-    changed = suffix == zero and (stored.kind == AWQ or stored.zero_bias != 0)
-    codes = (stored.kind == AWQ, stored.bits, stored.zero_bias) if changed else (False, 0, 0)
-    return _CELLS[itemsize], lines, width, *codes
-
-
-def transposition(lines: int, width: int, itemsize: int) -> Table | None:
+def transposition(lines: int, width: int, itemsize: int) -> RepackTable | None:
     """The table that transposes [``lines``, ``width``] numbers of ``itemsize`` bytes; None where a line is larger than
     the buffer that tables are turned by way of."""
     if width * itemsize > READ_CHUNK_BYTES:
         return None
-    return _CELLS[itemsize], lines, width, False, 0, 0
+    return CELLS[itemsize], lines, width, False, 0, 0
 
 
-def turn(part: Tensor, table: Table) -> None:
+def turn(part: Tensor, table: RepackTable) -> None:
     """Turn ``part`` (uint8, 1-D, on the CPU, of the size of ``table``) in its place; the GIL is released.
 
     Raises RuntimeError without the extension for codes that are packed in words.
@@ -72,14 +52,14 @@ def repacked(matrix: QuantizedMatrix) -> QuantizedMatrix:
     stored = matrix.stored
     if stored.order:
         stored = replace(stored, in_order=in_group_order(matrix.parts[stored.names[3]], stored.group))
-    by_rows = stored.repacked(matrix.rows, matrix.columns)
+    by_rows = stored.repacked_format(matrix.rows, matrix.columns)
     if by_rows is None or not native.available():
         return matrix
     parts = {}
-    for part in by_rows.parts(matrix.rows, matrix.columns):
+    for part in by_rows.tensors(matrix.rows, matrix.columns):
         if part.suffix in by_rows.names:
             memory = matrix.parts[part.suffix]
-            table = part_table(stored, part.suffix, memory.shape, memory.itemsize)
+            table = stored.repack_table(part.suffix, memory.shape, memory.itemsize)
             assert table is not None, "packed integers have no order"
             turn(memory.view(-1).view(torch.uint8), table)
             parts[part.suffix] = memory.view(part.shape)

@@ -10,22 +10,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moelight.profiles.stored import MXFP4, PACKED, StoredFormat
+from moelight.formats.format import SHAPE, Format
+from moelight.kernels.formats.reference import E8M0_BIAS, Encoder
+from moelight.kernels.formats.table import encoder_of
 
 _BLOCK = 1 << 17  # numbers at a time: they stay in a core's cache
-_FP8_MOST = 448.0
-_E8M0_BIAS = 127
-_MX_EXPONENT = 2  # of the largest power of two in E2M1
-_MANTISSA = 23
 _COLUMNS = 128  # whose errors are fed back together
 _TINY = 1e-30
 DAMPING = 0.1  # of the mean square (docs/log.md)
 SHARES = tuple(share / 100 for share in (100, *range(55, 100, 3), 103, 106))
-_SCALES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_SCALES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8}
 
 
-def round_matrix(stored: StoredFormat, weight: Tensor, inputs: Tensor | None = None) -> dict[str, Tensor]:
-    """The tensors by suffix, as `StoredFormat.parts` lists them, of ``weight`` [R, C] in any float dtype.
+def round_matrix(stored: Format, weight: Tensor, inputs: Tensor | None = None) -> dict[str, Tensor]:
+    """The tensors by suffix, as `Format.tensors` lists them, of ``weight`` [R, C] in any float dtype.
 
     For symmetric codes whose scales belong to rows: packed or plain integers, E4M3, MXFP4. The scale of a group is its
     largest magnitude over the largest code (over half the range of integers), of MXFP4 the power of two below, or above
@@ -38,10 +36,10 @@ def round_matrix(stored: StoredFormat, weight: Tensor, inputs: Tensor | None = N
     Raises ValueError if some number is not finite, or a scale would not be.
     """
     rows, columns = weight.shape
-    shapes = {part.suffix: (part.shape, part.dtypes[0]) for part in stored.parts(rows, columns)}
+    shapes = {part.suffix: (part.shape, part.dtypes[0]) for part in stored.tensors(rows, columns)}
     codes_name, scale_name = stored.names[:2]
-    scale_dtype = torch.uint8 if stored.kind == MXFP4 else _SCALES[shapes[scale_name][1]]
-    codes = torch.empty(rows, _code_bytes(stored, columns), dtype=torch.uint8)
+    encoder, scale_dtype = encoder_of(stored), _SCALES[shapes[scale_name][1]]
+    codes = torch.empty(rows, encoder.code_bytes(stored, columns), dtype=torch.uint8)
     scales = torch.empty(shapes[scale_name][0], dtype=scale_dtype)
     step = max(1, _BLOCK // columns)
     buffer = torch.empty(min(step, rows), columns)
@@ -50,49 +48,35 @@ def round_matrix(stored: StoredFormat, weight: Tensor, inputs: Tensor | None = N
         grouped = (
             buffer[: min(step, rows - begin)].copy_(weight[begin : begin + step]).view(-1, *_groups(stored, columns))
         )
-        scale = _scale(stored, grouped, scale_dtype)
+        scale = _scale(encoder, stored, grouped, scale_dtype)
         scales[begin : begin + step] = scale if importance is None else _least_error(stored, grouped, scale, importance)
     if inputs is not None:
         weight = _compensated(stored, weight.float(), _numbers(scales), inputs)
     for begin in range(0, rows, step):
         block = buffer[: min(step, rows - begin)].copy_(weight[begin : begin + step])
         block.view(len(block), *_groups(stored, columns)).div_(_numbers(scales[begin : begin + step]).unsqueeze(-1))
-        codes[begin : begin + step] = _codes(stored, block)
-    found = {codes_name: codes, scale_name: scales}
-    if stored.kind == PACKED:
-        found |= {codes_name: codes.view(torch.int32), ".weight_shape": torch.tensor([rows, columns])}
-    elif stored.kind != MXFP4:
-        found[codes_name] = codes.view(torch.float8_e4m3fn if stored.codes == "F8_E4M3" else torch.int8)
-    return found
+        codes[begin : begin + step] = encoder.codes(stored, block)
+    tensors = {codes_name: codes.view(encoder.code_dtype), scale_name: scales}
+    return tensors | ({SHAPE: torch.tensor([rows, columns])} if stored.stores_shape else {})
 
 
-def _groups(stored: StoredFormat, columns: int) -> tuple[int, int]:
+def _groups(stored: Format, columns: int) -> tuple[int, int]:
     """Groups of columns, and columns of each."""
     return stored.groups(columns), columns // stored.groups(columns)
 
 
-def _code_bytes(stored: StoredFormat, columns: int) -> int:
-    """Bytes of a row of codes; packed ones fill words."""
-    return -(-columns * stored.bits // 32) * 4 if stored.kind == PACKED else columns * stored.bits // 8
-
-
-def _scale(stored: StoredFormat, grouped: Tensor, dtype: torch.dtype) -> Tensor:
+def _scale(encoder: Encoder, stored: Format, grouped: Tensor, dtype: torch.dtype) -> Tensor:
     """The stored scales [R, G] of ``grouped`` [R, G, C / G]; 1 for groups of zeros."""
     largest = torch.maximum(grouped.amax(-1), -grouped.amin(-1))  # in less than half the time of aminmax
     if not bool(torch.isfinite(largest).all()):
         raise ValueError("holds numbers that are not finite")
-    if stored.kind == MXFP4:
-        rounded = largest.view(torch.int32) + (1 << (_MANTISSA - 2))
-        exponents = (rounded >> _MANTISSA) - _MX_EXPONENT
-        return torch.where(largest == 0, _E8M0_BIAS, exponents.clamp_(0, 254)).to(torch.uint8)
-    half_range = _FP8_MOST if stored.codes == "F8_E4M3" else ((1 << stored.bits) - 1) / 2
-    scale = (largest / half_range).to(dtype)
+    scale = encoder.rounded_scales(stored, largest, dtype)
     if not bool(torch.isfinite(scale).all()):
         raise ValueError(f"needs scales that {str(dtype).removeprefix('torch.')} does not hold")
-    return torch.where(scale == 0, torch.ones_like(scale), scale)
+    return scale
 
 
-def _least_error(stored: StoredFormat, grouped: Tensor, usual: Tensor, importance: Tensor) -> Tensor:
+def _least_error(stored: Format, grouped: Tensor, usual: Tensor, importance: Tensor) -> Tensor:
     """The best scales [R, G] of ``grouped`` [R, G, C / G], multiples of the ``usual`` ones; ``importance`` [G, C / G].
     The first of equals."""
     half = 1 << (stored.bits - 1)
@@ -110,7 +94,7 @@ def _least_error(stored: StoredFormat, grouped: Tensor, usual: Tensor, importanc
     return best
 
 
-def _compensated(stored: StoredFormat, weight: Tensor, scales: Tensor, inputs: Tensor) -> Tensor:
+def _compensated(stored: Format, weight: Tensor, scales: Tensor, inputs: Tensor) -> Tensor:
     """Numbers [R, C] of codes times ``scales`` [R, G], in place of ``weight`` [R, C]: the columns of larger ``inputs``
     first, each rounded to nearest; its error, times how the others can stand in for it on ``inputs``, is taken from
     those that follow."""
@@ -137,40 +121,5 @@ def _compensated(stored: StoredFormat, weight: Tensor, scales: Tensor, inputs: T
 def _numbers(scale: Tensor) -> Tensor:
     """The float32 values of stored scales."""
     if scale.dtype == torch.uint8:
-        return torch.exp2(scale.float() - _E8M0_BIAS)
+        return torch.exp2(scale.float() - E8M0_BIAS)
     return scale.float()
-
-
-def _codes(stored: StoredFormat, quotients: Tensor) -> Tensor:
-    """The codes of ``quotients`` [R, C], which it destroys, as stored bytes [R, bytes of a row]."""
-    if stored.kind == MXFP4:
-        return _pairs(_e2m1(quotients))
-    if stored.codes == "F8_E4M3":
-        return quotients.clamp_(-_FP8_MOST, _FP8_MOST).to(torch.float8_e4m3fn).view(torch.uint8)
-    half = 1 << (stored.bits - 1)
-    quotients.clamp_(-half, half - 1).round_()
-    codes = quotients.to(torch.int8)  # five times as fast as to uint8
-    if stored.kind != PACKED:
-        return codes.view(torch.uint8)
-    codes = codes.view(torch.uint8).add_(half)  # modulo 256
-    wide = _code_bytes(stored, codes.shape[1]) * 8 // stored.bits
-    if wide > codes.shape[1]:
-        codes = torch.nn.functional.pad(codes, (0, wide - codes.shape[1]))
-    return _pairs(codes) if stored.bits == 4 else codes
-
-
-def _pairs(codes: Tensor) -> Tensor:
-    """Two 4-bit codes a byte, the first in the lower bits: words of eight are the same bytes."""
-    both = codes.view(torch.int16)
-    return (both | (both >> 4)).to(torch.uint8)
-
-
-def _e2m1(numbers: Tensor) -> Tensor:
-    """Codes of the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, plus 8 if negative. The codes of each binade are on a line,
-    and the code is the least of the three lines."""
-    negative = (numbers < 0).view(torch.int8) << 3
-    numbers.abs_().clamp_(max=6.0)
-    code = (numbers * 2).round_()
-    torch.minimum(code, numbers.round().add_(2), out=code)
-    torch.minimum(code, (numbers / 2).round_().add_(4), out=code)
-    return (code.to(torch.int8) | negative).view(torch.uint8)

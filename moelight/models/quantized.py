@@ -59,7 +59,7 @@ class QuantizedExperts:
 
 
 def _has_integers(matrix: Any) -> bool:
-    return matrix is None or (isinstance(matrix, QuantizedMatrix) and matrix.stored.without_integers is None)
+    return matrix is None or (isinstance(matrix, QuantizedMatrix) and matrix.stored.int8_reason is None)
 
 
 def _view(place: MatrixPlace, slot: Tensor) -> Any:

@@ -14,13 +14,15 @@ from types import MappingProxyType
 
 from moelight.core.errors import CheckpointError, ConfigError, quoted
 from moelight.core.units import align_up
+from moelight.formats.format import PAGE_ALIGNMENT
+from moelight.formats.ggml import ggml_format
 from moelight.profiles.families import profile_from_config
 from moelight.profiles.gguf import GGMLTensor, GGUFFile, read_gguf
 from moelight.profiles.gguf_config import Metadata, architecture_of, config_values
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile, StoredTensor
 from moelight.profiles.quantization import Kept, kept_matrices
-from moelight.profiles.stored import PART_ALIGNMENT, StoredWeights, ggml_format
+from moelight.profiles.stored import StoredWeights
 from moelight.profiles.tensor_list import dense_tensors
 
 _EXPERTS = ("gate", "up", "down")
@@ -252,7 +254,7 @@ def _stored(profile: ModelProfile, tensors: Mapping[tuple[str, int], GGMLTensor]
 
     def kept_as(part: StoredTensor) -> Kept | None:
         tensor = tensors.get((part.name, part.layer))
-        return None if tensor is None else (ggml_format(tensor.type), align_up(tensor.nbytes, PART_ALIGNMENT))
+        return None if tensor is None else (ggml_format(tensor.type), align_up(tensor.nbytes, PAGE_ALIGNMENT))
 
     return StoredWeights.of(
         name,
@@ -261,5 +263,5 @@ def _stored(profile: ModelProfile, tensors: Mapping[tuple[str, int], GGMLTensor]
         elements,
         sizes,
         kept_matrices(profile, kept_as),
-        {each: ggml_format(each).without_integers for each in experts},
+        {each: ggml_format(each).int8_reason for each in experts},
     )

@@ -5,40 +5,28 @@ The input is untrusted: names and patterns are bounded, and what is not known is
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
 
 from moelight.core.dtypes import dtype_named
 from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.units import align_up
-from moelight.profiles import stored as formats
+from moelight.formats.compressed_tensors import METHOD as COMPRESSED_TENSORS
+from moelight.formats.compressed_tensors import rules_of
+from moelight.formats.format import PAGE_ALIGNMENT, Format
+from moelight.formats.registry import METHODS
+from moelight.formats.rules import ModuleRule, Settings
 from moelight.profiles.hf_config import QUANTISED_KEYS, HFConfig
 from moelight.profiles.model import ModelProfile, StoredTensor
-from moelight.profiles.stored import PART_ALIGNMENT, PLAIN, StoredFormat, StoredWeights
+from moelight.profiles.stored import StoredWeights
 from moelight.profiles.tensor_list import dense_tensors, page_shapes
 
 _MOST_RULES = 1 << 12
-_MOST_GROUP = 1 << 20
-_LONGEST_PATTERN = 200
-_MOST_REPEATS = 4
-_REPEATED_GROUP = re.compile(r"\)[*+{]")
-_REPEAT = re.compile(r"(?<!\\)(?:[*+]|\{\d*,)")
-# Modules that no method quantises unless its config names them.
-_NEVER = re.compile(r"(?:.*\.)?(?:embed_tokens|embed_positions|word_embeddings|embeddings|wte|lm_head)")
+_METHODS = {**METHODS, COMPRESSED_TENSORS: rules_of}
 # Matrices that our own decoder multiplies as they are stored.
 _KEPT = ("embed", "qkv", "o", "dense_gate_up", "dense_down", "head")
-_ROUTERS = re.compile(r"(?:.*\.)?(?:gate|router|wg|shared_expert_gate|router\.layer)")
 # Parts of names that tools spell in two ways (those of Mixtral, which transformers 5 renamed).
 _SPELLINGS = ((".block_sparse_moe.", ".mlp."), (".w1", ".gate_proj"), (".w3", ".up_proj"), (".w2", ".down_proj"))
-
-
-class ModuleRule(NamedTuple):
-    """Modules whose whole name ``pattern`` matches are stored as ``stored``; None: in the model's dtype."""
-
-    pattern: re.Pattern[str]
-    stored: StoredFormat | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +37,7 @@ class Quantization:
     rules: tuple[ModuleRule, ...]
     respelled: tuple[tuple[str, str], ...] = ()
 
-    def format_of(self, module: str) -> StoredFormat | None:
+    def format_of(self, module: str) -> Format | None:
         """The format of the matrix of ``module``, a name on disk without its last part (``.weight``); a rule may name
         it under another spelling."""
         names = [module]
@@ -62,15 +50,7 @@ class Quantization:
         return next((rule.stored for rule in self.rules if any(map(rule.pattern.fullmatch, names))), None)
 
 
-Kept = tuple[StoredFormat, int]  # format and bytes of a matrix
-CompressedReader = Callable[[Mapping[str, Any], str], Iterable[ModuleRule]]
-_compressed_readers: list[CompressedReader] = []
-
-
-def read_compressed_tensors(reader: CompressedReader) -> None:
-    """Let ``reader`` give the rules of a config of the method ``compressed-tensors`` for the dtype of its scales; its
-    ValueErrors say what is wrong."""
-    _compressed_readers[:] = [reader]
+Kept = tuple[Format, int]  # format and bytes of a matrix
 
 
 def read_quantization(config: HFConfig) -> Quantization | None:
@@ -92,7 +72,7 @@ def read_quantization(config: HFConfig) -> Quantization | None:
     if config.find("expert_dtype") is not None:  # DeepSeek-V4 says it outside
         values = {"expert_dtype": config.find("expert_dtype"), **values}
     try:
-        rules = tuple(_METHODS[method](_Settings(values), _scale_dtype(config)))
+        rules = tuple(_METHODS[method](Settings(values), _scale_dtype(config)))
         if len(rules) > _MOST_RULES:
             raise ValueError(f"has {len(rules):,} rules")
     except ValueError as error:
@@ -115,7 +95,7 @@ def _unnamed(values: object) -> str:
     return ""
 
 
-def with_stored(profile: ModelProfile, format_of: Callable[[str], StoredFormat | None], where: str) -> ModelProfile:
+def with_stored(profile: ModelProfile, format_of: Callable[[str], Format | None], where: str) -> ModelProfile:
     """``profile`` with the bytes of a checkpoint whose modules are stored as ``format_of`` says; None: in the
     model's dtype. Raises ConfigError, naming the file ``where``, if a matrix cannot be."""
     counted = _Count(profile, format_of, where)
@@ -148,14 +128,14 @@ def kept_matrices(
     found: list[tuple[str, int, int]] = []
     for tensor in () if profile.tensors else dense_tensors(profile):
         parts = [kept_as(part) for part in tensor.parts if tensor.name in _KEPT]
-        kept = [each for each in parts if each is not None and each[0].kind != PLAIN]
+        kept = [each for each in parts if each is not None and each[0].is_quantised]
         if len(kept) == len(tensor.parts) and _is_multiplied(tensor.name, [stored for stored, _ in kept]):
             for part, (_, size) in zip(tensor.parts, kept, strict=True):
                 found.append((part.name, part.layer, size))
     return tuple(found)
 
 
-def _is_multiplied(name: str, formats: Sequence[StoredFormat]) -> bool:
+def _is_multiplied(name: str, formats: Sequence[Format]) -> bool:
     """Whether a tensor of parts in these formats is: embeddings are read row by row, gate and up share a format."""
     if name == "embed":
         return all(each.rows_of_line(suffix) in (0, 1) for each in formats for suffix in each.names)
@@ -187,7 +167,7 @@ class _Count:
     """Bytes of the matrices of a model; ``named``: the formats met, in order; ``reasons``: why each has no integers, or
     None; ``repacked``: bytes of all experts that are turned into packed integers."""
 
-    def __init__(self, profile: ModelProfile, format_of: Callable[[str], StoredFormat | None], where: str) -> None:
+    def __init__(self, profile: ModelProfile, format_of: Callable[[str], Format | None], where: str) -> None:
         self._profile, self._format_of, self._where = profile, format_of, where
         self._itemsize = dtype_named(profile.dtype).itemsize
         self.named: dict[str, None] = {}
@@ -207,9 +187,9 @@ class _Count:
             if not paged:
                 return None
             raise ConfigError(f"{self._where}: {module}: {error}; config and weights do not fit") from None
-        self.reasons[stored.name] = stored.without_integers
+        self.reasons[stored.name] = stored.int8_reason
         self.named[stored.name] = None
-        if paged and stored.repacked(rows, columns) is not None:
+        if paged and stored.repacked_format(rows, columns) is not None:
             self.repacked += size
         return size
 
@@ -231,7 +211,7 @@ class _Count:
             found = None if name.endswith("_bias") else self.matrix(module, rows, columns, paged=True)
             if found is None and not name.endswith("_bias"):
                 self.named[self._profile.dtype] = None
-            total += align_up(plain_bytes, PART_ALIGNMENT) if found is None else found
+            total += align_up(plain_bytes, PAGE_ALIGNMENT) if found is None else found
         return total
 
 
@@ -248,151 +228,6 @@ def _module(profile: ModelProfile, name: str, layer: int) -> str:
     return (str(spellings[0]).format(layer=layer) if spellings else name).removesuffix(".weight")
 
 
-class _Settings:
-    """Typed look-ups in a ``quantization_config``; ValueErrors name the key."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values
-
-    def integer(self, key: str, default: int, known: Callable[[int], bool], wanted: str) -> int:
-        value = self.values.get(key, default)
-        if type(value) is not int or not known(value):
-            raise ValueError(f"{key} there must be {wanted}")
-        return value
-
-    def group(self) -> int:
-        """Columns that share a scale; 0: all."""
-        size = self.integer("group_size", 128, lambda size: size == -1 or 1 <= size <= _MOST_GROUP, "-1 or a size")
-        return 0 if size == -1 else size
-
-    def only(self, keys: tuple[str, ...], known: tuple[object, ...]) -> Any:
-        """The value of the first of ``keys`` that is there, which must be one of ``known``, the default first."""
-        key = next((key for key in keys if self.values.get(key) is not None), None)
-        if key is None:
-            return known[0]
-        value = self.values[key]
-        value = value.lower() if isinstance(value, str) else value
-        if not any(type(value) is type(each) and value == each for each in known):
-            raise ValueError(f"of {key} only {', '.join(map(str, known))} is read")
-        return value
-
-    def words(self, *keys: str) -> list[str]:
-        """The texts in the list under the first of ``keys`` that is there."""
-        found: Any = next((value for key in keys if (value := self.values.get(key)) is not None), [])
-        if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
-            raise ValueError(f"{keys[0]} there must be a list of names")
-        return found
-
-
-def pattern_of(text: str) -> re.Pattern[str]:
-    """The regular expression ``text``; raises ValueError for one that is wrong, or could take long to match."""
-    hard = len(text) > _LONGEST_PATTERN or _REPEATED_GROUP.search(text) or len(_REPEAT.findall(text)) > _MOST_REPEATS
-    try:
-        if not hard:
-            return re.compile(text)
-    except (re.error, OverflowError, RecursionError):
-        pass
-    raise ValueError("a pattern there is no regular expression, or too long a one")
-
-
-def _within(name: str) -> re.Pattern[str]:
-    """Modules whose names contain ``name``, a regular expression, in whole parts."""
-    pattern_of(name)
-    return re.compile(rf"(?:.*\.)?(?:{name})(?:\..*)?")
-
-
 def _scale_dtype(config: HFConfig) -> str:
     """The safetensors name of the model's dtype, which scales have by default."""
     return {"float16": "F16", "float32": "F32"}.get(config.dtype(default="bfloat16"), "BF16")
-
-
-def _gptq(settings: _Settings, _: str) -> Iterable[ModuleRule]:
-    settings.only(("quant_method",), ("gptq",))
-    version = settings.only(("checkpoint_format", "format"), ("gptq", "gptq_v2"))
-    settings.only(("pack_dtype",), ("int32",))
-    settings.only(("is_marlin_format",), (False,))
-    bias = 1 if version == "gptq" else 0
-    whole = _gptq_format(settings, bias)
-    dynamic = settings.values.get("dynamic") or {}
-    if not isinstance(dynamic, dict):
-        raise ValueError("dynamic there must be an object")
-    for pattern, overrides in dynamic.items():
-        kept = pattern.startswith("-:")
-        of = re.compile(rf"(?:{pattern_of(pattern.removeprefix('-:').removeprefix('+:')).pattern}).*")
-        given = {**settings.values, **overrides} if isinstance(overrides, dict) else settings.values
-        yield ModuleRule(of, None if kept else _gptq_format(_Settings(given), bias))
-    if settings.only(("lm_head",), (False, True)):
-        yield ModuleRule(re.compile(r"lm_head"), whole)
-    yield from (ModuleRule(_NEVER, None), ModuleRule(_ROUTERS, None))
-    blocks = settings.values.get("modules_in_block_to_quantize")
-    if blocks is None:
-        yield ModuleRule(re.compile(r".*"), whole)
-        return
-    if not isinstance(blocks, list):
-        raise ValueError("modules_in_block_to_quantize there must be a list")
-    for block in blocks:
-        for name in _Settings({"it": block if isinstance(block, list) else [block]}).words("it"):
-            yield ModuleRule(_within(re.escape(name)), whole)
-
-
-def _gptq_format(settings: _Settings, bias: int) -> StoredFormat:
-    bits = settings.integer("bits", 0, lambda bits: bits in (2, 4, 8), "2, 4 or 8")
-    in_order = settings.values.get("desc_act") is False
-    return formats.gptq(bits=bits, group=settings.group(), in_order=in_order, zero_bias=bias)
-
-
-def _awq(settings: _Settings, _: str) -> Iterable[ModuleRule]:
-    settings.integer("bits", 4, lambda bits: bits == 4, "4")
-    settings.only(("version", "format"), ("gemm",))
-    settings.only(("zero_point",), (True,))
-    yield from (ModuleRule(_within(name), None) for name in settings.words("modules_to_not_convert"))
-    yield from (ModuleRule(_NEVER, None), ModuleRule(_ROUTERS, None))
-    yield ModuleRule(re.compile(r".*"), formats.awq(group=settings.group()))
-
-
-def _fp8(settings: _Settings, _: str) -> Iterable[ModuleRule]:
-    settings.only(("fmt", "weight_fmt"), ("e4m3", "float8_e4m3fn"))
-    experts = settings.only(("expert_dtype",), ("fp8", "fp4"))
-    scale = "F8_E8M0" if settings.only(("scale_fmt",), ("float", "ue8m0")) == "ue8m0" else "F32"
-    block = settings.values.get("weight_block_size")
-    stored = formats.fp8(block=(0, 0), scale=scale, suffix=".weight_scale")
-    if block is not None:
-        sizes = isinstance(block, list) and len(block) == 2
-        if not sizes or not all(type(size) is int and 1 <= size <= _MOST_GROUP for size in block):
-            raise ValueError("weight_block_size there must be a list of two sizes")
-        stored = formats.fp8(block=(block[0], block[1]), scale=scale)
-    if experts == "fp4":  # routed ones; shared experts are as the rest
-        yield ModuleRule(re.compile(r"(?:.*\.)?experts\.\d+\..*"), formats.mxfp4((".weight", ".scale")))
-    yield from _unless(settings, stored)
-
-
-def _fbgemm(settings: _Settings, _: str) -> Iterable[ModuleRule]:
-    return _unless(settings, formats.fp8(block=(1, 0), scale="F32", suffix=".weight_scale"))
-
-
-def _unless(settings: _Settings, stored: StoredFormat) -> Iterable[ModuleRule]:
-    yield from (ModuleRule(_within(name), None) for name in settings.words("modules_to_not_convert", "ignored_layers"))
-    yield from (ModuleRule(_NEVER, None), ModuleRule(_ROUTERS, None))
-    yield ModuleRule(re.compile(r".*"), stored)
-
-
-def _mxfp4(settings: _Settings, _: str) -> Iterable[ModuleRule]:
-    """Of gpt-oss: expert matrices, whatever else is left out."""
-    settings.words("modules_to_not_convert")
-    yield ModuleRule(re.compile(r".*\.experts\..*"), formats.mxfp4(("_blocks", "_scales")))
-
-
-def _compressed(settings: _Settings, scale: str) -> Iterable[ModuleRule]:
-    if not _compressed_readers:
-        raise ValueError("no reader of compressed-tensors is there; use the command line")
-    return _compressed_readers[0](settings.values, scale)
-
-
-_METHODS: Mapping[str, Callable[[_Settings, str], Iterable[ModuleRule]]] = {
-    "gptq": _gptq,
-    "awq": _awq,
-    "fp8": _fp8,
-    "fbgemm_fp8": _fbgemm,
-    "mxfp4": _mxfp4,
-    "compressed-tensors": _compressed,
-}

@@ -13,9 +13,9 @@ from itertools import groupby
 
 from moelight.core.dtypes import BY_SAFETENSORS
 from moelight.core.errors import CheckpointError, ConfigError
+from moelight.formats.format import ITEM_BYTES, Format
 from moelight.profiles.families import FAMILIES
 from moelight.profiles.names import TensorNames
-from moelight.profiles.stored import ITEM_BYTES, StoredFormat
 from moelight.weights.source import Checkpoint, TensorInfo
 
 _LENGTH_BYTES = 8
@@ -40,14 +40,14 @@ class Piece:
 
     source: TensorInfo
     module: str
-    stored: StoredFormat | None = None
+    stored: Format | None = None
 
     def outputs(self) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
         """``(suffix, dtype, shape, bytes)`` of each; raises ConfigError if the matrix has no such format."""
         if self.stored is None:
             yield "", self.source.dtype, self.source.shape, self.source.nbytes
             return
-        for part in self.stored.parts(*self.source.shape):
+        for part in self.stored.tensors(*self.source.shape):
             yield part.suffix, part.dtypes[0], part.shape, part.nbytes
 
 
@@ -125,8 +125,8 @@ class ConversionPlan:
 def plan_conversion(
     checkpoint: Checkpoint,
     model_type: str,
-    experts: StoredFormat,
-    dense: StoredFormat | None,
+    experts: Format,
+    dense: Format | None,
     shard_bytes: int,
     keep: Chosen = frozenset(),
 ) -> ConversionPlan:
@@ -187,8 +187,8 @@ class _Sorting:
         checkpoint: Checkpoint,
         names: TensorNames | None,
         model_type: str,
-        experts: StoredFormat,
-        dense: StoredFormat | None,
+        experts: Format,
+        dense: Format | None,
         keep: Chosen,
     ) -> None:
         self._keep = keep
@@ -248,7 +248,7 @@ class _Sorting:
             return Piece(source=info, module=name)
         return self._rounded(info, name, self._experts)
 
-    def _rounded(self, info: TensorInfo, name: str, stored: StoredFormat) -> Piece:
+    def _rounded(self, info: TensorInfo, name: str, stored: Format) -> Piece:
         if info.dtype not in BY_SAFETENSORS:
             raise CheckpointError(
                 f"{info.file}: tensor {info.name!r} has dtype {info.dtype}, and only {', '.join(BY_SAFETENSORS)} is "
@@ -256,7 +256,7 @@ class _Sorting:
             )
         piece = Piece(source=info, module=name.removesuffix(_WEIGHT), stored=stored)
         try:
-            stored.parts(*info.shape)
+            stored.tensors(*info.shape)
         except ConfigError as error:
             raise ConfigError(f"{info.file}: tensor {info.name!r} {list(info.shape)}: {error}") from None
         return piece

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from moelight.core.errors import CheckpointError
-from moelight.profiles.stored import SUFFIXES
+from moelight.formats.registry import SUFFIXES
 from moelight.weights.source import Checkpoint, TensorInfo
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")

@@ -8,10 +8,10 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from moelight.core.dtypes import FLOAT32, dtype_named
+from moelight.formats.format import ITEM_BYTES
 from moelight.profiles.gguf import GGMLTensor
 from moelight.profiles.gguf_models import GGUFModel
 from moelight.profiles.quantization import expert_module
-from moelight.profiles.stored import ITEM_BYTES
 from moelight.weights.boxes import AssembledInfo, Tiled, concatenated
 from moelight.weights.quantized_checkpoint import QuantizedInfo
 from moelight.weights.source import Checkpoint, TensorInfo

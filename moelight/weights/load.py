@@ -25,14 +25,14 @@ from moelight.core.errors import CheckpointError
 from moelight.core.schedule import Page
 from moelight.core.small_files import open_regular, read_error_text
 from moelight.core.units import MiB, align_up
+from moelight.formats.format import PAGE_ALIGNMENT, RepackTable
 from moelight.hrm.costs import TENSOR_ALIGNMENT, dense_bytes, kept_parts, page_bytes
 from moelight.kernels import native
 from moelight.kernels.integers import no_integers
 from moelight.kernels.quantized import QuantizedMatrix, StackedMatrix, cpu_dequantize
-from moelight.kernels.repack import Table, in_group_order, repacked, turn
+from moelight.kernels.repack import in_group_order, repacked, turn
 from moelight.profiles.gguf_config import hf_rows
 from moelight.profiles.model import ModelProfile
-from moelight.profiles.stored import PART_ALIGNMENT
 from moelight.profiles.tensor_list import dense_tensors, page_shapes
 from moelight.weights.quantized_checkpoint import QuantizedInfo
 from moelight.weights.quantized_pages import Repacking
@@ -303,7 +303,7 @@ class PageRead(Protocol):
         ...
 
 
-Submit = Callable[[Sequence[tuple[Path, int, torch.Tensor, Table | None]]], PageRead]
+Submit = Callable[[Sequence[tuple[Path, int, torch.Tensor, RepackTable | None]]], PageRead]
 
 
 class _PartRead(NamedTuple):
@@ -312,7 +312,7 @@ class _PartRead(NamedTuple):
     piece: TensorInfo
     numbers: torch.Tensor
     offset: int
-    table: Table | None
+    table: RepackTable | None
 
 
 class PageReader(TensorReader):
@@ -344,7 +344,7 @@ class PageReader(TensorReader):
         self._dtype, self._alignment = dtype, 1
         if self._quantized is not None:
             self._stored = self._dtype = torch.uint8
-            self._alignment, self.page_bytes = PART_ALIGNMENT, self._quantized.nbytes
+            self._alignment, self.page_bytes = PAGE_ALIGNMENT, self._quantized.nbytes
         else:
             self.page_bytes = page_bytes(model, from_torch(dtype))
         self._submit = submit if self._stored == self._dtype else None

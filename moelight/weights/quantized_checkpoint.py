@@ -13,7 +13,8 @@ from types import MappingProxyType
 
 from moelight.core.dtypes import BY_SAFETENSORS
 from moelight.core.errors import CheckpointError
-from moelight.profiles.stored import AWQ, GPTQ, ITEM_BYTES, MXFP4, PACKED, SHAPE, SUFFIXES, StoredFormat
+from moelight.formats.format import ITEM_BYTES, SHAPE, Format
+from moelight.formats.registry import STACK_SUFFIXES, SUFFIXES
 from moelight.weights.source import Checkpoint, TensorInfo
 from moelight.weights.stored_matrix import StoredMatrix, find_matrix, read_tensor
 
@@ -69,7 +70,7 @@ class QuantizedInfo(TensorInfo):
         )
 
 
-def as_matrices(checkpoint: Checkpoint, format_of: Callable[[str], StoredFormat | None], dtype: str) -> Checkpoint:
+def as_matrices(checkpoint: Checkpoint, format_of: Callable[[str], Format | None], dtype: str) -> Checkpoint:
     """``checkpoint``, whose modules are stored as ``format_of`` says, with one tensor for each quantised matrix: of the
     dtype of the tensors that are not quantised, and of ``dtype`` (a safetensors name) where these differ. Raises
     CheckpointError for a matrix that lacks a tensor, or has one that does not fit."""
@@ -90,7 +91,7 @@ def as_matrices(checkpoint: Checkpoint, format_of: Callable[[str], StoredFormat 
                 break
             stored = _spelled(tensors, of, stored)
             matrix = _matrix(tensors, of, info, stored, listing)
-            taken.update(of + part.suffix for part in stored.parts(matrix.rows, matrix.columns))
+            taken.update(of + part.suffix for part in stored.tensors(matrix.rows, matrix.columns))
             found.append((info, matrix, of))
             break
     plain = {name: info for name, info in tensors.items() if name not in taken}
@@ -107,7 +108,7 @@ def as_matrices(checkpoint: Checkpoint, format_of: Callable[[str], StoredFormat 
 def _stack_of_blocks(
     tensors: Mapping[str, TensorInfo],
     codes: TensorInfo,
-    format_of: Callable[[str], StoredFormat | None],
+    format_of: Callable[[str], Format | None],
     listing: str,
 ) -> StoredMatrix | None:
     """The matrices of all experts [E, rows, columns] in the tensor ``codes``, with scales that are named after it; None
@@ -123,14 +124,14 @@ def _stack_of_blocks(
     find_matrix(tensors, codes.name, stored, rows, columns, listing=listing, expert=(0, count))
     places = {
         part.suffix: replace(tensors[codes.name + part.suffix], shape=(count * part.shape[0], *part.shape[1:]))
-        for part in stored.parts(rows, columns)
+        for part in stored.tensors(rows, columns)
     }
     return StoredMatrix(
         module=codes.name, stored=stored, rows=count * rows, columns=columns, places=places, stack=count
     )
 
 
-def _spelled(tensors: Mapping[str, TensorInfo], module: str, stored: StoredFormat) -> StoredFormat:
+def _spelled(tensors: Mapping[str, TensorInfo], module: str, stored: Format) -> Format:
     """``stored`` under the name that the scales of ``module`` have: DeepSeek-V4's are ``.scale``."""
     usual = stored.names[1:2]
     if not usual or module + usual[0] in tensors or f"{module}.scale" not in tensors:
@@ -138,7 +139,7 @@ def _spelled(tensors: Mapping[str, TensorInfo], module: str, stored: StoredForma
     return replace(stored, names=(stored.names[0], ".scale", *stored.names[2:]))
 
 
-def _is_plain(tensors: Mapping[str, TensorInfo], module: str, codes: TensorInfo, stored: StoredFormat) -> bool:
+def _is_plain(tensors: Mapping[str, TensorInfo], module: str, codes: TensorInfo, stored: Format) -> bool:
     """True if ``module``, which is to be ``stored`` so, holds plain numbers instead: floats without scales beside
     them."""
     return codes.dtype in BY_SAFETENSORS and not any(
@@ -148,11 +149,11 @@ def _is_plain(tensors: Mapping[str, TensorInfo], module: str, codes: TensorInfo,
 
 def _endings(name: str) -> Iterable[tuple[str, str]]:
     """The suffixes of stacks (gpt-oss) that ``name`` may have, and the module before each."""
-    return ((end, name.removesuffix(end)) for end in ("_blocks",) if name.endswith(end))
+    return ((end, name.removesuffix(end)) for end in STACK_SUFFIXES if name.endswith(end))
 
 
 def _matrix(
-    tensors: Mapping[str, TensorInfo], module: str, codes: TensorInfo, stored: StoredFormat, listing: str
+    tensors: Mapping[str, TensorInfo], module: str, codes: TensorInfo, stored: Format, listing: str
 ) -> StoredMatrix:
     """The matrix of ``module``, whose codes are given; of a stack all matrices below one another."""
     if not 2 <= len(codes.shape) <= _MOST_DIMENSIONS:
@@ -161,7 +162,7 @@ def _matrix(
             "correct quantization_config"
         )
     rows, columns = _size(tensors, module, codes, stored)
-    stack = codes.shape[0] if _stacked(codes, stored) else 1
+    stack = stored.stack_of(codes.shape) or 1
     given = {}
     for suffix in stored.names if stack > 1 else ():
         if info := tensors.get(module + suffix):
@@ -170,31 +171,17 @@ def _matrix(
     return find_matrix({**given} if given else tensors, module, stored, stack * rows, columns, listing=listing)
 
 
-def _stacked(codes: TensorInfo, stored: StoredFormat) -> bool:
-    return stored.kind == MXFP4 and len(codes.shape) > 2 and stored.names[0] == "_blocks"
-
-
-def _size(tensors: Mapping[str, TensorInfo], module: str, codes: TensorInfo, stored: StoredFormat) -> tuple[int, int]:
+def _size(tensors: Mapping[str, TensorInfo], module: str, codes: TensorInfo, stored: Format) -> tuple[int, int]:
     """Rows and columns of a matrix by the shape of its codes."""
-    shape = codes.shape
-    if stored.kind == GPTQ:
-        return shape[-1], shape[0] * stored.per_word
-    if stored.kind == AWQ:
-        return shape[-1] * stored.per_word, shape[0]
-    if stored.kind == MXFP4:
-        stack = 1 if _stacked(codes, stored) else 0
-        return shape[stack], 2 * math.prod(shape[stack + 1 :])
-    if stored.kind != PACKED:
-        return shape[-2], shape[-1]
-    said = tensors.get(module + SHAPE)
-    if said is None or said.shape != (2,) or said.dtype not in ("I64", "I32"):
-        return shape[-2], shape[-1] * stored.per_word
-    rows, columns = read_tensor(said).tolist()
+    info = tensors.get(module + SHAPE) if stored.stores_shape else None
+    if info is None or info.shape != (2,) or info.dtype not in ("I64", "I32"):
+        return stored.size_of(codes.shape)
+    rows, columns = read_tensor(info).tolist()
     return int(rows), int(columns)
 
 
 def _as_numbers(info: TensorInfo, matrix: StoredMatrix, module: str, dtype: str) -> QuantizedInfo:
-    turned = _stacked(info, matrix.stored)
+    turned = matrix.stored.stack_of(info.shape) > 0
     stack = info.shape[0] if turned or len(info.shape) == _STACK_DIMENSIONS else 0
     shape: tuple[int, ...] = (matrix.rows, matrix.columns)
     if stack:

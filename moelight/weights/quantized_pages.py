@@ -12,8 +12,8 @@ from typing import NamedTuple
 from moelight.core.errors import CheckpointError
 from moelight.core.schedule import Page
 from moelight.core.units import align_up
-from moelight.kernels.repack import Table, part_table, transposition
-from moelight.profiles.stored import ITEM_BYTES, PART_ALIGNMENT, SCALED, SHAPE, StoredFormat
+from moelight.formats.format import ITEM_BYTES, PAGE_ALIGNMENT, SHAPE, Format, RepackTable
+from moelight.kernels.repack import transposition
 from moelight.weights.page_layout import Matrix, PageLayout
 from moelight.weights.quantized_checkpoint import QuantizedInfo
 from moelight.weights.source import TensorInfo
@@ -27,7 +27,7 @@ class PartPlace(NamedTuple):
     nbytes: int
     dtype: str
     shape: tuple[int, ...]
-    table: Table | None = None
+    table: RepackTable | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class MatrixPlace:
     rows: int
     columns: int
     parts: tuple[tuple[str, PartPlace], ...]
-    stored: StoredFormat | None = None
+    stored: Format | None = None
 
     @property
     def transposed(self) -> bool:
@@ -51,7 +51,7 @@ class Repacking:
     """How the parts of a page are turned on arrival: the table of each by its offset in the page. ``orders``: by the
     offsets of tensors that say the group of each column, the columns of the groups that they have to count."""
 
-    tables: Mapping[int, Table]
+    tables: Mapping[int, RepackTable]
     orders: Mapping[int, int]
 
     @classmethod
@@ -127,14 +127,14 @@ def _repacked(kind: Kind) -> tuple[Kind, Repacking]:
     """Where the parts of a page of ``kind`` lie once they are turned, and how they are."""
     found, orders = [], dict[int, int]()
     for name, place in kind:
-        by_rows = None if place.stored is None else place.stored.repacked(place.rows, place.columns)
+        by_rows = None if place.stored is None else place.stored.repacked_format(place.rows, place.columns)
         if place.stored is None or by_rows is None:
             found.append((name, place))
             continue
-        shapes = {part.suffix: part.shape for part in by_rows.parts(place.rows, place.columns)}
+        shapes = {part.suffix: part.shape for part in by_rows.tensors(place.rows, place.columns)}
         parts = []
         for suffix, part in place.parts:
-            table = part_table(place.stored, suffix, part.shape, ITEM_BYTES[part.dtype])
+            table = place.stored.repack_table(suffix, part.shape, ITEM_BYTES[part.dtype])
             if table is None:
                 orders[part.offset] = place.stored.group
             else:
@@ -181,7 +181,7 @@ def _apart(info: TensorInfo) -> tuple[TensorInfo, ...]:
     return info.apart() if isinstance(info, QuantizedInfo) else (info,)
 
 
-_Parts = tuple[StoredFormat | None, list[tuple[str, TensorInfo]]]
+_Parts = tuple[Format | None, list[tuple[str, TensorInfo]]]
 
 
 def _parts(info: TensorInfo) -> _Parts:
@@ -205,7 +205,7 @@ class _Segment:
     after another through the page from ``begin`` on."""
 
     info: TensorInfo
-    stored: StoredFormat | None
+    stored: Format | None
     parts: tuple[tuple[str, PartPlace], ...]
     begin: int
     count: int
@@ -249,19 +249,18 @@ class _Segment:
     def _transposed(self, matrix: MatrixPlace) -> MatrixPlace:
         """The transpose of ``matrix``: its parts are transposed on arrival, and its blocks with them."""
         stored, parts = matrix.stored, list[tuple[str, PartPlace]]()
-        grids = stored is not None and stored.kind == SCALED and bool(stored.group) == bool(stored.group_rows)
-        for suffix, part in matrix.parts if grids else ():
+        by_rows = None if stored is None else stored.transposed_format()
+        for suffix, part in matrix.parts if by_rows is not None else ():
             lines, width = (*part.shape, 1, 1)[:2]
             table = transposition(lines, width, ITEM_BYTES[part.dtype])
             if table is not None:
                 parts.append((suffix, part._replace(shape=(width, lines), table=table)))
-        if stored is None or len(parts) < len(matrix.parts):
+        if by_rows is None or len(parts) < len(matrix.parts):
             form = "this format" if stored is None else stored.name
             raise CheckpointError(
                 f"{self.info.file}: tensor {self.info.name!r} holds experts by columns, and {form} is "
                 "read by rows only; use a checkpoint with experts one by one, or the one that is not quantised"
             )
-        by_rows = replace(stored, group=stored.group_rows, group_rows=stored.group)
         return MatrixPlace(rows=matrix.columns, columns=matrix.rows, parts=tuple(parts), stored=by_rows)
 
     def _numbers_of(self, bias: MatrixPlace) -> MatrixPlace:
@@ -277,7 +276,7 @@ def _kind(infos: Sequence[TensorInfo], parts: Sequence[_Parts], layout: PageLayo
         placed = []
         for suffix, each in tensors:
             placed.append((suffix, PartPlace(at, each.nbytes, each.dtype, each.shape)))
-            at = align_up(at + each.nbytes, PART_ALIGNMENT)
+            at = align_up(at + each.nbytes, PAGE_ALIGNMENT)
         count = info.nbytes // ITEM_BYTES[info.dtype]
         segments.append(_Segment(info=info, stored=stored, parts=tuple(placed), begin=begin, count=count))
         begin += count

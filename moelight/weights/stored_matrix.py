@@ -14,22 +14,14 @@ from moelight.core.dtypes import dtype_named
 from moelight.core.errors import CheckpointError, ConfigError
 from moelight.core.small_files import open_regular, read_error_text
 from moelight.core.units import align_up
+from moelight.formats.format import PAGE_ALIGNMENT, SHAPE, Format, TensorSpec
+from moelight.formats.ggml import ggml_format
+from moelight.formats.plain import plain
+from moelight.formats.registry import SUFFIXES
 from moelight.profiles.gguf import GGMLTensor
 from moelight.profiles.gguf_models import GGUFModel
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.quantization import expert_module
-from moelight.profiles.stored import (
-    GGML,
-    MXFP4,
-    PART_ALIGNMENT,
-    SCALED,
-    SHAPE,
-    SUFFIXES,
-    StoredFormat,
-    StoredPart,
-    ggml_format,
-    plain,
-)
 from moelight.profiles.tensor_list import page_shapes
 from moelight.weights.source import Checkpoint, TensorInfo
 
@@ -53,7 +45,7 @@ class StoredMatrix:
     so many matrices of equal size below one another, whose blocks begin anew with each."""
 
     module: str
-    stored: StoredFormat
+    stored: Format
     rows: int
     columns: int
     places: Mapping[str, TensorInfo]
@@ -68,7 +60,7 @@ class StoredMatrix:
     @property
     def kept_bytes(self) -> int:
         """Bytes in memory: each tensor that says more than a shape, aligned."""
-        return sum(align_up(info.nbytes, PART_ALIGNMENT) for suffix, info in self.places.items() if suffix != SHAPE)
+        return sum(align_up(info.nbytes, PAGE_ALIGNMENT) for suffix, info in self.places.items() if suffix != SHAPE)
 
     def rows_of(self, begin: int, end: int) -> StoredMatrix:
         """Rows ``begin`` to ``end`` as a matrix of its own; raises CheckpointError where its bytes are not together."""
@@ -81,7 +73,7 @@ class StoredMatrix:
                 self.stored.names[0], "has its rows in another order, so they are not taken by themselves"
             )
         places = {}
-        for part in self.stored.parts(self.rows, self.columns):
+        for part in self.stored.tensors(self.rows, self.columns):
             if (step := self.stored.rows_of_line(part.suffix)) == 0:
                 places[part.suffix] = self.places[part.suffix]
                 continue
@@ -105,7 +97,7 @@ class StoredMatrix:
         for suffix, info in self.places.items():
             room = None
             if into is not None and suffix != SHAPE:
-                room, at = into[at : at + info.nbytes], at + align_up(info.nbytes, PART_ALIGNMENT)
+                room, at = into[at : at + info.nbytes], at + align_up(info.nbytes, PAGE_ALIGNMENT)
             found[suffix] = read_tensor(info, room)
         self._check(found)
         return found
@@ -130,7 +122,7 @@ class StoredMatrix:
 def find_matrix(
     tensors: Mapping[str, TensorInfo],
     module: str,
-    stored: StoredFormat,
+    stored: Format,
     rows: int,
     columns: int,
     *,
@@ -140,7 +132,7 @@ def find_matrix(
     """The matrix of ``module`` among ``tensors``, which the file ``listing`` lists. ``expert``: the number of an expert
     and of all experts, whose matrices are stacked."""
     try:
-        wanted = stored.parts(rows, columns)
+        wanted = stored.tensors(rows, columns)
     except ConfigError as error:
         raise CheckpointError(f"{listing}: tensor {module!r}: {error}; config.json does not fit the weights") from None
     extra = [suffix for suffix in SUFFIXES if suffix not in {part.suffix for part in wanted}]
@@ -157,7 +149,7 @@ def find_matrix(
 def expert_matrices(
     checkpoint: Checkpoint,
     profile: ModelProfile,
-    format_of: Callable[[str], StoredFormat | None],
+    format_of: Callable[[str], Format | None],
     layer: int,
     expert: int,
 ) -> dict[str, StoredMatrix]:
@@ -200,7 +192,7 @@ def ggml_matrix(tensor: GGMLTensor, *, expert: int | None = None, columns: int |
         stack, rows, last = [], math.prod(tensor.shape) // columns, columns
     try:
         stored = ggml_format(tensor.type)
-        part = stored.parts(rows, last)[0]
+        part = stored.tensors(rows, last)[0]
     except ConfigError as error:
         raise CheckpointError(f"{tensor.file}: tensor {tensor.name!r}: {error}") from None
     info = TensorInfo(
@@ -227,8 +219,8 @@ def _lines(info: TensorInfo, begin: int, end: int) -> TensorInfo:
 def _place(
     tensors: Mapping[str, TensorInfo],
     module: str,
-    part: StoredPart,
-    stored: StoredFormat,
+    part: TensorSpec,
+    stored: Format,
     listing: str,
     expert: tuple[int, int] | None,
 ) -> TensorInfo:
@@ -254,26 +246,13 @@ def _place(
                 "correct config.json"
             )
         info = info.part(index, count)
-    if not _alike(info.shape, part.shape, stored):
+    if not stored.accepts(info.shape, part.shape):
         raise CheckpointError(
             f"{info.file}: tensor {name!r} has shape {list(info.shape)}, and {shown}, which config.json says of it, "
             f"asks for {list(part.shape)}; correct quantization_config"
         )
-    # Codes of MXFP4 are bytes, which some files call signed.
-    return replace(info, shape=part.shape, dtype="U8" if stored.kind == MXFP4 and info.dtype == "I8" else info.dtype)
-
-
-def _alike(shape: tuple[int, ...], wanted: tuple[int, ...], stored: StoredFormat) -> bool:
-    """True if ``shape`` holds ``wanted`` in its order: scales may leave out dimensions of size 1, stacks of experts add
-    one, blocks of MXFP4 are a dimension of their own."""
-    if stored.kind == MXFP4 and len(shape) > len(wanted):
-        *outer, blocks, width = shape
-        shape = (
-            (*outer, blocks * width) if math.prod(shape) == math.prod(wanted) and outer[-1:] == [wanted[0]] else shape
-        )
-    if stored.kind in (GGML, SCALED, MXFP4) or math.prod(wanted) == max(wanted, default=1):
-        return tuple(size for size in shape if size != 1) == tuple(size for size in wanted if size != 1)
-    return shape == wanted
+    # Codes of two values are bytes, which some files call signed.
+    return replace(info, shape=part.shape, dtype="U8" if info.dtype == "I8" and "U8" in part.dtypes else info.dtype)
 
 
 def read_tensor(info: TensorInfo, into: Tensor | None = None) -> Tensor:

@@ -28,13 +28,13 @@ from moelight.core.errors import CheckpointError, ConfigError, InputError, Stora
 from moelight.engine.checkpoints import open_model
 from moelight.engine.experts import facts_of
 from moelight.experts.profile import ActivationProfile, save_profile
+from moelight.formats.compressed_tensors import Rounding
+from moelight.formats.format import SHAPE
 from moelight.hrm.inventory import inventory
 from moelight.kernels.quantized import row_blocks
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.quantization import Quantization, read_quantization
-from moelight.profiles.stored import SHAPE
-from moelight.weights.compressed_tensors import Rounding, know_compressed_tensors
 from moelight.weights.source import Checkpoint
 from tests.cli.program import Program, moelight_inside
 from tests.tiny import hf_model, save_tiny
@@ -60,7 +60,6 @@ def tensors_of(directory: Path) -> dict[str, Tensor]:
 
 
 def formats_of(directory: Path) -> Quantization:
-    know_compressed_tensors()
     found = read_quantization(HFConfig.from_file(directory / "config.json"))
     assert found is not None
     return found
@@ -321,7 +320,6 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_bytes_are_counted_from_the_config(kind: str, tmp_path: Path) -> None:
     model, out = save(tmp_path / "model", "qwen3_moe", dtype="bfloat16"), tmp_path / "out"
     done = convert_checkpoint(options(model, out, kind, dense=Rounding("int8", 0)))
-    know_compressed_tensors()
     counted = inventory(load_model_profile(str(out)))  # of experts what their pages hold, so not the sizes beside them
     experts = sum(".experts." in name for name in Checkpoint.open(out).tensors if name.endswith(SHAPE))
     assert counted.total_bytes + 16 * experts == done.bytes

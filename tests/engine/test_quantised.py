@@ -25,7 +25,6 @@ from moelight.kernels.gpu import serving
 from moelight.kernels.gpu.pages import PageTable
 from moelight.kernels.gpu.quantized import QuantizedTable
 from moelight.models.moe import table_of
-from moelight.profiles.stored import PACKED
 from moelight.runtime import moe_ops
 from moelight.weights.load import PageReader
 from moelight.weights.quantized_pages import QuantizedPages
@@ -87,7 +86,7 @@ def test_pages_of_columns_are_those_of_rows_once_they_are_there(
     repacked = QuantizedPages.repacked
     monkeypatch.setattr(QuantizedPages, "repacked", lambda pages: turned.append(repacked(pages)) or turned[-1])
     assert scores(by_columns, **how) == wanted
-    assert {place.stored.kind for kind in turned[0].kinds for _, place in kind if place.stored} == {PACKED}
+    assert {place.stored.key for kind in turned[0].kinds for _, place in kind if place.stored} == {"packed"}
     assert scores(by_columns, **{**how, "weights": STREAMED}) == wanted
     assert scores(by_columns, **{**how, "weights": Shares(host=0.4, disk=0.6), "residents": "learned"}) == wanted
     monkeypatch.setattr(QuantizedPages, "repacked", lambda pages: pages)

@@ -8,6 +8,11 @@ import pytest
 
 from moelight.core.policy import Policy, Shares
 from moelight.core.schedule import Lane, Task, TaskKind
+from moelight.formats.awq import awq
+from moelight.formats.format import Format
+from moelight.formats.fp8 import fp8
+from moelight.formats.ggml import ggml_format
+from moelight.formats.gptq import gptq
 from moelight.hrm import costs
 from moelight.hrm.cost_model import CostModel
 from moelight.hrm.estimate import cost_model_of, cost_of
@@ -16,12 +21,10 @@ from moelight.hrm.pass_cost import PassCost, PlacementCounts
 from moelight.hrm.placement import place
 from moelight.hrm.task_cost import MicroBatchLoad, PassCosts
 from moelight.hrm.workload_model import decode_pass
-from moelight.profiles import stored as formats
 from moelight.profiles.hardware import load_hardware_profile
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.quantization import with_stored
-from moelight.profiles.stored import StoredFormat
 from moelight.profiles.workload import Workload
 
 MIXTRAL = load_model_profile("mixtral")
@@ -37,31 +40,31 @@ PLAIN = Policy(
     attention_device="cpu",
     weights=Shares(host=0.5, disk=0.5),
 )
-BY_COLUMNS = formats.gptq(bits=4, group=128, in_order=True)
-ORDERED = formats.gptq(bits=4, group=128)
+BY_COLUMNS = gptq(bits=4, group=128, in_order=True)
+ORDERED = gptq(bits=4, group=128)
 
 
-def profile(stored: StoredFormat) -> ModelProfile:
+def profile(stored: Format) -> ModelProfile:
     return with_stored(MIXTRAL, lambda module: stored if "experts" in module else None, "config.json")
 
 
-def models(stored: StoredFormat, machine: str = "cpu-amx", **policy: object) -> CostModel:
+def models(stored: Format, machine: str = "cpu-amx", **policy: object) -> CostModel:
     return cost_model_of(profile(stored), replace(PLAIN, **policy), SPEEDS[machine])  # type: ignore[arg-type]
 
 
-def cost(stored: StoredFormat, pages: float) -> PassCost:
+def cost(stored: Format, pages: float) -> PassCost:
     placed = PlacementCounts(from_disk=pages)
     return cost_of(models(stored), WORK, decode_pass(WORK, 4), placed, PLAIN)
 
 
-@pytest.mark.parametrize("stored", [BY_COLUMNS, formats.awq(group=64), formats.gptq(bits=8, group=0, in_order=True)])
-def test_all_of_a_page_is_turned(stored: StoredFormat) -> None:
+@pytest.mark.parametrize("stored", [BY_COLUMNS, awq(group=64), gptq(bits=8, group=0, in_order=True)])
+def test_all_of_a_page_is_turned(stored: Format) -> None:
     found = profile(stored).stored
     assert found is not None and found.repacked_bytes == found.mean_page_bytes
 
 
-@pytest.mark.parametrize("stored", [ORDERED, formats.fp8(block=(128, 128), scale="F32"), formats.ggml_format("Q4_K")])
-def test_nothing_is_turned_of_other_formats(stored: StoredFormat) -> None:
+@pytest.mark.parametrize("stored", [ORDERED, fp8(block=(128, 128), scale="F32"), ggml_format("Q4_K")])
+def test_nothing_is_turned_of_other_formats(stored: Format) -> None:
     found = profile(stored).stored
     assert found is not None and found.repacked_bytes == 0
 

@@ -37,7 +37,6 @@ from moelight.kernels.gpu import (
 from moelight.kernels.gpu.integers import RoundedRows
 from moelight.kernels.gpu.pages import PageTable
 from moelight.kernels.gpu.quantized import QuantizedTable
-from moelight.profiles.stored import AWQ
 from tests.kernels.quantized import FORMATS, matrix
 
 HIDDEN, WIDTH, EXPERTS, ROWS = 256, 512, 4, 64
@@ -198,7 +197,7 @@ def integer_product(card: int, dtype: torch.dtype, form: str, part: str, mean_ro
     stored, out = pages.forms[part].stored, torch.empty(ROWS, outputs, dtype=dtype)
     x = RoundedRows.empty(ROWS, inputs, stored, out.device)
     matrices = 2 if part == "gate_up" else 1
-    sizes = {"group": x.group, "mean_rows": mean_rows, "matrices": matrices, "scattered": stored.kind == AWQ}
+    sizes = {"group": x.group, "mean_rows": mean_rows, "matrices": matrices, "scattered": stored.scattered}
     tile = tiles.choose_integers(divmod(card, 10), **sizes)
     slots = torch.empty((16, 3), dtype=torch.int32)
     tokens = torch.empty(ROWS, dtype=torch.int64) if part == "gate_up" else None

@@ -5,9 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moelight.formats.awq import awq
+from moelight.formats.format import Format, TensorSpec
+from moelight.formats.fp8 import fp8
+from moelight.formats.ggml import GGML_FORMATS
+from moelight.formats.gptq import gptq
+from moelight.formats.int8 import Int8Format
+from moelight.formats.mxfp4 import MX_GROUP, mxfp4
+from moelight.formats.packed import PackedFormat
 from moelight.kernels.quantized import QuantizedMatrix
-from moelight.profiles import stored as formats
-from moelight.profiles.stored import GGML_FORMATS, StoredFormat, StoredPart
 
 _INTS = {"I32": torch.int32, "I64": torch.int64, "I8": torch.int8, "U8": torch.uint8}
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -22,12 +28,10 @@ _HALVES = {
 }
 
 
-def packed(*, bits: int, group: int, zero_points: bool = False, scale: str = "BF16") -> StoredFormat:
-    return StoredFormat(
+def packed(*, bits: int, group: int, zero_points: bool = False, scale: str = "BF16") -> Format:
+    return PackedFormat(
         name=f"int{bits}",
-        kind=formats.PACKED,
         bits=bits,
-        codes="I32",
         scale=scale,
         group=group,
         zero_points=zero_points,
@@ -35,18 +39,16 @@ def packed(*, bits: int, group: int, zero_points: bool = False, scale: str = "BF
     )
 
 
-def int8(*, group: int, zero_points: bool = False) -> StoredFormat:
-    return StoredFormat(
-        name="int8", kind=formats.SCALED, bits=8, codes="I8", scale="F16", group=group, zero_points=zero_points
-    )
+def int8(*, group: int, zero_points: bool = False) -> Format:
+    return Int8Format(name="int8", scale="F16", group=group, zero_points=zero_points)
 
 
 FORMATS = {
-    "fp8 blocks": formats.fp8(block=(128, 128), scale="F32"),
-    "fp8 odd blocks": formats.fp8(block=(5, 48), scale="BF16"),
-    "fp8 powers": formats.fp8(block=(128, 128), scale="F8_E8M0"),
-    "fp8 rows": formats.fp8(block=(1, 0), scale="F16"),
-    "fp8 tensor": formats.fp8(block=(0, 0), scale="F32"),
+    "fp8 blocks": fp8(block=(128, 128), scale="F32"),
+    "fp8 odd blocks": fp8(block=(5, 48), scale="BF16"),
+    "fp8 powers": fp8(block=(128, 128), scale="F8_E8M0"),
+    "fp8 rows": fp8(block=(1, 0), scale="F16"),
+    "fp8 tensor": fp8(block=(0, 0), scale="F32"),
     "int8 rows": int8(group=0),
     "int8 groups": int8(group=40, zero_points=True),
     "packed int2": packed(bits=2, group=64),
@@ -55,42 +57,42 @@ FORMATS = {
     "packed int4 short": packed(bits=4, group=16, zero_points=True),
     "packed int8": packed(bits=8, group=32, zero_points=True, scale="F16"),
     "packed int8 symmetric": packed(bits=8, group=64),
-    **{f"gptq int{bits}": formats.gptq(bits=bits, group=64) for bits in (2, 4, 8)},
-    "gptq int4 in order": formats.gptq(bits=4, group=32, order=False, zero_bias=0),
-    "gptq int4 rows": formats.gptq(bits=4, group=0, order=False),
-    "awq": formats.awq(group=64),
-    "awq rows": formats.awq(group=0),
-    "mxfp4": formats.mxfp4(("_blocks", "_scales")),
-    **{name: stored for name, stored in GGML_FORMATS.items() if stored.kind == formats.GGML},
+    **{f"gptq int{bits}": gptq(bits=bits, group=64) for bits in (2, 4, 8)},
+    "gptq int4 in order": gptq(bits=4, group=32, order=False, zero_bias=0),
+    "gptq int4 rows": gptq(bits=4, group=0, order=False),
+    "awq": awq(group=64),
+    "awq rows": awq(group=0),
+    "mxfp4": mxfp4(("_blocks", "_scales")),
+    **{name: stored for name, stored in GGML_FORMATS.items() if stored.key == "ggml"},
 }
 
 
-def step(stored: StoredFormat) -> tuple[int, int]:
+def step(stored: Format) -> tuple[int, int]:
     """Of rows and columns."""
-    if stored.kind == formats.GGML:
+    if stored.key == "ggml":
         return 1, stored.block
-    if stored.kind == formats.MXFP4:
-        return 1, formats.MX_GROUP
-    columns = stored.group or 1 if stored.kind in {formats.PACKED, formats.AWQ} else 1
-    if stored.kind == formats.GPTQ:
+    if stored.key == "mxfp4":
+        return 1, MX_GROUP
+    columns = stored.group or 1 if stored.key in {"packed", "awq"} else 1
+    if stored.key == "gptq":
         return stored.per_word, stored.per_word
-    return stored.per_word if stored.kind == formats.AWQ else 1, columns
+    return stored.per_word if stored.key == "awq" else 1, columns
 
 
-def matrix(stored: StoredFormat, rows: int, columns: int, seed: int = 0, *, ordered: bool = True) -> QuantizedMatrix:
+def matrix(stored: Format, rows: int, columns: int, seed: int = 0, *, ordered: bool = True) -> QuantizedMatrix:
     """A random matrix of numbers around 0.05; ``ordered``: columns of GPTQ are in the order of their groups."""
     source = torch.Generator().manual_seed(seed)
-    parts = {part.suffix: _part(stored, part, source) for part in stored.parts(rows, columns)}
+    parts = {part.suffix: _part(stored, part, source) for part in stored.tensors(rows, columns)}
     if stored.order:
         order = torch.arange(columns) // (stored.group or columns)
         parts[stored.names[3]] = order.int() if ordered else order[torch.randperm(columns, generator=source)].int()
     return QuantizedMatrix(stored=stored, rows=rows, columns=columns, parts=parts)
 
 
-def garbage(stored: StoredFormat, rows: int, columns: int, seed: int = 0) -> QuantizedMatrix:
+def garbage(stored: Format, rows: int, columns: int, seed: int = 0) -> QuantizedMatrix:
     """A matrix of any bytes."""
     source, parts = torch.Generator().manual_seed(seed), {}
-    for part in stored.parts(rows, columns):
+    for part in stored.tensors(rows, columns):
         whole = torch.randint(0, 256, (part.nbytes,), generator=source, dtype=torch.uint8)
         parts[part.suffix] = whole.view(_dtype(part.dtypes[0])).reshape(part.shape)
     return QuantizedMatrix(stored=stored, rows=rows, columns=columns, parts=parts)
@@ -101,9 +103,9 @@ def _dtype(name: str) -> torch.dtype:
     return (_INTS | _FLOATS | eights)[name]
 
 
-def _part(stored: StoredFormat, part: StoredPart, source: torch.Generator) -> Tensor:
+def _part(stored: Format, part: TensorSpec, source: torch.Generator) -> Tensor:
     name = part.dtypes[0]
-    if part.suffix in stored.names[1:2] and stored.kind != formats.GGML:
+    if part.suffix in stored.names[1:2] and stored.key != "ggml":
         scales = torch.rand(part.shape, generator=source) * 0.01 + 0.001
         if name in _FLOATS:
             return scales.to(_FLOATS[name])
@@ -111,7 +113,7 @@ def _part(stored: StoredFormat, part: StoredPart, source: torch.Generator) -> Te
     raw = torch.randint(0, 256, (part.nbytes,), generator=source, dtype=torch.uint8)
     if name == "F8_E4M3":
         raw = torch.where((raw & 127) > 120, raw & 0xF0, raw)
-    if stored.kind == formats.GGML:
+    if stored.key == "ggml":
         blocks = raw.view(-1, stored.block_bytes)
         for at in _HALVES[stored.name]:
             halves = (torch.rand(len(blocks), 1, generator=source) * 0.01 + 0.0001).half()

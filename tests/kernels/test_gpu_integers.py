@@ -9,21 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from moelight.formats.format import Format
 from moelight.kernels import reference
 from moelight.kernels.activations import Activation
 from moelight.kernels.gpu import serving, tiles
 from moelight.kernels.gpu.grouped import expert_ffn
-from moelight.kernels.gpu.integers import round_rows, sums_of
+from moelight.kernels.gpu.integers import round_rows
 from moelight.kernels.gpu.quantized import QuantizedTable
 from moelight.kernels.integers import round_tokens
 from moelight.kernels.quantized import QuantizedMatrix
-from moelight.profiles.stored import StoredFormat
 from tests.kernels.gpu_layers import distance, rows_of
 from tests.kernels.quantized import FORMATS, int8, matrix, packed, step
 from tests.kernels.test_gpu_quantized import BY_TRITON, moved
 
 FORMS = {
-    **{name: stored for name, stored in FORMATS.items() if stored.without_integers is None},
+    **{name: stored for name, stored in FORMATS.items() if stored.int8_reason is None},
     "int8 in groups": int8(group=96, zero_points=True),
     "packed int8 by rows": packed(bits=8, group=0),
 }
@@ -32,7 +32,7 @@ SQUARED = Activation("relu2", gated=False)
 
 
 def layer(
-    stored: StoredFormat, hidden: int, inner: int, *, gated: bool, experts: int = 2
+    stored: Format, hidden: int, inner: int, *, gated: bool, experts: int = 2
 ) -> tuple[list[QuantizedMatrix], list[QuantizedMatrix]]:
     """About so large, as the format allows."""
     unit = max(step(stored))
@@ -77,7 +77,7 @@ def test_rows_are_rounded_as_tokens_are(name: str, dtype: torch.dtype, device: t
     assert torch.equal(all_numbers[:, : groups * found.group].view(numbers.shape), numbers)
     assert torch.equal(all_scales[:, :groups], scales.nan_to_num(-1.0))
     assert not all_numbers[:, groups * found.group :].any() and not all_scales[:, groups:].any()
-    if (sums := sums_of(stored)) == "groups":
+    if (sums := stored.token_sums) == "groups":
         assert torch.equal(found.sums.cpu()[:, :groups], numbers.sum(-1, dtype=torch.int32))
     elif sums == "parts":
         halves = found.sums.float().cpu().view(*scales.shape, 2, 8).sum(2)

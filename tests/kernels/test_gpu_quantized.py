@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from moelight.formats.fp8 import fp8
+from moelight.formats.mxfp4 import mxfp4
 from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.gpu.grouped import expert_ffn, triton_dtype
 from moelight.kernels.gpu.pages import PageTable
 from moelight.kernels.gpu.quantized import QuantizedTable
 from moelight.kernels.quantized import QuantizedMatrix
-from moelight.profiles import stored as formats
 from tests.kernels.gpu_layers import distance, rows_of
 from tests.kernels.quantized import FORMATS, matrix, packed, step
 
@@ -70,12 +71,12 @@ def test_tiles_are_the_numbers(name: str, device: torch.device) -> None:
 def test_every_code_of_narrow_floats(device: torch.device) -> None:
     """All numbers of E4M3, and E2M1 times all powers of two, those below the normal numbers too."""
     every = torch.arange(256, dtype=torch.uint8)
-    eights = formats.fp8(block=(0, 0), scale="F32")
+    eights = fp8(block=(0, 0), scale="F32")
     parts = {".weight": every.view(torch.float8_e4m3fn).repeat(2, 1), ".weight_scale_inv": torch.ones(1, 1)}
     weight = QuantizedMatrix(stored=eights, rows=2, columns=256, parts=parts)
     assert torch.equal(unpacked(weight, 64, device).nan_to_num(1e9), weight.numbers(torch.float32).nan_to_num(1e9))
     pairs = (torch.arange(16) | (15 - torch.arange(16)) << 4).to(torch.uint8).repeat(253, 1)
-    fours = formats.mxfp4(("_blocks", "_scales"))
+    fours = mxfp4(("_blocks", "_scales"))
     parts = {"_blocks": pairs, "_scales": every[:253, None].contiguous()}
     weight = QuantizedMatrix(stored=fours, rows=253, columns=32, parts=parts)
     assert torch.equal(unpacked(weight, 32, device), weight.numbers(torch.float32))

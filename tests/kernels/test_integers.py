@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from moelight.formats.plain import plain
 from moelight.kernels import native
 from moelight.kernels.ffn import cpu_expert_ffn, cpu_linear
 from moelight.kernels.integers import integer_product, round_tokens, whole_numbers
 from moelight.kernels.quantized import QuantizedMatrix
-from moelight.profiles.stored import plain
 from tests.kernels.conftest import ISAS
 from tests.kernels.quantized import FORMATS, garbage, int8, matrix, packed, step
 from tests.kernels.stored import generator, serving
 from tests.weights.packers import same_bits
 
 FORMS = {
-    **{name: stored for name, stored in FORMATS.items() if stored.without_integers is None},
+    **{name: stored for name, stored in FORMATS.items() if stored.int8_reason is None},
     "int8 in groups": int8(group=96, zero_points=True),
     "packed int4 in groups of 32": packed(bits=4, group=32, zero_points=True, scale="F16"),
     "packed int4 by rows": packed(bits=4, group=0),
@@ -199,7 +199,7 @@ def test_refusals(server: str) -> None:
             cpu_linear(x, weight, activations="int8")
     with pytest.raises(ValueError, match="activations: must be auto or int8, is 'int4'"):
         cpu_linear(x, matrix(FORMATS["Q8_0"], 3, 512), activations="int4")
-    assert plain("BF16").without_integers is not None
+    assert plain("BF16").int8_reason is not None
 
 
 def sizes_of(name: str) -> tuple[int, int]:

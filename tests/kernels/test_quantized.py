@@ -9,15 +9,17 @@ import torch
 from gguf.quants import dequantize, quantize
 from torch import Tensor
 
+from moelight.formats.awq import awq
+from moelight.formats.format import Format
+from moelight.formats.ggml import GGML_FORMATS
+from moelight.formats.gptq import gptq
 from moelight.kernels.quantized import row_blocks, unpack
-from moelight.profiles import stored as formats
-from moelight.profiles.stored import GGML_FORMATS, StoredFormat
 from tests.weights.packers import BIT_COUNTS, pack_gptq, same_bits
 
-GGML = sorted(name for name, stored in GGML_FORMATS.items() if stored.kind == formats.GGML)
+GGML = sorted(name for name, stored in GGML_FORMATS.items() if stored.key == "ggml")
 
 
-def in_blocks(stored: StoredFormat, parts: dict[str, Tensor], rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+def in_blocks(stored: Format, parts: dict[str, Tensor], rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     """All numbers, put together from blocks of a size that ends inside words and groups."""
     blocks = [block for _, block in row_blocks(stored, parts, rows, columns, most=13, dtype=dtype)]
     assert all(len(block) <= 13 for block in blocks)
@@ -56,9 +58,9 @@ def test_gptq_numbers(bits: int, group: int, ordered: bool) -> None:
     order = torch.arange(columns) // (group or columns)
     order = order[torch.randperm(columns)] if ordered else order
     for bias in (0, 1):  # of the second and of the first version of the format
-        stored = formats.gptq(bits=bits, group=group, zero_bias=bias)
+        stored = gptq(bits=bits, group=group, zero_bias=bias)
         parts = pack_gptq(codes, zeros, scales, order, bits, bias)
-        assert {part.suffix: part.shape for part in stored.parts(rows, columns)} == {
+        assert {part.suffix: part.shape for part in stored.tensors(rows, columns)} == {
             suffix: tuple(part.shape) for suffix, part in parts.items()
         }
         assert stored.bytes_for(rows, columns) == sum(part.nbytes for part in parts.values())
@@ -68,7 +70,7 @@ def test_gptq_numbers(bits: int, group: int, ordered: bool) -> None:
 
 
 def test_gptq_without_an_order_counts_groups() -> None:
-    stored = formats.gptq(bits=4, group=32, order=False)
+    stored = gptq(bits=4, group=32, order=False)
     codes, zeros, scales = torch.randint(0, 16, (8, 64)), torch.full((2, 8), 8), torch.rand(2, 8).half()
     parts = pack_gptq(codes, zeros, scales, torch.arange(64) // 32, 4, 1)
     order = torch.arange(64) // 32
@@ -81,11 +83,11 @@ def test_words_of_gptq_and_awq_to_the_nibble() -> None:
     inputs = torch.tensor([[0x76543210] * 8], dtype=torch.int32)  # [inputs / 8, outputs]
     ones = torch.ones(1, 8, dtype=torch.float16)
     zeros = torch.tensor([[0x0]], dtype=torch.int32)
-    stored = formats.gptq(bits=4, group=8, order=False)
+    stored = gptq(bits=4, group=8, order=False)
     parts = {".qweight": inputs, ".scales": ones, ".qzeros": zeros}
     assert unpack(stored, parts, 2, 3, 8).tolist() == [[-1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]  # zeros are 0 + 1
     parts[".qzeros"] = torch.tensor([[-1]], dtype=torch.int32)  # 15 + 1 is 0 again
     assert unpack(stored, parts, 2, 3, 8).tolist() == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]]
     outputs = torch.tensor([[0x75316420]] * 8, dtype=torch.int32)  # [inputs, outputs / 8]
     parts = {".qweight": outputs, ".scales": ones, ".qzeros": zeros}
-    assert unpack(formats.awq(group=8), parts, 0, 8, 8)[:, 3].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    assert unpack(awq(group=8), parts, 0, 8, 8)[:, 3].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]

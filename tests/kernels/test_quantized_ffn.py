@@ -12,7 +12,6 @@ from torch import Tensor
 
 from moelight.kernels.ffn import cpu_expert_ffn, cpu_linear
 from moelight.kernels.quantized import QuantizedMatrix, cpu_dequantize
-from moelight.profiles.stored import GPTQ, SCALED
 from tests.kernels.quantized import FORMATS, garbage, matrix, packed, step
 from tests.kernels.stored import LANES, generator, serving
 from tests.weights.packers import same_bits
@@ -166,4 +165,4 @@ def test_lists_have_one_format(server: str) -> None:
 
 
 def test_kinds_are_all_there() -> None:
-    assert {stored.kind for stored in FORMATS.values()} >= {SCALED, GPTQ, "packed", "awq", "mxfp4", "ggml"}
+    assert {stored.key for stored in FORMATS.values()} >= {"fp8", "int8", "gptq", "packed", "awq", "mxfp4", "ggml"}

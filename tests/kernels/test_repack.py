@@ -10,15 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from moelight.formats.awq import awq
+from moelight.formats.format import ITEM_BYTES, Format, RepackTable
+from moelight.formats.fp8 import fp8
+from moelight.formats.gptq import gptq
+from moelight.formats.packed import PackedFormat
 from moelight.kernels import native
 from moelight.kernels.arguments import as_dlpack
 from moelight.kernels.ffn import cpu_linear
 from moelight.kernels.integers import no_integers
 from moelight.kernels.quantized import QuantizedMatrix, cpu_dequantize
 from moelight.kernels.reads import FileReader, ReadPart
-from moelight.kernels.repack import Table, part_table, repacked, turn
-from moelight.profiles import stored as formats
-from moelight.profiles.stored import ITEM_BYTES, PACKED, StoredFormat
+from moelight.kernels.repack import repacked, turn
 from tests.kernels.conftest import ISAS
 from tests.kernels.quantized import garbage, matrix
 from tests.kernels.stored import generator
@@ -29,15 +32,13 @@ BYTES = {"bytes": 1, "halves": 2, "words": 4, "awq codes": 4}
 SHAPES = [(1, 8), (8, 8), (16, 16), (7, 64), (24, 72), (41, 24), (60, 136), (96, 200), (128, 520)]
 FORMS = {
     **{
-        f"gptq int{bits} of {group or 'all'} from {bias}": formats.gptq(
-            bits=bits, group=group, in_order=True, zero_bias=bias
-        )
+        f"gptq int{bits} of {group or 'all'} from {bias}": gptq(bits=bits, group=group, in_order=True, zero_bias=bias)
         for bits in (2, 4, 8)
         for group in (0, 32, 64, 128)
         for bias in (0, 1)
     },
-    "gptq without an order": formats.gptq(bits=4, group=32, order=False),
-    **{f"awq of {group or 'all'}": formats.awq(group=group) for group in (0, 32, 64, 128)},
+    "gptq without an order": gptq(bits=4, group=32, order=False),
+    **{f"awq of {group or 'all'}": awq(group=group) for group in (0, 32, 64, 128)},
 }
 SIZES = [(8, 128), (16, 256), (72, 384), (136, 640), (264, 1152)]
 
@@ -49,12 +50,12 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     native.extension().set_isa("auto")
 
 
-def some_bytes(table: Table, seed: int = 0) -> Tensor:
+def some_bytes(table: RepackTable, seed: int = 0) -> Tensor:
     size = table[1] * table[2] * BYTES[table[0]]
     return torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
 
 
-def wanted(part: Tensor, table: Table) -> Tensor:
+def wanted(part: Tensor, table: RepackTable) -> Tensor:
     """What ``part`` becomes, by the places of codes."""
     cells, lines, width, *_ = table
     if cells == "bytes":
@@ -88,7 +89,7 @@ def test_the_numbers_stay(name: str, isa: str) -> None:
             before = numbered(make(FORMS[name], -(-rows // per) * per, columns))
             numbers = cpu_dequantize(before, torch.float32)
             after = repacked(copied(before))
-            assert after.stored.kind == PACKED and not after.stored.order
+            assert after.stored.key == "packed" and not after.stored.order
             same_bits(cpu_dequantize(after, torch.float32), numbers)
             same_bits(after.numbers(torch.float32), numbers)
 
@@ -111,7 +112,7 @@ def test_scales_of_other_dtypes(scale: torch.dtype) -> None:
         before = matrix(stored, 72, 320)
         before = replace(before, parts={**before.parts, ".scales": before.parts[".scales"].to(scale)})
         after = repacked(copied(before))
-        assert after.stored.kind == PACKED
+        assert after.stored.key == "packed"
         same_bits(after.numbers(torch.float32), before.numbers(torch.float32))
 
 
@@ -146,7 +147,7 @@ def test_awq_to_the_nibble() -> None:
     codes = torch.arange(64).view(8, 8) % 16
     zeros = torch.arange(8).view(1, 8)
     parts = pack_awq(codes, zeros, torch.ones(1, 8).half())
-    found = repacked(QuantizedMatrix(stored=formats.awq(group=8), rows=8, columns=8, parts=parts))
+    found = repacked(QuantizedMatrix(stored=awq(group=8), rows=8, columns=8, parts=parts))
     assert torch.equal(found.parts[".qweight"].flatten(), pack_rows(codes.t(), 4).flatten())
     assert found.parts[".qzeros"].flatten().tolist() == [0x76543210]
 
@@ -154,29 +155,29 @@ def test_awq_to_the_nibble() -> None:
 @pytest.mark.parametrize(
     ("stored", "rows", "columns"),
     [
-        (formats.gptq(bits=4, group=48, in_order=True), 16, 64),  # the last group is shorter
-        (formats.gptq(bits=4, group=32), 16, 64),  # no config says that they are in order
-        (formats.awq(group=0), 16, 36),  # rows of no whole words
-        (formats.gptq(bits=4, group=32, in_order=True), 1 << 19, 64),
-        (formats.fp8(block=(128, 128), scale="F32"), 128, 128),
-        (replace(formats.gptq(bits=4, group=32), kind=PACKED), 16, 64),
+        (gptq(bits=4, group=48, in_order=True), 16, 64),  # the last group is shorter
+        (gptq(bits=4, group=32), 16, 64),  # no config says that they are in order
+        (awq(group=0), 16, 36),  # rows of no whole words
+        (gptq(bits=4, group=32, in_order=True), 1 << 19, 64),
+        (fp8(block=(128, 128), scale="F32"), 128, 128),
+        (PackedFormat(name="int4", bits=4, scale="F16", group=32), 16, 64),
     ],
 )
-def test_what_stays_as_it_is_stored(stored: StoredFormat, rows: int, columns: int) -> None:
-    assert stored.repacked(rows, columns) is None
+def test_what_stays_as_it_is_stored(stored: Format, rows: int, columns: int) -> None:
+    assert stored.repacked_format(rows, columns) is None
 
 
 def test_columns_in_another_order_stay() -> None:
-    for stored in (formats.gptq(bits=4, group=32), FORMS["gptq int4 of 32 from 1"]):
+    for stored in (gptq(bits=4, group=32), FORMS["gptq int4 of 32 from 1"]):
         ordered, mixed = matrix(stored, 16, 128), matrix(stored, 16, 128, ordered=False)
         assert repacked(mixed) is mixed
-        assert repacked(ordered).stored.kind == PACKED
+        assert repacked(ordered).stored.key == "packed"
 
 
 def test_tables_are_as_large_as_the_parts() -> None:
     for stored in FORMS.values():
-        for part in stored.parts(144, 640):
-            table = part_table(stored, part.suffix, part.shape, ITEM_BYTES[part.dtypes[0]])
+        for part in stored.tensors(144, 640):
+            table = stored.repack_table(part.suffix, part.shape, ITEM_BYTES[part.dtypes[0]])
             assert (table is None) == (part.suffix == ".g_idx")
             if table is not None:
                 assert table[1] * table[2] * BYTES[table[0]] == part.nbytes
@@ -196,7 +197,7 @@ def test_tables_are_as_large_as_the_parts() -> None:
         (("awq codes", 16, 4, False, 0, 0), "a multiple of 8 rows"),
     ],
 )
-def test_refusals(table: Table, said: str) -> None:
+def test_refusals(table: RepackTable, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         turn(torch.zeros(256, dtype=torch.uint8), table)
 
@@ -210,7 +211,7 @@ def test_a_room_of_less_than_a_line_is_refused() -> None:
 
 def test_what_is_read_is_turned_before_the_read_is_complete(tmp_path: Path) -> None:
     """In parts of a call that are larger than a chunk, at any byte of the file, beside parts that stay."""
-    tables: list[Table | None] = [("words", 96, 512, False, 0, 0), None, ("halves", 6, 88, False, 0, 0)]
+    tables: list[RepackTable | None] = [("words", 96, 512, False, 0, 0), None, ("halves", 6, 88, False, 0, 0)]
     parts = [some_bytes(table or ("halves", 1, 333, False, 0, 0), seed) for seed, table in enumerate(tables)]
     path = tmp_path / "parts.bin"
     path.write_bytes(b"abc" + b"".join(part.numpy().tobytes() for part in parts))

@@ -10,17 +10,21 @@ import pytest
 
 from moelight.cli.main import main
 from moelight.core.errors import ConfigError
+from moelight.formats.awq import awq
+from moelight.formats.format import Format
+from moelight.formats.fp8 import fp8
+from moelight.formats.ggml import GGML_FORMATS
+from moelight.formats.gptq import gptq
+from moelight.formats.mxfp4 import mxfp4
 from moelight.hrm import costs
 from moelight.hrm.inventory import inventory
 from moelight.optimizer.optimize import make_plan
-from moelight.profiles import stored as formats
 from moelight.profiles.families import profile_from_config
 from moelight.profiles.hardware import load_hardware_profile
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.model_files import load_model_profile, model_config
 from moelight.profiles.quantization import Quantization, read_quantization
-from moelight.profiles.stored import StoredFormat
 from moelight.profiles.workload import load_workload
 
 QWEN3 = "qwen3-30b-a3b"
@@ -49,17 +53,17 @@ def released(stem: str) -> str:
 @pytest.mark.parametrize(
     ("quantization", "stored"),
     [
-        (GPTQ, formats.gptq(bits=4, group=128, in_order=True)),
-        ({**GPTQ, "desc_act": None}, formats.gptq(bits=4, group=128)),
-        ({**GPTQ, "bits": 8, "group_size": -1, "desc_act": True}, formats.gptq(bits=8, group=0)),
-        (AWQ, formats.awq(group=128)),
-        (FP8, formats.fp8(block=(128, 128), scale="F32")),
-        ({**FP8, "scale_fmt": "ue8m0"}, formats.fp8(block=(128, 128), scale="F8_E8M0")),
-        ({"quant_method": "fp8"}, formats.fp8(block=(0, 0), scale="F32", suffix=".weight_scale")),
-        ({"quant_method": "fbgemm_fp8"}, formats.fp8(block=(1, 0), scale="F32", suffix=".weight_scale")),
+        (GPTQ, gptq(bits=4, group=128, in_order=True)),
+        ({**GPTQ, "desc_act": None}, gptq(bits=4, group=128)),
+        ({**GPTQ, "bits": 8, "group_size": -1, "desc_act": True}, gptq(bits=8, group=0)),
+        (AWQ, awq(group=128)),
+        (FP8, fp8(block=(128, 128), scale="F32")),
+        ({**FP8, "scale_fmt": "ue8m0"}, fp8(block=(128, 128), scale="F8_E8M0")),
+        ({"quant_method": "fp8"}, fp8(block=(0, 0), scale="F32", suffix=".weight_scale")),
+        ({"quant_method": "fbgemm_fp8"}, fp8(block=(1, 0), scale="F32", suffix=".weight_scale")),
     ],
 )
-def test_a_model_has_the_bytes_of_its_tensors(quantization: dict[str, Any], stored: StoredFormat) -> None:
+def test_a_model_has_the_bytes_of_its_tensors(quantization: dict[str, Any], stored: Format) -> None:
     """Counted here from the shapes in the config; experts, attention and the rest apart."""
     name = released("qwen3-30b")
     own, found = profile(name, None), profile(name, quantization)
@@ -100,14 +104,14 @@ def test_modules_of_gptq() -> None:
     assert found.format_of("lm_head") is None and found.format_of("model.embed_tokens") is None
     assert found.format_of("model.layers.0.mlp.gate") is None
     assert found.format_of("model.layers.0.mlp.shared_expert_gate") is None
-    assert found.format_of("model.layers.0.mlp.gate_proj") == formats.gptq(bits=4, group=128, in_order=True)
+    assert found.format_of("model.layers.0.mlp.gate_proj") == gptq(bits=4, group=128, in_order=True)
     assert read({**GPTQ, "lm_head": True}).format_of("lm_head") is not None
     second = read({**GPTQ, "checkpoint_format": "gptq_v2"}).format_of("x")
-    assert second == formats.gptq(bits=4, group=128, in_order=True, zero_bias=0)
+    assert second == gptq(bits=4, group=128, in_order=True, zero_bias=0)
     changed = read({**GPTQ, "dynamic": {"-:.*self_attn": {}, r"+:.*\.down_proj": {"bits": 8, "group_size": 32}}})
     assert changed.format_of("model.layers.1.self_attn.q_proj") is None
-    assert changed.format_of("model.layers.1.mlp.experts.3.down_proj") == formats.gptq(bits=8, group=32, in_order=True)
-    assert changed.format_of("model.layers.1.mlp.experts.3.up_proj") == formats.gptq(bits=4, group=128, in_order=True)
+    assert changed.format_of("model.layers.1.mlp.experts.3.down_proj") == gptq(bits=8, group=32, in_order=True)
+    assert changed.format_of("model.layers.1.mlp.experts.3.up_proj") == gptq(bits=4, group=128, in_order=True)
     some = read({**GPTQ, "modules_in_block_to_quantize": [["mlp.experts.0.up_proj"], ["self_attn.o_proj"]]})
     assert some.format_of("model.layers.1.self_attn.o_proj") is not None
     assert some.format_of("model.layers.1.self_attn.q_proj") is None
@@ -168,21 +172,21 @@ def test_sizes_that_do_not_fit_the_format_name_the_matrix() -> None:
 @pytest.mark.parametrize(
     "stored",
     [
-        formats.gptq(bits=4, group=128),
-        formats.awq(group=128),
-        formats.fp8(block=(128, 128), scale="F32"),
-        formats.mxfp4(("_blocks", "_scales")),
-        *formats.GGML_FORMATS.values(),
+        gptq(bits=4, group=128),
+        awq(group=128),
+        fp8(block=(128, 128), scale="F32"),
+        mxfp4(("_blocks", "_scales")),
+        *GGML_FORMATS.values(),
     ],
 )
-def test_bits_a_weight_count_every_byte(stored: StoredFormat, columns: int) -> None:
+def test_bits_a_weight_count_every_byte(stored: Format, columns: int) -> None:
     try:
         size = stored.bytes_for(64, columns)
     except ConfigError as error:
         assert "needs a multiple of" in str(error) and columns == 130
         return
     assert stored.bits_per_weight(64, columns) == 8 * size / (64 * columns)
-    assert size == sum(part.nbytes for part in stored.parts(64, columns))
+    assert size == sum(part.nbytes for part in stored.tensors(64, columns))
 
 
 def test_commands_count_what_nothing_runs_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,6 @@ from torch import Tensor
 from moelight.kernels.quantized import row_blocks
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.quantization import read_quantization
-from moelight.weights.compressed_tensors import know_compressed_tensors
 from tests.weights.packers import pack_awq, pack_gptq, pack_rows
 
 GROUP = 32
@@ -127,7 +126,6 @@ BY_ROWS = {"gptq int4": _packed(4), "gptq int8": _packed(8), "awq": _packed(4)}
 def quantise(source: Path, out: Path, method: Method, packs: Callable[[str], Pack] | None = None) -> tuple[Path, Path]:
     """The checkpoint ``source``, a single file, quantised by ``method``, and one of the numbers that it then has; both
     in folders of ``out``. ``packs``: how the matrix of a module is packed, where the config has several formats."""
-    know_compressed_tensors()
     config = json.loads((source / "config.json").read_text())
     stored = config | {"quantization_config": method.config}
     quantization = read_quantization(HFConfig(stored, where="config.json"))

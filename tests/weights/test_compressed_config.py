@@ -15,9 +15,9 @@ import pytest
 from moelight.core.confined import ConfinedProcess, EndedError
 from moelight.core.errors import ConfigError
 from moelight.core.paths import CACHE_VARIABLE
+from moelight.formats.compressed_tensors import Rounding, rounding_config
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.quantization import Quantization, read_quantization
-from moelight.weights.compressed_tensors import Rounding, know_compressed_tensors, rounding_config
 from tests.tiny import save_tiny
 from tests.weights.quantised import METHODS, quantise
 
@@ -37,7 +37,6 @@ def _unimported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has not imported the package, with an empty cache."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.delitem(sys.modules, "compressed_tensors.quantization")
-    know_compressed_tensors()
 
 
 def read(values: dict[str, Any]) -> Quantization:

@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 from moelight.core.errors import CheckpointError, ConfigError
 from moelight.core.schedule import Page
 from moelight.engine.checkpoints import open_model
+from moelight.formats.ggml import GGML_FORMATS
 from moelight.hrm.costs import dense_bytes
 from moelight.kernels.ffn import cpu_expert_ffn
 from moelight.models.quantized import QuantizedExperts
 from moelight.profiles.gguf_models import open_gguf
-from moelight.profiles.stored import GGML_FORMATS
 from moelight.weights.boxes import AssembledInfo
 from moelight.weights.gguf_checkpoint import gguf_checkpoint
 from moelight.weights.load import PageReader, dequantised, load_dense

@@ -15,11 +15,12 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from torch import Tensor
 
 from moelight.core.errors import ConfigError
+from moelight.formats.awq import awq
+from moelight.formats.fp8 import fp8
+from moelight.formats.mxfp4 import mxfp4
 from moelight.kernels.quantized import row_blocks
-from moelight.profiles import stored as formats
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.quantization import Quantization, read_quantization
-from moelight.weights.compressed_tensors import know_compressed_tensors
 from tests.weights.packers import pack_awq, same_bits
 
 ROWS, COLUMNS = 72, 256
@@ -49,7 +50,6 @@ def config_of(quantization: dict[str, Any]) -> HFConfig:
 
 
 def read(quantization: dict[str, Any]) -> Quantization:
-    know_compressed_tensors()
     found = read_quantization(config_of(quantization))
     assert found is not None
     return found
@@ -94,7 +94,7 @@ def test_compressed_tensors_numbers(name: str) -> None:
     stored = read(json.loads(json.dumps(described, default=str))).format_of("model.layers.0.mlp.experts.0.up_proj")
     assert stored is not None
     parts = {f".{suffix}": part for suffix, part in written.items()}
-    assert {part.suffix for part in stored.parts(ROWS, COLUMNS)} == parts.keys()
+    assert {part.suffix for part in stored.tensors(ROWS, COLUMNS)} == parts.keys()
     assert stored.bytes_for(ROWS, COLUMNS) == sum(part.nbytes for part in parts.values())
     found = torch.cat([block for _, block in row_blocks(stored, parts, ROWS, COLUMNS, most=13, dtype=wanted.dtype)])
     same_bits(found, wanted)
@@ -106,7 +106,7 @@ def test_awq_numbers_are_those_of_the_converter() -> None:
     torch.manual_seed(1)
     codes, zeros = torch.randint(0, 16, (ROWS, COLUMNS)), torch.randint(0, 16, (COLUMNS // group, ROWS))
     parts = pack_awq(codes, zeros, torch.rand(COLUMNS // group, ROWS).half())
-    stored = formats.awq(group=group)
+    stored = awq(group=group)
     assert stored.bytes_for(ROWS, COLUMNS) == sum(part.nbytes for part in parts.values())
     converter = AutoAWQConverter(bits=4, group_size=group, zero_point=True, targets=["Linear"])
     theirs = converter.process({f"x{suffix}": part for suffix, part in parts.items()})
@@ -127,10 +127,10 @@ def test_fp8_in_blocks_is_what_transformers_dequantises(scale: torch.dtype) -> N
     weight = torch.randn(rows, columns).to(torch.float8_e4m3fn)
     scales = torch.exp2(torch.randint(-9, 3, (rows // block, columns // block)).float())
     scales = (scales * (1 + torch.rand(scales.shape) * (scale == torch.float32))).to(scale)
-    stored = formats.fp8(block=(block, block), scale="F8_E8M0" if scale == torch.float8_e8m0fnu else "F32")
+    stored = fp8(block=(block, block), scale="F8_E8M0" if scale == torch.float8_e8m0fnu else "F32")
     wanted = Fp8Dequantize(None)._dequantize_one(weight, scales)
     parts = {".weight": weight, ".weight_scale_inv": scales}
-    assert {part.suffix: part.shape for part in stored.parts(rows, columns)} == {
+    assert {part.suffix: part.shape for part in stored.tensors(rows, columns)} == {
         suffix: tuple(part.shape) for suffix, part in parts.items()
     }
     found = [each for _, each in row_blocks(stored, parts, rows, columns, most=13, dtype=wanted.dtype)]
@@ -142,7 +142,7 @@ def test_fp8_in_blocks_is_what_transformers_dequantises(scale: torch.dtype) -> N
 
 
 def test_blocks_at_the_edges_of_an_fp8_matrix_are_smaller() -> None:
-    stored, rows, columns = formats.fp8(block=(128, 128), scale="F32"), 200, 130
+    stored, rows, columns = fp8(block=(128, 128), scale="F32"), 200, 130
     scales = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
     parts = {".weight": torch.ones(rows, columns).to(torch.float8_e4m3fn), ".weight_scale_inv": scales}
     found = torch.cat([block for _, block in row_blocks(stored, parts, rows, columns, most=50)])
@@ -158,7 +158,7 @@ def test_mxfp4_of_gpt_oss_is_what_transformers_dequantises() -> None:
     blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
     scales = torch.randint(90, 140, (experts, rows, columns // 32), dtype=torch.uint8)
     wanted = convert_moe_packed_tensors(blocks, scales).transpose(1, 2)  # they keep it transposed
-    stored = formats.mxfp4(("_blocks", "_scales"))
+    stored = mxfp4(("_blocks", "_scales"))
     assert stored.bytes_for(rows, columns) * experts == blocks.nbytes + scales.nbytes
     for expert in range(experts):
         parts = {"_blocks": blocks[expert], "_scales": scales[expert]}

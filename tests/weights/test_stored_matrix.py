@@ -11,11 +11,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moelight.core.errors import CheckpointError
-from moelight.profiles import stored as formats
+from moelight.formats.awq import awq
+from moelight.formats.format import Format
+from moelight.formats.fp8 import fp8
+from moelight.formats.gptq import gptq
+from moelight.formats.mxfp4 import mxfp4
+from moelight.formats.packed import PackedFormat
 from moelight.profiles.families import profile_from_config
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.quantization import read_quantization
-from moelight.profiles.stored import PACKED, StoredFormat
 from moelight.weights.source import Checkpoint
 from moelight.weights.stored_matrix import StoredMatrix, expert_matrices, find_matrix
 from tests.weights.packers import numbers, pack_awq, pack_gptq
@@ -23,11 +27,9 @@ from tests.weights.packers import numbers, pack_awq, pack_gptq
 ROWS, COLUMNS, GROUP = 16, 64, 32
 MODULE = "model.layers.0.mlp.experts.0.up_proj"
 Tensors = dict[str, Tensor]
-INT4 = StoredFormat(
+INT4 = PackedFormat(
     name="int4 in groups of 32",
-    kind=PACKED,
     bits=4,
-    codes="I32",
     scale="BF16",
     group=GROUP,
     zero_points=True,
@@ -35,12 +37,12 @@ INT4 = StoredFormat(
 )
 
 
-def gptq() -> Tensors:
+def gptq_tensors() -> Tensors:
     codes, zeros = torch.randint(0, 16, (ROWS, COLUMNS)), torch.randint(0, 16, (2, ROWS))
     return pack_gptq(codes, zeros, torch.rand(2, ROWS).half(), torch.arange(COLUMNS) // GROUP, 4, 1)
 
 
-def awq() -> Tensors:
+def awq_tensors() -> Tensors:
     codes, zeros = torch.randint(0, 16, (ROWS, COLUMNS)), torch.randint(0, 16, (2, ROWS))
     return pack_awq(codes, zeros, torch.rand(2, ROWS).half())
 
@@ -54,15 +56,15 @@ def packed() -> Tensors:
     }
 
 
-def fp8() -> Tensors:
+def fp8_tensors() -> Tensors:
     return {".weight": torch.randn(ROWS, COLUMNS).to(torch.float8_e4m3fn), ".weight_scale_inv": torch.rand(1, 2)}
 
 
-MATRICES: dict[str, tuple[StoredFormat, Callable[[], Tensors]]] = {
-    "gptq": (formats.gptq(bits=4, group=GROUP), gptq),
-    "awq": (formats.awq(group=GROUP), awq),
+MATRICES: dict[str, tuple[Format, Callable[[], Tensors]]] = {
+    "gptq": (gptq(bits=4, group=GROUP), gptq_tensors),
+    "awq": (awq(group=GROUP), awq_tensors),
     "int4": (INT4, packed),
-    "fp8": (formats.fp8(block=(32, 32), scale="F32"), fp8),
+    "fp8": (fp8(block=(32, 32), scale="F32"), fp8_tensors),
 }
 
 
@@ -73,7 +75,7 @@ def saved(directory: Path, parts: Tensors) -> Checkpoint:
     return Checkpoint.open(directory)
 
 
-def found(checkpoint: Checkpoint, stored: StoredFormat, rows: int = ROWS, columns: int = COLUMNS) -> StoredMatrix:
+def found(checkpoint: Checkpoint, stored: Format, rows: int = ROWS, columns: int = COLUMNS) -> StoredMatrix:
     return find_matrix(checkpoint.tensors, MODULE, stored, rows, columns, listing=str(checkpoint.listing))
 
 
@@ -119,7 +121,7 @@ def test_a_tensor_of_another_format_is_refused(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("wrong", "group"), [(-1, -1), (2, 2), (1 << 30, 1 << 30)])
 def test_an_order_beyond_the_groups_is_refused(wrong: int, group: int, tmp_path: Path) -> None:
-    parts = gptq()
+    parts = gptq_tensors()
     parts[".g_idx"][17] = wrong
     matrix = found(saved(tmp_path, parts), MATRICES["gptq"][0])
     with pytest.raises(CheckpointError, match=rf"'{MODULE}.g_idx' puts a column into group {group}, and there are 2"):
@@ -134,7 +136,7 @@ def test_a_shape_that_lies_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_cut_short_after_it_was_opened_is_refused(tmp_path: Path) -> None:
-    matrix = found(saved(tmp_path, fp8()), MATRICES["fp8"][0])
+    matrix = found(saved(tmp_path, fp8_tensors()), MATRICES["fp8"][0])
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(CheckpointError, match=r"cut short inside tensor"):
@@ -142,13 +144,13 @@ def test_a_file_cut_short_after_it_was_opened_is_refused(tmp_path: Path) -> None
 
 
 def test_sizes_that_no_group_divides_are_refused(tmp_path: Path) -> None:
-    checkpoint = saved(tmp_path, awq())
+    checkpoint = saved(tmp_path, awq_tensors())
     with pytest.raises(CheckpointError, match="needs a multiple of 32 columns, and a matrix has 60"):
         found(checkpoint, MATRICES["awq"][0], columns=60)
 
 
 def test_stacked_experts_of_gpt_oss_are_slices(tmp_path: Path) -> None:
-    stored, experts = formats.mxfp4(("_blocks", "_scales")), 3
+    stored, experts = mxfp4(("_blocks", "_scales")), 3
     blocks = torch.randint(0, 256, (experts, ROWS, COLUMNS // 32, 16), dtype=torch.uint8)
     scales = torch.randint(100, 130, (experts, ROWS, COLUMNS // 32), dtype=torch.uint8)
     checkpoint = saved(tmp_path, {"_blocks": blocks, "_scales": scales})

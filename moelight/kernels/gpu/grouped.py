@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moelight.formats.format import Format
 from moelight.kernels import arguments
 from moelight.kernels.activations import Activation, activation_of
 from moelight.kernels.arguments import FLOATS, check_tensor
@@ -29,7 +30,6 @@ from moelight.kernels.integers import integer_product
 from moelight.kernels.products import SHRINK
 from moelight.kernels.quantized import QuantizedMatrix, numbers_of
 from moelight.kernels.reference import gate_and_up
-from moelight.profiles.stored import AWQ, StoredFormat
 
 _MAP_NUMBERS = 4096
 _MIXED = (torch.float16, torch.bfloat16)  # dtypes of x and of the matrices in mixed precision
@@ -211,7 +211,7 @@ def _launch(
         program[grid](*arguments, **constants, **tiles.launch_options(tile))
 
 
-def _rounded(x: Tensor, stored: StoredFormat, tokens: Tensor | None) -> tuple[RoundedRows, Tensor | None]:
+def _rounded(x: Tensor, stored: Format, tokens: Tensor | None) -> tuple[RoundedRows, Tensor | None]:
     """Rows of x, rounded once, and which of them are routed; or, if those are fewer, the routed rows alone."""
     few = tokens is not None and len(tokens) < len(x)
     return round_rows(x, stored, tokens if few else None), None if few else tokens
@@ -226,7 +226,7 @@ def tile_of(
     if isinstance(pages, QuantizedTable) and pages.rounds(part):
         stored = pages.forms[part].stored
         group, _ = stored.integer_groups(x.shape[1])
-        scattered = stored.kind == AWQ
+        scattered = stored.scattered
         return tiles.choose_integers(card, group=group, mean_rows=mean_rows, matrices=matrices, scattered=scattered)
     itemsize = torch.float32.itemsize if wide else x.element_size()
     unpacks = not isinstance(pages, PageTable)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from moelight.core.units import align_up
+from moelight.formats.format import Format
 from moelight.kernels.activations import Activation
 from moelight.kernels.gpu import quantized, tiles
 from moelight.kernels.gpu.quantized import QuantizedTable
-from moelight.profiles.stored import AWQ, StoredFormat
 
 _SUMS = {"groups": ((), torch.int32), "parts": ((16,), torch.float16)}  # shapes of a group's, dtypes
 _NUMBERS = 4096  # that a program rounds
@@ -36,10 +36,10 @@ class RoundedRows:
     columns: int
 
     @staticmethod
-    def empty(rows: int, columns: int, stored: StoredFormat, device: torch.device) -> RoundedRows:
+    def empty(rows: int, columns: int, stored: Format, device: torch.device) -> RoundedRows:
         """Memory for rows that matrices of ``stored`` multiply."""
         group, _ = stored.integer_groups(columns)
-        groups, sums = align_up(columns, max(group, tiles.INTEGER_STEP)) // group, sums_of(stored)
+        groups, sums = align_up(columns, max(group, tiles.INTEGER_STEP)) // group, stored.token_sums
         scales = torch.empty((rows, groups), dtype=torch.float32, device=device)
         shape, dtype = _SUMS.get(sums, ((), torch.float32))
         return RoundedRows(
@@ -51,14 +51,7 @@ class RoundedRows:
         )
 
 
-def sums_of(stored: StoredFormat) -> str:
-    """Which sums of a row's numbers a product with matrices of ``stored`` takes."""
-    if stored.name in ("Q4_K", "Q5_K"):
-        return "parts"
-    return "groups" if stored.zero_points and stored.bits == 8 else ""
-
-
-def round_rows(x: Tensor, stored: StoredFormat, tokens: Tensor | None = None) -> RoundedRows:
+def round_rows(x: Tensor, stored: Format, tokens: Tensor | None = None) -> RoundedRows:
     """x [T, C] (row r x[tokens[r]], with ``tokens`` int64 [R]), rounded for matrices of ``stored``."""
     from moelight.kernels.gpu import integers_triton
 
@@ -77,7 +70,7 @@ def round_rows(x: Tensor, stored: StoredFormat, tokens: Tensor | None = None) ->
         x.shape[1],
         groups,
         GATHERED=tokens is not None,
-        SUMS=sums_of(stored),
+        SUMS=stored.token_sums,
         G=group,
         COUNT=count,
         enable_fp_fusion=False,
@@ -98,6 +91,6 @@ def arguments_of(
     """Arguments of `integers_triton.grouped_integers` for the matrices ``part``, and those of its constants that say
     how they are stored."""
     given, constants = quantized.arguments_of(pages, part, x.numbers, x.columns, out, slots, tokens, tile, activation)
-    step, piece = max(x.group, tile.depth), _SCATTERED if pages.forms[part].stored.kind == AWQ else x.group
+    step, piece = max(x.group, tile.depth), _SCATTERED if pages.forms[part].stored.scattered else x.group
     constants |= {"G": x.group, "STEP": step, "PIECE": piece, "EVEN": x.columns % step == 0}
     return (x.numbers, x.scales, x.sums, *given[1:]), constants

@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moelight.formats.format import Format
+from moelight.formats.plain import plain
 from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.arguments import FLOATS, check_tensor
 from moelight.kernels.gpu import tiles
 from moelight.kernels.gpu.pages import ALIGNMENT_BYTES, ExpertTable
 from moelight.kernels.integers import INT8, is_rounded
 from moelight.kernels.quantized import QuantizedMatrix, parts_checked
-from moelight.profiles.stored import GGML, PLAIN, SCALED, StoredFormat, plain
 
 MATRICES = ("gate_up", "up", "down")
 TENSORS = ("codes", "scales", "zero points", "order", "bias")  # rows of a matrix in the table of addresses
 _MOST_BYTES = 2**31 - 1  # of a tensor: kernels count in 32 bits
-_GGML_SHARED = {"Q2_K": 16, "Q3_K": 16, "Q6_K": 16}  # numbers with one scale, where they are not 32
 _PLAIN = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 # As which the kernels load the bytes of narrow floats.
 _LOADED_AS = {torch.float8_e4m3fn: torch.uint8, torch.float8_e8m0fnu: torch.uint8}
@@ -39,8 +39,8 @@ class TileForm:
     """A stored format as the programs of `quantized_triton` know it: one constant of theirs.
 
     Attributes:
-        kind, bits, group_rows, transposed, zero_bias, order: as in `StoredFormat`.
-        name: a ggml type; of 8-bit codes ``fp8`` or ``int8``.
+        kind, bits, group_rows, transposed, zero_bias, order: as in `Format`, the kind being its ``unpacker``.
+        name: the ``variant`` of the format.
         block_bytes: bytes of a block of ggml.
         group: inputs with one scale, 0 for all; numbers of a block of ggml.
         shared: inputs of a tile that surely have one scale, a power of two.
@@ -67,7 +67,7 @@ class MatrixForm:
     """What is the same in the matrix of every page: its format, ``rows``, ``columns``, and the dtypes of its tensors by
     suffix; ``bias``: that of its bias, None without one."""
 
-    stored: StoredFormat
+    stored: Format
     rows: int
     columns: int
     dtypes: tuple[tuple[str, torch.dtype], ...]
@@ -76,24 +76,19 @@ class MatrixForm:
     def tile(self, depth: int) -> TileForm:
         """How the matrix is unpacked in tiles of ``depth`` inputs, a power of two."""
         stored = self.stored
-        codes = "fp8" if stored.codes == "F8_E4M3" else "int8"
-        group = stored.block if stored.kind == GGML else stored.group
-        shared = 1 if stored.order else min(group & -group or depth, depth)
-        if stored.kind == GGML:
-            shared = _GGML_SHARED.get(stored.name, 32)
         return TileForm(
-            kind=stored.kind,
-            name=stored.name if stored.kind == GGML else codes if stored.kind == SCALED else "",
+            kind=stored.unpacker,
+            name=stored.variant,
             bits=stored.bits,
             block_bytes=stored.block_bytes,
-            group=group,
+            group=stored.block if stored.block_bytes else stored.group,
             group_rows=stored.group_rows,
             transposed=stored.transposed,
-            shared=shared,
+            shared=stored.shared_columns(depth),
             zeros=stored.zero_points,
             zero_bias=stored.zero_bias,
             order=stored.order,
-            exponent=stored.kind not in (GGML, PLAIN) and self.dtype_of(1) == torch.uint8,
+            exponent=len(stored.names) > 1 and self.dtype_of(1) == torch.uint8,
         )
 
     def dtype_of(self, place: int) -> torch.dtype:
@@ -154,7 +149,7 @@ class QuantizedTable(ExpertTable):
         if up is not None and forms["up"] != forms["gate_up"]:
             raise ValueError("up: must be stored as gate_up is")
         for name, rounded in zip(("gate_up", "down"), by_side, strict=True):
-            if (why := forms[name].stored.without_integers if is_rounded(rounded) else None) is not None:
+            if (why := forms[name].stored.int8_reason if is_rounded(rounded) else None) is not None:
                 raise ValueError(f"{name}: {why}")
         halves = 2 if activation.gated and up is None else 1
         width, hidden = forms["gate_up"].rows // halves, forms["gate_up"].columns

@@ -28,7 +28,6 @@ from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile, not_computed
 from moelight.profiles.model_files import model_config
 from moelight.profiles.quantization import read_quantization
-from moelight.weights.compressed_tensors import know_compressed_tensors
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -71,7 +70,6 @@ def support(config: PretrainedConfig) -> Support:
     """How models of ``config`` run, found by a dry run of the graph on the meta device, of the config's own sizes."""
     name = config.model_type
     values = HFConfig(config.to_dict(), where=name)
-    know_compressed_tensors()
     try:
         read_quantization(values)
         if name in FAMILIES and not not_computed(profile := profile_from_config(values, name=name)):

@@ -24,9 +24,9 @@ from moelight.core.dtypes import BY_SAFETENSORS, FLOAT32, DType
 from moelight.core.errors import CheckpointError, ConfigError
 from moelight.core.schedule import Page
 from moelight.core.units import align_up
+from moelight.formats.registry import SUFFIXES
 from moelight.hrm.costs import TENSOR_ALIGNMENT
 from moelight.models.graph.families import ExpertForm
-from moelight.profiles.stored import SUFFIXES
 from moelight.weights.boxes import Box, NotMovedError, Tiled, TiledTensor, UnequalError
 from moelight.weights.faults import Faults
 from moelight.weights.ignored import COMPUTED, NOT_READ, OTHER_PART, PREDICTION, IgnoreRule, set_aside

@@ -21,18 +21,17 @@ from moelight.core.errors import ConfigError
 from moelight.core.paths import cache_directory, write_whole
 from moelight.core.small_files import read_object
 from moelight.core.units import GiB
-from moelight.profiles import stored as formats
-from moelight.profiles.quantization import ModuleRule, pattern_of, read_compressed_tensors
-from moelight.profiles.stored import PACKED, SCALED, StoredFormat
+from moelight.formats.format import Format
+from moelight.formats.mxfp4 import MX_GROUP
+from moelight.formats.registry import SCHEMES
+from moelight.formats.rules import ModuleRule, Scheme, Settings, pattern_of
 
 _PACKAGE = "compressed-tensors"
 _MODULE = "compressed_tensors.quantization"
 _MOST_CPU_S = 60.0  # of a config, beside the package's import
 _MOST_BYTES = GiB  # of address space
 _INSTALL = "the package compressed-tensors, which does that, is not installed: pip install 'moelight[quant]'"
-_BITS = (2, 4, 8)  # codes that do not cross words
-_PACKED_NAMES = (".weight_packed", ".weight_scale", ".weight_zero_point")
-_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized")
+METHOD = _PACKAGE  # of a ``quantization_config``
 _SCALES = {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16"}
 # What `Rounding.kind` may be: the format on disk and the arguments of its weights. Libraries read 8-bit integers of
 # experts that are packed, and E4M3 of experts beside activations that are rounded token by token.
@@ -44,14 +43,9 @@ _WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
 }
 ROUNDED = tuple(_WRITTEN)
 GROUPS = (32, 64, 128)
-_DEFAULT_GROUPS = {"int4": 128, "mxfp4": formats.MX_GROUP}
+_DEFAULT_GROUPS = {"int4": 128, "mxfp4": MX_GROUP}
 # Classes of modules that targets name, and the names of such modules.
 _CLASSES = {"Linear": r"(?!(?:.*\.)?(?:embed_tokens|wte)$).*", "Embedding": r"(?:.*\.)?(?:embed_tokens|wte)"}
-
-
-def know_compressed_tensors() -> None:
-    """Let the package say what a config of the method ``compressed-tensors`` means."""
-    read_compressed_tensors(_rules)
 
 
 class Rounding(NamedTuple):
@@ -69,7 +63,7 @@ class Rounding(NamedTuple):
             raise ConfigError(f"--group-size {group}: {kind} has {fixed}; leave the option out")
         return cls(kind, usual if group is None else group)
 
-    def stored(self, scale: str) -> StoredFormat:
+    def stored(self, scale: str) -> Format:
         """The format with scales of the safetensors dtype ``scale``."""
         found = _format(self.scheme([]), _WRITTEN[self.kind][0], scale)
         assert found is not None
@@ -163,9 +157,10 @@ def complete(values: Mapping[str, Any]) -> list[Any]:
         return [None, _first_line(error)]
 
 
-def _rules(values: Mapping[str, Any], scale: str) -> Iterator[ModuleRule]:
-    """What the config ``values`` says; ``scale``: the safetensors dtype of scales that name none. ValueErrors say what
-    is wrong."""
+def rules_of(settings: Settings, scale: str) -> Iterator[ModuleRule]:
+    """The rules of a config of the method `METHOD`; ``scale``: the safetensors dtype of scales that name none.
+    ValueErrors say what is wrong."""
+    values = settings.values
     sparsity = values.get("sparsity_config")
     if sparsity and (not isinstance(sparsity, dict) or sparsity.get("format") not in (None, "dense")):
         raise ValueError("sparse weights are not read")
@@ -192,41 +187,30 @@ def _pattern(name: str) -> re.Pattern[str]:
     return re.compile(re.escape(name))
 
 
-def _format(scheme: Mapping[str, Any], stored_as: str, scale: str) -> StoredFormat | None:
+def _format(scheme: Mapping[str, Any], stored_as: str, scale: str) -> Format | None:
     """The format of the weights of an entry of ``config_groups``; None if only activations are quantised."""
     args = scheme["weights"]
     if args is None:
         return None
-    if stored_as == "mixed-precision" or stored_as not in _FORMATS:
-        raise ValueError(f"the format {stored_as[:40]!r} is not read; known: {', '.join(_FORMATS)}")
-    strategy, bits, floating = args["strategy"], args["num_bits"], args["type"] == "float"
-    block = args.get("block_structure") or [0, 0]
+    floating = args["type"] == "float"
+    if (reader := SCHEMES.get((stored_as, floating))) is None:
+        known = ", ".join(dict.fromkeys(name for name, _ in SCHEMES))
+        raise ValueError(f"the format {stored_as[:40]!r} is not read; known: {known}")
+    strategy, block = args["strategy"], args.get("block_structure") or [0, 0]
     group = {"tensor": 0, "channel": 0, "group": args.get("group_size"), "block": block[-1]}
     if strategy not in group or not (group[strategy] or strategy in ("tensor", "channel")):
         raise ValueError(f"weights of the strategy {strategy} are not read")
-    if stored_as == "mxfp4-pack-quantized":
-        if not floating or bits != 4 or args.get("group_size") != formats.MX_GROUP:
-            raise ValueError("mxfp4-pack-quantized weights must be float, of 4 bits in groups of 32")
-        return formats.mxfp4((".weight_packed", ".weight_scale"))
-    rows = {"tensor": 0, "block": block[0]}.get(strategy, 1)
-    scale = _SCALES.get(str(args.get("scale_dtype")), scale)
-    packed = stored_as == "pack-quantized"
-    if packed and (floating or bits not in _BITS or strategy in ("tensor", "block")):
-        raise ValueError(f"packed codes of {bits} bits by {strategy} are not read; known: int 2, 4, 8 bits")
-    if not packed and bits != 8:
-        raise ValueError(f"{stored_as} weights of {bits} bits are not read")
-    named = {"tensor": "per tensor", "channel": "per channel"}.get(strategy) or f"in groups of {group[strategy]}"
-    named = f"in blocks of {rows}x{group[strategy]}" if strategy == "block" else named
-    return StoredFormat(
-        name=f"{'FP8' if floating else f'int{bits}'} {named}",
-        kind=PACKED if packed else SCALED,
-        bits=bits,
-        codes="I32" if packed else "F8_E4M3" if floating else "I8",
-        scale=scale,
-        group=group[strategy],
-        group_rows=rows,
-        zero_points=not args["symmetric"],
-        names=_PACKED_NAMES if packed else (".weight", *_PACKED_NAMES[1:]),
+    return reader(
+        Scheme(
+            stored_as=stored_as,
+            floating=floating,
+            bits=args["num_bits"],
+            strategy=strategy,
+            group=group[strategy],
+            group_rows={"tensor": 0, "block": block[0]}.get(strategy, 1),
+            symmetric=args["symmetric"],
+            scale=_SCALES.get(str(args.get("scale_dtype")), scale),
+        )
     )
 
 

@@ -1,0 +1,99 @@
+"""The block types of ggml: rows of blocks, with scales inside. The layouts are those of ggml/src/ggml-common.h."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moelight.core.errors import ConfigError
+from moelight.formats.format import Format, TensorSpec, same_but_for_ones
+from moelight.formats.plain import PLAIN_FORMATS
+from moelight.formats.rules import FormatRow
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GGMLFormat(Format):
+    """Blocks [rows, columns / ``block`` x ``block_bytes``] of the ggml type ``name``.
+
+    Attributes:
+        shared: values of a block that share a scale.
+        minima: parts of a block have a minimum, which an integer product takes off.
+        integers: columns of an int8 activation and of a row that share a scale where codes are integers to them; None
+            where they are not.
+    """
+
+    key = "ggml"
+    unpacker = "ggml"
+
+    codes: str = "U8"
+    names: tuple[str, ...] = (".weight",)
+    shared: int = 32
+    minima: bool = False
+    integers: tuple[int, int] | None = None
+
+    def _steps(self) -> tuple[int, int]:
+        return 1, self.block
+
+    def _tensors(self, rows: int, columns: int) -> Sequence[TensorSpec]:
+        return (TensorSpec(self.names[0], ("U8",), (rows, columns // self.block * self.block_bytes)),)
+
+    @property
+    def variant(self) -> str:
+        return self.name
+
+    @property
+    def token_sums(self) -> str:
+        return "parts" if self.minima else ""
+
+    def shared_columns(self, depth: int) -> int:
+        return self.shared
+
+    @property
+    def native_name(self) -> str:
+        return self.name
+
+    @property
+    def int8_reason(self) -> str | None:
+        if self.integers is not None:
+            return None
+        served = ", ".join(name for name, stored in _TYPES.items() if stored.integers is not None)
+        return f"{self.name}; int8 activations are served for the ggml types {served}"
+
+    def integer_groups(self, columns: int) -> tuple[int, int]:
+        return self.integers or (32, 32)
+
+    def accepts(self, shape: Sequence[int], expected: Sequence[int]) -> bool:
+        return same_but_for_ones(shape, expected)
+
+
+# Types that are read: bits of a code, values and bytes of a block.
+_TYPES = {
+    name: GGMLFormat(name=name, bits=bits, block=block, block_bytes=block_bytes, **more)
+    for name, bits, block, block_bytes, more in (
+        ("Q4_0", 4, 32, 18, {"integers": (32, 32)}),
+        ("Q4_1", 4, 32, 20, {}),
+        ("Q5_0", 5, 32, 22, {}),
+        ("Q5_1", 5, 32, 24, {}),
+        ("Q8_0", 8, 32, 34, {"integers": (32, 32)}),
+        ("Q2_K", 2, 256, 84, {"shared": 16}),
+        ("Q3_K", 3, 256, 110, {"shared": 16}),
+        ("Q4_K", 4, 256, 144, {"minima": True, "integers": (256, 32)}),
+        ("Q5_K", 5, 256, 176, {"minima": True, "integers": (256, 32)}),
+        ("Q6_K", 6, 256, 210, {"shared": 16, "integers": (256, 16)}),
+        ("IQ4_NL", 4, 32, 18, {}),
+        ("IQ4_XS", 4, 256, 136, {}),
+        ("MXFP4", 4, 32, 17, {"integers": (32, 32)}),
+    )
+}
+GGML_FORMATS: dict[str, Format] = {**PLAIN_FORMATS, **_TYPES}
+
+
+def ggml_format(name: str) -> Format:
+    """The format of the ggml type ``name``; raises ConfigError for one that is not read."""
+    if name not in GGML_FORMATS:
+        known = ", ".join(GGML_FORMATS)
+        raise ConfigError(f"numbers of the ggml type {name} are not read; use a file of the types {known}")
+    return GGML_FORMATS[name]
+
+
+ROW = FormatRow(format=GGMLFormat, suffixes=(".weight",))

@@ -1,0 +1,218 @@
+"""Blocks of ggml (`moelight.formats.ggml`): uint8 [n, bytes of a block] to float32 [n, values of a block].
+
+The layouts are those of ggml/src/ggml-common.h, the arithmetic that of ggml-quants.c (dequantize_row_*).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moelight.formats.ggml import GGMLFormat
+from moelight.kernels.formats.reference import E8M0_BIAS, Reference, Tensors, WholeNumbers
+
+_MXFP4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # ggml halves the scale instead
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_K = 256  # values of a super-block
+# Whole numbers int32 [n, values of a block], of each part its step and `low` int32 [n, parts], scales and `least`
+# float32 [n, 1]: a value is whole x step x scale - low x least; None where there are no parts, or no `low`.
+Integers = tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]
+
+
+class GGMLReference(Reference):
+    """Blocks [R, C / values of a block x bytes of a block]."""
+
+    def values(self, stored: GGMLFormat, tensors: Tensors, begin: int, end: int, columns: int) -> Tensor:
+        blocks = tensors[stored.names[0]][begin:end].reshape(-1, stored.block_bytes)
+        return _VALUES[stored.name](blocks).view(end - begin, columns)
+
+    def integers(self, stored: GGMLFormat, tensors: Tensors, rows: int, columns: int) -> WholeNumbers:
+        blocks = tensors[stored.names[0]].reshape(-1, stored.block_bytes)
+        whole, steps, lows, scales, least = _INTEGERS[stored.name](blocks)
+        steps, lows, least = (None if item is None else item.reshape(rows, -1) for item in (steps, lows, least))
+        return WholeNumbers(
+            whole.reshape(rows, -1), scales.reshape(rows, -1), *stored.integer_groups(columns), steps, lows, least
+        )
+
+
+def _half(blocks: Tensor, at: int) -> Tensor:
+    """The float16 number at byte ``at`` of each block [n, 1]."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _pieces(values: Tensor, width: int, bits: int) -> Tensor:
+    """Codes of ``bits`` bits from bytes [n, b], in order: of ``width`` bytes first the lowest bits of all, then
+    the next ones [n, b x 8 / bits]."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=values.device).view(1, 1, -1, 1)
+    return ((values.reshape(len(values), -1, 1, width) >> shifts) & ((1 << bits) - 1)).flatten(1)
+
+
+def _bits(values: Tensor) -> Tensor:
+    """The bits of bytes [n, b], the lowest of each byte first [n, 8 b]."""
+    return ((values.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=values.device)) & 1).flatten(1)
+
+
+def _q4_0(blocks: Tensor) -> Tensor:
+    return _half(blocks, 0) * (_pieces(blocks[:, 2:], 16, 4).float() - 8)
+
+
+def _q4_1(blocks: Tensor) -> Tensor:
+    return _half(blocks, 0) * _pieces(blocks[:, 4:], 16, 4).float() + _half(blocks, 2)
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    codes = _pieces(blocks[:, 6:], 16, 4) | (_bits(blocks[:, 2:6]) << 4)
+    return _half(blocks, 0) * (codes.float() - 16)
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    codes = _pieces(blocks[:, 8:], 16, 4) | (_bits(blocks[:, 4:8]) << 4)
+    return _half(blocks, 0) * codes.float() + _half(blocks, 2)
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    return _half(blocks, 0) * blocks[:, 2:].contiguous().view(torch.int8).float()
+
+
+def _q2_k(blocks: Tensor) -> Tensor:
+    scales = blocks[:, :16]
+    codes = _pieces(blocks[:, 16:80], 32, 2).view(-1, 16, 16).float()
+    steps = (_half(blocks, 80) * (scales & 15).float()).unsqueeze(-1)
+    least = (_half(blocks, 82) * (scales >> 4).float()).unsqueeze(-1)
+    return (steps * codes - least).view(-1, _K)
+
+
+def _q3_k(blocks: Tensor) -> Tensor:
+    low, high = _pieces(blocks[:, 96:104], 8, 4), _pieces(blocks[:, 104:108], 4, 2)
+    scales = (low | (high << 4)).float() - 32
+    above = 1 - _pieces(blocks[:, :32], 32, 1).float()  # the third bit, inverted
+    codes = (_pieces(blocks[:, 32:96], 32, 2).float() - 4 * above).view(-1, 16, 16)
+    return ((_half(blocks, 108) * scales).unsqueeze(-1) * codes).view(-1, _K)
+
+
+def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minima of 6 bits [n, 8] from 12 bytes: the upper two bits of the first eight bytes belong to the last
+    four of each."""
+    first, second, both = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = torch.cat((first & 63, (both & 15) | ((first >> 2) & 48)), dim=1)
+    least = torch.cat((second & 63, (both >> 4) | ((second >> 2) & 48)), dim=1)
+    return scales.float(), least.float()
+
+
+def _q4_codes(blocks: Tensor) -> Tensor:
+    return _pieces(blocks[:, 16:], 32, 4)
+
+
+def _q5_codes(blocks: Tensor) -> Tensor:
+    return _pieces(blocks[:, 48:], 32, 4) | (_pieces(blocks[:, 16:48], 32, 1) << 4)
+
+
+def _q6_codes(blocks: Tensor) -> Tensor:
+    return _pieces(blocks[:, :128], 64, 4) | (_pieces(blocks[:, 128:192], 32, 2) << 4)
+
+
+def _q6_scales(blocks: Tensor) -> Tensor:
+    return blocks[:, 192:208].contiguous().view(torch.int8).float()
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    return _k_blocks(blocks, _q4_codes(blocks))
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    return _k_blocks(blocks, _q5_codes(blocks))
+
+
+def _k_blocks(blocks: Tensor, codes: Tensor) -> Tensor:
+    scales, least = _k_scales(blocks[:, 4:16])
+    steps = (_half(blocks, 0) * scales).unsqueeze(-1)
+    below = (_half(blocks, 2) * least).unsqueeze(-1)
+    return (steps * codes.view(-1, 8, 32).float() - below).view(-1, _K)
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    steps = (_half(blocks, 208) * _q6_scales(blocks)).unsqueeze(-1)
+    return (steps * (_q6_codes(blocks).float() - 32).view(-1, 16, 16)).view(-1, _K)
+
+
+def _iq4_nl(blocks: Tensor) -> Tensor:
+    return _half(blocks, 0) * torch.tensor(_IQ4, device=blocks.device)[_pieces(blocks[:, 2:], 16, 4).int()].float()
+
+
+def _iq4_xs(blocks: Tensor) -> Tensor:
+    low = _pieces(blocks[:, 4:8], 1, 4)
+    high = (
+        (blocks[:, 2:4].unsqueeze(-1) >> torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)) & 3
+    ).flatten(1)
+    steps = _half(blocks, 0) * ((low | (high << 4)).float() - 32)
+    codes = torch.tensor(_IQ4, device=blocks.device)[_pieces(blocks[:, 8:], 16, 4).int()].float()
+    return (steps.unsqueeze(-1) * codes.view(-1, 8, 32)).view(-1, _K)
+
+
+def _mxfp4_scale(blocks: Tensor) -> Tensor:
+    """Half the scale of each block [n, 1]."""
+    exponents = blocks[:, :1].int() - (E8M0_BIAS + 1)
+    return torch.ldexp(torch.ones(exponents.shape, device=blocks.device), exponents)
+
+
+def _mxfp4_codes(blocks: Tensor) -> Tensor:
+    """Twice the values of the codes, int32."""
+    doubled = torch.tensor(_MXFP4_DOUBLED, dtype=torch.int32, device=blocks.device)
+    return doubled[_pieces(blocks[:, 1:], 16, 4).int()]
+
+
+def _mxfp4_block(blocks: Tensor) -> Tensor:
+    return _mxfp4_scale(blocks) * _mxfp4_codes(blocks).float()
+
+
+_VALUES: dict[str, Callable[[Tensor], Tensor]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4_block,
+}
+
+
+def _k_integers(codes: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Integers]:
+    def integers(blocks: Tensor) -> Integers:
+        steps, lows = _k_scales(blocks[:, 4:16])
+        return codes(blocks).int(), steps.int(), lows.int(), _half(blocks, 0), _half(blocks, 2)
+
+    return integers
+
+
+def _q6_integers(blocks: Tensor) -> Integers:
+    return _q6_codes(blocks).int() - 32, _q6_scales(blocks).int(), None, _half(blocks, 208), None
+
+
+def _q8_0_integers(blocks: Tensor) -> Integers:
+    return blocks[:, 2:].contiguous().view(torch.int8).int(), None, None, _half(blocks, 0), None
+
+
+def _q4_0_integers(blocks: Tensor) -> Integers:
+    return _pieces(blocks[:, 2:], 16, 4).int() - 8, None, None, _half(blocks, 0), None
+
+
+def _mxfp4_integers(blocks: Tensor) -> Integers:
+    return _mxfp4_codes(blocks), None, None, _mxfp4_scale(blocks), None
+
+
+_INTEGERS: dict[str, Callable[[Tensor], Integers]] = {
+    "Q8_0": _q8_0_integers,
+    "Q4_0": _q4_0_integers,
+    "Q4_K": _k_integers(_q4_codes),
+    "Q5_K": _k_integers(_q5_codes),
+    "Q6_K": _q6_integers,
+    "MXFP4": _mxfp4_integers,
+}
