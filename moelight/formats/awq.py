@@ -16,7 +16,6 @@ class AWQFormat(WordsByColumn):
     """Words [columns, rows / 8]."""
 
     key = "awq"
-    unpacker = "awq"
     scattered = True
 
     def _steps(self) -> tuple[int, int]:

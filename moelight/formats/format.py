@@ -55,7 +55,6 @@ class Format(ABC):
         key: the row's name, under which kernels list their functions.
         transposed: a stored row holds one input of all outputs.
         stores_shape: a tensor of its own repeats the size of the matrix.
-        unpacker: the kind of its unpacker in `kernels.gpu.quantized_triton`.
         scattered: neighbouring inputs are in different words, so that a GPU loads codes one by one.
         name: for people, with the parameters.
         bits: of a code.
@@ -74,7 +73,6 @@ class Format(ABC):
     key: ClassVar[str]
     transposed: ClassVar[bool] = False
     stores_shape: ClassVar[bool] = False
-    unpacker: ClassVar[str]
     scattered: ClassVar[bool] = False
 
     name: str
@@ -101,9 +99,9 @@ class Format(ABC):
         return self.key
 
     @property
-    def variant(self) -> str:
-        """What the unpacker distinguishes, beside the parameters; empty: nothing."""
-        return ""
+    def unpacker(self) -> str:
+        """The name of the format's functions in the Triton programs (`kernels.gpu.unpackers`)."""
+        return self.key
 
     @property
     def is_quantised(self) -> bool:

@@ -23,7 +23,6 @@ class GGMLFormat(Format):
     """
 
     key = "ggml"
-    unpacker = "ggml"
 
     codes: str = "U8"
     names: tuple[str, ...] = (".weight",)
@@ -38,7 +37,7 @@ class GGMLFormat(Format):
         return (TensorSpec(self.names[0], ("U8",), (rows, columns // self.block * self.block_bytes)),)
 
     @property
-    def variant(self) -> str:
+    def unpacker(self) -> str:
         return self.name
 
     @property

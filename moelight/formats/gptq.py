@@ -60,7 +60,6 @@ class GPTQFormat(WordsByColumn):
     """Words [columns / codes a word, rows], the lowest bits first."""
 
     key = "gptq"
-    unpacker = "gptq"
 
     def _steps(self) -> tuple[int, int]:
         return self.per_word, self.per_word

@@ -19,7 +19,6 @@ class MXFP4Format(Format):
     """Bytes [rows, columns / 2], exponents [rows, groups]."""
 
     key = "mxfp4"
-    unpacker = "mxfp4"
 
     name: str = "MXFP4"
     bits: int = 4

@@ -18,7 +18,6 @@ class PackedFormat(Format):
     groups]."""
 
     key = "packed"
-    unpacker = "packed"
     stores_shape = True
 
     codes: str = "I32"

@@ -14,7 +14,6 @@ class PlainFormat(Format):
     """Values of the dtype ``codes``."""
 
     key = "plain"
-    unpacker = "plain"
 
     names: tuple[str, ...] = (".weight",)
 

@@ -14,13 +14,7 @@ from moelight.formats.rules import Scheme
 class ScaledFormat(Format):
     """Codes [rows, columns] times scales [row groups, groups], less zero points of the same shape."""
 
-    unpacker = "scaled"
-
     bits: int = 8
-
-    @property
-    def variant(self) -> str:
-        return self.key
 
     def _tensors(self, rows: int, columns: int) -> Sequence[TensorSpec]:
         weight, scales, zeros = (*self.names, "")[:3]

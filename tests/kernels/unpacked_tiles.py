@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from moelight.kernels.gpu.quantized_triton import pointer_to, unpacked
+from moelight.kernels.gpu.quantized_triton import pointer_to
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def write_tile(
     zeros = pointer_to(table, table_step, 2, 0, CODES)
     order = pointer_to(table, table_step, 3, 0, tl.int32)
     row, first = tl.program_id(1) * BN + tl.arange(0, BN), tl.program_id(0) * BK
-    tile = unpacked(
+    tile = FORM.by.unpack(
         codes, scales, zeros, order, tl.minimum(row, rows - 1), first, rows, depth, groups, FORM, EVEN, BK
     )  # fmt: skip
     k = first + tl.arange(0, BK)

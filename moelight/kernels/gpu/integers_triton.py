@@ -18,18 +18,17 @@ from moelight.kernels.gpu.grouped_triton import activated, place_of, rows_in_slo
 from moelight.kernels.gpu.quantized_triton import (
     biased,
     block_bytes,
-    block_code,
     block_half,
-    codes_in_words,
+    e2m1_codes,
     e2m1_doubled,
+    four_bits,
     inputs,
-    k_codes,
     k_six_bits,
     loaded_scale,
-    place_of_scales,
     pointer_to,
+    q6_k_steps,
     repeat_rows,
-    zero_points,
+    signed_bytes,
 )
 
 # 1.5 * 2^23: its bits plus a whole number below 2^22 in magnitude are the bits of its sum with the number.
@@ -108,77 +107,157 @@ def halved_power(exponent):
 
 
 @triton.jit
-def whole_numbers(
-    codes, zeros, row, first, rows, depth, groups, FORM: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr
-):
-    """Whole numbers of K inputs from ``first`` on, in one group, of the stored rows ``row``: int8 [K, N]. Zero points
-    of 8-bit codes are not taken off; where codes are unsigned, 128 is."""
-    k = inputs(first, depth, EVEN, K, 1)
-    if FORM.kind == "mxfp4":
-        pair = inputs(first, depth, EVEN, K // 2, 2) // 2
-        byte = tl.load(codes + row[None, :] * (depth // 2) + pair[:, None]).to(tl.int32)
-        result = e2m1_whole((repeat_rows(byte, 2) >> (tl.arange(0, K) % 2 * 4)[:, None]) & 15).to(tl.int8)
-    elif FORM.kind == "scaled":
-        result = tl.load(codes + row[None, :] * depth + k[:, None])
-    elif FORM.kind == "ggml":
-        row_bytes = depth // FORM.group * FORM.block_bytes
-        n = k % 32
-        if FORM.name == "Q8_0":
-            result = block_bytes(codes, row, k, n + 2, row_bytes, FORM).to(tl.int8, bitcast=True)
-        else:
-            ahead: tl.constexpr = FORM.block_bytes - 16
-            code = block_code(codes, row, k, n % 16 + ahead, n // 16 * 4, row_bytes, 15, FORM)
-            result = (e2m1_whole(code) if FORM.name == "MXFP4" else code - 8).to(tl.int8)
-    elif FORM.kind == "packed" and FORM.bits == 8:
-        words = (depth + 3) // 4
-        byte = tl.load(codes.to(tl.pointer_type(tl.uint8)) + row[None, :] * words * 4 + k[:, None])
-        result = (byte ^ 128).to(tl.int8, bitcast=True)
-    else:
-        code = codes_in_words(codes, row, first, rows, depth, FORM, EVEN, K)
-        if FORM.bits == 4 and FORM.zeros:
-            code -= zero_points(zeros, row, group_at(tl.minimum(first, depth - 1), FORM), rows, groups, FORM)
-        else:
-            code -= 1 << (FORM.bits - 1)
-        result = code.to(tl.int8)
-    return result
-
-
-@triton.jit
 def group_at(first, FORM: tl.constexpr):
     """The group of the matrix that holds input ``first``, [1]."""
     here = tl.zeros((1,), dtype=tl.int32) + first
     return here * 0 if FORM.group == 0 else here // FORM.group
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Integers of a format: those of K inputs from ``first`` on, in one group, of the stored rows ``row``, int8 [K, N]. Zero
+# points of 8-bit codes are not taken off; where codes are unsigned, 128 is.
+
+
 @triton.jit
-def scales_at(codes, scales, row, first, rows, depth, groups, FORM: tl.constexpr):
-    """Of the group that holds input ``first``, float32 [1, N]."""
-    group = group_at(first, FORM)
-    place = place_of_scales(row, group, rows, groups, FORM)
-    if FORM.kind == "ggml":
-        row_bytes = depth // FORM.group * FORM.block_bytes
-        block = group * FORM.group
-        if FORM.name == "MXFP4":
-            result = halved_power(block_bytes(codes, row, block, block * 0, row_bytes, FORM))
-        else:
-            at: tl.constexpr = 208 if FORM.name == "Q6_K" else 0
-            result = block_half(codes, row, block, row_bytes, at, FORM)
-    elif FORM.kind == "mxfp4":
-        result = halved_power(tl.load(scales + place))
+def byte_integers(
+    codes, zeros, row, first, rows, depth, groups, FORM: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr
+):
+    """Signed bytes."""
+    k = inputs(first, depth, EVEN, K, 1)
+    return tl.load(codes + row[None, :] * depth + k[:, None])
+
+
+@triton.jit
+def packed_integers(
+    codes, zeros, row, first, rows, depth, groups, FORM: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr
+):
+    """Packed integers; those of 8 bits are bytes."""
+    if FORM.bits == 8:
+        k = inputs(first, depth, EVEN, K, 1)
+        words = (depth + 3) // 4
+        byte = tl.load(codes.to(tl.pointer_type(tl.uint8)) + row[None, :] * words * 4 + k[:, None])
+        result = (byte ^ 128).to(tl.int8, bitcast=True)
     else:
-        result = loaded_scale(scales + place, FORM.exponent)
+        result = word_integers(codes, zeros, row, first, rows, depth, groups, FORM, EVEN, K)
     return result
 
 
 @triton.jit
-def zeros_at(zeros, row, first, rows, groups, FORM: tl.constexpr):
-    """What is to be taken off the numbers of `whole_numbers`, int32 [1, N]."""
-    group = group_at(first, FORM)
-    if FORM.kind == "scaled":
-        result = tl.load(zeros + place_of_scales(row, group, rows, groups, FORM)).to(tl.int32)
+def word_integers(
+    codes, zeros, row, first, rows, depth, groups, FORM: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr
+):
+    """Integers in words."""
+    code = FORM.by.codes(codes, row, first, rows, depth, FORM, EVEN, K)
+    if FORM.bits == 4 and FORM.zeros:
+        code -= FORM.by.zeros(zeros, row, group_at(tl.minimum(first, depth - 1), FORM), rows, groups, FORM)
     else:
-        result = zero_points(zeros, row, group, rows, groups, FORM) - 128
-    return result
+        code -= 1 << (FORM.bits - 1)
+    return code.to(tl.int8)
+
+
+@triton.jit
+def mxfp4_integers(
+    codes, zeros, row, first, rows, depth, groups, FORM: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr
+):
+    """Twice the values of E2M1 codes."""
+    return e2m1_whole(e2m1_codes(codes, row, first, depth, EVEN, K)).to(tl.int8)
+
+
+@triton.jit
+def q8_0_integers(
+    codes, zeros, row, first, rows, depth, groups, FORM: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr
+):
+    """Signed bytes of blocks."""
+    k = inputs(first, depth, EVEN, K, 1)
+    return signed_bytes(codes, row, k, depth // FORM.group * FORM.block_bytes, FORM)
+
+
+@triton.jit
+def q4_0_integers(
+    codes, zeros, row, first, rows, depth, groups, FORM: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr
+):
+    """Half bytes of blocks, less 8."""
+    k = inputs(first, depth, EVEN, K, 1)
+    return (four_bits(codes, row, k, depth // FORM.group * FORM.block_bytes, FORM) - 8).to(tl.int8)
+
+
+@triton.jit
+def mxfp4_block_integers(
+    codes, zeros, row, first, rows, depth, groups, FORM: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr
+):
+    """Twice the values of E2M1 codes."""
+    k = inputs(first, depth, EVEN, K, 1)
+    return e2m1_whole(four_bits(codes, row, k, depth // FORM.group * FORM.block_bytes, FORM)).to(tl.int8)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scales of integers: of the group that holds input ``first``, float32 [1, N].
+
+
+@triton.jit
+def own_scale(codes, scales, row, first, rows, depth, groups, FORM: tl.constexpr):
+    """Scales in a tensor of their own."""
+    return loaded_scale(scales + FORM.by.place(row, group_at(first, FORM), rows, groups, FORM), FORM.exponent)
+
+
+@triton.jit
+def mxfp4_scale(codes, scales, row, first, rows, depth, groups, FORM: tl.constexpr):
+    """Half the powers of two."""
+    return halved_power(tl.load(scales + FORM.by.place(row, group_at(first, FORM), rows, groups, FORM)))
+
+
+@triton.jit
+def first_half(codes, scales, row, first, rows, depth, groups, FORM: tl.constexpr):
+    """The float16 number at the beginning of a block."""
+    return block_half(codes, row, group_at(first, FORM) * FORM.group, depth // FORM.group * FORM.block_bytes, 0, FORM)
+
+
+@triton.jit
+def last_half(codes, scales, row, first, rows, depth, groups, FORM: tl.constexpr):
+    """The float16 number at the end of a block."""
+    block, row_bytes = group_at(first, FORM) * FORM.group, depth // FORM.group * FORM.block_bytes
+    return block_half(codes, row, block, row_bytes, FORM.block_bytes - 2, FORM)
+
+
+@triton.jit
+def mxfp4_block_scale(codes, scales, row, first, rows, depth, groups, FORM: tl.constexpr):
+    """Half the powers of two at the beginning of a block."""
+    block, row_bytes = group_at(first, FORM) * FORM.group, depth // FORM.group * FORM.block_bytes
+    return halved_power(block_bytes(codes, row, block, block * 0, row_bytes, FORM))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is to be taken off 8-bit integers: of the group that holds input ``first``, int32 [1, N].
+
+
+@triton.jit
+def byte_zeros_at(zeros, row, first, rows, groups, FORM: tl.constexpr):
+    """Zero points that are bytes."""
+    return tl.load(zeros + FORM.by.place(row, group_at(first, FORM), rows, groups, FORM)).to(tl.int32)
+
+
+@triton.jit
+def word_zeros_at(zeros, row, first, rows, groups, FORM: tl.constexpr):
+    """Zero points in words, for codes that 128 is taken off."""
+    return FORM.by.zeros(zeros, row, group_at(first, FORM), rows, groups, FORM) - 128
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Blocks of 256 with a step for each part: what multiplies the codes of each part that has an input of ``g``, int32
+# [len(g), N].
+
+
+@triton.jit
+def k_steps(codes, row, g, row_bytes, FORM: tl.constexpr):
+    """Q4_K and Q5_K."""
+    steps, _ = k_six_bits(codes, row, g, row_bytes, FORM)
+    return steps
+
+
+@triton.jit
+def q6_k_whole_steps(codes, row, g, row_bytes, FORM: tl.constexpr):
+    """Q6_K."""
+    return q6_k_steps(codes, row, g, row_bytes, FORM).to(tl.int32)
 
 
 @triton.jit
@@ -214,24 +293,13 @@ def group_product(
     known = first if EVEN else tl.minimum(first, depth - 1)  # groups behind the last one are zeros
     exact = tl.full((BM, BN), _BIASED, dtype=tl.int32)
     for at in tl.static_range(0, G, K):
-        tile = whole_numbers(codes, zeros, row, first + at, rows, depth, groups, FORM, EVEN, K)
+        tile = FORM.by.integers(codes, zeros, row, first + at, rows, depth, groups, FORM, EVEN, K)
         exact = tl.dot(numbers_at(x, source, x_stride, first + at, K), tile, exact, out_dtype=tl.int32)
     if FORM.zeros and FORM.bits == 8:
         sum_of_group = tl.load(sums + source * (x_stride // G) + step)
-        exact -= sum_of_group[:, None] * zeros_at(zeros, row, known, rows, groups, FORM)
+        exact -= sum_of_group[:, None] * FORM.by.zeros_at(zeros, row, known, rows, groups, FORM)
     value = exact.to(tl.float32, bitcast=True) - _BIAS
-    return value * scales_at(codes, scales, row, known, rows, depth, groups, FORM)
-
-
-@triton.jit
-def steps_at(codes, row, g, row_bytes, FORM: tl.constexpr):
-    """What multiplies the codes of each part that has an input of ``g``, int32 [len(g), N]."""
-    if FORM.name == "Q6_K":
-        byte = block_bytes(codes, row, g, g % 256 // 16 + 192, row_bytes, FORM)
-        steps = byte.to(tl.int8, bitcast=True).to(tl.int32)
-    else:
-        steps, _ = k_six_bits(codes, row, g, row_bytes, FORM)
-    return steps
+    return value * FORM.by.scale(codes, scales, row, known, rows, depth, groups, FORM)
 
 
 @triton.jit
@@ -256,17 +324,17 @@ def block_product(
     for piece in tl.static_range(256 // BK):
         first = step * 256 + piece * BK
         k, g = first + tl.arange(0, BK), first + tl.arange(0, BK // FORM.shared) * FORM.shared
-        code = k_codes(codes, row, k, row_bytes, FORM)
-        if FORM.name == "Q6_K":
+        code = FORM.by.codes(codes, row, k, row_bytes, FORM)
+        if not FORM.minima:
             code -= 32
-        number = code * repeat_rows(steps_at(codes, row, g, row_bytes, FORM), FORM.shared)
+        number = code * repeat_rows(FORM.by.steps(codes, row, g, row_bytes, FORM), FORM.shared)
         high = (number + 64) >> 7
         a = numbers_at(x, source, x_stride, first, BK)
         upper = tl.dot(a, high.to(tl.int8), upper, out_dtype=tl.int32)
         lower = tl.dot(a, (number - high * 128).to(tl.int8), lower, out_dtype=tl.int32)
     first = step * 256
-    value = (upper * 128 + lower).to(tl.float32) * scales_at(codes, codes, row, first, 0, depth, 0, FORM)
-    if FORM.name != "Q6_K":
+    value = (upper * 128 + lower).to(tl.float32) * FORM.by.scale(codes, codes, row, first, 0, depth, 0, FORM)
+    if FORM.minima:
         place = (source * (x_stride // 256) + step) * _SUMS
         part = tl.load(sums + place[:, None] + tl.arange(0, _SUMS)[None, :])
         _, least = k_six_bits(codes, row, first + tl.arange(0, _SUMS) % _PARTS * 32, row_bytes, FORM)

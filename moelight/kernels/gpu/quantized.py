@@ -8,7 +8,7 @@ Legend: P pages, E experts, H hidden, I intermediate.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -39,27 +39,33 @@ class TileForm:
     """A stored format as the programs of `quantized_triton` know it: one constant of theirs.
 
     Attributes:
-        kind, bits, group_rows, transposed, zero_bias, order: as in `Format`, the kind being its ``unpacker``.
-        name: the ``variant`` of the format.
+        by: the functions of the format, a `gpu.unpackers.Unpacker`.
+        bits, group_rows, zero_bias, order: as in `Format`.
         block_bytes: bytes of a block of ggml.
         group: inputs with one scale, 0 for all; numbers of a block of ggml.
         shared: inputs of a tile that surely have one scale, a power of two.
         zeros: there are zero points.
         exponent: scales are E8M0.
+        minima: parts of a block have a minimum.
     """
 
-    kind: str
-    name: str
+    by: Any
     bits: int
     block_bytes: int
     group: int
     group_rows: int
-    transposed: bool
     shared: int
     zeros: bool
     zero_bias: int
     order: bool
     exponent: bool
+    minima: bool
+
+    @property
+    def cache_key(self) -> str:
+        """What Triton keys compiled programs by: the numbers, and the sources of the functions."""
+        numbers = [(field.name, getattr(self, field.name)) for field in fields(self) if field.name != "by"]
+        return f"{numbers} {self.by.cache_key}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,20 +81,21 @@ class MatrixForm:
 
     def tile(self, depth: int) -> TileForm:
         """How the matrix is unpacked in tiles of ``depth`` inputs, a power of two."""
+        from moelight.kernels.gpu.unpackers import UNPACKERS
+
         stored = self.stored
         return TileForm(
-            kind=stored.unpacker,
-            name=stored.variant,
+            by=UNPACKERS[stored.unpacker],
             bits=stored.bits,
             block_bytes=stored.block_bytes,
             group=stored.block if stored.block_bytes else stored.group,
             group_rows=stored.group_rows,
-            transposed=stored.transposed,
             shared=stored.shared_columns(depth),
             zeros=stored.zero_points,
             zero_bias=stored.zero_bias,
             order=stored.order,
             exponent=len(stored.names) > 1 and self.dtype_of(1) == torch.uint8,
+            minima=stored.token_sums == "parts",
         )
 
     def dtype_of(self, place: int) -> torch.dtype:

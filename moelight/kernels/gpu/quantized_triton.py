@@ -1,5 +1,5 @@
 """Experts whose matrices are quantised, in Triton, for compute capability 7.5 and later: the numbers of a tile of any
-format of `profiles.stored`, from the stored bytes, and the grouped product over such tiles.
+stored format, from the stored bytes, and the grouped product over such tiles.
 
 Each unpacker gives the tile [K, N] float32 of K inputs, from ``first`` on, of the N stored rows ``row``, as
 `kernels.quantized` defines them: the same operations in float32, so the same bits; what a sum is fused with is a
@@ -142,10 +142,9 @@ def codes_by_row(words, row, k, k_step, row_step, BITS: tl.constexpr, AWQ: tl.co
 
 
 @triton.jit
-def loaded_byte(pointers, FORM: tl.constexpr):
-    """The numbers of 8-bit codes, ``fp8`` (as uint8) or ``int8``, in float32."""
-    found = tl.load(pointers)
-    return e4m3(found) if FORM.name == "fp8" else found.to(tl.float32)
+def signed(code):
+    """Numbers of signed bytes."""
+    return code.to(tl.float32)
 
 
 @triton.jit
@@ -162,16 +161,22 @@ def groups_of(order, first, depth, groups, FORM: tl.constexpr, EVEN: tl.constexp
 
 
 @triton.jit
-def place_of_scales(row, group, rows, groups, FORM: tl.constexpr):
-    """Where the scales of ``group`` [any] and ``row`` [N] are stored, [any, N]."""
-    if FORM.transposed:
-        place = group[:, None] * rows + row[None, :]
-    elif FORM.kind == "scaled":
-        band = row * 0 if FORM.group_rows == 0 else row // FORM.group_rows
-        place = band[None, :] * groups + group[:, None]
-    else:
-        place = row[None, :] * groups + group[:, None]
-    return place
+def place_by_column(row, group, rows, groups, FORM: tl.constexpr):
+    """Where the scales of ``group`` [any] and ``row`` [N] are stored, [any, N], a line for each group."""
+    return group[:, None] * rows + row[None, :]
+
+
+@triton.jit
+def place_by_row(row, group, rows, groups, FORM: tl.constexpr):
+    """The same, a line for each row."""
+    return row[None, :] * groups + group[:, None]
+
+
+@triton.jit
+def place_in_grid(row, group, rows, groups, FORM: tl.constexpr):
+    """The same, a line for each group of rows."""
+    band = row * 0 if FORM.group_rows == 0 else row // FORM.group_rows
+    return band[None, :] * groups + group[:, None]
 
 
 @triton.jit
@@ -206,36 +211,75 @@ def block_code(blocks, row, k, at, shift, row_bytes, MASK: tl.constexpr, FORM: t
 
 
 @triton.jit
-def small_blocks(blocks, row, k, g, row_bytes, FORM: tl.constexpr):
-    """Types of blocks of 32 numbers, of which each input of ``g`` is in another."""
+def four_bits(blocks, row, k, row_bytes, FORM: tl.constexpr):
+    """Codes (int32) of types of blocks of 32 values, whose last 16 bytes they are."""
     n = k % 32
-    if FORM.name == "Q8_0":
-        code = block_bytes(blocks, row, k, n + 2, row_bytes, FORM).to(tl.int8, bitcast=True).to(tl.float32)
-    else:
-        # What is ahead of the codes: the scale; in types of 4 n bytes a minimum; in larger ones the fifth bits.
-        AHEAD: tl.constexpr = FORM.block_bytes - 16
-        code = block_code(blocks, row, k, n % 16 + AHEAD, n // 16 * 4, row_bytes, 15, FORM)
-        if FORM.block_bytes > 20:
-            fifth = block_code(blocks, row, k, n // 8 + (AHEAD - 4), n % 8, row_bytes, 1, FORM)
-            code = code | (fifth << 4)
-        if FORM.name == "IQ4_NL":
-            code = iq4(code)
-        elif FORM.name == "MXFP4":
-            code = e2m1(code)
-        elif FORM.name == "Q4_0":
-            code = whole(code) - 8.0
-        elif FORM.name == "Q5_0":
-            code = whole(code) - 16.0
-        else:
-            code = whole(code)
-    if FORM.name == "MXFP4":
-        scale = e8m0(block_bytes(blocks, row, g, g * 0, row_bytes, FORM))
-    else:
-        scale = block_half(blocks, row, g, row_bytes, 0, FORM)
-    result = repeat_rows(scale, 32) * code
-    if FORM.block_bytes % 4 == 0:
-        result += repeat_rows(block_half(blocks, row, g, row_bytes, 2, FORM), 32)
-    return result
+    return block_code(blocks, row, k, n % 16 + (FORM.block_bytes - 16), n // 16 * 4, row_bytes, 15, FORM)
+
+
+@triton.jit
+def five_bits(blocks, row, k, row_bytes, FORM: tl.constexpr):
+    """Codes (int32) whose fifth bits are in the four bytes ahead of the others."""
+    n = k % 32
+    fifth = block_code(blocks, row, k, n // 8 + (FORM.block_bytes - 20), n % 8, row_bytes, 1, FORM)
+    return four_bits(blocks, row, k, row_bytes, FORM) | (fifth << 4)
+
+
+@triton.jit
+def signed_bytes(blocks, row, k, row_bytes, FORM: tl.constexpr):
+    """Codes (int8) of Q8_0."""
+    return block_bytes(blocks, row, k, k % 32 + 2, row_bytes, FORM).to(tl.int8, bitcast=True)
+
+
+@triton.jit
+def q4_0(blocks, row, k, g, row_bytes, FORM: tl.constexpr):
+    """Half bytes less 8."""
+    code = whole(four_bits(blocks, row, k, row_bytes, FORM)) - 8.0
+    return repeat_rows(block_half(blocks, row, g, row_bytes, 0, FORM), 32) * code
+
+
+@triton.jit
+def q4_1(blocks, row, k, g, row_bytes, FORM: tl.constexpr):
+    """Half bytes, with a minimum."""
+    code = whole(four_bits(blocks, row, k, row_bytes, FORM))
+    result = repeat_rows(block_half(blocks, row, g, row_bytes, 0, FORM), 32) * code
+    return result + repeat_rows(block_half(blocks, row, g, row_bytes, 2, FORM), 32)
+
+
+@triton.jit
+def q5_0(blocks, row, k, g, row_bytes, FORM: tl.constexpr):
+    """Five bits less 16."""
+    code = whole(five_bits(blocks, row, k, row_bytes, FORM)) - 16.0
+    return repeat_rows(block_half(blocks, row, g, row_bytes, 0, FORM), 32) * code
+
+
+@triton.jit
+def q5_1(blocks, row, k, g, row_bytes, FORM: tl.constexpr):
+    """Five bits, with a minimum."""
+    code = whole(five_bits(blocks, row, k, row_bytes, FORM))
+    result = repeat_rows(block_half(blocks, row, g, row_bytes, 0, FORM), 32) * code
+    return result + repeat_rows(block_half(blocks, row, g, row_bytes, 2, FORM), 32)
+
+
+@triton.jit
+def q8_0(blocks, row, k, g, row_bytes, FORM: tl.constexpr):
+    """Signed bytes."""
+    code = signed_bytes(blocks, row, k, row_bytes, FORM).to(tl.float32)
+    return repeat_rows(block_half(blocks, row, g, row_bytes, 0, FORM), 32) * code
+
+
+@triton.jit
+def iq4_nl(blocks, row, k, g, row_bytes, FORM: tl.constexpr):
+    """Half bytes that are indices of a table."""
+    code = iq4(four_bits(blocks, row, k, row_bytes, FORM))
+    return repeat_rows(block_half(blocks, row, g, row_bytes, 0, FORM), 32) * code
+
+
+@triton.jit
+def mxfp4_block(blocks, row, k, g, row_bytes, FORM: tl.constexpr):
+    """E2M1 codes, with a power of two."""
+    code = e2m1(four_bits(blocks, row, k, row_bytes, FORM))
+    return repeat_rows(e8m0(block_bytes(blocks, row, g, g * 0, row_bytes, FORM)), 32) * code
 
 
 @triton.jit
@@ -253,55 +297,75 @@ def k_six_bits(blocks, row, g, row_bytes, FORM: tl.constexpr):
 
 
 @triton.jit
-def k_codes(blocks, row, k, row_bytes, FORM: tl.constexpr):
-    """Codes (int32) of Q4_K, Q5_K and Q6_K."""
+def q4_k_codes(blocks, row, k, row_bytes, FORM: tl.constexpr):
+    """Codes (int32) of four bits, the last 128 bytes of a block."""
     n = k % 256
-    if FORM.name == "Q6_K":
-        code = block_code(blocks, row, k, n // 128 * 64 + n % 64, n // 64 % 2 * 4, row_bytes, 15, FORM)
-        at = n // 128 * 32 + n % 32 + 128
-        code = code | (block_code(blocks, row, k, at, n // 32 % 4 * 2, row_bytes, 3, FORM) << 4)
-    else:
-        at = n // 64 * 32 + n % 32 + (FORM.block_bytes - 128)
-        code = block_code(blocks, row, k, at, n // 32 % 2 * 4, row_bytes, 15, FORM)
-        if FORM.name == "Q5_K":
-            code = code | (block_code(blocks, row, k, n % 32 + 16, n // 32, row_bytes, 1, FORM) << 4)
-    return code
+    at = n // 64 * 32 + n % 32 + (FORM.block_bytes - 128)
+    return block_code(blocks, row, k, at, n // 32 % 2 * 4, row_bytes, 15, FORM)
+
+
+@triton.jit
+def q5_k_codes(blocks, row, k, row_bytes, FORM: tl.constexpr):
+    """Codes (int32) with a fifth bit."""
+    n = k % 256
+    fifth = block_code(blocks, row, k, n % 32 + 16, n // 32, row_bytes, 1, FORM)
+    return q4_k_codes(blocks, row, k, row_bytes, FORM) | (fifth << 4)
+
+
+@triton.jit
+def q6_k_codes(blocks, row, k, row_bytes, FORM: tl.constexpr):
+    """Codes (int32) of six bits."""
+    n = k % 256
+    code = block_code(blocks, row, k, n // 128 * 64 + n % 64, n // 64 % 2 * 4, row_bytes, 15, FORM)
+    at = n // 128 * 32 + n % 32 + 128
+    return code | (block_code(blocks, row, k, at, n // 32 % 4 * 2, row_bytes, 3, FORM) << 4)
 
 
 @triton.jit
 def k_minima(blocks, row, k, g, row_bytes, FORM: tl.constexpr):
-    """Q4_K and Q5_K: scales and minima for each 32 of 256 numbers, one of which each input of ``g`` is."""
+    """Q4_K and Q5_K: scales and minima for each 32 of 256 values, one of which each input of ``g`` is."""
     scale, least = k_six_bits(blocks, row, g, row_bytes, FORM)
     scale = scale.to(tl.float32) * block_half(blocks, row, g, row_bytes, 0, FORM)
     least = least.to(tl.float32) * block_half(blocks, row, g, row_bytes, 2, FORM)
-    code = k_codes(blocks, row, k, row_bytes, FORM)
+    code = FORM.by.codes(blocks, row, k, row_bytes, FORM)
     return repeat_rows(scale, 32) * whole(code) - repeat_rows(least, 32)
 
 
 @triton.jit
-def k_sixteens(blocks, row, k, g, row_bytes, FORM: tl.constexpr):
-    """Q2_K, Q3_K and Q6_K: a scale for each 16 of 256 numbers, one of which each input of ``g`` is."""
+def q2_k(blocks, row, k, g, row_bytes, FORM: tl.constexpr):
+    """A scale and a minimum for each 16 of 256 values, one of which each input of ``g`` is."""
+    n = k % 256
+    packed = block_bytes(blocks, row, g, g % 256 // 16, row_bytes, FORM).to(tl.int32)
+    scale = block_half(blocks, row, g, row_bytes, 80, FORM) * (packed & 15).to(tl.float32)
+    least = block_half(blocks, row, g, row_bytes, 82, FORM) * (packed >> 4).to(tl.float32)
+    code = block_code(blocks, row, k, n // 128 * 32 + n % 32 + 16, n // 32 % 4 * 2, row_bytes, 3, FORM)
+    return repeat_rows(scale, 16) * whole(code) - repeat_rows(least, 16)
+
+
+@triton.jit
+def q3_k(blocks, row, k, g, row_bytes, FORM: tl.constexpr):
+    """A scale for each 16 of 256 values, one of which each input of ``g`` is."""
     s, n = g % 256 // 16, k % 256
-    quarter, pair = n // 128 * 32 + n % 32, n // 32 % 4 * 2  # byte and shift of two bits of a number
-    if FORM.name == "Q2_K":
-        packed = block_bytes(blocks, row, g, s, row_bytes, FORM).to(tl.int32)
-        scale = block_half(blocks, row, g, row_bytes, 80, FORM) * (packed & 15).to(tl.float32)
-        least = block_half(blocks, row, g, row_bytes, 82, FORM) * (packed >> 4).to(tl.float32)
-        code = block_code(blocks, row, k, quarter + 16, pair, row_bytes, 3, FORM)
-        result = repeat_rows(scale, 16) * whole(code) - repeat_rows(least, 16)
-    elif FORM.name == "Q3_K":
-        low = block_code(blocks, row, g, s % 8 + 96, s // 8 * 4, row_bytes, 15, FORM)
-        high = block_code(blocks, row, g, s % 4 + 104, s // 4 * 2, row_bytes, 3, FORM)
-        scale = block_half(blocks, row, g, row_bytes, 108, FORM) * ((low | (high << 4)) - 32).to(tl.float32)
-        code = block_code(blocks, row, k, quarter + 32, pair, row_bytes, 3, FORM)
-        code = code | (block_code(blocks, row, k, n % 32, n // 32, row_bytes, 1, FORM) << 2)
-        result = repeat_rows(scale, 16) * (whole(code) - 4.0)
-    else:
-        scale = block_bytes(blocks, row, g, s + 192, row_bytes, FORM).to(tl.int8, bitcast=True).to(tl.float32)
-        scale *= block_half(blocks, row, g, row_bytes, 208, FORM)
-        code = k_codes(blocks, row, k, row_bytes, FORM)
-        result = repeat_rows(scale, 16) * (whole(code) - 32.0)
-    return result
+    low = block_code(blocks, row, g, s % 8 + 96, s // 8 * 4, row_bytes, 15, FORM)
+    high = block_code(blocks, row, g, s % 4 + 104, s // 4 * 2, row_bytes, 3, FORM)
+    scale = block_half(blocks, row, g, row_bytes, 108, FORM) * ((low | (high << 4)) - 32).to(tl.float32)
+    code = block_code(blocks, row, k, n // 128 * 32 + n % 32 + 32, n // 32 % 4 * 2, row_bytes, 3, FORM)
+    code = code | (block_code(blocks, row, k, n % 32, n // 32, row_bytes, 1, FORM) << 2)
+    return repeat_rows(scale, 16) * (whole(code) - 4.0)
+
+
+@triton.jit
+def q6_k(blocks, row, k, g, row_bytes, FORM: tl.constexpr):
+    """A scale for each 16 of 256 values, one of which each input of ``g`` is."""
+    scale = q6_k_steps(blocks, row, g, row_bytes, FORM).to(tl.float32)
+    scale *= block_half(blocks, row, g, row_bytes, 208, FORM)
+    return repeat_rows(scale, 16) * (whole(q6_k_codes(blocks, row, k, row_bytes, FORM)) - 32.0)
+
+
+@triton.jit
+def q6_k_steps(blocks, row, g, row_bytes, FORM: tl.constexpr):
+    """The int8 scale of each 16 values, one of which each input of ``g`` is."""
+    return block_bytes(blocks, row, g, g % 256 // 16 + 192, row_bytes, FORM).to(tl.int8, bitcast=True)
 
 
 @triton.jit
@@ -315,120 +379,120 @@ def iq4_xs(blocks, row, k, g, row_bytes, FORM: tl.constexpr):
     return repeat_rows(scale, 32) * iq4(code)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Codes and zero points in words.
+
+
 @triton.jit
-def ggml(blocks, row, first, depth, FORM: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr):
-    """Numbers of blocks of a ggml type."""
-    k, g = inputs(first, depth, EVEN, K, 1), inputs(first, depth, EVEN, K // FORM.shared, FORM.shared)
-    row_bytes = depth // FORM.group * FORM.block_bytes
-    if FORM.group == 32:
-        result = small_blocks(blocks, row, k, g, row_bytes, FORM)
-    elif FORM.shared == 16:
-        result = k_sixteens(blocks, row, k, g, row_bytes, FORM)
-    elif FORM.name == "IQ4_XS":
-        result = iq4_xs(blocks, row, k, g, row_bytes, FORM)
-    else:
-        result = k_minima(blocks, row, k, g, row_bytes, FORM)
-    return result
+def packed_codes(codes, row, first, rows, depth, FORM: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr):
+    """Codes (int32) of packed integers, [K, N]."""
+    return codes_of_words(codes, row, first, depth, 1, (depth * FORM.bits + 31) // 32, FORM.bits, EVEN, K)
+
+
+@triton.jit
+def gptq_codes(codes, row, first, rows, depth, FORM: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr):
+    """The same of GPTQ."""
+    return codes_of_words(codes, row, first, depth, rows, 1, FORM.bits, EVEN, K)
+
+
+@triton.jit
+def awq_codes(codes, row, first, rows, depth, FORM: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr):
+    """The same of AWQ."""
+    k = inputs(first, depth, EVEN, K, 1)
+    return codes_by_row(codes, row, k, rows * FORM.bits // 32, 1, FORM.bits, True)
+
+
+@triton.jit
+def packed_zeros(zeros, row, group, rows, groups, FORM: tl.constexpr):
+    """Zero points (int32) of packed integers, [len(group), N]."""
+    return codes_by_row(zeros, row, group, 1, groups, FORM.bits, False)
+
+
+@triton.jit
+def gptq_zeros(zeros, row, group, rows, groups, FORM: tl.constexpr):
+    """The same of GPTQ."""
+    zero = codes_by_row(zeros, row, group, rows * FORM.bits // 32, 1, FORM.bits, False)
+    return (zero + FORM.zero_bias) & ((1 << FORM.bits) - 1)
+
+
+@triton.jit
+def awq_zeros(zeros, row, group, rows, groups, FORM: tl.constexpr):
+    """The same of AWQ."""
+    return codes_by_row(zeros, row, group, rows * FORM.bits // 32, 1, FORM.bits, True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Unpackers, one a layout: inputs ``first`` to ``first`` + K of the stored ``row`` [N] of a matrix [rows, depth], as
+# float32 [K, N]; FORM: a `gpu.quantized.TileForm`, whose functions (`gpu.unpackers`) are those of its format.
 
 
 @triton.jit
-def codes_in_words(codes, row, first, rows, depth, FORM: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr):
-    """Codes (int32) of the formats that store them in words, [K, N]."""
-    if FORM.kind == "packed":
-        words = (depth * FORM.bits + 31) // 32
-        result = codes_of_words(codes, row, first, depth, 1, words, FORM.bits, EVEN, K)
-    elif FORM.kind == "gptq":
-        result = codes_of_words(codes, row, first, depth, rows, 1, FORM.bits, EVEN, K)
-    else:
-        k = inputs(first, depth, EVEN, K, 1)
-        result = codes_by_row(codes, row, k, rows * FORM.bits // 32, 1, FORM.bits, True)
-    return result
-
-
-@triton.jit
-def codes_of(codes, row, first, rows, depth, FORM: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr):
-    """What scales multiply, zero points aside, in float32 [K, N]."""
-    k = inputs(first, depth, EVEN, K, 1)
-    if FORM.kind == "mxfp4":
-        pair = inputs(first, depth, EVEN, K // 2, 2) // 2
-        byte = tl.load(codes + row[None, :] * (depth // 2) + pair[:, None]).to(tl.int32)
-        result = e2m1((repeat_rows(byte, 2) >> (tl.arange(0, K) % 2 * 4)[:, None]) & 15)
-    elif FORM.kind == "scaled":
-        result = loaded_byte(codes + row[None, :] * depth + k[:, None], FORM)
-    else:
-        result = whole(codes_in_words(codes, row, first, rows, depth, FORM, EVEN, K))
-    return result
-
-
-@triton.jit
-def zero_points(zeros, row, group, rows, groups, FORM: tl.constexpr):
-    """Zero points (int32) in words, [len(group), N]."""
-    if FORM.kind == "packed":
-        zero = codes_by_row(zeros, row, group, 1, groups, FORM.bits, False)
-    else:
-        zero = codes_by_row(zeros, row, group, rows * FORM.bits // 32, 1, FORM.bits, FORM.kind == "awq")
-        zero = (zero + FORM.zero_bias) & ((1 << FORM.bits) - 1)
-    return zero
-
-
-@triton.jit
-def scaled_codes(
-    codes,
-    scales,
-    zeros,
-    order,
-    row,
-    first,
-    rows,
-    depth,
-    groups,
-    FORM: tl.constexpr,
-    EVEN: tl.constexpr,
+def plain_tile(
+    codes, scales, zeros, order, row, first, rows, depth, groups, FORM: tl.constexpr, EVEN: tl.constexpr,
     K: tl.constexpr,
-):
-    """`unpacked` of the formats that have scales of their own."""
-    code = codes_of(codes, row, first, rows, depth, FORM, EVEN, K)
-    group = groups_of(order, first, depth, groups, FORM, EVEN, K)
-    place = place_of_scales(row, group, rows, groups, FORM)
-    if FORM.kind == "packed" and not FORM.zeros:
-        code -= 1 << (FORM.bits - 1)
-    elif FORM.zeros:
-        if FORM.kind == "scaled":
-            zero = loaded_byte(zeros + place, FORM)
-        else:
-            zero = whole(zero_points(zeros, row, group, rows, groups, FORM))
-        code -= repeat_rows(zero, FORM.shared)
+):  # fmt: skip
+    """Floats as they are."""
+    k = inputs(first, depth, EVEN, K, 1)
+    return tl.load(codes + row[None, :] * depth + k[:, None]).to(tl.float32)
+
+
+@triton.jit
+def block_tile(
+    codes, scales, zeros, order, row, first, rows, depth, groups, FORM: tl.constexpr, EVEN: tl.constexpr,
+    K: tl.constexpr,
+):  # fmt: skip
+    """Blocks of a ggml type."""
+    k, g = inputs(first, depth, EVEN, K, 1), inputs(first, depth, EVEN, K // FORM.shared, FORM.shared)
+    return FORM.by.decode(codes, row, k, g, depth // FORM.group * FORM.block_bytes, FORM)
+
+
+@triton.jit
+def byte_tile(
+    codes, scales, zeros, order, row, first, rows, depth, groups, FORM: tl.constexpr, EVEN: tl.constexpr,
+    K: tl.constexpr,
+):  # fmt: skip
+    """8-bit codes times scales, less zero points of the same type."""
+    k = inputs(first, depth, EVEN, K, 1)
+    code = FORM.by.decode(tl.load(codes + row[None, :] * depth + k[:, None]))
+    place = FORM.by.place(row, groups_of(order, first, depth, groups, FORM, EVEN, K), rows, groups, FORM)
+    if FORM.zeros:
+        code -= repeat_rows(FORM.by.decode(tl.load(zeros + place)), FORM.shared)
     return code * repeat_rows(loaded_scale(scales + place, FORM.exponent), FORM.shared)
 
 
 @triton.jit
-def unpacked(
-    codes,
-    scales,
-    zeros,
-    order,
-    row,
-    first,
-    rows,
-    depth,
-    groups,
-    FORM: tl.constexpr,
-    EVEN: tl.constexpr,
+def word_tile(
+    codes, scales, zeros, order, row, first, rows, depth, groups, FORM: tl.constexpr, EVEN: tl.constexpr,
     K: tl.constexpr,
-):
-    """Inputs ``first`` to ``first`` + K of the stored ``row`` [N] of a matrix [rows, depth], as float32 [K, N]; FORM: a
-    `gpu.quantized.TileForm`."""
-    if FORM.kind == "ggml":
-        result = ggml(codes, row, first, depth, FORM, EVEN, K)
-    elif FORM.kind == "plain":
-        k = inputs(first, depth, EVEN, K, 1)
-        result = tl.load(codes + row[None, :] * depth + k[:, None]).to(tl.float32)
+):  # fmt: skip
+    """Integers in words times scales, less zero points in words, or half their range."""
+    code = whole(FORM.by.codes(codes, row, first, rows, depth, FORM, EVEN, K))
+    group = groups_of(order, first, depth, groups, FORM, EVEN, K)
+    place = FORM.by.place(row, group, rows, groups, FORM)
+    if FORM.zeros:
+        code -= repeat_rows(whole(FORM.by.zeros(zeros, row, group, rows, groups, FORM)), FORM.shared)
     else:
-        result = scaled_codes(codes, scales, zeros, order, row, first, rows, depth, groups, FORM, EVEN, K)
-    return result
+        code -= 1 << (FORM.bits - 1)
+    return code * repeat_rows(loaded_scale(scales + place, FORM.exponent), FORM.shared)
+
+
+@triton.jit
+def e2m1_codes(codes, row, first, depth, EVEN: tl.constexpr, K: tl.constexpr):
+    """Codes (int32) of two a byte, [K, N]."""
+    pair = inputs(first, depth, EVEN, K // 2, 2) // 2
+    byte = tl.load(codes + row[None, :] * (depth // 2) + pair[:, None]).to(tl.int32)
+    return (repeat_rows(byte, 2) >> (tl.arange(0, K) % 2 * 4)[:, None]) & 15
+
+
+@triton.jit
+def mxfp4_tile(
+    codes, scales, zeros, order, row, first, rows, depth, groups, FORM: tl.constexpr, EVEN: tl.constexpr,
+    K: tl.constexpr,
+):  # fmt: skip
+    """E2M1 codes times powers of two."""
+    code = e2m1(e2m1_codes(codes, row, first, depth, EVEN, K))
+    place = FORM.by.place(row, groups_of(order, first, depth, groups, FORM, EVEN, K), rows, groups, FORM)
+    return code * repeat_rows(loaded_scale(scales + place, FORM.exponent), FORM.shared)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -471,7 +535,7 @@ def unpacked_product(
     BK: tl.constexpr,
 ):
     """total [BM, BN] + a [BM, BK] times the stored rows ``row`` [BN], inputs ``first`` on, rounded to NUMBER."""
-    tile = unpacked(codes, scales, zeros, order, row, first, rows, depth, groups, FORM, EVEN, BK)
+    tile = FORM.by.unpack(codes, scales, zeros, order, row, first, rows, depth, groups, FORM, EVEN, BK)
     return tl.dot(a, rounded(tile, NUMBER, BY_HAND).to(PRODUCT), total, input_precision=PRECISION)
 
 
@@ -524,7 +588,7 @@ def grouped_quantized(
     table: int64 addresses, a row for each tensor of a page (`gpu.quantized.TENSORS`) and a column for each page; those
     of the matrix begin at row GATE, those of its up at row UP; 0 for an expert that is computed elsewhere, whose rows
     are zeros. Output c is the stored row c * row_step, of up the one up_row behind it. All else as in
-    `grouped_triton.grouped`, and the format as in `unpacked`.
+    `grouped_triton.grouped`, and the format as an unpacker has it.
     """
     slot, first = place_of(columns, slot_count, BN, BAND)
     page = tl.load(slots + slot * 3)
