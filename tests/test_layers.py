@@ -63,6 +63,7 @@ SINGLE_IMPORTER = {
     "integrations.paged_modules": "modules that transformers calls",
     "kernels.gpu.attention_triton": "imported only where Triton is installed",
     "kernels.gpu.integers": "rounded rows and their kernels, independent of the float ones",
+    "kernels.gpu.unpackers": "imported only where Triton is installed",
     "optimizer.milp": "the only module that depends on HiGHS",
     "optimizer.published": "the published planner, imported only on request",
     "optimizer.published.formulas": "the published equations, a function each",
