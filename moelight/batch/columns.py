@@ -128,6 +128,7 @@ _ID_COLUMNS = ("custom_id", "id")
 _AS_TEXT = ("prompt", "custom_id")
 _RECORDS_AT_ONCE = 1024
 _MOST_NAMED = 12
+_OTHER_DELIMITERS = (";", "\t", ",", "|")
 _TAB_BY_SUFFIX = (".tsv", ".tsv.gz")
 
 
@@ -179,8 +180,23 @@ class CsvReader(_TableReader):
         if header.error:
             raise source.refusal(f"the header cannot be read ({header.error})")
         self._header = header.values
+        self._check_delimiter()
         self.choose(self._header)
         self._places = {name: self._header.index(column) for name, column in self.fields.items()}
+
+    def _check_delimiter(self) -> None:
+        """Raise InputError where the names are separated by another character, or announced by ``sep=``."""
+        usual = "tabs" if self._delimiter == "\t" else "commas"
+        first = "".join(self._header[:1])
+        if first.lower().startswith("sep=") and len(self._header) <= 2:
+            raise self._source.refusal(
+                f"the first line, {first!r}, is for spreadsheets alone; save it without, with {usual}"
+            )
+        wanted = {*PROMPT_FIELDS, self._context.prompt_column}
+        for delimiter in _OTHER_DELIMITERS:
+            names = next(csv.reader([first], delimiter=delimiter), [])
+            if len(self._header) == 1 and len(names) > 1 and wanted.intersection(names):
+                raise self._source.refusal(f"columns are separated by {delimiter!r}; save it with {usual}")
 
     def rows(self, *, skip: Skip | None = None) -> Iterator[Row | BadRow]:
         records = iter(CsvRecords(self._source, self._delimiter))

@@ -98,6 +98,10 @@ def test_a_bad_record_is_a_row_and_the_rest_goes_on(tmp_path: Path) -> None:
         ("prompt\na\n", {"id_column": "key"}, "no column 'key'"),
         ("prompt,prompt\na,b\n", {}, "two columns 'prompt'"),
         ("prompt\n", {}, "no prompts"),
+        ("id;prompt\n1;a\n", {}, "separated by ';'; save it with commas"),
+        ("id\tquestion\n1\ta\n", {"prompt_column": "question"}, r"separated by '\\t'; save it with commas"),
+        ("sep=,\nid,prompt\n1,a\n", {}, "the first line, 'sep=', is for spreadsheets alone"),
+        ("sep=;\nid;prompt\n1;a\n", {}, "the first line, 'sep=;', is for spreadsheets alone.*with commas"),
         (",".join(f"c{n}" for n in range(40)) + "\n1\n", {}, "c11 and 28 more"),
     ],
 )
@@ -106,6 +110,13 @@ def test_a_table_without_its_columns_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=says):
         csv_rows(tmp_path, content, **options)
+
+
+def test_a_prompt_may_hold_other_delimiters(tmp_path: Path) -> None:
+    (row,) = csv_rows(tmp_path, "prompt\na;b|c\n")
+    assert isinstance(row, Row) and row.prompts == ("a;b|c",)
+    with pytest.raises(InputError, match="UTF-16; save it as UTF-8"):
+        csv_rows(tmp_path, "prompt\na\n".encode("utf-16"))
 
 
 def write_parquet(path: Path, columns: dict[str, list[Any]], **options: Any) -> Path:

@@ -66,10 +66,11 @@ def test_defaults_hold_where_a_line_is_silent_or_null(tmp_path: Path) -> None:
 
 
 def test_blank_lines_marks_and_line_ends(tmp_path: Path) -> None:
-    content = b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n  \t\n{"prompt": "b\\u2028"}\r\n\n{"prompt": "c\xe2\x80\xa8"}'
+    content = b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n  \t\n{"prompt": "b\\u2028"}\r\n\n'
+    content += '{"prompt": "c\u2028\u2029\x85"}'.encode()
     lines = read(tmp_path, content)
     found = [(line.line, line.prompts) for line in lines if isinstance(line, Row)]
-    assert found == [(1, ("a",)), (4, ("b\u2028",)), (6, ("c\u2028",))]
+    assert found == [(1, ("a",)), (4, ("b\u2028",)), (6, ("c\u2028\u2029\u0085",))]
 
 
 BAD = {
@@ -211,7 +212,7 @@ def test_samples_are_choices() -> None:
     }
 
 
-@pytest.mark.parametrize("text", ["Grüße 世 🦊", 'a "quote"\nand\u2028lines\r', "half \ud800", "\x00"])
+@pytest.mark.parametrize("text", ["Grüße 世 🦊", 'a "quote"\nand\u2028lines\u2029of\x85\r', "half \ud800", "\x00"])
 def test_a_row_is_one_line_of_utf8_and_reads_back(text: str) -> None:
     line = to_json_line(completion_row(completion(text), custom_id=text, token_ids=False))
     assert line.endswith(b"\n") and line.count(b"\n") == 1

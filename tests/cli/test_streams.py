@@ -38,6 +38,21 @@ def test_a_job_needs_no_standard_streams(tmp_path: Path) -> None:
     assert read_rows(out.read_text()) == rows
 
 
+def test_a_job_needs_no_folder_beside_its_own(tmp_path: Path) -> None:
+    """Nor a sensible number of threads: neither may be there where a cluster starts it."""
+    prompts, out, nowhere = (
+        write_prompts(tmp_path / "p.jsonl", {"prompt": "add 1 and 2 ="}),
+        tmp_path / "o",
+        "/dev/null/x",
+    )
+    folders = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME", "HF_HOME", "MOELIGHT_CACHE"), nowhere)
+    command = [sys.executable, "-m", "moelight.cli.main", "generate", prompts, "-o", out, "--max-tokens", "1"]
+    env = {**os.environ, **folders, "OMP_NUM_THREADS": "2,1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, "error" in done.stderr) == (0, False), done.stderr
+    assert read_rows(out.read_text())[0]["usage"]["completion_tokens"] == 1
+
+
 def test_a_refusal_keeps_its_exit_code(tmp_path: Path) -> None:
     refused = ("generate", tmp_path / "none", "-o", tmp_path / "out")
     assert run("null closed null", *refused) == run("closed closed closed", *refused) == 2

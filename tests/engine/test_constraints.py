@@ -149,6 +149,13 @@ def demo_ids(text: str) -> list[int]:
     return Tokenizer.from_dir(DEMO).encode(text, add_special_tokens=False)
 
 
+def test_a_pattern_and_a_length_both_hold() -> None:
+    schema = json.dumps({"type": "string", "pattern": "^[a-z]+-[0-9]+$", "maxLength": 7})
+    for seed in range(3):
+        text = answer({"temperature": 1.5, "seed": seed}, json=schema).text
+        assert re.fullmatch("[a-z]+-[0-9]+", json.loads(text)) and len(json.loads(text)) <= 7
+
+
 def test_an_answer_that_no_token_goes_on_with_is_an_error() -> None:
     """The demo's vocabulary has no é, which is found only where it is needed."""
     found = answer({"logprobs": 0}, regex="abé")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer as Words
 
 from moelight.core.dtypes import FLOAT32
 from moelight.core.errors import ConfigError, InputError, MoelightError
@@ -185,6 +186,19 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(engine: Engine, n
         engine.generate([*prompts], EIGHT)
     assert caught.value.code == code
     assert engine.stats.passes == before
+
+
+def test_a_token_that_the_embeddings_do_not_have_is_refused(model: Path, tmp_path: Path) -> None:
+    """Tools add tokens to a tokenizer and leave the matrix of embeddings as it is."""
+    copy = Path(shutil.copytree(model, tmp_path / "copy"))
+    words = Words.from_file(str(copy / "tokenizer.json"))
+    words.add_special_tokens([f"<|extra {n}|>" for n in range(60)])
+    words.save(str(copy / "tokenizer.json"))
+    with Engine(Policy(model=str(copy)), device="cpu") as engine:
+        with pytest.raises(InputError, match="must be below the vocabulary's 307") as caught:
+            engine.generate(["a<|extra 59|>b"], EIGHT)
+        assert caught.value.code == "bad_token_id"
+        assert engine.generate(["a<|extra 0|>b"], EIGHT)[0].prompt_tokens == 3
 
 
 def test_prompts_must_be_prompts(engine: Engine) -> None:

@@ -165,6 +165,9 @@ def test_where_texts_end(tmp_path: Path, tiny: Tiny) -> None:
         assert (answer(**always).text, answer(**always).completion_tokens) == ("", 3)
         shown = answer(**always, skip_special_tokens=False).text
         assert shown == 3 * tokenizer.token_text(special) != ""
+        named: dict[str, Any] = {**always, "stop": [tokenizer.token_text(special)]}
+        assert answer(**named).finish_reason == "length", "as in vLLM: what is not in the text stops nothing"
+        assert answer(**named, skip_special_tokens=False).token_ids == (special,)
         stopped = answer({b: 100.0}, stop_token_ids=[b], min_tokens=1)
         assert stopped.stop_reason in (b, None)
         ended = answer({b: 100.0}, stop_token_ids=[b], include_stop_str_in_output=True)

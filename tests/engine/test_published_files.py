@@ -499,6 +499,12 @@ def test_a_stack_by_columns_in_fp8_blocks(weights: Shares, by_columns: tuple[Pat
     assert tokens(quantised, weights=weights) == wanted
 
 
+def test_a_stack_by_columns_in_floats(by_columns: tuple[Path, list[list[int]]]) -> None:
+    numbers = by_columns[0].parent.parent / "numbers" / "copy"
+    assert open_model(str(numbers)).weight_map.quantized is None
+    assert tokens(numbers, weights=STREAMED) == by_columns[1]
+
+
 def test_a_stack_by_columns_without_the_extension(
     by_columns: tuple[Path, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

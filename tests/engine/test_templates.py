@@ -208,6 +208,8 @@ TAGS = """{% macro turn(role) %}<{{ role | upper }}>{{ caller() }}</{{ role.titl
 {{ messages | groupby('role') | map('first') | list | tojson }}
 {{ [3, 1, 2] | sort(reverse=true) | batch(2, 0) | list }}
 {{ dict(a=1, b=[1, 2.5]) | tojson(indent=1, sort_keys=true) }}
+{{ messages[0] | tojson(separators=(',', ':'), ensure_ascii=true) }}
+{% for key, value in messages[0] | items %}{{ key }}={{ value }};{% endfor %}
 {{ 7 // 2 }} {{ 2 ** 5 }} {{ (1, 2) + (3,) }} {{ 'x' * 3 }}
 {% set text %}{{ bos_token }}{{ eos_token }}{% endset %}
 {{ text | length }} {{ text.center(20, '.') }} {{ cycler('a').next() }}"""

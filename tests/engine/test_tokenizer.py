@@ -104,6 +104,7 @@ KINDS = {
         d, extra_special_tokens=[{**UNK, "content": "<b>"}]
     ),
     "a role of the model's own": lambda d: byte_level(d, image_token="<img>", additional_special_tokens=["<b>"]),
+    "the class of another kind": lambda d: byte_level(d, tokenizer_class="LlamaTokenizerFast"),
     "the older files": lambda d: older_files(byte_level(d)),
     "the older files beside a list by number": lambda d: older_files(
         byte_level(d, added_tokens_decoder={"403": {"content": "<think>", "special": True}})
@@ -132,6 +133,14 @@ def test_ids_and_text_are_transformers(kind: str, tmp_path: Path) -> None:
         assert ids == theirs.encode(text), text
         if "<b>" not in text or kind not in NOT_SPECIAL_THERE:
             assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), text
+
+
+def test_a_template_that_writes_bos_gives_one(tmp_path: Path) -> None:
+    directory = sentence_piece_like(tmp_path, chat_template="{{ bos_token }}{{ messages[0].content }}")
+    ours, theirs = Tokenizer.from_dir(directory), AutoTokenizer.from_pretrained(directory)
+    talk = [{"role": "user", "content": "The fox"}]
+    assert ours.render(talk) == theirs.apply_chat_template(talk, return_dict=False)
+    assert ours.render(talk).count(1) == ours.encode("The fox").count(1) == 1
 
 
 def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path: Path) -> None:

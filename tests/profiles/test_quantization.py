@@ -133,6 +133,8 @@ def test_modules_that_are_not_converted() -> None:
     ("quantization", "complaint"),
     [
         ({"quant_method": "gptqq"}, "did you mean 'gptq'"),
+        ({"quant_method": "quark", "global_quant_config": {}}, "'quark', by none of the methods read"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "'modelopt', "),
         ({"quant_method": "bitsandbytes"}, "by none of the methods read (gptq, awq, fp8"),
         ({**GPTQ, "bits": 3}, "bits there must be 2, 4 or 8"),
         ({**GPTQ, "bits": True}, "bits there must be"),

@@ -195,6 +195,7 @@ GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", 
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
+        ({"format": "mxfp8-quantized"}, "the format 'mxfp8-quantized' is not read"),
         ({"format": "marlin-24"}, "the format 'marlin-24' is not read"),
         ({"config_groups": {"a": {**GROUP, "weights": {**GROUP["weights"], "num_bits": 3}}}}, "3 bits"),
         ({"config_groups": {"a": {**GROUP, "weights": {**GROUP["weights"], "actorder": "group"}}}}, "actorder"),
