@@ -57,6 +57,7 @@ SINGLE_IMPORTER = {
     "cli.generate": "a command; serve-batch, whose jobs are such commands, checks their options as it does",
     "cli.job_display": "rich output, imported only where something is shown",
     "engine.adaptation": "off by a switch",
+    "engine.call_constraints": "tools, beside structures that a row states itself",
     "engine.sampling": "tensor code, no state of sequences",
     "engine.sandbox": "the security boundary of chat templates",
     "experts.adapt": "rules of the language, independent of caches",

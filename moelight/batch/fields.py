@@ -12,7 +12,7 @@ from moelight.batch.model_names import ModelNames
 from moelight.batch.rows import BadRow, Row, RowFormat, bad_row
 from moelight.batch.source import LONGEST_LINE, InputSource
 from moelight.core.errors import InputError, did_you_mean
-from moelight.core.request import SamplingParams
+from moelight.core.request import DEFAULT_RESAMPLINGS, SamplingParams
 from moelight.engine.chat import check_messages
 
 Skip: TypeAlias = Callable[[int], bool]
@@ -35,13 +35,16 @@ class RowTokenizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowContext:
-    """Options of reading and answering rows, for every format. ``defaults`` apply where a row sets no value.
+    """Options of reading and answering rows, for every format. ``defaults`` apply where a row sets no value, and so do
+    ``strict`` and ``resamplings`` in its structured outputs and tools.
 
     ``prompt_column`` and ``id_column`` name columns of a table. In the simple format, answers have the generated ids
     with ``token_ids``, and the line of their prompt with ``numbered``.
     """
 
     defaults: SamplingParams = field(default_factory=SamplingParams)
+    strict: bool = False
+    resamplings: int = DEFAULT_RESAMPLINGS
     models: ModelNames = field(default_factory=ModelNames)
     prompt_column: str | None = None
     id_column: str | None = None
@@ -65,16 +68,21 @@ def unknown_field(name: str, known: Iterable[str]) -> FieldError:
 
 
 class SamplingCache:
-    """Creates SamplingParams over one base; rows with equal fields share one object."""
+    """Creates SamplingParams over the defaults of a context; rows with equal fields share one object."""
 
-    def __init__(self, base: SamplingParams) -> None:
-        self._base = base
+    def __init__(self, context: RowContext) -> None:
+        self._base = context.defaults
+        self._outputs = {"strict": context.strict, "resamplings": context.resamplings}
         self._made: dict[str, SamplingParams] = {}
 
     def make(self, given: dict[str, Any]) -> SamplingParams:
-        """The base changed by ``given``; raises FieldError for a value that is wrong or out of range."""
+        """The defaults changed by ``given``; raises FieldError for a value that is wrong or out of range."""
         if not given:
             return self._base
+        outputs = given.get("structured_outputs")
+        if isinstance(outputs, dict):
+            stated = {name: value for name, value in outputs.items() if value is not None}
+            given = {**given, "structured_outputs": {**self._outputs, **stated}}
         key = repr(given)
         made = self._made.get(key)
         if made is None:
@@ -115,7 +123,7 @@ class Input(ABC):
         self.size_bytes = source.size_bytes  # of the file as stored, compressed or not
         self.digest = source.digest  # to detect a changed file
         self._context, self._source = context, source
-        self._samplings = SamplingCache(context.defaults)
+        self._samplings = SamplingCache(context)
 
     @property
     def read_bytes(self) -> int:

@@ -37,6 +37,7 @@ from moelight.batch.summary import ScanSummary
 from moelight.batch.time_left import TimeLeft
 from moelight.batch.trace_header import trace_header
 from moelight.core.errors import InputError, MoelightError
+from moelight.core.request import DEFAULT_RESAMPLINGS
 from moelight.core.timeline import Timeline
 from moelight.engine.model import LazyModel, model_facts
 from moelight.engine.reasoning import check_mode
@@ -297,6 +298,8 @@ def prepare(options: JobOptions) -> Iterator[JobInput]:
     model = LazyModel(options.model, chat_template=options.chat_template)
     context = RowContext(
         defaults=options.sampling,
+        strict=options.strict,
+        resamplings=options.resamplings,
         models=ModelNames.of(options.model, ignore=options.ignore_model),
         prompt_column=options.prompt_column,
         id_column=options.id_column,
@@ -322,6 +325,8 @@ def prepare(options: JobOptions) -> Iterator[JobInput]:
                     "id_column": options.id_column,
                     "token_ids": options.token_ids,
                     "reasoning": options.reasoning,
+                    "strict": options.strict or None,
+                    "resamplings": None if options.resamplings == DEFAULT_RESAMPLINGS else options.resamplings,
                 },
             },
         )

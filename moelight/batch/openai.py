@@ -28,9 +28,8 @@ from moelight.batch.openai_answers import CHAT, COMPLETIONS, OpenAIFormat
 from moelight.batch.rows import BadRow, Prompt, Row, bad_row
 from moelight.batch.source import InputSource
 from moelight.core.errors import InputError
-from moelight.core.request import MOST_SAMPLES, SamplingParams
+from moelight.core.request import MOST_SAMPLES, SamplingParams, ToolRequest
 from moelight.engine.chat import Conversation
-from moelight.engine.tool_calls import ToolRequest
 
 _LINE_FIELDS = ("custom_id", "method", "url", "body")
 _MOST_LOGPROBS = 20
@@ -197,7 +196,7 @@ class OpenAIReader(LineReader):
             raise _missing("messages")
         conversation = _conversation(body)
         _constrain(sampling, body)
-        tools = _tools(body) if conversation.tools else None
+        tools = self._tools(body) if conversation.tools else None
         if tools is None and body.tool_choice not in (None, "none", "auto"):
             raise FieldError("tool_choice needs tools", param="tool_choice")
         if tools is not None and tools.forced and "structured_outputs" in sampling:
@@ -218,6 +217,16 @@ class OpenAIReader(LineReader):
             "include_reasoning": body.include_reasoning is not False,
         }
         return _ParsedBody(conversation=conversation, tools=tools, sampling=sampling, answered=answered)
+
+    def _tools(self, body: _ChatBody) -> ToolRequest:
+        """The tools of ``body``, and which must be called."""
+        return ToolRequest(
+            tools=body.tools or (),
+            choice=_tool_choice(body),
+            parallel=body.parallel_tool_calls is not False,
+            strict=self._context.strict,
+            resamplings=self._context.resamplings,
+        )
 
     def _completion(self, values: dict[str, Any]) -> _ParsedBody:
         body, sampling = self._convert(values, _CompletionBody)
@@ -314,8 +323,8 @@ def _conversation(body: _ChatBody) -> Conversation:
     )
 
 
-def _tools(body: _ChatBody) -> ToolRequest:
-    """The tools of ``body``, and which must be called."""
+def _tool_choice(body: _ChatBody) -> str:
+    """Which of the tools of ``body`` must be called; raises FieldError if they, or the choice, are none."""
     names = []
     for number, tool in enumerate(body.tools or (), start=1):
         function = tool.get("function")
@@ -325,7 +334,7 @@ def _tools(body: _ChatBody) -> ToolRequest:
         if not isinstance(function.get("parameters") or {}, dict):
             raise FieldError(f"tool {number}: parameters must be a JSON schema", param="tools")
         names.append(name)
-    choice = body.tool_choice or "auto"
+    choice: Any = body.tool_choice or "auto"
     if isinstance(choice, dict):
         function = choice.get("function")
         choice = function.get("name") if isinstance(function, dict) else None
@@ -333,7 +342,7 @@ def _tools(body: _ChatBody) -> ToolRequest:
             raise FieldError(f"tool_choice: no tool is named {choice!r}", param="tool_choice")
     elif choice not in ("auto", "required"):
         raise FieldError(f"tool_choice must be none, auto, required or a function, not {choice!r}", param="tool_choice")
-    return ToolRequest(tools=body.tools or (), choice=choice, parallel=body.parallel_tool_calls is not False)
+    return str(choice)
 
 
 def _constrain(sampling: dict[str, Any], body: _RequestBody) -> None:

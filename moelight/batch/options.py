@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from moelight.batch.rows import BadRow
-from moelight.core.request import SamplingParams
+from moelight.core.request import DEFAULT_RESAMPLINGS, SamplingParams
 from moelight.engine.model import EngineOptions
 from moelight.observe.stats import RunStats
 
@@ -30,7 +30,8 @@ class Durability:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOptions(EngineOptions):
     """The options of a job, with those of its engine. A file whose path is None is not written. ``sampling`` applies
-    where a row sets no value; with ``ignore_model`` rows may name any model."""
+    where a row sets no value, and so do ``strict`` and ``resamplings`` (of `StructuredOutputs` and `ToolRequest`); with
+    ``ignore_model`` rows may name any model."""
 
     prompts: Path
     model: str = "demo"
@@ -42,6 +43,8 @@ class JobOptions(EngineOptions):
     ignore_model: bool = False
     chat_template: Path | None = None
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=256, seed=0))
+    strict: bool = False
+    resamplings: int = DEFAULT_RESAMPLINGS
     durability: Durability = field(default_factory=Durability)
     token_ids: bool = False
     stats: Path | None = None

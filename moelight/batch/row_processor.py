@@ -10,17 +10,25 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from moelight.batch.crash_guard import struck_row_error
-from moelight.batch.fields import Input
+from moelight.batch.fields import FieldError, Input
 from moelight.batch.journal import Ledger
 from moelight.batch.options import JobOptions
 from moelight.batch.progress import Progress, ProgressFields
-from moelight.batch.rows import AnswerHeader, BadRow, Row, bad_row, structure_totals, to_json_line
+from moelight.batch.rows import (
+    AnswerHeader,
+    BadRow,
+    Row,
+    bad_row,
+    reasoning_totals,
+    structure_totals,
+    to_json_line,
+)
 from moelight.batch.scan import duplicate, encode_row, room
 from moelight.core.errors import InputError, MoelightError
-from moelight.core.request import Completion, Request, SamplingParams, StructuredOutputs
+from moelight.core.request import Completion, Request, ToolRequest
 from moelight.engine.model import LazyModel
 from moelight.engine.reasoning import OFF, reasoning_start
-from moelight.engine.tool_calls import NO_TOOL_FORMAT, ToolRequest, call_id
+from moelight.engine.tool_calls import NO_TOOL_FORMAT, TOOL_FORMATS, call_id
 
 if TYPE_CHECKING:
     from moelight.engine.engine import Engine
@@ -38,15 +46,20 @@ class JobInput:
     facts: dict[str, Any]
 
     def check_structure(self, row: Row) -> tuple[str, ...]:
-        """As `LazyModel.check_structure`."""
-        return self.model.check_structure(row.sampling)
+        """What a user should know about the structured outputs and the tools of ``row``; raises InputError if they
+        cannot be compiled."""
+        notes = self.model.check_structure(row.sampling)
+        if row.tools is None:
+            return notes
+        try:
+            return (*notes, *self.model.check_tools(self._tools(row.tools)))
+        except InputError as error:
+            raise FieldError(str(error), param="tools", code=error.code) from None
 
     def encode(self, row: Row) -> list[tuple[int, ...]]:
         """Token ids of each prompt of ``row``; raises InputError if one is empty or the chat template refuses the
-        conversation or calls no tools."""
+        conversation."""
         tokenizer, most = self.model.tokenizer, self.model.context
-        if row.tools is not None:
-            self._tool_sampling(row, row.tools)
         if row.conversation is not None:
             prompts = [tuple(tokenizer.render(row.conversation, most=most))]
         else:
@@ -56,44 +69,34 @@ class JobInput:
         return prompts
 
     def request(self, row: Row, prompt: tuple[int, ...], index: int) -> Request:
-        """The request of ``row``, encoded as ``prompt``."""
-        sampling, reasoning, tools = row.sampling, None, row.tools
+        """The request of ``row``, encoded as ``prompt``; raises InputError if calls of this model cannot be read."""
+        reasoning, tools = None, None if row.tools is None else self._tools(row.tools)
         if row.conversation is not None and self.options.reasoning != OFF:
             forced = tools is not None and tools.forced
             reasoning = reasoning_start(self.model.tokenizer, row.conversation, prompt, calls=forced)
-        if tools is not None:
-            sampling = self._tool_sampling(row, tools)
-        return Request(index=index, token_ids=prompt, sampling=sampling, reasoning=reasoning)
+        return Request(index=index, token_ids=prompt, sampling=row.sampling, reasoning=reasoning, tools=tools)
 
-    def _tool_sampling(self, row: Row, tools: ToolRequest) -> SamplingParams:
-        """The sampling of an answer that may call ``tools``: the markers of calls, often special tokens, stay in its
-        text, and a forced call is a constraint. Raises InputError if calls of this model cannot be read."""
+    def _tools(self, tools: ToolRequest) -> ToolRequest:
+        """``tools`` with the format of this model's calls."""
         if self.model.tool_format is None:
             raise InputError(NO_TOOL_FORMAT, code="unsupported_parameter")
-        constraint = row.sampling.structured_outputs
-        if tools.forced:
-            constraint = StructuredOutputs(grammar=self.model.tool_grammar(tools))
-        return replace(row.sampling, skip_special_tokens=False, structured_outputs=constraint)
+        return replace(tools, format=self.model.tool_format)
 
-    def read_calls(self, row: Row, completions: Sequence[Completion]) -> Sequence[Completion]:
-        """``completions`` of ``row`` with the tool calls in their texts; ids are the same in every run."""
-        tools, form = row.tools, self.model.tool_format
-        if tools is None or form is None:
+    def name_calls(self, row: Row, completions: Sequence[Completion]) -> Sequence[Completion]:
+        """``completions`` of ``row`` with ids of their calls, the same in every run."""
+        if self.model.tool_format is None:
             return completions
-        schemas, answers = tools.schemas, []
-        for number, completion in enumerate(completions):
-            text, calls = form.read(completion.text, schemas)
-            if row.sampling.skip_special_tokens:
-                text = self.model.tokenizer.without_special_tokens(text)
-            identity = f"{self.facts['prompts']['digest']}:{row.number}:{number}"
-            named = tuple(
-                replace(call, id=call.id or call_id(f"{identity}:{place}", form.id_letters))
-                for place, call in enumerate(calls if tools.parallel else calls[:1])
+        letters, digest = TOOL_FORMATS[self.model.tool_format].id_letters, self.facts["prompts"]["digest"]
+
+        def named(number: int, completion: Completion) -> Completion:
+            identity = f"{digest}:{row.number}:{number}"
+            calls = tuple(
+                replace(call, id=call.id or call_id(f"{identity}:{position}", letters))
+                for position, call in enumerate(completion.tool_calls)
             )
-            called = bool(named) and completion.finish_reason == "stop"
-            reason = "tool_calls" if called else completion.finish_reason
-            answers.append(replace(completion, text=text, tool_calls=named, finish_reason=reason))
-        return answers
+            return replace(completion, tool_calls=calls)
+
+        return [named(number, completion) for number, completion in enumerate(completions)]
 
     def header(self) -> AnswerHeader:
         """The header of an answer that is written now."""
@@ -217,7 +220,8 @@ class RowProcessor:
             error = InputError(str(stuck.stop_reason), code=stuck.error_code or "error")
             self.refuse(bad_row(row.number, row.line, row.custom_id, error, kind=row.kind), room=opened.room)
             return
-        completions = self.prepared.read_calls(row, completions)
+        if row.tools is not None:
+            completions = self.prepared.name_calls(row, completions)
         prompt_tokens = sum(each.prompt_tokens for each in completions if each.sample == 0)
         self._sink.put(
             row.number,
@@ -231,6 +235,7 @@ class RowProcessor:
                     row.conversation is not None and all(each.finish_reason == "length" for each in completions)
                 ),
                 **structure_totals(completions),
+                **reasoning_totals(completions),
             },
         )
         text = row.shown

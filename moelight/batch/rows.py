@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from moelight.core.errors import InputError
-from moelight.core.request import TRUNCATED, Completion, SamplingParams
+from moelight.core.request import TRUNCATED, Completion, SamplingParams, ToolRequest
 from moelight.engine.chat import Conversation
-from moelight.engine.tool_calls import ToolRequest
 
 Prompt: TypeAlias = str | tuple[int, ...]
 _LONGEST_MESSAGE = 300
@@ -118,6 +117,12 @@ def structure_totals(completions: Sequence[Completion]) -> dict[str, int]:
     truncated = sum(error.code == TRUNCATED for error in errors)
     counts = {"invalid": len(errors) - truncated, "truncated": truncated}
     return {name: count for name, count in counts.items() if count}
+
+
+def reasoning_totals(completions: Sequence[Completion]) -> dict[str, int]:
+    """The tokens of reasoning in ``completions``, absent if there are none."""
+    tokens = sum(completion.reasoning_tokens or 0 for completion in completions)
+    return {"reasoning_tokens": tokens} if tokens else {}
 
 
 def structure_fields(completion: Completion) -> dict[str, Any]:

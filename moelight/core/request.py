@@ -247,6 +247,38 @@ class ReasoningStart:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ToolRequest:
+    """The tools that an answer may call.
+
+    Attributes:
+        tools: OpenAI's tools, objects with a ``function`` of ``name``, ``parameters`` and ``strict``.
+        choice: ``auto``, ``required``, or the name of the tool that must be called.
+        parallel: an answer may have several calls.
+        format: name of the format in which the model writes calls; empty until the model is known.
+        strict: True refuses parameters with keywords that no grammar enforces, for tools without a ``strict``.
+        resamplings: the most times that an answer is generated again because the arguments of a call are invalid.
+    """
+
+    tools: Sequence[Mapping[str, Any]]
+    choice: str = "auto"
+    parallel: bool = True
+    format: str = ""
+    strict: bool = False
+    resamplings: int = DEFAULT_RESAMPLINGS
+
+    @property
+    def forced(self) -> bool:
+        return self.choice != "auto"
+
+    @property
+    def callable(self) -> dict[str, Mapping[str, Any]]:
+        """The functions that may be called, by name."""
+        functions = [tool["function"] for tool in self.tools]
+        any_of_them = self.choice in ("auto", "required")
+        return {function["name"]: function for function in functions if any_of_them or function["name"] == self.choice}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """One prompt to complete.
 
@@ -256,6 +288,7 @@ class Request:
         sampling: how the prompt is completed.
         scored_from: with ``prompt_logprobs``, the position of the first prompt token that is scored.
         reasoning: how the answer begins if its reasoning is split from its text; None if the text is left whole.
+        tools: the tools that the answer may call; None if calls are not read.
     """
 
     index: int
@@ -263,6 +296,7 @@ class Request:
     sampling: SamplingParams
     scored_from: int = 1
     reasoning: ReasoningStart | None = None
+    tools: ToolRequest | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -319,7 +353,7 @@ class Completion:
         text: the generated text, without the stop text unless ``include_stop_str_in_output``, and without the reasoning
             where that is split off.
         token_ids: generated tokens, without the closing eos or stop token.
-        finish_reason: ``stop``, ``length`` or ``error``; ``tool_calls`` once the calls are read.
+        finish_reason: ``stop``, ``tool_calls``, ``length`` or ``error``.
         prompt_tokens: tokens of the prompt.
         sample: number of the answer among the request's ``n``, from 0.
         stop_reason: the stop text or stop token id that ended the completion, if one did; after an error, its text.
@@ -330,7 +364,8 @@ class Completion:
         prompt_logprobs: as ``logprobs``, one per prompt token; None where the token was not scored.
         reasoning: the reasoning before the text, without its markers; None if there is none.
         reasoning_tokens: number of generated tokens up to the end of the reasoning; None where it is not split off.
-        structure_error: why the text lacks the structure that was asked for; None if it has it, or none was.
+        structure_error: why the text, or the arguments of a call, lack the structure that was asked for; None if they
+            have it, or none was.
         attempts: how often the answer was generated until it was valid, or until ``resamplings`` were used up;
             ``discarded_tokens``: the tokens of all attempts but the last.
         tool_calls: calls of tools, which are not in the text.

@@ -13,6 +13,7 @@ import numpy as np
 from moelight.core.errors import ConfigError, InputError
 from moelight.core.panics import panics_as
 from moelight.core.request import INVALID, StructuredOutputs, StructureError
+from moelight.engine.call_constraints import CallConstraints
 from moelight.engine.grammars import NO_ALLOWED_TOKEN, NO_TOKEN, GrammarTrial, TrialResult, Vocabulary, compiled, said
 from moelight.engine.schema_relaxation import EnforcedSchema
 from moelight.engine.tokenizer import Tokenizer
@@ -36,7 +37,7 @@ class CompiledStructure:
 
 
 class Constraints:
-    """Compiles the structured outputs of one checkpoint, each distinct specification once."""
+    """Compiles the structured outputs of one checkpoint, each distinct one once. ``calls``: the same for tools."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         """``vocab_size``: the model's, which may be padded beyond the tokenizer's."""
@@ -45,6 +46,7 @@ class Constraints:
         self._special = bits([token for token in tokenizer.special_ids - ends if token < vocab_size], vocab_size)
         self._tools: tuple[llguidance.LLTokenizer, GrammarTrial] | None = None
         self._structures = lru_cache(KEPT)(self._compile)
+        self.calls = CallConstraints(tokenizer, self._structures, self.mismatch)
 
     def close(self) -> None:
         """End the trial process and forget what was compiled; the next call begins anew."""
@@ -52,6 +54,7 @@ class Constraints:
             self._tools[1].process.close()
         self._tools = None
         self._structures.cache_clear()
+        self.calls.clear()
 
     def check(self, outputs: StructuredOutputs) -> tuple[str, ...]:
         """What a user should know about ``outputs``: keywords of a schema that only validation checks, and those that

@@ -319,7 +319,7 @@ class Engine:
 
         Raises:
             InputError: no tokens, a token outside the vocabulary, a prompt longer than the context or the KV cache, or
-                structured outputs that cannot be compiled.
+                structured outputs or tools that cannot be compiled.
         """
         check_tokens(request, self.profile.vocab_size, self.profile.max_positions)
         longest = len(request.token_ids) + most_tokens(request, self.profile.max_positions)
@@ -332,6 +332,8 @@ class Engine:
         self._batcher.check_buffer(longest)
         if request.sampling.structured_outputs is not None:
             self._constraints.check(request.sampling.structured_outputs)
+        if request.tools is not None:
+            self._constraints.calls.check(request.tools)
 
     def run(
         self,

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from moelight.core.errors import CheckpointError, InputError
 from moelight.core.policy import Policy
-from moelight.core.request import SamplingParams
+from moelight.core.request import SamplingParams, ToolRequest
 from moelight.core.small_files import open_regular, read_bytes, read_error_text
 from moelight.engine.constraints import Constraints
 from moelight.engine.tokenizer import MOST_TOKENIZER_BYTES, Tokenizer
-from moelight.engine.tool_calls import NO_TOOL_FORMAT, ToolFormat, ToolRequest, find_tool_format, grammar_literal
+from moelight.engine.tool_calls import find_tool_format
 from moelight.experts.options import ExpertOptions
 from moelight.models.graph.profile import know_other_families
 from moelight.optimizer.explain import activations_text
@@ -104,18 +104,10 @@ class LazyModel:
         return self.tokenizer.token_bytes(token)
 
     @cached_property
-    def tool_format(self) -> ToolFormat | None:
-        """The format of tool calls that the chat template writes, if it is known."""
+    def tool_format(self) -> str | None:
+        """The name of the format of tool calls that the chat template writes, if it is known."""
         template = self.tokenizer.template
         return None if template is None else find_tool_format(template.sources.values())
-
-    def tool_grammar(self, request: ToolRequest) -> str:
-        """The grammar of a forced call; raises InputError if there is no known format, or none of such a call."""
-        template, form = self.tokenizer.template, self.tool_format
-        if template is None or form is None:
-            raise InputError(NO_TOOL_FORMAT, code="unsupported_parameter")
-        literal = grammar_literal({self.tokenizer.token_text(each): each for each in self.tokenizer.special_ids})
-        return form.grammar(request, literal, "\n".join(template.sources.values()))
 
     def check(self, sampling: SamplingParams) -> None:
         """Raise InputError for sampling parameters that can serve no prompt."""
@@ -130,8 +122,12 @@ class LazyModel:
         they cannot be compiled. Each distinct one is compiled once, until `release`."""
         return () if sampling.structured_outputs is None else self._constraints.check(sampling.structured_outputs)
 
+    def check_tools(self, tools: ToolRequest) -> tuple[str, ...]:
+        """As `check_structure`, for the schemas of ``tools`` and the grammar of a forced call."""
+        return self._constraints.calls.check(tools)
+
     def release(self) -> None:
-        """Forget what `check_structure` compiled, and end its process."""
+        """Forget what `check_structure` and `check_tools` compiled, and end their process."""
         if "_constraints" in self.__dict__:
             self._constraints.close()
 

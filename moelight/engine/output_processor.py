@@ -16,7 +16,16 @@ import numpy as np
 from torch import Tensor
 
 from moelight.core.errors import InputError
-from moelight.core.request import TRUNCATED, Completion, Logprob, Request, SamplingParams, StructureError
+from moelight.core.request import (
+    INVALID,
+    TRUNCATED,
+    Completion,
+    Logprob,
+    Request,
+    SamplingParams,
+    StructureError,
+    ToolCall,
+)
 from moelight.engine.batcher import Batcher, MicroBatchPlan, RunningSequence, SequenceChunk
 from moelight.engine.constraints import Constraint, Constraints, bits, without
 from moelight.engine.detokenizer import BadWords, StopMatcher, TokenTexts, cut_at_stop, without_unfinished
@@ -87,7 +96,8 @@ class SequenceState:
         budget = how.thinking_token_budget
         if request.reasoning is not None and (how.stop or how.structured_outputs is not None or budget is not None):
             self._thinking = Thinking(request.reasoning, tokenizer, budget)
-        self._raw = request.reasoning is not None and reasoning_format(request.reasoning).special
+        marked = request.reasoning is not None and reasoning_format(request.reasoning).special
+        self._raw = marked or request.tools is not None  # special tokens mark reasoning and calls in the text
         if how.stop:
             self.matcher = self._stop_matcher(request.token_ids, unsearched=how.min_tokens)
         grammar = how.structured_outputs
@@ -278,6 +288,9 @@ class OutputProcessor:
         )
 
     def _open(self, request: Request) -> Iterator[RunningSequence]:
+        if request.tools is not None and request.tools.forced:
+            call = self._constraints.calls.structure(request.tools)
+            request = replace(request, sampling=replace(request.sampling, structured_outputs=call))
         how = request.sampling
         seed = secrets.randbits(64) if how.seed is None else how.seed
         self._ending.update(how.stop_token_ids)
@@ -380,8 +393,11 @@ class OutputProcessor:
 
     def _resamples(self, sequence: RunningSequence, end: SequenceEnd, completion: Completion) -> bool:
         """True if the answer is to be generated again, since its structure is not the one asked for."""
-        outputs = sequence.request.sampling.structured_outputs
-        if outputs is None or outputs.schema is None or sequence.attempt >= outputs.resamplings:
+        outputs, tools = sequence.request.sampling.structured_outputs, sequence.request.tools
+        limit = 0 if tools is None else tools.resamplings
+        if outputs is not None and outputs.schema is not None:
+            limit = max(limit, outputs.resamplings)
+        if sequence.attempt >= limit:
             return False
         invalid = end.by_itself and completion.structure_error is not None
         return invalid or end.code == STUCK
@@ -454,14 +470,42 @@ class OutputProcessor:
         return SequenceEnd("length") if len(sequence.generated) >= sequence.max_tokens else None
 
     def _completion(self, sequence: RunningSequence, end: SequenceEnd) -> Completion:
-        request, state, tokenizer = sequence.request, self._states.get(sequence), self._tokenizer
-        how, ids, stop = request.sampling, sequence.generated, end.stop
-        split = None if request.reasoning is None else AnswerSplit(request.reasoning, tokenizer, ids)
-        decode = partial(
-            tokenizer.decode_after,
-            tokenizer.context(request.token_ids),
-            skip_special_tokens=how.skip_special_tokens and not (split is not None and split.special),
+        request, state = sequence.request, self._states.get(sequence)
+        ids, start = sequence.generated, request.reasoning
+        split = None if start is None else AnswerSplit(start, self._tokenizer, ids)
+        answer = self._read_answer(sequence, end, split)
+        logprobs, total = None, None
+        if state is not None and state.top is not None:
+            logprobs = tuple(state.logprobs)
+            total = sum(each[token].logprob for each, token in zip(logprobs, ids, strict=True))
+        return Completion(
+            index=request.index,
+            sample=sequence.sample,
+            text=answer.text,
+            token_ids=tuple(ids),
+            finish_reason="tool_calls" if answer.calls and end.reason == "stop" else end.reason,
+            stop_reason=answer.stop,
+            error_code=end.code,
+            prompt_tokens=len(request.token_ids),
+            cached_tokens=sequence.cached,
+            logprobs=logprobs,
+            cumulative_logprob=total,
+            prompt_logprobs=None if state is None else state.prompt_logprobs(),
+            reasoning=answer.reasoning,
+            reasoning_tokens=None if split is None else split.reasoning_tokens,
+            structure_error=answer.error,
+            attempts=sequence.attempt + 1,
+            discarded_tokens=sequence.discarded,
+            tool_calls=answer.calls,
         )
+
+    def _read_answer(self, sequence: RunningSequence, end: SequenceEnd, split: AnswerSplit | None) -> _Answer:
+        """The text of a finished sequence, cut at its stop text, without what is split from it."""
+        request, tokenizer, ids = sequence.request, self._tokenizer, sequence.generated
+        how, tools, stop = request.sampling, request.tools, end.stop
+        raw = tools is not None or (split is not None and split.special)  # special tokens mark calls and reasoning
+        context, skip = tokenizer.context(request.token_ids), how.skip_special_tokens
+        decode = partial(tokenizer.decode_after, context, skip_special_tokens=skip and not raw)
         closing = [end.closing] if end.closing is not None and how.include_stop_str_in_output else []
         text, reasoning = without_unfinished([*ids, *closing], tokenizer.token_bytes, decode), None
         if end.by_text:
@@ -470,30 +514,31 @@ class OutputProcessor:
                 begin = max(begin, len(decode(ids[: how.min_tokens])) - max(map(len, how.stop)) + 1)
             text, stop = cut_at_stop(text, how.stop, begin=begin, include=how.include_stop_str_in_output)
         if split is not None:
-            reasoning, text = split(text, skip_special_tokens=how.skip_special_tokens)
-        logprobs, total = None, None
-        if state is not None and state.top is not None:
-            logprobs = tuple(state.logprobs)
-            total = sum(each[token].logprob for each, token in zip(logprobs, ids, strict=True))
-        return Completion(
-            index=request.index,
-            sample=sequence.sample,
-            text=text,
-            token_ids=tuple(ids),
-            finish_reason=end.reason,
-            stop_reason=stop,
-            error_code=end.code,
-            prompt_tokens=len(request.token_ids),
-            cached_tokens=sequence.cached,
-            logprobs=logprobs,
-            cumulative_logprob=total,
-            prompt_logprobs=None if state is None else state.prompt_logprobs(),
-            reasoning=reasoning,
-            reasoning_tokens=None if split is None else split.reasoning_tokens,
-            structure_error=self._structure_error(sequence, end, split, text),
-            attempts=sequence.attempt + 1,
-            discarded_tokens=sequence.discarded,
-        )
+            reasoning, text = split(text, skip_special_tokens=skip and tools is None)
+        if tools is None:
+            error = self._structure_error(sequence, end, split, text)
+            return _Answer(text=text, reasoning=reasoning, stop=stop, error=error)
+        clean = tokenizer.without_special_tokens
+        error = self._structure_error(sequence, end, split, clean(text))
+        text, calls = self._constraints.calls.read(tools, text)
+        if error is None and end.reason != "error":
+            error = self._constraints.calls.error(tools, calls)
+            if tools.forced and not calls and end.by_itself:
+                error = StructureError(code=INVALID, message="the answer calls no tool")
+        if skip:
+            text, reasoning = clean(text), None if reasoning is None else clean(reasoning)
+        return _Answer(text=text, reasoning=reasoning, stop=stop, error=error, calls=calls)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Answer:
+    """What was read from the tokens of a finished sequence; ``stop``: its stop text or stop token, if one ended it."""
+
+    text: str
+    reasoning: str | None
+    stop: int | str | None
+    error: StructureError | None
+    calls: tuple[ToolCall, ...] = ()
 
 
 def _score(logits: Tensor, tokens: Tensor, wanted: Sequence[tuple[int, int, Kept]]) -> None:

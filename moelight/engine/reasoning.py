@@ -29,6 +29,7 @@ _START, _BODY = "<|start|>", "<|message|>"
 OPEN, CLOSED, UNDECIDED = "open", "closed", "undecided"
 _PROMPT_TAIL = 32  # last tokens of a prompt that may hold the markers of its generation prompt
 _TAIL_BYTES = 128  # of a growing answer; longer than any marker
+_HEADER_BYTES = 512  # longer than any header of a message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,6 +187,7 @@ class AnswerSplit:
     def __init__(self, start: ReasoningStart, tokenizer: Tokenizer, token_ids: Sequence[int]) -> None:
         self._form, self._tokenizer = reasoning_format(start), tokenizer
         self._messages = start.state != CLOSED and REASONING_FORMATS[start.format].channels
+        self._token_ids = token_ids
         self._thinking = Thinking(start, tokenizer)
         for token in token_ids:
             if self._thinking.over:
@@ -199,8 +201,19 @@ class AnswerSplit:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Number of tokens up to the end of the reasoning."""
-        return self._thinking.tokens if self._thinking.opened else 0
+        """Number of tokens up to the end of the reasoning; a message to a tool ends it as the final one does."""
+        if not self._thinking.opened:
+            return 0
+        if not self._messages:
+            return self._thinking.tokens
+        tail = b""
+        for number, token in enumerate(self._token_ids, start=1):
+            tail = (tail + self._tokenizer.token_bytes(token))[-_HEADER_BYTES:]
+            if tail.endswith(_BODY.encode()):
+                if not _reasons(tail[max(0, tail.rfind(_START.encode())) :].decode(errors="replace")):
+                    return number
+                tail = b""
+        return len(self._token_ids)
 
     def content_begin(self, text: str) -> int:
         """Where the content begins in ``text``, that of the answer."""
@@ -248,6 +261,12 @@ class HarmonyMessage:
     recipient: str | None
     content: str
     source: str
+
+
+def _reasons(header: str) -> bool:
+    """True if a message with this header is part of the reasoning."""
+    channel = _CHANNEL.search(header)
+    return channel is not None and channel[1] == ANALYSIS and _RECIPIENT.search(header) is None
 
 
 def read_harmony(text: str) -> list[HarmonyMessage]:

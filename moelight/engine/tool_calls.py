@@ -10,135 +10,113 @@ import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, TypeAlias
 
-from moelight.core.errors import InputError
 from moelight.core.request import ToolCall
-from moelight.engine.grammars import JSON_WHITESPACE
+from moelight.engine.call_grammar import CallGrammar
 from moelight.engine.reasoning import read_harmony
+from moelight.engine.tool_schemas import ArgumentFields, kind_of
 
-Literal = Callable[[str], str]  # a text as a term of a grammar, its special tokens by id
-ReadCalls = tuple[str, list[ToolCall]]  # the content around the calls, and the calls
-_DECODER = json.JSONDecoder()
-_ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+ReadCalls: TypeAlias = tuple[str, list[ToolCall]]  # the content around the calls, and the calls
+Arguments: TypeAlias = Mapping[str, ArgumentFields]  # of each tool by name
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ToolRequest:
-    """The tools of a request. ``choice``: ``auto``, ``required``, or the name of the tool that must be called;
-    ``parallel``: several calls may be answered."""
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
-    tools: Sequence[Mapping[str, Any]]
-    choice: str = "auto"
-    parallel: bool = True
 
-    @property
-    def forced(self) -> bool:
-        return self.choice != "auto"
-
-    @property
-    def schemas(self) -> dict[str, Mapping[str, Any]]:
-        """The JSON schema of the arguments of each tool that may be called, by its name."""
-        functions = [tool["function"] for tool in self.tools]
-        named = self.choice if self.choice not in ("auto", "required") else None
-        return {
-            each["name"]: each.get("parameters") or _ANY_OBJECT
-            for each in functions
-            if named is None or each["name"] == named
-        }
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 class ToolFormat(ABC):
-    """The calls of one family. ``named_by``: texts of which a chat template of the family contains one; ``id_letters``:
-    length of the ids that its template accepts."""
+    """The calls of one family. ``id_letters``: length of the ids that its template accepts."""
 
-    named_by: ClassVar[tuple[str, ...]]
     id_letters: ClassVar[int] = 29
 
-    def read(self, text: str, schemas: Mapping[str, Mapping[str, Any]]) -> ReadCalls:
-        """The content of ``text`` and its calls; a text with a malformed call is content as a whole."""
+    def __init__(self, *named_by: str, also: str = "") -> None:
+        """A chat template of the family contains one of ``named_by``, and ``also``."""
+        self._named_by, self._also = named_by, also
+
+    def writes(self, template: str) -> bool:
+        """True if ``template`` shows that its model writes calls in this format."""
+        return self._also in template and any(mark in template for mark in self._named_by)
+
+    def read(self, text: str, arguments: Arguments) -> ReadCalls:
+        """The content of ``text`` and its calls; a text with a malformed call is content as a whole. ``arguments``
+        decide which fields of a call are texts where the format does not quote them."""
         try:
-            content, calls = self._read(text, schemas)
+            content, calls = self._read(text, arguments)
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             return text, []
         return (content.strip(), calls) if calls else (text, [])
 
     @abstractmethod
-    def _read(self, text: str, schemas: Mapping[str, Mapping[str, Any]]) -> ReadCalls:
+    def _read(self, text: str, arguments: Arguments) -> ReadCalls:
         """As `read`; raises ValueError for a malformed call."""
 
     @abstractmethod
-    def grammar(self, request: ToolRequest, literal: Literal, template: str) -> str:
-        """The Lark grammar of an answer that calls a tool of ``request`` and says nothing else."""
+    def grammar(self, calls: CallGrammar) -> str:
+        """The Lark grammar of an answer that is ``calls`` and says nothing else."""
 
 
 class HermesTools(ToolFormat):
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen2.5, Qwen3 and others."""
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen2.5, Qwen3, Granite 4 and others."""
 
-    named_by = ("<tool_call>",)
-
-    def _read(self, text: str, schemas: Mapping[str, Mapping[str, Any]]) -> ReadCalls:
+    def _read(self, text: str, arguments: Arguments) -> ReadCalls:
         return _read_between(text, "<tool_call>", "</tool_call>", lambda at: _json_call(text, at))
 
-    def grammar(self, request: ToolRequest, literal: Literal, template: str) -> str:
-        return _grammar(request, literal, _json_rules, "<tool_call>\n", "\n</tool_call>", between="\n")
+    def grammar(self, calls: CallGrammar) -> str:
+        return calls.write(calls.named_json, "<tool_call>\n", "\n</tool_call>", between="\n")
 
 
 class QwenCoderTools(ToolFormat):
     """``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``: Qwen3-Coder, Qwen3.5."""
 
-    named_by = ("<function=",)
-
-    def _read(self, text: str, schemas: Mapping[str, Mapping[str, Any]]) -> ReadCalls:
+    def _read(self, text: str, arguments: Arguments) -> ReadCalls:
         def call(at: int) -> tuple[ToolCall, int]:
             head = _match(r"\s*<function=([^>\n]+)>\s*", text, at)
             values, end = _fields(text, head.end(), r"<parameter=([^>\n]+)>\n?", r"\n?</parameter>\s*")
-            return _typed_call(head[1], values, schemas), _match(r"</function>", text, end).end()
+            return _typed_call(head[1], values, arguments), _match(r"</function>", text, end).end()
 
         return _read_between(text, "<tool_call>", "</tool_call>", call)
 
-    def grammar(self, request: ToolRequest, literal: Literal, template: str) -> str:
-        def rules(name: str, schema: Mapping[str, Any], rule: str) -> list[str]:
-            fields = _field_rules(rule, schema, literal, "<parameter={}>\n", "\n</parameter>\n")
-            head = literal(f"<function={name}>\n")
-            return [f"{rule}: {head} {rule}_all {literal('</function>')}", *fields]
+    def grammar(self, calls: CallGrammar) -> str:
+        def rules(tool: str, rule: str) -> list[str]:
+            fields = calls.fields(rule, tool, calls.text_field(tool, "<parameter={}>\n", "\n</parameter>\n"))
+            head = calls.literal(f"<function={tool}>\n")
+            return [f"{rule}: {head} {rule}_all {calls.literal('</function>')}", *fields]
 
-        return _grammar(request, literal, rules, "<tool_call>\n", "\n</tool_call>", between="\n")
+        return calls.write(rules, "<tool_call>\n", "\n</tool_call>", between="\n")
 
 
 class GLMTools(ToolFormat):
     """``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>``: GLM-4.5 and later."""
 
-    named_by = ("<arg_key>",)
-
-    def _read(self, text: str, schemas: Mapping[str, Mapping[str, Any]]) -> ReadCalls:
+    def _read(self, text: str, arguments: Arguments) -> ReadCalls:
         def call(at: int) -> tuple[ToolCall, int]:
             head = _match(r"\s*([^\s<]+)\s*", text, at)
             key = r"<arg_key>\s*([^<]*?)\s*</arg_key>\s*<arg_value>"
             values, end = _fields(text, head.end(), key, r"</arg_value>\s*")
-            return _typed_call(head[1], values, schemas), end
+            return _typed_call(head[1], values, arguments), end
 
         return _read_between(text, "<tool_call>", "</tool_call>", call)
 
-    def grammar(self, request: ToolRequest, literal: Literal, template: str) -> str:
-        def rules(name: str, schema: Mapping[str, Any], rule: str) -> list[str]:
+    def grammar(self, calls: CallGrammar) -> str:
+        def rules(tool: str, rule: str) -> list[str]:
             opening = "<arg_key>{}</arg_key>\n<arg_value>"
-            fields = _field_rules(rule, schema, literal, opening, "</arg_value>\n")
-            head = literal(f"{name}\n")
+            fields = calls.fields(rule, tool, calls.text_field(tool, opening, "</arg_value>\n"))
+            head = calls.literal(f"{tool}\n")
             return [f"{rule}: {head} {rule}_all", *fields]
 
-        return _grammar(request, literal, rules, "<tool_call>", "</tool_call>", between="\n")
+        return calls.write(rules, "<tool_call>", "</tool_call>", between="\n")
 
 
 class LlamaTools(ToolFormat):
     """``{"name": ..., "parameters": {...}}``, several divided by semicolons, perhaps after ``<|python_tag|>``: Llama
     3.1 to 3.3."""
 
-    named_by = ("<|python_tag|>", '"parameters": dictionary of argument name')
-
-    def _read(self, text: str, schemas: Mapping[str, Mapping[str, Any]]) -> ReadCalls:
+    def _read(self, text: str, arguments: Arguments) -> ReadCalls:
         before, tag, rest = text.rpartition("<|python_tag|>")
         content, at, calls = before if tag else "", 0, []
         if not tag and not rest.lstrip().startswith("{"):
@@ -149,22 +127,21 @@ class LlamaTools(ToolFormat):
             at = _match(r"\s*(?:;\s*|(?:<\|e[a-z]+_id\|>)?\s*$)", rest, at).end()
         return content, calls
 
-    def grammar(self, request: ToolRequest, literal: Literal, template: str) -> str:
-        def rules(name: str, schema: Mapping[str, Any], rule: str) -> list[str]:
-            return _json_rules(name, schema, rule, arguments="parameters")
-
-        return _grammar(request, literal, rules, "", "", between="; ")
+    def grammar(self, calls: CallGrammar) -> str:
+        return calls.write(lambda tool, rule: calls.named_json(tool, rule, "parameters"), between="; ")
 
 
 class PythonicTools(ToolFormat):
-    """``[NAME(KEY=VALUE, ...), ...]``: Llama 4, Llama 3.2 by its own prompt, LFM2 between markers."""
-
-    named_by = ("<|python_start|>", "<|tool_call_start|>", "[func_name1(")
+    """``[NAME(KEY=VALUE, ...), ...]``: Llama 4, Llama 3.2 by its own prompt; with ``marks`` LFM2."""
 
     _MARKS = re.compile(r"<\|(?:python|tool_call)_(?:start|end)\|>")
     _CONSTANTS: ClassVar[Mapping[str, Any]] = {"true": True, "false": False, "null": None}
 
-    def _read(self, text: str, schemas: Mapping[str, Mapping[str, Any]]) -> ReadCalls:
+    def __init__(self, *named_by: str, marks: tuple[str, str] = ("", "")) -> None:
+        super().__init__(*named_by)
+        self._marks = marks
+
+    def _read(self, text: str, arguments: Arguments) -> ReadCalls:
         parts = self._MARKS.split(text)
         content, listed = (parts[0], parts[1]) if len(parts) > 1 else ("", text)
         if not listed.strip().startswith("["):
@@ -186,91 +163,86 @@ class PythonicTools(ToolFormat):
             pairs = zip(node.keys, node.values, strict=True)
             return {str(self._value(key)): self._value(value) for key, value in pairs if key is not None}
         if isinstance(node, ast.List | ast.Tuple):
-            return [self._value(each) for each in node.elts]
+            return [self._value(item) for item in node.elts]
         return ast.literal_eval(node)
 
-    def grammar(self, request: ToolRequest, literal: Literal, template: str) -> str:
-        def rules(name: str, schema: Mapping[str, Any], rule: str) -> list[str]:
-            fields = _field_rules(rule, schema, literal, "{}=", "", between=", ", texts=False)
-            return [f"{rule}: {literal(f'{name}(')} {rule}_all {literal(')')}", *fields]
+    def grammar(self, calls: CallGrammar) -> str:
+        def rules(tool: str, rule: str) -> list[str]:
+            fields = calls.fields(rule, tool, calls.json_field(tool, "{}="), between=", ")
+            return [f"{rule}: {calls.literal(f'{tool}(')} {rule}_all {calls.literal(')')}", *fields]
 
-        marked = "<|tool_call_start|>" in template
-        begin, end = ("<|tool_call_start|>", "<|tool_call_end|>") if marked else ("", "")
-        return _grammar(request, literal, rules, "", "", between=", ", around=(f"{begin}[", f"]{end}"))
+        begin, end = self._marks
+        return calls.write(rules, between=", ", around=(f"{begin}[", f"]{end}"))
 
 
 class DeepSeekTools(ToolFormat):
-    """Calls after ``<｜tool▁calls▁begin｜>``, their arguments in blocks of code (V3, R1) or bare (V3.1)."""
+    """Calls after ``<｜tool▁calls▁begin｜>``, their arguments bare (V3.1), or in blocks of code (V3, R1) if ``also``
+    names those."""
 
-    named_by = ("<｜tool▁calls▁begin｜>",)
-
-    def _read(self, text: str, schemas: Mapping[str, Mapping[str, Any]]) -> ReadCalls:
-        content, begin, calls = text.partition("<｜tool▁calls▁begin｜>")
+    def _read(self, text: str, arguments: Arguments) -> ReadCalls:
+        content, begin, listed = text.partition("<｜tool▁calls▁begin｜>")
 
         def call(at: int) -> tuple[ToolCall, int]:
-            head = _match(r"(?:function<｜tool▁sep｜>([^\n]+)\n```json\s*|([^<\n]+)<｜tool▁sep｜>\s*)", calls, at)
-            values, end = _json_at(calls, head.end())
-            return _tool_call(head[1] or head[2], values), _match(r"\s*(?:```)?", calls, end).end()
+            head = _match(r"(?:function<｜tool▁sep｜>([^\n]+)\n```json\s*|([^<\n]+)<｜tool▁sep｜>\s*)", listed, at)
+            values, end = _json_at(listed, head.end())
+            return _tool_call(head[1] or head[2], values), _match(r"\s*(?:```)?", listed, end).end()
 
         if not begin:
             return text, []
-        rest, found = _read_between(calls, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", call)
-        return content + rest.replace("<｜tool▁calls▁end｜>", ""), found
+        rest, calls = _read_between(listed, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", call)
+        return content + rest.replace("<｜tool▁calls▁end｜>", ""), calls
 
-    def grammar(self, request: ToolRequest, literal: Literal, template: str) -> str:
-        block = "```json" in template
+    def grammar(self, calls: CallGrammar) -> str:
+        block = bool(self._also)
 
-        def rules(name: str, schema: Mapping[str, Any], rule: str) -> list[str]:
-            head = f"function<｜tool▁sep｜>{name}\n```json\n" if block else f"{name}<｜tool▁sep｜>"
-            tail = " " + literal("\n```") if block else ""
-            return [f"{rule}: {literal(head)} {rule}_arguments{tail}", _json_rule(f"{rule}_arguments", schema)]
+        def rules(tool: str, rule: str) -> list[str]:
+            head = f"function<｜tool▁sep｜>{tool}\n```json\n" if block else f"{tool}<｜tool▁sep｜>"
+            tail = " " + calls.literal("\n```") if block else ""
+            return [f"{rule}: {calls.literal(head)} {rule}_arguments{tail}", calls.json(f"{rule}_arguments", tool)]
 
         around = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
         marks = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
-        return _grammar(request, literal, rules, *marks, between="\n" if block else "", around=around)
+        return calls.write(rules, *marks, between="\n" if block else "", around=around)
 
 
 class HarmonyTools(ToolFormat):
     """A message of the commentary channel to ``functions.NAME``: gpt-oss."""
 
-    named_by = ("to=functions.", "<|channel|>commentary")
-
-    def _read(self, text: str, schemas: Mapping[str, Mapping[str, Any]]) -> ReadCalls:
+    def _read(self, text: str, arguments: Arguments) -> ReadCalls:
         content, calls = [], []
         for message in read_harmony(text):
             if message.recipient is not None and message.recipient.startswith("functions."):
-                calls.append(_tool_call(message.recipient.removeprefix("functions."), json.loads(message.content)))
+                calls.append(_tool_call(message.recipient.removeprefix("functions."), _DECODER.decode(message.content)))
             else:
                 content.append(message.content)
         return "".join(content), calls
 
-    def read(self, text: str, schemas: Mapping[str, Mapping[str, Any]]) -> ReadCalls:
-        content, calls = super().read(text, schemas)
-        return ("".join(each.content for each in read_harmony(text)), []) if not calls else (content, calls)
+    def read(self, text: str, arguments: Arguments) -> ReadCalls:
+        content, calls = super().read(text, arguments)
+        return (content, calls) if calls else ("".join(message.content for message in read_harmony(text)), [])
 
-    def grammar(self, request: ToolRequest, literal: Literal, template: str) -> str:
-        def rules(name: str, schema: Mapping[str, Any], rule: str) -> list[str]:
-            head = literal(f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>")
-            start = literal("<|start|>assistant")
-            return [f"{rule}: ({start})? {head} {rule}_arguments", _json_rule(f"{rule}_arguments", schema)]
+    def grammar(self, calls: CallGrammar) -> str:
+        def rules(tool: str, rule: str) -> list[str]:
+            head = calls.literal(f"<|channel|>commentary to=functions.{tool} <|constrain|>json<|message|>")
+            start = calls.literal("<|start|>assistant")
+            return [f"{rule}: ({start})? {head} {rule}_arguments", calls.json(f"{rule}_arguments", tool)]
 
-        single = ToolRequest(tools=request.tools, choice=request.choice, parallel=False)  # a call ends the answer
-        return _grammar(single, literal, rules, "", "")
+        return calls.write(rules, single=True)  # a call ends the answer
 
 
 class MistralTools(ToolFormat):
-    """``[TOOL_CALLS]NAME[ARGS]{...}``, or ``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`` of older models."""
+    """``[TOOL_CALLS]NAME[ARGS]{...}`` if the template contains ``also``, or ``[TOOL_CALLS][{"name": ..., "arguments":
+    {...}}, ...]`` of older models."""
 
-    named_by = ("[TOOL_CALLS]",)
     id_letters = 9
 
-    def _read(self, text: str, schemas: Mapping[str, Mapping[str, Any]]) -> ReadCalls:
+    def _read(self, text: str, arguments: Arguments) -> ReadCalls:
         content, *parts = text.split("[TOOL_CALLS]")
         calls = []
         for part in parts:
             if part.lstrip().startswith("["):
                 listed, end = _json_at(part, 0)
-                calls += [_call_of(each) for each in listed]
+                calls += [_call_of(value) for value in listed]
             else:
                 head = _match(r"\s*([^\[{]+?)\s*(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?(?={|\s)", part, 0)
                 values, end = _json_at(part, head.end())
@@ -278,23 +250,24 @@ class MistralTools(ToolFormat):
             _match(r"\s*(?:</s>)?\s*$", part, end)
         return content, calls
 
-    def grammar(self, request: ToolRequest, literal: Literal, template: str) -> str:
-        if "[ARGS]" not in template:
-            return _grammar(request, literal, _json_rules, "", "", between=", ", around=("[TOOL_CALLS][", "]"))
+    def grammar(self, calls: CallGrammar) -> str:
+        if not self._also:
+            return calls.write(calls.named_json, between=", ", around=("[TOOL_CALLS][", "]"))
 
-        def rules(name: str, schema: Mapping[str, Any], rule: str) -> list[str]:
-            return [f"{rule}: {literal(f'{name}[ARGS]')} {rule}_arguments", _json_rule(f"{rule}_arguments", schema)]
+        def rules(tool: str, rule: str) -> list[str]:
+            return [
+                f"{rule}: {calls.literal(f'{tool}[ARGS]')} {rule}_arguments",
+                calls.json(f"{rule}_arguments", tool),
+            ]
 
-        return _grammar(request, literal, rules, "[TOOL_CALLS]", "")
+        return calls.write(rules, "[TOOL_CALLS]")
 
 
 class KimiTools(ToolFormat):
     """``<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>{...}<|tool_call_end|>``: Kimi K2, whose ids
     these heads are."""
 
-    named_by = ("<|tool_calls_section_begin|>",)
-
-    def _read(self, text: str, schemas: Mapping[str, Mapping[str, Any]]) -> ReadCalls:
+    def _read(self, text: str, arguments: Arguments) -> ReadCalls:
         def call(at: int) -> tuple[ToolCall, int]:
             head = _match(r"\s*((?:functions\.)?([^\s:<]+):\d+)\s*<\|tool_call_argument_begin\|>", text, at)
             values, end = _json_at(text, head.end())
@@ -303,27 +276,30 @@ class KimiTools(ToolFormat):
         content, calls = _read_between(text, "<|tool_call_begin|>", "<|tool_call_end|>", call)
         return re.sub(r"<\|tool_calls_section_(?:begin|end)\|>", "", content), calls
 
-    def grammar(self, request: ToolRequest, literal: Literal, template: str) -> str:
-        def rules(name: str, schema: Mapping[str, Any], rule: str) -> list[str]:
-            head, mark = literal(f"functions.{name}:"), literal("<|tool_call_argument_begin|>")
-            arguments = _json_rule(f"{rule}_arguments", schema)
-            return [f"{rule}: {head} {rule}_index {mark} {rule}_arguments", f"{rule}_index: /[0-9]/", arguments]
+    def grammar(self, calls: CallGrammar) -> str:
+        def rules(tool: str, rule: str) -> list[str]:
+            head, mark = calls.literal(f"functions.{tool}:"), calls.literal("<|tool_call_argument_begin|>")
+            values = calls.json(f"{rule}_arguments", tool)
+            return [f"{rule}: {head} {rule}_index {mark} {rule}_arguments", f"{rule}_index: /[0-9]/", values]
 
         around = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
-        return _grammar(request, literal, rules, "<|tool_call_begin|>", "<|tool_call_end|>", around=around)
+        return calls.write(rules, "<|tool_call_begin|>", "<|tool_call_end|>", around=around)
 
 
 # By name, in the order in which a template is searched for them.
 TOOL_FORMATS: dict[str, ToolFormat] = {
-    "harmony": HarmonyTools(),
-    "kimi": KimiTools(),
-    "deepseek": DeepSeekTools(),
-    "mistral": MistralTools(),
-    "glm": GLMTools(),
-    "qwen-coder": QwenCoderTools(),
-    "hermes": HermesTools(),
-    "pythonic": PythonicTools(),
-    "llama": LlamaTools(),
+    "harmony": HarmonyTools("to=functions.", "<|channel|>commentary"),
+    "kimi": KimiTools("<|tool_calls_section_begin|>"),
+    "deepseek": DeepSeekTools("<｜tool▁calls▁begin｜>", also="```json"),
+    "deepseek-v3.1": DeepSeekTools("<｜tool▁calls▁begin｜>"),
+    "mistral": MistralTools("[TOOL_CALLS]", also="[ARGS]"),
+    "mistral-list": MistralTools("[TOOL_CALLS]"),
+    "glm": GLMTools("<arg_key>"),
+    "qwen-coder": QwenCoderTools("<function="),
+    "hermes": HermesTools("<tool_call>"),
+    "lfm": PythonicTools("<|tool_call_start|>", marks=("<|tool_call_start|>", "<|tool_call_end|>")),
+    "pythonic": PythonicTools("<|python_start|>", "[func_name1("),
+    "llama": LlamaTools("<|python_tag|>", '"parameters": dictionary of argument name'),
 }
 
 
@@ -339,37 +315,20 @@ NO_TOOL_FORMAT = (
 )
 
 
-def find_tool_format(sources: Iterable[str]) -> ToolFormat | None:
-    """The format by whose markers a chat template among ``sources`` writes calls."""
+def find_tool_format(sources: Iterable[str]) -> str | None:
+    """The name of the format by whose markers a chat template among ``sources`` writes calls."""
     texts = list(sources)
-    for form in TOOL_FORMATS.values():
-        if any(mark in text for mark in form.named_by for text in texts):
-            return form
+    for name, form in TOOL_FORMATS.items():
+        if any(form.writes(text) for text in texts):
+            return name
     return None
 
 
-def grammar_literal(special: Mapping[str, int]) -> Literal:
-    """Writes a text as terms of a Lark grammar, given the ids of the ``special`` tokens by text."""
-    by_length = sorted(special, key=len, reverse=True)
-    pattern = re.compile("(" + "|".join(map(re.escape, by_length)) + ")") if special else None
-
-    def literal(text: str) -> str:
-        pieces = [text] if pattern is None else pattern.split(text)
-        terms = [
-            f"<[{special[each]}]>" if each in special else json.dumps(each, ensure_ascii=False)
-            for each in pieces
-            if each
-        ]
-        return " ".join(terms)
-
-    return literal
-
-
 def _match(pattern: str, text: str, at: int) -> re.Match[str]:
-    found = re.compile(pattern).match(text, at)
-    if found is None:
+    match = re.compile(pattern).match(text, at)
+    if match is None:
         raise ValueError(f"{pattern} does not match")
-    return found
+    return match
 
 
 def _json_at(text: str, at: int) -> tuple[Any, int]:
@@ -379,10 +338,10 @@ def _json_at(text: str, at: int) -> tuple[Any, int]:
 
 def _tool_call(name: str, arguments: object, call_id: str | None = None) -> ToolCall:
     if isinstance(arguments, str):
-        arguments = json.loads(arguments)
+        arguments = _DECODER.decode(arguments)
     if not name or not isinstance(arguments, dict):
         raise ValueError("a call has a name and an object of arguments")
-    return ToolCall(id=call_id, name=name.strip(), arguments=json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(id=call_id, name=name.strip(), arguments=json.dumps(arguments, ensure_ascii=False, allow_nan=False))
 
 
 def _call_of(value: object) -> ToolCall:
@@ -402,8 +361,8 @@ def _read_between(text: str, begin: str, end: str, call: Callable[[int], tuple[T
     content, calls, at = [], [], 0
     while (start := text.find(begin, at)) >= 0:
         content.append(text[at:start])
-        found, at = call(start + len(begin))
-        calls.append(found)
+        value, at = call(start + len(begin))
+        calls.append(value)
         at = _match(rf"\s*(?:{re.escape(end)}|$)", text, at).end()
     return "".join([*content, text[at:]]).strip(), calls
 
@@ -420,119 +379,19 @@ def _fields(text: str, at: int, key: str, closing: str) -> tuple[dict[str, str],
     return values, at
 
 
-def _typed_call(name: str, values: Mapping[str, str], schemas: Mapping[str, Mapping[str, Any]]) -> ToolCall:
-    """A call whose fields are texts: of each that is no string by the tool's schema, the JSON value."""
-    properties = schemas.get(name.strip(), _ANY_OBJECT).get("properties") or {}
-    return _tool_call(name, {key: _typed(value, properties.get(key)) for key, value in values.items()})
+def _typed_call(name: str, values: Mapping[str, str], arguments: Arguments) -> ToolCall:
+    """A call whose fields are texts: the JSON value of each that is no string by the tool's schema."""
+    tool = arguments.get(name.strip())
+    return _tool_call(name, {key: _typed(value, tool, key) for key, value in values.items()})
 
 
-def _typed(text: str, schema: object) -> object:
-    if isinstance(schema, dict) and _is_text(schema):
+def _typed(text: str, tool: ArgumentFields | None, key: str) -> object:
+    """The value of a field written as ``text``: a string where no other kind that the schema accepts fits it."""
+    kinds = None if tool is None or key not in tool.fields else tool.kinds(tool.fields[key])
+    if kinds == {"string"}:
         return text
     try:
-        return json.loads(text)
+        value = _DECODER.decode(text)
     except ValueError:
         return text
-
-
-def _is_text(schema: Mapping[str, Any]) -> bool:
-    return schema.get("type") == "string"
-
-
-def _json_rule(rule: str, schema: object) -> str:
-    guided = {**schema, "x-guidance": JSON_WHITESPACE} if isinstance(schema, Mapping) else schema
-    return f"{rule}: %json {json.dumps(guided, ensure_ascii=False)}"
-
-
-def _json_rules(name: str, schema: Mapping[str, Any], rule: str, arguments: str = "arguments") -> list[str]:
-    head = json.dumps(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{arguments}": ', ensure_ascii=False)
-    return [f'{rule}: {head} {rule}_arguments "}}"', _json_rule(f"{rule}_arguments", schema)]
-
-
-def _field_rules(
-    rule: str,
-    schema: Mapping[str, Any],
-    literal: Literal,
-    opening: str,
-    closing: str,
-    *,
-    between: str = "",
-    texts: bool = True,
-) -> list[str]:
-    """Rules of the fields of an object, in the order of its properties, ``opening`` with the name before each; with
-    ``texts``, strings are written as they are. The rule of all fields is ``RULE_all``."""
-    properties: Mapping[str, Any] = schema.get("properties") or {}
-    required = set(schema.get("required") or ())
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    lines: list[str] = []
-    terms: list[tuple[str, bool]] = []
-    for number, (name, described) in enumerate(properties.items()):
-        field = f"{rule}_{number}"
-        inner = {**described, **shared} if isinstance(described, dict) else described
-        plain = texts and isinstance(described, dict) and _is_text(described) and described.keys() <= _PLAIN_TEXT
-        if plain:
-            lines.append(f"{field}: {literal(opening.format(name))} {field}_text")
-            lines.append(f"{field}_text[suffix={json.dumps(closing)}]: /(?s:.*)/")
-        else:
-            value = _text_choice(described, literal) if texts and isinstance(described, dict) else None
-            lines.append(f"{field}: {literal(opening.format(name))} {field}_value {literal(closing)}".rstrip())
-            lines.append(f"{field}_value: {value}" if value else _json_rule(f"{field}_value", inner))
-        terms.append((field, name in required))
-    return [f"{rule}_all: {_sequence(terms, literal(between) if between else '')}", *lines]
-
-
-# Keywords beside which a string may be any text.
-_PLAIN_TEXT = {"type", "description", "title", "default", "examples"}
-
-
-def _text_choice(schema: Mapping[str, Any], literal: Literal) -> str | None:
-    """The strings of an enumeration as they are; None for any other schema."""
-    values = schema.get("enum")
-    if not _is_text(schema):
-        return None
-    if not isinstance(values, list) or not values or not all(isinstance(each, str) and each for each in values):
-        raise InputError(
-            "tools: a call of this model's format cannot be forced for a string with "
-            f"{', '.join(sorted(schema.keys() - _PLAIN_TEXT))}; leave these keywords out",
-            code="unsupported_parameter",
-        )
-    return "|".join(literal(each) for each in values)
-
-
-def _sequence(terms: Sequence[tuple[str, bool]], between: str) -> str:
-    """The fields in their order, those that are not required optional, with ``between`` between two."""
-    if not between:
-        return " ".join(field if needed else f"{field}?" for field, needed in terms) or '""'
-    tails = ""
-    options: list[str] = []
-    for number in range(len(terms) - 1, -1, -1):
-        field, needed = terms[number]
-        options.insert(0, f"{field}{tails}")
-        tails = f" ({between} {field}){'' if needed else '?'}{tails}"
-    first_needed = next((number for number, (_, needed) in enumerate(terms) if needed), len(terms))
-    heads = options[: first_needed + 1]
-    return " | ".join(heads if first_needed < len(terms) else [*heads, '""'])
-
-
-def _grammar(
-    request: ToolRequest,
-    literal: Literal,
-    rules: Callable[[str, Mapping[str, Any], str], list[str]],
-    begin: str,
-    end: str,
-    *,
-    between: str = "",
-    around: tuple[str, str] = ("", ""),
-) -> str:
-    """One call of a tool of ``request`` between ``begin`` and ``end``, or several with ``between`` between two."""
-    schemas = request.schemas
-    named = request.choice != "required"
-    again = "" if named or not request.parallel else f" ({literal(between)} call)*".replace("( ", "(")
-    lines = [
-        f"start: {literal(around[0])} call{again} {literal(around[1])}",
-        f"call: {literal(begin)} tool {literal(end)}",
-        f"tool: {' | '.join(f'tool_{number}' for number in range(len(schemas)))}",
-    ]
-    for number, (name, schema) in enumerate(schemas.items()):
-        lines += rules(name, schema, f"tool_{number}")
-    return "\n".join(lines) + "\n"
+    return text if kinds is not None and "string" in kinds and kind_of(value) not in kinds else value

@@ -87,14 +87,13 @@ class Job:
             past = None
         if past is None:
             return None
-        prompts, generated, cached = (
-            past.totals.get(name, 0) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")
-        )
+        names = ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens")
+        prompts, generated, cached, reasoning = (past.totals.get(name, 0) for name in names)
         return {
             "input_tokens": prompts,
             "input_tokens_details": {"cached_tokens": cached},
             "output_tokens": generated,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": reasoning},
             "total_tokens": prompts + generated,
         }
 

@@ -8,9 +8,12 @@ from typing import Any
 
 import jsonschema
 import pytest
+from openai.types.chat import ChatCompletion
 
 from moelight.batch.job import run_job
 from moelight.batch.options import JobOptions
+from moelight.batch.paths import journal_of
+from moelight.batch.store import read_record
 from moelight.core.errors import ConfigError
 from moelight.core.request import SamplingParams
 from tests.batch.playing import rows
@@ -72,6 +75,10 @@ def test_fifty_rows_think_and_then_keep_to_the_schema(tmp_path: Path) -> None:
         if number < 50:
             assert len(message["reasoning_content"]) <= number % 7 + 1 and thought == number % 7 + 1 + len("</think>")
         assert usage["completion_tokens"] > thought
+    totals = read_record(journal_of(tmp_path / "out.jsonl")).totals
+    details = [body["usage"]["completion_tokens_details"] for body in bodies]
+    assert totals["reasoning_tokens"] == sum(each["reasoning_tokens"] for each in details) > 0
+    assert all(ChatCompletion.model_validate(body).usage for body in bodies)
     off, own_way, opened, cut = (body["choices"][0]["message"] for body in bodies[50:])
     assert off["reasoning_content"] is None and own_way["reasoning_content"] is None
     assert opened["reasoning_content"] == "<<<<<"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from moelight.batch.job import forecast_job, run_job
 from moelight.batch.options import DONE_BEFORE, JobOptions
+from moelight.core.errors import InputError
 
 PAIR = {"type": "array", "items": {"enum": [0, 1, 2]}, "minItems": 2, "maxItems": 2, "uniqueItems": True}
 NEVER = {**PAIR, "items": {"const": 1}}  # what the grammar enforces of it is not enough
@@ -84,3 +86,24 @@ def test_openai_rows_keep_the_answer_beside_the_error(tmp_path: Path) -> None:
     assert json.loads(choice["message"]["content"]) == [1, 1] and choice["finish_reason"] == "stop"
     assert served["error"]["code"] == choice["error"]["code"] == "structured_output_invalid"
     assert refused["response"]["status_code"] == 400 and "#: uniqueItems" in refused["error"]["message"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_job_decides_where_a_row_does_not(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    more = row(NEVER, n=2)
+    more["structured_outputs"] |= {"strict": False, "resamplings": 1}
+    path.write_text(json.dumps(row(NEVER)) + "\n" + json.dumps(more))
+    options = JobOptions(prompts=path, output=tmp_path / "out.jsonl", strict=True)
+    assert forecast_job(options).summary.refused == 1
+    options = replace(options, strict=False, resamplings=0)
+    run_job(options)
+    first, second = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert "attempts" not in first and first["error"]["code"] == "structured_output_invalid"
+    assert [choice["attempts"] for choice in second["choices"]] == [2, 2]
+    for changed, fact in (
+        (replace(options, resamplings=2), "rows.resamplings"),
+        (replace(options, strict=True), "rows.strict"),
+    ):
+        with pytest.raises(InputError, match=fact):
+            run_job(changed)

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import pytest
 from openai.types.chat import ChatCompletion
 
-from moelight.batch.job import run_job
+from moelight.batch.job import forecast_job, run_job
 from moelight.batch.options import JobOptions
 from tests.batch.playing import rows
 
@@ -88,8 +89,54 @@ def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
             "tools": [{"function": {"name": "f", "parameters": {"type": 7}}}],
         },
     )
-    assert [body["error"]["param"] for body in bodies] == [*["tool_choice"] * 4, "tools", "tools", None]
+    assert [body["error"]["param"] for body in bodies] == [*["tool_choice"] * 4, *["tools"] * 3]
     assert bodies[2]["error"]["message"] == "tool_choice: no tool is named 'rain'"
     assert bodies[6]["error"]["code"] == "invalid_structured_output"
     (unread,) = answers(tmp_path / "own", {}, template=False)
     assert unread["error"]["code"] == "unsupported_parameter" and "hermes" in unread["error"]["message"]
+
+
+TWINS = {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2, "uniqueItems": True}  # none is valid
+NEVER = {"properties": {"a": TWINS}, "required": ["a"], "additionalProperties": False}
+NEVER_VALID = [{"type": "function", "function": {"name": "twins", "parameters": NEVER}}]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_invalid_arguments_are_generated_again_and_marked(tmp_path: Path) -> None:
+    answers(
+        tmp_path, {"tool_choice": "required", "tools": NEVER_VALID, "parallel_tool_calls": False}, {"max_tokens": 3}
+    )
+    options = JobOptions(
+        prompts=tmp_path / "rows.jsonl", output=tmp_path / "out.jsonl", chat_template=tmp_path / "tools.jinja"
+    )
+    line, other = rows(tmp_path / "out.jsonl")
+    (choice,) = line["response"]["body"]["choices"]
+    assert line["error"]["code"] == choice["error"]["code"] == "structured_output_invalid"
+    assert choice["finish_reason"] == "tool_calls" and choice["attempts"] == 4
+    (call,) = choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"a": [1, 1]}
+    assert choice["error"]["path"] == "/tool_calls/0/function/arguments/a"
+    ChatCompletion.model_validate(line["response"]["body"])
+    assert other["error"] is None
+    assert run_job(options).invalid == 1  # of the job that is done
+    summary = forecast_job(options).summary
+    assert [note for note in summary.notes if "uniqueItems" in note] == [
+        "tool twins: #/properties/a: uniqueItems is checked in finished calls"
+    ]
+
+
+def test_tool_schemas_are_compiled_before_anything_is_loaded(tmp_path: Path) -> None:
+    misspelt = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"maxLenght": 1}}}}}
+    strict = {"type": "function", "function": {"name": "twins", "parameters": NEVER, "strict": True}}
+    bodies = [{"tools": [misspelt]}, {"tools": [strict]}, {"tools": NEVER_VALID}, {"tool_choice": "required"}]
+    prompts, template = tmp_path / "rows.jsonl", tmp_path / "tools.jinja"
+    template.write_text(TEMPLATE)
+    messages = [{"role": "user", "content": "a"}]
+    lines = [
+        {"custom_id": str(n), "url": "/v1/chat/completions", "body": {"messages": messages, "tools": TOOLS, **body}}
+        for n, body in enumerate(bodies)
+    ]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    summary = forecast_job(JobOptions(prompts=prompts, output=tmp_path / "out.jsonl", chat_template=template)).summary
+    assert (summary.served, summary.refused) == (2, 2)
+    assert "did you mean 'maxLength'?" in summary.problems["invalid_structured_output"].message

@@ -109,6 +109,20 @@ def test_the_tokens_of_reasoning() -> None:
     assert split("so</think>yes", "think", "open", markers=False)[2] == 10
 
 
+def test_reasoning_tokens_before_a_call() -> None:
+    thought, call = "<|channel|>analysis<|message|>so<|end|><|start|>assistant", '<|message|>{"a": 1}<|call|>'
+    marks = len(tokenizer("").encode(thought))
+    for header in ("<|channel|>commentary to=functions.f <|constrain|>json", " to=functions.f<|channel|>commentary"):
+        assert split(f"{thought}{header}{call}", "harmony", "open")[2] == marks + len(tokenizer("").encode(header)) + 1
+    twice = thought + thought.replace("so", "and") + "<|channel|>final"
+    count = len(tokenizer("").encode(f"{twice}<|message|>"))
+    assert split(f"{twice}<|message|>yes", "harmony", "open")[2] == count
+    assert split(f"{thought}<|channel|>final<|message|>yes", "harmony", "open", markers=False)[2] == len(
+        f"{thought}<|channel|>final<|message|>"
+    )
+    assert split(thought, "harmony", "open")[2] == marks
+
+
 def test_special_tokens_as_markers() -> None:
     assert split("[THINK]so[/THINK]yes<|end|>", "mistral", "undecided") == ("so", "yes", 4)
     assert split("[THINK]so[/THINK]yes<|end|>", "mistral", "undecided", skip=False)[1] == "yes<|end|>"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +12,11 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
 from moelight.core.errors import InputError
-from moelight.core.request import StructuredOutputs
+from moelight.core.request import INVALID, ToolRequest
 from moelight.engine.constraints import Constraints
 from moelight.engine.tokenizer import Tokenizer
-from moelight.engine.tool_calls import TOOL_FORMATS, ToolRequest, call_id, find_tool_format, grammar_literal
+from moelight.engine.tool_calls import TOOL_FORMATS, call_id, find_tool_format
+from moelight.engine.tool_schemas import ArgumentFields
 
 SPECIAL = [
     *("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|call|>", "<|constrain|>", "<|python_tag|>"),
@@ -82,29 +85,24 @@ PYTHONIC = '[get_weather(city={}, days=3, unit="C", near={{"km": 1.5}}), get_wea
 )
 LISTED = ", ".join(f'{{"name": "get_weather", "arguments": {each}}}' for each in (lima, paris))
 # Each format: what its template says, and answers with both calls.
-ANSWERS: dict[str, list[tuple[str, str]]] = {
-    "hermes": [("<tool_call>", hermes(("get_weather", lima), ("get_weather", paris)))],
-    "qwen-coder": [("<tool_call> <function=", f"{coder(LIMA)}\n{coder(PARIS)}")],
-    "glm": [("<tool_call> <arg_key>", f"{glm(LIMA)}\n{glm(PARIS)}")],
-    "llama": [
-        ("<|python_tag|>", "; ".join(f'{{"name": "get_weather", "parameters": {each}}}' for each in (lima, paris))),
-    ],
-    "pythonic": [
-        ("[func_name1(", PYTHONIC),
-        ("<|tool_call_start|>", f"<|tool_call_start|>{PYTHONIC}<|tool_call_end|>"),
-    ],
-    "deepseek": [
-        ("<｜tool▁calls▁begin｜> ```json", deepseek(lima, paris, block=True)),
-        ("<｜tool▁calls▁begin｜>", deepseek(lima, paris, block=False)),
-    ],
-    "kimi": [("<|tool_calls_section_begin|>", kimi(lima, paris))],
-    "mistral": [
-        ("[TOOL_CALLS]", f"[TOOL_CALLS][{LISTED}]"),
-        ("[TOOL_CALLS] [ARGS]", f"[TOOL_CALLS]get_weather[ARGS]{lima}[TOOL_CALLS]get_weather[ARGS]{paris}"),
-    ],
-    "harmony": [("to=functions.", harmony(lima))],
-}  # fmt: skip
-CASES = [(name, template, text) for name, answers in ANSWERS.items() for template, text in answers]
+ANSWERS: dict[str, tuple[str, str]] = {
+    "hermes": ("<tool_call>", hermes(("get_weather", lima), ("get_weather", paris))),
+    "qwen-coder": ("<tool_call> <function=", f"{coder(LIMA)}\n{coder(PARIS)}"),
+    "glm": ("<tool_call> <arg_key>", f"{glm(LIMA)}\n{glm(PARIS)}"),
+    "llama": (
+        "<|python_tag|>",
+        "; ".join(f'{{"name": "get_weather", "parameters": {values}}}' for values in (lima, paris)),
+    ),
+    "pythonic": ("[func_name1(", PYTHONIC),
+    "lfm": ("<|tool_call_start|>", f"<|tool_call_start|>{PYTHONIC}<|tool_call_end|>"),
+    "deepseek": ("<｜tool▁calls▁begin｜> ```json", deepseek(lima, paris, block=True)),
+    "deepseek-v3.1": ("<｜tool▁calls▁begin｜>", deepseek(lima, paris, block=False)),
+    "kimi": ("<|tool_calls_section_begin|>", kimi(lima, paris)),
+    "mistral": ("[TOOL_CALLS] [ARGS]", f"[TOOL_CALLS]get_weather[ARGS]{lima}[TOOL_CALLS]get_weather[ARGS]{paris}"),
+    "mistral-list": ("[TOOL_CALLS]", f"[TOOL_CALLS][{LISTED}]"),
+    "harmony": ("to=functions.", harmony(lima)),
+}
+TEXT_OR_CALL = ("llama", "pythonic", "lfm")  # no text stands beside calls
 
 
 @pytest.fixture(scope="module")
@@ -119,57 +117,158 @@ def words() -> Tokenizer:
     return Tokenizer(inner, template=None, eos_token_ids=ends, named={})
 
 
+@pytest.fixture(scope="module")
+def constraints(words: Tokenizer) -> Iterator[Constraints]:
+    made = Constraints(words, words.vocab_size)
+    yield made
+    made.close()
+
+
+def tool(parameters: Any, **more: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "get_weather", "parameters": parameters, **more}}]
+
+
+def accepts(constraints: Constraints, answer: str, request: ToolRequest) -> bool:
+    """True if ``answer`` is a whole answer of the grammar of a forced call."""
+    words = constraints._tokenizer
+    (eos,) = words.eos_token_ids
+    constraint = constraints.open(constraints.calls.structure(request))
+    for token in words.encode(answer):
+        allowed = constraint.allowed()
+        if allowed is None or not int(allowed[token // 32]) >> token % 32 & 1:
+            return False
+        constraint.go_on(token)
+    if constraint.complete:
+        return True
+    allowed = constraint.allowed()
+    return allowed is not None and bool(int(allowed[eos // 32]) >> eos % 32 & 1)
+
+
 def test_every_format_is_here() -> None:
     assert ANSWERS.keys() == TOOL_FORMATS.keys()
     assert find_tool_format(["{{ messages }}", "<think></think>"]) is None
 
 
-@pytest.mark.parametrize(("name", "template", "text"), CASES)
-def test_published_forms_are_read(name: str, template: str, text: str) -> None:
-    form = find_tool_format([template])
-    assert form is TOOL_FORMATS[name]
-    schemas = ToolRequest(tools=TOOLS).schemas
-    content, calls = form.read(text, schemas)
+@pytest.mark.parametrize("name", ANSWERS)
+def test_published_forms_are_read(name: str) -> None:
+    template, text = ANSWERS[name]
+    assert find_tool_format([template]) == name
+    form, arguments = TOOL_FORMATS[name], {"get_weather": ArgumentFields(WEATHER), "now": ArgumentFields({})}
+    content, calls = form.read(text, arguments)
     assert content == "" and [call.name for call in calls] == ["get_weather"] * len(calls)
     assert [json.loads(call.arguments) for call in calls] == ([LIMA] if name == "harmony" else [LIMA, PARIS])
-    if name not in ("llama", "pythonic"):  # whose answers are a call or text
+    if name not in TEXT_OR_CALL:
         before = "I look: <|start|>assistant" if name == "harmony" else "I look: "
-        content, again = form.read(before + text, schemas)
+        content, again = form.read(before + text, arguments)
         assert content == "I look:" and again == calls
     for broken in (text[: text.index("Lima")], text.replace("get_weather", "", 1).replace("city", 'ci"ty', 1)):
-        content, none = form.read(broken, schemas)
+        content, none = form.read(broken, arguments)
         assert none == [] and "city" in content.replace('ci"ty', "city")
-    assert form.read("It rains <b>", schemas) == ("It rains <b>", [])
+    assert form.read("It rains <b>", arguments) == ("It rains <b>", [])
 
 
-@pytest.mark.parametrize(("name", "template", "text"), CASES)
-def test_a_forced_call_keeps_to_the_format(words: Tokenizer, name: str, template: str, text: str) -> None:
-    literal = grammar_literal({words.token_text(token): token for token in words.special_ids})
-    (eos,) = words.eos_token_ids
-    constraints, form = Constraints(words, words.vocab_size), TOOL_FORMATS[name]
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_forced_call_keeps_to_the_format(constraints: Constraints, name: str) -> None:
+    text, alone = ANSWERS[name][1], name == "harmony"
+    required = ToolRequest(tools=TOOLS, choice="required", format=name)
+    assert constraints.calls.check(required) == ()
+    assert accepts(constraints, text, required)
+    named = replace(required, choice="get_weather")
+    assert accepts(constraints, text, named) == accepts(constraints, text, replace(required, parallel=False)) == alone
+    assert not accepts(constraints, text, replace(required, choice="now"))
+    assert not accepts(constraints, "It rains", required)
+    assert not accepts(constraints, text.replace(": 3" if ": 3" in text else "3", "x", 1), required)
+    content, calls = constraints.calls.read(named, text)
+    assert content == "" and constraints.calls.error(named, calls) is None
+    strange = constraints.calls.error(replace(named, choice="now"), calls)
+    assert strange is not None and strange.path == "/tool_calls/0/function/name"
 
-    def accepts(answer: str, **how: Any) -> bool:
-        grammar = form.grammar(ToolRequest(tools=TOOLS, **how), literal, template)
-        constraint = constraints.open(StructuredOutputs(grammar=grammar))
-        for token in words.encode(answer):
-            allowed = constraint.allowed()
-            if allowed is None or not int(allowed[token // 32]) >> token % 32 & 1:
-                return False
-            constraint.go_on(token)
-        if constraint.complete:
-            return True
-        allowed = constraint.allowed()
-        return allowed is not None and bool(int(allowed[eos // 32]) >> eos % 32 & 1)
 
-    try:
-        assert accepts(text, choice="required")
-        assert accepts(text, choice="get_weather") == (name == "harmony")  # exactly one call
-        assert accepts(text, choice="required", parallel=False) == (name == "harmony")
-        assert not accepts(text, choice="now")
-        assert not accepts("It rains", choice="required")
-        assert not accepts(text.replace(": 3" if ": 3" in text else "3", "x", 1), choice="required")
-    finally:
-        constraints.close()
+# The same schema for the walk of response formats: what is noted, refused, and checked afterwards.
+LOOSE = {
+    "$defs": {"place": {"type": "object", "properties": {"in": {"$ref": "#/$defs/place"}, "name": {"type": "string"}}}},
+    "properties": {
+        "at": {"$ref": "#/$defs/place"},
+        "day": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
+        "tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+        "code": {"type": "string", "pattern": "^[A-Z]+$", "minLength": 2, "maxLength": 2},
+        "kind": {"enum": ["a b", 1, None], "nullable": True},
+        "same": {"$ref": "#"},
+    },
+    "required": ["code", "more"],
+}
+VALUES = {
+    "at": {"in": {"name": "x"}, "name": "y"},
+    "day": "Mo",
+    "tags": ["u"],
+    "code": "PE",
+    "kind": "a b",
+    "same": {"code": "PE", "more": 0},
+    "more": [1],
+}
+WRITTEN = {  # by formats with fields: references, alternatives and fields without a schema of their own too
+    "qwen-coder": "<tool_call>\n<function=get_weather>\n{}</function>\n</tool_call>".format(
+        fields("<parameter={}>\n", "\n</parameter>\n", VALUES)
+    ),
+    "pythonic": f"[get_weather({', '.join(f'{key}={json.dumps(value)}' for key, value in VALUES.items())})]",
+    "hermes": hermes(("get_weather", json.dumps(VALUES))),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_schemas_are_walked_as_those_of_response_formats(constraints: Constraints, name: str) -> None:
+    request, calls = ToolRequest(tools=tool(LOOSE), choice="required", format=name), constraints.calls
+    assert "tool get_weather: #/properties/tags: uniqueItems is checked in finished calls" in calls.check(request)
+    assert any(": nullable is" in note for note in calls.check(request))
+    text = WRITTEN[name]
+    assert accepts(constraints, text, request)
+    assert not accepts(constraints, text.replace("PE", "PER"), request)  # lengths are enforced everywhere
+    content, (call,) = calls.read(request, text)
+    assert (content, json.loads(call.arguments)) == ("", VALUES)
+    assert calls.error(request, [call]) is None
+    wrong = replace(call, arguments=json.dumps({**VALUES, "tags": ["u", "u"]}))
+    problem = calls.error(request, [call, wrong])
+    assert problem is not None and problem.code == INVALID and problem.message.startswith("call of get_weather:")
+    assert (problem.path, problem.schema_path) == (
+        "/tool_calls/1/function/arguments/tags",
+        "/properties/tags/uniqueItems",
+    )
+
+
+def test_what_of_strings_a_format_without_quotes_cannot_enforce(constraints: Constraints) -> None:
+    noted = constraints.calls.check(ToolRequest(tools=tool(LOOSE), choice="required", format="glm"))
+    assert "tool get_weather: #/properties/code: pattern is checked in finished calls" in noted
+    noted = constraints.calls.check(ToolRequest(tools=tool(LOOSE), choice="required", format="hermes"))
+    assert not any("pattern" in note for note in noted)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", "get_weather"])
+@pytest.mark.parametrize(
+    ("parameters", "reason"),
+    [
+        ({"properties": {"a": {"type": "string", "maxLenght": 3}}}, "unknown keyword 'maxLenght' (did you mean"),
+        ({"properties": {"a": {"type": "string", "x-guidance": {}}}}, "x-guidance sets options of a library"),
+        ({"$ref": "https://example.com/a.json"}, "points outside the document"),
+        ({"type": "string"}, 'arguments are an object (write "type": "object")'),
+        ({"properties": {"a": {"type": 7}}}, "7 is not valid"),
+    ],
+)
+def test_schemas_that_are_refused(constraints: Constraints, parameters: Any, reason: str, choice: str) -> None:
+    request = ToolRequest(tools=tool(parameters), choice=choice, format="hermes")
+    with pytest.raises(InputError) as refused:
+        constraints.calls.check(request)
+    assert reason in str(refused.value) and str(refused.value).startswith("tools: parameters of get_weather: ")
+
+
+def test_strict_tools(constraints: Constraints) -> None:
+    unique = {"properties": {"a": {"type": "array", "uniqueItems": True}}}
+    request = ToolRequest(tools=tool(unique), choice="required", format="hermes")
+    assert constraints.calls.check(request)
+    for strict in (replace(request, strict=True), replace(request, tools=tool(unique, strict=True))):
+        with pytest.raises(InputError, match="#/properties/a: uniqueItems cannot be enforced"):
+            constraints.calls.check(strict)
+    assert constraints.calls.check(replace(request, strict=True, tools=tool(unique, strict=False)))
+    assert constraints.calls.check(replace(request, strict=True, tools=tool(WEATHER))) == ()
 
 
 def test_ids() -> None:
@@ -177,10 +276,3 @@ def test_ids() -> None:
     assert call_id("a", 29).startswith("call_") and len(call_id("a", 29)) == 29 != call_id("b", 29)
     content, (call, _) = TOOL_FORMATS["kimi"].read(kimi(paris, paris), {})
     assert (content, call.id) == ("", "functions.get_weather:0")
-
-
-def test_a_text_that_no_grammar_can_bound() -> None:
-    schema = {"properties": {"city": {"type": "string", "maxLength": 3}}}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
-    with pytest.raises(InputError, match="maxLength"):
-        TOOL_FORMATS["glm"].grammar(ToolRequest(tools=tools, choice="f"), grammar_literal({}), "")

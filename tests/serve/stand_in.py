@@ -58,6 +58,7 @@ def write_journal(path: Path, total: int, files: dict[str, Path], rows: dict[str
     extents = {name: ByteRange(start=0, end=end, crc=0) for name, end in ends.items()}
     answered = len(rows["output"])
     totals = {"prompt_tokens": 3 * answered, "completion_tokens": answered, "cached_tokens": max(0, answered - 1)}
+    totals["reasoning_tokens"] = max(0, answered - 2)
     store.commit(
         {**counts, "stage": "complete", "total": total, "totals": totals}, parts=done.changed_parts(), extents=extents
     )

@@ -27,6 +27,7 @@ def test_upload_batch_poll_download(server: Standing) -> None:
     usage = done.usage
     assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (9, 3, 12)
     assert usage.input_tokens_details.cached_tokens == 2
+    assert usage.output_tokens_details.reasoning_tokens == 1
     assert done.created_at <= done.in_progress_at <= done.finalizing_at <= done.completed_at <= time.time()
     rows = server.rows(done.output_file_id)
     assert [row["custom_id"] for row in rows] == ["r0", "r1", "r2"]

@@ -274,6 +274,8 @@ def _reader(setup: WorkerSetup, model: LazyModel) -> Input:
     options = setup.options
     context = RowContext(
         defaults=options.sampling,
+        strict=options.strict,
+        resamplings=options.resamplings,
         models=ModelNames.of(options.model, ignore=options.ignore_model),
         vocabulary=model,
         token_ids=options.token_ids,
