@@ -107,16 +107,17 @@ class CallGrammar:
             values = enumerated(resolved) if isinstance(resolved, dict) else None
             head = self.literal(opening.format(name))
             if values is not None:
-                choices = " | ".join(self.literal(_written(value)) or '""' for value in values)
+                choices = " | ".join(self.literal(text_of(value)) or '""' for value in values)
                 return [f"{rule}: {head} ({choices}) {self.literal(closing)}".rstrip()]
             if "string" not in arguments.kinds(schema):
                 return as_json(rule, name, schema)
-            return [f"{rule}: {head} {rule}_text", *self.text(f"{rule}_text", tool, name, resolved, closing)]
+            return [f"{rule}: {head} {rule}_text", *self.text(f"{rule}_text", tool, pointer(name), resolved, closing)]
 
         return field
 
-    def text(self, rule: str, tool: str, field: str, schema: Schema, closing: str) -> list[str]:
-        """The rule of a string as it is, followed by ``closing``, which the string does not contain."""
+    def text(self, rule: str, tool: str, at: str, schema: Schema, closing: str) -> list[str]:
+        """The rule of a string as it is, followed by ``closing``, which the string does not contain; ``at``: the
+        pointer of its ``schema``."""
         keywords = dict(schema) if isinstance(schema, dict) else {}
         low, high = 0, None
         if keywords.get("type") == "string":
@@ -124,8 +125,7 @@ class CallGrammar:
         if low > _MAX_BOUND or (high or 0) > _MAX_BOUND:
             keywords |= {name: bound for name, bound in zip(_LENGTHS, (low, high), strict=True) if bound}
             low, high = 0, None
-        pointer = "#/properties/" + field.replace("~", "~0").replace("/", "~1")
-        self.unenforced[tool] += [f"{pointer}: {name}" for name in keywords if name not in ("type", "$defs")]
+        self.unenforced[tool] += [f"{at}: {name}" for name in keywords if name not in ("type", "$defs")]
         letters = "*" if not low and high is None else f"{{{low},{'' if high is None else high}}}"
         first, *rest = re.split(r" (?=<\[)", self.literal(closing), maxsplit=1)
         if first.startswith("<["):
@@ -157,5 +157,11 @@ def sequence(terms: Sequence[tuple[str, bool]], between: str) -> str:
     return " | ".join(heads if first_needed < len(terms) else [*heads, '""'])
 
 
-def _written(value: object) -> str:
+def pointer(field: str, within: str = "#") -> str:
+    """The pointer of the schema of ``field``."""
+    return f"{within}/properties/" + field.replace("~", "~0").replace("/", "~1")
+
+
+def text_of(value: object) -> str:
+    """A string as it is, another value as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

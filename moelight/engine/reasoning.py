@@ -69,6 +69,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     ),
     "mistral": ReasoningFormat(begin="[THINK]", end="[/THINK]", special=True),  # Magistral, Ministral 3
     "cohere": ReasoningFormat(begin="<|START_THINKING|>", end="<|END_THINKING|>", special=True),  # Command A
+    "gemma": ReasoningFormat(begin="<|channel>thought\n", end="<channel|>", special=True),  # Gemma 4
     "seed": ReasoningFormat(begin="<seed:think>", end="</seed:think>"),  # Seed-OSS
     "kimi": ReasoningFormat(begin="◁think▷", end="◁/think▷"),  # Kimi-VL-Thinking
     "think": ReasoningFormat(begin="<think>", end="</think>"),  # Qwen, DeepSeek, GLM, MiniMax, Nemotron and most others

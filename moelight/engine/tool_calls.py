@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, TypeAlias
 
 from moelight.core.request import ToolCall
-from moelight.engine.call_grammar import CallGrammar
+from moelight.engine.call_grammar import CallGrammar, FieldRules, json_rule, pointer, sequence, text_of
+from moelight.engine.json_schema import Schema
 from moelight.engine.reasoning import read_harmony
-from moelight.engine.tool_schemas import ArgumentFields, kind_of
+from moelight.engine.tool_schemas import ArgumentFields, enumerated, kind_of
 
 ReadCalls: TypeAlias = tuple[str, list[ToolCall]]  # the content around the calls, and the calls
 Arguments: TypeAlias = Mapping[str, ArgumentFields]  # of each tool by name
@@ -61,17 +62,68 @@ class ToolFormat(ABC):
 
 
 class HermesTools(ToolFormat):
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen2.5, Qwen3, Granite 4 and others."""
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen2.5, Qwen3, Granite 4 and others; with
+    another ``tag`` LongCat."""
+
+    def __init__(self, *named_by: str, tag: str = "tool_call") -> None:
+        super().__init__(*named_by)
+        self._begin, self._end = f"<{tag}>", f"</{tag}>"
 
     def _read(self, text: str, arguments: Arguments) -> ReadCalls:
-        return _read_between(text, "<tool_call>", "</tool_call>", lambda at: _json_call(text, at))
+        return _read_between(text, self._begin, self._end, lambda at: _json_call(text, at))
 
     def grammar(self, calls: CallGrammar) -> str:
-        return calls.write(calls.named_json, "<tool_call>\n", "\n</tool_call>", between="\n")
+        return calls.write(calls.named_json, f"{self._begin}\n", f"\n{self._end}", between="\n")
+
+
+class ListTools(ToolFormat):
+    """A list ``[{"name": ..., "arguments": {...}}, ...]`` between ``marks``: Granite 3, Hunyuan, Jamba, Nemotron, and
+    with other keys Command A; or, with ``lines``, one object a line: MiniMax-M1. Several marks may begin it."""
+
+    def __init__(
+        self, *named_by: str, also: str = "", marks: tuple[tuple[str, ...], str], lines: bool = False, ids: bool = False
+    ) -> None:
+        """``ids``: the objects have Cohere's keys, an index as id among them."""
+        super().__init__(*named_by, also=also)
+        (self._begins, self._end), self._lines, self._ids = marks, lines, ids
+
+    def _read(self, text: str, arguments: Arguments) -> ReadCalls:
+        begin = next((mark for mark in self._begins if mark in text), None)
+        if begin is None:
+            return text, []
+        content, _, rest = text.partition(begin)
+        calls, at, closing = [], 0, self._end or "<|/tool_call|>"
+        while (tail := rest[at:].lstrip()) and not tail.startswith(closing):
+            value, at = _json_at(rest, at)
+            calls += [_call_of(item) for item in (value if isinstance(value, list) else [value])]
+            if not self._lines:
+                tail = rest[at:].lstrip()
+                break
+        return content + tail.removeprefix(closing), calls
+
+    def grammar(self, calls: CallGrammar) -> str:
+        begin = self._begins[0]
+        if self._lines:
+            return calls.write(calls.named_json, end="\n", around=(f"{begin}\n", self._end))
+        rules = self._cohere(calls) if self._ids else calls.named_json
+        return calls.write(rules, between=", ", around=(f"{begin}[", f"]{self._end}"))
+
+    def _cohere(self, calls: CallGrammar) -> Callable[[str, str], list[str]]:
+        def rules(tool: str, rule: str) -> list[str]:
+            head, name = calls.literal('{"tool_call_id": "'), calls.literal(f'", "tool_name": {json.dumps(tool)}, ')
+            key, values = calls.literal('"parameters": '), calls.json(f"{rule}_arguments", tool)
+            return [f'{rule}: {head} {rule}_index {name} {key} {rule}_arguments "}}"', f"{rule}_index: /[0-9]/", values]
+
+        return rules
 
 
 class QwenCoderTools(ToolFormat):
-    """``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``: Qwen3-Coder, Qwen3.5."""
+    """``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``: Qwen3-Coder, Qwen3.5,
+    Nemotron 3, Step-3.5, MiMo-V2; with another ``tag`` Seed-OSS."""
+
+    def __init__(self, *named_by: str, tag: str = "tool_call") -> None:
+        super().__init__(*named_by)
+        self._begin, self._end = f"<{tag}>", f"</{tag}>"
 
     def _read(self, text: str, arguments: Arguments) -> ReadCalls:
         def call(at: int) -> tuple[ToolCall, int]:
@@ -79,7 +131,7 @@ class QwenCoderTools(ToolFormat):
             values, end = _fields(text, head.end(), r"<parameter=([^>\n]+)>\n?", r"\n?</parameter>\s*")
             return _typed_call(head[1], values, arguments), _match(r"</function>", text, end).end()
 
-        return _read_between(text, "<tool_call>", "</tool_call>", call)
+        return _read_between(text, self._begin, self._end, call)
 
     def grammar(self, calls: CallGrammar) -> str:
         def rules(tool: str, rule: str) -> list[str]:
@@ -87,29 +139,261 @@ class QwenCoderTools(ToolFormat):
             head = calls.literal(f"<function={tool}>\n")
             return [f"{rule}: {head} {rule}_all {calls.literal('</function>')}", *fields]
 
-        return calls.write(rules, "<tool_call>\n", "\n</tool_call>", between="\n")
+        return calls.write(rules, f"{self._begin}\n", f"\n{self._end}", between="\n")
 
 
 class GLMTools(ToolFormat):
-    """``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>``: GLM-4.5 and later."""
+    """``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>``: GLM-4.5 and later; with a
+    ``prefix`` of the tags LongCat, with a ``suffix``, a mark behind the name and a block ``around`` all calls Hunyuan 3
+    and 4. ``line``: what stands between two tags."""
+
+    def __init__(
+        self,
+        *named_by: str,
+        also: str = "",
+        prefix: str = "",
+        suffix: str = "",
+        sep: str = "",
+        line: str = "\n",
+        around: str = "",
+    ) -> None:
+        super().__init__(*named_by, also=also)
+        self._prefix, self._suffix, self._line = prefix, suffix, line
+        self._sep = sep and f"<{sep}{suffix}>"
+        self._around = (f"<{around}{suffix}>{line}", f"</{around}{suffix}>") if around else ("", "")
+
+    def _tag(self, name: str) -> tuple[str, str]:
+        name = f"{self._prefix}{name}{self._suffix}"
+        return f"<{name}>", f"</{name}>"
+
+    def _read(self, text: str, arguments: Arguments) -> ReadCalls:
+        key, value = ([re.escape(mark) for mark in self._tag(name)] for name in ("arg_key", "arg_value"))
+
+        def call(at: int) -> tuple[ToolCall, int]:
+            head = _match(rf"\s*([^\s<]+)\s*(?:{re.escape(self._sep)})?\s*", text, at)
+            opening = rf"{key[0]}\s*([^<]*?)\s*{key[1]}\s*{value[0]}"
+            values, end = _fields(text, head.end(), opening, rf"{value[1]}\s*")
+            return _typed_call(head[1], values, arguments), end
+
+        content, calls = _read_between(text, *self._tag("tool_call"), call)
+        for mark in self._around:
+            content = content.replace(mark.strip(), "") if mark else content
+        return content, calls
+
+    def grammar(self, calls: CallGrammar) -> str:
+        line, (key, value) = self._line, (self._tag(name) for name in ("arg_key", "arg_value"))
+
+        def rules(tool: str, rule: str) -> list[str]:
+            opening = f"{key[0]}{{}}{key[1]}{line}{value[0]}"
+            fields = calls.fields(rule, tool, calls.text_field(tool, opening, f"{value[1]}{line}"))
+            head = calls.literal(f"{tool}{self._sep}{line}")
+            return [f"{rule}: {head} {rule}_all", *fields]
+
+        begin, end = self._tag("tool_call")
+        if self._around[0]:  # a lexeme for a line break would hide the one that ends the block
+            return calls.write(rules, begin, f"{end}{line}", around=self._around)
+        return calls.write(rules, begin, end, between=line)
+
+
+class InvokeTools(ToolFormat):
+    """``<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>`` in a ``block``: MiniMax-M2; with a
+    ``mark`` before the tags, and an attribute that tells strings from JSON, DeepSeek-V3.2 and V4."""
+
+    def __init__(self, *named_by: str, also: str = "", block: str, mark: str = "") -> None:
+        super().__init__(*named_by, also=also)
+        self._begin, self._end, self._mark = f"<{mark}{block}>", f"</{mark}{block}>", mark
+
+    def _read(self, text: str, arguments: Arguments) -> ReadCalls:
+        content, block, rest = text.partition(self._begin)
+        invoke = rf'\s*<{self._mark}invoke\s+name="([^"]+)"\s*>\s*'
+        calls, at = [], 0
+        if not block:
+            return text, []
+        while head := re.compile(invoke).match(rest, at):
+            call, at = self._call(head[1], rest, head.end(), arguments)
+            calls.append(call)
+        at = _match(rf"\s*(?:{self._end}|$)", rest, at).end()
+        return content + rest[at:], calls
+
+    def _call(self, name: str, text: str, at: int, arguments: Arguments) -> tuple[ToolCall, int]:
+        typed = r'(?:\s+string="(true|false)")?'
+        opening = re.compile(rf'<{self._mark}parameter\s+name="([^"]+)"{typed}\s*>')
+        closing = f"</{self._mark}parameter>"
+        values: dict[str, object] = {}
+        while head := opening.match(text, at):
+            end = text.index(closing, head.end())
+            value, tool = text[head.end() : end], arguments.get(name)
+            values[head[1]] = value if head[2] == "true" else _typed(value, tool, head[1])
+            at = _match(r"\s*", text, end + len(closing)).end()
+        return _tool_call(name, values), _match(rf"</{self._mark}invoke>\s*", text, at).end()
+
+    def grammar(self, calls: CallGrammar) -> str:
+        closing = f"</{self._mark}parameter>\n"
+        opening = f'<{self._mark}parameter name="{{}}"'
+
+        def rules(tool: str, rule: str) -> list[str]:
+            field = self._typed_field(calls, tool, opening, closing)
+            fields = calls.fields(rule, tool, field if self._mark else calls.text_field(tool, f"{opening}>", closing))
+            head = calls.literal(f'<{self._mark}invoke name="{tool}">\n')
+            return [f"{rule}: {head} {rule}_all {calls.literal(f'</{self._mark}invoke>')}", *fields]
+
+        return calls.write(rules, end="\n", around=(f"{self._begin}\n", self._end))
+
+    def _typed_field(self, calls: CallGrammar, tool: str, opening: str, closing: str) -> FieldRules:
+        """A string, or JSON of any other kind."""
+        arguments = calls.arguments[tool]
+        as_text = calls.text_field(tool, f'{opening} string="true">', closing)
+        as_json = calls.json_field(tool, f'{opening} string="false">', closing)
+
+        def field(rule: str, name: str, schema: Schema) -> list[str]:
+            kinds, resolved = arguments.kinds(schema), arguments.resolve(schema)
+            others = {"allOf": [schema, {"type": sorted(kinds - {"string"})}]}
+            if kinds == {"string"}:
+                return as_text(rule, name, schema)
+            if "string" not in kinds:
+                return as_json(rule, name, schema)
+            values = enumerated(resolved) if isinstance(resolved, dict) else None
+            strings = {"type": "string"} if values is None else {"enum": [v for v in values if isinstance(v, str)]}
+            rules = [*as_text(f"{rule}_string", name, strings), *as_json(f"{rule}_other", name, others)]
+            return [f"{rule}: {rule}_string | {rule}_other", *rules]
+
+        return field
+
+
+class SolarTools(ToolFormat):
+    """``<|tool_call:begin|>ID<|tool_call:name|>NAME<|tool_call:args|>{...}<|tool_call:end|>`` behind
+    ``<|tool_calls|>``: Solar Open."""
+
+    id_letters = 10
 
     def _read(self, text: str, arguments: Arguments) -> ReadCalls:
         def call(at: int) -> tuple[ToolCall, int]:
-            head = _match(r"\s*([^\s<]+)\s*", text, at)
-            key = r"<arg_key>\s*([^<]*?)\s*</arg_key>\s*<arg_value>"
-            values, end = _fields(text, head.end(), key, r"</arg_value>\s*")
-            return _typed_call(head[1], values, arguments), end
+            head = _match(r"([^<]*)<\|tool_call:name\|>([^<]+)<\|tool_call:args\|>", text, at)
+            values, end = _json_at(text, head.end())
+            return _tool_call(head[2], values, call_id=head[1].strip() or None), end
 
-        return _read_between(text, "<tool_call>", "</tool_call>", call)
+        content, calls = _read_between(text, "<|tool_call:begin|>", "<|tool_call:end|>", call)
+        marks = r"<\|(?:tool_calls|calls|content|flush|end)\|>|<\|begin\|>assistant"
+        return re.sub(marks, "", content) if calls else text, calls
 
     def grammar(self, calls: CallGrammar) -> str:
         def rules(tool: str, rule: str) -> list[str]:
-            opening = "<arg_key>{}</arg_key>\n<arg_value>"
-            fields = calls.fields(rule, tool, calls.text_field(tool, opening, "</arg_value>\n"))
-            head = calls.literal(f"{tool}\n")
-            return [f"{rule}: {head} {rule}_all", *fields]
+            head = calls.literal(f"<|tool_call:name|>{tool}<|tool_call:args|>")
+            values = calls.json(f"{rule}_arguments", tool)
+            return [f"{rule}: {rule}_id {head} {rule}_arguments", f"{rule}_id: /[a-z0-9]{{10}}/", values]
 
-        return calls.write(rules, "<tool_call>", "</tool_call>", between="\n")
+        return calls.write(rules, "<|tool_call:begin|>", "<|tool_call:end|>", around=("<|tool_calls|>", ""))
+
+
+class GemmaTools(ToolFormat):
+    """``<|tool_call>call:NAME{KEY:VALUE,...}<tool_call|>``: Gemma 4. Strings stand between two ``<|"|>``, keys as they
+    are."""
+
+    _QUOTE = '<|"|>'
+    _KEY = re.compile(r'\s*(?:<\|"\|>([^<]*)<\|"\|>|([^:{}\[\],\s]+))\s*:')
+
+    def _read(self, text: str, arguments: Arguments) -> ReadCalls:
+        def call(at: int) -> tuple[ToolCall, int]:
+            head = _match(r"\s*call:([^\s{]+)\s*(?={)", text, at)
+            values, end = self._value(text, head.end())
+            return _tool_call(head[1], values), end
+
+        return _read_between(text, "<|tool_call>", "<tool_call|>", call)
+
+    def _value(self, text: str, at: int) -> tuple[Any, int]:
+        at = _match(r"\s*", text, at).end()
+        if text.startswith(self._QUOTE, at):
+            end = text.index(self._QUOTE, at + len(self._QUOTE))
+            return text[at + len(self._QUOTE) : end], end + len(self._QUOTE)
+        if text[at : at + 1] == "{":
+            return self._members(text, at + 1)
+        if text[at : at + 1] == "[":
+            items: list[Any] = []
+            at = _match(r"\s*", text, at + 1).end()
+            while not text.startswith("]", at):
+                item, at = self._value(text, at)
+                items.append(item)
+                at = _match(r"\s*(?:,\s*|(?=\]))", text, at).end()
+            return items, at + 1
+        return _json_at(text, at)
+
+    def _members(self, text: str, at: int) -> tuple[dict[str, Any], int]:
+        values: dict[str, Any] = {}
+        at = _match(r"\s*", text, at).end()
+        while not text.startswith("}", at):
+            key = self._KEY.match(text, at)
+            if key is None:
+                raise ValueError("no key")
+            values[key[2] if key[1] is None else key[1]], at = self._value(text, key.end())
+            at = _match(r"\s*(?:,\s*|(?=}))", text, at).end()
+        return values, at + 1
+
+    def grammar(self, calls: CallGrammar) -> str:
+        def rules(tool: str, rule: str) -> list[str]:
+            values = _GemmaValues(calls, tool, rule)
+            return [
+                f"{rule}: {calls.literal(f'call:{tool}')} {values.members(calls.arguments[tool], '#')}",
+                *values.lines,
+            ]
+
+        return calls.write(rules, "<|tool_call>", "<tool_call|>")
+
+
+class _GemmaValues:
+    """The rules of values in Gemma's notation, each distinct schema once."""
+
+    def __init__(self, calls: CallGrammar, tool: str, rule: str) -> None:
+        self._calls, self._tool, self._rule = calls, tool, rule
+        self._names: dict[str, str] = {}
+        self.lines: list[str] = []
+
+    def members(self, arguments: ArgumentFields, at: str) -> str:
+        """The terms of an object."""
+        literal = self._calls.literal
+        terms = [
+            (f"({literal(f'{name}:')} {self._value(arguments, schema, pointer(name, at))})", name in arguments.required)
+            for name, schema in arguments.fields.items()
+        ]
+        self._calls.unenforced[self._tool] += [f"{at}: {name}" for name in arguments.alternatives]
+        return f'"{{" ({sequence(terms, literal(","))}) "}}"'
+
+    def _value(self, arguments: ArgumentFields, schema: Schema, at: str) -> str:
+        """The name of the rule of a value."""
+        resolved = arguments.resolve(schema)
+        alone = arguments.standalone(resolved)
+        key = json.dumps(alone, sort_keys=True)
+        if key in self._names:
+            return self._names[key]
+        self._names[key] = name = f"{self._rule}_v{len(self._names)}"
+        values = enumerated(resolved) if isinstance(resolved, dict) else None
+        options = [self._constant(value) for value in values or ()]
+        if values is None:
+            kinds = sorted(arguments.kinds(resolved))
+            options += [self._of_kind(kind, f"{name}_{kind}", alone, at) for kind in kinds]
+        self.lines.append(f"{name}: {' | '.join(options)}")
+        return name
+
+    def _of_kind(self, kind: str, name: str, schema: Schema, at: str) -> str:
+        literal, keywords = self._calls.literal, schema if isinstance(schema, dict) else {}
+        if kind == "string":
+            self.lines += self._calls.text(name, self._tool, at, schema, GemmaTools._QUOTE)
+            return f"{literal(GemmaTools._QUOTE)} {name}"
+        if kind == "object":
+            return self.members(ArgumentFields(keywords), at)
+        if kind == "array":
+            lost = [word for word in ("minItems", "maxItems", "prefixItems") if word in keywords]
+            self._calls.unenforced[self._tool] += [f"{at}: {word}" for word in lost]
+            item = self._value(ArgumentFields(keywords), keywords.get("items", {}), f"{at}/items")
+            least = keywords.get("minItems", 0)
+            return f'"[" ({item} ("," {item})*){"" if least else "?"} "]"'
+        definitions = {"$defs": keywords["$defs"]} if "$defs" in keywords else {}
+        asserted = {word: value for word, value in keywords.items() if word != "$defs"}
+        self.lines.append(json_rule(name, {"allOf": [asserted, {"type": kind}], **definitions}))
+        return name
+
+    def _constant(self, value: object) -> str:
+        quote = GemmaTools._QUOTE
+        return self._calls.literal(f"{quote}{value}{quote}" if isinstance(value, str) else text_of(value))
 
 
 class LlamaTools(ToolFormat):
@@ -286,17 +570,42 @@ class KimiTools(ToolFormat):
         return calls.write(rules, "<|tool_call_begin|>", "<|tool_call_end|>", around=around)
 
 
+# What shows that a template writes calls in a format that is not read, though it contains markers of another one.
+_UNREAD = ("]<]minimax[>[",)  # MiniMax-M3, whose nested arguments are tags
 # By name, in the order in which a template is searched for them.
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "harmony": HarmonyTools("to=functions.", "<|channel|>commentary"),
+    "gemma": GemmaTools("<|tool_call>"),
+    "solar": SolarTools("<|tool_call:begin|>"),
     "kimi": KimiTools("<|tool_calls_section_begin|>"),
+    "deepseek-v3.2": InvokeTools("｜DSML｜", also="function_calls", block="function_calls", mark="｜DSML｜"),
+    "deepseek-v4": InvokeTools("｜DSML｜", block="tool_calls", mark="｜DSML｜"),
     "deepseek": DeepSeekTools("<｜tool▁calls▁begin｜>", also="```json"),
     "deepseek-v3.1": DeepSeekTools("<｜tool▁calls▁begin｜>"),
     "mistral": MistralTools("[TOOL_CALLS]", also="[ARGS]"),
     "mistral-list": MistralTools("[TOOL_CALLS]"),
+    "minimax-m2": InvokeTools("<minimax:tool_call>", block="minimax:tool_call"),
+    "cohere": ListTools("<|START_ACTION|>", marks=(("<|START_ACTION|>",), "<|END_ACTION|>"), ids=True),
+    "hunyuan-v3": GLMTools("<tool_sep>", sep="tool_sep", around="tool_calls"),
+    "hunyuan-v3-opensource": GLMTools(
+        "<tool_sep:opensource>", sep="tool_sep", suffix=":opensource", around="tool_calls"
+    ),
+    "hunyuan-v4": GLMTools("<arg_key:opensource>", suffix=":opensource", around="tool_calls", line=""),
+    "longcat-fields": GLMTools("<longcat_arg_key>", prefix="longcat_"),
+    "longcat": HermesTools("<longcat_tool_call>", tag="longcat_tool_call"),
+    "glm-4.7": GLMTools("<arg_key>", also="</arg_key><arg_value>", line=""),
     "glm": GLMTools("<arg_key>"),
+    "seed": QwenCoderTools("<seed:tool_call>", tag="seed:tool_call"),
     "qwen-coder": QwenCoderTools("<function="),
+    "nemotron": ListTools("<TOOLCALL>", marks=(("<TOOLCALL>",), "</TOOLCALL>")),
+    "minimax-m1": ListTools(
+        "<tool_calls>", also="<beginning_of_sentence>", marks=(("<tool_calls>",), "</tool_calls>"), lines=True
+    ),
+    "tool-calls": ListTools("<tool_calls>", marks=(("<tool_calls>",), "</tool_calls>")),
     "hermes": HermesTools("<tool_call>"),
+    "granite": ListTools(
+        "<|tool_call|>", "available_tools<|end_of_role|>", marks=(("<|tool_call|>", "<tool_call>"), "")
+    ),
     "lfm": PythonicTools("<|tool_call_start|>", marks=("<|tool_call_start|>", "<|tool_call_end|>")),
     "pythonic": PythonicTools("<|python_start|>", "[func_name1("),
     "llama": LlamaTools("<|python_tag|>", '"parameters": dictionary of argument name'),
@@ -318,6 +627,8 @@ NO_TOOL_FORMAT = (
 def find_tool_format(sources: Iterable[str]) -> str | None:
     """The name of the format by whose markers a chat template among ``sources`` writes calls."""
     texts = list(sources)
+    if any(mark in text for mark in _UNREAD for text in texts):
+        return None
     for name, form in TOOL_FORMATS.items():
         if any(form.writes(text) for text in texts):
             return name
@@ -345,9 +656,10 @@ def _tool_call(name: str, arguments: object, call_id: str | None = None) -> Tool
 
 
 def _call_of(value: object) -> ToolCall:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+    name = value.get("name", value.get("tool_name")) if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not isinstance(name, str):
         raise ValueError("a call has a name")
-    return _tool_call(value["name"], value.get("arguments", value.get("parameters", {})))
+    return _tool_call(name, value.get("arguments", value.get("parameters", {})))
 
 
 def _json_call(text: str, at: int) -> tuple[ToolCall, int]:

@@ -13,7 +13,7 @@ from moelight.engine.chat import ChatTemplate, Conversation
 from moelight.engine.reasoning import AnswerSplit, Thinking, find_format, reasoning_start
 from moelight.engine.tokenizer import Tokenizer
 
-SPECIAL = ["<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|return|>", "[THINK]", "[/THINK]"]
+SPECIAL = ["<|channel>", "<channel|>", "<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|return|>", "[THINK]", "[/THINK]"]
 PLAIN = ["<think>", "</think>"]
 QWEN = (
     "{% for m in messages %}{{ m.role }}\n{{ m.content.split('</think>')[-1] }}\n{% endfor %}"
@@ -126,6 +126,9 @@ def test_reasoning_tokens_before_a_call() -> None:
 def test_special_tokens_as_markers() -> None:
     assert split("[THINK]so[/THINK]yes<|end|>", "mistral", "undecided") == ("so", "yes", 4)
     assert split("[THINK]so[/THINK]yes<|end|>", "mistral", "undecided", skip=False)[1] == "yes<|end|>"
+    assert find_format(["<|channel>thought {{ messages }}<channel|>"]) == "gemma"
+    assert split("<|channel>thought\nso\n<channel|>yes", "gemma", "undecided")[:2] == ("so", "yes")
+    assert split("yes<|end|>", "gemma", "undecided")[:2] == (None, "yes")
 
 
 def test_harmony() -> None:

@@ -22,6 +22,10 @@ SPECIAL = [
     *("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|call|>", "<|constrain|>", "<|python_tag|>"),
     *("[TOOL_CALLS]", "[ARGS]", "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>"),
     *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    *("<|tool_call>", "<tool_call|>", '<|"|>', "<|START_ACTION|>", "<|END_ACTION|>", "<|tool_call|>"),
+    *("<|tool_calls|>", "<|tool_call:begin|>", "<|tool_call:end|>", "<|tool_call:name|>", "<|tool_call:args|>"),
+    *("<tool_sep:opensource>", "<arg_key:opensource>", "</arg_key:opensource>", "<arg_value:opensource>"),
+    *("</arg_value:opensource>", "<minimax:tool_call>", "</minimax:tool_call>"),
     *("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<|tool_call_start|>", "<|tool_call_end|>"),
 ]
 WEATHER = {
@@ -80,6 +84,49 @@ def harmony(given: str) -> str:
     return f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{given}"
 
 
+def listed(begin: str, end: str, *values: str) -> str:
+    calls = ", ".join(f'{{"name": "get_weather", "arguments": {each}}}' for each in values)
+    return f"{begin}[{calls}]{end}"
+
+
+def hunyuan(suffix: str, sep: str, line: str, *calls: dict[str, Any]) -> str:
+    key = f"<arg_key{suffix}>{{}}</arg_key{suffix}>{line}<arg_value{suffix}>"
+    inner = [fields(key, f"</arg_value{suffix}>{line}", values) for values in calls]
+    texts = [f"<tool_call{suffix}>get_weather{sep}{line}{each}</tool_call{suffix}>" for each in inner]
+    return f"<tool_calls{suffix}>{line}{line.join(texts)}{line}</tool_calls{suffix}>"
+
+
+def invoked(block: str, mark: str, *calls: dict[str, Any]) -> str:
+    texts = ""
+    for values in calls:
+        inner = ""
+        for key, value in values.items():
+            typed = f' string="{str(isinstance(value, str)).lower()}"' if mark else ""
+            text = value if isinstance(value, str) else json.dumps(value)
+            inner += f'<{mark}parameter name="{key}"{typed}>{text}</{mark}parameter>\n'
+        texts += f'<{mark}invoke name="get_weather">\n{inner}</{mark}invoke>\n'
+    return f"<{mark}{block}>\n{texts}</{mark}{block}>"
+
+
+def solar(*given: str) -> str:
+    head = "<|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>get_weather<|tool_call:args|>"
+    return "<|tool_calls|>" + "".join(f"{head}{each}<|tool_call:end|>" for each in given)
+
+
+def gemma(value: Any) -> str:
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{gemma(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(gemma, value)) + "]"
+    return json.dumps(value)
+
+
+def gemma_calls(*calls: dict[str, Any]) -> str:
+    return "".join(f"<|tool_call>call:get_weather{gemma(values)}<tool_call|>" for values in calls)
+
+
 PYTHONIC = '[get_weather(city={}, days=3, unit="C", near={{"km": 1.5}}), get_weather(city="Paris")]'.format(
     json.dumps(LIMA["city"], ensure_ascii=False)
 )
@@ -101,6 +148,54 @@ ANSWERS: dict[str, tuple[str, str]] = {
     "mistral": ("[TOOL_CALLS] [ARGS]", f"[TOOL_CALLS]get_weather[ARGS]{lima}[TOOL_CALLS]get_weather[ARGS]{paris}"),
     "mistral-list": ("[TOOL_CALLS]", f"[TOOL_CALLS][{LISTED}]"),
     "harmony": ("to=functions.", harmony(lima)),
+    "gemma": ("<|tool_call>", gemma_calls(LIMA, PARIS)),
+    "solar": ("<|tool_call:begin|>", solar(lima, paris)),
+    "deepseek-v3.2": ("<｜DSML｜function_calls>", invoked("function_calls", "｜DSML｜", LIMA, PARIS)),
+    "deepseek-v4": ("<｜DSML｜tool_calls>", invoked("tool_calls", "｜DSML｜", LIMA, PARIS)),
+    "minimax-m2": ("<minimax:tool_call>", invoked("minimax:tool_call", "", LIMA, PARIS)),
+    "cohere": (
+        "<|START_ACTION|>",
+        "<|START_ACTION|>["
+        + ", ".join(
+            f'{{"tool_call_id": "{n}", "tool_name": "get_weather", "parameters": {values}}}'
+            for n, values in enumerate((lima, paris))
+        )
+        + "]<|END_ACTION|>",
+    ),
+    "hunyuan-v3": ("<tool_sep> <arg_key>", hunyuan("", "<tool_sep>", "\n", LIMA, PARIS)),
+    "hunyuan-v3-opensource": (
+        "<tool_sep:opensource> <arg_key:opensource>",
+        hunyuan(":opensource", "<tool_sep:opensource>", "\n", LIMA, PARIS),
+    ),
+    "hunyuan-v4": ("<arg_key:opensource>", hunyuan(":opensource", "", "", LIMA, PARIS)),
+    "longcat-fields": (
+        "<longcat_tool_call> <longcat_arg_key>",
+        "\n".join(map(glm, (LIMA, PARIS)))
+        .translate(str.maketrans({"<": "<longcat_"}))
+        .replace("<longcat_/", "</longcat_")
+        .replace("<longcat_b>", "<b>"),
+    ),
+    "longcat": (
+        "<longcat_tool_call>",
+        hermes(("get_weather", lima), ("get_weather", paris)).replace("tool_call>", "longcat_tool_call>"),
+    ),
+    "glm-4.7": (
+        "<tool_call> <arg_key>{k}</arg_key><arg_value>",
+        hunyuan("", "", "", LIMA, PARIS).replace("<tool_calls>", "").replace("</tool_calls>", ""),
+    ),
+    "seed": (
+        "<seed:tool_call> <function=",
+        f"{coder(LIMA)}\n{coder(PARIS)}".replace("tool_call>", "seed:tool_call>"),
+    ),
+    "nemotron": ("<TOOLCALL>", listed("<TOOLCALL>", "</TOOLCALL>", lima, paris)),
+    "minimax-m1": (
+        "<beginning_of_sentence> <tool_calls>",
+        "<tool_calls>\n"
+        + "".join(f'{{"name": "get_weather", "arguments": {values}}}\n' for values in (lima, paris))
+        + "</tool_calls>",
+    ),
+    "tool-calls": ("<tool_calls>", listed("<tool_calls>", "</tool_calls>", lima, paris)),
+    "granite": ("<|tool_call|>", listed("<|tool_call|>", "", lima, paris)),
 }
 TEXT_OR_CALL = ("llama", "pythonic", "lfm")  # no text stands beside calls
 
@@ -147,6 +242,7 @@ def accepts(constraints: Constraints, answer: str, request: ToolRequest) -> bool
 def test_every_format_is_here() -> None:
     assert ANSWERS.keys() == TOOL_FORMATS.keys()
     assert find_tool_format(["{{ messages }}", "<think></think>"]) is None
+    assert find_tool_format(["{% set ns = ']<]minimax[>[' %}{{ ns }}<tool_call>"]) is None  # known not to be read
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -212,6 +308,9 @@ WRITTEN = {  # by formats with fields: references, alternatives and fields witho
     ),
     "pythonic": f"[get_weather({', '.join(f'{key}={json.dumps(value)}' for key, value in VALUES.items())})]",
     "hermes": hermes(("get_weather", json.dumps(VALUES))),
+    "gemma": gemma_calls(VALUES),
+    "deepseek-v3.2": invoked("function_calls", "｜DSML｜", VALUES),
+    "hunyuan-v4": hunyuan(":opensource", "", "", VALUES),
 }
 
 
