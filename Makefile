@@ -83,7 +83,7 @@ test-hostile: $(STAMP)  ## answer 2,000 lines of which two thirds mean harm: an 
 	MOELIGHT_EXAMPLES=200 $(BIN)/python -m pytest -n 0 tests/batch/test_hostile.py $(ARGS)
 
 test-crash: $(STAMP)  ## kill jobs 60 times at random moments and compare their output
-	$(BIN)/python tests/batch/crash.py $(ARGS)
+	$(BIN)/python -m tests.batch.crash $(ARGS)
 
 test-crash-ray: $(STAMP)  ## kill engines, nodes, drivers and the head of a Ray cluster 40 times, and compare the output
 	$(BIN)/python tests/integrations/ray/crash.py $(ARGS)

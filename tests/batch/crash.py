@@ -1,9 +1,10 @@
 """Jobs that are killed again and again: in the end the output is that of an undisturbed run, row for row.
 
-    python tests/batch/crash.py [--kills 60] [--seed 1] [--scratch DIR]
+    python -m tests.batch.crash [--kills 60] [--seed 1] [--scratch DIR]
 
-Each job (rows in order, in completion order with an error file, atomic, gzipped) is ended at random moments, started
-again with the same command, and compared when it is done. How it is ended:
+Each job (rows in order, in completion order with an error file, atomic, gzipped, of rows that reason, call tools and
+are generated again) is ended at random moments, started again with the same command, and compared when it is done. How
+it is ended:
 
     time     SIGKILL at any moment, loading and finishing included
     fault    SIGKILL at a point of the journal's or the outputs' writing, between write and fsync too
@@ -37,8 +38,10 @@ from typing import Any
 
 from moelight.batch.faults import POINTS
 from moelight.batch.store import read_record
+from tests.batch.calling import TEMPLATE, timeless, write_lines
 
-ROWS = 240
+ROWS, CALLS = 240, 70
+TEMPLATE_FILE = "calls.jinja"
 _MOST_KILLS_OF_A_JOB = 4
 _FAULTS = {
     "fault": (POINTS, "kill"),
@@ -57,6 +60,7 @@ class Shape:
     options: tuple[str, ...]
     output: str = "out.jsonl"
     errors: str | None = None
+    prompts: str = "prompts.jsonl"
 
 
 SHAPES = (
@@ -64,6 +68,7 @@ SHAPES = (
     Shape(name="completion", options=("--order", "completion", "--error-file", "errors.jsonl"), errors="errors.jsonl"),
     Shape(name="atomic", options=("--atomic", "--error-file", "errors.jsonl"), errors="errors.jsonl"),
     Shape(name="gzip", options=("--order", "completion"), output="out.jsonl.gz"),
+    Shape(name="calls", options=("--chat-template", TEMPLATE_FILE), prompts="calls.jsonl"),
 )
 
 
@@ -90,8 +95,10 @@ def write_prompts(path: Path) -> None:
 def command(prompts: Path, folder: Path, shape: Shape) -> list[str]:
     """The same every time."""
     options = [str(folder / each) if each.endswith(".jsonl") else each for each in shape.options]
+    options = [str(prompts.with_name(each)) if each == TEMPLATE_FILE else each for each in options]
     return [
-        *(sys.executable, "-m", "moelight.cli.main", "generate", str(prompts), "-o", str(folder / shape.output)),
+        *(sys.executable, "-m", "moelight.cli.main", "generate", str(prompts.with_name(shape.prompts))),
+        *("-o", str(folder / shape.output)),
         *("--batch-size", "4", "--sync-interval", "0.05", "--no-show", *options),
     ]
 
@@ -99,7 +106,8 @@ def command(prompts: Path, folder: Path, shape: Shape) -> list[str]:
 def rows_of(path: Path) -> list[dict[str, Any]]:
     """The rows of a file, without the seconds at which they were made."""
     data = path.read_bytes()
-    return [json.loads(line) for line in (gzip.decompress(data) if path.suffix == ".gz" else data).splitlines()]
+    lines = (gzip.decompress(data) if path.suffix == ".gz" else data).splitlines()
+    return [timeless(json.loads(line)) for line in lines]
 
 
 def result_of(folder: Path, shape: Shape) -> list[list[dict[str, Any]]]:
@@ -198,6 +206,8 @@ def main() -> None:
     scratch = Path(tempfile.mkdtemp(dir=args.scratch, prefix="crash-"))
     prompts = scratch / "prompts.jsonl"
     write_prompts(prompts)
+    write_lines(scratch / "calls.jsonl", CALLS)
+    (scratch / TEMPLATE_FILE).write_text(TEMPLATE)
     expected: dict[str, list[list[dict[str, Any]]]] = {}
     seconds = 0.0
     for shape in SHAPES:

@@ -13,7 +13,17 @@ from moelight.engine.chat import ChatTemplate, Conversation
 from moelight.engine.reasoning import AnswerSplit, Thinking, find_format, reasoning_start
 from moelight.engine.tokenizer import Tokenizer
 
-SPECIAL = ["<|channel>", "<channel|>", "<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|return|>", "[THINK]", "[/THINK]"]
+SPECIAL = [
+    "<|channel>",
+    "<channel|>",
+    "<|start|>",
+    "<|end|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|return|>",
+    "[THINK]",
+    "[/THINK]",
+]
 PLAIN = ["<think>", "</think>"]
 QWEN = (
     "{% for m in messages %}{{ m.role }}\n{{ m.content.split('</think>')[-1] }}\n{% endfor %}"

@@ -26,6 +26,7 @@ from moelight.integrations.ray.cluster import ClusterOptions, _short
 from moelight.integrations.ray.job import answer_on, plan_on
 from moelight.integrations.ray.leases import LeaseSizes
 from moelight.integrations.ray.worker import EngineReport, EngineWorker
+from tests.batch import calling
 from tests.batch.playing import Heard
 from tests.integrations.ray.node import HEAD, NODE, patience
 
@@ -220,6 +221,29 @@ def test_an_engine_and_a_node_die(cluster: Any, prompts: Path) -> None:
     assert happened == ["engine", "node"]
     assert result.state == "done"
     assert rows(prompts, "disturbed.jsonl") == rows(prompts, "alone.jsonl")
+
+
+@pytest.mark.thorough
+def test_an_engine_dies_while_its_rows_reason_and_call_tools(cluster: Any, tmp_path: Path) -> None:
+    path, template = tmp_path / "calls.jsonl", tmp_path / "calls.jinja"
+    calling.write_lines(path, 140)
+    template.write_text(calling.TEMPLATE)
+    more = {"chat_template": template, "batch_size": 2, "durability": Durability(sync_s=0.1)}
+    run_job(job(path, "calls.alone.jsonl", **more))
+    output, before, killed = path.with_name("calls.killed.jsonl"), set(_engines()), []
+
+    def disturb() -> None:
+        _wait_for(lambda: output.exists() and output.read_bytes().count(b"\n") > 10)
+        killed.extend(set(_engines()) - before)
+        os.kill(killed[0], signal.SIGKILL)
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    result = run_job(job(path, output.name, **more), answer=answer_on(on(cluster, num_cpus=0.5), sizes=SMALL))
+    thread.join()
+    assert killed and result.state == "done"
+    assert calling.rows_of(output) == calling.rows_of(path.with_name("calls.alone.jsonl"))
+    assert result.invalid == 20  # of the seven kinds of rows one is never valid
 
 
 @pytest.mark.thorough
