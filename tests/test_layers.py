@@ -59,6 +59,7 @@ SINGLE_IMPORTER = {
     "engine.adaptation": "off by a switch",
     "engine.call_constraints": "tools, beside structures that a row states itself",
     "engine.sampling": "tensor code, no state of sequences",
+    "engine.tiktoken_file": "a file format, and expressions of one family",
     "engine.sandbox": "the security boundary of chat templates",
     "experts.adapt": "rules of the language, independent of caches",
     "integrations.paged_modules": "modules that transformers calls",

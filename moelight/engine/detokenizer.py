@@ -19,6 +19,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _PLAIN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _BYTE_OF = {chr(byte): bytes([byte]) for byte in _PLAIN}
 _BYTE_OF |= {chr(0x100 + n): bytes([byte]) for n, byte in enumerate(sorted({*range(256)} - {*_PLAIN}))}
+CHARACTER_OF = {data[0]: character for character, data in _BYTE_OF.items()}
 # Decoders that treat the first token of a text differently.
 _FIRST_DIFFERS = {"Strip", "Metaspace", "WordPiece", "BPEDecoder", "CTC"}
 

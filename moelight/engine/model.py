@@ -40,6 +40,7 @@ _TEXT = (
     "tokenizer.json",
     "tokenizer.model",
     "spiece.model",
+    "tiktoken.model",
     "added_tokens.json",
     "tokenizer_config.json",
     "special_tokens_map.json",

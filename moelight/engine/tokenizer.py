@@ -23,6 +23,7 @@ from moelight.engine.special_tokens import (
     read_optional_object,
     read_special_tokens,
 )
+from moelight.engine.tiktoken_file import TIKTOKEN, read_tiktoken
 from moelight.profiles.gguf import read_gguf
 from moelight.profiles.gguf_vocabulary import CONTROL, UNKNOWN, USER_DEFINED, GGUFVocabulary, read_vocabulary
 from moelight.profiles.pre_tokenizers import PreTokenizer
@@ -261,6 +262,8 @@ def _read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
 
     path = directory / TOKENIZER
     if not path.exists():
+        if (directory / TIKTOKEN).exists() and not any((directory / name).exists() for name in _PIECES):
+            return read_tiktoken(directory, read_optional_object(directory / CONFIG))
         return _convert_pieces(directory)
     return tokenizers.Tokenizer.from_str(read_part(path, read_text, most=MOST_TOKENIZER_BYTES))
 

@@ -18,7 +18,18 @@ _MOST = 1 << 24  # above every real size; a hostile config must not exhaust memo
 _LEAST_NUMBER, _MOST_NUMBER = 1e-30, 1e30
 QUANTISED_KEYS = ("quantization_config", "compression_config", "quantization")  # the last is of MLX
 _LONGEST_NAME = 40
+# Names by which repositories with code of their own call a family that they have in every key and tensor.
+_SAME_FAMILY = {"kimi_k2": "deepseek_v3"}
 _ABSENT = object()
+
+
+def with_family(values: dict[str, Any]) -> dict[str, Any]:
+    """``values`` of a config.json with the ``model_type`` of its family, and without the code that a repository names
+    for it."""
+    family = _SAME_FAMILY.get(str(values.get("model_type")))
+    if family is None:
+        return values
+    return {**{key: value for key, value in values.items() if key != "auto_map"}, "model_type": family}
 
 
 class HFConfig:
@@ -44,7 +55,7 @@ class HFConfig:
     def from_file(cls, path: Path) -> HFConfig:
         """Read ``path``; raises CheckpointError if it is missing, unreadable or not a JSON object."""
         try:
-            return cls(read_object(path), where=str(path))
+            return cls(with_family(read_object(path)), where=str(path))
         except FileNotFoundError:
             raise CheckpointError(f"{path.parent}: no config.json there, so it is not a model directory") from None
         except (OSError, ValueError) as error:

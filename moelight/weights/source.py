@@ -34,6 +34,7 @@ _HUB_FILES = [
     "added_tokens.json",
     "tokenizer.model",
     "spiece.model",
+    "tiktoken.model",
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
     INDEX,

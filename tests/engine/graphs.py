@@ -36,13 +36,13 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, 250, (count,), generator=draw).tolist() for count in LENGTHS]
 
 
-def made(directory: Path, family: str) -> tuple[Path, list[list[int]]]:
+def made(directory: Path, family: str, vocabulary: int = VOCABULARY) -> tuple[Path, list[list[int]]]:
     """The tiny checkpoint of ``family``, saved by transformers in ``directory``, and its greedy tokens."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     config = tiny(AutoConfig.for_model(family, **RELEASED.get(family, {})))
-    config.vocab_size = VOCABULARY
+    config.vocab_size = vocabulary
     module = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for weight in module.parameters():

@@ -39,6 +39,7 @@ from moelight.models.graph.families import (
 from moelight.models.graph.imports import transformers_of_graphs
 from moelight.models.graph.rotary import follow_length, is_by_length, length_rule, rotate_per_sequence
 from moelight.models.graph.state import State, StatefulModule, StateSpec, own_config
+from moelight.profiles.hf_config import with_family
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -389,6 +390,8 @@ def read_config(directory: Path) -> PretrainedConfig:
     path = directory / "config.json"
     with _config_errors(str(path)) as transformers:
         said = json.loads(path.read_bytes())
+        if (values := with_family(said)) is not said:
+            return transformers.AutoConfig.for_model(**values)
         if "auto_map" in said and said.get("model_type") not in transformers.CONFIG_MAPPING:
             kind = quoted(said.get("model_type"))
             raise ConfigError(f"{path}: model_type {kind} is code of its own repository, which is never run")
