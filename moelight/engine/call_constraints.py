@@ -7,17 +7,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moelight.core.errors import InputError
 from moelight.core.request import INVALID, StructuredOutputs, StructureError, ToolCall, ToolRequest
 from moelight.engine.call_grammar import CallGrammar, grammar_literal
-from moelight.engine.tokenizer import Tokenizer
+from moelight.engine.constraints import Constraints
 from moelight.engine.tool_calls import TOOL_FORMATS
 from moelight.engine.tool_schemas import ArgumentFields, arguments_schema
-
-if TYPE_CHECKING:
-    from moelight.engine.constraints import CompiledStructure
 
 _CACHED = 256  # schemas
 _CODE = "invalid_structured_output"
@@ -32,20 +29,11 @@ class _ToolSchema:
 
 
 class CallConstraints:
-    """Checks, grammars and validation of calls, for one tokenizer."""
+    """Checks, grammars and validation of calls, by the ``constraints`` of one checkpoint."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        compile_structure: Callable[[str, str], CompiledStructure],
-        mismatch: Callable[[StructuredOutputs, str], StructureError | None],
-    ) -> None:
-        """``compile_structure``: from the kind and the text of a grammar; ``mismatch``: as `Constraints.mismatch`."""
-        self._tokenizer, self._compile, self._mismatch = tokenizer, compile_structure, mismatch
+    def __init__(self, constraints: Constraints) -> None:
+        self.constraints = constraints
         self._schemas = lru_cache(_CACHED)(self._read_schema)
-
-    def clear(self) -> None:
-        self._schemas.cache_clear()
 
     def check(self, tools: ToolRequest) -> tuple[str, ...]:
         """What a user should know about the schemas of ``tools``. Raises InputError if one cannot be used, if one that
@@ -56,7 +44,7 @@ class CallConstraints:
             for name, keywords in writer.unenforced.items():
                 unenforced[name] = list(dict.fromkeys([*unenforced[name], *keywords]))
             self._refuse_unenforced(tools, unenforced)
-            if (reason := self._compile("lark", grammar).reason) is not None:
+            if (reason := self.constraints.compile("lark", grammar).reason) is not None:
                 raise InputError(f"tools: a call of them: {reason}", code=_CODE)
         else:
             self._refuse_unenforced(tools, unenforced)
@@ -85,7 +73,7 @@ class CallConstraints:
                 message = f"no tool is named {call.name[:60]!r}"
                 return StructureError(code=INVALID, message=message, path=f"{path}/name")
             schema = arguments_schema(call.name, functions[call.name].get("parameters"))
-            problem = self._mismatch(StructuredOutputs(json=schema), call.arguments)
+            problem = self.constraints.mismatch(StructuredOutputs(json=schema), call.arguments)
             if problem is not None:
                 return StructureError(
                     code=INVALID,
@@ -104,7 +92,7 @@ class CallConstraints:
         return schemas
 
     def _read_schema(self, text: str) -> _ToolSchema:
-        structure = self._compile("json", text)
+        structure = self.constraints.compile("json", text)
         enforced = structure.enforced
         return _ToolSchema(
             fields=ArgumentFields({} if structure.reason is not None else json.loads(enforced.text)),
@@ -130,5 +118,5 @@ class CallConstraints:
 
     @cached_property
     def _literal(self) -> Callable[[str], str]:
-        tokenizer = self._tokenizer
+        tokenizer = self.constraints.tokenizer
         return grammar_literal({tokenizer.token_text(token): token for token in tokenizer.special_ids})

@@ -107,7 +107,7 @@ class CallGrammar:
             values = enumerated(resolved) if isinstance(resolved, dict) else None
             head = self.literal(opening.format(name))
             if values is not None:
-                choices = " | ".join(self.literal(text_of(value)) or '""' for value in values)
+                choices = " | ".join(self.literal(plain_text(value)) or '""' for value in values)
                 return [f"{rule}: {head} ({choices}) {self.literal(closing)}".rstrip()]
             if "string" not in arguments.kinds(schema):
                 return as_json(rule, name, schema)
@@ -162,6 +162,6 @@ def pointer(field: str, within: str = "#") -> str:
     return f"{within}/properties/" + field.replace("~", "~0").replace("/", "~1")
 
 
-def text_of(value: object) -> str:
+def plain_text(value: object) -> str:
     """A string as it is, another value as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -13,7 +13,6 @@ import numpy as np
 from moelight.core.errors import ConfigError, InputError
 from moelight.core.panics import panics_as
 from moelight.core.request import INVALID, StructuredOutputs, StructureError
-from moelight.engine.call_constraints import CallConstraints
 from moelight.engine.grammars import NO_ALLOWED_TOKEN, NO_TOKEN, GrammarTrial, TrialResult, Vocabulary, compiled, said
 from moelight.engine.schema_relaxation import EnforcedSchema
 from moelight.engine.tokenizer import Tokenizer
@@ -37,16 +36,15 @@ class CompiledStructure:
 
 
 class Constraints:
-    """Compiles the structured outputs of one checkpoint, each distinct one once. ``calls``: the same for tools."""
+    """Compiles the structured outputs of one checkpoint, each distinct specification once."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         """``vocab_size``: the model's, which may be padded beyond the tokenizer's."""
-        self._tokenizer, self.vocab_size = tokenizer, vocab_size
+        self.tokenizer, self.vocab_size = tokenizer, vocab_size
         ends = tokenizer.eos_token_ids
         self._special = bits([token for token in tokenizer.special_ids - ends if token < vocab_size], vocab_size)
         self._tools: tuple[llguidance.LLTokenizer, GrammarTrial] | None = None
         self._structures = lru_cache(KEPT)(self._compile)
-        self.calls = CallConstraints(tokenizer, self._structures, self.mismatch)
 
     def close(self) -> None:
         """End the trial process and forget what was compiled; the next call begins anew."""
@@ -54,7 +52,10 @@ class Constraints:
             self._tools[1].process.close()
         self._tools = None
         self._structures.cache_clear()
-        self.calls.clear()
+
+    def compile(self, kind: str, text: str) -> CompiledStructure:
+        """What a grammar of ``kind`` ``json``, ``regex`` or ``lark`` compiles to, or why it does not."""
+        return self._structures(kind, text)
 
     def check(self, outputs: StructuredOutputs) -> tuple[str, ...]:
         """What a user should know about ``outputs``: keywords of a schema that only validation checks, and those that
@@ -96,7 +97,7 @@ class Constraints:
     @property
     def _trial(self) -> tuple[llguidance.LLTokenizer, GrammarTrial]:
         if self._tools is None:
-            tokenizer, size = self._tokenizer, self.vocab_size
+            tokenizer, size = self.tokenizer, self.vocab_size
             ends = sorted(token for token in tokenizer.eos_token_ids if token < size) or [size]
             words = Vocabulary(
                 tokens=[tokenizer.token_bytes(token) for token in range(size)] + [b""] * (ends[0] == size),

@@ -20,6 +20,7 @@ from moelight.core.timeline import Timeline
 from moelight.core.units import parse_bytes
 from moelight.engine.adaptation import PassAdaptation
 from moelight.engine.batcher import Batcher
+from moelight.engine.call_constraints import CallConstraints
 from moelight.engine.checkpoints import open_model
 from moelight.engine.constraints import Constraints
 from moelight.engine.experts import choices_for
@@ -182,6 +183,7 @@ class Engine:
         self._experts = choices_for(options, self.policy, self.profile, dtype, speeds)
         self.tokenizer = Tokenizer.of(source.directory)
         self._constraints = Constraints(self.tokenizer, self.profile.vocab_size)
+        self._calls = CallConstraints(self._constraints)
         self._device_limit = self.plan.use_of("device").capacity_bytes if self.plan and machine.discrete else 0
         self._guard_device_memory()
         self._passes: PassRunner | None = self._load(source, lanes, dtype, cuda_graphs)
@@ -333,7 +335,7 @@ class Engine:
         if request.sampling.structured_outputs is not None:
             self._constraints.check(request.sampling.structured_outputs)
         if request.tools is not None:
-            self._constraints.calls.check(request.tools)
+            self._calls.check(request.tools)
 
     def run(
         self,
@@ -359,7 +361,7 @@ class Engine:
             raise MoelightError("the engine is still serving an earlier call; finish or close its iterator first")
         self._serving = True
         most, lost, discrete = self.profile.max_positions, self._loaded.range_lost, self._machine.discrete
-        outputs = OutputProcessor(requests, self.tokenizer, self._constraints, most, lost, on_scores, discrete=discrete)
+        outputs = OutputProcessor(requests, self.tokenizer, self._calls, most, lost, on_scores, discrete=discrete)
         self._batcher.add(outputs.sequences)
         if self._adapting is not None:
             self._adapting.begin(outputs, self._totals.busy_s)

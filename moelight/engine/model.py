@@ -14,7 +14,9 @@ from moelight.core.errors import CheckpointError, InputError
 from moelight.core.policy import Policy
 from moelight.core.request import SamplingParams, ToolRequest
 from moelight.core.small_files import open_regular, read_bytes, read_error_text
+from moelight.engine.call_constraints import CallConstraints
 from moelight.engine.constraints import Constraints
+from moelight.engine.tiktoken_file import TIKTOKEN
 from moelight.engine.tokenizer import MOST_TOKENIZER_BYTES, Tokenizer
 from moelight.engine.tool_calls import find_tool_format
 from moelight.experts.options import ExpertOptions
@@ -40,7 +42,7 @@ _TEXT = (
     "tokenizer.json",
     "tokenizer.model",
     "spiece.model",
-    "tiktoken.model",
+    TIKTOKEN,
     "added_tokens.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -125,7 +127,7 @@ class LazyModel:
 
     def check_tools(self, tools: ToolRequest) -> tuple[str, ...]:
         """As `check_structure`, for the schemas of ``tools`` and the grammar of a forced call."""
-        return self._constraints.calls.check(tools)
+        return self._calls.check(tools)
 
     def release(self) -> None:
         """Forget what `check_structure` and `check_tools` compiled, and end their process."""
@@ -135,6 +137,10 @@ class LazyModel:
     @cached_property
     def _constraints(self) -> Constraints:
         return Constraints(self.tokenizer, self.profile.vocab_size)
+
+    @cached_property
+    def _calls(self) -> CallConstraints:
+        return CallConstraints(self._constraints)
 
     def plan(self, options: EngineOptions, workload: Workload) -> PlannedModel:
         """Audit the checkpoint; return the given policy, or the fastest for ``workload`` (BudgetError if none fits). A

@@ -27,6 +27,7 @@ from moelight.core.request import (
     ToolCall,
 )
 from moelight.engine.batcher import Batcher, MicroBatchPlan, RunningSequence, SequenceChunk
+from moelight.engine.call_constraints import CallConstraints
 from moelight.engine.constraints import Constraint, Constraints, bits, without
 from moelight.engine.detokenizer import BadWords, StopMatcher, TokenTexts, cut_at_stop, without_unfinished
 from moelight.engine.reasoning import AnswerSplit, Thinking, reasoning_format
@@ -264,7 +265,7 @@ class OutputProcessor:
         self,
         requests: Iterable[Request | None],
         tokenizer: Tokenizer,
-        constraints: Constraints,
+        calls: CallConstraints,
         max_positions: int,
         range_lost: Callable[[], str] = str,
         on_scores: ScoreWatch | None = None,
@@ -275,7 +276,8 @@ class OutputProcessor:
         are a device's."""
         self._discrete = discrete
         self._range_lost, self._on_scores = range_lost, on_scores
-        self._tokenizer, self._constraints, self._max_positions = tokenizer, constraints, max_positions
+        self._tokenizer, self._max_positions = tokenizer, max_positions
+        self._calls, self._constraints = calls, calls.constraints
         self._eos = frozenset(tokenizer.eos_token_ids)
         self._ending = {NOT_FINITE, *self._eos}
         self._states: dict[RunningSequence, SequenceState] = {}
@@ -289,7 +291,7 @@ class OutputProcessor:
 
     def _open(self, request: Request) -> Iterator[RunningSequence]:
         if request.tools is not None and request.tools.forced:
-            call = self._constraints.calls.structure(request.tools)
+            call = self._calls.structure(request.tools)
             request = replace(request, sampling=replace(request.sampling, structured_outputs=call))
         how = request.sampling
         seed = secrets.randbits(64) if how.seed is None else how.seed
@@ -520,9 +522,9 @@ class OutputProcessor:
             return _Answer(text=text, reasoning=reasoning, stop=stop, error=error)
         clean = tokenizer.without_special_tokens
         error = self._structure_error(sequence, end, split, clean(text))
-        text, calls = self._constraints.calls.read(tools, text)
+        text, calls = self._calls.read(tools, text)
         if error is None and end.reason != "error":
-            error = self._constraints.calls.error(tools, calls)
+            error = self._calls.error(tools, calls)
             if tools.forced and not calls and end.by_itself:
                 error = StructureError(code=INVALID, message="the answer calls no tool")
         if skip:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, TypeAlias
 
 from moelight.core.request import ToolCall
-from moelight.engine.call_grammar import CallGrammar, FieldRules, json_rule, pointer, sequence, text_of
+from moelight.engine.call_grammar import CallGrammar, FieldRules, json_rule, plain_text, pointer, sequence
 from moelight.engine.json_schema import Schema
 from moelight.engine.reasoning import read_harmony
 from moelight.engine.tool_schemas import ArgumentFields, enumerated, kind_of
@@ -393,7 +393,7 @@ class _GemmaValues:
 
     def _constant(self, value: object) -> str:
         quote = GemmaTools._QUOTE
-        return self._calls.literal(f"{quote}{value}{quote}" if isinstance(value, str) else text_of(value))
+        return self._calls.literal(f"{quote}{value}{quote}" if isinstance(value, str) else plain_text(value))
 
 
 class LlamaTools(ToolFormat):
@@ -619,8 +619,8 @@ def call_id(identity: str, letters: int) -> str:
 
 
 NO_TOOL_FORMAT = (
-    "tools: this model's chat template writes calls in no format that is read "
-    f"({', '.join(TOOL_FORMATS)}); send tool_choice none to answer without tools"
+    f"tools: this model's chat template writes calls in none of the {len(TOOL_FORMATS)} formats that are read (those of "
+    "Hermes, Llama, DeepSeek, Gemma and others); send tool_choice none to answer without tools"
 )
 
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import Completion, Request, SamplingParams, StructuredOutputs
 from moelight.engine.batcher import SequenceChunk
+from moelight.engine.call_constraints import CallConstraints
 from moelight.engine.constraints import Constraints
 from moelight.engine.engine import Engine
 from moelight.engine.output_processor import OutputProcessor
@@ -103,7 +104,7 @@ def test_choosing_apart_and_scoring_read_nothing_back(model: Path) -> None:
     ]
     hows = [SamplingParams(prompt_logprobs=2, **special[row % len(special)]) for row in range(40)]
     requests = [Request(index=row, token_ids=(65, 66, 65), sampling=how) for row, how in enumerate(hows)]
-    answers = OutputProcessor(requests, tokenizer, Constraints(tokenizer, 307), 99)
+    answers = OutputProcessor(requests, tokenizer, CallConstraints(Constraints(tokenizer, 307)), 99)
     chunks = [SequenceChunk(sequence=each, start=0, count=3) for each in answers.sequences]
     logits = torch.randn(40, 307, generator=torch.Generator().manual_seed(1))
     with Reads():

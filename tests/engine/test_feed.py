@@ -13,6 +13,7 @@ import pytest
 from moelight.core.policy import Policy
 from moelight.core.request import Request, SamplingParams
 from moelight.engine.batcher import Batcher
+from moelight.engine.call_constraints import CallConstraints
 from moelight.engine.constraints import Constraints
 from moelight.engine.engine import Engine
 from moelight.engine.output_processor import OutputProcessor
@@ -100,7 +101,7 @@ def test_five_thousand_requests_leave_nothing_behind() -> None:
     policy = Policy(model="m", batch_size=256, micro_batch_size=256, micro_batch_tokens=256)
     batcher, most, finished = Batcher(policy, BlockPool(300), discrete=False), 0, 0
     words: Any = Words()
-    answers = OutputProcessor(source(), words, Constraints(words, 10), 1000)
+    answers = OutputProcessor(source(), words, CallConstraints(Constraints(words, 10)), 1000)
     batcher.add(answers.sequences)
     while batcher.busy:
         loads = batcher.next_pass()

@@ -10,6 +10,7 @@ import pytest
 from moelight.core.policy import Policy
 from moelight.core.request import Completion, Request, SamplingParams
 from moelight.engine.batcher import Batcher
+from moelight.engine.call_constraints import CallConstraints
 from moelight.engine.constraints import Constraints
 from moelight.engine.output_processor import OutputProcessor, most_tokens
 from moelight.paging.kv import BlockPool
@@ -44,7 +45,7 @@ def start(*requests: tuple[int, SamplingParams], n: int = 8, context: int = 1000
     batcher = Batcher(policy, BlockPool(100), discrete=False)
     made = [Request(index=i, token_ids=(1,) * length, sampling=how) for i, (length, how) in enumerate(requests)]
     words: Any = Words()
-    answers = OutputProcessor(made, words, Constraints(words, 10), context)
+    answers = OutputProcessor(made, words, CallConstraints(Constraints(words, 10)), context)
     batcher.add(answers.sequences)
     return answers, batcher
 

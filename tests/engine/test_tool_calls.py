@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Inner
 
 from moelight.core.errors import InputError
 from moelight.core.request import INVALID, ToolRequest
+from moelight.engine.call_constraints import CallConstraints
 from moelight.engine.constraints import Constraints
 from moelight.engine.tokenizer import Tokenizer
 from moelight.engine.tool_calls import TOOL_FORMATS, call_id, find_tool_format
@@ -213,21 +214,21 @@ def words() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def constraints(words: Tokenizer) -> Iterator[Constraints]:
-    made = Constraints(words, words.vocab_size)
-    yield made
-    made.close()
+def calls(words: Tokenizer) -> Iterator[CallConstraints]:
+    constraints = Constraints(words, words.vocab_size)
+    yield CallConstraints(constraints)
+    constraints.close()
 
 
 def tool(parameters: Any, **more: Any) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": "get_weather", "parameters": parameters, **more}}]
 
 
-def accepts(constraints: Constraints, answer: str, request: ToolRequest) -> bool:
+def accepts(calls: CallConstraints, answer: str, request: ToolRequest) -> bool:
     """True if ``answer`` is a whole answer of the grammar of a forced call."""
-    words = constraints._tokenizer
+    words = calls.constraints.tokenizer
     (eos,) = words.eos_token_ids
-    constraint = constraints.open(constraints.calls.structure(request))
+    constraint = calls.constraints.open(calls.structure(request))
     for token in words.encode(answer):
         allowed = constraint.allowed()
         if allowed is None or not int(allowed[token // 32]) >> token % 32 & 1:
@@ -264,19 +265,19 @@ def test_published_forms_are_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_a_forced_call_keeps_to_the_format(constraints: Constraints, name: str) -> None:
+def test_a_forced_call_keeps_to_the_format(calls: CallConstraints, name: str) -> None:
     text, alone = ANSWERS[name][1], name == "harmony"
     required = ToolRequest(tools=TOOLS, choice="required", format=name)
-    assert constraints.calls.check(required) == ()
-    assert accepts(constraints, text, required)
+    assert calls.check(required) == ()
+    assert accepts(calls, text, required)
     named = replace(required, choice="get_weather")
-    assert accepts(constraints, text, named) == accepts(constraints, text, replace(required, parallel=False)) == alone
-    assert not accepts(constraints, text, replace(required, choice="now"))
-    assert not accepts(constraints, "It rains", required)
-    assert not accepts(constraints, text.replace(": 3" if ": 3" in text else "3", "x", 1), required)
-    content, calls = constraints.calls.read(named, text)
-    assert content == "" and constraints.calls.error(named, calls) is None
-    strange = constraints.calls.error(replace(named, choice="now"), calls)
+    assert accepts(calls, text, named) == accepts(calls, text, replace(required, parallel=False)) == alone
+    assert not accepts(calls, text, replace(required, choice="now"))
+    assert not accepts(calls, "It rains", required)
+    assert not accepts(calls, text.replace(": 3" if ": 3" in text else "3", "x", 1), required)
+    content, read = calls.read(named, text)
+    assert content == "" and calls.error(named, read) is None
+    strange = calls.error(replace(named, choice="now"), read)
     assert strange is not None and strange.path == "/tool_calls/0/function/name"
 
 
@@ -315,13 +316,13 @@ WRITTEN = {  # by formats with fields: references, alternatives and fields witho
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_schemas_are_walked_as_those_of_response_formats(constraints: Constraints, name: str) -> None:
-    request, calls = ToolRequest(tools=tool(LOOSE), choice="required", format=name), constraints.calls
+def test_schemas_are_walked_as_those_of_response_formats(calls: CallConstraints, name: str) -> None:
+    request = ToolRequest(tools=tool(LOOSE), choice="required", format=name)
     assert "tool get_weather: #/properties/tags: uniqueItems is checked in finished calls" in calls.check(request)
     assert any(": nullable is" in note for note in calls.check(request))
     text = WRITTEN[name]
-    assert accepts(constraints, text, request)
-    assert not accepts(constraints, text.replace("PE", "PER"), request)  # lengths are enforced everywhere
+    assert accepts(calls, text, request)
+    assert not accepts(calls, text.replace("PE", "PER"), request)  # lengths are enforced everywhere
     content, (call,) = calls.read(request, text)
     assert (content, json.loads(call.arguments)) == ("", VALUES)
     assert calls.error(request, [call]) is None
@@ -334,10 +335,10 @@ def test_schemas_are_walked_as_those_of_response_formats(constraints: Constraint
     )
 
 
-def test_what_of_strings_a_format_without_quotes_cannot_enforce(constraints: Constraints) -> None:
-    noted = constraints.calls.check(ToolRequest(tools=tool(LOOSE), choice="required", format="glm"))
+def test_what_of_strings_a_format_without_quotes_cannot_enforce(calls: CallConstraints) -> None:
+    noted = calls.check(ToolRequest(tools=tool(LOOSE), choice="required", format="glm"))
     assert "tool get_weather: #/properties/code: pattern is checked in finished calls" in noted
-    noted = constraints.calls.check(ToolRequest(tools=tool(LOOSE), choice="required", format="hermes"))
+    noted = calls.check(ToolRequest(tools=tool(LOOSE), choice="required", format="hermes"))
     assert not any("pattern" in note for note in noted)
 
 
@@ -352,22 +353,22 @@ def test_what_of_strings_a_format_without_quotes_cannot_enforce(constraints: Con
         ({"properties": {"a": {"type": 7}}}, "7 is not valid"),
     ],
 )
-def test_schemas_that_are_refused(constraints: Constraints, parameters: Any, reason: str, choice: str) -> None:
+def test_schemas_that_are_refused(calls: CallConstraints, parameters: Any, reason: str, choice: str) -> None:
     request = ToolRequest(tools=tool(parameters), choice=choice, format="hermes")
     with pytest.raises(InputError) as refused:
-        constraints.calls.check(request)
+        calls.check(request)
     assert reason in str(refused.value) and str(refused.value).startswith("tools: parameters of get_weather: ")
 
 
-def test_strict_tools(constraints: Constraints) -> None:
+def test_strict_tools(calls: CallConstraints) -> None:
     unique = {"properties": {"a": {"type": "array", "uniqueItems": True}}}
     request = ToolRequest(tools=tool(unique), choice="required", format="hermes")
-    assert constraints.calls.check(request)
+    assert calls.check(request)
     for strict in (replace(request, strict=True), replace(request, tools=tool(unique, strict=True))):
         with pytest.raises(InputError, match="#/properties/a: uniqueItems cannot be enforced"):
-            constraints.calls.check(strict)
-    assert constraints.calls.check(replace(request, strict=True, tools=tool(unique, strict=False)))
-    assert constraints.calls.check(replace(request, strict=True, tools=tool(WEATHER))) == ()
+            calls.check(strict)
+    assert calls.check(replace(request, strict=True, tools=tool(unique, strict=False)))
+    assert calls.check(replace(request, strict=True, tools=tool(WEATHER))) == ()
 
 
 def test_ids() -> None:
