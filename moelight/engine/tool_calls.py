@@ -619,8 +619,8 @@ def call_id(identity: str, letters: int) -> str:
 
 
 NO_TOOL_FORMAT = (
-    f"tools: this model's chat template writes calls in none of the {len(TOOL_FORMATS)} formats that are read (those of "
-    "Hermes, Llama, DeepSeek, Gemma and others); send tool_choice none to answer without tools"
+    f"tools: this model's chat template writes calls in none of the {len(TOOL_FORMATS)} formats that are read (those "
+    "of Hermes, Llama, DeepSeek, Gemma and others); send tool_choice none to answer without tools"
 )
 
 
