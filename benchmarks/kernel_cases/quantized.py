@@ -144,7 +144,7 @@ def _ours(stored: Format, layer: Layer, setting: Setting, activations: str, *, t
     if activations == "int8":
         agree(out[:1], expert_ffn(first, sides[0][:1], sides[1][:1], [0, 1], activations=(activations, activations)))
     else:
-        agree(out[:1], fed_forward(first, *(side[0].numbers(torch.float32) for side in sides)))
+        agree(out[:1], fed_forward(first, *(side[0].values(torch.float32) for side in sides)))
     return timed
 
 

@@ -137,9 +137,9 @@ class LoadedModel:
         self.weights: ModelWeights | None = None
         dtype, activations = to_torch(self.dtype), policy.activations
         quantized = source.weight_map.quantized
-        self._page_kinds: dict[int, set[int]] = {}
-        for page, kind in ({} if quantized is None else quantized.kind_of).items():
-            self._page_kinds.setdefault(page.layer, set()).add(kind)
+        self._page_layouts: dict[int, set[int]] = {}
+        for page, layout_id in ({} if quantized is None else quantized.layout_ids).items():
+            self._page_layouts.setdefault(page.layer, set()).add(layout_id)
         experts = None if quantized is None else QuantizedExperts(quantized, activations)
         if source.graph is not None:
             return source.graph.decoder(self.profile, arena, dtype, experts)
@@ -181,7 +181,7 @@ class LoadedModel:
         for layer, (moe, mine) in enumerate(zip(self.profile.moe_layers, self.weights.layers, strict=True)):
             given = (getattr(mine, field.name) for field in fields(mine))
             dtypes = (None if tensor is None else tensor.dtype for tensor in given)
-            kind = frozenset(self._page_kinds.get(layer, ())), layer in self._reader.wide_layers
+            kind = frozenset(self._page_layouts.get(layer, ())), layer in self._reader.wide_layers
             found.setdefault((moe, kind, *dtypes), layer)
         return list(found.values())
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 from moelight.core.errors import ConfigError
@@ -192,6 +192,19 @@ class Format(ABC):
         if suffix == SHAPE:
             return 0
         return -1 if self.transposed else 1
+
+    def spelled(self, exists: Callable[[str], bool]) -> Format:
+        """The format under the suffix that its scales have among the tensors whose suffixes ``exists`` knows: those of
+        DeepSeek-V4 are ``.scale``."""
+        usual = self.names[1:2]
+        if not usual or exists(usual[0]) or not exists(".scale"):
+            return self
+        return replace(self, names=(self.names[0], ".scale", *self.names[2:]))
+
+    def stack_format(self, exists: Callable[[str], bool]) -> Format | None:
+        """The format of each matrix of a stack [E, rows, columns] in a tensor that is named as no module's, with other
+        tensors named after it, of which ``exists`` knows the suffixes; None if there is none."""
+        return None
 
     def stack_of(self, codes: Sequence[int]) -> int:
         """How many matrices the codes of shape ``codes`` hold, each transposed; 0 if they are one matrix by itself."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from moelight.formats.format import Format
 from moelight.formats.mxfp4 import mxfp4
@@ -23,6 +23,10 @@ class FP8Format(ScaledFormat):
     @property
     def int8_reason(self) -> str | None:
         return f"{self.name}, whose numbers are no integers times scales, as int8 activations need them"
+
+    def stack_format(self, exists: Callable[[str], bool]) -> Format | None:
+        scales = next((suffix for suffix in ("_scale_inv", "_scale") if exists(suffix)), None)
+        return None if scales is None else replace(self, names=("", scales, ""))
 
 
 def fp8(*, block: tuple[int, int], scale: str, suffix: str = ".weight_scale_inv") -> FP8Format:

@@ -36,7 +36,7 @@ class QuantizedMatrix:
     def shape(self) -> tuple[int, int]:
         return self.rows, self.columns
 
-    def numbers(self, dtype: torch.dtype) -> Tensor:
+    def values(self, dtype: torch.dtype) -> Tensor:
         """The matrix [R, C] as numbers of ``dtype``."""
         device = next(iter(self.parts.values())).device
         out = torch.empty(self.shape, dtype=dtype, device=device)
@@ -70,9 +70,9 @@ class StackedMatrix:
         return cpu_dequantize(some, out.dtype, out=out)
 
 
-def numbers_of(weight: Tensor | QuantizedMatrix, dtype: torch.dtype) -> Tensor:
+def dense_values(weight: Tensor | QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     """``weight`` if it is a tensor, else its numbers as ``dtype``."""
-    return weight.numbers(dtype) if isinstance(weight, QuantizedMatrix) else weight
+    return weight.values(dtype) if isinstance(weight, QuantizedMatrix) else weight
 
 
 def cpu_dequantize(
@@ -80,7 +80,7 @@ def cpu_dequantize(
 ) -> Tensor:
     """The numbers of ``matrix`` -> `out` [R, C] of ``dtype`` (a float), or a new tensor; the GIL is released.
 
-    Equal to ``matrix.numbers(dtype)`` to the bit, except that any NaN may be any other. Natively where the extension is
+    Equal to ``matrix.values(dtype)`` to the bit, except that any NaN may be any other. Natively where the extension is
     built, without memory beyond the result; ``threads`` None stands for torch.get_num_threads().
     """
     if dtype not in FLOATS:
@@ -89,7 +89,7 @@ def cpu_dequantize(
     if out is not None:
         check_tensor("out", out, dtype, matrix.shape)
     if extension is None or not matrix.stored.is_quantised:
-        numbers = parts_checked("matrix", matrix).numbers(dtype)
+        numbers = parts_checked("matrix", matrix).values(dtype)
         return numbers if out is None else out.copy_(numbers)
     out = torch.empty(matrix.shape, dtype=dtype) if out is None else out
     extension.dequantize(lend_matrix("matrix", matrix), *lend(out=out), threads)

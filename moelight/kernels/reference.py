@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.integers import INT8, integer_product
-from moelight.kernels.quantized import QuantizedMatrix, numbers_of
+from moelight.kernels.quantized import QuantizedMatrix, dense_values
 
 Cache = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -275,7 +275,7 @@ def _product(
     if activations == INT8 and isinstance(weight, QuantizedMatrix):
         sums = integer_product(x, weight)
         return sums if bias is None else sums + bias.float()
-    numbers = _wide(numbers_of(weight, x.dtype))
+    numbers = _wide(dense_values(weight, x.dtype))
     wide = torch.promote_types(x.dtype, numbers.dtype)
     return functional.linear(x.to(wide), numbers.to(wide), None if bias is None else bias.to(wide))
 

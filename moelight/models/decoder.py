@@ -181,12 +181,12 @@ class Decoder(Protocol):
         """The experts of ``layer`` whose ``pages`` are given as a `PageStore` has them."""
         ...
 
-    def kind_of(self, layer: int) -> int | None:
+    def layout_id(self, layer: int) -> int | None:
         """The number of the way in which all pages of ``layer`` lie; None if they lie in several."""
         ...
 
-    def matrices(self, kind: int, pages: Sequence[Any]) -> Sequence[tuple[Tensor, Tensor] | Matrices]:
-        """The matrices of experts whose ``pages``, given as a `PageStore` has them, lie as ``kind`` says."""
+    def matrices(self, layout_id: int, pages: Sequence[Any]) -> Sequence[tuple[Tensor, Tensor] | Matrices]:
+        """The matrices of experts whose ``pages``, given as a `PageStore` has them, have the layout ``layout_id``."""
         ...
 
     def predict_experts(self, layer: int, hidden: Tensor, running: Running) -> tuple[Tensor, Tensor]:
@@ -321,11 +321,11 @@ class NativeDecoder:
             for found in self._quantized.layer(layer, pages)
         )
 
-    def kind_of(self, layer: int) -> int | None:
-        return 0 if self._quantized is None else self._quantized.kind_of(layer)
+    def layout_id(self, layer: int) -> int | None:
+        return 0 if self._quantized is None else self._quantized.layout_id(layer)
 
-    def matrices(self, kind: int, pages: Sequence[Any]) -> Sequence[tuple[Tensor, Tensor] | Matrices]:
-        return pages if self._quantized is None else self._quantized.of_kind(kind, pages)
+    def matrices(self, layout_id: int, pages: Sequence[Any]) -> Sequence[tuple[Tensor, Tensor] | Matrices]:
+        return pages if self._quantized is None else self._quantized.of_layout(layout_id, pages)
 
     def predict_experts(self, layer: int, hidden: Tensor, running: Running) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         x = self._norm(hidden, self.weights.layers[layer].post_norm)

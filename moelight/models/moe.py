@@ -25,7 +25,7 @@ from moelight.kernels.gpu.pages import ALIGNMENT_BYTES, ExpertTable, PageTable
 from moelight.kernels.gpu.quantized import QuantizedTable
 from moelight.kernels.layer import BoundExperts
 from moelight.kernels.products import Workspace, feed_forward, linear, padded_rows, rows_computed
-from moelight.kernels.quantized import QuantizedMatrix, numbers_of
+from moelight.kernels.quantized import QuantizedMatrix, dense_values
 from moelight.kernels.reference import gate_and_up, route_topk
 from moelight.kernels.routing import cpu_gather_rows, cpu_route, cpu_scatter_sum, cpu_sort_by_expert
 from moelight.profiles.model import RouterSpec
@@ -36,7 +36,7 @@ Weight: TypeAlias = Tensor | QuantizedMatrix
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matrices:
     """Views of an expert's matrices and biases, by the names of `cpu_expert_ffn`, whose form is any that it takes;
-    ``activations`` as there. Those of one ``kind`` have one form; others of a layer are computed apart."""
+    ``activations`` as there. Those of one ``layout_id`` have one form; others of a layer are computed apart."""
 
     gate_up: Weight
     down: Weight
@@ -45,7 +45,7 @@ class Matrices:
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     interleaved: bool = False
-    kind: int = 0
+    layout_id: int = 0
     activations: str | tuple[str, str] = "auto"
 
 
@@ -78,7 +78,7 @@ def gated_silu(matrices: Matrices, x: Tensor) -> Tensor:
 
 def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [n, in] times ``weight`` [out, in], plus the bias, by torch -> [n, out]."""
-    weight = numbers_of(weight, x.dtype)
+    weight = dense_values(weight, x.dtype)
     return (linear if weight.stride(1) == 1 else functional.linear)(x, weight, bias)
 
 
@@ -104,8 +104,8 @@ class LayerExperts(list["ExpertWeights | None"]):
         if not formed or len(formed) < len(self):
             return None
         first = formed[0]
-        kinds = {(each.matrices.kind, each.activation, each.finish) for each in formed}
-        if first.activation is None or first.finish is not None or len(kinds) > 1:
+        forms = {(each.matrices.layout_id, each.activation, each.finish) for each in formed}
+        if first.activation is None or first.finish is not None or len(forms) > 1:
             return None
         parts: dict[str, Any] = {
             name: [getattr(each.matrices, name) for each in formed]
@@ -227,7 +227,7 @@ class SplitMoE:
     """`moe_forward` in two steps: the constructor computes the experts not in ``late``, `end` the ``late`` ones, which
     may become resident meanwhile. Without native kernels, `end` does all work. The sums do not depend on ``late``.
 
-    Rows are sorted: experts not in ``late``, ``late`` ones, both by kind, then experts computed elsewhere, which are
+    Rows are sorted: experts not in ``late``, ``late`` ones, both by layout, then experts computed elsewhere, which are
     skipped. The T k rows of ``space`` from ``first_row`` on are in use until `end` returns.
     """
 
@@ -246,9 +246,9 @@ class SplitMoE:
         ids = routed.ids
         order = [index for index, expert in enumerate(experts) if expert is not None and index not in late]
         self._there = len(order)
-        order.sort(key=lambda index: _kind(experts[index]))
+        order.sort(key=lambda index: _layout_id(experts[index]))
         then = [index for index, expert in enumerate(experts) if expert is not None and index in late]
-        order += sorted(then, key=lambda index: _kind(experts[index]))
+        order += sorted(then, key=lambda index: _layout_id(experts[index]))
         if order != list(range(len(experts))):
             place = torch.full((len(experts),), len(order), dtype=torch.int32)
             place[order] = torch.arange(len(order), dtype=torch.int32)
@@ -279,16 +279,16 @@ class SplitMoE:
             _expert_ffn_in_place(self._rows[start:end], self._experts[first:last], offsets)
 
 
-def _kind(expert: ExpertWeights | None) -> int:
-    return expert.matrices.kind if isinstance(expert, FormedExpert) else 0
+def _layout_id(expert: ExpertWeights | None) -> int:
+    return expert.matrices.layout_id if isinstance(expert, FormedExpert) else 0
 
 
 def _expert_ffn_in_place(rows: Tensor, experts: Sequence[ExpertWeights | None], offsets: Tensor) -> None:
-    """``offsets`` int32 [E + 1]: the rows of each expert; one that is None has none. Neighbours of one kind are one
+    """``offsets`` int32 [E + 1]: the rows of each expert; one that is None has none. Neighbours of one layout are one
     call."""
-    first, kinds = 0, [_kind(expert) for expert in experts]
+    first, ids = 0, [_layout_id(expert) for expert in experts]
     for last in range(1, len(experts) + 1):
-        if last < len(experts) and kinds[last] == kinds[first]:
+        if last < len(experts) and ids[last] == ids[first]:
             continue
         some = rows
         if last - first < len(experts):

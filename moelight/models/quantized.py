@@ -19,43 +19,45 @@ class QuantizedExperts:
 
     def __init__(self, pages: QuantizedPages, activations: str = "auto") -> None:
         self._pages, self._activations = pages, activations
-        self._kinds: dict[int, list[int]] = {}  # of the experts of each layer
-        for page in sorted(pages.kind_of):
-            self._kinds.setdefault(page.layer, []).append(pages.kind_of[page])
+        self._layout_ids: dict[int, list[int]] = {}  # of the experts of each layer
+        for page in sorted(pages.layout_ids):
+            self._layout_ids.setdefault(page.layer, []).append(pages.layout_ids[page])
         self._known: dict[tuple[int, int], Matrices] = {}
 
-    def kind_of(self, layer: int) -> int | None:
-        """The number of the way in which all pages of ``layer`` lie; None if they lie in several."""
-        kinds = set(self._kinds[layer])
-        return kinds.pop() if len(kinds) == 1 else None
+    def layout_id(self, layer: int) -> int | None:
+        """The layout id shared by all pages of ``layer``, or None if their layouts differ."""
+        ids = set(self._layout_ids[layer])
+        return ids.pop() if len(ids) == 1 else None
 
-    def of_kind(self, kind: int, slots: Sequence[Tensor]) -> list[Matrices]:
-        """The matrices of experts whose pages, in ``slots`` (uint8), all lie as ``kind`` says."""
-        return [self._matrices(kind, slot) for slot in slots]
+    def of_layout(self, layout_id: int, slots: Sequence[Tensor]) -> list[Matrices]:
+        """The matrices of experts whose pages, in ``slots`` (uint8), all have the layout ``layout_id``."""
+        return [self._matrices(layout_id, slot) for slot in slots]
 
     def layer(self, layer: int, slots: Sequence[Any]) -> list[Matrices | None]:
         """The matrices of the experts of ``layer``, whose pages are in ``slots`` (uint8); None for those elsewhere, and
         in a layer without experts."""
-        if layer not in self._kinds:
+        if layer not in self._layout_ids:
             return [None] * len(slots)
         return [
-            self._matrices(kind, slot) if isinstance(slot, Tensor) else None
-            for kind, slot in zip(self._kinds[layer], slots, strict=True)
+            self._matrices(layout_id, slot) if isinstance(slot, Tensor) else None
+            for layout_id, slot in zip(self._layout_ids[layer], slots, strict=True)
         ]
 
-    def _matrices(self, kind: int, slot: Tensor) -> Matrices:
-        key = kind, slot.data_ptr()
+    def _matrices(self, layout_id: int, slot: Tensor) -> Matrices:
+        key = layout_id, slot.data_ptr()
         if key not in self._known:
-            self._known[key] = self._view(kind, slot)
+            self._known[key] = self._view(layout_id, slot)
         return self._known[key]
 
-    def _view(self, kind: int, slot: Tensor) -> Matrices:
-        views = {name: _view(place, slot) for name, place in self._pages.kinds[kind]}
+    def _view(self, layout_id: int, slot: Tensor) -> Matrices:
+        views = {name: _view(place, slot) for name, place in self._pages.layouts[layout_id]}
         sides = tuple(
             self._activations if all(_has_integers(views.get(name)) for name in names) else "auto"
             for names in (("gate_up", "up"), ("down",))
         )
-        return Matrices(**views, kind=kind, interleaved=self._pages.interleaved, activations=(sides[0], sides[1]))
+        return Matrices(
+            **views, layout_id=layout_id, interleaved=self._pages.interleaved, activations=(sides[0], sides[1])
+        )
 
 
 def _has_integers(matrix: Any) -> bool:

@@ -123,17 +123,17 @@ class MoEOps:
         by = [each for each, moe in zip(decoder.activations, self._moe, strict=True) if moe]
         if None in by:
             return None
-        kinds = [decoder.kind_of(layer) if moe else None for layer, moe in enumerate(self._moe)]
-        for kind, moe in zip(kinds, self._moe, strict=True):
-            if not moe or kind in found:
+        ids = [decoder.layout_id(layer) if moe else None for layer, moe in enumerate(self._moe)]
+        for layout_id, moe in zip(ids, self._moe, strict=True):
+            if not moe or layout_id in found:
                 continue
-            weights = () if kind is None else decoder.matrices(kind, self._pages.weights)
+            weights = () if layout_id is None else decoder.matrices(layout_id, self._pages.weights)
             table = grouped_pages(weights, decoder.dtype, by)
-            if kind is None or table is None:
+            if layout_id is None or table is None:
                 return None
-            found[kind] = table
+            found[layout_id] = table
         first = next(iter(found.values()), None)
-        return None if first is None else [first if kind is None else found[kind] for kind in kinds]
+        return None if first is None else [first if layout_id is None else found[layout_id] for layout_id in ids]
 
     def _post_attention(self, task: Task, pass_pages: PassPages) -> None:
         mb = pass_pages.micro_batches[task.micro_batch]

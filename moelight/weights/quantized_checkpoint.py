@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 from moelight.core.dtypes import BY_SAFETENSORS
@@ -19,8 +20,7 @@ from moelight.weights.source import Checkpoint, TensorInfo
 from moelight.weights.stored_matrix import StoredMatrix, find_matrix, read_tensor
 
 _MOST_DIMENSIONS = 4
-_FP8, _STACK_DIMENSIONS = "F8_E4M3", 3
-_SCALES_OF_STACKS = ("_scale_inv", "_scale")
+_STACK_DIMENSIONS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +89,7 @@ def as_matrices(checkpoint: Checkpoint, format_of: Callable[[str], Format | None
                 continue  # norms and convolutions have no format
             if _is_plain(tensors, of, info, stored):
                 break
-            stored = _spelled(tensors, of, stored)
+            stored = stored.spelled(partial(_exists, tensors, of))
             matrix = _matrix(tensors, of, info, stored, listing)
             taken.update(of + part.suffix for part in stored.tensors(matrix.rows, matrix.columns))
             found.append((info, matrix, of))
@@ -113,13 +113,14 @@ def _stack_of_blocks(
 ) -> StoredMatrix | None:
     """The matrices of all experts [E, rows, columns] in the tensor ``codes``, with scales that are named after it; None
     if it is no such stack."""
-    if len(codes.shape) != _STACK_DIMENSIONS or codes.dtype != _FP8 or min(codes.shape) == 0:
+    if len(codes.shape) != _STACK_DIMENSIONS or min(codes.shape) == 0:
         return None
-    scales = next((suffix for suffix in _SCALES_OF_STACKS if codes.name + suffix in tensors), None)
     stored = format_of(codes.name)
-    if scales is None or stored is None or stored.codes != _FP8:
+    if stored is None or stored.codes != codes.dtype:
         return None
-    stored = replace(stored, names=("", scales, ""))
+    stored = stored.stack_format(partial(_exists, tensors, codes.name))
+    if stored is None:
+        return None
     count, rows, columns = codes.shape
     find_matrix(tensors, codes.name, stored, rows, columns, listing=listing, expert=(0, count))
     places = {
@@ -131,12 +132,8 @@ def _stack_of_blocks(
     )
 
 
-def _spelled(tensors: Mapping[str, TensorInfo], module: str, stored: Format) -> Format:
-    """``stored`` under the name that the scales of ``module`` have: DeepSeek-V4's are ``.scale``."""
-    usual = stored.names[1:2]
-    if not usual or module + usual[0] in tensors or f"{module}.scale" not in tensors:
-        return stored
-    return replace(stored, names=(stored.names[0], ".scale", *stored.names[2:]))
+def _exists(tensors: Mapping[str, TensorInfo], module: str, suffix: str) -> bool:
+    return module + suffix in tensors
 
 
 def _is_plain(tensors: Mapping[str, TensorInfo], module: str, codes: TensorInfo, stored: Format) -> bool:

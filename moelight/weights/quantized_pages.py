@@ -55,14 +55,14 @@ class Repacking:
     orders: Mapping[int, int]
 
     @classmethod
-    def of(cls, kind: Kind, orders: Mapping[int, int]) -> Repacking:
-        """That of a page of ``kind``."""
-        parts = (part for _, matrix in kind for _, part in matrix.parts)
+    def of(cls, matrices: PageMatrices, orders: Mapping[int, int]) -> Repacking:
+        """That of a page of ``matrices``."""
+        parts = (part for _, matrix in matrices for _, part in matrix.parts)
         tables = {part.offset: part.table for part in parts if part.table is not None}
         return cls(tables=MappingProxyType(tables), orders=MappingProxyType(dict(orders)))
 
 
-Kind = tuple[tuple[str, MatrixPlace], ...]  # the matrices of a page by the names of `cpu_expert_ffn`, in order
+PageMatrices = tuple[tuple[str, MatrixPlace], ...]  # the matrices of a page by the names of `cpu_expert_ffn`, in order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,16 +71,16 @@ class QuantizedPages:
 
     Attributes:
         pieces: the stored tensors that make each page, in order.
-        kinds: every way that pages lie; ``kind_of``: the one of each page.
-        sizes: bytes of a page of each kind.
-        repacking: how pages of each kind are turned on arrival, to lie as ``kinds`` says.
+        layouts: every layout of a page; ``layout_ids``: the index of that of each page.
+        sizes: bytes of a page of each layout.
+        repacking: how pages of each layout are reordered on arrival, to lie as ``layouts`` says.
         interleaved: rows of gate and up alternate in ``gate_up``.
         groups: of tensors that say the group of each column, by name: how many there are.
     """
 
     pieces: Mapping[Page, tuple[TensorInfo, ...]]
-    kinds: tuple[Kind, ...]
-    kind_of: Mapping[Page, int]
+    layouts: tuple[PageMatrices, ...]
+    layout_ids: Mapping[Page, int]
     sizes: tuple[int, ...]
     repacking: tuple[Repacking, ...]
     interleaved: bool = False
@@ -94,7 +94,7 @@ class QuantizedPages:
     def page_bytes(self, layers: int) -> list[list[int]]:
         """Bytes of the page of each expert of each of ``layers`` layers; none without experts."""
         found: list[list[int]] = [[] for _ in range(layers)]
-        for page in sorted(self.kind_of):
+        for page in sorted(self.layout_ids):
             found[page.layer].append(self.bytes_of(page))
         return found
 
@@ -102,31 +102,33 @@ class QuantizedPages:
     def turned_bytes(self) -> int:
         """Bytes of a page, on average and rounded up, that are turned on arrival."""
         turned = [
-            sum(part.nbytes for _, matrix in kind for _, part in matrix.parts if part.table is not None)
-            for kind in self.kinds
+            sum(part.nbytes for _, matrix in matrices for _, part in matrix.parts if part.table is not None)
+            for matrices in self.layouts
         ]
-        return -(-sum(turned[kind] for kind in self.kind_of.values()) // max(len(self.kind_of), 1))
+        return -(-sum(turned[layout_id] for layout_id in self.layout_ids.values()) // max(len(self.layout_ids), 1))
 
     def bytes_of(self, page: Page) -> int:
         """Bytes of a whole page."""
-        return self.sizes[self.kind_of[page]]
+        return self.sizes[self.layout_ids[page]]
 
     def repacking_of(self, page: Page) -> Repacking | None:
         """How ``page`` is turned on arrival; None if no part of it is."""
-        found = self.repacking[self.kind_of[page]]
+        found = self.repacking[self.layout_ids[page]]
         return found if found.tables else None
 
     def repacked(self) -> QuantizedPages:
         """The same pages where matrices of GPTQ and AWQ lie as packed integers, turned on arrival; those in an order of
         columns stay as they are stored."""
-        found = [_repacked(kind) for kind in self.kinds]
-        return replace(self, kinds=tuple(kind for kind, _ in found), repacking=tuple(each for _, each in found))
+        found = [_repacked(matrices) for matrices in self.layouts]
+        return replace(
+            self, layouts=tuple(matrices for matrices, _ in found), repacking=tuple(each for _, each in found)
+        )
 
 
-def _repacked(kind: Kind) -> tuple[Kind, Repacking]:
-    """Where the parts of a page of ``kind`` lie once they are turned, and how they are."""
+def _repacked(matrices: PageMatrices) -> tuple[PageMatrices, Repacking]:
+    """Where the parts of a page of ``matrices`` lie once they are turned, and how they are."""
     found, orders = [], dict[int, int]()
-    for name, place in kind:
+    for name, place in matrices:
         by_rows = None if place.stored is None else place.stored.repacked_format(place.rows, place.columns)
         if place.stored is None or by_rows is None:
             found.append((name, place))
@@ -149,8 +151,8 @@ def lay_out_pages(
     """The pages of experts given as tensors of `as_matrices`. ``layouts``: of a graph's layers; None: each page is
     gate, up and down, or the first two as one. Raises CheckpointError for matrices that cannot be taken by themselves.
     """
-    kinds: dict[Kind, int] = {}
-    kind_of: dict[Page, int] = {}
+    numbered: dict[PageMatrices, int] = {}
+    layout_ids: dict[Page, int] = {}
     pieces: dict[Page, tuple[TensorInfo, ...]] = {}
     groups: dict[str, int] = {}
     sizes: dict[int, int] = {}
@@ -161,19 +163,19 @@ def lay_out_pages(
         if layout is not None and layout.interleaved and len(infos) > len(together):
             layout = layouts[page.layer] = layout.apart()
         parts = [_parts(info) for info in infos]
-        kind, nbytes = _kind(infos, parts, layout)
-        number = kind_of[page] = kinds.setdefault(kind, len(kinds))
+        matrices, nbytes = _page_matrices(infos, parts, layout)
+        number = layout_ids[page] = numbered.setdefault(matrices, len(numbered))
         pieces[page] = tuple(place for _, places in parts for _, place in places)
         groups.update(_orders(parts))
         sizes[number] = nbytes
     return QuantizedPages(
         pieces=MappingProxyType(pieces),
-        kinds=tuple(kinds),
-        kind_of=MappingProxyType(kind_of),
-        sizes=tuple(sizes[number] for number in range(len(kinds))),
+        layouts=tuple(numbered),
+        layout_ids=MappingProxyType(layout_ids),
+        sizes=tuple(sizes[number] for number in range(len(numbered))),
         interleaved=any(layout.interleaved for layout in layouts.values()),
         groups=MappingProxyType(groups),
-        repacking=tuple(Repacking.of(kind, {}) for kind in kinds),
+        repacking=tuple(Repacking.of(matrices, {}) for matrices in numbered),
     )
 
 
@@ -269,8 +271,10 @@ class _Segment:
         return replace(bias, stored=None, parts=(("", part._replace(shape=(bias.rows,))),))
 
 
-def _kind(infos: Sequence[TensorInfo], parts: Sequence[_Parts], layout: PageLayout | None) -> tuple[Kind, int]:
-    """How the page of ``infos`` lies, and its bytes."""
+def _page_matrices(
+    infos: Sequence[TensorInfo], parts: Sequence[_Parts], layout: PageLayout | None
+) -> tuple[PageMatrices, int]:
+    """The matrices of the page of ``infos``, and its bytes."""
     segments, at, begin = [], 0, 0
     for info, (stored, tensors) in zip(infos, parts, strict=True):
         placed = []

@@ -86,7 +86,7 @@ def test_pages_of_columns_are_those_of_rows_once_they_are_there(
     repacked = QuantizedPages.repacked
     monkeypatch.setattr(QuantizedPages, "repacked", lambda pages: turned.append(repacked(pages)) or turned[-1])
     assert scores(by_columns, **how) == wanted
-    assert {place.stored.key for kind in turned[0].kinds for _, place in kind if place.stored} == {"packed"}
+    assert {place.stored.key for kind in turned[0].layouts for _, place in kind if place.stored} == {"packed"}
     assert scores(by_columns, **{**how, "weights": STREAMED}) == wanted
     assert scores(by_columns, **{**how, "weights": Shares(host=0.4, disk=0.6), "residents": "learned"}) == wanted
     monkeypatch.setattr(QuantizedPages, "repacked", lambda pages: pages)
@@ -147,7 +147,7 @@ def test_stacks_of_gpt_oss_run_as_they_are_released(checkpoints: Any, tmp_path: 
 def test_layers_may_be_stored_in_different_formats(mixtral: Path, tmp_path: Path) -> None:
     """The experts of the last layer are not quantised, so its pages are larger."""
     quantised, numbers = quantise(mixtral, tmp_path, MIXED)
-    assert len(open_model(str(quantised)).weight_map.quantized.kinds) == 2  # type: ignore[union-attr]
+    assert len(open_model(str(quantised)).weight_map.quantized.layouts) == 2  # type: ignore[union-attr]
     for homes in (RESIDENT, STREAMED):
         assert tokens(quantised, weights=homes) == tokens(numbers, weights=homes)
 
@@ -164,7 +164,7 @@ def test_experts_of_a_layer_may_be_stored_in_different_formats(by_use: Pair) -> 
     quantised, numbers = by_use
     opened = open_model(str(quantised))
     pages, stored = opened.weight_map.quantized, opened.profile.stored
-    assert pages is not None and stored is not None and len(pages.kinds) == 2
+    assert pages is not None and stored is not None and len(pages.layouts) == 2
     sizes = [size for layer in pages.page_bytes(3) for size in layer]
     assert sorted(set(sizes)) == sorted(pages.sizes) and sizes.count(max(sizes)) == 3
     assert (stored.page_bytes, stored.total_bytes) == (max(sizes), sum(sizes))

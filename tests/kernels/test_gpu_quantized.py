@@ -64,7 +64,7 @@ def test_tiles_are_the_numbers(name: str, device: torch.device) -> None:
     """Bit for bit, in steps of 64 inputs and of 32; the last one reaches beyond the matrix where the format allows."""
     weight = matrix(TILES[name], *sizes(name, 24, 104), seed=3, ordered=False)
     for depth in (64, 32):
-        assert torch.equal(unpacked(weight, depth, device), weight.numbers(torch.float32))
+        assert torch.equal(unpacked(weight, depth, device), weight.values(torch.float32))
 
 
 @BY_TRITON
@@ -74,12 +74,12 @@ def test_every_code_of_narrow_floats(device: torch.device) -> None:
     eights = fp8(block=(0, 0), scale="F32")
     parts = {".weight": every.view(torch.float8_e4m3fn).repeat(2, 1), ".weight_scale_inv": torch.ones(1, 1)}
     weight = QuantizedMatrix(stored=eights, rows=2, columns=256, parts=parts)
-    assert torch.equal(unpacked(weight, 64, device).nan_to_num(1e9), weight.numbers(torch.float32).nan_to_num(1e9))
+    assert torch.equal(unpacked(weight, 64, device).nan_to_num(1e9), weight.values(torch.float32).nan_to_num(1e9))
     pairs = (torch.arange(16) | (15 - torch.arange(16)) << 4).to(torch.uint8).repeat(253, 1)
     fours = mxfp4(("_blocks", "_scales"))
     parts = {"_blocks": pairs, "_scales": every[:253, None].contiguous()}
     weight = QuantizedMatrix(stored=fours, rows=253, columns=32, parts=parts)
-    assert torch.equal(unpacked(weight, 32, device), weight.numbers(torch.float32))
+    assert torch.equal(unpacked(weight, 32, device), weight.values(torch.float32))
 
 
 def layer(form: str, pairing: str, device: torch.device, dtype: torch.dtype, biased: bool) -> tuple[Any, Any]:
@@ -106,14 +106,14 @@ def layer(form: str, pairing: str, device: torch.device, dtype: torch.dtype, bia
     given = {name: without([moved(each, device) for each in all_]) for name, all_ in drawn.items()}
     quantised = QuantizedTable.of(**given, **rest)
     if pairing == "apart":  # tables of plain numbers want up as far behind in every page
-        numbers = {name: [each.numbers(dtype).to(device) for each in all_] for name, all_ in drawn.items()}
+        numbers = {name: [each.values(dtype).to(device) for each in all_] for name, all_ in drawn.items()}
         joined = [torch.cat(each) for each in zip(numbers["gate_up"], numbers.pop("up"), strict=True)]
         numbers["gate_up"] = joined
         if biased:
             pairs = zip(rest["gate_up_bias"], rest.pop("up_bias"), strict=True)
             rest["gate_up_bias"] = [None if gate is None else torch.cat((gate, up)) for gate, up in pairs]
     else:
-        numbers = {name: [each.numbers(dtype).to(device) for each in all_] for name, all_ in drawn.items()}
+        numbers = {name: [each.values(dtype).to(device) for each in all_] for name, all_ in drawn.items()}
     return quantised, PageTable.of(**{name: without(each) for name, each in numbers.items()}, **rest)
 
 

@@ -92,7 +92,7 @@ def test_whole_numbers_are_those_of_the_matrix() -> None:
             numbers = numbers * found.steps[:, part]
         if found.lows is not None and found.least is not None:
             numbers = numbers - found.lows[:, part] * found.least[:, group]
-        torch.testing.assert_close(numbers, weight.numbers(torch.float32), rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(numbers, weight.values(torch.float32), rtol=1e-6, atol=1e-5)
         assert found.whole.abs().max() < 1 << 9 and found.group % found.part == 0
     x = generator(0)(5, 200)
     numbers, scales = round_tokens(x, 64)

@@ -36,7 +36,7 @@ def test_linear_equals_that_of_the_numbers(name: str, server: str) -> None:
     for rows, columns in ((67, 300), (9, 1500)):
         weight = matrix(FORMATS[name], *sizes(name, rows, columns), ordered=rows > 9)
         for dtype in (torch.bfloat16, torch.float32, torch.float16):
-            numbers = weight.numbers(dtype)
+            numbers = weight.values(dtype)
             for tokens in (1, 3, 17, 65) if dtype == torch.bfloat16 else (2,):
                 x = generator(tokens)(tokens, weight.columns).to(dtype)
                 same_bits(cpu_linear(x, weight, threads=1), cpu_linear(x, numbers, threads=1))
@@ -52,7 +52,7 @@ def test_few_tokens_meet_rows_as_they_are_unpacked(name: str, server: str) -> No
     for rows, columns in ((1, 256), (7, 1792), (66, 1280)):
         sane = matrix(FORMATS[name], *sizes(name, rows, columns))
         for weight in (sane, garbage(FORMATS[name], sane.rows, sane.columns)):
-            numbers = weight.numbers(torch.bfloat16)
+            numbers = weight.values(torch.bfloat16)
             for tokens in range(1, 10):
                 x = generator(tokens)(tokens, weight.columns).bfloat16()
                 x.view(-1)[::7] = 1e-39  # subnormal
@@ -79,7 +79,7 @@ def experts(form: str, server: str, pairing: str, inner: int = 40, hidden: int =
     x = randn(40, hidden).bfloat16()
 
     def numbers(matrices: list[QuantizedMatrix] | None) -> list[Tensor] | None:
-        return None if matrices is None else [each.numbers(x.dtype) for each in matrices]
+        return None if matrices is None else [each.values(x.dtype) for each in matrices]
 
     wanted = cpu_expert_ffn(x, numbers(up) or [], numbers(down) or [], offsets, up=numbers(more), threads=1, **options)
     for threads in (1, 2):
@@ -96,9 +96,9 @@ def test_experts_equal_those_of_the_numbers(form: str, pairing: str, server: str
 def test_experts_may_have_two_formats(server: str) -> None:
     randn, up, down = generator(0), matrix(FORMATS["Q4_K"], 64, 256), matrix(FORMATS["Q8_0"], 256, 32)
     x, offsets, dtype = randn(7, 256).bfloat16(), torch.tensor([0, 7]).int(), torch.bfloat16
-    wanted = cpu_expert_ffn(x, [up.numbers(dtype)], [down.numbers(dtype)], offsets)
+    wanted = cpu_expert_ffn(x, [up.values(dtype)], [down.values(dtype)], offsets)
     same_bits(cpu_expert_ffn(x, [up], [down], offsets), wanted)
-    same_bits(cpu_expert_ffn(x, [up], [down.numbers(dtype)], offsets), wanted)
+    same_bits(cpu_expert_ffn(x, [up], [down.values(dtype)], offsets), wanted)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -110,7 +110,7 @@ def test_dequantize(name: str, server: str) -> None:
             wild = replace(wild, parts={**wild.parts, ".g_idx": sane.parts[".g_idx"]})
         for weight in (sane, wild):
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
-                wanted = weight.numbers(dtype)
+                wanted = weight.values(dtype)
                 same_bits(cpu_dequantize(weight, dtype, threads=2), wanted)
                 room = torch.zeros(weight.rows, weight.columns + 3, dtype=dtype)
                 assert cpu_dequantize(weight, dtype, out=room[:, : weight.columns]).data_ptr() == room.data_ptr()
@@ -154,11 +154,11 @@ def test_lists_have_one_format(server: str) -> None:
     x, offsets = torch.zeros(2, 128).bfloat16(), torch.tensor([0, 1, 2]).int()
     down = [matrix(FORMATS["Q8_0"], 128, 32) for _ in range(2)]
     up = matrix(packed(bits=4, group=32), 64, 128)
-    for other in (matrix(FORMATS["mxfp4"], 64, 128), up.numbers(torch.float32), matrix(up.stored, 32, 128)):
+    for other in (matrix(FORMATS["mxfp4"], 64, 128), up.values(torch.float32), matrix(up.stored, 32, 128)):
         with pytest.raises(ValueError, match=r"^gate_up: "):
             cpu_expert_ffn(x, [up, other], down, offsets)
     with pytest.raises(ValueError, match=r"^(down|gate_up): "):
-        cpu_expert_ffn(x, [up, up], [down[0], down[0].numbers(torch.float32)], offsets)
+        cpu_expert_ffn(x, [up, up], [down[0], down[0].values(torch.float32)], offsets)
     small = matrix(packed(bits=4, group=32), 32, 128)
     with pytest.raises(ValueError, match=r"^up: "):
         cpu_expert_ffn(x, [small, small], down, offsets, up=[matrix(FORMATS["mxfp4"], 32, 128)] * 2)

@@ -91,7 +91,7 @@ def test_the_numbers_stay(name: str, isa: str) -> None:
             after = repacked(copied(before))
             assert after.stored.key == "packed" and not after.stored.order
             same_bits(cpu_dequantize(after, torch.float32), numbers)
-            same_bits(after.numbers(torch.float32), numbers)
+            same_bits(after.values(torch.float32), numbers)
 
 
 def numbered(weight: QuantizedMatrix) -> QuantizedMatrix:
@@ -113,7 +113,7 @@ def test_scales_of_other_dtypes(scale: torch.dtype) -> None:
         before = replace(before, parts={**before.parts, ".scales": before.parts[".scales"].to(scale)})
         after = repacked(copied(before))
         assert after.stored.key == "packed"
-        same_bits(after.numbers(torch.float32), before.numbers(torch.float32))
+        same_bits(after.values(torch.float32), before.values(torch.float32))
 
 
 @pytest.mark.parametrize("name", ["gptq int4 of 64 from 1", "gptq int8 of 32 from 1", "awq of 128", "awq of all"])
@@ -140,7 +140,7 @@ def test_symmetric_zero_points_of_the_first_version() -> None:
     }
     found = repacked(QuantizedMatrix(stored=stored, rows=8, columns=64, parts=parts))
     assert found.stored.zero_bias == 0 and found.parts[".qzeros"].flatten().tolist() == [-2004318072] * 2
-    assert torch.equal(found.numbers(torch.float32), (codes - 8) * 0.5)
+    assert torch.equal(found.values(torch.float32), (codes - 8) * 0.5)
 
 
 def test_awq_to_the_nibble() -> None:

@@ -113,7 +113,7 @@ def compute(path: Path, name: str) -> None:
     arena = torch.empty(dense_bytes(profile, from_torch(DTYPE)), dtype=torch.uint8)
     load_dense(weight_map, profile, arena, DTYPE)
     if weight_map.quantized is not None:
-        for layer in sorted({page.layer for page in weight_map.quantized.kind_of}):
+        for layer in sorted({page.layer for page in weight_map.quantized.layout_ids}):
             for quantized in (weight_map.quantized, weight_map.quantized.repacked()):
                 _multiply(replace(opened, weight_map=replace(weight_map, quantized=quantized)), layer)
 

@@ -28,7 +28,7 @@ from moelight.kernels.gpu.pages import PARTS, ExpertTable, PageTable
 from moelight.kernels.gpu.quantized import QuantizedTable
 from moelight.kernels.integers import integer_product
 from moelight.kernels.products import SHRINK
-from moelight.kernels.quantized import QuantizedMatrix, numbers_of
+from moelight.kernels.quantized import QuantizedMatrix, dense_values
 from moelight.kernels.reference import gate_and_up
 
 _MAP_NUMBERS = 4096
@@ -146,7 +146,7 @@ def _linear(x: Tensor, pages: ExpertTable, part: str, page: int, factor: float =
     if isinstance(pages, QuantizedTable) and pages.rounds(part):
         total = integer_product(x, weight).mul_(factor)
         return total if bias is None else total.add_(bias.float())
-    dense = numbers_of(weight, x.dtype) if isinstance(weight, QuantizedMatrix) else weight.to(x.dtype)
+    dense = dense_values(weight, x.dtype) if isinstance(weight, QuantizedMatrix) else weight.to(x.dtype)
     if factor == 1:
         return functional.linear(x, dense, None if bias is None else bias.to(x.dtype))
     total = functional.linear(x, dense).float().mul_(factor)

@@ -204,11 +204,11 @@ class GraphDecoder:
             if not isinstance(page, Tensor)
         ]
 
-    def kind_of(self, layer: int) -> int | None:
-        return 0 if self._quantized is None else self._quantized.kind_of(layer)
+    def layout_id(self, layer: int) -> int | None:
+        return 0 if self._quantized is None else self._quantized.layout_id(layer)
 
-    def matrices(self, kind: int, pages: Sequence[Any]) -> Sequence[tuple[Tensor, Tensor] | Matrices]:
-        return pages if self._quantized is None else self._quantized.of_kind(kind, pages)
+    def matrices(self, layout_id: int, pages: Sequence[Any]) -> Sequence[tuple[Tensor, Tensor] | Matrices]:
+        return pages if self._quantized is None else self._quantized.of_layout(layout_id, pages)
 
     def predict_experts(self, layer: int, hidden: Tensor, running: Running) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """By the block of ``layer`` on the input of the last layer's experts: what the graph adds to it is within."""
