@@ -15,7 +15,7 @@ from moelight.cli.options import argument, flag, option, refuse_beside, with_opt
 from moelight.cli.tables import say_missing_kernels
 from moelight.core.errors import ConfigError, InputError
 from moelight.core.policy import Policy
-from moelight.core.request import SamplingParams, StructuredOutputs
+from moelight.core.request import DEFAULT_RESAMPLINGS, MAX_RESAMPLINGS, SamplingParams, StructuredOutputs
 from moelight.core.small_files import read_error_text, read_json
 from moelight.core.units import parse_bytes
 
@@ -92,6 +92,17 @@ class JobArguments:
     json_schema: Path | None = option("Completions are JSON that this schema describes.", metavar="FILE.json")
     regex: str | None = option("Completions match this regular expression.", metavar="REGEX")
     choice: list[str] | None = option("Completions are one of these; repeat the option.", metavar="TEXT")
+    strict: bool = option(
+        "Reject JSON schemas, those of tools included, with keywords that can only be checked in finished answers.",
+        "--strict/--no-strict",
+        default=False,
+    )
+    resamplings: int = option(
+        "Maximum number of times to generate an answer again that fails the validation of its schema.",
+        min=0,
+        max=MAX_RESAMPLINGS,
+        default=DEFAULT_RESAMPLINGS,
+    )
     host_memory: str | None = option("The most host memory, e.g. 3GiB.", metavar="SIZE")
     device_memory: str | None = option("The most GPU memory, e.g. 10GiB.", metavar="SIZE")
     batch_size: int | None = option("Sequences in a pass; planned if not given.", min=1)
@@ -297,7 +308,7 @@ def read_constraint(given: JobArguments) -> StructuredOutputs | None:
     if given.json_schema is None:
         return StructuredOutputs(regex=given.regex, choice=given.choice or None) if names else None
     try:
-        return StructuredOutputs(json=read_json(given.json_schema))
+        return StructuredOutputs(json=read_json(given.json_schema), strict=given.strict, resamplings=given.resamplings)
     except (OSError, ValueError) as error:
         reason = read_error_text(error)
         raise ConfigError(f"--json-schema {given.json_schema}: cannot be read as JSON ({reason})") from None

@@ -15,6 +15,7 @@ from moelight.cli import INTERRUPTED
 from moelight.cli.options import flag, option, refuse_beside, with_options
 from moelight.cli.tables import printable, say_missing_kernels
 from moelight.core.errors import ConfigError
+from moelight.core.request import MAX_RESAMPLINGS
 from moelight.core.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ _HANDED_ON = (
     "max_tokens",
     "reasoning",
     "ignore_model",
+    "strict",
+    "resamplings",
     "host_memory",
     "device_memory",
     "dtype",
@@ -55,6 +58,10 @@ class ServerArguments:
     max_tokens: int | None = option("The most tokens generated where a request does not say.", min=1)
     reasoning: str | None = option("Reasoning of models that think, as for generate.", metavar="auto|off")
     ignore_model: bool = option("Rows may name any model.", default=False)
+    strict: bool = option("Reject JSON schemas that cannot be enforced, as for generate.", default=False)
+    resamplings: int | None = option(
+        "Maximum number of times to generate an invalid answer again.", min=0, max=MAX_RESAMPLINGS
+    )
     host_memory: str | None = option("The most host memory of a job.", metavar="SIZE")
     device_memory: str | None = option("The most GPU memory of a job.", metavar="SIZE")
     dtype: str | None = option("Of computation, as for generate.", metavar="auto|bfloat16|float16|float32")

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from moelight import __version__
+from moelight.cli.generate import JobArguments, read_options
 from moelight.core.schedule import Lane
 from tests.cli.program import PLANNED, ROOT, moelight, read_rows, write_prompts
 from tests.cli.program import moelight_inside as run
@@ -269,3 +270,13 @@ def test_a_device_whose_memory_ends_keeps_the_rows_before(tmp_path: Path) -> Non
     assert len(read_rows(out.read_text())) == 3
     done = generate("twin", out)
     assert (done.returncode, len(read_rows(out.read_text()))) == (0, 4), done.stderr
+
+
+def test_how_schemas_are_handled_where_a_row_does_not_say(tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2, "uniqueItems": true}')
+    given = JobArguments(prompts=tmp_path / "x.jsonl", json_schema=schema, strict=True, resamplings=0)
+    options = read_options(given, as_table=False)
+    outputs = options.sampling.structured_outputs
+    assert outputs is not None and (outputs.strict, outputs.resamplings) == (True, 0)
+    assert (options.strict, options.resamplings) == (True, 0)

@@ -43,6 +43,9 @@ SAMPLING = {
     "--regex",
     "--choice",
     "--thinking-token-budget",
+    "--strict",
+    "--no-strict",
+    "--resamplings",
 }
 OPTIONS = {
     "moelight": {"--version", "--traceback"},
@@ -116,6 +119,8 @@ OPTIONS = {
         "--max-tokens",
         "--reasoning",
         "--ignore-model",
+        "--strict",
+        "--resamplings",
         "--host-memory",
         "--device-memory",
         "--dtype",
