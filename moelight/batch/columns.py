@@ -248,7 +248,7 @@ class ParquetReader(_TableReader):
                 yield self._row(values, number)
 
     def _records(self) -> Iterator[tuple[list[Any], int]]:
-        """Of every record, the arrays of its batch in the order of ``fields``, and its index in them."""
+        """Yield for every record the arrays of its batch, in the order of ``fields``, and its index in them."""
         from pyarrow import ArrowException
 
         names = list(self.fields.values())

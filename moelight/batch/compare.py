@@ -71,7 +71,7 @@ class Estimated:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """What was measured over ``tokens`` predicted tokens of ``prompts``.
+    """The result of a comparison over ``tokens`` predicted tokens of ``prompts``.
 
     Attributes:
         kept: tokens of the vocabulary that were compared one by one, ``vocabulary`` if all; else ``kl`` takes the

@@ -74,9 +74,9 @@ _ROWS, _KEYS = "calibration.rows", "calibration.keys"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvertOptions:
-    """What to convert, where to, and how: ``dense`` None leaves the matrices outside the experts as they are, and so
-    the share ``keep`` of all experts, those that are busiest in ``expert_profile``. ``calibrate``: prompts on which the
-    model, planned by ``planning`` (arguments of `Engine.from_pretrained`), shows which numbers of experts matter."""
+    """The options of a conversion: ``dense`` None leaves the matrices outside the experts as they are, and so the share
+    ``keep`` of all experts, those that are busiest in ``expert_profile``. ``calibrate``: prompts on which the model,
+    planned by ``planning`` (arguments of `Engine.from_pretrained`), shows which numbers of experts matter."""
 
     model: str
     output: Path
@@ -91,8 +91,8 @@ class ConvertOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Converted:
-    """What was made: bytes of tensors before and after, bits of a rounded number with its scales, bytes that this run
-    read, files that were whole before, names of files that were not copied, experts that were kept, and
+    """The result of a conversion: bytes of tensors before and after, bits of a rounded number with its scales, bytes
+    that this run read, files that were whole before, names of files that were not copied, experts that were kept, and
     those that enough prompts reached (None: nothing was calibrated in this run)."""
 
     source_bytes: int
@@ -202,8 +202,8 @@ def _check_calibration(options: ConvertOptions) -> None:
 
 @contextlib.contextmanager
 def calibrated(options: ConvertOptions, plan: ConversionPlan, progress: Progress) -> Iterator[ExpertInputs | None]:
-    """What matters in the experts of ``plan``, by the inputs that the prompts give them; where a run before this one
-    has collected them, nothing is run."""
+    """Return the inputs that the calibration prompts give to the experts of ``plan``; inputs that an earlier run has
+    collected are reused."""
     if options.calibrate is None:
         yield None
         return
@@ -232,7 +232,7 @@ def _plan(checkpoint: Checkpoint, config: dict[str, Any], options: ConvertOption
 
 
 def _record(checkpoint: Checkpoint, options: ConvertOptions, kept: Chosen) -> dict[str, Any]:
-    """What a directory is made of; a run goes on only where this is equal."""
+    """The settings of a conversion; a run resumes only if they are equal."""
     files = sorted({info.file for info in checkpoint.tensors.values()} | {checkpoint.directory / _CONFIG})
     stats = {file.name: file.stat() for file in files}
     return {
@@ -524,8 +524,8 @@ def remove_rows(directory: Path) -> None:
 
 
 class ExpertInputs:
-    """What the matrices of experts multiply. ``matrices``: gate, up and down of each layer and expert,
-    where they are not rounded."""
+    """Reservoirs of the inputs of expert matrices. ``matrices``: gate, up and down of each layer and expert, where they
+    are not rounded."""
 
     def __init__(self, rows: InputRows, matrices: Mapping[tuple[int, int], Mapping[str, TensorInfo]]) -> None:
         self._rows, self._matrices = rows, matrices

@@ -21,9 +21,9 @@ class PhaseForecast:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineForecast:
-    """What an engine of a cluster would do: its part of the work, its rows, its speed in generated tokens, the binding
-    lane, and the seconds that it takes if every answer has its maximum length; or why it is ``refused``. ``why`` is
-    its plan in a sentence."""
+    """The forecast for one engine of a cluster: its part of the work, its rows, its speed in generated tokens, the
+    binding lane, and the seconds that it takes if every answer has its maximum length; or why it is ``refused``.
+    ``why`` is its plan in a sentence."""
 
     name: str
     share: float = 0.0

@@ -136,7 +136,7 @@ class JobRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobAnswers:
-    """How a run of a job ended: ``DONE`` or ``INTERRUPTED``, its figures, and the first error row of this run."""
+    """The result of a run of a job: ``DONE`` or ``INTERRUPTED``, its figures, and the first error row of this run."""
 
     state: str
     stats: RunStats

@@ -111,8 +111,8 @@ def bad_row(number: int, line: int, custom_id: str | None, error: Exception, *, 
 
 
 def structure_totals(completions: Sequence[Completion]) -> dict[str, int]:
-    """How many of ``completions`` have not the structure that was asked for: ``invalid`` ones, and those ``truncated``
-    by ``max_tokens`` or a stop. A count of 0 is absent."""
+    """Return the number of ``completions`` that do not match the requested structure: ``invalid`` ones, and those
+    ``truncated`` by ``max_tokens`` or a stop. A count of 0 is absent."""
     errors = [each.structure_error for each in completions if each.structure_error is not None]
     truncated = sum(error.code == TRUNCATED for error in errors)
     counts = {"invalid": len(errors) - truncated, "truncated": truncated}

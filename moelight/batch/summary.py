@@ -112,7 +112,7 @@ class ScanSummary(msgspec.Struct, kw_only=True):
 
     @property
     def unlimited_text(self) -> str:
-        """What is to be said of rows without a limit; empty if all set one."""
+        """Return a note about rows without a limit; empty if all rows set one."""
         if not self.unlimited:
             return ""
         rows = "1 row sets" if self.unlimited == 1 else f"{self.unlimited:,} rows set"

@@ -148,7 +148,7 @@ def interrupted_line(counts: JobCounts | None, *, output: str) -> str:
     rows = "" if counts is None else f"{counts.done:,} of {counts.total:,} rows "
     if not output:
         answered = f": {rows}were answered" if rows else ""
-        return f"interrupted{answered}; rows can be kept, and gone on with, in a file (-o)"
+        return f"interrupted{answered}; use -o FILE to be able to resume"
     lost = f"; {counts.running:,} answers were under way and are computed again" if counts and counts.running else ""
     return f"interrupted: {rows or 'the rows that were finished '}are kept in {output}{lost}; continue with:"
 

@@ -169,7 +169,7 @@ def model_as_dict(model: str, found: Support, verdict: Verdict | None, differs: 
 
 
 def _form(found: Support) -> list[str]:
-    """How the experts are stored, in words."""
+    """Describe the layout of the experts."""
     assert found.profile is not None
     spec = found.profile.experts
     words = {

@@ -232,7 +232,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReasoningStart:
-    """How the answer of a reasoning model begins.
+    """The state of the reasoning at the start of an answer.
 
     Attributes:
         format: name of the markers around reasoning.

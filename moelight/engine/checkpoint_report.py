@@ -1,5 +1,5 @@
-"""What a job would make of a model, from headers and small files alone: the families of its tensors, those that are not
-read, what does not fit, and the texts around it (tokenizer, chat template, the tokens that end an answer).
+"""Validation of a checkpoint from headers and small files alone: the families of its tensors, those that are not read,
+what does not fit, and the texts around it (tokenizer, chat template, the tokens that end an answer).
 
 The checks are those of a job, in its order, so the first refusal is the line with which a job ends.
 """
@@ -78,7 +78,7 @@ class TextReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointReport:
-    """What a model on disk consists of, and whether it runs.
+    """The contents of a checkpoint, and whether it can be run.
 
     Attributes:
         refusals: one line each: what does not fit, and what to do; a job ends with the first.

@@ -44,7 +44,7 @@ def open_model(model: str) -> OpenCheckpoint:
 
     Raises:
         CheckpointError: the model is missing, or its files are not as its config asks for them.
-        ConfigError: nobody computes its family, or transformers is missing.
+        ConfigError: the model type is not supported, or transformers is missing.
     """
     directory = resolve_model(model)
     if directory.suffix == GGUF:

@@ -28,7 +28,7 @@ _META = str.maketrans({letter: f"\\{letter}" for letter in r"\.+*?()|[]{}^$#&-~"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledStructure:
-    """What a specification of structured outputs compiles to, or the ``reason`` why it cannot be compiled."""
+    """A compiled specification of structured outputs, or the ``reason`` why it cannot be compiled."""
 
     matcher: llguidance.LLMatcher | None
     reason: str | None
@@ -58,9 +58,8 @@ class Constraints:
         return self._structures(kind, text)
 
     def check(self, outputs: StructuredOutputs) -> tuple[str, ...]:
-        """What a user should know about ``outputs``: keywords of a schema that only validation checks, and those that
-        ask for nothing. Raises InputError if it cannot be compiled, or if no token of this model can begin an
-        answer."""
+        """Return warnings about ``outputs``: keywords of a schema that only validation checks, and those without
+        effect. Raises InputError if it cannot be compiled, or if no token of this model can begin an answer."""
         schema = self._structure(outputs).enforced
         checked = tuple(f"{keyword} is checked in finished answers" for keyword in schema.unenforced)
         return (*checked, *(f"{note}: ignored" for note in schema.notes))

@@ -123,7 +123,8 @@ class SchemaDocument:
         return {name: value for name, value in node.items() if self._is_of_draft(name)}
 
     def resolve(self, node: dict[str, Any], keyword: str) -> Schema | None:
-        """What the reference ``keyword`` of ``node`` points to; None if that is not one schema of this document."""
+        """Resolve the reference ``keyword`` of ``node``; return None if the target is not a single schema of this
+        document."""
         location, reference = self.locate(node), node[keyword]
         if keyword == "$recursiveRef":
             return None if self._recursive else self._resources.get(location.base)

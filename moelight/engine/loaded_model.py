@@ -186,7 +186,7 @@ class LoadedModel:
         return list(found.values())
 
     def _warm_up(self, policy: Policy, lane: LaneRunner, layers: Collection[int]) -> Ticket:
-        """Of ``layers``, on the thread and stream of the device's ``lane``, beside the reading of pages."""
+        """Warm up ``layers`` on the thread and stream of the device's ``lane``, while pages are read."""
         self.pages.follow(self.layout.streamed, self.layout.computed)
         work = partial(
             warm_up,

@@ -54,9 +54,9 @@ _SAMPLES, _SAMPLE_BYTES = 32, 1 << 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
-    """How an engine runs; None leaves a choice to the planner. Memory is in bytes. ``dtype``: of computation;
-    ``kv_dtype``: of keys and values, or ``choose``. A ``policy`` is run unchanged. ``reasoning``: ``auto`` or ``off``,
-    as for `Engine`."""
+    """Options of an engine; None leaves the choice to the planner. Memory is in bytes. ``dtype``: data type of
+    activations; ``kv_dtype``: data type of the KV cache, or ``choose``. A ``policy`` is run unchanged. ``reasoning``:
+    ``auto`` or ``off``, as for `Engine`."""
 
     device: str = "auto"
     host_memory: int | None = None
@@ -121,8 +121,8 @@ class LazyModel:
         self.check_structure(sampling)
 
     def check_structure(self, sampling: SamplingParams) -> tuple[str, ...]:
-        """What a user should know about the structured outputs of ``sampling``, if it has any; raises InputError if
-        they cannot be compiled. Each distinct one is compiled once, until `release`."""
+        """Return warnings about the structured outputs of ``sampling``; raises InputError if they cannot be compiled.
+        Each distinct one is compiled once, until `release`."""
         return () if sampling.structured_outputs is None else self._constraints.check(sampling.structured_outputs)
 
     def check_tools(self, tools: ToolRequest) -> tuple[str, ...]:

@@ -79,7 +79,7 @@ class SequenceEnd:
 
 
 class SequenceState:
-    """What a sequence needs beyond sampling from its logits until eos.
+    """The state of a sequence that needs more than sampling from its logits until EOS.
 
     Attributes:
         chooses: tokens are chosen separately, since logits are changed or tokens scored.

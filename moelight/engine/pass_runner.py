@@ -245,8 +245,8 @@ class PassRunner:
         return {} if self.model.pager is None else self.model.pager.stats.as_dict()
 
     def range_lost(self) -> str:
-        """Where hidden states first left the range of float16 in the passes so far, as a clause for an error; empty
-        unless in mixed precision. Complete for the tokens of every pass that has landed."""
+        """Describe where hidden states first exceeded the range of float16, as a clause for an error; empty unless in
+        mixed precision. Complete for the tokens of every pass that has landed."""
         finite = self.model.operations.finite
         if finite is None:
             return ""

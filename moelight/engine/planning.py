@@ -322,7 +322,7 @@ def _fit_ring(policy: Policy, model: ModelProfile, dtype: DType, before: Footpri
 
 
 def _missing(policy: Policy, device: torch.device | None) -> Iterator[str]:
-    """What the installation and ``device`` do not have that ``policy`` needs, a clause each."""
+    """Yield what ``policy`` requires and the installation or ``device`` lacks, one clause each."""
     if policy.activations != INT8:
         return
     card = None if device is None or device.type == "cpu" or policy.ffn_device == "cpu" else device

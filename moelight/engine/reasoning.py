@@ -104,8 +104,8 @@ def find_format(sources: Iterable[str]) -> str | None:
 def reasoning_start(
     tokenizer: Tokenizer, conversation: object, token_ids: Sequence[int], *, calls: bool = False
 ) -> ReasoningStart | None:
-    """How the answer to ``conversation``, rendered to ``token_ids``, begins; None if the model's template names no
-    format. ``calls``: the row forces a tool call."""
+    """Return the reasoning state at the start of the answer to ``conversation``, rendered to ``token_ids``; None if the
+    model's template names no format. ``calls``: the row forces a tool call."""
     name = None if tokenizer.template is None else find_format(tokenizer.template.sources.values())
     if name is None:
         return None
@@ -217,7 +217,7 @@ class AnswerSplit:
         return len(self._token_ids)
 
     def content_begin(self, text: str) -> int:
-        """Where the content begins in ``text``, that of the answer."""
+        """Return the position in ``text``, that of the answer, where the content begins."""
         if not self._thinking.opened:
             return 0
         end = self._end(text)

@@ -18,7 +18,7 @@ _VALIDATORS = {2019: jsonschema_rs.Draft201909Validator, 2020: jsonschema_rs.Dra
 
 
 class Mismatch(TypedDict):
-    """What is wrong with an answer, ``path`` and ``schema_path`` as JSON pointers."""
+    """A validation error of an answer, with ``path`` and ``schema_path`` as JSON pointers."""
 
     message: str
     path: str

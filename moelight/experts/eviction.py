@@ -872,7 +872,8 @@ _NEVER = 1 << 60
 
 
 class Belady(Ranked):
-    """Of the residents and the requested keys, retain those that are used again soonest; evict or bypass the others.
+    """Belady's algorithm: of the resident and requested keys, retain those that are used again soonest; evict or bypass
+    the others.
 
     A batch of `EvictionContext.future` is decided as a whole, and its own hits can be evicted too; keys are never held.
     A retained key is an interval between two of its uses; of intervals of which at most ``capacity`` may overlap,

@@ -1,5 +1,5 @@
-"""What the runtime asks of a model, and our own decoder of it, whose families differ in fields of the profile. Does not
-depend on the paging of experts, the layout of the KV cache, or the schedule.
+"""The interface between runtime and model, and the native decoder, whose families differ in fields of the profile. Does
+not depend on the paging of experts, the layout of the KV cache, or the schedule.
 
 Legend: T tokens, H hidden, Hq query heads, Hkv key/value heads, D head size, V vocabulary.
 """
@@ -182,7 +182,7 @@ class Decoder(Protocol):
         ...
 
     def layout_id(self, layer: int) -> int | None:
-        """The number of the way in which all pages of ``layer`` lie; None if they lie in several."""
+        """Return the layout id shared by all pages of ``layer``, or None if layouts differ."""
         ...
 
     def matrices(self, layout_id: int, pages: Sequence[Any]) -> Sequence[tuple[Tensor, Tensor] | Matrices]:
@@ -332,7 +332,7 @@ class NativeDecoder:
         return route_tokens(linear(x, self._router(layer)), self.model.router)
 
     def end(self, hidden: Tensor, running: Running) -> None:
-        """Nothing: the final norm is a part of `logits`."""
+        """Do nothing: the final norm is a part of `logits`."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, H] -> float32 [S, V]; by torch on a CPU in chunks of the head's rows, which bounds the size of

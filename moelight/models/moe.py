@@ -188,7 +188,7 @@ def _tensors(weight: Weight) -> Sequence[Tensor]:
 
 
 def _stored_as(weight: Weight | None) -> object:
-    """What the grouped kernels need to be the same in gate and up."""
+    """Return the properties that gate and up must share for the grouped kernels."""
     if not isinstance(weight, QuantizedMatrix):
         return None if weight is None else weight.dtype
     return weight.stored, [tensor.dtype for tensor in weight.parts.values()]

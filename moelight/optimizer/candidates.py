@@ -164,8 +164,8 @@ def scattered(
 
 
 def as_of(problem: Problem, beam: Candidates, variant: Candidates, *, times: int = 1) -> Candidates:
-    """The same sizes, in ``times`` as many micro-batches, in another variant, with those parts of the requested
-    placement that the variant has."""
+    """Return the candidates' sizes in ``times`` as many micro-batches and another variant, with those parts of the
+    requested placement that the variant has."""
     n, mu, t, p, computed, cache, resident, spilled, ring = _columns(beam)
     if variant.ffn_device != "split":
         computed = np.zeros_like(computed)

@@ -173,7 +173,7 @@ def _with(problem: Problem, tier: str, size: int) -> Problem:
 
 
 def _smallest(candidates: Candidates) -> Candidates:
-    """Those with the fewest sequences; memory use grows with N."""
+    """Return the candidates with the fewest sequences; memory use grows with N."""
     sizes = candidates.batch_size
     return candidates.at(np.flatnonzero(sizes == np.min(sizes, initial=_PLENTY)))
 

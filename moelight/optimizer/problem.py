@@ -184,7 +184,7 @@ class Candidates(Policy):
 
     @property
     def variant(self) -> tuple[str, ...]:
-        """What all candidates have in common, by the keys of `variants`."""
+        """Return the properties that all candidates share, by the keys of `variants`."""
         return tuple(getattr(self, name) for name in _CHOICES)
 
     def at(self, index: Any) -> Candidates:

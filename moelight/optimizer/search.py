@@ -188,7 +188,8 @@ def _region(problem: Problem, candidates: Candidates, *, by_waves: bool) -> Any:
 
 
 def _as_filled(problem: Problem, candidates: Candidates, placed: PlacementCounts) -> Candidates:
-    """The same candidates, requested as resolved: a small step of the request is then one of the result."""
+    """Return the candidates with requests equal to their resolved placement, so that a small step of the request is one
+    of the result."""
     if candidates.ffn_device == "cpu":
         return candidates
     candidates = replace(candidates, spilled=placed.from_disk)

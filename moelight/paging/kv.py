@@ -170,7 +170,8 @@ class BlockPool:
         return self._on_host if block < self.host_blocks else self._on_device
 
     def _device_part(self, count: int) -> int:
-        """Of the next ``count`` blocks; keeps all blocks in use closest to the device's share."""
+        """Return how many of the next ``count`` blocks go to the device, keeping the blocks in use closest to its
+        share."""
         if not self.blocks:
             return 0
         device_blocks = self.blocks - self.host_blocks

@@ -1,4 +1,4 @@
-"""What each slot holds or receives, the transfers in flight, and their statistics."""
+"""The contents of slots, transfers in flight, and their statistics."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def _qwen2(keys: Metadata) -> dict[str, Any]:
 
 
 def _widths(keys: Metadata) -> dict[str, Any]:
-    """Of experts, which have their share of ``feed_forward_length`` if the file does not say it."""
+    """Return the widths of experts, a share of ``feed_forward_length`` if the file does not state one."""
     width, dense = keys.integer("expert_feed_forward_length", 0), keys.integer("feed_forward_length", 0)
     used = keys.integer("expert_used_count", least=1)
     found = {"moe_intermediate_size": width or keys.integer("feed_forward_length") // used}
@@ -196,7 +196,8 @@ def _gpt_oss(keys: Metadata) -> dict[str, Any]:
 
 
 def _deepseek(keys: Metadata) -> dict[str, Any]:
-    """What several keys say together: `conversion/deepseek.py`, `src/models/deepseek2.cpp`."""
+    """Return the keys of the config that depend on several keys of the file: `conversion/deepseek.py`,
+    `src/models/deepseek2.cpp`."""
     keys.only("attention.temperature_scale", (0, 0.0), "which scales queries by position")
     sigmoid, groups = _by_sigmoid(keys), keys.integer("expert_group_count", 0)
     latent = keys.get("attention.key_length_mla") is not None
@@ -245,8 +246,8 @@ def _by_sigmoid(keys: Metadata) -> bool:
 
 
 def _dense_layers(keys: Metadata) -> int:
-    """How many layers at the start have no experts: by their tensors, because converters wrote 0 for configs that name
-    those layers by ``mlp_layer_types``."""
+    """Return the number of leading dense layers, counted by their tensors, because converters wrote 0 for configs that
+    name those layers by ``mlp_layer_types``."""
     tensors, said = keys.file.tensors, keys.integer("leading_dense_block_count", 0)
     layer = 0
     while f"blk.{layer}.ffn_gate.weight" in tensors and f"blk.{layer}.ffn_gate_inp.weight" not in tensors:
@@ -304,7 +305,7 @@ def layers_of(keys: Metadata) -> int:
 
 
 def config_values(file: GGUFFile, name: str, architecture: Architecture) -> dict[str, Any]:
-    """What ``config.json`` would say; the families check the values further."""
+    """Return the values that ``config.json`` would have; families validate them further."""
     keys = Metadata(file, name)
     heads, hidden = keys.integer("attention.head_count", least=1), keys.integer("embedding_length", least=1)
     config: dict[str, Any] = {

@@ -48,7 +48,7 @@ class HFConfig:
         return ConfigError(f"{self.where}: {complaint}")
 
     def with_keys(self, keys: Mapping[str, str]) -> HFConfig:
-        """The same file with another mapping of keys."""
+        """Return this config with another mapping of keys."""
         return HFConfig(self.values, where=self.where, keys=keys)
 
     @classmethod

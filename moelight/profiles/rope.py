@@ -24,7 +24,7 @@ class RopeFields(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScaling:
-    """How positions are stretched, whatever the length of a sequence.
+    """RoPE scaling that does not depend on the length of a sequence.
 
     Attributes:
         kind: ``linear``, ``yarn`` or ``llama3``.
@@ -105,11 +105,11 @@ class ByLength:
     anew: bool
 
     def regime(self, length: int) -> int:
-        """The same for lengths whose positions are stretched alike."""
+        """Return a value shared by lengths with the same RoPE scaling."""
         return 0 if length <= self.border else 1 if self.anew else length
 
     def crosses(self, prompt: int, longest: int) -> bool:
-        """Whether a sequence that begins with ``prompt`` tokens and may reach ``longest`` may be computed anew."""
+        """Whether a sequence of ``prompt`` to ``longest`` tokens may need recomputation."""
         return self.anew and prompt <= self.border < longest
 
 

@@ -70,7 +70,7 @@ class _Layers:
         return found
 
     def kept(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Given:
-        """What the cache keeps, with no rows of what it does not."""
+        """Return the tensors that the cache stores; those that it does not store have no rows."""
         return q[:0], k if self.specs[layer].latent is None else k[:0], v
 
     def kernels_take(self, layer: int, q: Tensor, k: Tensor, form: PromptForm) -> bool:
@@ -196,7 +196,7 @@ class HostAttention:
         return _narrowed(out, spec)
 
     def _as_cached(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """What the cache of ``layer`` keeps of k and v [T, Hkv, D], which are in ``slots`` of it, in their dtype."""
+        """Return k and v [T, Hkv, D] as the cache of ``layer`` stores them in ``slots``, in their dtype."""
         k_cache, v_cache, *scales = self._cache[layer]
         if not scales:
             return k, v
@@ -365,7 +365,7 @@ def _bound(spec: AttentionSpec, cache: Sequence[Tensor]) -> PagedCache | None:
 
 
 def _by_name(scales: Sequence[Tensor]) -> dict[str, Any]:
-    """Those of keys and values, as arguments of kernels; none of a cache that is not quantised."""
+    """Return the scales of keys and values as arguments of kernels; empty if the cache is not quantised."""
     return dict(zip(("k_scale", "v_scale"), scales, strict=False))
 
 
@@ -396,7 +396,7 @@ class AttentionKernels:
 
 
 def kernels_of(device: torch.device) -> AttentionKernels:
-    """Those of ``device``; of the emulated one, torch's."""
+    """Return the kernels of ``device``; torch's for the emulated one."""
     if device.type == "cpu":
         return AttentionKernels(
             attend=attend_in_torch,

@@ -50,7 +50,7 @@ class Chunk:
 
 @dataclass(kw_only=True, slots=True)
 class Context:
-    """What a micro-batch attends to on the device: its sequences with the blocks of their cached tokens.
+    """The cached context of a micro-batch on the device: its sequences and the blocks of their cached tokens.
 
     Blocks in the host's cache are transferred to a buffer, each once, whatever sequences share it.
 

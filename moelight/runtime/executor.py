@@ -52,7 +52,7 @@ class Executor:
 
     @property
     def device_waits(self) -> int:
-        """How often the thread of a lane waited for work on a device, in all passes."""
+        """Return how often the thread of a lane waited for a device, in all passes."""
         return sum(lane.device_waits for lane in self._lanes.values())
 
     def run(self, schedule: Schedule, perform: Perform) -> Timeline:

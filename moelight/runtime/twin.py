@@ -30,7 +30,7 @@ _SPIN_S = 2e-4  # the system's sleep may take tens of microseconds longer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TwinHabits:
-    """How the emulated device behaves like a card; a plain one does not.
+    """The limits that the emulated device imitates; none by default.
 
     Attributes:
         fp16: it has no bfloat16.

@@ -124,7 +124,8 @@ class Layout:
         return crossing * costs.kv_layer_bytes(self.model, self.kv_dtype, layer)
 
     def device_tokens(self, tokens: int) -> int:
-        """How many of ``tokens`` are in cache blocks on the device, by the policy's share; 0 if no context crosses."""
+        """Return the number of ``tokens`` in cache blocks on the device, by the policy's share; 0 if no context crosses
+        the link."""
         return math.floor(tokens * (1.0 - self.kv_host) + 1e-9) if self.context_crosses else 0
 
 

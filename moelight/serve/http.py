@@ -1,5 +1,5 @@
-"""How requests are read and answered: bounded bodies with a time limit, JSON or forms, look-ups, pages, and errors in
-OpenAI's format."""
+"""Reading of requests and writing of responses: bounded bodies with a time limit, JSON or forms, look-ups, pages, and
+errors in OpenAI's format."""
 
 from __future__ import annotations
 

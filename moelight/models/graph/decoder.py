@@ -102,7 +102,7 @@ class GraphDecoder:
         ]
 
     def begin(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, rows: Sequence[Rows]) -> Running:  # noqa: ARG002
-        """Nothing is computed yet: the run starts with the first layer."""
+        """Prepare the run without computing: it starts with the first layer."""
         lengths = [each.length for each in rows]
         states = [(self._state(each), each.count) for each in rows]
         return Running(self._graph.start(token_ids, positions, states, lengths))
@@ -149,7 +149,7 @@ class GraphDecoder:
         moe_forward(routed, experts, self.space, into=hidden, wide=wide)
 
     def decode_layers(self, *_: object) -> bool:
-        """Never: the graph decides what a layer computes."""
+        """Return False: the graph decides what a layer computes."""
         return False
 
     def route(self, layer: int, hidden: Tensor, attention: Tensor | None, running: Running) -> Routed:
@@ -231,7 +231,7 @@ class GraphDecoder:
             running.value = attention
 
     def _binding(self, layer: int, page: Tensor) -> ExpertWeights:
-        """What puts the matrices of ``layer``, whose ``page`` of numbers is given, into their modules."""
+        """Return the identity as an expert that first installs the matrices of ``layer``, views of ``page``."""
         bind = binding(self._graph.module, {each.name: each.of(page) for each in self._matrices[layer]})
 
         def expert(x: Tensor) -> Tensor:

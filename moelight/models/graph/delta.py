@@ -32,7 +32,7 @@ _PARTS = (((0, 7), (1, 4)), ((1, 1), (0, 1)), ((0, 4),))  # on trial: sequences 
 
 
 class Keeps(Protocol):
-    """What a sequence keeps: tensors by the module and the number of its function that they belong to."""
+    """The recurrent state of a sequence: tensors by module and index of the function that they belong to."""
 
     kept: dict[tuple[Any, int], Tensor]
 

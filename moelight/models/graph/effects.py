@@ -1,4 +1,5 @@
-"""What a suspended run of a module graph waits for. Does not depend on transformers, nor on how an effect is served.
+"""The effects with which a run of a module graph suspends itself. Does not depend on transformers, nor on how an effect
+is served.
 
 Legend: T rows of the micro-batch, H hidden, Hq query heads, Hkv key/value heads, D head size of queries and keys, Dv of
 values, R size of a latent, Rr of a rotated key, k experts per token. Tensors have the dtype and device of the module;

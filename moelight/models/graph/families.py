@@ -1,5 +1,5 @@
-"""What families need beyond transformers' two interfaces, as data: modules with state of their own, and experts that
-do not come through `ExpertsInterface`. Does not depend on runs.
+"""Data about families beyond transformers' two interfaces: modules with state of their own, and experts that do not
+come through `ExpertsInterface`. Does not depend on runs.
 
 A row names a class of transformers; a class that is in no table is what its family's module graph says it is.
 """
@@ -80,7 +80,7 @@ class Projection:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertForm:
-    """How one expert of a module computes, and of which parameters its page is made.
+    """The computation of one expert of a module, and the parameters in its page.
 
     Attributes:
         count: of experts that have a page; ids from here on have none.
@@ -273,7 +273,7 @@ OUTSIDE: Mapping[str, OutsideExperts] = {
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionNotes:
-    """What a class of attention leaves to masks or counts from the start of the rows, which an effect must say.
+    """Notes about a class of attention that relies on masks or counts from the first row, which an effect must state.
 
     Attributes:
         prepare: ``prepare(module)``, once.

@@ -86,7 +86,8 @@ class Table:
 
 
 def versions() -> tuple[str, str, str]:
-    """Of transformers, torch and moelight, as installed; raises ConfigError if they, or greenlet, are missing."""
+    """Return the installed versions of transformers, torch and moelight; raises ConfigError if they, or greenlet, are
+    missing."""
     found = {}
     for name in _NEEDED:
         try:

@@ -12,7 +12,7 @@ CACHES = ("cache", "cache_params", "past_key_values")  # the names of an argumen
 
 
 def cache_argument(forward: Callable[..., Any]) -> str | None:
-    """What ``forward`` calls transformers' cache; None if it takes none."""
+    """Return the name of the cache argument of ``forward``; None if it takes none."""
     taken = inspect.signature(forward).parameters
     return next((name for name in CACHES if name in taken), None)
 

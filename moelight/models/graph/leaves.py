@@ -71,7 +71,7 @@ def use_leaf_kernels(module: nn.Module) -> None:
 
 
 def _key(part: nn.Module) -> Any:
-    """What is the same for modules that compute alike, of one that may be recognised; else None."""
+    """Return a key shared by modules that compute the same; None for a module that cannot be recognised."""
     children = [
         (name, *described(child), getattr(child, "bias", None) is None) for name, child in part.named_children()
     ]
@@ -184,7 +184,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _norm_of(part: Any) -> Maker | None:
-    """What makes the forward of norms like ``part``, if it is one of root mean squares."""
+    """Return a factory of forwards for norms like ``part``, if it is an RMS norm."""
     generator = torch.Generator().manual_seed(0)
     size = part.weight.shape[0]
     weight = torch.rand(size, generator=generator, dtype=torch.float32) + 0.5
@@ -202,7 +202,7 @@ def _norm_of(part: Any) -> Maker | None:
 
 
 def _gated_norm_of(part: Any, weight: Tensor, x: Tensor, epsilons: set[float]) -> Maker | None:
-    """What makes the forward of norms like ``part``, if it is multiplied by SiLU of a second input."""
+    """Return a factory of forwards for norms like ``part``, if it is an RMS norm gated by SiLU of a second input."""
     gate = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
     expected = tried(part, {"weight": weight}, {}, x, gate)
     for eps in epsilons if expected is not None else ():
@@ -268,7 +268,7 @@ def _norm_gated(part: Any, eps: float) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _feed_forward_of(part: Any) -> Maker | None:
-    """What makes the forward of feed-forward layers like ``part``, if it is gated and has no biases."""
+    """Return a factory of forwards for feed-forward layers like ``part``, if it is gated and has no biases."""
     products = [name for name, child in part._modules.items() if type(child).forward is nn.Linear.forward]
     if any(part._modules[name].bias is not None for name in products):
         return None
@@ -341,7 +341,7 @@ def _rotating(forward: Any) -> FunctionType | None:
 
 
 def _rotates_halves(function: FunctionType) -> bool:
-    """Whether it turns q [1, Hq, T, D] and k [1, Hkv, T, D] by cos and sin [1, T, D] as `cpu_rotate` does."""
+    """Whether it rotates q [1, Hq, T, D] and k [1, Hkv, T, D] by cos and sin [1, T, D] as `cpu_rotate` does."""
     taken = list(inspect.signature(function).parameters.values())
     if len(taken) < 4 or any(each.default is inspect.Parameter.empty for each in taken[4:]):
         return False
@@ -384,8 +384,8 @@ def _rotation(own: FunctionType) -> Callable[..., Any]:
 
 
 def _heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor] | None:
-    """Of q [1, Hq, T, D] and k [1, Hkv, T, D] the heads of a token [T, heads, D], of both where they lie together; None
-    if our kernel does not serve them."""
+    """Return the heads of q [1, Hq, T, D] and k [1, Hkv, T, D] by token [T, heads, D], as one tensor where they are
+    adjacent; None if our kernel does not serve them."""
     each = (q, k, cos, sin)
     if not native.on_cpu(q) or (q.ndim, k.ndim, cos.ndim) != (4, 4, 3) or len({one.dtype for one in each}) > 1:
         return None

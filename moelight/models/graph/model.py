@@ -147,7 +147,7 @@ class GraphModel:
         return effect
 
     def _small(self, rows: int) -> bool:
-        """Whether one thread computes what torch does of so many rows sooner than several share it."""
+        """Whether torch's own operations on this many rows are faster on one thread than on several."""
         return self.light and native.available() and rows * self.config.hidden_size <= _MOST_ALONE
 
     def _multiplies_little(self) -> bool:
@@ -259,7 +259,7 @@ class GraphModel:
             line = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0]
             module = module_of(error)
             where = "its model" if module is None else type(module).__name__
-            raise ConfigError(f"{self.config.model_type}: its graph does not run dry in {where}: {line}") from error
+            raise ConfigError(f"{self.config.model_type}: dry run failed in {where}: {line}") from error
 
 
 def module_of(error: Exception) -> nn.Module | None:
@@ -295,7 +295,7 @@ def _parameters(given: Iterable[Any]) -> Iterable[nn.Parameter]:
 
 
 def zero_output(effect: Effect) -> Tensor | None:
-    """What a dry run is resumed with after the mixer ``effect``."""
+    """Return the value that resumes a dry run after the mixer ``effect``."""
     if isinstance(effect, Attend):
         return effect.q.new_zeros((*effect.q.shape[:2], effect.v.shape[2]))
     return torch.zeros_like(effect.q) if isinstance(effect, Latents) else None
@@ -362,7 +362,7 @@ class GraphRun:
         return list(zip(counts, (self.positions[last] + 1).tolist(), strict=True))
 
     def repeats(self, *angles: Tensor) -> bool:
-        """Whether the second half of each of ``angles`` [..., D] repeats the first; found out once in a run."""
+        """Whether the second half of each of ``angles`` [..., D] repeats the first; checked once per run."""
         for each in angles:
             if any(each is known for known in self._repeating):
                 continue
@@ -442,7 +442,7 @@ def on_meta(config: PretrainedConfig) -> Any:
 
 
 def binding(module: nn.Module, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-    """What makes ``tensors`` the parameters of ``module`` that they are named after, when it is called."""
+    """Return a callable that installs ``tensors`` as the parameters of ``module`` with their names."""
     places = []
     for name, tensor in tensors.items():
         path, _, leaf = name.rpartition(".")

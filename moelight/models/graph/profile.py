@@ -155,7 +155,7 @@ def _check(profile: ModelProfile, where: str) -> None:
 
 @dataclass
 class _DryRun:
-    """What passes over the rows of one sequence showed.
+    """The result of dry passes over the rows of one sequence.
 
     Attributes:
         attention: of each layer that suspends the run there; ``owners``: the modules that did.
@@ -272,7 +272,7 @@ def _attention(effect: Attend | Latents, config: PretrainedConfig) -> AttentionS
 
 
 def _experts(model: GraphModel, run: _DryRun, where: str) -> ExpertSpec:
-    """Of all layers; raises ConfigError if they differ."""
+    """Return the expert spec shared by all layers; raises ConfigError if layers differ."""
     from moelight.models.graph.experts import recognised
 
     found = set[ExpertSpec]()

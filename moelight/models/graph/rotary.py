@@ -22,7 +22,7 @@ _INIT = "rope_init_fn"
 
 
 def length_rule(config: Any) -> ByLength | None:
-    """How the positions of a model of ``config`` depend on the length of a sequence; None if they do not.
+    """Return the rule by which positions depend on the length of a sequence; None if they do not.
 
     Raises:
         ConfigError: two kinds of its layers change at different lengths.

@@ -60,7 +60,7 @@ Rows = Sequence[tuple[Tokens, int]]  # of a micro-batch: sequences and how many 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the self-test found.
+    """The result of a self-test.
 
     Attributes:
         error: largest error of logits, relative to the largest of their row.
@@ -334,7 +334,7 @@ def _few_layers(fields: dict[str, Any], config: PretrainedConfig, named: Mapping
 
 
 def _are_layers(values: list[Any], count: int) -> bool:
-    """Whether a field lists numbers of layers, not one value a layer."""
+    """Whether a field lists layer indices, not one value per layer."""
     ints = all(isinstance(each, int) and not isinstance(each, bool) for each in values)
     return ints and values == sorted(set(values)) and len(values) > 1 and values[-1] < count
 
@@ -547,6 +547,6 @@ def tested(config: PretrainedConfig, text: str) -> Verdict:
 
 
 def _place(text: str) -> Path:
-    """Where it is kept that the config of ``text`` passed."""
+    """Return the path of the record that the config ``text`` passed its self-test."""
     key = hashlib.sha256("\0".join((*versions(), text)).encode()).hexdigest()
     return cache_directory("self-tests", f"{key[:32]}.txt")

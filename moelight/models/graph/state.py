@@ -1,4 +1,4 @@
-"""What a sequence keeps between passes beside paged keys and values, and modules that run once a sequence to use it.
+"""State of sequences between passes beside the paged KV cache, and modules that run once per sequence to use it.
 
 A module with recurrent state (linear attention, Mamba, short convolutions), or a whole attention module whose keys only
 transformers' own cache can hold, runs inside a segment: its rows are split by sequence, and each part is computed with
@@ -24,7 +24,7 @@ from moelight.models.graph.forwards import cache_argument
 
 @dataclass(frozen=True, kw_only=True)
 class StateSpec:
-    """How a module with state of its own runs.
+    """The properties of a module with its own recurrent state.
 
     Attributes:
         mixer: it is the mixer of its layer; else a part of one whose attention suspends the run.
@@ -173,7 +173,8 @@ class StatefulModule:
         return DynamicCache(config=self._decoder.config)
 
     def _mask(self, state: State, hidden: Tensor, count: int) -> Tensor:
-        """What to add to logits of the last ``count`` rows [1, 1, n, L]: causal, within the module's window."""
+        """Return the additive attention mask of the last ``count`` rows [1, 1, n, L]: causal, within the module's
+        window."""
         rows, keys = self._positions(state, hidden, count)
         seen = keys <= rows
         window = getattr(self._module, "sliding_window", None)
@@ -183,7 +184,8 @@ class StatefulModule:
         return torch.zeros(seen.shape, dtype=hidden.dtype, device=hidden.device).masked_fill(~seen, lowest)[None, None]
 
     def _positions(self, state: State, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Of the last ``count`` rows [n, 1], and of the keys that the module's layer has for them [L]."""
+        """Return the positions of the last ``count`` rows [n, 1], and of the keys that the module's layer has for them
+        [L]."""
         layer = self._module.layer_idx
         length, offset = state.cache.get_mask_sizes(count, layer)
         first = state.cache.get_query_offset(layer)
@@ -200,7 +202,7 @@ def own_config(module: Any) -> None:
 
 
 def _part(value: Any, number: int, start: int, count: int, total: int) -> Any:
-    """Of an argument for ``total`` rows, what belongs to rows ``start`` to ``start + count`` of sequence ``number``."""
+    """Slice an argument for ``total`` rows to rows ``start`` to ``start + count`` of sequence ``number``."""
     if isinstance(value, PerSequence):
         return value[number]
     if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, total):
@@ -213,7 +215,7 @@ def _part(value: Any, number: int, start: int, count: int, total: int) -> Any:
 
 
 def _stacked(value: Any, rows: slice | list[int], total: int) -> Any:
-    """Of an argument for ``total`` rows, ``rows`` as a batch: tensors [1, total, ...] -> [n, 1, ...]."""
+    """Select ``rows`` of an argument for ``total`` rows as a batch: tensors [1, total, ...] -> [n, 1, ...]."""
     if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, total):
         return value[0, rows].unsqueeze(1)
     if isinstance(value, tuple):

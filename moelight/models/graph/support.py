@@ -37,7 +37,7 @@ _DECORATED = re.compile(r"^@use_experts_implementation\b", re.MULTILINE)
 
 @dataclass(frozen=True, kw_only=True)
 class Support:
-    """How the models of a config run.
+    """How models of one config are executed.
 
     Attributes:
         model_type: of the config.
@@ -56,7 +56,7 @@ class Support:
 
     @property
     def refused(self) -> tuple[str, ...]:
-        """What is not to be had with these models, in words."""
+        """Return descriptions of the features that these models do not support."""
         found = []
         if self.profile is not None and self.profile.stateful:
             found.append("shared prefixes of prompts: the state after a prefix belongs to one sequence")
@@ -67,7 +67,8 @@ class Support:
 
 
 def support(config: PretrainedConfig) -> Support:
-    """How models of ``config`` run, found by a dry run of the graph on the meta device, of the config's own sizes."""
+    """Return how models of ``config`` are executed, from a dry run of the graph on the meta device with the config's
+    sizes."""
     name = config.model_type
     values = HFConfig(config.to_dict(), where=name)
     try:

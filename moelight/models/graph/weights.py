@@ -55,7 +55,7 @@ _NUMBER = re.compile(r"\d+$")
 
 
 class Model(Protocol):
-    """What of a `GraphModel` is needed here."""
+    """The part of `GraphModel` that weight mapping uses."""
 
     module: nn.Module
     moe_layers: tuple[bool, ...]
@@ -534,7 +534,7 @@ class _Audit:
         return tuple(matrices), tuple(runs)
 
     def _shaped(self, name: str, shapes: Sequence[tuple[int, ...]]) -> bool:
-        """Whether tensor ``name`` has one of ``shapes``; a fault if not."""
+        """Whether tensor ``name`` has one of ``shapes``; records a fault otherwise."""
         found = self._found.tensors[name].shape
         if found in shapes:
             return True

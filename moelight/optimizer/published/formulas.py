@@ -118,7 +118,7 @@ def setting_of(
     experts, kinds = model.experts, attention_kinds(model)
 
     def mean(figure: Callable[[AttentionSpec], int]) -> float:
-        """Of all layers: the paper's are alike."""
+        """Return the mean over all layers: the paper assumes identical layers."""
         return sum(kind.layers * figure(kind.spec) for kind in kinds) / model.num_layers
 
     return PaperSetting(

@@ -48,7 +48,7 @@ class Others:
 
 
 def _processors() -> set[int]:
-    """Of all threads, because each may be bound to a processor of its own."""
+    """Return the processors of all threads, because each may be bound to its own."""
     found = set[int]()
     if hasattr(os, "sched_getaffinity"):
         for thread in psutil.Process().threads():
