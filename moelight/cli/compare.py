@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 @with_options()
 def compare(
     *,
-    model: str = argument("MODEL", "A directory, a hub id, or demo: the model that is measured."),
-    prompts: Path = argument("PROMPTS", "JSON lines, text, CSV or Parquet, as for generate."),
-    against: str | None = option("The reference: the checkpoint that MODEL was made of.", metavar="REFERENCE"),
-    format: str = option("auto, openai, simple, text, csv or parquet.", default="auto"),  # noqa: A002
-    host_memory: str | None = option("The most host memory, e.g. 3GiB.", metavar="SIZE"),
-    device_memory: str | None = option("The most GPU memory, e.g. 10GiB.", metavar="SIZE"),
-    device: str = option("auto, cpu, cuda, xpu, or a card as in cuda:1.", default="auto"),
-    kv_dtype: str = option("Of MODEL's keys and values: auto or int8.", metavar="auto|int8", default="auto"),
-    activations: str | None = option("Of MODEL: auto, or int8 as for generate.", metavar="auto|int8"),
-    space: str = option("The most temporary files; they hold the reference's distributions.", default="8GiB"),
+    model: str = argument("MODEL", "Model to evaluate: a directory, a Hugging Face hub id, or demo."),
+    prompts: Path = argument("PROMPTS", "Input file: JSON lines, text, CSV or Parquet, as for generate."),
+    against: str | None = option("Reference: the checkpoint that MODEL was converted from.", metavar="REFERENCE"),
+    format: str = option("Input format: auto, openai, simple, text, csv or parquet.", default="auto"),  # noqa: A002
+    host_memory: str | None = option("Maximum host memory to use, e.g. 3GiB.", metavar="SIZE"),
+    device_memory: str | None = option("Maximum GPU memory to use, e.g. 10GiB.", metavar="SIZE"),
+    device: str = option("Device to use: auto, cpu, cuda, xpu, or one card (cuda:1).", default="auto"),
+    kv_dtype: str = option("Data type of MODEL's KV cache: auto or int8.", metavar="auto|int8", default="auto"),
+    activations: str | None = option("Activations of MODEL: auto or int8, as for generate.", metavar="auto|int8"),
+    space: str = option("Maximum size of the temporary files that hold the reference's distributions.", default="8GiB"),
     output: Path | None = option(
-        "Write the figures as JSON; MODEL/quality.json is what optimize shows.", "--output", "-o", metavar="FILE.json"
+        "JSON file to write; optimize shows MODEL/quality.json.", "--output", "-o", metavar="FILE.json"
     ),
     as_json: ask.Json = False,
 ) -> None:

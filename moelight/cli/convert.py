@@ -22,24 +22,28 @@ _EVERY_S = 10.0
 @with_options()
 def convert(
     *,
-    model: str = argument("MODEL", "A directory, a hub id, or demo, the bundled model; not quantised."),
-    output: Path = argument("OUT", "A new directory for the checkpoint."),
-    experts: str = option("int4, int8, mxfp4 or fp8.", metavar="FORMAT", default="int4"),
-    group_size: int | None = option("Numbers that share a scale: 32, 64 or 128; int4: 128, int8: a row.", min=1),
+    model: str = argument(
+        "MODEL", "Model to convert, not quantised: a directory, a Hugging Face hub id, or demo (bundled)."
+    ),
+    output: Path = argument("OUT", "Directory to create for the converted checkpoint."),
+    experts: str = option("Format of the experts: int4, int8, mxfp4 or fp8.", metavar="FORMAT", default="int4"),
+    group_size: int | None = option(
+        "Number of weights per scale: 32, 64 or 128; defaults to 128 for int4 and to a row for int8.", min=1
+    ),
     dense: str = option(
-        "int8: projections of attention, shared experts and dense layers, too, a scale a row.",
+        "keep, or int8 to quantise attention projections, shared experts and dense layers too, one scale per row.",
         metavar="keep|int8",
         default="keep",
     ),
-    keep: str | None = option("Share of the experts that stays as it is: the busiest.", metavar="PERCENT%"),
+    keep: str | None = option(
+        "Percentage of the experts, the most frequently used, to leave unquantised.", metavar="PERCENT%"
+    ),
     expert_profile: Path | None = option(
-        "Which are busy: what `generate --save-expert-profile` wrote.", metavar="FILE.json"
+        "Expert profile that ranks experts by use, as written by generate --save-expert-profile.", metavar="FILE.json"
     ),
-    calibrate: Path | None = option(
-        "Prompts that show which numbers of experts matter; int4 and int8.", metavar="PROMPTS.jsonl"
-    ),
-    host_memory: str | None = option("The most memory of that run.", metavar="SIZE"),
-    shard_size: str = option("The most bytes of a file.", metavar="SIZE", default="4GiB"),
+    calibrate: Path | None = option("Calibration prompts for int4 and int8 experts.", metavar="PROMPTS.jsonl"),
+    host_memory: str | None = option("Maximum host memory of the calibration run.", metavar="SIZE"),
+    shard_size: str = option("Maximum size of a checkpoint file.", metavar="SIZE", default="4GiB"),
 ) -> None:
     """Write MODEL again with rounded experts, in a quarter to half of the bytes.
 

@@ -270,8 +270,8 @@ def _direct_reads(directory: Path, files: list[Path]) -> dict[str, Any]:
 
 @with_options()
 def doctor(
-    model: str | None = option("A model whose files would be read.", "-m", "--model", metavar="DIR"),
-    as_json: bool = option("The same facts as one JSON object.", "--json", default=False),
+    model: str | None = option("Model whose files are used for the disk checks.", "-m", "--model", metavar="DIR"),
+    as_json: bool = option("Print one JSON object.", "--json", default=False),
 ) -> None:
     """Show torch, the processors, the memory and the kernels of this machine."""
     from moelight.weights.source import DEMO, resolve_model

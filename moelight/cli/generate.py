@@ -41,57 +41,79 @@ _ORDERS = ("input", "completion")
 class JobArguments:
     """The options of ``moelight generate``, as given."""
 
-    prompts: Path = argument("PROMPTS", "JSON lines (OpenAI batch, or simple), text, CSV or Parquet; - reads stdin.")
-    model: str | None = option(
-        "A directory, a hub id, or demo, the bundled model; the policy's if it has one.", "--model", "-m"
+    prompts: Path = argument(
+        "PROMPTS", "Input file: JSON lines (OpenAI batch or simple), text, CSV or Parquet; - reads stdin."
     )
-    output: Path | None = option("Where the rows go; - is stdout.", "--output", "-o", metavar="OUT.jsonl")
-    dry_run: bool = option("Read all prompts, say what they ask for and how it would be run, and stop.", default=False)
-    as_json: bool = option("With --dry-run: one JSON object.", "--json", default=False)
-    error_file: Path | None = option("Rows that cannot be served go here, not to the output.", metavar="FILE.jsonl")
-    format: str = option("auto, openai, simple, text, csv or parquet; auto looks at the file.", default="auto")
-    prompt_column: str | None = option("The column of a table with the prompts.", metavar="NAME")
-    id_column: str | None = option("The column of a table with the custom ids.", metavar="NAME")
-    ignore_model: bool = option("Rows may name any model.", default=False)
-    chat_template: Path | None = option("Use this chat template, not the checkpoint's.", metavar="FILE.jinja")
+    model: str | None = option(
+        "Model to run: a directory, a Hugging Face hub id, or demo (bundled); defaults to the model of --policy.",
+        "--model",
+        "-m",
+    )
+    output: Path | None = option("Output file; - writes to stdout.", "--output", "-o", metavar="OUT.jsonl")
+    dry_run: bool = option("Read all prompts, print a summary and the plan, and exit without running.", default=False)
+    as_json: bool = option("Print the result of --dry-run as one JSON object.", "--json", default=False)
+    error_file: Path | None = option(
+        "File for rows that failed; by default they are written to the output.", metavar="FILE.jsonl"
+    )
+    format: str = option(
+        "Input format: auto, openai, simple, text, csv or parquet; auto detects it from the file.", default="auto"
+    )
+    prompt_column: str | None = option("Column of a CSV or Parquet file that holds the prompts.", metavar="NAME")
+    id_column: str | None = option("Column of a CSV or Parquet file that holds the custom ids.", metavar="NAME")
+    ignore_model: bool = option("Ignore the model field of the rows.", default=False)
+    chat_template: Path | None = option("Chat template to use instead of the checkpoint's.", metavar="FILE.jinja")
     reasoning: str = option(
-        "auto: split the reasoning of models that think from their answers; stop texts and constraints apply behind "
-        "it. off: leave answers whole.",
+        "auto splits the reasoning of reasoning models from the answer, and applies stop strings and "
+        "constraints to the answer only; off leaves the text as generated.",
         metavar="auto|off",
         default="auto",
     )
     thinking_token_budget: int | None = option(
-        "The most tokens of reasoning, after which it is closed.", min=0, metavar="N"
+        "Maximum number of reasoning tokens, after which the reasoning is closed.", min=0, metavar="N"
     )
-    order: str = option("Write rows in the order of the input, or of completion.", default="input")
-    token_ids: bool = option("Add token_ids to every row (simple format).", default=False)
-    restart: bool = option("Discard the rows of an earlier run, and start anew.", default=False)
-    allow_changed: bool = option("Keep what is done, though model, prompts or options differ now.", default=False)
-    atomic: bool = option("The output appears whole at the end, or not at all.", default=False)
+    order: str = option("Order of the output rows: input or completion.", default="input")
+    token_ids: bool = option("Include token_ids in every output row (simple format).", default=False)
+    restart: bool = option("Discard the rows of an earlier run and start again.", default=False)
+    allow_changed: bool = option("Resume even if the model, prompts or options have changed.", default=False)
+    atomic: bool = option("Write the output file atomically, at the end of the job.", default=False)
     sync_interval: float = option(
-        "Rows are on the disk for good after this time.", metavar="SECONDS", min=0.0, default=5.0
+        "Maximum interval in seconds between fsyncs of finished rows.", metavar="SECONDS", min=0.0, default=5.0
     )
-    n: int = option("Completions for each prompt.", min=1, default=1)
-    max_tokens: int = option("The most tokens generated for a prompt.", min=1, default=256)
-    min_tokens: int = option("No end before this many tokens.", min=0, default=0)
-    temperature: float = option("0 takes the likeliest token each time.", min=0.0, default=0.0)
-    top_p: float = option("Sample from the likeliest tokens of this total probability.", default=1.0)
-    top_k: int = option("Sample from this many of the likeliest tokens; 0: all.", min=-1, default=0)
+    n: int = option("Number of completions to generate per prompt.", min=1, default=1)
+    max_tokens: int = option("Maximum number of tokens to generate per completion.", min=1, default=256)
+    min_tokens: int = option(
+        "Minimum number of tokens to generate before EOS or a stop string may end the completion.", min=0, default=0
+    )
+    temperature: float = option("Sampling temperature; 0 means greedy sampling.", min=0.0, default=0.0)
+    top_p: float = option("Cumulative probability of the top tokens to consider; in (0, 1].", default=1.0)
+    top_k: int = option("Number of top tokens to consider; 0 or -1 considers all.", min=-1, default=0)
     min_p: float = option(
-        "Sample from tokens with at least this share of the likeliest one's probability.", default=0.0
+        "Minimum probability of a token to be considered, relative to the most likely token.", default=0.0
     )
-    seed: int = option("For prompts that bring no seed of their own.", min=0, default=0)
-    stop: list[str] | None = option("End before this text; may be repeated.", metavar="TEXT")
-    stop_token_id: list[int] | None = option("End at this token; may be repeated.", metavar="ID")
-    ignore_eos: bool = option("Go on after the end-of-sequence token.", default=False)
-    presence_penalty: float = option("Against tokens that were generated, -2 to 2.", default=0.0)
-    frequency_penalty: float = option("Against tokens by how often they were generated.", default=0.0)
-    repetition_penalty: float = option("Above 1: against tokens of prompt and completion.", default=1.0)
-    logprobs: int | None = option("Log-probabilities of each token and the K likeliest.", min=-1, metavar="K")
-    prompt_logprobs: int | None = option("The same of the prompt's tokens.", min=-1, metavar="K")
-    json_schema: Path | None = option("Completions are JSON that this schema describes.", metavar="FILE.json")
-    regex: str | None = option("Completions match this regular expression.", metavar="REGEX")
-    choice: list[str] | None = option("Completions are one of these; repeat the option.", metavar="TEXT")
+    seed: int = option("Random seed for rows that do not set one.", min=0, default=0)
+    stop: list[str] | None = option(
+        "Stop generation at this string, which is not returned; may be repeated.", metavar="TEXT"
+    )
+    stop_token_id: list[int] | None = option("Stop generation at this token id; may be repeated.", metavar="ID")
+    ignore_eos: bool = option("Ignore the EOS token and continue generating.", default=False)
+    presence_penalty: float = option("Penalize tokens that appear in the generated text so far; -2 to 2.", default=0.0)
+    frequency_penalty: float = option(
+        "Penalize tokens by their frequency in the generated text so far; -2 to 2.", default=0.0
+    )
+    repetition_penalty: float = option(
+        "Penalize tokens that appear in the prompt or the generated text; values above 1 penalize.", default=1.0
+    )
+    logprobs: int | None = option(
+        "Number of log probabilities to return per output token; -1 returns the whole vocabulary.", min=-1, metavar="K"
+    )
+    prompt_logprobs: int | None = option(
+        "Number of log probabilities to return per prompt token; -1 returns the whole vocabulary.", min=-1, metavar="K"
+    )
+    json_schema: Path | None = option("Constrain completions to JSON that matches this schema.", metavar="FILE.json")
+    regex: str | None = option("Constrain completions to this regular expression.", metavar="REGEX")
+    choice: list[str] | None = option(
+        "Constrain completions to one of these strings; repeat the option for each.", metavar="TEXT"
+    )
     strict: bool = option(
         "Reject JSON schemas, those of tools included, with keywords that can only be checked in finished answers.",
         "--strict/--no-strict",
@@ -103,55 +125,60 @@ class JobArguments:
         max=MAX_RESAMPLINGS,
         default=DEFAULT_RESAMPLINGS,
     )
-    host_memory: str | None = option("The most host memory, e.g. 3GiB.", metavar="SIZE")
-    device_memory: str | None = option("The most GPU memory, e.g. 10GiB.", metavar="SIZE")
-    batch_size: int | None = option("Sequences in a pass; planned if not given.", min=1)
-    micro_batch_size: int | None = option("Sequences in a micro-batch; planned if not given.", min=1)
+    host_memory: str | None = option("Maximum host memory to use, e.g. 3GiB.", metavar="SIZE")
+    device_memory: str | None = option("Maximum GPU memory to use, e.g. 10GiB.", metavar="SIZE")
+    batch_size: int | None = option("Maximum number of sequences per pass; planned by default.", min=1)
+    micro_batch_size: int | None = option("Maximum number of sequences per micro-batch; planned by default.", min=1)
     schedule: str | None = option(
-        "The schedule: cgopipe, fastdecode, flexgen-c, flexgen, flexgen-loop, serial or module."
+        "Schedule: cgopipe, fastdecode, flexgen-c, flexgen, flexgen-loop, serial or module; planned by default."
     )
     dtype: str = option(
-        "Of computation, and of weights that are not quantised; auto is the checkpoint's.",
+        "Data type of activations and of unquantised weights; auto uses the checkpoint's.",
         metavar="auto|bfloat16|float16|float32",
         default="auto",
     )
     kv_dtype: str = option(
-        "Of keys and values: auto (as computed), int8, or choose, the faster one.",
+        "Data type of the KV cache: auto uses --dtype, choose takes the faster of the two.",
         metavar="auto|choose|int8",
         default="auto",
     )
-    allow: str | None = option("kv8 is --kv-dtype choose; experts are run as they are stored.", metavar="kv8")
-    activations: str | None = option(
-        "auto, or int8: experts stored as integers are multiplied by activations rounded to int8.", metavar="auto|int8"
+    allow: str | None = option(
+        "kv8 allows an int8 KV cache, as --kv-dtype choose does; experts run in their stored format.", metavar="kv8"
     )
-    policy: Path | None = option("Run this policy, as optimize -o writes it.", metavar="FILE.yaml")
-    hw: str = option("The machine to plan for; auto is this one.", metavar="NAME|FILE|auto", default="auto")
+    activations: str | None = option(
+        "int8 rounds activations to int8 before products with experts that are stored as integers.", metavar="auto|int8"
+    )
+    policy: Path | None = option("Policy file to run, as written by optimize -o.", metavar="FILE.yaml")
+    hw: str = option("Hardware profile to plan for; auto uses this machine.", metavar="NAME|FILE|auto", default="auto")
     device: str = option(
-        "auto, cpu, cuda, xpu, a card as in cuda:1, or twin (a GPU emulated by the CPU).", default="auto"
+        "Device to run on: auto, cpu, cuda, xpu, one card (cuda:1), or twin (a GPU emulated on the CPU).",
+        default="auto",
     )
     adapt: bool | None = option(
-        "Change N, micro-batches, look-ahead and riding prompts between passes where that turns out to be faster; "
-        "default unless a policy is given."
+        "Adapt N, micro-batches, look-ahead and prefills in decode passes to measured speed; on by "
+        "default unless --policy is given."
     )
     cuda_graphs: bool = option(
-        "Launch small passes that repeat from CUDA graphs.", "--cuda-graphs/--no-cuda-graphs", default=True
+        "Capture small repeating passes as CUDA graphs.", "--cuda-graphs/--no-cuda-graphs", default=True
     )
-    show: bool | None = option("Prompts beside completions; default on a terminal.")
-    status: Path | None = option("Keep the job's state here, as OpenAI's batch object.", metavar="FILE.json")
-    metrics: Path | None = option("Keep Prometheus text here.", metavar="FILE.prom")
-    stats: Path | None = option("Write the run's figures here.", metavar="FILE.json")
-    trace: Path | None = option("Write a Perfetto trace here.", metavar="FILE.json")
+    show: bool | None = option("Print a table of prompts and completions; on by default on a terminal.")
+    status: Path | None = option(
+        "File to keep updated with the job's status, as an OpenAI batch object.", metavar="FILE.json"
+    )
+    metrics: Path | None = option("File to keep updated with metrics in Prometheus text format.", metavar="FILE.prom")
+    stats: Path | None = option("File to write the statistics of the run to.", metavar="FILE.json")
+    trace: Path | None = option("File to write a Perfetto trace of the run to.", metavar="FILE.json")
     expert_policy: str | None = option(
-        "Which experts are resident and which are prefetched in on-demand passes; static: those of the plan.",
+        "Expert policy for caching and prefetching in on-demand passes; static keeps the plan's placement.",
         metavar="FILE.moe|static|default",
     )
-    expert_profile: Path | None = option("Begin with what an earlier run learned of the experts.", metavar="FILE.json")
-    save_expert_profile: Path | None = option("Write what this run learns of the experts.", metavar="FILE.json")
+    expert_profile: Path | None = option("Expert profile of an earlier run to start from.", metavar="FILE.json")
+    save_expert_profile: Path | None = option("File to write the expert profile of this run to.", metavar="FILE.json")
     routing_trace: Path | None = option(
-        "Write the routed experts of each pass, for policy replay and tune.", metavar="FILE.jsonl"
+        "File to write the routing trace of the run to, for policy replay and policy tune.", metavar="FILE.jsonl"
     )
     expert_stats: Path | None = option(
-        "Write hits, misses, predictions and stalls, layer by layer.", metavar="FILE.json"
+        "File to write hits, misses, predictions and stalls per layer to.", metavar="FILE.json"
     )
 
 
@@ -160,13 +187,19 @@ class RayArguments:
     """The options of ``moelight generate`` on a Ray cluster."""
 
     ray: str | None = option(
-        "Run on the nodes of a Ray cluster: local starts one in this machine.", metavar="local|ADDRESS"
+        "Address of the Ray cluster to run on; local starts one on this machine.", metavar="local|ADDRESS"
     )
-    ray_engines: int | None = option("Engines; one for each GPU, or node without one, if not given.", min=1)
-    ray_num_cpus: float | None = option("CPUs that each engine takes.", min=0.01)
-    ray_num_gpus: float | None = option("GPUs that each engine takes.", min=0.0)
-    ray_resource: list[str] | None = option("What else each takes; may be repeated.", metavar="NAME=AMOUNT")
-    ray_label: list[str] | None = option("Nodes must have this label; may be repeated.", metavar="NAME=VALUE")
+    ray_engines: int | None = option(
+        "Maximum number of engines; by default one per GPU, or per node without a GPU.", min=1
+    )
+    ray_num_cpus: float | None = option("Number of CPUs reserved per engine.", min=0.01)
+    ray_num_gpus: float | None = option("Number of GPUs reserved per engine.", min=0.0)
+    ray_resource: list[str] | None = option(
+        "Custom Ray resource reserved per engine; may be repeated.", metavar="NAME=AMOUNT"
+    )
+    ray_label: list[str] | None = option(
+        "Label that a node must have to run an engine; may be repeated.", metavar="NAME=VALUE"
+    )
 
 
 @with_options()

@@ -39,11 +39,9 @@ _NEEDED = ("device", "host")
 @with_options(without=("hw", "estimator", "fix", *ask.FORMATS))
 def inspect(
     *,
-    model: str = argument("MODEL", "A known model, or the directory of a config.json."),
-    hw: str | None = option("Show the memory needed on this machine, too.", metavar="NAME|FILE|auto"),
-    check: bool = option(
-        "Open the checkpoint as generate does, without its weights, and say what does not fit.", default=False
-    ),
+    model: str = argument("MODEL", "Known model, or directory of a config.json."),
+    hw: str | None = option("Hardware profile to show the memory use on.", metavar="NAME|FILE|auto"),
+    check: bool = option("Validate the checkpoint as generate does, without reading its weights.", default=False),
     asked: ask.PlanningOptions,
     as_json: ask.Json = False,
 ) -> None:

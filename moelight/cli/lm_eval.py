@@ -25,7 +25,7 @@ _MOST_CONFIG_BYTES = 4 * MiB
 @with_options()
 def lm_eval(
     arguments: list[str] | None = argument(
-        "ARGUMENTS", "The harness's own commands and options; `run --help` lists them.", default=None
+        "ARGUMENTS", "Commands and options of lm-evaluation-harness; `run --help` lists them.", default=None
     ),
 ) -> None:
     """Evaluate a model with lm-evaluation-harness, whose own options follow.

@@ -136,7 +136,7 @@ def moelight(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
     with_traceback: Annotated[  # noqa: ARG001 (main looks for it when something has gone wrong)
-        bool, typer.Option("--traceback", help="Show the stack when moelight itself is at fault.")
+        bool, typer.Option("--traceback", help="Show the stack trace of internal errors.")
     ] = False,
 ) -> None:
     """Offline batch generation with Mixture-of-Experts models that are bigger than the machine."""

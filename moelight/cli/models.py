@@ -34,7 +34,7 @@ _HOW = {
 @with_options()
 def models(
     *,
-    model: str | None = argument("[MODEL]", "A family, a known model, or the directory of a config.json.", None),
+    model: str | None = argument("[MODEL]", "Model family, known model, or directory of a config.json.", None),
     as_json: ask.Json = False,
 ) -> None:
     """List the families of models that run, how, and what was tested; of one MODEL all of that, and test it.

@@ -27,7 +27,9 @@ def optimize_command(
     *,
     model: ask.Model,
     asked: ask.PlanningOptions,
-    output: Path | None = option("Write the policy for generate --policy.", "--output", "-o", metavar="POLICY.yaml"),
+    output: Path | None = option(
+        "File to write the policy to, for generate --policy.", "--output", "-o", metavar="POLICY.yaml"
+    ),
     as_json: ask.Json = False,
 ) -> None:
     """Find the fastest policy that fits the memory, and explain it.

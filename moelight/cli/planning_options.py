@@ -31,18 +31,25 @@ DTYPE_KEYS = ("weight_dtype", "kv_dtype")
 FORMATS = (*DTYPE_KEYS, "allow")
 CONSTRAINTS = ("fix", *LIMITS.values(), *FORMATS, "no_cache")  # options that conflict with --policy
 
-Hw = Annotated[str, typer.Option("--hw", metavar="NAME|FILE|auto", help="The machine; auto measures this one.")]
+Hw = Annotated[
+    str, typer.Option("--hw", metavar="NAME|FILE|auto", help="Hardware profile; auto measures this machine.")
+]
 Model = Annotated[
-    str, typer.Option("--model", "-m", metavar="NAME|DIR", help="A known model, or a config.json's place.")
+    str, typer.Option("--model", "-m", metavar="NAME|DIR", help="Known model, or directory of a config.json.")
 ]
 OptionalModel = Annotated[
     str | None,
-    typer.Option("--model", "-m", metavar="NAME|DIR", help="A known model, or a config.json's place; or the policy's."),
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="NAME|DIR",
+        help="Known model, or directory of a config.json; defaults to the policy's.",
+    ),
 ]
 PolicyFile = Annotated[
-    Path | None, typer.Option("--policy", metavar="FILE.yaml", help="Take this policy, and plan nothing.")
+    Path | None, typer.Option("--policy", metavar="FILE.yaml", help="Policy file to use instead of planning.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,23 +57,33 @@ class PlanningOptions:
     """The options of a planning command; a command may leave some out."""
 
     hw: Hw = AUTO
-    workload: str | None = option("The work; mtbench if not given.", metavar="NAME")
-    prompt_len: int | None = option("Tokens of a prompt on average.", min=1)
-    max_prompt_len: int | None = option("Tokens of the longest prompt.", min=1)
-    gen_len: int | None = option("Tokens generated for a prompt.", min=1)
-    num_requests: int | None = option("Prompts in all.", min=1)
-    estimator: str = option("calibrated, or paper: the published formulas.", default=ESTIMATORS[0])
-    device_memory: str | None = option("The most memory of one GPU, e.g. 10GiB.", metavar="SIZE")
-    host_memory: str | None = option("The most host memory, e.g. 64GiB.", metavar="SIZE")
-    disk: str | None = option("The most disk; 0: nothing on disk.", metavar="SIZE")
-    fix: list[str] | None = option("Part of the policy, e.g. attention=cpu; repeat.", metavar="KEY=VALUE")
-    weight_dtype: str = option("Of the experts: the model's, free, or fixed.", metavar="auto|choose|NAME", default=AUTO)
-    kv_dtype: str = option("Of keys and values: likewise; int8 runs.", metavar="auto|choose|NAME", default=AUTO)
+    workload: str | None = option("Workload profile; defaults to mtbench.", metavar="NAME")
+    prompt_len: int | None = option("Average number of tokens per prompt.", min=1)
+    max_prompt_len: int | None = option("Number of tokens of the longest prompt.", min=1)
+    gen_len: int | None = option("Number of tokens to generate per prompt.", min=1)
+    num_requests: int | None = option("Number of prompts.", min=1)
+    estimator: str = option("Cost model: calibrated, or paper for the published formulas.", default=ESTIMATORS[0])
+    device_memory: str | None = option("Maximum memory per GPU, e.g. 10GiB.", metavar="SIZE")
+    host_memory: str | None = option("Maximum host memory, e.g. 64GiB.", metavar="SIZE")
+    disk: str | None = option("Maximum disk space; 0 disables offloading to disk.", metavar="SIZE")
+    fix: list[str] | None = option(
+        "Fix a field of the policy, e.g. attention=cpu; may be repeated.", metavar="KEY=VALUE"
+    )
+    weight_dtype: str = option(
+        "Data type of the experts: auto (the checkpoint's), choose, or a fixed one.",
+        metavar="auto|choose|NAME",
+        default=AUTO,
+    )
+    kv_dtype: str = option(
+        "Data type of the KV cache: auto, choose or a fixed one; the engine runs auto and int8.",
+        metavar="auto|choose|NAME",
+        default=AUTO,
+    )
     allow: str | None = option(
-        "What the plan may use beside the model's numbers: experts in int8, int4; keys and values in int8 (kv8).",
+        "Formats that the plan may use, separated by commas: int8 and int4 for experts, kv8 for an int8 KV cache.",
         metavar="int8,int4,kv8",
     )
-    no_cache: bool = option("Solve anew, and keep nothing.", default=False)
+    no_cache: bool = option("Do not read or write the plan cache.", default=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,9 +41,12 @@ if TYPE_CHECKING:
     from moelight.profiles.hardware import HardwareProfile
 
 WIDTH = 100
-_File = Annotated[Path, typer.Argument(metavar="FILE.moe", help="A policy file.")]
+_File = Annotated[Path, typer.Argument(metavar="FILE.moe", help="Expert policy file.")]
 _Trace = Annotated[
-    Path, typer.Argument(metavar="TRACE.jsonl", help="What generate --routing-trace wrote; gzipped or not.")
+    Path,
+    typer.Argument(
+        metavar="TRACE.jsonl", help="Routing trace written by generate --routing-trace, optionally gzipped."
+    ),
 ]
 
 policy = typer.Typer(name="policy", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -59,8 +62,8 @@ def describe_policies(context: typer.Context) -> None:
 @policy.command()
 @with_options()
 def check(
-    files: list[str] = argument("FILE.moe", "Policy files."),
-    as_json: bool = option("A JSON list, one object a file.", "--json", default=False),
+    files: list[str] = argument("FILE.moe", "Expert policy files to check."),
+    as_json: bool = option("Print a JSON list with one object per file.", "--json", default=False),
 ) -> None:
     """Report everything that is wrong with policy files.
 
@@ -129,8 +132,8 @@ def _sound(file: Path) -> CheckedText:
 @with_options()
 def format_(
     file: _File,
-    write: bool = option("Put the result in the file's place.", default=False),
-    only_check: bool = option("Only say whether the file is formatted; 1 if not.", "--check", default=False),
+    write: bool = option("Write the result to the file in place.", default=False),
+    only_check: bool = option("Only check the layout; exit with 1 if the file would change.", "--check", default=False),
 ) -> None:
     """Print a policy file in its canonical layout, with its comments."""
     from moelight.lang.format import format_text
@@ -152,8 +155,8 @@ def format_(
 @with_options()
 def explain(
     file: _File,
-    model: str | None = option("Show the memory it takes on this model.", "--model", "-m", metavar="NAME|DIR"),
-    hw: str | None = option("And how much of this machine's that is.", metavar="NAME|FILE|auto"),
+    model: str | None = option("Model to show the policy's memory use for.", "--model", "-m", metavar="NAME|DIR"),
+    hw: str | None = option("Hardware profile to show the distribution over its memories.", metavar="NAME|FILE|auto"),
 ) -> None:
     """Describe in words what a policy does.
 
@@ -214,11 +217,13 @@ def _tiers(each: ExpertPolicy, experts: ExpertSizes, machine: HardwareProfile) -
 @with_options()
 def replay_command(
     trace: _Trace,
-    policy: list[Path] | None = option("Policies to replay; may be repeated.", metavar="FILE.moe"),
-    model: str | None = option("The model of the trace, for bytes.", "--model", "-m", metavar="NAME|DIR"),
-    hw: str | None = option("The machine, for seconds; needs --model.", metavar="NAME|FILE|auto"),
-    bound: bool = option("Add the most hits that any policy can have in this capacity (Belady).", default=False),
-    as_json: bool = option("A JSON list, one object a policy.", "--json", default=False),
+    policy: list[Path] | None = option("Expert policy file to replay; may be repeated.", metavar="FILE.moe"),
+    model: str | None = option("Model of the trace; adds bytes to the results.", "--model", "-m", metavar="NAME|DIR"),
+    hw: str | None = option(
+        "Hardware profile; adds estimated times to the results; requires --model.", metavar="NAME|FILE|auto"
+    ),
+    bound: bool = option("Add the upper bound on hits for each capacity (Belady's algorithm).", default=False),
+    as_json: bool = option("Print a JSON list with one object per policy.", "--json", default=False),
 ) -> None:
     """Replay a routing trace under policies: hits and bytes, and with a machine the estimated stall and speed.
 
@@ -289,8 +294,10 @@ def tune_command(
     trace: _Trace,
     model: ask.Model,
     hw: ask.Hw = ask.AUTO,
-    memory: str | None = option("The most memory for experts, e.g. 4GiB; what is free if not given.", metavar="SIZE"),
-    output: Path | None = option("Write the fastest policy here; - is stdout.", "--output", "-o", metavar="FILE.moe"),
+    memory: str | None = option("Maximum memory for experts, e.g. 4GiB; defaults to the free memory.", metavar="SIZE"),
+    output: Path | None = option(
+        "File to write the fastest policy to; - writes to stdout.", "--output", "-o", metavar="FILE.moe"
+    ),
     as_json: ask.Json = False,
 ) -> None:
     """Search for the policy that takes the least time for a routing trace, for several amounts of memory.
@@ -394,8 +401,10 @@ def _print_tuning(tuning: Tuning, trace: Path, model: str, hw: str) -> None:
 def auto(
     model: ask.Model,
     hw: ask.Hw = ask.AUTO,
-    output: Path | None = option("Where it goes; else stdout.", "--output", "-o", metavar="FILE.moe"),
-    batch_size: int = option("Sequences in a pass.", min=1, default=1),
+    output: Path | None = option(
+        "File to write the policy to; defaults to stdout.", "--output", "-o", metavar="FILE.moe"
+    ),
+    batch_size: int = option("Number of sequences per pass.", min=1, default=1),
 ) -> None:
     """Make a policy for a model and a machine without a trace, with the reasons as comments."""
     from moelight.experts.tune import auto_policy

@@ -38,12 +38,12 @@ _SAME_COLUMN = 1.12
 @with_options()
 def profile(
     output: Path | None = option(
-        "The profile; kept for --hw auto if not given.", "--output", "-o", metavar="FILE.yaml"
+        "File to write the profile to; by default it is cached for --hw auto.", "--output", "-o", metavar="FILE.yaml"
     ),
-    device: str = option("auto, cpu, cuda, xpu, or a card as in cuda:1.", default="auto"),
-    quick: bool = option("In about ten seconds, with fewer points.", default=False),
+    device: str = option("Device to use: auto, cpu, cuda, xpu, or one card (cuda:1).", default="auto"),
+    quick: bool = option("Measure fewer points, in about ten seconds.", default=False),
     disk_dir: Path | None = option(
-        "On the disk that models come from; the current directory if not given.", metavar="DIR"
+        "Directory on the disk that models are read from; defaults to the current directory.", metavar="DIR"
     ),
 ) -> None:
     """Measure this machine in about a minute: memory, processor, disk, and a GPU and its link.

@@ -21,9 +21,13 @@ if TYPE_CHECKING:
 
 @with_options()
 def report(
-    trace: Path = argument("TRACE", "What generate --trace or simulate --trace wrote."),
-    output: Path | None = option("The page; TRACE with .html if not given.", "--output", "-o", metavar="FILE.html"),
-    as_json: bool = option("Print one JSON object; the page only where -o names it.", "--json", default=False),
+    trace: Path = argument("TRACE", "Trace written by generate --trace or simulate --trace."),
+    output: Path | None = option(
+        "HTML file to write; defaults to TRACE with the suffix .html.", "--output", "-o", metavar="FILE.html"
+    ),
+    as_json: bool = option(
+        "Print one JSON object, and write the HTML page only if -o is given.", "--json", default=False
+    ),
 ) -> None:
     """Compare a trace with its prediction, lane by lane, and attribute the idle time of the busiest lane.
 

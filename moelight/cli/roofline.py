@@ -24,7 +24,7 @@ def roofline(
     model: ask.OptionalModel = None,
     asked: ask.PlanningOptions,
     policy: ask.PolicyFile = None,
-    plot: Path | None = option("Draw the figure: .png, .svg or .pdf.", metavar="FILE"),
+    plot: Path | None = option("File to draw the figure to: .png, .svg or .pdf.", metavar="FILE"),
     as_json: ask.Json = False,
 ) -> None:
     """Show roofs, turning points, and what binds a policy.

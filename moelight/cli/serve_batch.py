@@ -46,33 +46,43 @@ _MODULES = ("starlette", "uvicorn", "python_multipart")
 class ServerArguments:
     """The options of ``moelight serve-batch``, as given."""
 
-    model: str = option("A directory, a hub id, or demo, the bundled model.", "--model", "-m", default=MISSING)
-    host: str | None = option("The address to listen on; 127.0.0.1 if not given.")
-    port: int | None = option("8000 if not given; 0: any that is free.", min=0, max=65535)
-    data: Path | None = option("For files and state; ~/.local/share/moelight/serve-batch if not given.", metavar="DIR")
-    token_file: Path | None = option("Holds the token that requests bring; one is made if not given.", metavar="FILE")
-    allow_remote: bool = option("Let --host be an address that other machines reach.", default=False)
-    max_file_size: str | None = option("The largest file that is taken; 512MiB if not given.", metavar="SIZE")
-    expire: bool = option("End a batch when its completion window is over, done or not.", default=False)
-    watch: Path | None = option("Instead of HTTP: run each .jsonl file dropped in DIR.", metavar="DIR")
-    max_tokens: int | None = option("The most tokens generated where a request does not say.", min=1)
-    reasoning: str | None = option("Reasoning of models that think, as for generate.", metavar="auto|off")
-    ignore_model: bool = option("Rows may name any model.", default=False)
+    model: str = option(
+        "Model to serve: a directory, a Hugging Face hub id, or demo (bundled).", "--model", "-m", default=MISSING
+    )
+    host: str | None = option("Address to listen on; defaults to 127.0.0.1.")
+    port: int | None = option("Port to listen on; defaults to 8000; 0 picks a free one.", min=0, max=65535)
+    data: Path | None = option(
+        "Directory for files and state; defaults to ~/.local/share/moelight/serve-batch.", metavar="DIR"
+    )
+    token_file: Path | None = option(
+        "File with the bearer token that requests must send; created by default.", metavar="FILE"
+    )
+    allow_remote: bool = option("Allow --host to be an address that other machines can reach.", default=False)
+    max_file_size: str | None = option("Maximum size of an uploaded file; defaults to 512MiB.", metavar="SIZE")
+    expire: bool = option("Expire batches at the end of their completion window.", default=False)
+    watch: Path | None = option(
+        "Watch DIR and run every .jsonl file placed in it, instead of serving HTTP.", metavar="DIR"
+    )
+    max_tokens: int | None = option("Maximum number of tokens to generate for requests that do not set it.", min=1)
+    reasoning: str | None = option("Handling of reasoning models, as for generate.", metavar="auto|off")
+    ignore_model: bool = option("Ignore the model field of the rows.", default=False)
     strict: bool = option("Reject JSON schemas that cannot be enforced, as for generate.", default=False)
     resamplings: int | None = option(
         "Maximum number of times to generate an invalid answer again.", min=0, max=MAX_RESAMPLINGS
     )
-    host_memory: str | None = option("The most host memory of a job.", metavar="SIZE")
-    device_memory: str | None = option("The most GPU memory of a job.", metavar="SIZE")
-    dtype: str | None = option("Of computation, as for generate.", metavar="auto|bfloat16|float16|float32")
-    kv_dtype: str | None = option("Of keys and values, as for generate.", metavar="auto|choose|int8")
-    activations: str | None = option("auto, or int8, as for generate.", metavar="auto|int8")
-    policy: Path | None = option("Run this policy, as optimize -o writes it.", metavar="FILE.yaml")
-    hw: str | None = option("The machine to plan for.", metavar="NAME|FILE|auto")
-    device: str | None = option("auto, cpu, cuda, xpu, a card as in cuda:1, or twin.")
-    expert_policy: str | None = option(
-        "Which experts are resident in on-demand passes.", metavar="FILE.moe|static|default"
+    host_memory: str | None = option("Maximum host memory per job.", metavar="SIZE")
+    device_memory: str | None = option("Maximum GPU memory per job.", metavar="SIZE")
+    dtype: str | None = option(
+        "Data type of activations and unquantised weights, as for generate.", metavar="auto|bfloat16|float16|float32"
     )
+    kv_dtype: str | None = option("Data type of the KV cache, as for generate.", metavar="auto|choose|int8")
+    activations: str | None = option(
+        "Data type of activations in expert products: auto or int8, as for generate.", metavar="auto|int8"
+    )
+    policy: Path | None = option("Policy file to run, as written by optimize -o.", metavar="FILE.yaml")
+    hw: str | None = option("Hardware profile to plan for.", metavar="NAME|FILE|auto")
+    device: str | None = option("Device to run on: auto, cpu, cuda, xpu, one card (cuda:1), or twin.")
+    expert_policy: str | None = option("Expert policy for on-demand passes.", metavar="FILE.moe|static|default")
 
 
 @with_options()

@@ -37,11 +37,13 @@ _MOST_BARS = 250
 class NodeArguments:
     """The options of a job on a simulated Ray cluster."""
 
-    nodes: int | None = option("A whole job on this many nodes of the machine, leased rows by a driver.", min=1)
-    rows: int | None = option("Rows of that job; the workload's requests if not given.", min=1)
-    failures: float = option("Failures of a node in an hour.", metavar="N", min=0.0, default=0.0)
-    slow: float = option("The share of nodes at half speed.", metavar="SHARE", min=0.0, max=1.0, default=0.0)
-    load: float = option("Seconds until an engine is loaded.", metavar="SECONDS", min=0.0, default=60.0)
+    nodes: int | None = option("Simulate a whole job on a cluster with this many nodes.", min=1)
+    rows: int | None = option("Number of rows of the cluster job; defaults to the workload's requests.", min=1)
+    failures: float = option("Failures per node and hour.", metavar="N", min=0.0, default=0.0)
+    slow: float = option(
+        "Fraction of the nodes that run at half speed.", metavar="SHARE", min=0.0, max=1.0, default=0.0
+    )
+    load: float = option("Seconds to load an engine.", metavar="SECONDS", min=0.0, default=60.0)
 
 
 @with_options(without=("estimator", *ask.FORMATS))
@@ -51,10 +53,10 @@ def simulate_command(
     asked: ask.PlanningOptions,
     cluster: NodeArguments,
     policy: ask.PolicyFile = None,
-    schedule: str | None = option("The schedule; the policy's if not given.", metavar="NAME|all"),
-    passes: int = option("Decode passes, one after another.", min=1, max=1000, default=3),
-    trace: Path | None = option("Write the best one's passes for Perfetto here.", metavar="FILE.json"),
-    plot: Path | None = option("Draw the last pass: .png, .svg or .pdf.", metavar="FILE"),
+    schedule: str | None = option("Schedule to simulate, or all; defaults to the policy's.", metavar="NAME|all"),
+    passes: int = option("Number of consecutive decode passes.", min=1, max=1000, default=3),
+    trace: Path | None = option("File to write a Perfetto trace of the best schedule to.", metavar="FILE.json"),
+    plot: Path | None = option("File to draw the last pass to: .png, .svg or .pdf.", metavar="FILE"),
     as_json: ask.Json = False,
 ) -> None:
     """Run a policy's passes on a virtual clock.
