@@ -41,7 +41,6 @@ from moelight.scheduler.requirements import NEEDS, check_policy, misfit
 from moelight.weights.tensor_map import OpenCheckpoint
 
 FREE_SHARE = 0.9
-_TYPICAL = {True: "t4", False: "cpu-amx"}
 _DEFAULT_CONTEXT = 1024
 # A measurement takes about ten seconds. Typical machines are fast ones, so the job takes longer than predicted here.
 _WORTH_MEASURING_S = 10.0
@@ -185,6 +184,13 @@ def speeds_for(plan: Plan | None, *, discrete: bool) -> Speeds:
     return speeds_of(hardware_for("auto", discrete=discrete))
 
 
+def typical_machine(*, discrete: bool) -> str:
+    """The shipped hardware profile of a machine of this kind: with a GPU or not, the processor with tiles or not."""
+    if discrete:
+        return "t4"
+    return "cpu-amx" if native.has_tiles() else "cpu-avx2"
+
+
 def hardware_for(hw: str, *, discrete: bool) -> HardwareProfile:
     """The hardware profile ``hw``, completed with a disk and reduced to one GPU. ``auto``: this machine if it was
     measured (`measured_for`, `moelight profile`), else a typical one of its kind."""
@@ -192,7 +198,7 @@ def hardware_for(hw: str, *, discrete: bool) -> HardwareProfile:
     if measured is not None and (measured.tier("device") is not None) == discrete:
         profile = measured
     else:
-        profile = load_hardware_profile(_TYPICAL[discrete] if hw == "auto" else hw)
+        profile = load_hardware_profile(typical_machine(discrete=discrete) if hw == "auto" else hw)
     if (profile.tier("device") is not None) != discrete:
         kind = "with" if discrete else "without"
         raise ConfigError(f"hardware profile {profile.name!r} does not describe a machine {kind} a GPU")

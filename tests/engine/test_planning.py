@@ -23,6 +23,7 @@ from moelight.engine.planning import resolve_residents
 from moelight.hrm.footprint import footprint, ring_slots
 from moelight.hrm.placement import place
 from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES
+from moelight.kernels import native
 from moelight.profiles.hardware import HardwareProfile, load_hardware_profile
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
@@ -127,6 +128,16 @@ def test_a_long_job_on_an_unknown_machine_measures_it(
     plans = [model.plan(EngineOptions(**({"device": "cpu"} | options)), workload).plan for _ in range(2)]
     assert disks == [model.directory] * measured
     assert [plan and plan.hardware == "auto" for plan in plans] == [bool(measured)] * 2
+
+
+@pytest.mark.parametrize(("tiles", "name"), [(True, "cpu-amx"), (False, "cpu-avx2")])
+def test_a_machine_that_was_not_measured_is_planned_as_one_of_its_kind(
+    tiles: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "kept_profile", lambda: None)
+    monkeypatch.setattr(native, "has_tiles", lambda: tiles)
+    find = inspect.unwrap(planning.hardware_for)
+    assert (find("auto", discrete=False).name, find("auto", discrete=True).name) == (name, "t4")
 
 
 @pytest.fixture(scope="module")
