@@ -38,7 +38,7 @@ def write_lines(path: Path, count: int) -> None:
     lines = []
     for number in range(count):
         messages = [{"role": "user", "content": f"row {number}"}]
-        body = {"messages": messages, "max_tokens": 60, "temperature": 1, "seed": number, **KINDS[number % len(KINDS)]}
+        body = {"messages": messages, "max_tokens": 120, "temperature": 1, "seed": number, **KINDS[number % len(KINDS)]}
         lines.append({"custom_id": f"r{number}", "method": "POST", "url": "/v1/chat/completions", "body": body})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 

@@ -226,10 +226,10 @@ def test_an_engine_and_a_node_die(cluster: Any, prompts: Path) -> None:
 @pytest.mark.thorough
 def test_an_engine_dies_while_its_rows_reason_and_call_tools(cluster: Any, tmp_path: Path) -> None:
     path, template = tmp_path / "calls.jsonl", tmp_path / "calls.jinja"
-    calling.write_lines(path, 140)
+    calling.write_lines(path, 70)
     template.write_text(calling.TEMPLATE)
     more = {"chat_template": template, "batch_size": 2, "durability": Durability(sync_s=0.1)}
-    run_job(job(path, "calls.alone.jsonl", **more))
+    alone = run_job(job(path, "calls.alone.jsonl", **more))
     output, before, killed = path.with_name("calls.killed.jsonl"), set(_engines()), []
 
     def disturb() -> None:
@@ -243,7 +243,7 @@ def test_an_engine_dies_while_its_rows_reason_and_call_tools(cluster: Any, tmp_p
     thread.join()
     assert killed and result.state == "done"
     assert calling.rows_of(output) == calling.rows_of(path.with_name("calls.alone.jsonl"))
-    assert result.invalid == 20  # of the seven kinds of rows one is never valid
+    assert result.invalid == alone.invalid >= 70 // len(calling.KINDS)  # one of the kinds is never valid
 
 
 @pytest.mark.thorough
