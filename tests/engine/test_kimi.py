@@ -71,9 +71,9 @@ def merged(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
 
 def publish(directory: Path, **config: Any) -> int:
     """Write tokenizer files as the hub has them into ``directory``; returns the first special id."""
-    known = ranks()
-    (directory / TIKTOKEN).write_text("".join(f"{base64.b64encode(t).decode()} {n}\n" for t, n in known.items()))
-    first = len(known)
+    vocabulary = ranks()
+    (directory / TIKTOKEN).write_text("".join(f"{base64.b64encode(t).decode()} {n}\n" for t, n in vocabulary.items()))
+    first = len(vocabulary)
     texts = [("[BOS]", True), ("[EOS]", True), ("<|im_end|>", True), ("<|tool_calls_section_begin|>", False)]
     added = {str(first + n): {"content": text, "special": flag} for n, (text, flag) in enumerate(texts)}
     values = {
@@ -89,11 +89,11 @@ def publish(directory: Path, **config: Any) -> int:
 
 
 def test_ids_are_those_of_tiktoken(tmp_path: Path) -> None:
-    first, known = publish(tmp_path), ranks()
+    first, vocabulary = publish(tmp_path), ranks()
     tokenizer = Tokenizer.from_dir(tmp_path)
     assert tokenizer.vocab_size == first + 256
     for text in (TEXT, TEXT[::-1], TEXT.upper(), "a", " ", "\n\n \t", "١٢٣٤٥ ½", "ǅ ǆ", "e\u0301 'S I'Ll"):
-        expected = [token for piece in SPLIT.findall(text) for token in merged(piece.encode(), known)]
+        expected = [token for piece in SPLIT.findall(text) for token in merged(piece.encode(), vocabulary)]
         assert tokenizer.encode(text) == expected, text
         assert tokenizer.decode(expected) == text
     assert max(tokenizer.encode(TEXT)) >= 256  # something was merged

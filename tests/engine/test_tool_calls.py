@@ -86,14 +86,14 @@ def harmony(given: str) -> str:
 
 
 def listed(begin: str, end: str, *values: str) -> str:
-    calls = ", ".join(f'{{"name": "get_weather", "arguments": {each}}}' for each in values)
+    calls = ", ".join(f'{{"name": "get_weather", "arguments": {item}}}' for item in values)
     return f"{begin}[{calls}]{end}"
 
 
 def hunyuan(suffix: str, sep: str, line: str, *calls: dict[str, Any]) -> str:
     key = f"<arg_key{suffix}>{{}}</arg_key{suffix}>{line}<arg_value{suffix}>"
     inner = [fields(key, f"</arg_value{suffix}>{line}", values) for values in calls]
-    texts = [f"<tool_call{suffix}>get_weather{sep}{line}{each}</tool_call{suffix}>" for each in inner]
+    texts = [f"<tool_call{suffix}>get_weather{sep}{line}{item}</tool_call{suffix}>" for item in inner]
     return f"<tool_calls{suffix}>{line}{line.join(texts)}{line}</tool_calls{suffix}>"
 
 
@@ -109,9 +109,9 @@ def invoked(block: str, mark: str, *calls: dict[str, Any]) -> str:
     return f"<{mark}{block}>\n{texts}</{mark}{block}>"
 
 
-def solar(*given: str) -> str:
+def solar(*values: str) -> str:
     head = "<|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>get_weather<|tool_call:args|>"
-    return "<|tool_calls|>" + "".join(f"{head}{each}<|tool_call:end|>" for each in given)
+    return "<|tool_calls|>" + "".join(f"{head}{item}<|tool_call:end|>" for item in values)
 
 
 def gemma(value: Any) -> str:
