@@ -103,7 +103,7 @@ def encode_row(row: Row, encode: Encode, context: int) -> list[tuple[int, ...]]:
     """Token ids of every prompt of ``row``; raises InputError for a prompt that is too long for the model's context, or
     leaves less of it than the row's ``max_tokens``. The last token of a prompt that is only scored needs no position in
     the context."""
-    prompts, most = encode(row), context - 1 if row.sampling.max_tokens > 0 else context + 1
+    prompts, most = encode(row), context - 1 if row.sampling.generates else context + 1
     for prompt in prompts:
         if len(prompt) > most:
             raise InputError(

@@ -122,7 +122,8 @@ class SamplingParams:
 
     Attributes:
         n: completions per prompt, at most 16,384.
-        max_tokens: the most generated tokens; 0 scores the prompt alone and requires ``prompt_logprobs``.
+        max_tokens: the most generated tokens; None: as many as the model's context holds after the prompt; 0 scores the
+            prompt alone and requires ``prompt_logprobs``.
         min_tokens: the tokens that are generated before eos, a stop token or a stop text may end the completion.
         temperature: 0 to 2; 0, the default, is greedy: offline jobs should be repeatable.
         top_p: the likeliest tokens of this total probability are sampled; 1: no limit.
@@ -154,7 +155,7 @@ class SamplingParams:
     """
 
     n: int = 1
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     min_tokens: int = 0
     temperature: float = 0.0
     top_p: float = 1.0
@@ -183,8 +184,9 @@ class SamplingParams:
                 _integer(name, getattr(self, name), least=least)
         if self.n > MOST_SAMPLES:
             raise InputError(f"n must be at most {MOST_SAMPLES:,}: a row is written when its last answer is there")
-        _integer("max_tokens", self.max_tokens, least=0 if self.prompt_logprobs is not None else 1)
-        if self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, least=0 if self.prompt_logprobs is not None else 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
         for name, (low, high) in _RANGES.items():
             _number(name, getattr(self, name), low=low, high=high)
@@ -206,6 +208,16 @@ class SamplingParams:
         outputs: object = self.structured_outputs
         if outputs is not None and not isinstance(outputs, StructuredOutputs):
             object.__setattr__(self, "structured_outputs", StructuredOutputs.from_dict(outputs))
+
+    @property
+    def generates(self) -> bool:
+        """True if tokens are to be generated; False if the prompt is only scored."""
+        return self.max_tokens != 0
+
+    def most_tokens(self, prompt_tokens: int, context: int) -> int:
+        """The most tokens that may be generated after a prompt, in a context of ``context`` tokens."""
+        room = max(0, context - prompt_tokens)
+        return room if self.max_tokens is None else min(self.max_tokens, room)
 
     @property
     def greedy(self) -> bool:

@@ -3,13 +3,14 @@ the prefix cache. Depends only on requests, KV blocks and token counts."""
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import heapq
 from array import array
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
+from operator import attrgetter
 
 from moelight.core.errors import InputError
 from moelight.core.policy import Policy
@@ -17,8 +18,11 @@ from moelight.core.request import Request
 from moelight.hrm.footprint import kv_buffer_tokens, pass_tokens
 from moelight.paging.kv import BlockPool
 from moelight.profiles.rope import ByLength
+from moelight.profiles.workload import EXPECTED_GEN_LEN
 
 KEY_BYTES = 16
+NOT_ADMITTED = 1 << 62
+LENGTH_WEIGHT = 8  # finished answers that the planned length weighs as much as
 MOST_WAITS = 2  # bounds chains of rows that each extend the row before: every link delays its row by a pass
 MIN_PREFIX_SHARE = 0.5  # of a prompt, where the rest of it attends on a slower processor than the whole would
 WAIT_SHARE = 0.25  # of a prompt; a shorter prefix, such as the head of a chat template, is not worth waiting a pass for
@@ -71,6 +75,10 @@ class PrefixCache:
         if (len(blocks) - known) * self._size < WAIT_SHARE * len(request.token_ids):
             del blocks[known:]
         return blocks if len(blocks) * self._size >= self._least_share * len(request.token_ids) else []
+
+    def find_computed(self, sequence: RunningSequence) -> list[int]:
+        """As `find`, for a sequence that is computed again: blocks that no launched pass computes yet are left out."""
+        return list(takewhile(lambda block: block not in self._promised, self.find(sequence)))
 
     def admit(self, sequence: RunningSequence, shared: Sequence[int], own: Sequence[int]) -> None:
         """Assign ``shared``, the blocks returned by `find`, and the new blocks ``own``, which ``sequence`` promises."""
@@ -128,7 +136,12 @@ class RunningSequence:
         chosen: number of tokens chosen by all launched passes; ``generated`` are those collected so far.
         attempt: how often the answer was generated before, and had not the structure asked for; ``discarded``: the
             tokens of those attempts.
-        anew: so many generated tokens are, or were, computed a second time, with the prompt (`ByLength`).
+        anew: so many generated tokens are, or were, computed a second time, with the prompt (`ByLength`, or after the
+            sequence was suspended).
+        grows: blocks are reserved for the expected length of the answer, and added one by one beyond it; else for
+            ``max_tokens``.
+        number: place in the order of first admission; `NOT_ADMITTED` before it.
+        reserved: generated tokens for which blocks were reserved at the first admission.
     """
 
     request: Request
@@ -146,6 +159,9 @@ class RunningSequence:
     attempt: int = 0
     discarded: int = 0
     anew: int = 0
+    grows: bool = False
+    number: int = NOT_ADMITTED
+    reserved: int = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -225,18 +241,42 @@ class MicroBatchPlan:
 
 @dataclass(kw_only=True, slots=True)
 class Admitted:
-    """Totals over all admitted sequences; ``answer_tokens`` is the most that they may generate."""
+    """Totals over all admitted sequences; ``answer_tokens`` are those for which KV blocks were reserved: the most that
+    they may generate, or the expected ones. ``suspended`` counts suspensions."""
 
     sequences: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     answer_tokens: int = 0
+    suspended: int = 0
+
+
+class AnswerLengths:
+    """The expected length of answers that nothing but the context limits: ``planned`` at first, then learned. All
+    tokens so far over the finished answers estimate the mean, since those that end first are the short ones."""
+
+    def __init__(self, planned: int) -> None:
+        self._planned, self.tokens, self.ended = planned, 0, 0
+
+    @property
+    def expected(self) -> int:
+        if not self.ended:
+            return self._planned
+        return -(-(LENGTH_WEIGHT * self._planned + self.tokens) // (LENGTH_WEIGHT + self.ended))
 
 
 class Batcher:
-    """Admits, packs and retires sequences. A sequence holds the KV blocks for its longest answer from admission on, so
-    none is preempted. `launched` retires sequences that certainly finish; `next_pass` changes no state but admission,
-    so its result may be dropped. ``policy`` may be replaced between passes, within the allocation."""
+    """Admits, packs and retires sequences. ``policy`` may be replaced between passes, within the allocation.
+
+    A sequence with ``max_tokens`` holds the KV blocks for its longest answer from admission on. One without (``grows``)
+    is admitted with blocks for an answer of the expected length, and takes one more where it needs one. If none is
+    free, the youngest sequences that grow are suspended: their blocks are free, and they are admitted again before all
+    that follow them, when their prompts and generated tokens are computed once more. The oldest one is never suspended
+    for a younger one, and the cache holds the longest sequence (`Engine.check`), so every sequence ends.
+
+    `launched` retires sequences that certainly finish; `next_pass` changes no state but admissions, suspensions and
+    blocks, so its result may be dropped.
+    """
 
     def __init__(
         self,
@@ -247,15 +287,19 @@ class Batcher:
         window: int | None = None,
         prefix_caching: bool = False,
         by_length: ByLength | None = None,
+        expected_len: int = EXPECTED_GEN_LEN,
     ) -> None:
+        """``expected_len``: the expected length of answers without ``max_tokens``, before any is finished."""
         self.policy = self._allotted = policy
         self._pool, self._discrete, self._window, self._by_length = pool, discrete, window, by_length
         self._buffer_tokens = int(kv_buffer_tokens(policy)) if policy.attention_device == "gpu" else None
         self._source: Iterator[RunningSequence | None] = iter(())
-        self._requeued: deque[RunningSequence] = deque()
+        self._requeued: list[RunningSequence] = []  # by number
         self._first: RunningSequence | None = None  # taken from the source, not admitted yet
         self.admitted = Admitted()
+        self.lengths = AnswerLengths(expected_len)
         self._running: dict[RunningSequence, None] = {}
+        self._growing: dict[RunningSequence, None] = {}  # those of them that grow
         # With attention on the CPU beside a GPU, a prompt's first chunk attends on the GPU, later ones on the CPU.
         least = MIN_PREFIX_SHARE if discrete and policy.attention_device == "cpu" else 0.0
         self._prefix_cache = PrefixCache(
@@ -269,8 +313,8 @@ class Batcher:
         self._source = chain(self._source, sequences)
 
     def requeue(self, sequence: RunningSequence) -> None:
-        """Put ``sequence`` before all that are not admitted yet."""
-        self._requeued.append(sequence)
+        """Put ``sequence`` before all that are younger and not running."""
+        bisect.insort(self._requeued, sequence, key=attrgetter("number"))
 
     @property
     def requeued(self) -> bool:
@@ -284,9 +328,9 @@ class Batcher:
     @property
     def waiting(self) -> bool:
         """True if any sequence has not been admitted yet."""
-        if self._first is None:
-            self._first = self._requeued.popleft() if self._requeued else next(self._source, None)
-        return self._first is not None
+        if self._first is None and not self._requeued:
+            self._first = next(self._source, None)
+        return bool(self._requeued) or self._first is not None
 
     @property
     def running(self) -> Collection[RunningSequence]:
@@ -315,6 +359,7 @@ class Batcher:
         admission a pass holds either the batch's remaining prompt tokens or its decoding sequences. Empty while all
         sequences are to be computed anew and their newest tokens have not been collected."""
         static = self.policy.admission == "static"
+        self._grow()
         if static and not self._running:  # the next N sequences, or as many as the cache holds
             while self._admit() is not None:
                 pass
@@ -364,6 +409,7 @@ class Batcher:
                     self._prefix_cache.computed(sequence, before=chunk.start)
                 if chunk.completes:
                     sequence.chosen += sequence.max_tokens > 0
+                    self.lengths.tokens += sequence.grows
                     if sequence.chosen == sequence.max_tokens:
                         self.retire(sequence)
 
@@ -371,7 +417,9 @@ class Batcher:
         """False if tokens of ``sequence`` must arrive before it goes on: at the border where its positions are
         stretched anew, all of it is computed a second time."""
         rule = self._by_length
-        if rule is None or not rule.anew or sequence.anew or not sequence.chosen or sequence.computed != rule.border:
+        if rule is None or not rule.anew or not sequence.chosen or sequence.computed != rule.border:
+            return True
+        if len(sequence.request.token_ids) + sequence.anew > rule.border:  # computed as a longer one already
             return True
         if len(sequence.generated) < sequence.chosen:
             return False
@@ -379,11 +427,39 @@ class Batcher:
         return True
 
     def retire(self, sequence: RunningSequence) -> None:
-        """Free the blocks and the token slot of a sequence; no effect if they are free already."""
+        """Free the blocks and the token slot of a finished sequence; no effect if it was retired before."""
         if sequence in self._running:
-            del self._running[sequence]
-            self._pool.release(sequence.blocks)
-            self._places.append(sequence.place)
+            self._release(sequence)
+            self.lengths.ended += sequence.grows
+        elif sequence in self._requeued:  # suspended while its last token was on the way
+            self._requeued.remove(sequence)
+            self.lengths.ended += sequence.grows
+
+    def _release(self, sequence: RunningSequence) -> None:
+        del self._running[sequence]
+        self._growing.pop(sequence, None)
+        self._pool.release(sequence.blocks)
+        self._places.append(sequence.place)
+
+    def _grow(self) -> None:
+        """Add the block for the next token of every sequence that has none for it; oldest first, and the youngest are
+        suspended if no block is free."""
+        size = self.policy.kv_block_size
+        full = [each for each in self._growing if not each.fills and each.computed >= len(each.blocks) * size]
+        for sequence in sorted(full, key=attrgetter("number")):
+            while sequence in self._growing and not self._pool.free:
+                # A prompt in progress has promised its blocks to others, and may be scored; it needs none.
+                self._suspend(max((each for each in self._growing if each.chosen), key=attrgetter("number")))
+            if sequence in self._growing:
+                sequence.blocks += self._pool.take(1)
+
+    def _suspend(self, sequence: RunningSequence) -> None:
+        """Free the blocks of ``sequence``, which goes on when it is admitted again; its tokens in flight still arrive.
+        The blocks may be written by the next pass, since lanes run in order."""
+        self._release(sequence)
+        sequence.blocks, sequence.place = [], -1
+        self.admitted.suspended += 1
+        self.requeue(sequence)
 
     def clear(self, *, failed: bool = False) -> None:
         """Drop all unfinished sequences and the source. ``failed``: the contents of the cache are invalid too."""
@@ -396,21 +472,56 @@ class Batcher:
             self.retire(sequence)
 
     def _admit(self) -> RunningSequence | None:
-        if len(self._running) >= self.policy.batch_size or not self.waiting or (first := self._first) is None:
+        """Admit the first sequence that waits; None if there is none, or it has to go on waiting."""
+        if len(self._running) >= self.policy.batch_size or not self.waiting:
             return None
-        shared = self._prefix_cache.find(first)
-        need = self.blocks_for(len(first.request.token_ids) + first.max_tokens) - len(shared)
+        first = self._requeued[0] if self._requeued else self._first
+        if first is None or len(first.generated) < first.chosen:  # tokens of a suspended one are on the way
+            return None
+        first.grows = first.grows and self._repeatable(first)
+        shared = self._prefix_cache.find_computed(first) if first.chosen else self._prefix_cache.find(first)
+        reserved = self._reserved(first)
+        need = self.blocks_for(len(first.request.token_ids) + reserved) - len(shared)
         if need > self._pool.free_beside(shared):
             return None
+        if self._requeued:
+            del self._requeued[0]
+        else:
+            self._first = None
         self._pool.share(shared)
-        self._prefix_cache.admit(first, shared, self._pool.take(need))
+        own = self._pool.take(need)
         first.place = self._places.pop()
-        self._running[first], self._first = None, None
-        self.admitted.sequences += 1
-        self.admitted.prompt_tokens += len(first.request.token_ids)
-        self.admitted.cached_tokens += first.cached
-        self.admitted.answer_tokens += first.max_tokens
+        self._running[first] = None
+        if first.grows:
+            self._growing[first] = None
+        if first.chosen:
+            first.blocks, first.anew = [*shared, *own], first.chosen
+            first.computed = len(shared) * self.policy.kv_block_size
+        else:
+            self._prefix_cache.admit(first, shared, own)
+            self._count(first, reserved)
         return first
+
+    def _repeatable(self, sequence: RunningSequence) -> bool:
+        """Whether all tokens of ``sequence``, computed at once, have the keys and values that they had one by one."""
+        longest = len(sequence.request.token_ids) + sequence.max_tokens
+        return self._by_length is None or self._by_length.repeatable(longest)
+
+    def _count(self, sequence: RunningSequence, reserved: int) -> None:
+        if sequence.number == NOT_ADMITTED:
+            sequence.number = self.admitted.sequences
+        sequence.reserved = reserved
+        self.admitted.sequences += 1
+        self.admitted.prompt_tokens += len(sequence.request.token_ids)
+        self.admitted.cached_tokens += sequence.cached
+        self.admitted.answer_tokens += reserved
+
+    def _reserved(self, sequence: RunningSequence) -> int:
+        """Generated tokens for which ``sequence`` gets blocks at admission: all that it may have, or as many more as an
+        answer is expected to have."""
+        if not sequence.grows:
+            return sequence.max_tokens
+        return min(sequence.max_tokens, sequence.chosen + self.lengths.expected)
 
     def _pack(self, chunks: list[SequenceChunk], *, in_buffer: bool = False) -> list[MicroBatchPlan]:
         """``in_buffer``: with attention on the device, the contexts of a micro-batch must fit its buffer."""

@@ -17,7 +17,7 @@ from moelight.core.errors import ConfigError, InputError, MoelightError, did_you
 from moelight.core.policy import Adaptation, Policy
 from moelight.core.request import Completion, Request, SamplingParams
 from moelight.core.timeline import Timeline
-from moelight.core.units import parse_bytes
+from moelight.core.units import format_bytes, parse_bytes
 from moelight.engine.adaptation import PassAdaptation
 from moelight.engine.batcher import Batcher
 from moelight.engine.call_constraints import CallConstraints
@@ -25,7 +25,7 @@ from moelight.engine.checkpoints import open_model
 from moelight.engine.constraints import Constraints
 from moelight.engine.experts import choices_for
 from moelight.engine.loaded_model import weight_dtype
-from moelight.engine.output_processor import OutputProcessor, ScoreWatch, check_tokens, most_tokens
+from moelight.engine.output_processor import OutputProcessor, ScoreWatch, check_tokens
 from moelight.engine.pass_runner import PackedPass, PassRunner
 from moelight.engine.planning import (
     choose_residents,
@@ -39,13 +39,14 @@ from moelight.engine.reasoning import AUTO, OFF, check_mode, reasoning_start
 from moelight.engine.tokenizer import Tokenizer
 from moelight.experts.options import ExpertOptions
 from moelight.experts.profile import save_profile
+from moelight.hrm.footprint import kv_block_bytes
 from moelight.hrm.machine_model import Speeds
 from moelight.observe.stats import Binding, LaneTotals, RunStats
 from moelight.optimizer.plan import Plan
 from moelight.paging.arena import PinningError
 from moelight.paging.kv import BlockPool
 from moelight.profiles.model import ModelProfile
-from moelight.profiles.workload import Workload
+from moelight.profiles.workload import EXPECTED_GEN_LEN, Workload
 from moelight.runtime.executor import Idle
 from moelight.runtime.machine import (
     device_peak,
@@ -188,7 +189,8 @@ class Engine:
         self._guard_device_memory()
         self._passes: PassRunner | None = self._load(source, lanes, dtype, cuda_graphs)
         pool, share, discrete = self._passes.pool, prefix_caching and not self.profile.stateful, machine.discrete
-        self._batcher = _batcher(self.policy, self.profile, pool, discrete=discrete, prefix_caching=share)
+        expected = _expected_len(self.policy, self.plan)
+        self._batcher = _batcher(self.policy, self.profile, pool, expected, discrete=discrete, prefix_caching=share)
         self._adapting = self._adaptation(adapt, speeds, self._passes)
         self._totals = LaneTotals(self._passes.model.lanes)
         self._load_s = time.perf_counter() - began
@@ -324,11 +326,15 @@ class Engine:
                 structured outputs or tools that cannot be compiled.
         """
         check_tokens(request, self.profile.vocab_size, self.profile.max_positions)
-        longest = len(request.token_ids) + most_tokens(request, self.profile.max_positions)
-        if self._batcher.blocks_for(longest) > self._loaded.pool.blocks:
+        prompt, context = len(request.token_ids), self.profile.max_positions
+        longest = prompt + request.sampling.most_tokens(prompt, context)
+        if (blocks := self._batcher.blocks_for(longest)) > self._loaded.pool.blocks:
+            unlimited = request.sampling.max_tokens is None
+            need = format_bytes(blocks * kv_block_bytes(self.profile, self.policy, self._loaded.dtype))
             raise InputError(
-                f"prompt and completion may reach {longest} tokens, the KV cache holds {self.policy.kv_tokens}; "
-                "lower max_tokens or allow more host memory",
+                f"prompt and completion may reach {longest} tokens{', the context,' if unlimited else ''} which take "
+                f"{need} of KV memory; the KV cache holds {self.policy.kv_tokens} tokens; "
+                f"{'set' if unlimited else 'lower'} max_tokens or allow more host memory",
                 code="kv_capacity_exceeded",
             )
         self._batcher.check_buffer(longest)
@@ -464,8 +470,8 @@ class Engine:
         return self._loaded.pack(plans) if plans else None
 
     def _waited(self, in_flight: PackedPass | None) -> bool:
-        """Whether no pass could be packed before the last tokens arrived, and sequences are still running."""
-        return in_flight is None and bool(self._batcher.running)
+        """Whether no pass could be packed before the last tokens arrived, and sequences are running or suspended."""
+        return in_flight is None and (bool(self._batcher.running) or self._batcher.requeued)
 
     def _launch(self, outputs: OutputProcessor, packed: PackedPass | None) -> PackedPass | None:
         if packed is None:
@@ -560,7 +566,22 @@ class Engine:
 
 
 def _batcher(
-    policy: Policy, profile: ModelProfile, pool: BlockPool, *, discrete: bool, prefix_caching: bool
+    policy: Policy, profile: ModelProfile, pool: BlockPool, expected_len: int, *, discrete: bool, prefix_caching: bool
 ) -> Batcher:
-    window, by_length = profile.window, profile.by_length
-    return Batcher(policy, pool, discrete=discrete, window=window, prefix_caching=prefix_caching, by_length=by_length)
+    return Batcher(
+        policy,
+        pool,
+        discrete=discrete,
+        window=profile.window,
+        prefix_caching=prefix_caching,
+        by_length=profile.by_length,
+        expected_len=expected_len,
+    )
+
+
+def _expected_len(policy: Policy, plan: Plan | None) -> int:
+    """The expected length of answers that only the context limits: the plan's or, under a policy that was given, at
+    most half of what the cache holds of each sequence."""
+    if plan is not None:
+        return plan.workload.gen_len
+    return max(1, min(EXPECTED_GEN_LEN, policy.kv_tokens // policy.batch_size // 2))

@@ -258,7 +258,8 @@ class OutputProcessor:
 
     Attributes:
         tokens: number of tokens generated so far.
-        ended_tokens: number of tokens that the finished sequences generated; ``ended_most``: could have generated.
+        ended_tokens: number of tokens that the finished sequences generated; ``ended_most``: for which they were
+            admitted.
     """
 
     def __init__(
@@ -300,7 +301,8 @@ class OutputProcessor:
             sequence = RunningSequence(
                 request=request,
                 seed=sample_seed(seed, sample),
-                max_tokens=most_tokens(request, self._max_positions),
+                max_tokens=how.most_tokens(len(request.token_ids), self._max_positions),
+                grows=how.max_tokens is None,
                 sample=sample,
             )
             self._track(sequence)
@@ -382,7 +384,7 @@ class OutputProcessor:
                     sequence.finished = True
                     batcher.retire(sequence)
                     self.ended_tokens += len(sequence.generated)
-                    self.ended_most += sequence.max_tokens
+                    self.ended_most += sequence.reserved
                     completion = self._completion(sequence, end)
                     if (state := self._states.pop(sequence, None)) is not None:
                         self._historians -= state.needs_history
@@ -415,6 +417,8 @@ class OutputProcessor:
             seed=attempt_seed(first_seed, attempt),
             max_tokens=sequence.max_tokens,
             sample=sequence.sample,
+            grows=sequence.grows,
+            number=sequence.number,
             attempt=attempt,
             discarded=sequence.discarded + len(sequence.generated),
         )
@@ -558,11 +562,6 @@ def _score(logits: Tensor, tokens: Tensor, wanted: Sequence[tuple[int, int, Kept
             kept.append((found, at))
 
 
-def most_tokens(request: Request, max_positions: int) -> int:
-    """The most tokens that may follow the prompt: ``max_tokens``, limited by the model's context."""
-    return min(request.sampling.max_tokens, max(0, max_positions - len(request.token_ids)))
-
-
 def check_tokens(request: Request, vocab_size: int, max_positions: int) -> None:
     """Raise InputError for an empty prompt, one longer than the context, or token ids outside the vocabulary."""
     tokens, how = len(request.token_ids), request.sampling
@@ -571,7 +570,7 @@ def check_tokens(request: Request, vocab_size: int, max_positions: int) -> None:
     if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size:
         raise InputError(f"token ids must be below the vocabulary's {vocab_size}", code="bad_token_id")
     # A token that is only scored is not computed, and needs no position.
-    if tokens > (max_positions - 1 if how.max_tokens else max_positions + 1):
+    if tokens > (max_positions - 1 if how.generates else max_positions + 1):
         raise InputError(
             f"the prompt has {tokens} tokens, the model's context is {max_positions}", code="context_length_exceeded"
         )

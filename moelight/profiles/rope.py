@@ -108,6 +108,11 @@ class ByLength:
         """Return a value shared by lengths with the same RoPE scaling."""
         return 0 if length <= self.border else 1 if self.anew else length
 
+    def repeatable(self, longest: int) -> bool:
+        """Whether the tokens of a sequence that may reach ``longest`` have the same positions however many are computed
+        at once."""
+        return self.anew or longest <= self.border
+
     def crosses(self, prompt: int, longest: int) -> bool:
         """Whether a sequence of ``prompt`` to ``longest`` tokens may need recomputation."""
         return self.anew and prompt <= self.border < longest

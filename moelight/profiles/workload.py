@@ -8,6 +8,7 @@ from pathlib import Path
 from moelight.core.errors import ConfigError, quoted
 from moelight.profiles.files import find_profile, read_yaml
 
+EXPECTED_GEN_LEN = 256  # of answers of which nothing is known but that the context limits them
 MOST_REQUESTS, MOST_TOKENS = 1 << 30, 1 << 24  # in all; per prompt, and per answer
 
 
@@ -28,7 +29,7 @@ class Workload:
     num_requests: int = 1024
     prompt_len: int = 256
     max_prompt_len: int = 1024
-    gen_len: int = 256
+    gen_len: int = EXPECTED_GEN_LEN
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
