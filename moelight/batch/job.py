@@ -45,6 +45,7 @@ from moelight.observe.stats import RunStats
 from moelight.observe.trace import TraceHeader, TraceWriter
 from moelight.optimizer.allowed import CHOOSE
 from moelight.optimizer.plan import Plan
+from moelight.profiles.workload import EXPECTED_GEN_LEN
 from moelight.runtime.measure import peak_rss_bytes
 
 if TYPE_CHECKING:
@@ -161,6 +162,7 @@ class RowSync:
         self._prompts = summary.prompt_tokens - ledger.totals.get("prompt_tokens", 0)
         left = 1.0 - self._resumed / max(1, summary.rows)
         self._sequences = round(summary.sequences * left)
+        self._unlimited = round(summary.unlimited_sequences * left)
         self._changes = 0
 
     def on_pass(self) -> None:
@@ -183,7 +185,11 @@ class RowSync:
 
     @property
     def _expected(self) -> int:
-        return max(self._engine.progress_tokens, self._room - self._answering.spared)
+        """Tokens of this run: of answers that only the context limits, as many as finished ones let expect."""
+        learned = self._engine.learned_len
+        longer = 0 if learned is None else learned - EXPECTED_GEN_LEN
+        unfinished = max(0, self._unlimited - self._answering.unlimited)
+        return max(self._engine.progress_tokens, self._room - self._answering.spared + longer * unfinished)
 
     def counts(self) -> JobCounts:
         ledger, stats = self._ledger, self._engine.stats
@@ -490,7 +496,8 @@ def job_start(job: JobRun, *, why: str, plan: Plan | None) -> JobStart:
         resumed=ledger.completed + ledger.failed,
         prompt_tokens=summary.prompt_tokens,
         expected_tokens=summary.generated_tokens,
-        unlimited=summary.unlimited_text if summary.endpoint else "",
+        unlimited=summary.limits_text,
+        open_ended=summary.unlimited > 0,
         plan=why,
         machine="" if plan is None else plan.hardware,
         predicted_s=None if plan is None else share * plan.predicted_s,

@@ -1,7 +1,8 @@
 """OpenAI batch lines of ``/v1/chat/completions`` and ``/v1/completions``: their valid fields, and the rows read from
 them.
 
-Omitted fields take the job's defaults, not OpenAI's (whose temperature is 1). URLs and paths in a line are neither
+Omitted fields take the job's defaults, not OpenAI's (whose temperature is 1); `COMPLETION_TOKENS` where the job limits
+no answer. URLs and paths in a line are neither
 fetched nor opened.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 import msgspec
@@ -33,6 +34,7 @@ from moelight.engine.chat import Conversation
 
 _LINE_FIELDS = ("custom_id", "method", "url", "body")
 _MOST_LOGPROBS = 20
+COMPLETION_TOKENS = 16  # of /v1/completions without ``max_tokens``, as at OpenAI and in vLLM; null: no limit
 _TOOL_NAME, _NAME_LETTERS = re.compile(r"[\w.-]{1,128}"), "letters, digits, _, - and ."
 
 # Older names of constraints, and the StructuredOutputs field of each.
@@ -131,12 +133,13 @@ _B = TypeVar("_B", bound=_RequestBody)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ParsedBody:
-    """The parsed request of a body; its sampling fields are not yet validated."""
+    """The parsed request of a body; its sampling fields are not yet validated. ``defaults``: of its endpoint."""
 
     prompts: tuple[Prompt, ...] = ()
     conversation: Conversation | None = None
     tools: ToolRequest | None = None
     sampling: dict[str, Any]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     answered: Mapping[str, Any]
 
 
@@ -180,7 +183,7 @@ class OpenAIReader(LineReader):
 
     def _sampling(self, asked: _ParsedBody, body: dict[str, Any]) -> SamplingParams:
         try:
-            sampling = self._samplings.make(asked.sampling)
+            sampling = self._samplings.make({**asked.defaults, **asked.sampling})
         except FieldError as error:
             if error.param == "max_tokens" and body.get("max_tokens") is None:
                 error.param = "max_completion_tokens"
@@ -231,6 +234,9 @@ class OpenAIReader(LineReader):
     def _completion(self, values: dict[str, Any]) -> _ParsedBody:
         body, sampling = self._convert(values, _CompletionBody)
         prompts = _prompts(body.prompt)
+        defaults = {}
+        if "max_tokens" not in values and self._context.defaults.max_tokens is None:
+            defaults["max_tokens"] = max(COMPLETION_TOKENS, body.min_tokens or 0)
         _constrain(sampling, body)
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise FieldError("best_of must be equal to n, or left out", param="best_of", code="unsupported_parameter")
@@ -242,7 +248,7 @@ class OpenAIReader(LineReader):
         if body.echo and not shown and (body.logprobs is not None or body.max_tokens == 0):
             sampling["prompt_logprobs"] = body.logprobs or 0
         answered = {"logprobs": body.logprobs, "echo": bool(body.echo), "prompt_logprobs": shown}
-        return _ParsedBody(prompts=prompts, sampling=sampling, answered=answered)
+        return _ParsedBody(prompts=prompts, sampling=sampling, defaults=defaults, answered=answered)
 
     def _convert(self, values: dict[str, Any], kind: type[_B]) -> tuple[_B, dict[str, Any]]:
         """``values`` with their types checked, and those that SamplingParams takes unchanged."""

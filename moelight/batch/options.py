@@ -30,8 +30,8 @@ class Durability:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOptions(EngineOptions):
     """The options of a job, with those of its engine. A file whose path is None is not written. ``sampling`` applies
-    where a row sets no value, and so do ``strict`` and ``resamplings`` (of `StructuredOutputs` and `ToolRequest`); with
-    ``ignore_model`` rows may name any model."""
+    where a row sets no value: without ``max_tokens`` answers may fill the rest of the context; so do ``strict`` and
+    ``resamplings`` (of `StructuredOutputs` and `ToolRequest`); with ``ignore_model`` rows may name any model."""
 
     prompts: Path
     model: str = "demo"
@@ -42,7 +42,7 @@ class JobOptions(EngineOptions):
     id_column: str | None = None
     ignore_model: bool = False
     chat_template: Path | None = None
-    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=256, seed=0))
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=None, seed=0))
     strict: bool = False
     resamplings: int = DEFAULT_RESAMPLINGS
     durability: Durability = field(default_factory=Durability)

@@ -42,7 +42,8 @@ class JobCounts:
         resumed: of ``completed`` and ``failed``, the rows that an earlier run had done.
         prompt_tokens: prompt tokens that this run has processed, of ``expected_prompt_tokens``.
         generation_tokens: tokens that this run has generated.
-        expected_tokens: the most tokens that this run will generate; it shrinks as sequences end early.
+        expected_tokens: the most tokens that this run will generate, or of answers that only the context limits the
+            expected ones; it shrinks as sequences end early.
         kv_usage: the used share of the KV cache, 0 to 1.
         elapsed_s: seconds since this run began.
         running_s: of ``elapsed_s``, the seconds since the first pass began.
@@ -92,7 +93,8 @@ class JobStart:
         predicted_s: predicted seconds for the remaining rows; None without a plan.
         predicted_prompt_s: of ``predicted_s``, the seconds due to prompts.
         resumed: rows that an earlier run had done.
-        unlimited: a clause on rows that set no limit; empty if all do.
+        unlimited: a clause on rows that set no limit; empty if all do. ``open_ended``: only the context limits some
+            answers, of which ``expected_tokens`` and ``predicted_s`` are those of the expected length.
     """
 
     input: str
@@ -106,6 +108,7 @@ class JobStart:
     prompt_tokens: int = 0
     expected_tokens: int = 0
     unlimited: str = ""
+    open_ended: bool = False
     plan: str = ""
     machine: str = ""
     predicted_s: float | None = None

@@ -23,7 +23,7 @@ from moelight.batch.rows import (
     structure_totals,
     to_json_line,
 )
-from moelight.batch.scan import duplicate, encode_row, room
+from moelight.batch.scan import duplicate, encode_row, expected, room
 from moelight.core.errors import InputError, MoelightError
 from moelight.core.request import Completion, Request, ToolRequest
 from moelight.engine.model import LazyModel
@@ -136,7 +136,7 @@ def refuse_struck(ledger: Ledger, prepared: JobInput) -> None:
 
 @dataclass(kw_only=True, slots=True)
 class _Open:
-    """A row with ``missing`` completions to come, of at most ``room`` tokens in all."""
+    """A row with ``missing`` completions to come, planned with ``room`` tokens in all."""
 
     row: Row
     missing: int
@@ -155,7 +155,10 @@ class RowProcessor:
         self._next = self._taken = 0
         self.asked = 0  # sequences requested
         self.first_error: BadRow | None = None
-        self.spared = 0  # expected tokens that will not be generated: rows ended early or refused
+        self.spared = (
+            0  # expected tokens that are not generated: rows ended early or refused, less those that are longer
+        )
+        self.unlimited = 0  # finished sequences that only the context limited
 
     @property
     def running(self) -> int:
@@ -175,11 +178,11 @@ class RowProcessor:
             if row.number in self._repeated:
                 self.refuse(duplicate(row))
                 continue
-            expected = 0
+            tokens = 0
             try:
                 with self._sink.preparing(row.number):
                     prompts = encode_row(row, self.prepared.encode, self._context)
-                    expected = sum(room(row, len(prompt), self._context) for prompt in prompts) * row.sampling.n
+                    tokens = sum(expected(row, len(prompt), self._context) for prompt in prompts) * row.sampling.n
                     requests = [
                         self.prepared.request(row, prompt, index)
                         for index, prompt in enumerate(prompts, start=self._next)
@@ -190,10 +193,10 @@ class RowProcessor:
                         for request in requests:
                             engine.check(request)
             except InputError as error:
-                self.spared += expected
-                self.refuse(bad_row(row.number, row.line, row.custom_id, error, kind=row.kind), room=expected)
+                self.spared += tokens
+                self.refuse(bad_row(row.number, row.line, row.custom_id, error, kind=row.kind), room=tokens)
                 continue
-            opened = _Open(row=row, missing=len(requests) * row.sampling.n, room=expected, asked_s=time.monotonic())
+            opened = _Open(row=row, missing=len(requests) * row.sampling.n, room=tokens, asked_s=time.monotonic())
             self._next += len(requests)
             self.asked += opened.missing
             for request in requests:
@@ -206,6 +209,7 @@ class RowProcessor:
         opened.completions.append(completion)
         opened.missing -= 1
         self._taken += 1
+        self.unlimited += opened.row.sampling.max_tokens is None
         most = room(opened.row, completion.prompt_tokens, self._context)
         self.told.completion(completion, room=most, latency_s=time.monotonic() - opened.asked_s)
         if opened.missing:

@@ -15,9 +15,10 @@ import numpy as np
 from moelight.batch.fields import FieldError, Input
 from moelight.batch.progress import Progress
 from moelight.batch.rows import BadRow, Row, bad_row
-from moelight.batch.summary import ScanSummary
+from moelight.batch.summary import RowLimit, ScanSummary
 from moelight.core.errors import InputError
 from moelight.core.request import SamplingParams
+from moelight.profiles.workload import EXPECTED_GEN_LEN
 
 _DIGEST_BYTES = 16  # of a custom_id: a collision is expected once in 2**64 rows
 _TOLD_EVERY_S = 0.2
@@ -57,7 +58,8 @@ def scan(
     encoded; ``check`` returns what should be noted about a row, or raises InputError."""
 
     def prompts_of(row: Row) -> list[tuple[int, int]] | BadRow:
-        """``(tokens, room)`` of every prompt of ``row``, or the error row if ``row`` cannot be served."""
+        """``(tokens, expected tokens of an answer)`` of every prompt of ``row``, or the error row if ``row`` cannot be
+        served."""
         try:
             with preparing(row.number):
                 notes = check(row)
@@ -65,7 +67,7 @@ def scan(
         except InputError as error:
             return bad_row(row.number, row.line, row.custom_id, error, kind=row.kind)
         summary.note(notes, row.line)
-        return [(len(prompt), room(row, len(prompt), context)) for prompt in prompts]
+        return [(len(prompt), expected(row, len(prompt), context)) for prompt in prompts]
 
     summary, ids, samplings = ScanSummary(), _CustomIds(), _Samplings()
     last_s = time.monotonic()
@@ -77,8 +79,7 @@ def scan(
         elif isinstance(found := prompts_of(row), BadRow):
             summary.refuse(found)
         else:
-            default = row.sampling.max_tokens if row.limit is None else None
-            summary.add(row.kind, found, samples=row.sampling.n, default=default)
+            summary.add(row.kind, found, samples=row.sampling.n, limit=limit_of(row, context))
             samplings.add(row.sampling)
         if time.monotonic() - last_s > _TOLD_EVERY_S:
             last_s = time.monotonic()
@@ -89,7 +90,8 @@ def scan(
         # Known only after all ids: these rows were counted as served, and are not.
         for row in source.rows(skip=lambda number: number not in repeated):
             if isinstance(row, Row) and not isinstance(found := prompts_of(row), BadRow):
-                summary.withdraw(duplicate(row), found, samples=row.sampling.n, unlimited=row.limit is None)
+                limit = limit_of(row, context)
+                summary.withdraw(duplicate(row), found, samples=row.sampling.n, limit=limit)
     return Scan(summary=summary, repeated=repeated)
 
 
@@ -121,7 +123,21 @@ def encode_row(row: Row, encode: Encode, context: int) -> list[tuple[int, ...]]:
 
 def room(row: Row, tokens: int, context: int) -> int:
     """The most tokens that may be generated for one sample of a prompt of ``row``."""
-    return max(0, min(row.sampling.max_tokens, context - tokens))
+    return row.sampling.most_tokens(tokens, context)
+
+
+def expected(row: Row, tokens: int, context: int) -> int:
+    """The tokens that one sample of a prompt of ``row`` is planned with: the most that it may have or, if only the
+    context limits it, as many as an answer is expected to have."""
+    most = room(row, tokens, context)
+    return most if row.sampling.max_tokens is not None else min(most, EXPECTED_GEN_LEN)
+
+
+def limit_of(row: Row, context: int) -> RowLimit:
+    """What limits the answers of ``row``."""
+    if row.sampling.max_tokens is None:
+        return RowLimit(context=context)
+    return RowLimit(default=None if row.limit is not None else row.sampling.max_tokens)
 
 
 class _Samplings:

@@ -80,7 +80,9 @@ class JobArguments:
         "Maximum interval in seconds between fsyncs of finished rows.", metavar="SECONDS", min=0.0, default=5.0
     )
     n: int = option("Number of completions to generate per prompt.", min=1, default=1)
-    max_tokens: int = option("Maximum number of tokens to generate per completion.", min=1, default=256)
+    max_tokens: int | None = option(
+        "Maximum number of tokens to generate per completion; by default the rest of the context.", min=1
+    )
     min_tokens: int = option(
         "Minimum number of tokens to generate before EOS or a stop string may end the completion.", min=0, default=0
     )

@@ -53,9 +53,10 @@ def about_text(seconds: float) -> str:
     return f"about {days} days {hours} h" if hours else f"about {days} days"
 
 
-def predicted_text(seconds: float, machine: str) -> str:
+def predicted_text(seconds: float, machine: str, *, open_ended: bool = False) -> str:
     """Format the predicted ``seconds`` of a job with the hardware profile ``machine`` that they are predicted with."""
-    return f"{about_text(seconds)} by the profile of {machine_words(machine)} if no answer ends early"
+    condition = "answers are as long as expected" if open_ended else "no answer ends early"
+    return f"{about_text(seconds)} by the profile of {machine_words(machine)} if {condition}"
 
 
 def clock_text(seconds: float) -> str:
@@ -81,16 +82,22 @@ def start_line(start: JobStart) -> str:
         f"{start.refused:,} with errors" if start.refused else "",
         f"{start.resumed:,} done before" if start.resumed else "",
     ]
-    rows = "1 row" if start.total == 1 else f"{start.total:,} rows"
+    rows, open_ended = "1 row" if start.total == 1 else f"{start.total:,} rows", start.open_ended
     read = [
         start.detected,
         rows + (f" ({', '.join(filter(None, beside))})" if any(beside) else ""),
         f"{tokens_text(start.prompt_tokens)} prompt tokens" if start.prompt_tokens else "",
-        f"at most {tokens_text(start.expected_tokens)} to generate" if start.expected_tokens else "",
+        f"{_bound(open_ended)} {tokens_text(start.expected_tokens)} to generate" if start.expected_tokens else "",
         start.unlimited,
     ]
-    predicted = "" if start.predicted_s is None else predicted_text(start.predicted_s, start.machine)
+    predicted = ""
+    if start.predicted_s is not None:
+        predicted = predicted_text(start.predicted_s, start.machine, open_ended=open_ended)
     return "; ".join(filter(None, (f"{start.input}: {', '.join(filter(None, read))}", start.plan, predicted)))
+
+
+def _bound(open_ended: bool) -> str:
+    return "about" if open_ended else "at most"
 
 
 def log_line(counts: JobCounts, left_s: float | None, binding: Binding | None = None) -> str:
@@ -512,11 +519,14 @@ def _parts(forecast: Forecast, width: int) -> Iterator[RenderableType]:
         yield text("not planned: a policy says how" if summary.served else "no row can be served")
         return
     yield section("memory", memory_view(plan, width))
-    yield section("time, if every answer is as long as it may be", _time(forecast, width))
+    open_ended = summary.unlimited > 0
+    length, others = ("expected", "later where they are longer") if open_ended else ("it may be", "")
+    yield section(f"time, if every answer is as long as {length}", _time(forecast, width))
     yield text(
         (about_text(forecast.predicted_s), "bold green"),
         f" by the profile of {machine_words(plan.hardware)} ({rate_or_count(plan.estimate.tokens_per_s)} tokens/s end "
-        f"to end), sooner where answers end early; the {plan.estimate.binding} lane binds",
+        f"to end), {', '.join(filter(None, ('sooner where answers end early', others)))}; the {plan.estimate.binding} "
+        "lane binds",
         ("\n" + "\n".join(filter(None, (plan.why, forecast.given))), "dim"),
     )
 
@@ -567,13 +577,14 @@ def _histogram(counts: Sequence[int], width: int) -> RenderableType:
 
 def _work(summary: ScanSummary) -> Text:
     average = summary.prompt_tokens / summary.prompts
-    unlimited = f"\n{summary.unlimited_text}" if summary.endpoint and summary.unlimited else ""
+    unlimited = f"\n{summary.limits_text}" if summary.limits_text else ""
     different = f"\n{summary.samplings:,} different sampling parameters" if summary.samplings > 1 else ""
     return text(
         f"{tokens_text(summary.prompt_tokens)} prompt tokens in {summary.prompts:,} prompts, "
         f"{average:,.0f} on average, {summary.max_prompt_len:,} at most\n"
-        f"at most {tokens_text(summary.generated_tokens)} tokens to generate in {summary.sequences:,} answers, "
-        f"{summary.max_gen_len:,} at most in one{unlimited}{different}"
+        f"{_bound(summary.unlimited > 0)} {tokens_text(summary.generated_tokens)} tokens to generate in "
+        f"{summary.sequences:,} answers, {max(summary.max_gen_len, summary.longest_answer):,} at most in one"
+        f"{unlimited}{different}"
     )
 
 

@@ -63,7 +63,10 @@ class ServerArguments:
     watch: Path | None = option(
         "Watch DIR and run every .jsonl file placed in it, instead of serving HTTP.", metavar="DIR"
     )
-    max_tokens: int | None = option("Maximum number of tokens to generate for requests that do not set it.", min=1)
+    max_tokens: int | None = option(
+        "Maximum number of tokens to generate for requests that do not set it; by default the rest of the context.",
+        min=1,
+    )
     reasoning: str | None = option("Handling of reasoning models, as for generate.", metavar="auto|off")
     ignore_model: bool = option("Ignore the model field of the rows.", default=False)
     strict: bool = option("Reject JSON schemas that cannot be enforced, as for generate.", default=False)

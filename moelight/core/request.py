@@ -184,10 +184,7 @@ class SamplingParams:
                 _integer(name, getattr(self, name), least=least)
         if self.n > MOST_SAMPLES:
             raise InputError(f"n must be at most {MOST_SAMPLES:,}: a row is written when its last answer is there")
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, least=0 if self.prompt_logprobs is not None else 1)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InputError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
+        self._check_lengths()
         for name, (low, high) in _RANGES.items():
             _number(name, getattr(self, name), low=low, high=high)
         for name in ("top_p", "repetition_penalty"):
@@ -208,6 +205,13 @@ class SamplingParams:
         outputs: object = self.structured_outputs
         if outputs is not None and not isinstance(outputs, StructuredOutputs):
             object.__setattr__(self, "structured_outputs", StructuredOutputs.from_dict(outputs))
+
+    def _check_lengths(self) -> None:
+        if self.max_tokens is None:
+            return
+        _integer("max_tokens", self.max_tokens, least=0 if self.prompt_logprobs is not None else 1)
+        if self.min_tokens > self.max_tokens:
+            raise InputError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
 
     @property
     def generates(self) -> bool:

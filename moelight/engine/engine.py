@@ -507,6 +507,17 @@ class Engine:
         return self._totals.binding
 
     @property
+    def learned_len(self) -> int | None:
+        """The mean length of answers without ``max_tokens``, as finished ones let expect; None before one is."""
+        lengths = self._batcher.lengths
+        return lengths.expected if lengths.ended else None
+
+    @property
+    def suspended(self) -> int:
+        """How often a sequence without ``max_tokens`` was suspended, since the KV cache was full."""
+        return self._batcher.admitted.suspended
+
+    @property
     def kv_usage(self) -> float:
         """The share of KV blocks that sequences hold, 0 to 1."""
         pool = self._loaded.pool

@@ -57,7 +57,7 @@ def cached_sequences(workload: Workload, tokens: Any, block_size: int, context: 
 
 def _lengths(workload: Workload, context: int) -> tuple[int, int]:
     """Final lengths, in tokens, of the average sequence and of the longest one."""
-    average, longest = (length + workload.gen_len for length in (workload.prompt_len, workload.max_prompt_len))
+    average, longest = workload.prompt_len + workload.gen_len, workload.max_prompt_len + workload.longest_answer
     return min(average, context), min(longest, context)
 
 

@@ -311,7 +311,7 @@ class MoELightLM(TemplateLM):
             num_requests=len(lengths),
             prompt_len=-(-sum(lengths) // len(lengths)),
             max_prompt_len=max(lengths),
-            gen_len=max(1, *(request.sampling.max_tokens for request in requests)),
+            gen_len=max(1, *(request.sampling.max_tokens or 0 for request in requests)),
         )
         self.engine, self._scores = Engine.from_pretrained(self._name, workload=workload, **self._planning), scores
         for request in requests:

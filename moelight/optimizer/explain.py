@@ -12,6 +12,7 @@ from moelight.core.dtypes import INT4, INT8
 from moelight.core.errors import BudgetError
 from moelight.core.policy import Policy
 from moelight.core.units import format_bytes
+from moelight.hrm.costs import kv_token_bytes
 from moelight.hrm.estimate import cost_model_of
 from moelight.hrm.machine_model import Unit, slowed_unit
 from moelight.optimizer.allowed import AUTO, KV8, WEIGHTS, allowed_caches, allowed_weights
@@ -165,7 +166,8 @@ def _too_small(problem: Problem, tier: str, needed: int, also: str = "") -> Budg
         f"{format_bytes(needed, round_up=True)} is needed on this workload, "
         f"{format_bytes(needed - given, round_up=True)} more{also}"
     )
-    return BudgetError(text + _without_a_fix(problem), tier=tier, needed_bytes=needed)
+    hint = _with_a_limit(problem) or _without_a_fix(problem)
+    return BudgetError(text + hint, tier=tier, needed_bytes=needed)
 
 
 def _with(problem: Problem, tier: str, size: int) -> Problem:
@@ -198,6 +200,20 @@ def _least(problem: Problem, looks: list[Candidates], tier: str) -> int | None:
         found = fitting(middle)
         low, high, some = (low, middle, found) if found else (middle, high, some)
     return high
+
+
+def _with_a_limit(problem: Problem) -> str:
+    """What the longest answer takes, if the problem is feasible with a limit of answers; else empty."""
+    work, model = problem.workload, problem.model
+    limited = replace(work, max_gen_len=None)
+    if work.max_gen_len is None or not feasible(replace(problem, workload=limited)):
+        return ""
+    longest = min(work.max_prompt_len + work.max_gen_len, model.max_positions)
+    need = format_bytes(longest * kv_token_bytes(model, problem.dtype), round_up=True)
+    return (
+        f"; an answer without max_tokens may reach a length of {longest:,} tokens, whose KV cache takes {need}: set "
+        f"max_tokens (--max-tokens)"
+    )
 
 
 def _without_a_fix(problem: Problem) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from moelight.hrm import costs
-from moelight.hrm.footprint import fixed_bytes, kv_block_bytes, kv_blocks
+from moelight.hrm.footprint import fixed_bytes, kv_block_bytes, kv_blocks, kv_buffer_tokens
 from moelight.hrm.pass_cost import PlacementCounts, ring_of
 from moelight.optimizer.problem import Candidates, Problem
 
@@ -79,6 +79,7 @@ def fill(
     """Resolve the requested placement; free choices fill the tiers from the fastest on. Returns the counts, and whether
     they are feasible. Only bounds set ``off_host``, the share of the cache that host memory need not hold, ``in_host``,
     the pages for the CPU that host memory must hold, and ``free``."""
+    buffered = True if free is not None else buffers_longest(problem, candidates)
     free = free_memory(problem, candidates) if free is None else free
     cache = _cache_blocks(candidates, free, candidates.computed if in_host is None else in_host)
     for _ in range(RING_ROUNDS):
@@ -86,7 +87,19 @@ def fill(
         if not np.any(needed > cache):
             break
         cache = np.maximum(cache, needed)
-    return placed, fits
+    return placed, fits & buffered
+
+
+def buffers_longest(problem: Problem, candidates: Candidates) -> Any:
+    """Whether the device's buffer for the contexts of one micro-batch holds the longest sequence of a workload whose
+    longest answer is not the usual one."""
+    work, model = problem.workload, problem.model
+    if candidates.attention_device != "gpu" or work.max_gen_len is None:
+        return True
+    longest = min(work.max_prompt_len + work.max_gen_len, model.max_positions)
+    if model.window is not None:
+        longest = np.minimum(longest, model.window - 1 + candidates.micro_batch_tokens)
+    return kv_buffer_tokens(candidates) >= longest
 
 
 def _fill_beside(

@@ -95,7 +95,7 @@ class Plan:
 
     @property
     def predicted_s(self) -> float:
-        """Seconds of the whole workload, if every answer has its maximum length."""
+        """Seconds of the whole workload, if every answer has ``workload.gen_len`` tokens."""
         return sum(phase.passes * phase.seconds for phase in self.estimate.phases)
 
     def use_of(self, tier: str) -> TierUse:
@@ -134,7 +134,7 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "solve_s": plan.solve_s,
         "estimator": plan.estimator,
         "hardware": plan.hardware,
-        "workload": asdict(plan.workload),
+        "workload": {name: value for name, value in asdict(plan.workload).items() if value is not None},
     }
 
 

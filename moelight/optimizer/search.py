@@ -23,7 +23,7 @@ from moelight.hrm.pass_cost import PlacementCounts
 from moelight.optimizer.bound import undecided
 from moelight.optimizer.candidates import WHOLE_UP_TO, around, as_of, cache_is_open, first_sample, scattered
 from moelight.optimizer.milp import solve
-from moelight.optimizer.placement import Found, fill
+from moelight.optimizer.placement import Found, buffers_longest, fill
 from moelight.optimizer.problem import Candidates, Problem, joined, variants
 
 # Random rounds: the widest step (a power of ten of a factor), the number of candidates, and the time of a variant over
@@ -241,7 +241,7 @@ def _select_best(problem: Problem, beam: list[Beam]) -> Found | None:
 
 def _solved(problem: Problem, candidate: Candidates) -> Found | None:
     """The integer programme's placement; of equals, the one that leaves no memory empty."""
-    found = solve(problem, candidate)
+    found = solve(problem, candidate) if buffers_longest(problem, candidate) else None
     if found is None:
         return None
     for device_kv in (np.nan, found.placed.device_kv):

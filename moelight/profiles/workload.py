@@ -20,7 +20,9 @@ class Workload:
         num_requests: requests in all.
         prompt_len: prompt tokens of a request, on average.
         max_prompt_len: prompt tokens of the longest request, at least ``prompt_len``.
-        gen_len: new tokens of a request, at most.
+        gen_len: new tokens of a request: at most, or as expected where ``max_gen_len`` is set.
+        max_gen_len: new tokens of the longest request, for which the cache must have room, at least ``gen_len``; None:
+            ``gen_len``.
 
     Raises:
         ConfigError: a value is below 1 or too large, or ``prompt_len`` exceeds ``max_prompt_len``.
@@ -30,14 +32,24 @@ class Workload:
     prompt_len: int = 256
     max_prompt_len: int = 1024
     gen_len: int = EXPECTED_GEN_LEN
+    max_gen_len: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
+            if name == "max_gen_len" and value is None:
+                continue
             most = MOST_REQUESTS if name == "num_requests" else MOST_TOKENS
             if not 1 <= value <= most:
                 raise ConfigError(f"{name} must be from 1 to {most:,}, not {quoted(value)}")
         if self.prompt_len > self.max_prompt_len:
             raise ConfigError(f"prompt_len ({self.prompt_len}) exceeds max_prompt_len ({self.max_prompt_len})")
+        if self.gen_len > self.longest_answer:
+            raise ConfigError(f"gen_len ({self.gen_len}) exceeds max_gen_len ({self.max_gen_len})")
+
+    @property
+    def longest_answer(self) -> int:
+        """New tokens of the longest request."""
+        return self.gen_len if self.max_gen_len is None else self.max_gen_len
 
 
 def load_workload(name_or_path: str) -> Workload:
@@ -45,9 +57,9 @@ def load_workload(name_or_path: str) -> Workload:
     path = Path(name_or_path)
     if path.name == name_or_path and path.suffix not in (".yaml", ".yml"):
         path = find_profile("workload", name_or_path)
-    figures = asdict(Workload())
+    figures = [name for name, value in asdict(Workload()).items() if value is not None]
     given = read_yaml(path).fields("source", required=("name", *figures))
-    for key in given.keys() - figures:
+    for key in given.keys() - set(figures):
         given[key].text()
     try:
         return Workload(**{key: given[key].integer() for key in figures})

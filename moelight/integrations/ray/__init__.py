@@ -15,7 +15,7 @@ import itertools
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -105,7 +105,8 @@ def build_processor(
         sampling: of rows that bring no ``sampling_params``.
         preprocess: from a row of the dataset to a prompt; its columns are added to the row's.
         postprocess: from a row with its answer to a row of the result, which keeps the column of the error.
-        workload: what to plan for; None: the default, with ``sampling``'s ``max_tokens``.
+        workload: what to plan for; None: the default, with ``sampling``'s ``max_tokens``. Without any, answers are
+            expected to have 256 tokens, and may fill the model's context.
         plan: options of the planner, as `EngineOptions` has them (``host_memory``, ``batch_size``, ...).
 
     Raises:
@@ -139,7 +140,6 @@ def _setup(
     from moelight.engine.model import EngineOptions
     from moelight.integrations.ray.worker import WorkerSetup
     from moelight.profiles.policy_files import load_policy
-    from moelight.profiles.workload import Workload
 
     known = [each.name for each in fields(EngineOptions)]
     for name in plan:
@@ -157,8 +157,17 @@ def _setup(
         options=options,
         format="simple",
         facts={"model": {}, "numbers": {}, "prompts": {"digest": ""}},
-        workload=workload or replace(Workload(), gen_len=max(1, sampling.max_tokens)),
+        workload=workload or _workload(sampling),
     )
+
+
+def _workload(sampling: SamplingParams) -> Workload:
+    """The default workload, with the answers of ``sampling``."""
+    from moelight.profiles.workload import MOST_TOKENS, Workload
+
+    if sampling.max_tokens is None:
+        return Workload(max_gen_len=MOST_TOKENS)
+    return Workload(gen_len=max(1, sampling.max_tokens))
 
 
 @dataclass(frozen=True)
