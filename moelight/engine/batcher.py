@@ -350,7 +350,7 @@ class Batcher:
         more = f"a micro_batch_size of {least}" if need <= policy.kv_tokens else f"kv_tokens of {need}"
         raise InputError(
             f"prompt and completion may reach {tokens} tokens, a buffer for the contexts of one micro-batch holds "
-            f"{room}; lower max_tokens, or take {more} or more",
+            f"{room}; set a lower max_tokens, or take {more} or more",
             code="kv_capacity_exceeded",
         )
 
