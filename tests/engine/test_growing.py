@@ -3,6 +3,8 @@ computed again later, every one ends, and the tokens are those of a cache in whi
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from moelight.hrm.footprint import pass_tokens
 from moelight.paging.kv import BlockPool
 from moelight.profiles.rope import ByLength
 from moelight.profiles.workload import Workload
+from tests.engine.graphs import prompts as graph_prompts
 from tests.engines import Tiny
 from tests.shapes import examples
 
@@ -328,3 +331,18 @@ def test_the_plan_has_room_for_the_longest_answer(model: Path) -> None:
         found = engine.generate(PROMPTS, FREE)
         assert engine.learned_len is not None
     assert [each.completion_tokens for each in found] == [CONTEXT - len(prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next"])
+def test_the_state_of_a_recurrence_is_computed_again(checkpoints: Any, tmp_path: Path, family: str) -> None:
+    source, expected = checkpoints(family)
+    directory = shutil.copytree(source, tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT}))
+    prompts = graph_prompts()
+    free, never = answers(directory, FREE, cache=5 * CONTEXT, prompts=prompts)
+    found, times = answers(directory, FREE, cache=CACHE, prompts=prompts)
+    assert never == 0
+    assert times
+    assert [each.token_ids for each in found] == [each.token_ids for each in free]
+    assert [list(each.token_ids[: len(part)]) for each, part in zip(found, expected, strict=True)] == expected

@@ -4,6 +4,7 @@ it alone, whatever rides in its passes, in whatever parts its prompt is computed
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,23 @@ def test_tokens_are_those_of_the_sequence_alone(family: str, tmp_path: Path) -> 
         alone = list(engine.generate(prompts[:1], how)[0].token_ids)
     assert together == expected
     assert alone == expected[0]
+
+
+def test_a_suspended_sequence_is_computed_at_the_positions_that_it_had(tmp_path: Path) -> None:
+    """Before the border, beyond it, and where its positions change while it is suspended."""
+    model_of("phimoe", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 96}))
+    draw = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, 250, (length,), generator=draw).tolist() for length in (5, 30, 62, 12, 40, 20)]
+    free = SamplingParams(max_tokens=None, ignore_eos=True)
+    sizes = {"batch_size": 6, "micro_batch_size": 6, "micro_batch_tokens": 40, "kv_block_size": 16}
+    answers, suspended = [], []
+    for cache in (6 * 96, 160):
+        with Engine(Policy(model=str(tmp_path), kv_tokens=cache, **sizes), device="cpu") as engine:
+            answers.append([answer.token_ids for answer in engine.generate(prompts, free)])
+            suspended.append(engine.suspended)
+    assert answers[0] == answers[1]
+    assert [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers[0], strict=True)] == [96] * 6
+    assert suspended[0] == 0
+    assert suspended[1] >= 3
