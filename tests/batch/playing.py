@@ -40,6 +40,7 @@ class StandIn:
         self.closed = False
         self.expert_stats = None
         self.kv_usage = 0.5
+        self.learned_len: int | None = None
 
     def __enter__(self) -> StandIn:
         return self

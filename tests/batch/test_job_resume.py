@@ -71,7 +71,7 @@ def test_a_complete_output_needs_no_model(engine: StandIn, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"sampling": SamplingParams(max_tokens=9)}, "sampling.max_tokens: was 256, is 9"),
+        ({"sampling": SamplingParams(max_tokens=9)}, "sampling.max_tokens: was null, is 9"),
         ({"policy": Policy(model="demo", weight_dtype="bfloat16")}, "numbers.weight_dtype"),
         ({"token_ids": True}, "rows.token_ids"),
         ({"prompts": "other"}, "prompts.digest"),

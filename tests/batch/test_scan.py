@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from moelight.batch.fields import RowContext
 from moelight.batch.input import open_input
 from moelight.batch.progress import Progress
 from moelight.batch.rows import Row
@@ -15,7 +17,7 @@ from moelight.batch.scan import Scan, encode_row, scan
 from moelight.core.errors import InputError
 from moelight.core.request import SamplingParams
 
-CONTEXT = 100
+CONTEXT, SIXTEEN = 100, SamplingParams()
 
 
 def letters(row: Row) -> list[tuple[int, ...]]:
@@ -24,14 +26,16 @@ def letters(row: Row) -> list[tuple[int, ...]]:
     return [tuple(map(ord, prompt)) for prompt in row.prompts if isinstance(prompt, str)]
 
 
-def scanned(tmp_path: Path, *lines: object) -> Scan:
+def scanned(
+    tmp_path: Path, *lines: object, context: int = CONTEXT, defaults: SamplingParams = SIXTEEN
+) -> Scan:
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-    with open_input(path) as source:
-        return scan(source, letters, Progress(), context=CONTEXT)
+    with open_input(path, RowContext(defaults=defaults)) as source:
+        return scan(source, letters, Progress(), context=context)
 
 
-def completions(custom_id: str, *prompts: str, **body: object) -> dict[str, object]:
+def completions(custom_id: str, *prompts: str, **body: object) -> dict[str, Any]:
     body = {"prompt": list(prompts), "max_tokens": 5, **body}
     return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
 
@@ -62,8 +66,32 @@ def test_a_limit_beyond_the_context_is_refused_and_a_default_is_cut(tmp_path: Pa
     summary = scanned(tmp_path, completions("a", "x" * 98), asked).summary
     (problem,) = summary.problems.values()
     assert problem.message.endswith("exceed the model's context of 100; set max_tokens to at most 2")
-    assert (summary.served, summary.generated_tokens, summary.unlimited) == (1, 2, 1)
-    assert summary.unlimited_text == "1 row sets no max_tokens and may have 16 (--max-tokens)"
+    assert (summary.served, summary.generated_tokens, summary.defaulted) == (1, 2, 1)
+    assert summary.limits_text == "1 row sets no max_tokens and may have 16 (--max-tokens)"
+
+
+def test_rows_without_a_limit_are_planned_for_an_expected_length(tmp_path: Path) -> None:
+    """They may have the rest of the context, for which the plan must have room. Completions have 16 tokens, as at
+    OpenAI and in vLLM, unless they ask for no limit."""
+    absent = completions("b", "x" * 10, n=2)
+    del absent["body"]["max_tokens"]
+    lines = (completions("a", "xyz", n=2, max_tokens=None), absent, completions("c", "x", max_tokens=300))
+    summary = scanned(tmp_path, *lines, context=1000, defaults=SamplingParams(max_tokens=None)).summary
+    assert (summary.unlimited, summary.unlimited_sequences, summary.longest_answer) == (1, 2, 997)
+    assert (summary.defaulted, summary.default_limit) == (1, 16)
+    assert summary.generated_tokens == 2 * 256 + 2 * 16 + 300
+    work = summary.workload()
+    assert work is not None and (work.gen_len, work.max_gen_len) == (300, 997)
+    assert summary.limits_text == (
+        "1 row sets no max_tokens and may have 16 (--max-tokens); no max_tokens in 1 of 3 rows: rest of the context "
+        "(1,000 tokens); planned for an expected 256"
+    )
+    simple = [{"prompt": "xyz", "min_tokens": 20}, {"prompt": "x" * 990}]
+    found = scanned(tmp_path, *simple, context=1000, defaults=SamplingParams(max_tokens=None)).summary
+    assert found.limits_text == "no max_tokens: rest of the context (1,000 tokens); planned for an expected 256"
+    assert found.generated_tokens == 256 + 10
+    limited = scanned(tmp_path, *simple, context=1000, defaults=SamplingParams(max_tokens=60)).summary
+    assert (limited.unlimited, limited.limits_text) == (0, "")
 
 
 def test_a_row_that_repeats_an_id_is_none_that_is_served(tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def test_defaults_of_generate() -> None:
     command = typer.main.get_command(app).commands["generate"]
     defaults = {parameter.name: parameter.default for parameter in command.params if parameter.name != "help"}
     assert defaults["model"] is None  # demo, or the policy's
-    assert (defaults["max_tokens"], defaults["seed"], defaults["device"]) == (256, 0, "auto")
+    assert (defaults["max_tokens"], defaults["seed"], defaults["device"]) == (None, 0, "auto")
     assert (defaults["hw"], defaults["policy"]) == ("auto", None)
     greedy = SamplingParams()
     for name in ("temperature", "top_p", "top_k"):

@@ -215,7 +215,7 @@ def test_a_request_larger_than_the_cache_is_refused(model: Path) -> None:
     with open_engine(model, kv_tokens=32, kv_block_size=16) as engine:
         assert engine.generate([[65] * 24], EIGHT)
         with pytest.raises(
-            InputError, match="which take .* of KV memory; the KV cache holds 32 tokens; lower max_tokens"
+            InputError, match=r"which take .* of KV memory; the KV cache holds 32 tokens; lower max_tokens"
         ) as caught:
             engine.generate([[65] * 25], EIGHT)
         assert caught.value.code == "kv_capacity_exceeded"
