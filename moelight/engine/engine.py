@@ -496,6 +496,7 @@ class Engine:
                 "prefix_cache_queries": admitted.prompt_tokens,
                 "prefix_cache_hits": admitted.cached_tokens,
                 "device_waits": self._device_waits,
+                "suspensions": admitted.suspended,
             },
             adaptations=self.adaptations,
             device_peak_bytes=device_peak(self._machine).reserved,

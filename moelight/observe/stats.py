@@ -52,7 +52,8 @@ class RunStats:
         device_peak_bytes: peak memory of the device's allocator since loading began; 0 without a GPU.
         lanes: the lanes that exist on the machine.
         counts: events by name; ``prefix_cache_queries`` counts the tokens of all prompts begun, ``prefix_cache_hits``
-            those found in the prefix cache; ``device_waits`` how often a lane of the host waited for work on a device.
+            those found in the prefix cache; ``device_waits`` how often a lane of the host waited for work on a device;
+            ``suspensions`` how often a sequence was suspended because the KV cache was full.
     """
 
     wall_s: float
