@@ -12,7 +12,7 @@ from moelight.core.request import Completion, Request, SamplingParams
 from moelight.engine.batcher import Batcher
 from moelight.engine.call_constraints import CallConstraints
 from moelight.engine.constraints import Constraints
-from moelight.engine.output_processor import OutputProcessor, most_tokens
+from moelight.engine.output_processor import OutputProcessor
 from moelight.paging.kv import BlockPool
 
 EOS, STOPPER = 9, 5
@@ -111,8 +111,10 @@ def test_the_last_token_allowed_may_also_stop() -> None:
 
 def test_no_answer_outgrows_the_context() -> None:
     request = Request(index=0, token_ids=(1,) * 30, sampling=SamplingParams(max_tokens=50))
-    assert most_tokens(request, 32) == 2
-    assert most_tokens(request, 100) == 50
+    assert request.sampling.most_tokens(30, 32) == 2
+    assert request.sampling.most_tokens(30, 100) == 50
+    assert SamplingParams(max_tokens=None).most_tokens(30, 100) == 70
+    assert SamplingParams(max_tokens=None).most_tokens(130, 100) == 0
     answers, batcher = start((30, SamplingParams(max_tokens=50)), context=32)
     one_pass(answers, batcher)
     _, (found,) = one_pass(answers, batcher)
