@@ -26,9 +26,7 @@ def letters(row: Row) -> list[tuple[int, ...]]:
     return [tuple(map(ord, prompt)) for prompt in row.prompts if isinstance(prompt, str)]
 
 
-def scanned(
-    tmp_path: Path, *lines: object, context: int = CONTEXT, defaults: SamplingParams = SIXTEEN
-) -> Scan:
+def scanned(tmp_path: Path, *lines: object, context: int = CONTEXT, defaults: SamplingParams = SIXTEEN) -> Scan:
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     with open_input(path, RowContext(defaults=defaults)) as source:
