@@ -30,8 +30,8 @@ class Durability:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOptions(EngineOptions):
     """The options of a job, with those of its engine. A file whose path is None is not written. ``sampling`` applies
-    where a row sets no value: without ``max_tokens`` answers may fill the rest of the context; so do ``strict`` and
-    ``resamplings`` (of `StructuredOutputs` and `ToolRequest`); with ``ignore_model`` rows may name any model."""
+    where a row sets no value: without ``max_tokens`` answers may fill the rest of the context. So do ``strict`` and
+    ``resamplings`` (of `StructuredOutputs` and `ToolRequest`). With ``ignore_model`` rows may name any model."""
 
     prompts: Path
     model: str = "demo"
