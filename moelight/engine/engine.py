@@ -189,8 +189,7 @@ class Engine:
         self._guard_device_memory()
         self._passes: PassRunner | None = self._load(source, lanes, dtype, cuda_graphs)
         pool, share, discrete = self._passes.pool, prefix_caching and not self.profile.stateful, machine.discrete
-        expected = _expected_len(self.policy, self.plan)
-        self._batcher = _batcher(self.policy, self.profile, pool, expected, discrete=discrete, prefix_caching=share)
+        self._batcher = _batcher(self.policy, self.plan, self.profile, pool, discrete=discrete, prefix_caching=share)
         self._adapting = self._adaptation(adapt, speeds, self._passes)
         self._totals = LaneTotals(self._passes.model.lanes)
         self._load_s = time.perf_counter() - began
@@ -578,7 +577,7 @@ class Engine:
 
 
 def _batcher(
-    policy: Policy, profile: ModelProfile, pool: BlockPool, expected_len: int, *, discrete: bool, prefix_caching: bool
+    policy: Policy, plan: Plan | None, profile: ModelProfile, pool: BlockPool, *, discrete: bool, prefix_caching: bool
 ) -> Batcher:
     return Batcher(
         policy,
@@ -587,7 +586,7 @@ def _batcher(
         window=profile.window,
         prefix_caching=prefix_caching,
         by_length=profile.by_length,
-        expected_len=expected_len,
+        expected_len=_expected_len(policy, plan),
     )
 
 
