@@ -61,7 +61,8 @@ def _print(found: Report, page: Path) -> None:
     head = (f"{name}{where} · " if name else "", "bold")
     says = f"The median pass took {seconds_text(found.pass_s)}"
     if found.predicted_pass_s is not None and found.error is not None:
-        says += f"; {seconds_text(found.predicted_pass_s)} were predicted ({share_text(found.error, signed=True)})"
+        than = "longer" if found.error >= 0 else "less"
+        says += f", {share_text(abs(found.error))} {than} than the predicted {seconds_text(found.predicted_pass_s)}"
     binding = found.binding
     says += f". {binding.lane} was the binding lane, at work for {share_text(binding.busy_share)} of the run."
     show(

@@ -132,7 +132,8 @@ def _lanes(report: Report) -> Iterator[str]:
         yield "<p class=note>This trace brings no prediction, so only what happened is shown. "
     else:
         yield f"<section><h2>Lanes: predicted beside {source}</h2>\n"
-        yield f"<p class=note>Predicted is one steady decode pass, {source} the median over all passes, lane by lane. "
+        yield f"<p class=note>Predicted is one steady decode pass, {source} the median over all passes, lane by lane; "
+        yield f"off by is how much longer the {source} one is. "
     yield "Rates are bytes over seconds in work, over the whole run; of a lane that moves nothing, predicted over "
     yield f"{source} seconds stand for the share of the roof. Busy and idle are of the whole run.</p>\n"
     keys = f"{_key('var(--predicted)')}predicted&ensp;{_key('var(--measured)')}{source}"

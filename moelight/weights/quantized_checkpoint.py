@@ -95,6 +95,7 @@ def as_matrices(checkpoint: Checkpoint, format_of: Callable[[str], Format | None
             found.append((info, matrix, of))
             break
     plain = {name: info for name, info in tensors.items() if name not in taken}
+    _check_codes(tensors, plain.values(), format_of, listing)
     dtypes = {info.dtype for info in plain.values() if info.dtype in BY_SAFETENSORS}
     common = dtypes.pop() if len(dtypes) == 1 else dtype
     matrices = {each.name: each for each in (_as_numbers(*one, common) for one in found)}
@@ -103,6 +104,31 @@ def as_matrices(checkpoint: Checkpoint, format_of: Callable[[str], Format | None
             f"{plain[twice].file}: tensor {twice!r} is stored quantised, too; save the model again, with one of them"
         )
     return replace(checkpoint, tensors=MappingProxyType({**plain, **matrices}))
+
+
+def _check_codes(
+    tensors: Mapping[str, TensorInfo],
+    left: Iterable[TensorInfo],
+    format_of: Callable[[str], Format | None],
+    listing: str,
+) -> None:
+    """Raise CheckpointError if some of ``left``, the tensors that belong to no quantised matrix, are scales or zero
+    points whose codes are missing."""
+    missing: dict[str, str] = {}
+    for info in left:
+        for end in filter(info.name.endswith, SUFFIXES):
+            module = info.name.removesuffix(end)
+            stored = format_of(module)
+            if stored is None or end not in stored.names[1:] or module + stored.names[0] in tensors:
+                continue
+            missing.setdefault(module + stored.names[0], info.name)
+    if missing:
+        codes, beside = next(iter(missing.items()))
+        more = len(missing) - 1
+        others = f", as are the codes of {more:,} more {'matrix' if more == 1 else 'matrices'}" if more else ""
+        raise CheckpointError(
+            f"{listing}: tensor {codes!r} is missing, though {beside!r} is there{others}; fetch the whole checkpoint"
+        )
 
 
 def _stack_of_blocks(

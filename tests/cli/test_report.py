@@ -22,7 +22,7 @@ def test_the_table_and_the_page(tmp_path: Path) -> None:
     words = " ".join(done.stdout.split())
     for said in (
         "demo on t4 · 5 passes measured, 5.00 s",
-        "The median pass took 1.00 s; 1.25 s were predicted (−20 %).",
+        "The median pass took 1.00 s, 20 % less than the predicted 1.25 s.",
         "h2d was the binding lane, at work for 50 % of the run.",
         "lane predicted measured off by bytes rate of roof busy",
         "h2d 500 ms 500 ms 0 % 1000B 2.00 kB/s 50 % 50 %",

@@ -230,6 +230,20 @@ def test_a_matrix_that_does_not_fit_the_format_and_has_codes_is_refused(checkpoi
         open_model(str(edit(quantised, codes)))
 
 
+@pytest.mark.parametrize(
+    ("method", "codes"), [("gptq int4", "qweight"), ("fp8 blocks", "weight"), ("int4", "weight_packed")]
+)
+def test_codes_that_are_missing_beside_scales_are_named(method: str, codes: str, mixtral: Path, tmp_path: Path) -> None:
+    quantised, _ = quantise(mixtral, tmp_path, METHODS[method])
+    names = [f"model.layers.0.block_sparse_moe.experts.{expert}.w2.{codes}" for expert in (1, 2)]
+    edit(quantised, lambda state: [state.pop(name) for name in names])
+    with pytest.raises(CheckpointError) as caught:
+        open_model(str(quantised))
+    said = str(caught.value)
+    assert f"tensor '{names[0]}' is missing, though '{names[0].removesuffix(codes)}" in said
+    assert "as are the codes of 1 more matrix" in said and "fetch the whole checkpoint" in said
+
+
 FOUR = METHODS["int4"].config["config_groups"]["group_0"]["weights"]
 EIGHT = METHODS["int8"].config["config_groups"]["group_0"]["weights"]
 BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [32, 32], "symmetric": True}

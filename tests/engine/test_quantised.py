@@ -64,6 +64,23 @@ def test_tokens_are_those_of_the_numbers(name: str, mixtral: Path, tmp_path: Pat
     assert tokens(quantised, weights=STREAMED) == wanted
 
 
+@pytest.mark.parametrize("name", ["gptq int4", "fp8 blocks"])
+def test_the_dtype_that_is_asked_for_is_that_of_the_computation(name: str, tiny: Tiny, tmp_path: Path) -> None:
+    """Over a checkpoint in bfloat16: in float32 nothing is rounded."""
+    source = tiny("mixtral", intermediate_size=96, dtype="bfloat16", **SHAPE)
+    wide = Path(shutil.copytree(source, tmp_path / "wide"))
+    path, weights = wide / "config.json", wide / "model.safetensors"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "float32"}))
+    save_file({key: tensor.float() for key, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    quantised, _ = quantise(source, tmp_path / "narrow", METHODS[name])
+    _, numbers = quantise(wide, tmp_path / "exact", METHODS[name])
+    answers = []
+    for model in (quantised, numbers):
+        with Engine.from_pretrained(model, dtype="float32", device="cpu", batch_size=4) as engine:
+            answers.append([each.token_ids for each in engine.generate(prompts(), HOW)])
+    assert answers[0] == answers[1]
+
+
 def scores(directory: Path, **policy: Any) -> list[Any]:
     """Tokens and the log-probabilities of all of the vocabulary."""
     with Engine(Policy(model=str(directory), **{**SIZES, **policy}), device="cpu") as engine:
