@@ -22,11 +22,13 @@ from itertools import product
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moelight.formats.format import Format
 from moelight.formats.fp8 import fp8
 from moelight.formats.ggml import GGML_FORMATS
 from moelight.formats.gptq import gptq
+from moelight.formats.matrix import Matrix
 from moelight.formats.mxfp4 import mxfp4
 from moelight.formats.packed import PackedFormat
 from moelight.kernels.gpu import tiles
@@ -34,7 +36,6 @@ from moelight.kernels.gpu.grouped import expert_ffn
 from moelight.kernels.gpu.pages import ExpertTable, PageTable
 from moelight.kernels.gpu.quantized import QuantizedTable
 from moelight.kernels.gpu.serving import card_lacks_bfloat16, expert_kernel, serves_integers
-from moelight.kernels.quantized import QuantizedMatrix
 from moelight.runtime.machine import find_machine
 
 PACKED = PackedFormat(
@@ -62,7 +63,7 @@ SMALL, SMALL_FORMATS = (2, 256, 256, 1), ("16 bits", "int4", "fp8 blocks", "mxfp
 SIDES = {"rows": (16, 32, 64, 128), "columns": (32, 64, 128), "warps": (4, 8), "stages": (2, 3, 4)}  # of tiles tried
 
 
-def matrix(stored: Format, rows: int, columns: int, device: torch.device) -> QuantizedMatrix:
+def matrix(stored: Format, rows: int, columns: int, device: torch.device) -> Matrix[Tensor]:
     """Any codes and small scales."""
     parts = {}
     for part in stored.tensors(rows, columns):
@@ -71,7 +72,7 @@ def matrix(stored: Format, rows: int, columns: int, device: torch.device) -> Qua
         elif part.suffix in stored.names:
             some = torch.randint(0, 8, (part.nbytes,), dtype=torch.uint8, device=device)
             parts[part.suffix] = some.view(_DTYPES[name]).view(part.shape)
-    return QuantizedMatrix(stored=stored, rows=rows, columns=columns, parts=parts)
+    return Matrix(stored=stored, rows=rows, columns=columns, tensors=parts)
 
 
 def tables(

@@ -18,10 +18,11 @@ from moelight.formats.fp8 import fp8
 from moelight.formats.ggml import ggml_format
 from moelight.formats.gptq import gptq
 from moelight.formats.int8 import Int8Format
+from moelight.formats.matrix import Matrix
 from moelight.formats.mxfp4 import mxfp4
 from moelight.formats.packed import PackedFormat
 from moelight.kernels.ffn import cpu_expert_ffn
-from moelight.kernels.quantized import QuantizedMatrix
+from moelight.kernels.quantized import dense_values
 from moelight.kernels.reference import expert_ffn
 from moelight.kernels.repack import repacked
 
@@ -144,11 +145,11 @@ def _ours(stored: Format, layer: Layer, setting: Setting, activations: str, *, t
     if activations == "int8":
         agree(out[:1], expert_ffn(first, sides[0][:1], sides[1][:1], [0, 1], activations=(activations, activations)))
     else:
-        agree(out[:1], fed_forward(first, *(side[0].values(torch.float32) for side in sides)))
+        agree(out[:1], fed_forward(first, *(dense_values(side[0], torch.float32) for side in sides)))
     return timed
 
 
-def _matrices(stored: Format, count: int, rows: int, columns: int) -> list[QuantizedMatrix]:
+def _matrices(stored: Format, count: int, rows: int, columns: int) -> list[Matrix[Tensor]]:
     """Of random codes, and of scales that make numbers of about 0.02."""
     parts = {part.suffix: part for part in stored.tensors(rows, columns) if part.suffix in stored.names}
     found: dict[str, Tensor] = {}
@@ -173,6 +174,6 @@ def _matrices(stored: Format, count: int, rows: int, columns: int) -> list[Quant
         if part.dtypes[0] in views:
             found[suffix] = found[suffix].view(views[part.dtypes[0]])
     return [
-        QuantizedMatrix(stored=stored, rows=rows, columns=columns, parts={key: each[e] for key, each in found.items()})
+        Matrix(stored=stored, rows=rows, columns=columns, tensors={key: each[e] for key, each in found.items()})
         for e in range(count)
     ]

@@ -3,7 +3,7 @@
 Native where the extension is built, else `reference.py`. Tensors are in CPU memory, contiguous beyond the first
 dimension. Every wrong argument is a ValueError that names it. ``threads`` None stands for torch.get_num_threads().
 
-Weights are float32, bfloat16 or float16, or a `QuantizedMatrix` of any format: the product is that with its numbers
+Weights are float32, bfloat16 or float16, or a `Matrix[Tensor]` of any format: the product is that with its numbers
 rounded to the dtype of the tokens, to the bit. Nothing is repacked, and sums are float32.
 
 A token's result is bit for bit independent of the other tokens, its position in the batch and the number of threads; it
@@ -22,21 +22,22 @@ import torch
 from torch import Tensor
 
 from moelight.formats.format import Format
+from moelight.formats.matrix import Matrix
 from moelight.kernels import arguments, native, reference
 from moelight.kernels.activations import Activation, activation_of
 from moelight.kernels.arguments import FLOATS, as_dlpack, check_tensor, lend, lend_given, stored
 from moelight.kernels.caching_allocator import RESULTS
 from moelight.kernels.integers import check_integers
-from moelight.kernels.quantized import QuantizedMatrix, lend_matrix, parts_checked
+from moelight.kernels.quantized import lend_matrix, parts_checked
 
 Tensors = Sequence[Tensor | None]
-Weights = Sequence[Tensor | QuantizedMatrix | None]
+Weights = Sequence[Tensor | Matrix[Tensor] | None]
 _BIASES = ("gate_up_bias", "up_bias", "down_bias")
 
 
 def cpu_linear(
     x: Tensor,
-    weight: Tensor | QuantizedMatrix,
+    weight: Tensor | Matrix[Tensor],
     bias: Tensor | None = None,
     *,
     activations: str = "auto",
@@ -185,13 +186,13 @@ def cpu_expert_ffn_workspace(
     return int(extension.expert_ffn_workspace(*types, *how, tokens, hidden, intermediate, experts, threads))
 
 
-def _lend(name: str, weight: Tensor | QuantizedMatrix) -> object:
-    return lend_matrix(name, weight) if isinstance(weight, QuantizedMatrix) else as_dlpack(name, weight)
+def _lend(name: str, weight: Tensor | Matrix[Tensor]) -> object:
+    return lend_matrix(name, weight) if isinstance(weight, Matrix) else as_dlpack(name, weight)
 
 
 def _stand_in(name: str, weight: Any) -> Any:
     """``weight``, or instead of a quantised one, whose parts are checked, a tensor of its shape, which nobody reads."""
-    if not isinstance(weight, QuantizedMatrix):
+    if not isinstance(weight, Matrix):
         return weight
     return torch.empty(parts_checked(name, weight).shape, dtype=torch.bfloat16)
 
@@ -205,12 +206,12 @@ def _stand_ins(weights: Mapping[str, Weights | None], offsets: Tensor, activatio
     forms: set[object] = set()
     for name, each in weights.items():
         check_integers(name, activations[name == "down"], *(each if isinstance(each, (list, tuple)) else ()))
-        if not isinstance(each, (list, tuple)) or not any(isinstance(weight, QuantizedMatrix) for weight in each):
+        if not isinstance(each, (list, tuple)) or not any(isinstance(weight, Matrix) for weight in each):
             found.append(each)
             continue
         some = [weight if here else None for weight, here in zip(each, busy, strict=False)]
         forms = forms if name == "up" else set()
-        forms |= {w.stored if isinstance(w, QuantizedMatrix) else None for w in some if w is not None}
+        forms |= {w.stored if isinstance(w, Matrix) else None for w in some if w is not None}
         if len(forms) > 1:
             raise ValueError(f"{name}: its matrices must have one format")
         found.append([_stand_in(name, w) for w in some] + [None] * (len(each) - len(some)))
@@ -218,7 +219,7 @@ def _stand_ins(weights: Mapping[str, Weights | None], offsets: Tensor, activatio
 
 
 def _rows(name: str, tensor: object) -> int:
-    if isinstance(tensor, QuantizedMatrix):
+    if isinstance(tensor, Matrix):
         return tensor.rows
     if not isinstance(tensor, Tensor) or tensor.ndim != 2:
         raise ValueError(f"{name}: must be a tensor of two dimensions")

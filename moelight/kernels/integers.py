@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moelight.formats.matrix import Matrix
 from moelight.kernels.formats.reference import WholeNumbers, group_of
 from moelight.kernels.formats.table import reference_of
-from moelight.kernels.quantized import QuantizedMatrix
 
 INT8 = "int8"
 ACTIVATIONS = ("auto", INT8)
@@ -28,7 +28,7 @@ def check_integers(name: str, activations: str, *weights: object) -> None:
     for weight in weights if is_rounded(activations) else ():
         if weight is None:
             continue
-        if not isinstance(weight, QuantizedMatrix):
+        if not isinstance(weight, Matrix):
             raise ValueError(f"{name}: int8 activations need quantised matrices")
         if (why := no_integers(weight)) is not None:
             raise ValueError(f"{name}: {why}")
@@ -41,10 +41,10 @@ def is_rounded(activations: str) -> bool:
     return activations == INT8
 
 
-def no_integers(weight: QuantizedMatrix) -> str | None:
+def no_integers(weight: Matrix[Tensor]) -> str | None:
     """The reason why ``weight`` is no matrix of whole numbers times scales, or None."""
     why = weight.stored.int8_reason
-    order = weight.parts[weight.stored.names[3]] if why is None and weight.stored.order else None
+    order = weight.tensors[weight.stored.names[3]] if why is None and weight.stored.order else None
     if order is not None and not torch.equal(order.long(), group_of(weight.stored, weight.columns, order.device)):
         why = "int8 activations need columns in the order of their groups"
     return why
@@ -68,7 +68,7 @@ def round_tokens(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return numbers.round().int(), scales
 
 
-def integer_product(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
+def integer_product(x: Tensor, matrix: Matrix[Tensor]) -> Tensor:
     """x [T, C] times ``matrix`` [R, C] -> float32 [T, R]."""
     found = whole_numbers(matrix)
     numbers, token_scales = round_tokens(x, found.group)
@@ -92,7 +92,7 @@ def integer_product(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
     return sums
 
 
-def whole_numbers(matrix: QuantizedMatrix) -> WholeNumbers:
+def whole_numbers(matrix: Matrix[Tensor]) -> WholeNumbers:
     """``matrix``, of a format with integers, as whole numbers and scales."""
     stored = matrix.stored
-    return reference_of(stored).integers(stored, matrix.parts, matrix.rows, matrix.columns)
+    return reference_of(stored).integers(stored, matrix.tensors, matrix.rows, matrix.columns)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moelight.core.errors import ConfigError
 from moelight.formats.format import Format
+from moelight.formats.matrix import Matrix
 from moelight.hrm.footprint import DEQUANTISED_ROWS
 from moelight.kernels import arguments, native
 from moelight.kernels.arguments import FLOATS, as_dlpack, check_tensor, lend
@@ -23,37 +24,11 @@ from moelight.kernels.formats.reference import Tensors
 from moelight.kernels.formats.table import reference_of
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class QuantizedMatrix:
-    """A matrix [``rows``, ``columns``] stored as ``stored``: ``parts`` are its tensors, on one device, contiguous."""
-
-    stored: Format
-    rows: int
-    columns: int
-    parts: Tensors
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.rows, self.columns
-
-    def values(self, dtype: torch.dtype) -> Tensor:
-        """The matrix [R, C] as numbers of ``dtype``."""
-        device = next(iter(self.parts.values())).device
-        out = torch.empty(self.shape, dtype=dtype, device=device)
-        for begin, block in self.row_blocks():
-            out[begin : begin + len(block)].copy_(block)
-        return out
-
-    def row_blocks(self) -> Iterator[tuple[int, Tensor]]:
-        """``(first row, numbers)`` over all rows, in float32."""
-        return row_blocks(self.stored, self.parts, self.rows, self.columns)
-
-
 @dataclass(frozen=True, slots=True)
 class StackedMatrix:
     """Quantised matrices ``parts`` below one another, each multiplied by its own ``activations`` (`integers`)."""
 
-    parts: tuple[QuantizedMatrix, ...]
+    parts: tuple[Matrix[Tensor], ...]
     activations: tuple[str, ...]
 
     @property
@@ -64,24 +39,29 @@ class StackedMatrix:
         """The numbers of rows ``places`` (int64 [n]) of its only part, whose stored rows are by themselves -> ``out``
         [n, C]."""
         (whole,) = self.parts
-        steps = {suffix: whole.stored.rows_of_line(suffix) for suffix in whole.parts}
-        chosen = {suffix: part[places] if steps[suffix] else part for suffix, part in whole.parts.items()}
-        some = QuantizedMatrix(stored=whole.stored, rows=len(places), columns=whole.columns, parts=chosen)
+        steps = {suffix: whole.stored.rows_of_line(suffix) for suffix in whole.tensors}
+        chosen = {suffix: part[places] if steps[suffix] else part for suffix, part in whole.tensors.items()}
+        some = Matrix(stored=whole.stored, rows=len(places), columns=whole.columns, tensors=chosen)
         return cpu_dequantize(some, out.dtype, out=out)
 
 
-def dense_values(weight: Tensor | QuantizedMatrix, dtype: torch.dtype) -> Tensor:
-    """``weight`` if it is a tensor, else its numbers as ``dtype``."""
-    return weight.values(dtype) if isinstance(weight, QuantizedMatrix) else weight
+def dense_values(weight: Tensor | Matrix[Tensor], dtype: torch.dtype) -> Tensor:
+    """``weight`` if it is a tensor, else its values [R, C] as ``dtype``."""
+    if not isinstance(weight, Matrix):
+        return weight
+    out = torch.empty(weight.shape, dtype=dtype, device=next(iter(weight.tensors.values())).device)
+    for begin, block in row_blocks(weight.stored, weight.tensors, weight.rows, weight.columns):
+        out[begin : begin + len(block)].copy_(block)
+    return out
 
 
 def cpu_dequantize(
-    matrix: QuantizedMatrix, dtype: torch.dtype, out: Tensor | None = None, threads: int | None = None
+    matrix: Matrix[Tensor], dtype: torch.dtype, out: Tensor | None = None, threads: int | None = None
 ) -> Tensor:
     """The numbers of ``matrix`` -> `out` [R, C] of ``dtype`` (a float), or a new tensor; the GIL is released.
 
-    Equal to ``matrix.values(dtype)`` to the bit, except that any NaN may be any other. Natively where the extension is
-    built, without memory beyond the result; ``threads`` None stands for torch.get_num_threads().
+    Equal to ``dense_values(matrix, dtype)`` to the bit, except that any NaN may be any other. Natively where the
+    extension is built, without memory beyond the result; ``threads`` None stands for torch.get_num_threads().
     """
     if dtype not in FLOATS:
         raise ValueError(f"dtype: must be one of {', '.join(map(str, FLOATS))}, is {dtype}")
@@ -89,19 +69,19 @@ def cpu_dequantize(
     if out is not None:
         check_tensor("out", out, dtype, matrix.shape)
     if extension is None or not matrix.stored.is_quantised:
-        numbers = parts_checked("matrix", matrix).values(dtype)
+        numbers = dense_values(parts_checked("matrix", matrix), dtype)
         return numbers if out is None else out.copy_(numbers)
     out = torch.empty(matrix.shape, dtype=dtype) if out is None else out
     extension.dequantize(lend_matrix("matrix", matrix), *lend(out=out), threads)
     return out
 
 
-def lend_matrix(name: str, matrix: QuantizedMatrix) -> object:
+def lend_matrix(name: str, matrix: Matrix[Tensor]) -> object:
     """What the extension takes for ``matrix``, whose parts it checks: format and sizes, and DLPack capsules of codes,
     scales, zero points and order; of plain numbers the capsule alone."""
-    form, parts = matrix.stored, matrix.parts
+    form, parts = matrix.stored, matrix.tensors
     if not form.is_quantised:
-        return as_dlpack(name, parts_checked(name, matrix).parts[form.names[0]])
+        return as_dlpack(name, parts_checked(name, matrix).tensors[form.names[0]])
     lent: list[object] = [None] * 4
     needed = (True, True, form.zero_points, form.order)
     for place, suffix in enumerate(form.names):
@@ -122,7 +102,7 @@ def lend_matrix(name: str, matrix: QuantizedMatrix) -> object:
     )
 
 
-def parts_checked(name: str, matrix: QuantizedMatrix, device: torch.device | None = arguments.CPU) -> QuantizedMatrix:
+def parts_checked(name: str, matrix: Matrix[Tensor], device: torch.device | None = arguments.CPU) -> Matrix[Tensor]:
     """``matrix``, all of whose parts are there, dense, on ``device`` (None: any but meta) and of the right size; raises
     ValueError that names ``name``."""
     try:
@@ -132,7 +112,7 @@ def parts_checked(name: str, matrix: QuantizedMatrix, device: torch.device | Non
     for part in parts:
         if part.suffix not in matrix.stored.names:
             continue
-        found = arguments.check_dense(name, matrix.parts.get(part.suffix), device)
+        found = arguments.check_dense(name, matrix.tensors.get(part.suffix), device)
         if not found.is_contiguous() or found.numel() != math.prod(part.shape):
             shape = f"contiguous {list(part.shape)}, is {list(found.shape)}"
             raise ValueError(f"{name}: its part {part.suffix} must be {shape}")

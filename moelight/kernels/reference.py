@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moelight.formats.matrix import Matrix
 from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.integers import INT8, integer_product
-from moelight.kernels.quantized import QuantizedMatrix, dense_values
+from moelight.kernels.quantized import dense_values
 
 Cache = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -257,7 +258,7 @@ def route_topk(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Ten
 
 def linear(
     x: Tensor,
-    weight: Tensor | QuantizedMatrix,
+    weight: Tensor | Matrix[Tensor],
     bias: Tensor | None = None,
     *,
     activations: str = "auto",
@@ -268,11 +269,11 @@ def linear(
 
 def _product(
     x: Tensor,
-    weight: Tensor | QuantizedMatrix,
+    weight: Tensor | Matrix[Tensor],
     bias: Tensor | None,
     activations: str,
 ) -> Tensor:
-    if activations == INT8 and isinstance(weight, QuantizedMatrix):
+    if activations == INT8 and isinstance(weight, Matrix):
         sums = integer_product(x, weight)
         return sums if bias is None else sums + bias.float()
     numbers = _wide(dense_values(weight, x.dtype))
@@ -282,11 +283,11 @@ def _product(
 
 def expert_ffn(
     x: Tensor,
-    gate_up: Sequence[Tensor | QuantizedMatrix | None],
-    down: Sequence[Tensor | QuantizedMatrix | None],
+    gate_up: Sequence[Tensor | Matrix[Tensor] | None],
+    down: Sequence[Tensor | Matrix[Tensor] | None],
     offsets: Sequence[int],
     *,
-    up: Sequence[Tensor | QuantizedMatrix | None] | None = None,
+    up: Sequence[Tensor | Matrix[Tensor] | None] | None = None,
     activation: Activation = SILU,
     interleaved: bool = False,
     gate_up_bias: Sequence[Tensor | None] | None = None,

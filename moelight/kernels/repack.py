@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from moelight.formats.format import CELLS, RepackTable
+from moelight.formats.matrix import Matrix
 from moelight.hrm.footprint import READ_CHUNK_BYTES
 from moelight.kernels import native
 from moelight.kernels.arguments import as_dlpack, check_tensor
-from moelight.kernels.quantized import QuantizedMatrix
 
 _TORCH = {"bytes": torch.uint8, "halves": torch.int16, "words": torch.int32}
 
@@ -46,24 +46,24 @@ def turn(part: Tensor, table: RepackTable) -> None:
     numbers.copy_(numbers.view(lines, width).t().flatten())
 
 
-def repacked(matrix: QuantizedMatrix) -> QuantizedMatrix:
+def repacked(matrix: Matrix[Tensor]) -> Matrix[Tensor]:
     """``matrix`` as packed integers in the same memory, or as it is: of another format, in an order of columns, or
     without the extension."""
     stored = matrix.stored
     if stored.order:
-        stored = replace(stored, in_order=in_group_order(matrix.parts[stored.names[3]], stored.group))
+        stored = replace(stored, in_order=in_group_order(matrix.tensors[stored.names[3]], stored.group))
     by_rows = stored.repacked_format(matrix.rows, matrix.columns)
     if by_rows is None or not native.available():
         return matrix
     parts = {}
     for part in by_rows.tensors(matrix.rows, matrix.columns):
         if part.suffix in by_rows.names:
-            memory = matrix.parts[part.suffix]
+            memory = matrix.tensors[part.suffix]
             table = stored.repack_table(part.suffix, memory.shape, memory.itemsize)
             assert table is not None, "packed integers have no order"
             turn(memory.view(-1).view(torch.uint8), table)
             parts[part.suffix] = memory.view(part.shape)
-    return replace(matrix, stored=by_rows, parts=parts)
+    return replace(matrix, stored=by_rows, tensors=parts)
 
 
 def in_group_order(order: Tensor, group: int) -> bool:

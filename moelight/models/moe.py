@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moelight.formats.matrix import Matrix
 from moelight.hrm.costs import EXPERT_ROWS
 from moelight.kernels import native
 from moelight.kernels.activations import SILU, Activation
@@ -25,12 +26,12 @@ from moelight.kernels.gpu.pages import ALIGNMENT_BYTES, ExpertTable, PageTable
 from moelight.kernels.gpu.quantized import QuantizedTable
 from moelight.kernels.layer import BoundExperts
 from moelight.kernels.products import Workspace, feed_forward, linear, padded_rows, rows_computed
-from moelight.kernels.quantized import QuantizedMatrix, dense_values
+from moelight.kernels.quantized import dense_values
 from moelight.kernels.reference import gate_and_up, route_topk
 from moelight.kernels.routing import cpu_gather_rows, cpu_route, cpu_scatter_sum, cpu_sort_by_expert
 from moelight.profiles.model import RouterSpec
 
-Weight: TypeAlias = Tensor | QuantizedMatrix
+Weight: TypeAlias = Tensor | Matrix[Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +114,7 @@ class LayerExperts(list["ExpertWeights | None"]):
             if getattr(first.matrices, name) is not None
         }
         down = first.matrices.down
-        hidden = down.rows if isinstance(down, QuantizedMatrix) else len(down)
+        hidden = down.rows if isinstance(down, Matrix) else len(down)
         parts |= {"interleaved": first.matrices.interleaved, "activations": first.matrices.activations}
         return BoundExperts(hidden, **parts, activation=first.activation)
 
@@ -152,8 +153,8 @@ def grouped_pages(
     """The pages of ``weights``, if the grouped kernels compute with them where they are, on rows of ``dtype`` and by
     all of the layers' ``activations``; else None. Waits for the device: called at loading."""
     first: Any = next((each.gate_up if isinstance(each, Matrices) else each[0] for each in weights), None)
-    if isinstance(first, QuantizedMatrix):
-        first = next(iter(first.parts.values()))
+    if isinstance(first, Matrix):
+        first = next(iter(first.tensors.values()))
     if not isinstance(first, Tensor) or not first.is_cuda or not serving.serves(first.device, dtype)[0]:
         return None
     return table_of(weights, activations)
@@ -173,7 +174,7 @@ def table_of(
     matrices = [weight for name in MATRICES for weight in parts.get(name, ())]
     if any(tensor.data_ptr() % ALIGNMENT_BYTES for weight in matrices for tensor in _tensors(weight)):
         return None
-    if not any(isinstance(weight, QuantizedMatrix) for weight in matrices):
+    if not any(isinstance(weight, Matrix) for weight in matrices):
         return PageTable.of(**parts, activation=known[0], interleaved=pages[0].interleaved)
     if any(isinstance(weight, Tensor) and not weight.is_contiguous() for weight in matrices):
         return None
@@ -184,14 +185,14 @@ def table_of(
 
 
 def _tensors(weight: Weight) -> Sequence[Tensor]:
-    return list(weight.parts.values()) if isinstance(weight, QuantizedMatrix) else [weight]
+    return list(weight.tensors.values()) if isinstance(weight, Matrix) else [weight]
 
 
 def _stored_as(weight: Weight | None) -> object:
     """Return the properties that gate and up must share for the grouped kernels."""
-    if not isinstance(weight, QuantizedMatrix):
+    if not isinstance(weight, Matrix):
         return None if weight is None else weight.dtype
-    return weight.stored, [tensor.dtype for tensor in weight.parts.values()]
+    return weight.stored, [tensor.dtype for tensor in weight.tensors.values()]
 
 
 def _natively(x: Tensor, experts: Sequence[ExpertWeights | None]) -> bool:

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from moelight.kernels.quantized import QuantizedMatrix
+from moelight.formats.matrix import Matrix
 from moelight.models.moe import Matrices
-from moelight.weights.quantized_pages import MatrixPlace, PartPlace, QuantizedPages
+from moelight.weights.quantized_pages import PageTensor, QuantizedPages
 from moelight.weights.stored_matrix import TORCH
 
 
@@ -50,7 +50,7 @@ class QuantizedExperts:
         return self._known[key]
 
     def _view(self, layout_id: int, slot: Tensor) -> Matrices:
-        views = {name: _view(place, slot) for name, place in self._pages.layouts[layout_id]}
+        views = {name: _view(matrix, slot) for name, matrix in self._pages.layouts[layout_id]}
         sides = tuple(
             self._activations if all(_has_integers(views.get(name)) for name in names) else "auto"
             for names in (("gate_up", "up"), ("down",))
@@ -61,16 +61,15 @@ class QuantizedExperts:
 
 
 def _has_integers(matrix: Any) -> bool:
-    return matrix is None or (isinstance(matrix, QuantizedMatrix) and matrix.stored.int8_reason is None)
+    return matrix is None or (isinstance(matrix, Matrix) and matrix.stored.int8_reason is None)
 
 
-def _view(place: MatrixPlace, slot: Tensor) -> Any:
-    parts = {suffix: _part(each, slot) for suffix, each in place.parts}
-    if place.stored is not None:
-        return QuantizedMatrix(stored=place.stored, rows=place.rows, columns=place.columns, parts=parts)
-    (numbers,) = parts.values()
-    return numbers.t() if place.transposed else numbers
+def _view(matrix: Matrix[PageTensor] | PageTensor, slot: Tensor) -> Any:
+    if isinstance(matrix, PageTensor):
+        values = _tensor(matrix, slot)
+        return values.t() if matrix.transposed else values
+    return matrix.map(lambda tensor: _tensor(tensor, slot))
 
 
-def _part(place: PartPlace, slot: Tensor) -> Tensor:
+def _tensor(place: PageTensor, slot: Tensor) -> Tensor:
     return slot[place.offset : place.offset + place.nbytes].view(TORCH[place.dtype]).view(place.shape)

@@ -26,10 +26,11 @@ from moelight.core.schedule import Page
 from moelight.core.small_files import open_regular, read_error_text
 from moelight.core.units import MiB, align_up
 from moelight.formats.format import PAGE_ALIGNMENT, RepackTable
+from moelight.formats.matrix import Matrix
 from moelight.hrm.costs import TENSOR_ALIGNMENT, dense_bytes, kept_parts, page_bytes
 from moelight.kernels import native
 from moelight.kernels.integers import no_integers
-from moelight.kernels.quantized import QuantizedMatrix, StackedMatrix, cpu_dequantize
+from moelight.kernels.quantized import StackedMatrix, cpu_dequantize, row_blocks
 from moelight.kernels.repack import in_group_order, repacked, turn
 from moelight.profiles.gguf_config import hf_rows
 from moelight.profiles.model import ModelProfile
@@ -224,7 +225,7 @@ def _kept(infos: Sequence[TensorInfo], rooms: Sequence[torch.Tensor], activation
         if matrix.heads:
             for part in found.values():
                 part.copy_(part[hf_rows(matrix.rows, matrix.heads)])
-        whole = QuantizedMatrix(stored=matrix.stored, rows=matrix.rows, columns=matrix.columns, parts=found)
+        whole = Matrix(stored=matrix.stored, rows=matrix.rows, columns=matrix.columns, tensors=found)
         parts.append(repacked(whole))
         chosen.append(activations if no_integers(parts[-1]) is None else "auto")
     return StackedMatrix(tuple(parts), tuple(chosen))
@@ -241,13 +242,13 @@ def read_tensor_into(reader: TensorReader, info: TensorInfo, dest: torch.Tensor)
 
 def dequantised(matrix: StoredMatrix, out: torch.Tensor) -> torch.Tensor:
     """The numbers of ``matrix`` in ``out`` (its shape, any device)."""
-    found = QuantizedMatrix(stored=matrix.stored, rows=matrix.rows, columns=matrix.columns, parts=matrix.read())
+    found = Matrix(stored=matrix.stored, rows=matrix.rows, columns=matrix.columns, tensors=matrix.read())
     if matrix.heads:
         return out.copy_(cpu_dequantize(found, out.dtype)[hf_rows(matrix.rows, matrix.heads)])
     if out.device.type == "cpu":
         return cpu_dequantize(found, out.dtype, out=out)
-    for begin, numbers in found.row_blocks():
-        out[begin : begin + len(numbers)].copy_(numbers)
+    for begin, values in row_blocks(found.stored, found.tensors, found.rows, found.columns):
+        out[begin : begin + len(values)].copy_(values)
     return out
 
 

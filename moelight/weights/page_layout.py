@@ -17,7 +17,7 @@ from moelight.weights.source import TensorInfo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Matrix:
+class StridedMatrix:
     """A matrix [rows, columns] or a bias [rows] of a page: at number ``offset``, by ``strides``, in numbers."""
 
     offset: int
@@ -39,12 +39,12 @@ class PageLayout:
     """The places of an expert's matrices in a page of ``numbers`` numbers; those that it has not are None."""
 
     numbers: int
-    up: Matrix
-    down: Matrix
-    gate: Matrix | None = None
-    gate_bias: Matrix | None = None
-    up_bias: Matrix | None = None
-    down_bias: Matrix | None = None
+    up: StridedMatrix
+    down: StridedMatrix
+    gate: StridedMatrix | None = None
+    gate_bias: StridedMatrix | None = None
+    up_bias: StridedMatrix | None = None
+    down_bias: StridedMatrix | None = None
 
     @property
     def interleaved(self) -> bool:
@@ -52,13 +52,13 @@ class PageLayout:
         return self.gate is not None and 2 * (self.up.offset - self.gate.offset) == self.gate.strides[0]
 
     @property
-    def gate_up(self) -> Matrix | None:
+    def gate_up(self) -> StridedMatrix | None:
         """The gate and up as one matrix [2 I, H]: up's rows follow the gate's, or alternate with them; else None."""
         gate, up = self.gate, self.up
         return None if gate is None else _joined(gate, up, interleaved=self.interleaved)
 
     @property
-    def gate_up_bias(self) -> Matrix | None:
+    def gate_up_bias(self) -> StridedMatrix | None:
         """The biases [2 I] of `gate_up`; None if there are none, or they do not lie so."""
         gate, up = self.gate_bias, self.up_bias
         return None if gate is None or up is None else _joined(gate, up, interleaved=self.interleaved)
@@ -73,7 +73,7 @@ class PageLayout:
         return replace(self, gate=gate, up=up, gate_bias=gate_bias, up_bias=up_bias)
 
 
-def _one_by_one(gate: Matrix | None, up: Matrix) -> tuple[Matrix | None, Matrix]:
+def _one_by_one(gate: StridedMatrix | None, up: StridedMatrix) -> tuple[StridedMatrix | None, StridedMatrix]:
     if gate is None:
         return None, up
     strides = row_major(gate.shape)
@@ -81,12 +81,12 @@ def _one_by_one(gate: Matrix | None, up: Matrix) -> tuple[Matrix | None, Matrix]
     return replace(gate, strides=strides), replace(up, strides=strides, offset=behind)
 
 
-def _joined(gate: Matrix, up: Matrix, *, interleaved: bool) -> Matrix | None:
+def _joined(gate: StridedMatrix, up: StridedMatrix, *, interleaved: bool) -> StridedMatrix | None:
     rows, *columns = gate.shape
     step = gate.strides[0] // 2 if interleaved else gate.strides[0]
     if gate.strides != up.strides or up.offset != gate.offset + step * (1 if interleaved else rows):
         return None
-    return Matrix(offset=gate.offset, shape=(2 * rows, *columns), strides=(step, *gate.strides[1:]))
+    return StridedMatrix(offset=gate.offset, shape=(2 * rows, *columns), strides=(step, *gate.strides[1:]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +119,8 @@ def lay_out(parts: Mapping[str, Tiled]) -> tuple[PageLayout, tuple[Run, ...]]:
         if stored != sum(math.prod(box.shape) for box in boxes.values() if box.info is info):
             raise ScatteredError(info)
     places = {
-        name: Matrix(offset=_place(box, runs), shape=box.shape, strides=box.strides) for name, box in boxes.items()
+        name: StridedMatrix(offset=_place(box, runs), shape=box.shape, strides=box.strides)
+        for name, box in boxes.items()
     }
     return PageLayout(numbers=sum(run.count for run in runs), **places), tuple(runs)
 

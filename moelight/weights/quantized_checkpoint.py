@@ -57,7 +57,7 @@ class QuantizedInfo(TensorInfo):
             raise self._in_parts()
         found = []
         for matrix in (self.matrix, self.other):
-            (place,) = matrix.places.values()
+            (place,) = matrix.tensors.values()
             half = replace(self, name=place.name, file=place.file, matrix=matrix, other=None, turned=False)
             shape = (self.nbytes // (2 * line), matrix.columns)
             found.append(replace(half, shape=shape, offset=self.offset // 2, nbytes=self.nbytes // 2))
@@ -80,7 +80,7 @@ def as_matrices(checkpoint: Checkpoint, format_of: Callable[[str], Format | None
     for name, info in tensors.items():
         module, dot, last = name.rpartition(".")
         if matrix := _stack_of_blocks(tensors, info, format_of, listing):
-            taken.update(name + suffix for suffix in matrix.places)
+            taken.update(name + suffix for suffix in matrix.tensors)
             found.append((info, matrix, name))
             continue
         for suffix, of in ((f".{last}", module), *_endings(name)):
@@ -154,7 +154,7 @@ def _stack_of_blocks(
         for part in stored.tensors(rows, columns)
     }
     return StoredMatrix(
-        module=codes.name, stored=stored, rows=count * rows, columns=columns, places=places, stack=count
+        module=codes.name, stored=stored, rows=count * rows, columns=columns, tensors=places, stack=count
     )
 
 

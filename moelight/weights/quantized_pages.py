@@ -13,37 +13,34 @@ from moelight.core.errors import CheckpointError
 from moelight.core.schedule import Page
 from moelight.core.units import align_up
 from moelight.formats.format import ITEM_BYTES, PAGE_ALIGNMENT, SHAPE, Format, RepackTable
+from moelight.formats.matrix import Matrix
 from moelight.kernels.repack import transposition
-from moelight.weights.page_layout import Matrix, PageLayout
+from moelight.weights.page_layout import PageLayout, StridedMatrix
 from moelight.weights.quantized_checkpoint import QuantizedInfo
 from moelight.weights.source import TensorInfo
 
 
-class PartPlace(NamedTuple):
-    """A part of a matrix: ``nbytes`` bytes from ``offset`` of the page on, numbers of ``dtype`` (a safetensors name) in
-    ``shape``. ``table``: how it is turned on arrival, to lie so; None: it lies as it is stored."""
+class PageTensor(NamedTuple):
+    """A tensor of a page: ``nbytes`` bytes from ``offset`` of the page on, numbers of ``dtype`` (a safetensors name) in
+    ``shape``. ``table``: how it is reordered on arrival, to lie so; None: it lies as it is stored. ``transposed``: it
+    holds the columns of a matrix of floats."""
 
     offset: int
     nbytes: int
     dtype: str
     shape: tuple[int, ...]
     table: RepackTable | None = None
+    transposed: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MatrixPlace:
-    """A matrix [``rows``, ``columns``] of a page by the places of its ``parts``, in the order and with the suffixes of
-    ``stored``; a bias [``rows``], or a matrix of plain numbers, has one part and is not ``stored``."""
+# The matrices of a page by the names of `cpu_expert_ffn`, in order; a bias, and a matrix that is not quantised, is one
+# tensor.
+PageMatrices = tuple[tuple[str, Matrix[PageTensor] | PageTensor], ...]
 
-    rows: int
-    columns: int
-    parts: tuple[tuple[str, PartPlace], ...]
-    stored: Format | None = None
 
-    @property
-    def transposed(self) -> bool:
-        """True if plain numbers lie by columns."""
-        return self.stored is None and self.parts[0][1].shape == (self.columns, self.rows) != (self.rows, self.columns)
+def _tensors_of(matrices: PageMatrices) -> Iterator[PageTensor]:
+    for _, matrix in matrices:
+        yield from (matrix,) if isinstance(matrix, PageTensor) else matrix.tensors.values()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,12 +54,8 @@ class Repacking:
     @classmethod
     def of(cls, matrices: PageMatrices, orders: Mapping[int, int]) -> Repacking:
         """That of a page of ``matrices``."""
-        parts = (part for _, matrix in matrices for _, part in matrix.parts)
-        tables = {part.offset: part.table for part in parts if part.table is not None}
+        tables = {tensor.offset: tensor.table for tensor in _tensors_of(matrices) if tensor.table is not None}
         return cls(tables=MappingProxyType(tables), orders=MappingProxyType(dict(orders)))
-
-
-PageMatrices = tuple[tuple[str, MatrixPlace], ...]  # the matrices of a page by the names of `cpu_expert_ffn`, in order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +95,7 @@ class QuantizedPages:
     def turned_bytes(self) -> int:
         """Bytes of a page, on average and rounded up, that are turned on arrival."""
         turned = [
-            sum(part.nbytes for _, matrix in matrices for _, part in matrix.parts if part.table is not None)
+            sum(tensor.nbytes for tensor in _tensors_of(matrices) if tensor.table is not None)
             for matrices in self.layouts
         ]
         return -(-sum(turned[layout_id] for layout_id in self.layout_ids.values()) // max(len(self.layout_ids), 1))
@@ -129,19 +122,19 @@ def _repacked(matrices: PageMatrices) -> tuple[PageMatrices, Repacking]:
     """Where the parts of a page of ``matrices`` lie once they are turned, and how they are."""
     found, orders = [], dict[int, int]()
     for name, place in matrices:
-        by_rows = None if place.stored is None else place.stored.repacked_format(place.rows, place.columns)
-        if place.stored is None or by_rows is None:
+        by_rows = None if isinstance(place, PageTensor) else place.stored.repacked_format(*place.shape)
+        if isinstance(place, PageTensor) or by_rows is None:
             found.append((name, place))
             continue
-        shapes = {part.suffix: part.shape for part in by_rows.tensors(place.rows, place.columns)}
-        parts = []
-        for suffix, part in place.parts:
+        shapes = {part.suffix: part.shape for part in by_rows.tensors(*place.shape)}
+        tensors = {}
+        for suffix, part in place.tensors.items():
             table = place.stored.repack_table(suffix, part.shape, ITEM_BYTES[part.dtype])
             if table is None:
                 orders[part.offset] = place.stored.group
             else:
-                parts.append((suffix, part._replace(shape=shapes[suffix], table=table)))
-        found.append((name, replace(place, stored=by_rows, parts=tuple(parts))))
+                tensors[suffix] = part._replace(shape=shapes[suffix], table=table)
+        found.append((name, replace(place, stored=by_rows, tensors=tensors)))
     return tuple(found), Repacking.of(tuple(found), orders)
 
 
@@ -191,7 +184,7 @@ def _parts(info: TensorInfo) -> _Parts:
     if not isinstance(info, QuantizedInfo):
         return None, [("", info)]
     matrix = info.stored()
-    return matrix.stored, [(suffix, place) for suffix, place in matrix.places.items() if suffix != SHAPE]
+    return matrix.stored, [(suffix, place) for suffix, place in matrix.tensors.items() if suffix != SHAPE]
 
 
 def _orders(parts: Sequence[_Parts]) -> Iterator[tuple[str, int]]:
@@ -207,68 +200,68 @@ class _Segment:
     after another through the page from ``begin`` on."""
 
     info: TensorInfo
-    stored: Format | None
-    parts: tuple[tuple[str, PartPlace], ...]
+    tensors: Mapping[str, PageTensor]
     begin: int
     count: int
 
-    def whole(self) -> MatrixPlace:
+    def whole(self) -> Matrix[PageTensor] | PageTensor:
         if isinstance(self.info, QuantizedInfo):
-            matrix = self.info.stored()
-            return MatrixPlace(rows=matrix.rows, columns=matrix.columns, parts=self.parts, stored=self.stored)
-        shape = self.info.shape
-        return MatrixPlace(rows=math.prod(shape[:-1]), columns=shape[-1], parts=self.parts)
+            return self._matrix(self.info)
+        return self.tensors[""]
 
-    def holds(self, place: Matrix) -> bool:
+    def _matrix(self, info: QuantizedInfo) -> Matrix[PageTensor]:
+        matrix = info.stored()
+        return Matrix(stored=matrix.stored, rows=matrix.rows, columns=matrix.columns, tensors=self.tensors)
+
+    def holds(self, place: StridedMatrix) -> bool:
         return self.begin <= place.offset and place.offset + math.prod(place.shape) <= self.begin + self.count
 
-    def part(self, place: Matrix) -> MatrixPlace:
+    def part(self, place: StridedMatrix) -> Matrix[PageTensor] | PageTensor:
         """The matrix or bias at ``place``."""
         rows, columns = (*place.shape, 1)[:2]
         in_order = place.strides == ((columns, 1) if len(place.shape) > 1 else (1,))
         if isinstance(self.info, QuantizedInfo):
-            found = self.whole()
+            found = self._matrix(self.info)
             if in_order and (rows, columns) == (found.rows, found.columns):
-                return found if len(place.shape) > 1 else self._numbers_of(found)
+                return found if len(place.shape) > 1 else _bias(found)
             if (columns, rows) == (found.rows, found.columns) and place.transposed:
                 return self._transposed(found)
             raise CheckpointError(
                 f"{self.info.file}: tensor {self.info.name!r}, which is quantised, holds matrices [{rows}, {columns}] "
                 "that are not stored by themselves; use the checkpoint that is not quantised"
             )
-        ((_, whole),) = self.parts
+        whole = self.tensors[""]
         size = whole.nbytes // self.count
         at = whole.offset + (place.offset - self.begin) * size
         shape, strides = place.shape, place.strides
-        numbers = PartPlace(at, math.prod(shape) * size, whole.dtype, shape if in_order else shape[::-1])
         if not in_order and strides != (1, shape[0]):
             raise CheckpointError(
                 f"{self.info.file}: tensor {self.info.name!r}: an expert's rows are not together beside quantised "
                 "matrices; use the checkpoint that is not quantised"
             )
-        return MatrixPlace(rows=rows, columns=columns, parts=(("", numbers),))
+        nbytes = math.prod(shape) * size
+        return PageTensor(at, nbytes, whole.dtype, shape if in_order else shape[::-1], transposed=not in_order)
 
-    def _transposed(self, matrix: MatrixPlace) -> MatrixPlace:
+    def _transposed(self, matrix: Matrix[PageTensor]) -> Matrix[PageTensor]:
         """The transpose of ``matrix``: its parts are transposed on arrival, and its blocks with them."""
-        stored, parts = matrix.stored, list[tuple[str, PartPlace]]()
-        by_rows = None if stored is None else stored.transposed_format()
-        for suffix, part in matrix.parts if by_rows is not None else ():
+        by_rows, tensors = matrix.stored.transposed_format(), dict[str, PageTensor]()
+        for suffix, part in matrix.tensors.items() if by_rows is not None else ():
             lines, width = (*part.shape, 1, 1)[:2]
             table = transposition(lines, width, ITEM_BYTES[part.dtype])
             if table is not None:
-                parts.append((suffix, part._replace(shape=(width, lines), table=table)))
-        if by_rows is None or len(parts) < len(matrix.parts):
-            form = "this format" if stored is None else stored.name
+                tensors[suffix] = part._replace(shape=(width, lines), table=table)
+        if by_rows is None or len(tensors) < len(matrix.tensors):
             raise CheckpointError(
-                f"{self.info.file}: tensor {self.info.name!r} holds experts by columns, and {form} is "
+                f"{self.info.file}: tensor {self.info.name!r} holds experts by columns, and {matrix.stored.name} is "
                 "read by rows only; use a checkpoint with experts one by one, or the one that is not quantised"
             )
-        return MatrixPlace(rows=matrix.columns, columns=matrix.rows, parts=tuple(parts), stored=by_rows)
+        return Matrix(stored=by_rows, rows=matrix.columns, columns=matrix.rows, tensors=tensors)
 
-    def _numbers_of(self, bias: MatrixPlace) -> MatrixPlace:
-        """``bias`` [rows, 1] as plain numbers [rows]."""
-        ((_, part),) = bias.parts
-        return replace(bias, stored=None, parts=(("", part._replace(shape=(bias.rows,))),))
+
+def _bias(matrix: Matrix[PageTensor]) -> PageTensor:
+    """``matrix`` [rows, 1] of floats as a tensor [rows]."""
+    (tensor,) = matrix.tensors.values()
+    return tensor._replace(shape=(matrix.rows,))
 
 
 def _page_matrices(
@@ -276,13 +269,13 @@ def _page_matrices(
 ) -> tuple[PageMatrices, int]:
     """The matrices of the page of ``infos``, and its bytes."""
     segments, at, begin = [], 0, 0
-    for info, (stored, tensors) in zip(infos, parts, strict=True):
-        placed = []
-        for suffix, each in tensors:
-            placed.append((suffix, PartPlace(at, each.nbytes, each.dtype, each.shape)))
-            at = align_up(at + each.nbytes, PAGE_ALIGNMENT)
+    for info, (_, tensors) in zip(infos, parts, strict=True):
+        placed = {}
+        for suffix, part in tensors:
+            placed[suffix] = PageTensor(at, part.nbytes, part.dtype, part.shape)
+            at = align_up(at + part.nbytes, PAGE_ALIGNMENT)
         count = info.nbytes // ITEM_BYTES[info.dtype]
-        segments.append(_Segment(info=info, stored=stored, parts=tuple(placed), begin=begin, count=count))
+        segments.append(_Segment(info=info, tensors=placed, begin=begin, count=count))
         begin += count
     if layout is None:
         names = ("gate_up", "up", "down") if len(segments) > 2 else ("gate_up", "down")
@@ -294,10 +287,10 @@ def _page_matrices(
     return tuple(found), at
 
 
-def _named(layout: PageLayout, segments: Sequence[_Segment]) -> Iterator[tuple[str, Matrix]]:
+def _named(layout: PageLayout, segments: Sequence[_Segment]) -> Iterator[tuple[str, StridedMatrix]]:
     """The matrices of ``layout`` by the names of `cpu_expert_ffn`; gate and up are one only if they are stored so."""
 
-    def whole(place: Matrix | None) -> Matrix | None:
+    def whole(place: StridedMatrix | None) -> StridedMatrix | None:
         return place if place is not None and any(each.holds(place) for each in segments) else None
 
     joined, biases = whole(layout.gate_up), whole(layout.gate_up_bias)

@@ -16,6 +16,7 @@ from moelight.core.small_files import open_regular, read_error_text
 from moelight.core.units import align_up
 from moelight.formats.format import PAGE_ALIGNMENT, SHAPE, Format, TensorSpec
 from moelight.formats.ggml import ggml_format
+from moelight.formats.matrix import Matrix
 from moelight.formats.plain import plain
 from moelight.formats.registry import SUFFIXES
 from moelight.profiles.gguf import GGMLTensor
@@ -39,28 +40,24 @@ TORCH = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StoredMatrix:
-    """A matrix [``rows``, ``columns``] of ``module``, by the places of its tensors. ``heads``: that many heads, the two
+class StoredMatrix(Matrix[TensorInfo]):
+    """A matrix of ``module`` in a checkpoint. ``heads``: that many heads, the two
     halves of each with their rows interleaved (`gguf_config.hf_rows`); 0: rows are in transformers' order. ``stack``:
     so many matrices of equal size below one another, whose blocks begin anew with each."""
 
     module: str
-    stored: Format
-    rows: int
-    columns: int
-    places: Mapping[str, TensorInfo]
     heads: int = 0
     stack: int = 1
 
     @property
     def nbytes(self) -> int:
         """Bytes in the checkpoint, with the dtypes that it has."""
-        return sum(info.nbytes for info in self.places.values())
+        return sum(info.nbytes for info in self.tensors.values())
 
     @property
     def kept_bytes(self) -> int:
         """Bytes in memory: each tensor that says more than a shape, aligned."""
-        return sum(align_up(info.nbytes, PAGE_ALIGNMENT) for suffix, info in self.places.items() if suffix != SHAPE)
+        return sum(align_up(info.nbytes, PAGE_ALIGNMENT) for suffix, info in self.tensors.items() if suffix != SHAPE)
 
     def rows_of(self, begin: int, end: int) -> StoredMatrix:
         """Rows ``begin`` to ``end`` as a matrix of its own; raises CheckpointError where its bytes are not together."""
@@ -75,26 +72,26 @@ class StoredMatrix:
         places = {}
         for part in self.stored.tensors(self.rows, self.columns):
             if (step := self.stored.rows_of_line(part.suffix)) == 0:
-                places[part.suffix] = self.places[part.suffix]
+                places[part.suffix] = self.tensors[part.suffix]
                 continue
             if step < 0 or begin % step or (end % step and end < self.rows):
                 raise self._error(part.suffix, f"is not to be divided at rows {begin} and {end}")
-            places[part.suffix] = _lines(self.places[part.suffix], begin // step, -(-end // step))
-        return replace(self, rows=end - begin, places=places)
+            places[part.suffix] = _lines(self.tensors[part.suffix], begin // step, -(-end // step))
+        return replace(self, rows=end - begin, tensors=places)
 
     def _of_stack(self, begin: int, end: int) -> StoredMatrix:
         """Rows ``begin`` to ``end``, which must be one matrix of the stack."""
         rows = self.rows // self.stack
         if begin % rows or end - begin != rows:
             raise self._error(self.stored.names[0], f"is not to be divided at rows {begin} and {end}")
-        places = {suffix: info.part(begin // rows, self.stack) for suffix, info in self.places.items()}
-        return replace(self, rows=rows, stack=1, places=places)
+        places = {suffix: info.part(begin // rows, self.stack) for suffix, info in self.tensors.items()}
+        return replace(self, rows=rows, stack=1, tensors=places)
 
     def read(self, into: Tensor | None = None) -> dict[str, Tensor]:
         """The tensors by suffix, as stored; checks the values that say where others are. ``into``: uint8
         [`kept_bytes`], in which they are to lie."""
         found, at = {}, 0
-        for suffix, info in self.places.items():
+        for suffix, info in self.tensors.items():
             room = None
             if into is not None and suffix != SHAPE:
                 room, at = into[at : at + info.nbytes], at + align_up(info.nbytes, PAGE_ALIGNMENT)
@@ -115,7 +112,7 @@ class StoredMatrix:
             raise self._error(self.stored.names[3], f"puts a column into group {wrong}, and there are {groups}")
 
     def _error(self, suffix: str, complaint: str) -> CheckpointError:
-        info = self.places[suffix]
+        info = self.tensors[suffix]
         return CheckpointError(f"{info.file}: tensor {info.name!r} {complaint}; fetch the checkpoint again")
 
 
@@ -143,7 +140,7 @@ def find_matrix(
                 "config.json says of it; correct quantization_config"
             )
     places = {part.suffix: _place(tensors, module, part, stored, listing, expert) for part in wanted}
-    return StoredMatrix(module=module, stored=stored, rows=rows, columns=columns, places=places)
+    return StoredMatrix(module=module, stored=stored, rows=rows, columns=columns, tensors=places)
 
 
 def expert_matrices(
@@ -205,7 +202,7 @@ def ggml_matrix(tensor: GGMLTensor, *, expert: int | None = None, columns: int |
     )
     if expert is not None:
         info = info.part(expert, math.prod(stack))
-    return StoredMatrix(module=tensor.name, stored=stored, rows=rows, columns=last, places={".weight": info})
+    return StoredMatrix(module=tensor.name, stored=stored, rows=rows, columns=last, tensors={".weight": info})
 
 
 def _lines(info: TensorInfo, begin: int, end: int) -> TensorInfo:

@@ -21,7 +21,7 @@ from moelight.hrm import costs
 from moelight.hrm.estimate import cost_model_of
 from moelight.hrm.footprint import footprint
 from moelight.hrm.machine_model import speeds_of
-from moelight.kernels.quantized import StackedMatrix
+from moelight.kernels.quantized import StackedMatrix, dense_values
 from moelight.optimizer.explain import activations_text
 from moelight.optimizer.runnable import activation_faults
 from moelight.profiles.hardware import load_hardware_profile
@@ -58,7 +58,7 @@ def test_attention_is_kept_as_every_method_stores_it(name: str, tiny: Tiny, tmp_
     assert set(stacked(mine)) == {"qkv", "o"} and not stacked(plain[0])
     for whole, part in zip((plain[0].layers[0].qkv, plain[0].layers[0].o), stacked(mine).values(), strict=True):
         assert isinstance(whole, Tensor) and part.shape == whole.shape
-        numbers_of = torch.cat([each.values(whole.dtype) for each in part.parts])
+        numbers_of = torch.cat([dense_values(each, whole.dtype) for each in part.parts])
         assert torch.equal(numbers_of, whole)
     assert stored_bytes < plain[1]
 
@@ -78,7 +78,7 @@ def test_a_file_keeps_embeddings_and_head_too(tmp_path: Path) -> None:
         if name == "embed":
             places = torch.tensor([5, 0, 5, 319])
             out = torch.empty((4, model.hidden_size), dtype=torch.bfloat16)
-            assert torch.equal(matrix.rows(places, out), matrix.parts[0].values(torch.bfloat16)[places])
+            assert torch.equal(matrix.rows(places, out), dense_values(matrix.parts[0], torch.bfloat16)[places])
 
 
 @pytest.mark.parametrize("device", ["cpu", "twin"])

@@ -11,9 +11,9 @@ from moelight.formats.fp8 import fp8
 from moelight.formats.ggml import GGML_FORMATS
 from moelight.formats.gptq import gptq
 from moelight.formats.int8 import Int8Format
+from moelight.formats.matrix import Matrix
 from moelight.formats.mxfp4 import MX_GROUP, mxfp4
 from moelight.formats.packed import PackedFormat
-from moelight.kernels.quantized import QuantizedMatrix
 
 _INTS = {"I32": torch.int32, "I64": torch.int64, "I8": torch.int8, "U8": torch.uint8}
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -79,23 +79,23 @@ def step(stored: Format) -> tuple[int, int]:
     return stored.per_word if stored.key == "awq" else 1, columns
 
 
-def matrix(stored: Format, rows: int, columns: int, seed: int = 0, *, ordered: bool = True) -> QuantizedMatrix:
+def matrix(stored: Format, rows: int, columns: int, seed: int = 0, *, ordered: bool = True) -> Matrix[Tensor]:
     """A random matrix of numbers around 0.05; ``ordered``: columns of GPTQ are in the order of their groups."""
     source = torch.Generator().manual_seed(seed)
     parts = {part.suffix: _part(stored, part, source) for part in stored.tensors(rows, columns)}
     if stored.order:
         order = torch.arange(columns) // (stored.group or columns)
         parts[stored.names[3]] = order.int() if ordered else order[torch.randperm(columns, generator=source)].int()
-    return QuantizedMatrix(stored=stored, rows=rows, columns=columns, parts=parts)
+    return Matrix(stored=stored, rows=rows, columns=columns, tensors=parts)
 
 
-def garbage(stored: Format, rows: int, columns: int, seed: int = 0) -> QuantizedMatrix:
+def garbage(stored: Format, rows: int, columns: int, seed: int = 0) -> Matrix[Tensor]:
     """A matrix of any bytes."""
     source, parts = torch.Generator().manual_seed(seed), {}
     for part in stored.tensors(rows, columns):
         whole = torch.randint(0, 256, (part.nbytes,), generator=source, dtype=torch.uint8)
         parts[part.suffix] = whole.view(_dtype(part.dtypes[0])).reshape(part.shape)
-    return QuantizedMatrix(stored=stored, rows=rows, columns=columns, parts=parts)
+    return Matrix(stored=stored, rows=rows, columns=columns, tensors=parts)
 
 
 def _dtype(name: str) -> torch.dtype:

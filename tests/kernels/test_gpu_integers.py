@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moelight.formats.format import Format
+from moelight.formats.matrix import Matrix
 from moelight.kernels import reference
 from moelight.kernels.activations import Activation
 from moelight.kernels.gpu import serving, tiles
@@ -17,7 +18,6 @@ from moelight.kernels.gpu.grouped import expert_ffn
 from moelight.kernels.gpu.integers import round_rows
 from moelight.kernels.gpu.quantized import QuantizedTable
 from moelight.kernels.integers import round_tokens
-from moelight.kernels.quantized import QuantizedMatrix
 from tests.kernels.gpu_layers import distance, rows_of
 from tests.kernels.quantized import FORMATS, int8, matrix, packed, step
 from tests.kernels.test_gpu_quantized import BY_TRITON, moved
@@ -33,7 +33,7 @@ SQUARED = Activation("relu2", gated=False)
 
 def layer(
     stored: Format, hidden: int, inner: int, *, gated: bool, experts: int = 2
-) -> tuple[list[QuantizedMatrix], list[QuantizedMatrix]]:
+) -> tuple[list[Matrix[Tensor]], list[Matrix[Tensor]]]:
     """About so large, as the format allows."""
     unit = max(step(stored))
     hidden, inner = (-(-size // unit) * unit for size in (hidden, inner))
@@ -41,7 +41,7 @@ def layer(
     return up, [matrix(stored, hidden, inner, seed=20 + e) for e in range(experts)]
 
 
-def table(up: list[QuantizedMatrix], down: list[QuantizedMatrix], device: torch.device, **options: Any) -> Any:
+def table(up: list[Matrix[Tensor]], down: list[Matrix[Tensor]], device: torch.device, **options: Any) -> Any:
     given = ([None if each is None else moved(each, device) for each in side] for side in (up, down))
     return QuantizedTable.of(*given, **{"activations": "int8", **options})
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from moelight.formats.fp8 import fp8
+from moelight.formats.matrix import Matrix
 from moelight.formats.mxfp4 import mxfp4
 from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.gpu.grouped import expert_ffn, triton_dtype
 from moelight.kernels.gpu.pages import PageTable
 from moelight.kernels.gpu.quantized import QuantizedTable
-from moelight.kernels.quantized import QuantizedMatrix
+from moelight.kernels.quantized import dense_values
 from tests.kernels.gpu_layers import distance, rows_of
 from tests.kernels.quantized import FORMATS, matrix, packed, step
 
@@ -32,12 +33,12 @@ def sizes(name: str, rows: int, columns: int) -> tuple[int, int]:
     return -(-rows // row_step) * row_step, -(-columns // column_step) * column_step
 
 
-def moved(weight: QuantizedMatrix, device: torch.device) -> QuantizedMatrix:
-    parts = {name: part.to(device) for name, part in weight.parts.items()}
-    return QuantizedMatrix(stored=weight.stored, rows=weight.rows, columns=weight.columns, parts=parts)
+def moved(weight: Matrix[Tensor], device: torch.device) -> Matrix[Tensor]:
+    parts = {name: part.to(device) for name, part in weight.tensors.items()}
+    return Matrix(stored=weight.stored, rows=weight.rows, columns=weight.columns, tensors=parts)
 
 
-def unpacked(weight: QuantizedMatrix, depth: int, device: torch.device) -> Tensor:
+def unpacked(weight: Matrix[Tensor], depth: int, device: torch.device) -> Tensor:
     """The numbers of ``weight``, tile by tile of ``depth`` inputs."""
     from tests.kernels.unpacked_tiles import write_tile
 
@@ -64,7 +65,7 @@ def test_tiles_are_the_numbers(name: str, device: torch.device) -> None:
     """Bit for bit, in steps of 64 inputs and of 32; the last one reaches beyond the matrix where the format allows."""
     weight = matrix(TILES[name], *sizes(name, 24, 104), seed=3, ordered=False)
     for depth in (64, 32):
-        assert torch.equal(unpacked(weight, depth, device), weight.values(torch.float32))
+        assert torch.equal(unpacked(weight, depth, device), dense_values(weight, torch.float32))
 
 
 @BY_TRITON
@@ -73,13 +74,15 @@ def test_every_code_of_narrow_floats(device: torch.device) -> None:
     every = torch.arange(256, dtype=torch.uint8)
     eights = fp8(block=(0, 0), scale="F32")
     parts = {".weight": every.view(torch.float8_e4m3fn).repeat(2, 1), ".weight_scale_inv": torch.ones(1, 1)}
-    weight = QuantizedMatrix(stored=eights, rows=2, columns=256, parts=parts)
-    assert torch.equal(unpacked(weight, 64, device).nan_to_num(1e9), weight.values(torch.float32).nan_to_num(1e9))
+    weight = Matrix(stored=eights, rows=2, columns=256, tensors=parts)
+    assert torch.equal(
+        unpacked(weight, 64, device).nan_to_num(1e9), dense_values(weight, torch.float32).nan_to_num(1e9)
+    )
     pairs = (torch.arange(16) | (15 - torch.arange(16)) << 4).to(torch.uint8).repeat(253, 1)
     fours = mxfp4(("_blocks", "_scales"))
     parts = {"_blocks": pairs, "_scales": every[:253, None].contiguous()}
-    weight = QuantizedMatrix(stored=fours, rows=253, columns=32, parts=parts)
-    assert torch.equal(unpacked(weight, 32, device), weight.values(torch.float32))
+    weight = Matrix(stored=fours, rows=253, columns=32, tensors=parts)
+    assert torch.equal(unpacked(weight, 32, device), dense_values(weight, torch.float32))
 
 
 def layer(form: str, pairing: str, device: torch.device, dtype: torch.dtype, biased: bool) -> tuple[Any, Any]:
@@ -106,14 +109,14 @@ def layer(form: str, pairing: str, device: torch.device, dtype: torch.dtype, bia
     given = {name: without([moved(each, device) for each in all_]) for name, all_ in drawn.items()}
     quantised = QuantizedTable.of(**given, **rest)
     if pairing == "apart":  # tables of plain numbers want up as far behind in every page
-        numbers = {name: [each.values(dtype).to(device) for each in all_] for name, all_ in drawn.items()}
+        numbers = {name: [dense_values(each, dtype).to(device) for each in all_] for name, all_ in drawn.items()}
         joined = [torch.cat(each) for each in zip(numbers["gate_up"], numbers.pop("up"), strict=True)]
         numbers["gate_up"] = joined
         if biased:
             pairs = zip(rest["gate_up_bias"], rest.pop("up_bias"), strict=True)
             rest["gate_up_bias"] = [None if gate is None else torch.cat((gate, up)) for gate, up in pairs]
     else:
-        numbers = {name: [each.values(dtype).to(device) for each in all_] for name, all_ in drawn.items()}
+        numbers = {name: [dense_values(each, dtype).to(device) for each in all_] for name, all_ in drawn.items()}
     return quantised, PageTable.of(**{name: without(each) for name, each in numbers.items()}, **rest)
 
 
@@ -188,6 +191,6 @@ def test_tables_name_the_wrong_argument() -> None:
     with pytest.raises(ValueError, match=r"multiple of 16 bytes"):
         shifted = {
             name: torch.cat((part[:1].flatten()[:1], part.flatten()))[1:].view(part.shape)
-            for name, part in short.parts.items()
+            for name, part in short.tensors.items()
         }
-        QuantizedTable.of([QuantizedMatrix(stored=short.stored, rows=40, columns=256, parts=shifted)], [short])
+        QuantizedTable.of([Matrix(stored=short.stored, rows=40, columns=256, tensors=shifted)], [short])

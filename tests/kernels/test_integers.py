@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from moelight.formats.matrix import Matrix
 from moelight.formats.plain import plain
 from moelight.kernels import native
 from moelight.kernels.ffn import cpu_expert_ffn, cpu_linear
 from moelight.kernels.integers import integer_product, round_tokens, whole_numbers
-from moelight.kernels.quantized import QuantizedMatrix
+from moelight.kernels.quantized import dense_values
 from tests.kernels.conftest import ISAS
 from tests.kernels.quantized import FORMATS, garbage, int8, matrix, packed, step
 from tests.kernels.stored import generator, serving
@@ -65,7 +66,7 @@ def sizes(name: str, rows: int, columns: int) -> tuple[int, int]:
     return -(-rows // row_step) * row_step, -(-columns // column_step) * column_step
 
 
-def product(x: Tensor, weight: QuantizedMatrix, threads: int = 1, **options: Any) -> Tensor:
+def product(x: Tensor, weight: Matrix[Tensor], threads: int = 1, **options: Any) -> Tensor:
     return cpu_linear(x, weight, activations="int8", threads=threads, **options)
 
 
@@ -92,7 +93,7 @@ def test_whole_numbers_are_those_of_the_matrix() -> None:
             numbers = numbers * found.steps[:, part]
         if found.lows is not None and found.least is not None:
             numbers = numbers - found.lows[:, part] * found.least[:, group]
-        torch.testing.assert_close(numbers, weight.values(torch.float32), rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(numbers, dense_values(weight, torch.float32), rtol=1e-6, atol=1e-5)
         assert found.whole.abs().max() < 1 << 9 and found.group % found.part == 0
     x = generator(0)(5, 200)
     numbers, scales = round_tokens(x, 64)
@@ -182,7 +183,7 @@ def test_tokens_of_any_size(server: str) -> None:
 def test_any_bytes_are_read(name: str, server: str) -> None:
     weight = garbage(FORMS[name], *sizes(name, 67, 300))
     if FORMS[name].order:
-        weight.parts[".g_idx"].copy_(torch.arange(weight.columns) // FORMS[name].group)
+        weight.tensors[".g_idx"].copy_(torch.arange(weight.columns) // FORMS[name].group)
     for tokens in (1, 17):
         assert product(generator(0)(tokens, weight.columns), weight).shape == (tokens, weight.rows)
 

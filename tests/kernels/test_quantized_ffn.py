@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from moelight.formats.matrix import Matrix
 from moelight.kernels.ffn import cpu_expert_ffn, cpu_linear
-from moelight.kernels.quantized import QuantizedMatrix, cpu_dequantize
+from moelight.kernels.quantized import cpu_dequantize, dense_values
 from tests.kernels.quantized import FORMATS, garbage, matrix, packed, step
 from tests.kernels.stored import LANES, generator, serving
 from tests.weights.packers import same_bits
@@ -36,7 +37,7 @@ def test_linear_equals_that_of_the_numbers(name: str, server: str) -> None:
     for rows, columns in ((67, 300), (9, 1500)):
         weight = matrix(FORMATS[name], *sizes(name, rows, columns), ordered=rows > 9)
         for dtype in (torch.bfloat16, torch.float32, torch.float16):
-            numbers = weight.values(dtype)
+            numbers = dense_values(weight, dtype)
             for tokens in (1, 3, 17, 65) if dtype == torch.bfloat16 else (2,):
                 x = generator(tokens)(tokens, weight.columns).to(dtype)
                 same_bits(cpu_linear(x, weight, threads=1), cpu_linear(x, numbers, threads=1))
@@ -52,7 +53,7 @@ def test_few_tokens_meet_rows_as_they_are_unpacked(name: str, server: str) -> No
     for rows, columns in ((1, 256), (7, 1792), (66, 1280)):
         sane = matrix(FORMATS[name], *sizes(name, rows, columns))
         for weight in (sane, garbage(FORMATS[name], sane.rows, sane.columns)):
-            numbers = weight.values(torch.bfloat16)
+            numbers = dense_values(weight, torch.bfloat16)
             for tokens in range(1, 10):
                 x = generator(tokens)(tokens, weight.columns).bfloat16()
                 x.view(-1)[::7] = 1e-39  # subnormal
@@ -78,8 +79,8 @@ def experts(form: str, server: str, pairing: str, inner: int = 40, hidden: int =
     options = biases | {"interleaved": pairing == "interleaved", "activation": "swiglu_oai"}
     x = randn(40, hidden).bfloat16()
 
-    def numbers(matrices: list[QuantizedMatrix] | None) -> list[Tensor] | None:
-        return None if matrices is None else [each.values(x.dtype) for each in matrices]
+    def numbers(matrices: list[Matrix[Tensor]] | None) -> list[Tensor] | None:
+        return None if matrices is None else [dense_values(each, x.dtype) for each in matrices]
 
     wanted = cpu_expert_ffn(x, numbers(up) or [], numbers(down) or [], offsets, up=numbers(more), threads=1, **options)
     for threads in (1, 2):
@@ -96,9 +97,9 @@ def test_experts_equal_those_of_the_numbers(form: str, pairing: str, server: str
 def test_experts_may_have_two_formats(server: str) -> None:
     randn, up, down = generator(0), matrix(FORMATS["Q4_K"], 64, 256), matrix(FORMATS["Q8_0"], 256, 32)
     x, offsets, dtype = randn(7, 256).bfloat16(), torch.tensor([0, 7]).int(), torch.bfloat16
-    wanted = cpu_expert_ffn(x, [up.values(dtype)], [down.values(dtype)], offsets)
+    wanted = cpu_expert_ffn(x, [dense_values(up, dtype)], [dense_values(down, dtype)], offsets)
     same_bits(cpu_expert_ffn(x, [up], [down], offsets), wanted)
-    same_bits(cpu_expert_ffn(x, [up], [down.values(dtype)], offsets), wanted)
+    same_bits(cpu_expert_ffn(x, [up], [dense_values(down, dtype)], offsets), wanted)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -107,10 +108,10 @@ def test_dequantize(name: str, server: str) -> None:
         sane = matrix(FORMATS[name], *sizes(name, rows, columns), ordered=rows > 9)
         wild = garbage(FORMATS[name], sane.rows, sane.columns)
         if FORMATS[name].order:
-            wild = replace(wild, parts={**wild.parts, ".g_idx": sane.parts[".g_idx"]})
+            wild = replace(wild, tensors={**wild.tensors, ".g_idx": sane.tensors[".g_idx"]})
         for weight in (sane, wild):
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
-                wanted = weight.values(dtype)
+                wanted = dense_values(weight, dtype)
                 same_bits(cpu_dequantize(weight, dtype, threads=2), wanted)
                 room = torch.zeros(weight.rows, weight.columns + 3, dtype=dtype)
                 assert cpu_dequantize(weight, dtype, out=room[:, : weight.columns]).data_ptr() == room.data_ptr()
@@ -133,19 +134,19 @@ def test_any_bytes_are_read(name: str, server: str) -> None:
 def test_wrong_parts_are_refused(name: str, server: str) -> None:
     weight = matrix(FORMATS[name], *sizes(name, 67, 300))
     x = torch.zeros(2, weight.columns)
-    for suffix, part in weight.parts.items():
+    for suffix, part in weight.tensors.items():
         if suffix == ".weight_shape":
             continue
         if part.numel() > 1:
             short = part.flatten()[:-1].clone()
-            refuses(x, replace(weight, parts={**weight.parts, suffix: short}))
+            refuses(x, replace(weight, tensors={**weight.tensors, suffix: short}))
             apart = torch.stack((part, part), dim=-1)[..., 0]
-            refuses(x, replace(weight, parts={**weight.parts, suffix: apart}))
-        refuses(x, replace(weight, parts={key: each for key, each in weight.parts.items() if key != suffix}))
+            refuses(x, replace(weight, tensors={**weight.tensors, suffix: apart}))
+        refuses(x, replace(weight, tensors={key: each for key, each in weight.tensors.items() if key != suffix}))
     refuses(x[:, :-1].contiguous(), weight)
 
 
-def refuses(x: Tensor, weight: QuantizedMatrix) -> None:
+def refuses(x: Tensor, weight: Matrix[Tensor]) -> None:
     with pytest.raises(ValueError, match=r"^(weight|x): "):
         cpu_linear(x, weight)
 
@@ -154,11 +155,11 @@ def test_lists_have_one_format(server: str) -> None:
     x, offsets = torch.zeros(2, 128).bfloat16(), torch.tensor([0, 1, 2]).int()
     down = [matrix(FORMATS["Q8_0"], 128, 32) for _ in range(2)]
     up = matrix(packed(bits=4, group=32), 64, 128)
-    for other in (matrix(FORMATS["mxfp4"], 64, 128), up.values(torch.float32), matrix(up.stored, 32, 128)):
+    for other in (matrix(FORMATS["mxfp4"], 64, 128), dense_values(up, torch.float32), matrix(up.stored, 32, 128)):
         with pytest.raises(ValueError, match=r"^gate_up: "):
             cpu_expert_ffn(x, [up, other], down, offsets)
     with pytest.raises(ValueError, match=r"^(down|gate_up): "):
-        cpu_expert_ffn(x, [up, up], [down[0], down[0].values(torch.float32)], offsets)
+        cpu_expert_ffn(x, [up, up], [down[0], dense_values(down[0], torch.float32)], offsets)
     small = matrix(packed(bits=4, group=32), 32, 128)
     with pytest.raises(ValueError, match=r"^up: "):
         cpu_expert_ffn(x, [small, small], down, offsets, up=[matrix(FORMATS["mxfp4"], 32, 128)] * 2)

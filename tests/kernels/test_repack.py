@@ -14,12 +14,13 @@ from moelight.formats.awq import awq
 from moelight.formats.format import ITEM_BYTES, Format, RepackTable
 from moelight.formats.fp8 import fp8
 from moelight.formats.gptq import gptq
+from moelight.formats.matrix import Matrix
 from moelight.formats.packed import PackedFormat
 from moelight.kernels import native
 from moelight.kernels.arguments import as_dlpack
 from moelight.kernels.ffn import cpu_linear
 from moelight.kernels.integers import no_integers
-from moelight.kernels.quantized import QuantizedMatrix, cpu_dequantize
+from moelight.kernels.quantized import cpu_dequantize, dense_values
 from moelight.kernels.reads import FileReader, ReadPart
 from moelight.kernels.repack import repacked, turn
 from tests.kernels.conftest import ISAS
@@ -91,29 +92,29 @@ def test_the_numbers_stay(name: str, isa: str) -> None:
             after = repacked(copied(before))
             assert after.stored.key == "packed" and not after.stored.order
             same_bits(cpu_dequantize(after, torch.float32), numbers)
-            same_bits(after.values(torch.float32), numbers)
+            same_bits(dense_values(after, torch.float32), numbers)
 
 
-def numbered(weight: QuantizedMatrix) -> QuantizedMatrix:
+def numbered(weight: Matrix[Tensor]) -> Matrix[Tensor]:
     """``weight``, whose columns say the groups that they are counted to."""
     if not weight.stored.order:
         return weight
     order = (torch.arange(weight.columns) // (weight.stored.group or weight.columns)).int()
-    return replace(weight, parts={**weight.parts, ".g_idx": order})
+    return replace(weight, tensors={**weight.tensors, ".g_idx": order})
 
 
-def copied(weight: QuantizedMatrix) -> QuantizedMatrix:
-    return replace(weight, parts={suffix: part.clone() for suffix, part in weight.parts.items()})
+def copied(weight: Matrix[Tensor]) -> Matrix[Tensor]:
+    return replace(weight, tensors={suffix: part.clone() for suffix, part in weight.tensors.items()})
 
 
 @pytest.mark.parametrize("scale", [torch.float32, torch.bfloat16])
 def test_scales_of_other_dtypes(scale: torch.dtype) -> None:
     for stored in (FORMS["gptq int4 of 32 from 1"], FORMS["awq of 32"]):
         before = matrix(stored, 72, 320)
-        before = replace(before, parts={**before.parts, ".scales": before.parts[".scales"].to(scale)})
+        before = replace(before, tensors={**before.tensors, ".scales": before.tensors[".scales"].to(scale)})
         after = repacked(copied(before))
         assert after.stored.key == "packed"
-        same_bits(after.values(torch.float32), before.values(torch.float32))
+        same_bits(dense_values(after, torch.float32), dense_values(before, torch.float32))
 
 
 @pytest.mark.parametrize("name", ["gptq int4 of 64 from 1", "gptq int8 of 32 from 1", "awq of 128", "awq of all"])
@@ -138,18 +139,18 @@ def test_symmetric_zero_points_of_the_first_version() -> None:
         ".scales": torch.full((2, 8), 0.5).half(),
         ".g_idx": (torch.arange(64) // 32).int(),
     }
-    found = repacked(QuantizedMatrix(stored=stored, rows=8, columns=64, parts=parts))
-    assert found.stored.zero_bias == 0 and found.parts[".qzeros"].flatten().tolist() == [-2004318072] * 2
-    assert torch.equal(found.values(torch.float32), (codes - 8) * 0.5)
+    found = repacked(Matrix(stored=stored, rows=8, columns=64, tensors=parts))
+    assert found.stored.zero_bias == 0 and found.tensors[".qzeros"].flatten().tolist() == [-2004318072] * 2
+    assert torch.equal(dense_values(found, torch.float32), (codes - 8) * 0.5)
 
 
 def test_awq_to_the_nibble() -> None:
     codes = torch.arange(64).view(8, 8) % 16
     zeros = torch.arange(8).view(1, 8)
     parts = pack_awq(codes, zeros, torch.ones(1, 8).half())
-    found = repacked(QuantizedMatrix(stored=awq(group=8), rows=8, columns=8, parts=parts))
-    assert torch.equal(found.parts[".qweight"].flatten(), pack_rows(codes.t(), 4).flatten())
-    assert found.parts[".qzeros"].flatten().tolist() == [0x76543210]
+    found = repacked(Matrix(stored=awq(group=8), rows=8, columns=8, tensors=parts))
+    assert torch.equal(found.tensors[".qweight"].flatten(), pack_rows(codes.t(), 4).flatten())
+    assert found.tensors[".qzeros"].flatten().tolist() == [0x76543210]
 
 
 @pytest.mark.parametrize(

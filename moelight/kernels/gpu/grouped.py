@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moelight.formats.format import Format
+from moelight.formats.matrix import Matrix
 from moelight.kernels import arguments
 from moelight.kernels.activations import Activation, activation_of
 from moelight.kernels.arguments import FLOATS, check_tensor
@@ -28,7 +29,7 @@ from moelight.kernels.gpu.pages import PARTS, ExpertTable, PageTable
 from moelight.kernels.gpu.quantized import QuantizedTable
 from moelight.kernels.integers import integer_product
 from moelight.kernels.products import SHRINK
-from moelight.kernels.quantized import QuantizedMatrix, dense_values
+from moelight.kernels.quantized import dense_values
 from moelight.kernels.reference import gate_and_up
 
 _MAP_NUMBERS = 4096
@@ -146,7 +147,7 @@ def _linear(x: Tensor, pages: ExpertTable, part: str, page: int, factor: float =
     if isinstance(pages, QuantizedTable) and pages.rounds(part):
         total = integer_product(x, weight).mul_(factor)
         return total if bias is None else total.add_(bias.float())
-    dense = dense_values(weight, x.dtype) if isinstance(weight, QuantizedMatrix) else weight.to(x.dtype)
+    dense = dense_values(weight, x.dtype) if isinstance(weight, Matrix) else weight.to(x.dtype)
     if factor == 1:
         return functional.linear(x, dense, None if bias is None else bias.to(x.dtype))
     total = functional.linear(x, dense).float().mul_(factor)

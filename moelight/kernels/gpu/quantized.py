@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from moelight.formats.format import Format
+from moelight.formats.matrix import Matrix
 from moelight.formats.plain import plain
 from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.arguments import FLOATS, check_tensor
 from moelight.kernels.gpu import tiles
 from moelight.kernels.gpu.pages import ALIGNMENT_BYTES, ExpertTable
 from moelight.kernels.integers import INT8, is_rounded
-from moelight.kernels.quantized import QuantizedMatrix, parts_checked
+from moelight.kernels.quantized import parts_checked
 
 MATRICES = ("gate_up", "up", "down")
 TENSORS = ("codes", "scales", "zero points", "order", "bias")  # rows of a matrix in the table of addresses
@@ -30,7 +31,7 @@ _PLAIN = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 # As which the kernels load the bytes of narrow floats.
 _LOADED_AS = {torch.float8_e4m3fn: torch.uint8, torch.float8_e8m0fnu: torch.uint8}
 
-Weights = Sequence[QuantizedMatrix | Tensor | None]
+Weights = Sequence[Matrix[Tensor] | Tensor | None]
 Biases = Sequence[Tensor | None]
 
 
@@ -137,7 +138,7 @@ class QuantizedTable(ExpertTable):
         """Table of one matrix per page, at any addresses of one device; None for an expert computed elsewhere. Waits
         for its copy to the device: tables are made at loading.
 
-        gate_up, up, down  as in `cpu_expert_ffn`: `QuantizedMatrix`, each list in one format, that of ``up`` being
+        gate_up, up, down  as in `cpu_expert_ffn`: `Matrix[Tensor]`, each list in one format, that of ``up`` being
                            gate_up's; or plain matrices (floats), contiguous
         *_bias             float32, bfloat16 or float16
         activations        as in `cpu_expert_ffn`; columns of GPTQ are then in the order of their groups, unchecked
@@ -163,7 +164,7 @@ class QuantizedTable(ExpertTable):
         if forms["gate_up"].rows % halves or (forms["down"].rows, forms["down"].columns) != (hidden, width):
             found = f"[{forms['down'].rows}, {forms['down'].columns}]"
             raise ValueError(f"down: must have shape [{hidden}, {width}], has {found}")
-        device = next(iter(next(each for each in matrices["gate_up"] if each is not None).parts.values())).device
+        device = next(iter(next(each for each in matrices["gate_up"] if each is not None).tensors.values())).device
         each = {name: _addresses(matrices[name], biases[name]) for name in forms}
         rows = [row for name in MATRICES for row in each.get(name, each["gate_up"])]
         parts: dict[str, tuple[Any, ...]] = {name: tuple(given) for name, given in weights.items()}
@@ -180,21 +181,21 @@ class QuantizedTable(ExpertTable):
         )
 
 
-def _matrices(name: str, weights: Any) -> list[QuantizedMatrix | None]:
+def _matrices(name: str, weights: Any) -> list[Matrix[Tensor] | None]:
     """``weights``, plain numbers as matrices of a plain format; all checked."""
     if not isinstance(weights, (list, tuple)):
         raise ValueError(f"{name}: must be a list of matrices, is {type(weights).__name__}")
-    found: list[QuantizedMatrix | None] = []
+    found: list[Matrix[Tensor] | None] = []
     for e, weight in enumerate(weights):
         matrix = weight
         if isinstance(weight, Tensor):
             rows, columns = check_tensor(f"{name}: entry {e}", weight, FLOATS, (None, None), device=None, gap=False)
             stored = plain(_PLAIN[weight.dtype])
-            matrix = QuantizedMatrix(stored=stored, rows=rows, columns=columns, parts={stored.names[0]: weight})
+            matrix = Matrix(stored=stored, rows=rows, columns=columns, tensors={stored.names[0]: weight})
         if matrix is not None:
-            if not isinstance(matrix, QuantizedMatrix):
+            if not isinstance(matrix, Matrix):
                 raise ValueError(f"{name}: entry {e} must be a matrix, is {type(weight).__name__}")
-            for part, tensor in parts_checked(f"{name}: entry {e}", matrix, None).parts.items():
+            for part, tensor in parts_checked(f"{name}: entry {e}", matrix, None).tensors.items():
                 if tensor.data_ptr() % ALIGNMENT_BYTES or tensor.nbytes > _MOST_BYTES:
                     raise ValueError(
                         f"{name}: entry {e}: {part} must begin at a multiple of {ALIGNMENT_BYTES} bytes, and have at "
@@ -204,7 +205,7 @@ def _matrices(name: str, weights: Any) -> list[QuantizedMatrix | None]:
     return found
 
 
-def _form(name: str, matrices: Sequence[QuantizedMatrix | None], biases: Any, pages: int, biased: bool) -> MatrixForm:
+def _form(name: str, matrices: Sequence[Matrix[Tensor] | None], biases: Any, pages: int, biased: bool) -> MatrixForm:
     """The form that all ``matrices`` have."""
     if len(matrices) != pages or (len(biases) != pages if biased else biases):
         raise ValueError(f"{name}: must have {pages} entries, one for each page, and as many biases if any has some")
@@ -215,7 +216,7 @@ def _form(name: str, matrices: Sequence[QuantizedMatrix | None], biases: Any, pa
             continue
         if bias is not None:
             check_tensor(f"{name}_bias: entry {e}", bias, FLOATS, (matrix.rows,), device=None, gap=False)
-        dtypes = tuple((part, tensor.dtype) for part, tensor in matrix.parts.items() if part in matrix.stored.names)
+        dtypes = tuple((part, tensor.dtype) for part, tensor in matrix.tensors.items() if part in matrix.stored.names)
         kind = None if bias is None else bias.dtype
         form = MatrixForm(stored=matrix.stored, rows=matrix.rows, columns=matrix.columns, dtypes=dtypes, bias=kind)
         found.add(form)
@@ -224,15 +225,15 @@ def _form(name: str, matrices: Sequence[QuantizedMatrix | None], biases: Any, pa
     return found.pop()
 
 
-def _addresses(matrices: Sequence[QuantizedMatrix | None], biases: Biases) -> list[list[int]]:
+def _addresses(matrices: Sequence[Matrix[Tensor] | None], biases: Biases) -> list[list[int]]:
     """Of `TENSORS`, one a page and 0 for the page of experts without one; 0 where there is none."""
 
-    def at(find: Callable[[QuantizedMatrix], Tensor | None]) -> list[int]:
+    def at(find: Callable[[Matrix[Tensor]], Tensor | None]) -> list[int]:
         tensors = (None if matrix is None else find(matrix) for matrix in matrices)
         return [0 if tensor is None else tensor.data_ptr() for tensor in tensors] + [0]
 
     def part(place: int) -> list[int]:
-        return at(lambda matrix: matrix.parts.get((*matrix.stored.names, "", "", "")[place]))
+        return at(lambda matrix: matrix.tensors.get((*matrix.stored.names, "", "", "")[place]))
 
     bias = [0 if each is None else each.data_ptr() for each in biases or [None] * len(matrices)]
     return [*(part(place) for place in range(4)), [*bias, 0]]
