@@ -51,7 +51,7 @@ def convert(
     is copied. Run again, the same command goes on where it was interrupted.
     """
     from moelight.batch.convert import ConvertOptions, convert_checkpoint
-    from moelight.weights.compressed_tensors import GROUPS, ROUNDED, Rounding
+    from moelight.formats.compressed_tensors import GROUPS, ROUNDED, Rounding
 
     if experts not in ROUNDED:
         raise ConfigError(f"--experts {experts!r} is not one of {', '.join(ROUNDED)}{did_you_mean(experts, ROUNDED)}")

@@ -199,10 +199,8 @@ def load_model(model: str) -> ModelProfile:
     """Return the profile of a known model, of a directory's ``config.json``, or of ``demo``, the bundled model."""
     from moelight.models.graph.profile import know_other_families
     from moelight.profiles.model_files import load_model_profile
-    from moelight.weights.compressed_tensors import know_compressed_tensors
 
     know_other_families()
-    know_compressed_tensors()
     if model == DEMO:
         from moelight.weights.source import resolve_model
 
