@@ -29,7 +29,7 @@ except ImportError:
 for line in sys.stdin:
     try:
         print("" if not line.strip() or BatchRequestInput.model_validate_json(line) else "")
-    except Exception as error:
+    except (TypeError, ValueError) as error:
         print(type(error).__name__)
 """
 ENVIRONMENT = {
