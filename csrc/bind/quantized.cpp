@@ -7,15 +7,14 @@
 
 #include <string>
 
+#include "quantized/formats.h"
+
 namespace moelight::bind {
 namespace {
 
 using namespace nb::literals;
 
-constexpr const char* kPackingNames[] = {"fp8",  "int8", "packed", "gptq",   "awq",  "mxfp4", "Q4_0",
-                                         "Q4_1", "Q5_0", "Q5_1",   "Q8_0",   "Q2_K", "Q3_K",  "Q4_K",
-                                         "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"};
-static_assert(std::size(kPackingNames) == kPackings);
+constexpr auto kFormats = Formats::traits();
 constexpr int64_t kMostSize = int64_t{1} << 31;
 
 int64_t up_to(int64_t n, int64_t step) { return (n + step - 1) / step; }
@@ -71,62 +70,42 @@ class Part {
   const void* data_ = nullptr;
 };
 
-Packing packing_named(const char* name, const std::string& kind) {
-  for (int i = 0; i < kPackings; ++i)
-    if (kind == kPackingNames[i]) return static_cast<Packing>(i);
-  refuse(name, "numbers of the kind '" + kind + "' are not read");
+// The format of a name; where several share it, that of codes of so many bits.
+const FormatTraits& format_named(const char* name, const std::string& kind, int bits) {
+  int64_t named = 0;
+  for (const FormatTraits& format : kFormats) named += kind == format.name;
+  if (named == 0) refuse(name, "numbers of the kind '" + kind + "' are not read");
+  for (const FormatTraits& format : kFormats)
+    if (kind == format.name && (named == 1 || bits == format.bits)) return format;
+  refuse(name, kind + " is not read with codes of " + std::to_string(bits) + " bits");
 }
 
-// That blocks, groups and words come out even where the format has no other rule.
-void check_steps(const char* name, const Quantized& q) {
-  const int64_t per = 32 / q.bits;
-  int64_t rows = 1, columns = 1;
-  if (in_blocks(q.packing)) columns = block_size(q.packing).numbers;
-  if (q.packing == Packing::kMx) columns = 32;
-  if (q.packing == Packing::kGptq) rows = columns = per;
-  if (q.packing == Packing::kAwq) rows = per;
-  if (q.rows % rows != 0) refuse(name, "needs a multiple of " + std::to_string(rows) + " rows");
-  if (q.columns % columns != 0) refuse(name, "needs a multiple of " + std::to_string(columns) + " columns");
-}
-
-int64_t row_bytes(const Quantized& q) {
-  switch (q.packing) {
-    case Packing::kFp8:
-    case Packing::kInt8:
-      return q.columns;
-    case Packing::kPacked:
-      return 4 * up_to(q.columns * q.bits, 32);
-    case Packing::kGptq:
-    case Packing::kAwq:
-      return q.columns * q.bits / 8;
-    case Packing::kMx:
-      return q.columns / 2;
-    default:
-      return q.columns / block_size(q.packing).numbers * block_size(q.packing).bytes;
-  }
+// Bytes of the codes of a row; of transposed codes its share.
+int64_t row_bytes(const FormatTraits& format, int64_t columns) {
+  if (format.scales == Scales::kByColumns) return columns * format.block_bytes / format.block;
+  return up_to(columns, format.block) * format.block_bytes;
 }
 
 // Checks the parts by the sizes, which are in place.
 void read_parts(const char* name, const nb::tuple& from, Quantized& q, std::vector<In>& kept) {
   const Part codes(name, "codes", from[7], kept), scales(name, "scales", from[8], kept);
   const Part zeros(name, "zero points", from[9], kept), order(name, "groups of columns", from[10], kept);
-  const int64_t per = 32 / q.bits;
-  q.row_bytes = row_bytes(q);
-  q.codes = codes.bytes(q.packing == Packing::kAwq ? q.columns * q.rows / 2 : q.rows * q.row_bytes);
+  const FormatTraits& format = *q.format;
+  const int64_t per = 32 / format.bits;
+  q.row_bytes = row_bytes(format, q.columns);
+  q.codes = codes.bytes(q.transposed() ? q.columns * q.rows / format.block * format.block_bytes : q.rows * q.row_bytes);
   q.scales = nullptr, q.zeros = nullptr, q.order = nullptr;
-  if (in_blocks(q.packing)) return;
-  const bool scaled = q.packing == Packing::kFp8 || q.packing == Packing::kInt8;
-  const int64_t row_groups = !scaled ? q.rows : q.group_rows == 0 ? 1 : up_to(q.rows, q.group_rows);
-  q.scales = scales.scales(row_groups * q.groups, q.scale_type);
-  if (q.packing == Packing::kMx && q.scale_type != ScaleType::kPower) refuse(name, "its scales must be powers of two");
-  if (q.packing == Packing::kMx) return;
+  if (format.scales == Scales::kInBlocks) return;
+  const int64_t tiles = q.group_rows == 0 ? 1 : up_to(q.rows, q.group_rows);
+  const int64_t scale_rows = format.scales == Scales::kByTiles ? tiles : q.rows;
+  q.scales = scales.scales(scale_rows * q.groups, q.scale_type);
+  if (format.powers && q.scale_type != ScaleType::kPower) refuse(name, "its scales must be powers of two");
   if (q.transposed()) {
     q.zeros = zeros.bytes(4 * q.groups * (q.rows / per));
-  } else if (zeros.data() != nullptr && q.packing != Packing::kFp8) {
-    q.zeros = zeros.bytes(scaled ? row_groups * q.groups : 4 * up_to(q.rows, per) * q.groups);
+  } else if (zeros.data() != nullptr && format.zeros != Zeros::kNone) {
+    q.zeros = zeros.bytes(format.zeros == Zeros::kBytes ? scale_rows * q.groups : 4 * up_to(q.rows, per) * q.groups);
   }
-  if (q.packing == Packing::kGptq && order.data() != nullptr)
-    q.order = reinterpret_cast<const int32_t*>(order.bytes(4 * q.columns));
+  if (format.ordered && order.data() != nullptr) q.order = reinterpret_cast<const int32_t*>(order.bytes(4 * q.columns));
 }
 
 void dequantize(nb::tuple matrix, const Out& out, int64_t threads) {
@@ -148,28 +127,26 @@ Quantized to_quantized(const char* name, nb::handle item, std::vector<In>& kept)
   const auto from = nb::cast<nb::tuple>(item);
   if (nb::len(from) != 11) refuse(name, "must be a quantised matrix");
   Quantized q = {};
-  q.packing = packing_named(name, nb::cast<std::string>(from[0]));
-  q.bits = nb::cast<int>(from[1]), q.zero_bias = nb::cast<int>(from[6]);
+  q.format = &format_named(name, nb::cast<std::string>(from[0]), nb::cast<int>(from[1]));
+  q.zero_bias = nb::cast<int>(from[6]);
   q.rows = nb::cast<int64_t>(from[2]), q.columns = nb::cast<int64_t>(from[3]);
   q.group_rows = nb::cast<int64_t>(from[5]);
   if (q.rows < 1 || q.columns < 1) refuse(name, "is empty");
   if (q.rows > kMostSize || q.columns > kMostSize || q.group_rows < 0) refuse(name, "has a size that is not read");
-  const bool words = q.packing == Packing::kPacked || q.packing == Packing::kGptq;
-  if (q.packing == Packing::kAwq && q.bits != 4) refuse(name, "AWQ is read with 4 bits");
-  if (!words && q.packing != Packing::kAwq) q.bits = 8;
-  if (q.bits != 2 && q.bits != 4 && q.bits != 8) refuse(name, "codes of 2, 4 and 8 bits are read");
-  const auto group = nb::cast<int64_t>(from[4]);
-  q.group = q.packing == Packing::kMx ? 32 : group < 1 ? q.columns : std::min(group, q.columns);
+  const auto group = q.format->group != 0 ? q.format->group : nb::cast<int64_t>(from[4]);
+  q.group = group < 1 ? q.columns : std::min(group, q.columns);
   q.groups = up_to(q.columns, q.group);
-  check_steps(name, q);
+  const int64_t row_step = q.format->row_step, column_step = q.format->column_step;
+  if (q.rows % row_step != 0) refuse(name, "needs a multiple of " + std::to_string(row_step) + " rows");
+  if (q.columns % column_step != 0) refuse(name, "needs a multiple of " + std::to_string(column_step) + " columns");
   read_parts(name, from, q, kept);
   return q;
 }
 
 bool alike(const Quantized& a, const Quantized& b) {
-  return a.packing == b.packing && a.bits == b.bits && a.rows == b.rows && a.columns == b.columns &&
-         a.group == b.group && a.group_rows == b.group_rows && a.zero_bias == b.zero_bias &&
-         (a.zeros == nullptr) == (b.zeros == nullptr) && (a.order == nullptr) == (b.order == nullptr);
+  return a.format == b.format && a.rows == b.rows && a.columns == b.columns && a.group == b.group &&
+         a.group_rows == b.group_rows && a.zero_bias == b.zero_bias && (a.zeros == nullptr) == (b.zeros == nullptr) &&
+         (a.order == nullptr) == (b.order == nullptr);
 }
 
 void add_quantized(nb::module_& module) { module.def("dequantize", dequantize, "matrix"_a, "out"_a, "threads"_a); }

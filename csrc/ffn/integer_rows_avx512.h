@@ -58,6 +58,9 @@ struct StageFloats {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
+// How numbers of a token, sixty-four a line, lie for the codes' vectors: two lines at a time.
+enum class LineOrder { kPlain, kEvenOdd, kQuarters, kHalves };
+
 // Where the four rows are; a last one stands for those that are missing.
 struct SideRows {
   static constexpr int64_t kMostTokens = 2;
@@ -81,9 +84,10 @@ struct SideRows {
 };
 
 // Rows of codes with groups of columns: scales and zero points lie by themselves.
-template <int64_t kGroup>
+template <class Format, int64_t kGroup>
 struct GroupedRows : SideRows {
   static constexpr bool kParted = false, kLeast = false;
+  static constexpr bool kWordsOfNibbles = std::is_same_v<Format, formats::Packed<4>>;
   IntegerForm form;
   bool shared, by_groups, by_words;
   StageFloats whole = {};  // of rows that are one group
@@ -92,9 +96,9 @@ struct GroupedRows : SideRows {
       : SideRows(q, first, count),
         form(form),
         shared(q.groups == 1),
-        by_groups(q.packing == Packing::kMx ||
-                  (q.group == kGroup && (q.packing == Packing::kPacked || q.group_rows == 1))),
-        by_words(q.packing == Packing::kPacked && q.bits == 4 && first % kSideRows == 0 && count == kSideRows) {
+        by_groups(kE2m1<Format> ||
+                  (q.group == kGroup && (Format::kTraits.scales == Scales::kByRows || q.group_rows == 1))),
+        by_words(kWordsOfNibbles && first % kSideRows == 0 && count == kSideRows) {
     if (shared) whole = plain(0, 1, true);
   }
   StageFloats floats(int64_t k, int64_t left) const {
@@ -106,9 +110,8 @@ struct GroupedRows : SideRows {
     __m128 scales[kSideRows];
     for (int64_t r = 0; r < kSideRows; ++r) {
       const int64_t at = row[r] * q.groups + group;
-      scales[r] = _mm512_castps512_ps128(q.packing == Packing::kMx
-                                             ? half_powers16(static_cast<const uint8_t*>(q.scales) + at, some)
-                                             : scales16(q, at, some));
+      scales[r] = _mm512_castps512_ps128(kE2m1<Format> ? half_powers16(static_cast<const uint8_t*>(q.scales) + at, some)
+                                                       : scales16(q, at, some));
     }
     const auto words = [&](int r) { return _mm_castps_si128(scales[r]); };
     found.scale = _mm512_castsi512_ps(turned_quarters(four_quarters(words(0), words(1), words(2), words(3))));
@@ -126,7 +129,7 @@ struct GroupedRows : SideRows {
     alignas(64) int32_t zero[16] = {};
     for (int64_t g = 0; g < (alike ? kStageGroups : left); ++g) {
       for (int64_t r = 0; r < kSideRows; ++r) {
-        const IntegerLine by = integer_line(q, row[r], alike ? 0 : k + g * kGroup);
+        const IntegerLine by = Format::integer_line(q, row[r], alike ? 0 : k + g * kGroup);
         scale[4 * g + r] = by.scale, zero[4 * g + r] = by.zero;
       }
     }
@@ -140,22 +143,25 @@ inline __m512i load_left(const uint8_t* p, int64_t left) {
   return left <= 0 ? _mm512_setzero_si512() : _mm512_maskz_loadu_epi8((__mmask64{1} << left) - 1, p);
 }
 
-template <int64_t kGroup, bool kE2m1>
-struct NibbleRows : GroupedRows<kGroup> {
-  using GroupedRows<kGroup>::GroupedRows;
+template <class Format, int64_t kGroup>
+struct NibbleRows : GroupedRows<Format, kGroup> {
+  using GroupedRows<Format, kGroup>::GroupedRows;
+  static constexpr LineOrder kOrder = LineOrder::kEvenOdd;
   static constexpr int64_t kChunk = 128, kBytes = 64;
   static constexpr int kLines = 2, kChunks = kGroup / 32;
   const uint8_t* at(int r, int64_t k) const { return this->line[r] + k / 2; }
   void codes(int r, int64_t k, __m512i (&to)[kLines]) const {
     const __m512i both = load_left(at(r, k), this->q.row_bytes - k / 2);
     const __m512i low = low_halves(both), high = high_halves(both);
-    to[0] = kE2m1 ? e2m1_codes(low) : low, to[1] = kE2m1 ? e2m1_codes(high) : high;
+    to[0] = kE2m1<Format> ? e2m1_codes(low) : low, to[1] = kE2m1<Format> ? e2m1_codes(high) : high;
   }
 };
 
-template <int64_t kGroup, bool kSigned>
-struct ByteRows : GroupedRows<kGroup> {
-  using GroupedRows<kGroup>::GroupedRows;
+template <class Format, int64_t kGroup>
+struct ByteRows : GroupedRows<Format, kGroup> {
+  using GroupedRows<Format, kGroup>::GroupedRows;
+  static constexpr LineOrder kOrder = LineOrder::kPlain;
+  static constexpr bool kSigned = std::is_same_v<Format, formats::Int8>;
   static constexpr int64_t kChunk = kGroup < 64 ? 64 : kGroup, kBytes = kChunk;
   static constexpr int kLines = kChunk / 64, kChunks = kGroup < 64 ? 2 : 4;
   const uint8_t* at(int r, int64_t k) const { return this->line[r] + k; }
@@ -169,10 +175,11 @@ struct ByteRows : GroupedRows<kGroup> {
 };
 
 // ggml's blocks of 32.
-template <Packing kPacking>
+template <class Format>
 struct BlockRows : SideRows {
-  static constexpr bool kParted = false, kLeast = false, kWide = kPacking == Packing::kQ8_0;
-  static constexpr int64_t kBlock = block_size(kPacking).bytes, kHead = kPacking == Packing::kMxBlocks ? 1 : 2;
+  static constexpr bool kParted = false, kLeast = false, kWide = std::is_same_v<Format, formats::Q8_0>;
+  static constexpr LineOrder kOrder = kWide ? LineOrder::kPlain : LineOrder::kQuarters;
+  static constexpr int64_t kBlock = Format::kTraits.block_bytes, kHead = kE2m1<Format> ? 1 : 2;
   static constexpr int64_t kChunk = kWide ? 64 : 128, kBytes = kChunk / 32 * kBlock;
   static constexpr int kLines = kWide ? 1 : 2, kChunks = kWide ? 2 : 1;
 
@@ -188,12 +195,11 @@ struct BlockRows : SideRows {
       const auto block = [&](int64_t i) { return i < left ? bytes16(from + i * kBlock) : _mm_setzero_si128(); };
       const __m512i both = four_quarters(block(0), block(1), block(2), block(3));
       const __m512i low = low_halves(both), high = high_halves(both);
-      constexpr bool kE2m1 = kPacking == Packing::kMxBlocks;
-      to[0] = kE2m1 ? e2m1_codes(low) : low, to[1] = kE2m1 ? e2m1_codes(high) : high;
+      to[0] = kE2m1<Format> ? e2m1_codes(low) : low, to[1] = kE2m1<Format> ? e2m1_codes(high) : high;
     }
   }
   StageFloats floats(int64_t k, int64_t left) const {
-    if constexpr (kPacking != Packing::kMxBlocks) return {.scale = halves(k / 32, kBlock, 0, left)};
+    if constexpr (!kE2m1<Format>) return {.scale = halves(k / 32, kBlock, 0, left)};
     alignas(16) uint8_t powers[16];
     for (int64_t b = 0; b < kStageGroups; ++b)
       for (int64_t r = 0; r < kSideRows; ++r)
@@ -224,6 +230,7 @@ inline __m128i k_parts(__m128i head) {
 template <bool kFive>
 struct KRows : SideRows {
   static constexpr bool kParted = true, kLeast = true;
+  static constexpr LineOrder kOrder = LineOrder::kHalves;
   static constexpr int64_t kMostTokens = kFive ? 4 : 2;
   static constexpr int64_t kChunk = 256, kBlock = kFive ? 176 : 144, kCodes = kFive ? 48 : 16, kBytes = kBlock;
   static constexpr int kLines = 4, kChunks = 4;
@@ -269,6 +276,7 @@ struct KRows : SideRows {
 
 struct K6Rows : SideRows {
   static constexpr bool kParted = true, kLeast = false;
+  static constexpr LineOrder kOrder = LineOrder::kPlain;
   static constexpr int64_t kMostTokens = 4;
   static constexpr int64_t kChunk = 256, kBlock = 210, kBytes = kBlock;
   static constexpr int kLines = 4, kChunks = 4;
@@ -304,9 +312,6 @@ struct K6Rows : SideRows {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-
-// How numbers of a token, sixty-four a line, lie for the codes' vectors: two lines at a time.
-enum class LineOrder { kPlain, kEvenOdd, kQuarters, kHalves };
 
 template <LineOrder kOrder>
 void pair_of_lines(__m512i a, __m512i b, __m512i& first, __m512i& second) {
@@ -470,63 +475,89 @@ void four_rows(const StoredProduct& of, int64_t row, RowSums& found, float* to) 
   for (int c = 0; c < kTokens && c < p.tokens; ++c) _mm_storeu_ps(to + c * kUnitRows, sums[c]);
 }
 
-template <class F, LineOrder kOrder, int kTokens>
+template <class F, int kTokens>
 void stored_rows(const Product& p, const IntegerForm& form, const IntegerTokens& layout, char* scratch, float* sums) {
-  arrange<kOrder>(p, layout.columns, kTokens, scratch);
+  arrange<F::kOrder>(p, layout.columns, kTokens, scratch);
   const StoredProduct of = {p, form, layout, scratch};
   auto& found = *reinterpret_cast<RowSums*>(scratch + kLinesRoom);
   for (int64_t row = 0; row < p.rows; row += kSideRows) four_rows<F, kTokens>(of, row, found, sums + row);
 }
 
 // False where the product is left to panels.
-template <class F, LineOrder kOrder>
+template <class F>
 bool by_stored_rows(const Product& p, const IntegerForm& form, const IntegerTokens& layout, char* scratch,
                     float* sums) {
   const int64_t count = p.tokens == 3 ? 4 : p.tokens;
   if (count > F::kMostTokens) return false;
   if (count * ((layout.columns + 127) / 128 * 128) > kLinesRoom) return false;
-  if (count == 1) return stored_rows<F, kOrder, 1>(p, form, layout, scratch, sums), true;
-  if (count == 2) return stored_rows<F, kOrder, 2>(p, form, layout, scratch, sums), true;
-  if constexpr (F::kMostTokens == 4) stored_rows<F, kOrder, 4>(p, form, layout, scratch, sums);
+  if (count == 1) return stored_rows<F, 1>(p, form, layout, scratch, sums), true;
+  if (count == 2) return stored_rows<F, 2>(p, form, layout, scratch, sums), true;
+  if constexpr (F::kMostTokens == 4) stored_rows<F, 4>(p, form, layout, scratch, sums);
   return true;
 }
 
+// Formats whose rows are multiplied as they are stored, by groups of kGroup columns where scales lie beside the codes.
+template <class Format, int64_t kGroup>
+struct StoredRows {};
 template <int64_t kGroup>
-bool by_grouped_rows(const Product& p, const IntegerForm& form, const IntegerTokens& layout, char* scratch,
-                     float* sums) {
-  if (p.quantized->packing == Packing::kInt8)
-    return by_stored_rows<ByteRows<kGroup, true>, LineOrder::kPlain>(p, form, layout, scratch, sums);
-  if (p.quantized->bits == 8)
-    return by_stored_rows<ByteRows<kGroup, false>, LineOrder::kPlain>(p, form, layout, scratch, sums);
-  return by_stored_rows<NibbleRows<kGroup, false>, LineOrder::kEvenOdd>(p, form, layout, scratch, sums);
+struct StoredRows<formats::Int8, kGroup> {
+  using Rows = ByteRows<formats::Int8, kGroup>;
+};
+template <int64_t kGroup>
+struct StoredRows<formats::Packed<8>, kGroup> {
+  using Rows = ByteRows<formats::Packed<8>, kGroup>;
+};
+template <int64_t kGroup>
+struct StoredRows<formats::Packed<4>, kGroup> {
+  using Rows = NibbleRows<formats::Packed<4>, kGroup>;
+};
+template <>
+struct StoredRows<formats::Mxfp4, 32> {
+  using Rows = NibbleRows<formats::Mxfp4, 32>;
+};
+template <>
+struct StoredRows<formats::Mxfp4Blocks, 32> {
+  using Rows = BlockRows<formats::Mxfp4Blocks>;
+};
+template <>
+struct StoredRows<formats::Q4_0, 32> {
+  using Rows = BlockRows<formats::Q4_0>;
+};
+template <>
+struct StoredRows<formats::Q8_0, 32> {
+  using Rows = BlockRows<formats::Q8_0>;
+};
+template <>
+struct StoredRows<formats::Q4K, 256> {
+  using Rows = KRows<false>;
+};
+template <>
+struct StoredRows<formats::Q5K, 256> {
+  using Rows = KRows<true>;
+};
+template <>
+struct StoredRows<formats::Q6K, 256> {
+  using Rows = K6Rows;
+};
+
+template <class Format, int64_t... kGroups>
+bool by_groups_of(const Product& p, const IntegerForm& form, const IntegerTokens& layout, char* scratch, float* sums) {
+  bool served = false;
+  const auto with = [&]<int64_t kGroup>(std::integral_constant<int64_t, kGroup>) {
+    if constexpr (requires { typename StoredRows<Format, kGroup>::Rows; })
+      if (form.group == kGroup)
+        served = by_stored_rows<typename StoredRows<Format, kGroup>::Rows>(p, form, layout, scratch, sums);
+  };
+  (with(std::integral_constant<int64_t, kGroups>()), ...);
+  return served;
 }
 
 inline bool multiply_stored_rows(const Product& p, const IntegerForm& form, const IntegerTokens& layout, char* scratch,
                                  float* sums) {
   if (p.weight == nullptr) return false;
-  switch (p.quantized->packing) {
-    case Packing::kInt8:
-    case Packing::kPacked:
-      if (form.group == 128) return by_grouped_rows<128>(p, form, layout, scratch, sums);
-      if (form.group == 64) return by_grouped_rows<64>(p, form, layout, scratch, sums);
-      return by_grouped_rows<32>(p, form, layout, scratch, sums);
-    case Packing::kMx:
-      return by_stored_rows<NibbleRows<32, true>, LineOrder::kEvenOdd>(p, form, layout, scratch, sums);
-    case Packing::kMxBlocks:
-      return by_stored_rows<BlockRows<Packing::kMxBlocks>, LineOrder::kQuarters>(p, form, layout, scratch, sums);
-    case Packing::kQ4_0:
-      return by_stored_rows<BlockRows<Packing::kQ4_0>, LineOrder::kQuarters>(p, form, layout, scratch, sums);
-    case Packing::kQ8_0:
-      return by_stored_rows<BlockRows<Packing::kQ8_0>, LineOrder::kPlain>(p, form, layout, scratch, sums);
-    case Packing::kQ4_K:
-      return by_stored_rows<KRows<false>, LineOrder::kHalves>(p, form, layout, scratch, sums);
-    case Packing::kQ5_K:
-      return by_stored_rows<KRows<true>, LineOrder::kHalves>(p, form, layout, scratch, sums);
-    case Packing::kQ6_K:
-      return by_stored_rows<K6Rows, LineOrder::kPlain>(p, form, layout, scratch, sums);
-    default:
-      return false;
-  }
+  return with_format(*p.quantized, [&](auto format) -> bool {
+    return by_groups_of<decltype(format), 32, 64, 128, 256>(p, form, layout, scratch, sums);
+  });
 }
 
 }  // namespace

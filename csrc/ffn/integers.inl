@@ -327,6 +327,7 @@ void multiply_integers(const Product& p, void* scratch, float* sums) {
   const Quantized& q = *p.quantized;
   const IntegerForm form = integer_form(q);
   const IntegerTokens layout(form, p.depth);
+  const FillPanel fill = L::filler(q);
   if constexpr (L::kStored != nullptr)
     if (L::kStored(p, form, layout, static_cast<char*>(scratch), sums)) return;
   const int64_t tiled = T::kGiven ? p.tokens / kTileTokens * kTileTokens : 0;
@@ -340,7 +341,7 @@ void multiply_integers(const Product& p, void* scratch, float* sums) {
     if (p.weight != nullptr) fetched.next = row + rows < p.rows ? p.weight + (row + rows) * p.row_bytes : p.next;
     for (int64_t first = 0; first < p.depth; first += kPanelColumns) {
       const int64_t size = std::min(kPanelColumns, p.depth - first);
-      L::fill(q, form, p.first_row + row, rows, first, size, fetched, panel);
+      fill(q, form, p.first_row + row, rows, first, size, fetched, panel);
       if constexpr (T::kGiven) {
         auto& parts = *reinterpret_cast<PartSums*>(&panel + 1);
         for (int64_t t = 0; t < tiled; t += kTileTokens)

@@ -45,7 +45,7 @@ struct Avx2Integers {
     _mm256_store_si256(reinterpret_cast<V*>(lanes), sum);
     return lanes[0] + lanes[1] + lanes[2] + lanes[3] + lanes[4] + lanes[5] + lanes[6] + lanes[7];
   }
-  static constexpr auto fill = fill_panel;
+  static FillPanel filler(const Quantized& q) { return panel_filler<WidePanels>(q); }
   static constexpr StoredProducts kStored = stored_products;
   static constexpr int64_t kStoredBytes = 0;
 };

@@ -43,7 +43,7 @@ struct Avx512Integers {
     }
     return _mm512_reduce_add_epi32(sum);
   }
-  static constexpr auto fill = fill_panel;
+  static FillPanel filler(const Quantized& q) { return panel_filler<WidePanels>(q); }
   static constexpr StoredProducts kStored = nullptr;
   static constexpr int64_t kStoredBytes = 0;
 };

@@ -44,7 +44,7 @@ struct NeonIntegers {
     }
     return vaddvq_s32(sum);
   }
-  static constexpr auto fill = fill_panel;
+  static FillPanel filler(const Quantized& q) { return panel_filler<WidePanels>(q); }
   static constexpr StoredProducts kStored = nullptr;
   static constexpr int64_t kStoredBytes = 0;
 

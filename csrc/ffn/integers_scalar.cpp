@@ -30,7 +30,7 @@ struct ScalarIntegers {
   static int32_t round(const float* from, int64_t size, float factor, bool pairs, int8_t* to) {
     return round_plainly(from, size, factor, pairs, to);
   }
-  static constexpr auto fill = plain_panel;
+  static FillPanel filler(const Quantized& q) { return panel_filler<PlainPanels>(q); }
   static constexpr StoredProducts kStored = nullptr;
   static constexpr int64_t kStoredBytes = 0;
 };

@@ -13,7 +13,7 @@
 #include "ffn.h"
 #include "finish.h"
 #include "lanes.h"
-#include "quantized/numbers.h"
+#include "quantized/unpack.h"
 #include "transposed.inl"
 
 namespace moelight {

@@ -23,7 +23,7 @@ constexpr int64_t kUnitTokens = 4 * kTokenBlock;
 // With no more tokens than this a unit is a stretch of memory to read, of about kUnitBytes.
 constexpr int64_t kFewTokens = 24;
 constexpr int64_t kUnitBytes = 256 << 10;
-// Fewer tokens than this of a piece are left where they crowd a cache.
+// Below this many tokens of a piece, tokens whose strides conflict in a cache are not copied apart.
 constexpr int64_t kFewestSpread = 8;
 // Tokens that one thread prepares at a time.
 constexpr int64_t kPreparedTokens = 32;
@@ -90,8 +90,8 @@ int64_t rounded_up(int64_t n, int64_t step) { return (n + step - 1) / step * ste
 // Rows whose bytes are a multiple of kSets lie in the same sets of a cache, so that a block of K of some tokens has a
 // part of it alone. Tokens that are written here lie so far apart that it has all of it.
 constexpr int64_t kSets = 4096, kApartBytes = 2048;
-bool crowded(int64_t row_bytes) { return row_bytes % kSets == 0; }
-int64_t spread(int64_t row_bytes) { return row_bytes + (crowded(row_bytes) ? kApartBytes : 0); }
+bool conflicting(int64_t row_bytes) { return row_bytes % kSets == 0; }
+int64_t spread(int64_t row_bytes) { return row_bytes + (conflicting(row_bytes) ? kApartBytes : 0); }
 
 // Rows of bytes; of a quantised matrix the codes from one of its rows on.
 struct Span {
@@ -103,7 +103,7 @@ struct Span {
 };
 
 // One kind of product: its kernel, and the tokens that enter it as they come and as they are multiplied.
-struct Side {
+struct Projection {
   Kernel kernel;
   Format format;
   DType type;
@@ -112,17 +112,17 @@ struct Side {
   bool in_place = false;
   Span source = {}, prepared = {};
 
-  Side(DType type, const Format& format) : kernel(kernel_for(type, format)), format(format), type(type) {}
+  Projection(DType type, const Format& format) : kernel(kernel_for(type, format)), format(format), type(type) {}
 
-  bool takes() const { return kernel.in_place && format.depth % kernel.step == 0; }
+  bool runs_in_place() const { return kernel.in_place && format.depth % kernel.step == 0; }
   int64_t prepared_bytes() const {
     const int64_t bytes = kernel.gap_bytes + rounded_up(format.depth, kernel.step) * kernel.element_bytes;
-    return takes() ? spread(bytes) : bytes;
+    return runs_in_place() ? spread(bytes) : bytes;
   }
-  bool crowds() const { return crowded(format.depth * kernel.element_bytes); }
+  bool conflicts() const { return conflicting(format.depth * kernel.element_bytes); }
   // Of `tokens` in at most `pieces` experts.
-  int64_t room(int64_t tokens, int64_t pieces) const {
-    if (takes() && !crowds()) return 0;
+  int64_t buffer_bytes(int64_t tokens, int64_t pieces) const {
+    if (runs_in_place() && !conflicts()) return 0;
     const int64_t most = std::min(tokens + pieces * (kernel.token_step - 1), tokens * kernel.token_step);
     return Workspace::aligned(most * prepared_bytes());
   }
@@ -133,17 +133,17 @@ struct Side {
     if (like != nullptr) unpacking = kernel.unpacking(*like);
   }
 
-  // Where the tokens come from, at most `each` of a piece, and where `room` bytes for the prepared ones are.
-  void enter(const Span& from, int64_t each, char* room) {
-    in_place = takes() && (each < kFewestSpread || !crowds() || !crowded(from.stride));
+  // Where the tokens come from, at most `most_tokens` of a piece, and where `buffer_bytes` for the prepared ones are.
+  void bind_input(const Span& from, int64_t most_tokens, char* buffer) {
+    in_place = runs_in_place() && (most_tokens < kFewestSpread || !conflicts() || !conflicting(from.stride));
     source = from;
-    prepared = in_place ? from : Span{room, prepared_bytes()};
+    prepared = in_place ? from : Span{buffer, prepared_bytes()};
   }
 
   void prepare(int64_t from, int64_t to, int64_t count) const {
     if (kernel.quantise != nullptr)
       return kernel.quantise(*like, source.row(from), source.stride, count, prepared.row(to), prepared.stride);
-    if (takes()) {
+    if (runs_in_place()) {
       for (int64_t t = 0; t < count; ++t)
         std::memcpy(prepared.row(to + t), source.row(from + t),
                     static_cast<size_t>(format.depth * kernel.element_bytes));
@@ -242,10 +242,10 @@ struct Worker {
   static int64_t bytes(int64_t scratch) { return kSumsBytes + Workspace::aligned(scratch); }
 };
 
-// One group of tokens on its way through one product or two. A linear layer is a group without an up side.
+// One group of tokens on its way through one product or two. A linear layer is a group without an up projection.
 class Group {
  public:
-  Group(const std::vector<Piece>& pieces, const Side* up, const Side& down, const Activation& activation,
+  Group(const std::vector<Piece>& pieces, const Projection* up, const Projection& down, const Activation& activation,
         Pairing pairing, const Span& inner, const Span& out, char* workers, int64_t worker_bytes)
       : pieces_(pieces),
         up_(up),
@@ -267,8 +267,8 @@ class Group {
     add_preparation(work, down_, kPrepareInner);
     add_products(work, down_, down_.format.rows, 1, kDown, useful);
     work.run(static_cast<int>(useful), [this](const Unit& unit, const Unit* next, int worker) {
-      char* const room = workers_ + worker * worker_bytes_;
-      const Worker own = {reinterpret_cast<float*>(room), room + Worker::kSumsBytes};
+      char* const memory = workers_ + worker * worker_bytes_;
+      const Worker own = {reinterpret_cast<float*>(memory), memory + Worker::kSumsBytes};
       const Piece& piece = pieces_[static_cast<size_t>(unit.piece)];
       switch (unit.stage) {
         case kPrepareX:
@@ -293,23 +293,25 @@ class Group {
     return up_ == nullptr && bytes <= kSmallBytes && products <= kSmallProducts;
   }
 
-  void add_preparation(Work& work, const Side& side, Stage stage) const {
-    if (side.in_place) return;
+  void add_preparation(Work& work, const Projection& projection, Stage stage) const {
+    if (projection.in_place) return;
     for (size_t p = 0; p < pieces_.size(); ++p)
       for (int64_t t = 0; t < pieces_[p].tokens; t += kPreparedTokens)
         work.add({stage, static_cast<int32_t>(p), 0, 0, t, std::min(kPreparedTokens, pieces_[p].tokens - t)});
   }
 
   // `rows` of each piece, of which each stands for `each` rows of its weights.
-  void add_products(Work& work, const Side& side, int64_t rows, int64_t each, Stage stage, int64_t threads) const {
+  void add_products(Work& work, const Projection& projection, int64_t rows, int64_t each, Stage stage,
+                    int64_t threads) const {
     const int64_t step = kUnitRows / each, all = rows * static_cast<int64_t>(pieces_.size());
     for (size_t p = 0; p < pieces_.size(); ++p) {
       const Piece& piece = pieces_[p];
       int64_t some = step;
       if (piece.tokens <= kFewTokens) {
-        const int64_t bytes = each * side.read_bytes(stage == kUp ? *piece.up : *piece.down);
+        const int64_t bytes = each * projection.read_bytes(stage == kUp ? *piece.up : *piece.down);
         const int64_t lines = kWideBlocks * (pairing_ == Pairing::kInterleaved && stage == kUp ? step : kUnitRows);
-        const int64_t most = side.whole_transposed() ? lines : kUnitBytes / std::max<int64_t>(bytes, 1) / step * step;
+        const int64_t most =
+            projection.whole_transposed() ? lines : kUnitBytes / std::max<int64_t>(bytes, 1) / step * step;
         some = std::max<int64_t>(std::min(rounded_up(all / (threads * 8) + 1, step), most), step / 2);
       }
       const int64_t cuts = parts_of(piece.tokens, kUnitTokens);
@@ -414,8 +416,8 @@ class Group {
   }
 
   const std::vector<Piece>& pieces_;
-  const Side* up_;
-  const Side& down_;
+  const Projection* up_;
+  const Projection& down_;
   Activation activation_;
   Pairing pairing_;
   Span inner_, out_;
@@ -423,12 +425,13 @@ class Group {
   int64_t worker_bytes_;
 };
 
-int64_t group_tokens(const Side& down) {
+int64_t group_tokens(const Projection& down) {
   return std::max(kGroupTokens, kGroupBytes / (down.format.depth * dtype_bytes(down.type)));
 }
 
-// From row `first` of x on, whole experts as long as the group has room, of a large one what fits; returns their rows.
-int64_t next_group(const ExpertArgs& args, const Side& up, const Side& down, int64_t first, int64_t& expert,
+// From row `first` of x on, whole experts as long as the group has room, of a large one what fits; returns their
+// rows.
+int64_t next_group(const ExpertArgs& args, const Projection& up, const Projection& down, int64_t first, int64_t& expert,
                    std::vector<Piece>& pieces) {
   const int64_t most = group_tokens(down);
   int64_t rows = 0, place_up = 0, place_down = 0;
@@ -439,7 +442,7 @@ int64_t next_group(const ExpertArgs& args, const Side& up, const Side& down, int
     const int64_t some = std::min(left, most);
     if (some > 0)
       pieces.push_back({args.gate == nullptr ? nullptr : args.gate + expert, args.up + expert, args.down + expert, rows,
-                        some, up.takes() ? rows : place_up, down.takes() ? rows : place_down});
+                        some, up.runs_in_place() ? rows : place_up, down.runs_in_place() ? rows : place_down});
     rows += some;
     place_up += rounded_up(some, up.kernel.token_step), place_down += rounded_up(some, down.kernel.token_step);
     if (some == left) ++expert;
@@ -456,7 +459,7 @@ constexpr int kUnmeasured = -1;
 std::atomic<int> stream_forms[kStreamSizes] = {kUnmeasured, kUnmeasured, kUnmeasured};
 
 // From one row of what lies between two products to the next.
-int64_t inner_bytes(const Side& down) { return spread(down.format.depth * dtype_bytes(down.type)); }
+int64_t inner_bytes(const Projection& down) { return spread(down.format.depth * dtype_bytes(down.type)); }
 
 int64_t largest(const std::vector<Piece>& pieces) {
   int64_t most = 0;
@@ -465,18 +468,18 @@ int64_t largest(const std::vector<Piece>& pieces) {
 }
 
 // What a call works in, one after the other.
-struct Rooms {
+struct Buffers {
   int64_t x, inner, prepared, worker;
   int64_t total(int threads) const { return x + inner + prepared + threads * worker; }
 };
 
-Rooms rooms_of(const Side* up, const Side& down, int64_t tokens, int64_t experts) {
+Buffers buffers_of(const Projection* up, const Projection& down, int64_t tokens, int64_t experts) {
   const int64_t most = std::min(tokens, up == nullptr ? kGroupTokens : group_tokens(down)),
                 pieces = std::min(most, experts);
   const int64_t scratch = std::max(down.scratch_bytes(), up == nullptr ? 0 : up->scratch_bytes());
-  return {.x = up == nullptr ? 0 : up->room(most, pieces),
+  return {.x = up == nullptr ? 0 : up->buffer_bytes(most, pieces),
           .inner = up == nullptr ? 0 : Workspace::aligned(most * inner_bytes(down)),
-          .prepared = up != nullptr && down.takes() ? 0 : down.room(most, pieces),
+          .prepared = up != nullptr && down.runs_in_place() ? 0 : down.buffer_bytes(most, pieces),
           .worker = Worker::bytes(scratch)};
 }
 
@@ -485,18 +488,18 @@ Rooms rooms_of(const Side* up, const Side& down, int64_t tokens, int64_t experts
 void linear(const LinearArgs& args) {
   const Tokens& tokens = args.tokens;
   const int64_t bytes = dtype_bytes(tokens.type);
-  Side side(tokens.type, args.format);
-  side.choose(args.weight);
-  const Rooms rooms = rooms_of(nullptr, side, tokens.count, 1);
-  char* const room = workspace().bytes(rooms.total(args.threads));
+  Projection projection(tokens.type, args.format);
+  projection.choose(args.weight);
+  const Buffers buffers = buffers_of(nullptr, projection, tokens.count, 1);
+  char* const memory = workspace().bytes(buffers.total(args.threads));
   const Span x = {const_cast<char*>(static_cast<const char*>(tokens.x)), tokens.x_stride * bytes};
   const Span out = {static_cast<char*>(tokens.out), tokens.out_stride * bytes};
   for (int64_t first = 0; first < tokens.count; first += kGroupTokens) {
-    side.enter({x.row(first), x.stride}, std::min(kGroupTokens, tokens.count - first), room);
+    projection.bind_input({x.row(first), x.stride}, std::min(kGroupTokens, tokens.count - first), memory);
     const std::vector<Piece> pieces = {
         {nullptr, nullptr, &args.weight, 0, std::min(kGroupTokens, tokens.count - first), 0, 0}};
-    Group(pieces, nullptr, side, {}, Pairing::kApart, {}, {out.row(first), out.stride}, room + rooms.prepared,
-          rooms.worker)
+    Group(pieces, nullptr, projection, {}, Pairing::kApart, {}, {out.row(first), out.stride}, memory + buffers.prepared,
+          buffers.worker)
         .run(args.threads);
   }
 }
@@ -504,34 +507,34 @@ void linear(const LinearArgs& args) {
 void expert_ffn(const ExpertArgs& args) {
   const Tokens& tokens = args.tokens;
   const int64_t bytes = dtype_bytes(tokens.type);
-  Side up(tokens.type, args.up_format), down(tokens.type, args.down_format);
+  Projection up(tokens.type, args.up_format), down(tokens.type, args.down_format);
   for (int64_t e = args.experts; e-- > 0;)
     if (args.offsets[e + 1] > args.offsets[e]) up.choose(args.up[e]), down.choose(args.down[e]);
-  const Rooms rooms = rooms_of(&up, down, tokens.count, args.experts);
-  char* const room = workspace().bytes(rooms.total(args.threads));
-  const Span inner = {room + rooms.x, inner_bytes(down)};
-  char* const prepared = inner.data + rooms.inner;
+  const Buffers buffers = buffers_of(&up, down, tokens.count, args.experts);
+  char* const memory = workspace().bytes(buffers.total(args.threads));
+  const Span inner = {memory + buffers.x, inner_bytes(down)};
+  char* const prepared = inner.data + buffers.inner;
   const Span x = {const_cast<char*>(static_cast<const char*>(tokens.x)), tokens.x_stride * bytes};
   const Span out = {static_cast<char*>(tokens.out), tokens.out_stride * bytes};
   std::vector<Piece> pieces;
   for (int64_t first = 0, expert = 0, rows; first < tokens.count; first += rows) {
     rows = next_group(args, up, down, first, expert, pieces);
-    up.enter({x.row(first), x.stride}, largest(pieces), room);
-    down.enter(inner, largest(pieces), prepared);
+    up.bind_input({x.row(first), x.stride}, largest(pieces), memory);
+    down.bind_input(inner, largest(pieces), prepared);
     Group(pieces, &up, down, args.activation, args.pairing, inner, {out.row(first), out.stride},
-          prepared + rooms.prepared, rooms.worker)
+          prepared + buffers.prepared, buffers.worker)
         .run(args.threads);
   }
 }
 
 int64_t expert_ffn_workspace(DType x, const Format& up, const Format& down, int64_t tokens, int64_t experts,
                              int threads) {
-  const Side up_side(x, up), down_side(x, down);
-  return rooms_of(&up_side, down_side, tokens, experts).total(threads);
+  const Projection up_projection(x, up), down_projection(x, down);
+  return buffers_of(&up_projection, down_projection, tokens, experts).total(threads);
 }
 
 int64_t linear_workspace(DType x, const Format& format, int64_t tokens, int threads) {
-  return rooms_of(nullptr, Side(x, format), tokens, 1).total(threads);
+  return buffers_of(nullptr, Projection(x, format), tokens, 1).total(threads);
 }
 
 int stream_form(int size) {

@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include "numbers.h"
+#include "formats.h"
 
 namespace moelight {
 namespace {
@@ -27,58 +27,43 @@ inline __m256i bits_of(__m256i bytes, int64_t shift, int mask) {
   return _mm256_and_si256(down, _mm256_set1_epi8(static_cast<char>(mask)));
 }
 
-// Formats whose codes of thirty-two columns can be had at once.
-constexpr bool has_codes(Packing packing, int bits) {
-  switch (packing) {
-    case Packing::kPacked:
-      return bits == 4 || bits == 8;
-    case Packing::kFp8:
-    case Packing::kInt8:
-    case Packing::kMx:
-    case Packing::kQ4_0:
-    case Packing::kQ8_0:
-    case Packing::kQ4_K:
-    case Packing::kQ5_K:
-    case Packing::kQ6_K:
-    case Packing::kMxBlocks:
-      return true;
-    default:
-      return false;
-  }
+// The codes of columns [k, k + 32), k a multiple of 32, as they are stored, of a row that begins at `line`: for formats
+// that have them at once.
+inline __m256i codes_of(formats::Fp8, const uint8_t* line, int64_t k) { return bytes_at(line + k); }
+inline __m256i codes_of(formats::Int8, const uint8_t* line, int64_t k) { return bytes_at(line + k); }
+inline __m256i codes_of(formats::Packed<8>, const uint8_t* line, int64_t k) { return bytes_at(line + k); }
+inline __m256i codes_of(formats::Packed<4>, const uint8_t* line, int64_t k) { return paired_nibbles(line + k / 2); }
+inline __m256i codes_of(formats::Mxfp4, const uint8_t* line, int64_t k) { return paired_nibbles(line + k / 2); }
+inline __m256i codes_of(formats::Q4_0, const uint8_t* line, int64_t k) {
+  return halved_nibbles(line + k / 32 * 18 + 2);
+}
+inline __m256i codes_of(formats::Mxfp4Blocks, const uint8_t* line, int64_t k) {
+  return halved_nibbles(line + k / 32 * 17 + 1);
+}
+inline __m256i codes_of(formats::Q8_0, const uint8_t* line, int64_t k) { return bytes_at(line + k / 32 * 34 + 2); }
+inline __m256i codes_of(formats::Q4K, const uint8_t* line, int64_t k) {
+  const int64_t i = k % 256;
+  return bits_of(bytes_at(line + k / 256 * 144 + 16 + i / 64 * 32), i % 64 / 32 * 4, 15);
+}
+inline __m256i codes_of(formats::Q5K, const uint8_t* line, int64_t k) {
+  const int64_t i = k % 256;
+  const uint8_t* const p = line + k / 256 * 176;
+  const __m256i low = bits_of(bytes_at(p + 48 + i / 64 * 32), i % 64 / 32 * 4, 15);
+  return _mm256_or_si256(low, _mm256_slli_epi16(bits_of(bytes_at(p + 16), i / 32, 1), 4));
+}
+inline __m256i codes_of(formats::Q6K, const uint8_t* line, int64_t k) {
+  const int64_t i = k % 256;
+  const uint8_t* const p = line + k / 256 * 210;
+  const __m256i low = bits_of(bytes_at(p + i / 128 * 64 + i % 64), i % 128 / 64 * 4, 15);
+  const __m256i high = bits_of(bytes_at(p + 128 + i / 128 * 32), i % 128 / 32 * 2, 3);
+  return _mm256_or_si256(low, _mm256_slli_epi16(high, 4));
 }
 
-// The codes of columns [k, k + 32), k a multiple of 32, as they are stored, of a row that begins at `line`.
-template <Packing kPacking, int kBits>
-inline __m256i codes_of(const uint8_t* line, int64_t k) {
-  const int64_t i = k % 256;
-  switch (kPacking) {
-    case Packing::kPacked:
-      return kBits == 4 ? paired_nibbles(line + k / 2) : bytes_at(line + k);
-    case Packing::kMx:
-      return paired_nibbles(line + k / 2);
-    case Packing::kQ4_0:
-      return halved_nibbles(line + k / 32 * 18 + 2);
-    case Packing::kMxBlocks:
-      return halved_nibbles(line + k / 32 * 17 + 1);
-    case Packing::kQ8_0:
-      return bytes_at(line + k / 32 * 34 + 2);
-    case Packing::kQ4_K:
-      return bits_of(bytes_at(line + k / 256 * 144 + 16 + i / 64 * 32), i % 64 / 32 * 4, 15);
-    case Packing::kQ5_K: {
-      const uint8_t* const p = line + k / 256 * 176;
-      const __m256i low = bits_of(bytes_at(p + 48 + i / 64 * 32), i % 64 / 32 * 4, 15);
-      return _mm256_or_si256(low, _mm256_slli_epi16(bits_of(bytes_at(p + 16), i / 32, 1), 4));
-    }
-    case Packing::kQ6_K: {
-      const uint8_t* const p = line + k / 256 * 210;
-      const __m256i low = bits_of(bytes_at(p + i / 128 * 64 + i % 64), i % 128 / 64 * 4, 15);
-      const __m256i high = bits_of(bytes_at(p + 128 + i / 128 * 32), i % 128 / 32 * 2, 3);
-      return _mm256_or_si256(low, _mm256_slli_epi16(high, 4));
-    }
-    default:
-      return bytes_at(line + k);
-  }
-}
+template <class Format>
+constexpr bool kHasCodes = requires(const uint8_t* line) { codes_of(Format(), line, 0); };
+// Codes are signed bytes.
+template <class Format>
+constexpr bool kSignedBytes = std::is_same_v<Format, formats::Int8> || std::is_same_v<Format, formats::Q8_0>;
 
 }  // namespace
 }  // namespace moelight

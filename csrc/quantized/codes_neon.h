@@ -45,37 +45,39 @@ inline Codes signs_turned(Codes x) {
   return {veorq_u8(x.low, sign), veorq_u8(x.high, sign)};
 }
 
-// Unsigned codes of columns [k, k + 32) (integers.h), k a multiple of 32, of a row that begins at `line`.
-template <Packing kPacking, int kBits>
-inline Codes codes_of(const uint8_t* line, int64_t k) {
-  const int64_t i = k % 256;
-  switch (kPacking) {
-    case Packing::kPacked:
-      return kBits == 8 ? bytes_at(line + k) : paired_nibbles(line + k / 2);
-    case Packing::kMx:
-      return looked_up(paired_nibbles(line + k / 2), kE2m1Codes);
-    case Packing::kMxBlocks:
-      return looked_up(halved_nibbles(line + k / 32 * 17 + 1), kE2m1Codes);
-    case Packing::kQ4_0:
-      return halved_nibbles(line + k / 32 * 18 + 2);
-    case Packing::kQ8_0:
-      return signs_turned(bytes_at(line + k / 32 * 34 + 2));
-    case Packing::kQ4_K:
-      return bits_of(bytes_at(line + k / 256 * 144 + 16 + i / 64 * 32), i % 64 / 32 * 4, 15);
-    case Packing::kQ5_K: {
-      const uint8_t* const p = line + k / 256 * 176;
-      return either(bits_of(bytes_at(p + 48 + i / 64 * 32), i % 64 / 32 * 4, 15),
-                    bits_of(bytes_at(p + 16), i / 32, 1, 4));
-    }
-    case Packing::kQ6_K: {
-      const uint8_t* const p = line + k / 256 * 210;
-      return either(bits_of(bytes_at(p + i / 128 * 64 + i % 64), i % 128 / 64 * 4, 15),
-                    bits_of(bytes_at(p + 128 + i / 128 * 32), i % 128 / 32 * 2, 3, 4));
-    }
-    default:
-      return signs_turned(bytes_at(line + k));
-  }
+// Unsigned codes of columns [k, k + 32) (integers.h), k a multiple of 32, of a row that begins at `line`: for formats
+// that have them at once.
+inline Codes codes_of(formats::Int8, const uint8_t* line, int64_t k) { return signs_turned(bytes_at(line + k)); }
+inline Codes codes_of(formats::Packed<8>, const uint8_t* line, int64_t k) { return bytes_at(line + k); }
+inline Codes codes_of(formats::Packed<4>, const uint8_t* line, int64_t k) { return paired_nibbles(line + k / 2); }
+inline Codes codes_of(formats::Mxfp4, const uint8_t* line, int64_t k) {
+  return looked_up(paired_nibbles(line + k / 2), kE2m1Codes);
 }
+inline Codes codes_of(formats::Mxfp4Blocks, const uint8_t* line, int64_t k) {
+  return looked_up(halved_nibbles(line + k / 32 * 17 + 1), kE2m1Codes);
+}
+inline Codes codes_of(formats::Q4_0, const uint8_t* line, int64_t k) { return halved_nibbles(line + k / 32 * 18 + 2); }
+inline Codes codes_of(formats::Q8_0, const uint8_t* line, int64_t k) {
+  return signs_turned(bytes_at(line + k / 32 * 34 + 2));
+}
+inline Codes codes_of(formats::Q4K, const uint8_t* line, int64_t k) {
+  const int64_t i = k % 256;
+  return bits_of(bytes_at(line + k / 256 * 144 + 16 + i / 64 * 32), i % 64 / 32 * 4, 15);
+}
+inline Codes codes_of(formats::Q5K, const uint8_t* line, int64_t k) {
+  const int64_t i = k % 256;
+  const uint8_t* const p = line + k / 256 * 176;
+  return either(bits_of(bytes_at(p + 48 + i / 64 * 32), i % 64 / 32 * 4, 15), bits_of(bytes_at(p + 16), i / 32, 1, 4));
+}
+inline Codes codes_of(formats::Q6K, const uint8_t* line, int64_t k) {
+  const int64_t i = k % 256;
+  const uint8_t* const p = line + k / 256 * 210;
+  return either(bits_of(bytes_at(p + i / 128 * 64 + i % 64), i % 128 / 64 * 4, 15),
+                bits_of(bytes_at(p + 128 + i / 128 * 32), i % 128 / 32 * 2, 3, 4));
+}
+
+template <class Format>
+constexpr bool kHasCodes = requires(const uint8_t* line) { codes_of(Format(), line, 0); };
 
 }  // namespace
 }  // namespace moelight

@@ -11,14 +11,14 @@
 //   run.line(i)                       the i-th thirty-two numbers of those
 //   run.line_of_whole(i)              the same where all lines are asked for, if that is another way
 //   codes(k)                          where the bytes of column k are
-//   tame                              whether run() may be asked: no scale is huge, infinite or no number
+//   bounded                              whether run() may be asked: no scale is huge, infinite or no number
 //   kColumns, kLineBytes              columns of a run at most, which begins at a multiple of them; bytes of a line
 #pragma once
 
 #include <immintrin.h>
 
 #include "ffn/pairs.h"
-#include "numbers.h"
+#include "unpack.h"
 
 namespace moelight {
 namespace {
@@ -41,18 +41,19 @@ inline __m512i by_halves(const uint8_t* p) {
   return _mm512_inserti64x4(_mm512_castsi256_si512(two), _mm256_srli_epi16(two, 4), 1);
 }
 
-// Rounded to bf16: the sum with 1.5 * 2^16 times its power of two has as many bits left. Tame numbers are below 2^111.
+// Rounded to bf16: the sum with 1.5 * 2^16 times its power of two has as many bits left. Bounded numbers are below
+// 2^111.
 inline __m512 round_tame(__m512 x) {
   const __m512i power = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(static_cast<int>(0xff800000)));
   const __m512 far = _mm512_set1_ps(98304.0f), sum = _mm512_fmadd_ps(_mm512_castsi512_ps(power), far, x);
   return _mm512_fnmadd_ps(_mm512_castsi512_ps(power), far, sum);
 }
-// Scales so small that products with codes are tame.
-inline bool are_tame(__m512 scales) {
+// Scales so small that products with codes are bounded.
+inline bool are_bounded(__m512 scales) {
   const __m512i most = _mm512_set1_epi32(0x60000000), sign = _mm512_set1_epi32(0x7fffffff);
   return _mm512_cmpgt_epu32_mask(_mm512_and_si512(_mm512_castps_si512(scales), sign), most) == 0;
 }
-inline bool is_tame_half(const uint8_t* p) { return (p[1] & 0x7c) != 0x7c; }
+inline bool is_bounded_half(const uint8_t* p) { return (p[1] & 0x7c) != 0x7c; }
 
 #if defined(__AVX512VBMI__)
 // Of sixty-four bytes, four lines of two codes each: in words of eight bytes two of each line, which one instruction
@@ -104,7 +105,7 @@ struct Table<Pairs> {
 
   explicit Table(__m512i twice) : twice(twice) {}
   explicit Table(__m512 numbers) : twice(moelight::twice(numbers)) {}
-  static Table tame(__m512 numbers) { return Table(numbers); }
+  static Table bounded(__m512 numbers) { return Table(numbers); }
   static Table exact(__m512 numbers) { return Table(numbers); }  // of numbers that need no rounding
   // By sixteen bytes of two codes each, the lower bits first; and first the lower bits of all.
   __m512i by_pairs(const uint8_t* p) const {
@@ -131,7 +132,7 @@ struct Table<Halves> {
       : numbers(
             _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(unrounded)), 16))) {
   }
-  static Table tame(__m512 unrounded) { return exact(round_tame(unrounded)); }
+  static Table bounded(__m512 unrounded) { return exact(round_tame(unrounded)); }
   static Table exact(__m512 numbers) {
     Table table;
     table.numbers = numbers;
@@ -176,7 +177,7 @@ struct Columns {
   int64_t first, size, begin, count;
 
   Columns(const Quantized& q, int64_t first, int64_t size) : first(first), size(size), begin(0), count(1) {
-    if (q.groups == 1 || in_blocks(q.packing)) return;
+    if (q.groups == 1 || q.format->scales == Scales::kInBlocks) return;
     begin = first == 0 ? 0 : first / q.group;
     count = (first + size - 1) / q.group + 1 - begin;
   }
@@ -185,17 +186,17 @@ struct Columns {
 // The scales and zero points of the groups in some columns of a row, from that of the first column on.
 struct GroupScales {
   alignas(64) float scale[kMostColumns / 32], zero[kMostColumns / 32];
-  bool tame = true;
+  bool bounded = true;
 
   GroupScales(const Quantized& q, int64_t row, const Columns& columns) {
-    const int64_t share = q.packing == Packing::kPacked || q.packing == Packing::kMx ? 1 : q.group_rows;
+    const int64_t share = q.format->scales == Scales::kByRows ? 1 : q.group_rows;
     const int64_t scale_row = share == 1 ? row : share == 0 ? 0 : row / share;
     const int64_t at = scale_row * q.groups + columns.begin;
     for (int64_t i = 0; i < columns.count; i += 16) {
       const auto there = static_cast<__mmask16>((uint32_t{1} << std::min<int64_t>(16, columns.count - i)) - 1);
       const __m512 some = scales(q, at + i, there);
       _mm512_store_ps(scale + i, some);
-      tame = tame && are_tame(some);
+      bounded = bounded && are_bounded(some);
       _mm512_store_ps(zero + i, zeros(q, row, columns.begin + i, at + i, there));
     }
   }
@@ -213,28 +214,27 @@ struct GroupScales {
       case ScaleType::kPower:
         break;
     }
-    // Of kMx half of it, which is a number in any case.
     const __m512i e = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(there, static_cast<const char*>(q.scales) + at));
-    const bool half = q.packing == Packing::kMx;
-    const __m512i one = _mm512_set1_epi32(half), normal = _mm512_slli_epi32(_mm512_sub_epi32(e, one), 23);
-    const __m512i subnormal = _mm512_sllv_epi32(_mm512_set1_epi32(half ? 0x00200000 : 0x00400000), e);
-    const __m512i power = _mm512_mask_mov_epi32(subnormal, _mm512_cmpgt_epu32_mask(e, one), normal);
-    const __mmask16 lost = half ? 0 : _mm512_cmpeq_epi32_mask(e, _mm512_set1_epi32(255));
+    const __m512i normal = _mm512_slli_epi32(e, 23), zero = _mm512_setzero_si512();
+    const __m512i power =
+        _mm512_mask_mov_epi32(normal, _mm512_cmpeq_epi32_mask(e, zero), _mm512_set1_epi32(0x00400000));
+    const __mmask16 lost = _mm512_cmpeq_epi32_mask(e, _mm512_set1_epi32(255));
     return _mm512_castsi512_ps(_mm512_mask_mov_epi32(power, lost, _mm512_set1_epi32(0x7fc00000)));
   }
   static __m256i words(const Quantized& q, int64_t at, __mmask16 there) {
     return _mm256_maskz_loadu_epi16(there, static_cast<const char*>(q.scales) + 2 * at);
   }
   static __m512 zeros(const Quantized& q, int64_t row, int64_t group, int64_t at, __mmask16 there) {
-    if (q.packing != Packing::kPacked) {
+    const int bits = q.format->bits;
+    if (q.format->zeros != Zeros::kWords) {
       if (q.zeros == nullptr) return _mm512_setzero_ps();
       return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(there, q.zeros + at)));
     }
-    if (q.zeros == nullptr) return _mm512_set1_ps(static_cast<float>(1 << (q.bits - 1)));
-    const int64_t bit = row * q.bits;
+    if (q.zeros == nullptr) return _mm512_set1_ps(static_cast<float>(1 << (bits - 1)));
+    const int64_t bit = row * bits;
     const __m512i word = _mm512_maskz_loadu_epi32(there, q.zeros + 4 * (bit / 32 * q.groups + group));
     const __m128i shift = _mm_cvtsi32_si128(static_cast<int>(bit % 32));
-    return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srl_epi32(word, shift), _mm512_set1_epi32((1 << q.bits) - 1)));
+    return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srl_epi32(word, shift), _mm512_set1_epi32((1 << bits) - 1)));
   }
 };
 
@@ -245,10 +245,10 @@ struct Grouped {
   static constexpr int kColumns = 128, kLineBytes = 4 * kBits;
   GroupScales scales;
   const uint8_t* from;
-  bool tame;
+  bool bounded;
 
   Grouped(const Quantized& q, int64_t row, const Columns& columns)
-      : scales(q, row, columns), from(q.codes + row * q.row_bytes), tame(scales.tame) {}
+      : scales(q, row, columns), from(q.codes + row * q.row_bytes), bounded(scales.bounded) {}
   const uint8_t* codes(int64_t k) const { return from + k * kBits / 8; }
 };
 
@@ -305,15 +305,15 @@ using UnsignedBytes = Bytes<P, false>;
 template <class P, bool kSigned>
 struct NarrowBytes : Grouped<8> {
   NarrowBytes(const Quantized& q, int64_t row, const Columns& columns) : Grouped(q, row, columns) {
-    tame = tame && takes(q);
+    bounded = bounded && serves(q);
     // Products with none of these are so small that a part of the sum would be lost.
     const __m512i least = _mm512_set1_epi32(0x0d800000), sign = _mm512_set1_epi32(0x7fffffff);
     for (int64_t i = 0; i < columns.count; i += 16) {
       const __m512i some = _mm512_and_si512(_mm512_load_si512(scales.scale + i), sign);
-      tame = tame && _mm512_mask_cmplt_epu32_mask(_mm512_test_epi32_mask(some, some), some, least) == 0;
+      bounded = bounded && _mm512_mask_cmplt_epu32_mask(_mm512_test_epi32_mask(some, some), some, least) == 0;
     }
   }
-  static bool takes(const Quantized& like) {
+  static bool serves(const Quantized& like) {
     return like.zeros == nullptr && (like.scale_type == ScaleType::kBFloat16 || like.scale_type == ScaleType::kFloat16);
   }
   struct Run {
@@ -337,7 +337,7 @@ struct Nibbles : Grouped<4> {
     Table<P> table;
 
     Run(const uint8_t* from, Table<P> table) : from(from), table(table) {}
-    Run(const uint8_t* from, const Line& by) : Run(from, Table<P>(numbers_of(by))) {}  // tame or not
+    Run(const uint8_t* from, const Line& by) : Run(from, Table<P>(numbers_of(by))) {}  // bounded or not
     typename P::Line line(int i) const { return table.by_pairs(from + 16 * i); }
     typename P::Line line_of_whole(int i) const
       requires requires { table.by_quads(from, i); }
@@ -345,7 +345,7 @@ struct Nibbles : Grouped<4> {
       return table.by_quads(from, i);
     }
   };
-  Run run(int64_t k, int64_t group) const { return {codes(k), Table<P>::tame(numbers_of(scales.line(group)))}; }
+  Run run(int64_t k, int64_t group) const { return {codes(k), Table<P>::bounded(numbers_of(scales.line(group)))}; }
 };
 
 // The numbers of E2M1 times every power of two that a byte says, as tables of Pairs; what is subnormal is zero there.
@@ -377,7 +377,7 @@ template <class P>
 struct Mx {
   static constexpr bool kGrouped = false;
   static constexpr int kColumns = 128, kLineBytes = 16;
-  static constexpr bool tame = true;  // nothing is rounded
+  static constexpr bool bounded = true;  // nothing is rounded
   const uint8_t *from, *scales;
 
   Mx(const Quantized& q, int64_t row, const Columns&)
@@ -404,23 +404,23 @@ struct Order {
   uint16_t index[32];
 };
 
-template <class P, Packing kPacking>
+template <class P, class Row>
 struct SmallBlocks {
-  static constexpr bool kLeast = kPacking == Packing::kQ4_1 || kPacking == Packing::kQ5_1;
-  static constexpr bool kFive = kPacking == Packing::kQ5_0 || kPacking == Packing::kQ5_1;
-  static constexpr int kHead = kPacking == Packing::kMxBlocks ? 1 : kLeast ? 4 : 2;
+  static constexpr bool kLeast = std::is_same_v<Row, formats::Q4_1> || std::is_same_v<Row, formats::Q5_1>;
+  static constexpr bool kFive = std::is_same_v<Row, formats::Q5_0> || std::is_same_v<Row, formats::Q5_1>;
+  static constexpr int kHead = kE2m1<Row> ? 1 : kLeast ? 4 : 2;
   static constexpr bool kGrouped = false;
-  static constexpr int kColumns = 128, kLineBytes = block_size(kPacking).bytes;
+  static constexpr int kColumns = 128, kLineBytes = Row::kTraits.block_bytes;
   static constexpr bool kEvenly = kHead == 2 && kLineBytes != 22;  // sixteen scales by permutations
 
   alignas(64) float scale[kMostColumns / 32], least[kMostColumns / 32];
-  bool tame = true;
+  bool bounded = true;
   const uint8_t* from;
   int64_t first;
 
   SmallBlocks(const Quantized& q, int64_t row, const Columns& columns)
       : from(q.codes + row * q.row_bytes), first(columns.first) {
-    const int64_t blocks = kPacking == Packing::kMxBlocks ? 0 : columns.size / 32;
+    const int64_t blocks = kE2m1<Row> ? 0 : columns.size / 32;
     for (int64_t i = 0; i < blocks; i += 16) {
       const uint8_t* const at = codes(first + 32 * i);
       if constexpr (kEvenly) {
@@ -440,10 +440,10 @@ struct SmallBlocks {
 
     typename P::Line line(int i) const {
       const uint8_t* const p = from + i * kLineBytes;
-      if constexpr (kPacking == Packing::kMxBlocks) return e2m1_table<P>(*p).by_halves(p + kHead);
+      if constexpr (kE2m1<Row>) return e2m1_table<P>(*p).by_halves(p + kHead);
       const __m512 scale = _mm512_set1_ps(scales[i]), sixteen = _mm512_set1_ps(16), values = counting();
-      if constexpr (kPacking == Packing::kQ8_0) return P::of(scaled_bytes(load32(p + 2), scale, scale));
-      if constexpr (kPacking == Packing::kIq4Nl) return four(p, _mm512_mul_ps(_mm512_loadu_ps(kIq4), scale));
+      if constexpr (std::is_same_v<Row, formats::Q8_0>) return P::of(scaled_bytes(load32(p + 2), scale, scale));
+      if constexpr (std::is_same_v<Row, formats::Iq4Nl>) return four(p, _mm512_mul_ps(_mm512_loadu_ps(kIq4), scale));
       if constexpr (kLeast) {
         const __m512 least = _mm512_set1_ps(leasts[i]), low = _mm512_fmadd_ps(values, scale, least);
         return kFive ? five(p, low, _mm512_fmadd_ps(_mm512_add_ps(values, sixteen), scale, least)) : four(p, low);
@@ -455,7 +455,7 @@ struct SmallBlocks {
 
    private:
     static typename P::Line four(const uint8_t* p, __m512 numbers) {
-      return Table<P>::tame(numbers).by_halves(p + kHead);
+      return Table<P>::bounded(numbers).by_halves(p + kHead);
     }
     static typename P::Line five(const uint8_t* p, __m512 low, __m512 high) {
       const __m512i fifth = _mm512_maskz_set1_epi16(word_at(p + kHead, 0), 16);
@@ -491,13 +491,13 @@ struct SmallBlocks {
     if constexpr (kLeast) {
       const __m512 others = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(heads, 16)));
       _mm512_store_ps(least + (p - codes(first)) / kLineBytes, others);
-      tame = tame && are_tame(others);
+      bounded = bounded && are_bounded(others);
     }
     return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(heads));
   }
   void keep(int64_t block, __m512 scales) {
     _mm512_store_ps(scale + block, scales);
-    tame = tame && are_tame(scales);
+    bounded = bounded && are_bounded(scales);
   }
 };
 
@@ -521,11 +521,11 @@ struct KBlock {
     _mm512_store_ps(steps, _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(packed)), halves));
     if constexpr (kFive) fifth = _mm512_slli_epi16(_mm512_cvtepu8_epi16(load32(p + 16)), 4);
   }
-  static bool is_tame(const uint8_t* p) { return is_tame_half(p) && is_tame_half(p + 2); }
+  static bool is_bounded(const uint8_t* p) { return is_bounded_half(p) && is_bounded_half(p + 2); }
   typename P::Line line(int i) const {
     const __m512 step = _mm512_set1_ps(steps[i]), below = _mm512_set1_ps(steps[8 + i]);
     const __m512 low = _mm512_fmsub_ps(counting(), step, below);
-    if constexpr (!kFive) return Table<P>::tame(low).by_bytes(from + 32 * (i / 2), 4 * (i % 2));
+    if constexpr (!kFive) return Table<P>::bounded(low).by_bytes(from + 32 * (i / 2), 4 * (i % 2));
     const __m512i two = _mm512_cvtepu8_epi16(load32(from + 32 * (i / 2)));
     const __m512i index = i % 2 == 0 ? two : _mm512_srli_epi16(two, 4);
     const __m512 high = _mm512_fmsub_ps(_mm512_add_ps(counting(), _mm512_set1_ps(16)), step, below);
@@ -555,7 +555,7 @@ struct Q2Block {
     _mm512_store_ps(steps, _mm512_mul_ps(_mm512_cvtepi32_ps(low), half_of(p + 80)));
     _mm512_store_ps(below, _mm512_mul_ps(_mm512_cvtepi32_ps(high), half_of(p + 82)));
   }
-  static bool is_tame(const uint8_t*) { return true; }
+  static bool is_bounded(const uint8_t*) { return true; }
   typename P::Line line(int i) const {
     const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3);
     const __m512 a = _mm512_fmsub_ps(values, _mm512_set1_ps(steps[2 * i]), _mm512_set1_ps(below[2 * i]));
@@ -577,7 +577,7 @@ struct Q3Block {
     const __m512i scales = _mm512_sub_epi32(_mm512_cvtepu8_epi32(packed), _mm512_set1_epi32(32));
     _mm512_store_ps(steps, _mm512_mul_ps(_mm512_cvtepi32_ps(scales), half_of(p + 108)));
   }
-  static bool is_tame(const uint8_t*) { return true; }
+  static bool is_bounded(const uint8_t*) { return true; }
   typename P::Line line(int i) const {
     const __m512 values = _mm512_setr_ps(-4, -3, -2, -1, 0, 1, 2, 3, -4, -3, -2, -1, 0, 1, 2, 3);
     const __m512i quarters = by_quarters(_mm512_cvtepu8_epi16(load32(from + 32 * (i / 4))), i);
@@ -596,7 +596,7 @@ struct Q6Block {
   explicit Q6Block(const uint8_t* p) : from(p) {
     _mm512_store_ps(steps, _mm512_mul_ps(floats_of(load16(p + 192)), half_of(p + 208)));
   }
-  static bool is_tame(const uint8_t*) { return true; }
+  static bool is_bounded(const uint8_t*) { return true; }
   typename P::Line line(int i) const {
     const int half = i / 4, quarter = i % 4;
     const __m256i low = load32(from + 64 * half + 32 * (quarter % 2)), high = load32(from + 128 + 32 * half);
@@ -618,28 +618,28 @@ struct Iq4Block {
   explicit Iq4Block(const uint8_t* p) : from(p + 8) {
     for (int i = 0; i < 8; ++i) steps[i] = half_at(p) * iq4_scale(p, i);
   }
-  static bool is_tame(const uint8_t* p) { return is_tame_half(p); }
+  static bool is_bounded(const uint8_t* p) { return is_bounded_half(p); }
   typename P::Line line(int i) const {
-    return Table<P>::tame(_mm512_mul_ps(_mm512_loadu_ps(kIq4), _mm512_set1_ps(steps[i]))).by_halves(from + 16 * i);
+    return Table<P>::bounded(_mm512_mul_ps(_mm512_loadu_ps(kIq4), _mm512_set1_ps(steps[i]))).by_halves(from + 16 * i);
   }
 
   float steps[8];
   const uint8_t* from;
 };
 
-template <class P, template <class> class Block, Packing kPacking>
+template <class P, template <class> class Block, class Row>
 struct LargeBlocks {
   static constexpr bool kGrouped = false;
-  static constexpr int kColumns = 256, kLineBytes = block_size(kPacking).bytes / 8;
+  static constexpr int kColumns = 256, kLineBytes = Row::kTraits.block_bytes / 8;
   const uint8_t* from;
 
-  bool tame = true;
+  bool bounded = true;
 
   LargeBlocks(const Quantized& q, int64_t row, const Columns& columns) : from(q.codes + row * q.row_bytes) {
     for (int64_t k = columns.first; k < columns.first + columns.size; k = (k / 256 + 1) * 256)
-      tame = tame && Block<P>::is_tame(codes(k));
+      bounded = bounded && Block<P>::is_bounded(codes(k));
   }
-  const uint8_t* codes(int64_t k) const { return from + k / 256 * block_size(kPacking).bytes; }
+  const uint8_t* codes(int64_t k) const { return from + k / 256 * Row::kTraits.block_bytes; }
   using Run = Block<P>;
   Run run(int64_t k, int64_t) const { return Run(codes(k)); }
 };

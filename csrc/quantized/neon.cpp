@@ -1,3 +1,3 @@
-#include "numbers.h"
+#include "unpack.h"
 
 moelight::Unpack moelight::unpack_neon(DType to) { return unpack_to(to); }

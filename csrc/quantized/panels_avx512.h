@@ -162,14 +162,14 @@ inline __m512 half_powers16(const void* p, __mmask16 there) {
 template <class Load>
 void scales_by_rows(const Quantized& q, const IntegerForm& form, int64_t first, int64_t size, const HalfPanel& to,
                     Load&& load) {
-  const int64_t group = q.packing == Packing::kMx ? 32 : q.group, from = q.groups == 1 ? 0 : first / group;
+  const int64_t from = q.groups == 1 ? 0 : first / q.group;
   const __mmask16 there = first16(q.groups - from);
   __m512i rows[kHalf];
   for (int64_t r = 0; r < kHalf; ++r) rows[r] = _mm512_castps_si512(load(r, from, there));
   alignas(64) float columns[16][16];
   columns16(rows, [&](int64_t column, __m512i words) { _mm512_store_si512(columns[column], words); });
   for (int64_t k = 0, g = 0; k < size; k += form.group, ++g) {
-    const int64_t column = q.groups == 1 ? 0 : (first + k) / group - from;
+    const int64_t column = q.groups == 1 ? 0 : (first + k) / q.group - from;
     _mm512_store_ps(to.panel.scales[g] + to.at, _mm512_load_ps(columns[column]));
   }
 }
@@ -182,18 +182,16 @@ inline __m512i zeros16(uint32_t low, uint32_t high, __m512i places, int bias) {
   return _mm512_and_si512(found, _mm512_set1_epi32(15));
 }
 
-// Scales, and zero points of four bits, that lie by columns: GPTQ and AWQ.
+// Scales, and zero points of four bits, that lie by columns.
 inline void lines_by_columns(const Quantized& q, const IntegerForm& form, int64_t row, int64_t first, int64_t size,
                              const HalfPanel& to) {
-  const bool awq = q.packing == Packing::kAwq;
-  const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
-  const __m512i by_awq = _mm512_setr_epi32(0, 16, 4, 20, 8, 24, 12, 28, 0, 16, 4, 20, 8, 24, 12, 28);
+  const __m512i places = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
   for (int64_t k = 0, g = 0; k < size; k += form.group, ++g) {
     const int64_t group = (first + k) / q.group;
     _mm512_store_ps(to.panel.scales[g] + to.at, scales16(q, group * q.rows + row, 0xffff));
     const int64_t word = group * (q.rows / 8) + row / 8;
-    _mm512_store_si512(to.panel.zeros[g] + to.at, zeros16(word_at(q.zeros, word), word_at(q.zeros, word + 1),
-                                                          awq ? by_awq : in_order, awq ? 0 : q.zero_bias));
+    _mm512_store_si512(to.panel.zeros[g] + to.at,
+                       zeros16(word_at(q.zeros, word), word_at(q.zeros, word + 1), places, q.zero_bias));
   }
 }
 
@@ -336,10 +334,11 @@ inline void k6_panel(const uint8_t* const (&line)[kHalf], int64_t size, const Ha
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-inline void zeros_by_rows(const Quantized& q, const IntegerForm& form, int64_t row, int64_t count, int64_t first,
-                          int64_t size, const HalfPanel& to) {
+template <class Format>
+void zeros_by_rows(const Quantized& q, const IntegerForm& form, int64_t row, int64_t count, int64_t first, int64_t size,
+                   const HalfPanel& to) {
   const __m512i places = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
-  const bool whole = q.packing == Packing::kPacked && q.bits == 4 && row % 8 == 0 && count == kHalf;
+  const bool whole = std::is_same_v<Format, formats::Packed<4>> && row % 8 == 0 && count == kHalf;
   for (int64_t k = 0, g = 0; k < size; k += form.group, ++g) {
     const int64_t group = q.groups == 1 ? 0 : (first + k) / q.group;
     int32_t* const zeros = to.panel.zeros[g] + to.at;
@@ -348,89 +347,115 @@ inline void zeros_by_rows(const Quantized& q, const IntegerForm& form, int64_t r
       _mm512_store_si512(zeros, zeros16(word_at(q.zeros, word), word_at(q.zeros, word + q.groups), places, 0));
       continue;
     }
-    for (int64_t r = 0; r < count; ++r) zeros[r] = integer_line(q, row + r, first + k).zero;
+    for (int64_t r = 0; r < count; ++r) zeros[r] = Format::integer_line(q, row + r, first + k).zero;
   }
 }
 
-// Sixteen rows, or fewer whose last one stands for those that are missing. False where plain code has to fill them.
-inline bool fill_half(const Quantized& q, const IntegerForm& form, int64_t row, int64_t count, int64_t first,
-                      int64_t size, const HalfPanel& to, Fetched& fetched) {
-  if (q.packing == Packing::kAwq) return false;
-  if (q.packing == Packing::kGptq) {
-    if (count < kHalf || row % 8 != 0) return false;
-    if (q.bits == 4) {
-      codes_by_columns<WordPairs>(q, row, first, size, to);
-      lines_by_columns(q, form, row, first, size, to);
-    } else {
-      codes_by_columns<UnsignedBytes>(q, row, first, size, to);
-      plain_lines(q, form, row, count, first, size, to.at, to.panel);
-    }
-    return true;
-  }
+// Where the codes of sixteen rows begin.
+using Lines = const uint8_t* const (&)[kHalf];
+
+// Codes of formats whose scales lie beside them, `bytes` of each row.
+inline void half_codes(formats::Int8, Lines line, int64_t bytes, int64_t size, const HalfPanel& to, Fetched& fetched) {
+  codes_by_rows<SignedBytes>(line, bytes, size, to, fetched);
+}
+inline void half_codes(formats::Packed<4>, Lines line, int64_t bytes, int64_t size, const HalfPanel& to,
+                       Fetched& fetched) {
+  codes_by_rows<WordPairs>(line, bytes, size, to, fetched);
+}
+inline void half_codes(formats::Packed<8>, Lines line, int64_t bytes, int64_t size, const HalfPanel& to,
+                       Fetched& fetched) {
+  codes_by_rows<UnsignedBytes>(line, bytes, size, to, fetched);
+}
+inline void half_codes(formats::Mxfp4, Lines line, int64_t bytes, int64_t size, const HalfPanel& to, Fetched& fetched) {
+  codes_by_rows<MxPairs>(line, bytes, size, to, fetched);
+}
+
+// Codes and scales of blocks.
+inline void half_blocks(formats::Q4K, Lines line, int64_t size, const HalfPanel& to, Fetched& fetched) {
+  k4_panel(line, size, to, fetched);
+}
+inline void half_blocks(formats::Q5K, Lines line, int64_t size, const HalfPanel& to, Fetched& fetched) {
+  k5_panel(line, size, to, fetched);
+}
+inline void half_blocks(formats::Q6K, Lines line, int64_t size, const HalfPanel& to, Fetched& fetched) {
+  k6_panel(line, size, to, fetched);
+}
+inline void half_blocks(formats::Q4_0, Lines line, int64_t size, const HalfPanel& to, Fetched& fetched) {
+  codes_by_blocks<BlockHalves<4, false>, 18, 2>(line, size, to, fetched);
+  scales_of_blocks<18, false>(line, size, to);
+}
+inline void half_blocks(formats::Mxfp4Blocks, Lines line, int64_t size, const HalfPanel& to, Fetched& fetched) {
+  codes_by_blocks<BlockHalves<4, true>, 17, 1>(line, size, to, fetched);
+  scales_of_blocks<17, true>(line, size, to);
+}
+inline void half_blocks(formats::Q8_0, Lines line, int64_t size, const HalfPanel& to, Fetched& fetched) {
+  codes_by_blocks<SignedBytes, 34, 2>(line, size, to, fetched);
+  scales_of_blocks<34, false>(line, size, to);
+}
+
+// Sixteen rows, or fewer whose last one stands for those that are missing, of formats that lie by rows.
+template <class Format>
+void fill_half(const Quantized& q, const IntegerForm& form, int64_t row, int64_t count, int64_t first, int64_t size,
+               const HalfPanel& to, Fetched& fetched) {
   const uint8_t* line[kHalf];
-  const int64_t numbers = in_blocks(q.packing) ? block_size(q.packing).numbers : 8;
-  const int64_t bytes = in_blocks(q.packing) ? block_size(q.packing).bytes : q.packing == Packing::kMx ? 4 : q.bits;
-  const int64_t begin = first / numbers * bytes;
+  const int64_t begin = first / Format::kTraits.block * Format::kTraits.block_bytes;
   for (int64_t r = 0; r < kHalf; ++r) line[r] = q.codes + (row + std::min(r, count - 1)) * q.row_bytes + begin;
-  const auto by_rows = [&](int64_t r, int64_t from, __mmask16 there) {
-    const int64_t own = row + std::min(r, count - 1), at = own * q.groups + from;
-    if (q.packing == Packing::kMx) return half_powers16(static_cast<const uint8_t*>(q.scales) + at, there);
-    return scales16(q, at, there);
-  };
-  switch (q.packing) {
-    case Packing::kInt8:
-      codes_by_rows<SignedBytes>(line, q.row_bytes - begin, size, to, fetched);
-      break;
-    case Packing::kPacked:
-      if (q.bits == 4) {
-        codes_by_rows<WordPairs>(line, q.row_bytes - begin, size, to, fetched);
-      } else {
-        codes_by_rows<UnsignedBytes>(line, q.row_bytes - begin, size, to, fetched);
-      }
-      break;
-    case Packing::kMx:
-      codes_by_rows<MxPairs>(line, q.row_bytes - begin, size, to, fetched);
-      break;
-    case Packing::kQ4_K:
-      k4_panel(line, size, to, fetched);
-      return true;
-    case Packing::kQ5_K:
-      k5_panel(line, size, to, fetched);
-      return true;
-    case Packing::kQ6_K:
-      k6_panel(line, size, to, fetched);
-      return true;
-    case Packing::kQ4_0:
-      codes_by_blocks<BlockHalves<4, false>, 18, 2>(line, size, to, fetched);
-      scales_of_blocks<18, false>(line, size, to);
-      return true;
-    case Packing::kMxBlocks:
-      codes_by_blocks<BlockHalves<4, true>, 17, 1>(line, size, to, fetched);
-      scales_of_blocks<17, true>(line, size, to);
-      return true;
-    default:
-      codes_by_blocks<SignedBytes, 34, 2>(line, size, to, fetched);
-      scales_of_blocks<34, false>(line, size, to);
-      return true;
+  if constexpr (kInBlocks<Format>) {
+    half_blocks(Format(), line, size, to, fetched);
+  } else {
+    half_codes(Format(), line, q.row_bytes - begin, size, to, fetched);
+    if (Format::kTraits.scales == Scales::kByTiles && q.group_rows != 1)
+      return plain_lines<Format>(q, form, row, count, first, size, to.at, to.panel);
+    scales_by_rows(q, form, first, size, to, [&](int64_t r, int64_t from, __mmask16 there) {
+      const int64_t at = (row + std::min(r, count - 1)) * q.groups + from;
+      if (kE2m1<Format>) return half_powers16(static_cast<const uint8_t*>(q.scales) + at, there);
+      return scales16(q, at, there);
+    });
+    if (form.zero < 0) zeros_by_rows<Format>(q, form, row, count, first, size, to);
   }
-  if (q.packing == Packing::kInt8 && q.group_rows != 1) {
-    plain_lines(q, form, row, count, first, size, to.at, to.panel);
-    return true;
-  }
-  scales_by_rows(q, form, first, size, to, by_rows);
-  if (form.zero < 0) zeros_by_rows(q, form, row, count, first, size, to);
-  return true;
 }
 
-inline void fill_panel(const Quantized& q, const IntegerForm& form, int64_t row, int64_t rows, int64_t first,
-                       int64_t size, Fetched& fetched, Panel& to) {
-  for (int64_t at = 0; at < kPanelRows && at < rows; at += kHalf) {
-    const int64_t count = std::min(kHalf, rows - at);
-    if (fill_half(q, form, row + at, count, first, size, {to, at}, fetched)) continue;
-    plain_codes(q, form, row + at, count, first, size, at, to);
-    plain_lines(q, form, row + at, count, first, size, at, to);
+// The same of sixteen rows of GPTQ, from a multiple of eight on.
+template <int kBits>
+void fill_half_by_columns(const Quantized& q, const IntegerForm& form, int64_t row, int64_t first, int64_t size,
+                          const HalfPanel& to) {
+  if constexpr (kBits == 4) {
+    codes_by_columns<WordPairs>(q, row, first, size, to);
+    lines_by_columns(q, form, row, first, size, to);
+  } else {
+    codes_by_columns<UnsignedBytes>(q, row, first, size, to);
+    plain_lines<formats::Gptq<kBits>>(q, form, row, kHalf, first, size, to.at, to.panel);
   }
 }
+
+template <class Format>
+struct WidePanels {
+  static void fill(const Quantized& q, const IntegerForm& form, int64_t row, int64_t rows, int64_t first, int64_t size,
+                   Fetched& fetched, Panel& to) {
+    for (int64_t at = 0; at < kPanelRows && at < rows; at += kHalf)
+      fill_half<Format>(q, form, row + at, std::min(kHalf, rows - at), first, size, {to, at}, fetched);
+  }
+};
+
+template <>
+struct WidePanels<formats::Awq> : PlainPanels<formats::Awq> {};
+
+template <int kBits>
+struct WidePanels<formats::Gptq<kBits>> {
+  static void fill(const Quantized& q, const IntegerForm& form, int64_t row, int64_t rows, int64_t first, int64_t size,
+                   Fetched&, Panel& to) {
+    for (int64_t at = 0; at < kPanelRows && at < rows; at += kHalf) {
+      const int64_t count = std::min(kHalf, rows - at);
+      if (count == kHalf && (row + at) % 8 == 0) {
+        fill_half_by_columns<kBits>(q, form, row + at, first, size, {to, at});
+        continue;
+      }
+      for (int64_t r = 0; r < count; ++r)
+        plain_codes<formats::Gptq<kBits>>(q, form, row + at + r, first, 0, size, at + r, to);
+      plain_lines<formats::Gptq<kBits>>(q, form, row + at, count, first, size, at, to);
+    }
+  }
+};
 
 }  // namespace
 }  // namespace moelight

@@ -11,50 +11,35 @@
 
 namespace moelight {
 
-// kMxBlocks is ggml's MXFP4, kMx that of two tensors; from kQ4_0 on the kinds are ggml's.
-enum class Packing : int {
-  kFp8,
-  kInt8,
-  kPacked,
-  kGptq,
-  kAwq,
-  kMx,
-  kQ4_0,
-  kQ4_1,
-  kQ5_0,
-  kQ5_1,
-  kQ8_0,
-  kQ2_K,
-  kQ3_K,
-  kQ4_K,
-  kQ5_K,
-  kQ6_K,
-  kIq4Nl,
-  kIq4Xs,
-  kMxBlocks,
-};
-constexpr int kPackings = static_cast<int>(Packing::kMxBlocks) + 1;
+// Where the scales of a matrix lie, and its zero points as they do: within its blocks; one for each tile of rows and
+// columns; by rows; or by columns, as its codes do.
+enum class Scales { kInBlocks, kByTiles, kByRows, kByColumns };
+// Of zero points: none; a byte each; or as many in a word as codes.
+enum class Zeros { kNone, kBytes, kWords };
 
-// Numbers and bytes of a ggml block.
-struct BlockSize {
-  int64_t numbers, bytes;
+// What anyone may ask of a format; the formats, and what only an instruction set's own code can do, are in formats.h.
+struct FormatTraits {
+  const char* name;         // by which moelight/kernels/quantized.py lends it
+  int bits = 8;             // of a code; those of one name differ in it
+  int64_t block = 1;        // columns of the smallest piece of a row
+  int64_t block_bytes = 1;  // bytes of its codes
+  Scales scales = Scales::kInBlocks;
+  Zeros zeros = Zeros::kNone;
+  bool powers = false;                    // scales are powers of two
+  bool ordered = false;                   // columns may name their groups
+  int64_t group = 0;                      // columns that share a scale; 0: the matrix says
+  int64_t row_step = 1, column_step = 1;  // rows and columns are multiples of these
+  int id = -1;                            // the place in formats.h
 };
-constexpr BlockSize kStoredBlocks[] = {{32, 18},   {32, 20},   {32, 22},   {32, 24}, {32, 34},   {256, 84}, {256, 110},
-                                       {256, 144}, {256, 176}, {256, 210}, {32, 18}, {256, 136}, {32, 17}};
-constexpr bool in_blocks(Packing packing) { return packing >= Packing::kQ4_0; }
-constexpr BlockSize block_size(Packing packing) {
-  return kStoredBlocks[static_cast<int>(packing) - static_cast<int>(Packing::kQ4_0)];
-}
 
 enum class ScaleType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kPower = 3 };  // kPower: 2^(byte - 127)
 
 struct Quantized {
-  Packing packing;
-  int bits;
+  const FormatTraits* format;
   int64_t rows, columns;
   const uint8_t* codes;
   int64_t row_bytes;   // of codes; of transposed codes their share of one row
-  const void* scales;  // [row groups, groups]; of kGptq and kAwq [groups, rows]; none in blocks
+  const void* scales;  // [row groups, groups], or [groups, rows] by columns; none in blocks
   ScaleType scale_type;
   const uint8_t* zeros;   // packed as the codes are, or null
   const int32_t* order;   // the group of each column, or null
@@ -62,19 +47,19 @@ struct Quantized {
   int64_t group_rows;     // rows that share a scale; 0: all
   int zero_bias;
 
-  bool transposed() const { return packing == Packing::kGptq || packing == Packing::kAwq; }
+  bool transposed() const { return format->scales == Scales::kByColumns; }
 };
 
 // Asks memory for the scales and zero points of `count` rows from `row` on, where rows have their own.
 inline void fetch_scales(const Quantized& q, int64_t row, int64_t count) {
-  const bool own = q.packing == Packing::kPacked || q.packing == Packing::kMx || q.group_rows == 1;
-  if (!own || q.transposed() || in_blocks(q.packing)) return;
+  const FormatTraits& format = *q.format;
+  if (format.scales != Scales::kByRows && (format.scales != Scales::kByTiles || q.group_rows != 1)) return;
   const int64_t size = q.scale_type == ScaleType::kFloat32 ? 4 : q.scale_type == ScaleType::kPower ? 1 : 2;
   const int64_t end = (row + count < q.rows ? row + count : q.rows) * q.groups;
   const auto* const scales = static_cast<const char*>(q.scales);
   for (int64_t at = row * q.groups; at < end; at += 64 / size) __builtin_prefetch(scales + at * size);
-  if (q.zeros == nullptr || q.packing != Packing::kPacked) return;
-  for (int64_t at = row * q.bits / 32 * q.groups; at * 32 < end * q.bits; at += 16)
+  if (q.zeros == nullptr || format.zeros != Zeros::kWords) return;
+  for (int64_t at = row * format.bits / 32 * q.groups; at * 32 < end * format.bits; at += 16)
     __builtin_prefetch(q.zeros + 4 * at);
 }
 

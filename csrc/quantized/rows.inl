@@ -30,7 +30,7 @@ void unpack_rows(const Quantized& q, int64_t row, int64_t rows, int64_t first, i
   for (int64_t r = 0; r < rows; ++r) {
     char* out = static_cast<char*>(to) + r * to_bytes;
     const Format format(q, row + r, columns);
-    const int64_t lines = format.tame ? whole : 0;
+    const int64_t lines = format.bounded ? whole : 0;
     each_run<Format>(q, columns, first + lines, [&](int64_t k, int64_t stop, int64_t group) {
       const auto run = format.run(k, group);
       fetch_run(format, k, lead);
@@ -43,18 +43,18 @@ void unpack_rows(const Quantized& q, int64_t row, int64_t rows, int64_t first, i
 
 // Rows of a Format that go side by side.
 template <class Format, int kSide>
-using Side = std::array<Format, kSide>;
+using RowsBeside = std::array<Format, kSide>;
 
 template <int kSide, class F>
 inline __attribute__((always_inline)) auto side_by_side(F&& each) {
   return [&]<int... kRow>(std::integer_sequence<int, kRow...>) __attribute__((always_inline)) {
-    return Side<decltype(each(0)), kSide>{each(kRow)...};
+    return RowsBeside<decltype(each(0)), kSide>{each(kRow)...};
   }(std::make_integer_sequence<int, kSide>());
 }
 
 // Adds the products of lines of some columns of rows with kTokens tokens, as they are unpacked.
 template <class P, class Format, int kTokens, int kSide, int kSums>
-inline __attribute__((always_inline)) void add_lines(const Quantized& q, const Side<Format, kSide>& rows,
+inline __attribute__((always_inline)) void add_lines(const Quantized& q, const RowsBeside<Format, kSide>& rows,
                                                      const Columns& columns, const char* x, const char* ahead,
                                                      __m512 (&sum)[kSums]) {
   each_run<Format>(q, columns, columns.first + columns.size,
@@ -78,9 +78,9 @@ inline __attribute__((always_inline)) void add_lines(const Quantized& q, const S
                    });
 }
 
-// The same with rows that are not tame.
+// The same with rows that are not bounded.
 template <class P, int kTokens, int kSide, int kSums>
-__attribute__((noinline)) void add_singly(const Quantized& q, const Side<int64_t, kSide>& rows, int64_t first,
+__attribute__((noinline)) void add_singly(const Quantized& q, const RowsBeside<int64_t, kSide>& rows, int64_t first,
                                           int64_t end, const char* x, __m512 (&sum)[kSums]) {
   alignas(64) char lines[kSide][kMostBlock / 32 * P::kLineBytes];
   for (int r = 0; r < kSide; ++r)
@@ -107,13 +107,13 @@ void sum_rows(const Quantized& q, int64_t row, int64_t rows, const char* x, int6
     const Columns columns(q, first, end - first);
     const auto formats = side_by_side<kSide>(
         [&](int r) __attribute__((always_inline)) { return Format(q, at[static_cast<size_t>(r)], columns); });
-    bool tame = true;
-    for (const Format& each : formats) tame = tame && each.tame;
+    bool bounded = true;
+    for (const Format& each : formats) bounded = bounded && each.bounded;
     __m512 sum[kSums];
 #pragma GCC unroll 16
     for (auto& each : sum) each = _mm512_setzero_ps();
     const char* const token = x + first / 32 * kTokens * P::kLineBytes;
-    if (tame) {
+    if (bounded) {
       const char* const ahead = first == 0 ? codes : codes + kSide * q.row_bytes * first / q.columns;
       add_lines<P, Format, kTokens, kSide>(q, formats, columns, token, ahead, sum);
     } else {
@@ -185,7 +185,8 @@ void unpack_gptq(const Quantized& q, int64_t row, int64_t rows, int64_t first, i
         const int64_t group = group_of(q, k);
         stop = q.order != nullptr ? k + kUnpackStep : q.groups == 1 ? first + whole : (group + 1) * q.group;
         stop = std::min(first + whole, stop);
-        const typename Format::Run run(words[i] + (k - first) * kBits / 8, line_of(q, row + r + i, group));
+        const typename Format::Run run(words[i] + (k - first) * kBits / 8,
+                                       formats::Gptq<kBits>::line(q, row + r + i, group));
         for (int line = 0; line < (stop - k) / kUnpackStep; ++line) P::store(out, run.line(line)), out += P::kLineBytes;
       }
       if (whole < size) unpack_singly<P>(q, row + r + i, 1, first + whole, size - whole, 0, out, 0);
@@ -205,7 +206,7 @@ void unpack_awq_word(const Quantized& q, int64_t row, int64_t rows, int64_t firs
   for (int64_t k = first, end = first + size; k < end;) {
     const int64_t group = k / q.group, stop = q.groups == 1 ? end : std::min(end, (group + 1) * q.group);
     __m512i tables[8];
-    for (int64_t r = 0; r < rows; ++r) tables[r] = twice(numbers_of(line_of(q, row + r, group)));
+    for (int64_t r = 0; r < rows; ++r) tables[r] = twice(numbers_of(formats::Awq::line(q, row + r, group)));
     for (; k < stop; k += kUnpackStep) {
       const uint8_t* const from = q.codes + 4 * (k * words + row / 8);
       const __m512i a = _mm512_i32gather_epi32(even, from, 4), b = _mm512_i32gather_epi32(odd, from, 4);
@@ -237,67 +238,101 @@ void unpack_awq(const Quantized& q, int64_t row, int64_t rows, int64_t first, in
 template <class P, class Format>
 constexpr Unpacking kRows = {unpack_rows<P, Format>, sum_rows<P, Format, 1>, sum_rows<P, Format, 2>,
                              sum_rows<P, Format, 4>};
-template <class P, Packing kPacking>
-constexpr Unpacking kSmall = kRows<P, SmallBlocks<P, kPacking>>;
-template <class P, template <class> class Block, Packing kPacking>
-constexpr Unpacking kLarge = kRows<P, LargeBlocks<P, Block, kPacking>>;
+
+// What a format offers: unpack(like) for matrices whose groups of columns are whole steps.
+template <class P, class Row>
+struct Unpackers {
+  static Unpacking unpack(const Quantized&) { return {unpack_singly<P>}; }
+};
+
+#if defined(__AVX512VBMI__)
+template <class P, bool kSigned>
+Unpacking unpacking_of_bytes(const Quantized& like) {
+  return NarrowBytes<P, kSigned>::serves(like) ? kRows<P, NarrowBytes<P, kSigned>> : kRows<P, Bytes<P, kSigned>>;
+}
+#else
+template <class P, bool kSigned>
+Unpacking unpacking_of_bytes(const Quantized&) {
+  return kRows<P, Bytes<P, kSigned>>;
+}
+#endif
 
 template <class P>
-Unpacking unpacking_of_blocks(Packing packing) {
-  switch (packing) {
-    case Packing::kQ4_0:
-      return kSmall<P, Packing::kQ4_0>;
-    case Packing::kQ4_1:
-      return kSmall<P, Packing::kQ4_1>;
-    case Packing::kQ5_0:
-      return kSmall<P, Packing::kQ5_0>;
-    case Packing::kQ5_1:
-      return kSmall<P, Packing::kQ5_1>;
-    case Packing::kQ8_0:
-      return kSmall<P, Packing::kQ8_0>;
-    case Packing::kQ2_K:
-      return kLarge<P, Q2Block, Packing::kQ2_K>;
-    case Packing::kQ3_K:
-      return kLarge<P, Q3Block, Packing::kQ3_K>;
-    case Packing::kQ4_K:
-      return kLarge<P, Q4Block, Packing::kQ4_K>;
-    case Packing::kQ5_K:
-      return kLarge<P, Q5Block, Packing::kQ5_K>;
-    case Packing::kQ6_K:
-      return kLarge<P, Q6Block, Packing::kQ6_K>;
-    case Packing::kIq4Nl:
-      return kSmall<P, Packing::kIq4Nl>;
-    case Packing::kIq4Xs:
-      return kLarge<P, Iq4Block, Packing::kIq4Xs>;
-    default:
-      return kSmall<P, Packing::kMxBlocks>;
-  }
-}
+struct Unpackers<P, formats::Fp8> {
+  static Unpacking unpack(const Quantized&) { return kRows<P, Fp8<P>>; }
+};
+template <class P>
+struct Unpackers<P, formats::Int8> {
+  static Unpacking unpack(const Quantized& like) { return unpacking_of_bytes<P, true>(like); }
+};
+template <class P>
+struct Unpackers<P, formats::Packed<8>> {
+  static Unpacking unpack(const Quantized& like) { return unpacking_of_bytes<P, false>(like); }
+};
+template <class P>
+struct Unpackers<P, formats::Packed<4>> {
+  static Unpacking unpack(const Quantized&) { return kRows<P, Nibbles<P>>; }
+};
+template <class P>
+struct Unpackers<P, formats::Gptq<4>> {
+  static Unpacking unpack(const Quantized&) { return {unpack_gptq<P, Nibbles<P>, 4>}; }
+};
+template <class P>
+struct Unpackers<P, formats::Gptq<8>> {
+  static Unpacking unpack(const Quantized&) { return {unpack_gptq<P, UnsignedBytes<P>, 8>}; }
+};
+template <class P>
+struct Unpackers<P, formats::Awq> {
+  static Unpacking unpack(const Quantized&) { return {unpack_awq<P>}; }
+};
+template <class P>
+struct Unpackers<P, formats::Mxfp4> {
+  static Unpacking unpack(const Quantized&) { return kRows<P, Mx<P>>; }
+};
+
+template <class P, class Row>
+struct SmallUnpackers {
+  static Unpacking unpack(const Quantized&) { return kRows<P, SmallBlocks<P, Row>>; }
+};
+template <class P>
+struct Unpackers<P, formats::Q4_0> : SmallUnpackers<P, formats::Q4_0> {};
+template <class P>
+struct Unpackers<P, formats::Q4_1> : SmallUnpackers<P, formats::Q4_1> {};
+template <class P>
+struct Unpackers<P, formats::Q5_0> : SmallUnpackers<P, formats::Q5_0> {};
+template <class P>
+struct Unpackers<P, formats::Q5_1> : SmallUnpackers<P, formats::Q5_1> {};
+template <class P>
+struct Unpackers<P, formats::Q8_0> : SmallUnpackers<P, formats::Q8_0> {};
+template <class P>
+struct Unpackers<P, formats::Iq4Nl> : SmallUnpackers<P, formats::Iq4Nl> {};
+template <class P>
+struct Unpackers<P, formats::Mxfp4Blocks> : SmallUnpackers<P, formats::Mxfp4Blocks> {};
+
+template <class P, class Row, template <class> class Block>
+struct LargeUnpackers {
+  static Unpacking unpack(const Quantized&) { return kRows<P, LargeBlocks<P, Block, Row>>; }
+};
+template <class P>
+struct Unpackers<P, formats::Q2K> : LargeUnpackers<P, formats::Q2K, Q2Block> {};
+template <class P>
+struct Unpackers<P, formats::Q3K> : LargeUnpackers<P, formats::Q3K, Q3Block> {};
+template <class P>
+struct Unpackers<P, formats::Q4K> : LargeUnpackers<P, formats::Q4K, Q4Block> {};
+template <class P>
+struct Unpackers<P, formats::Q5K> : LargeUnpackers<P, formats::Q5K, Q5Block> {};
+template <class P>
+struct Unpackers<P, formats::Q6K> : LargeUnpackers<P, formats::Q6K, Q6Block> {};
+template <class P>
+struct Unpackers<P, formats::Iq4Xs> : LargeUnpackers<P, formats::Iq4Xs, Iq4Block> {};
 
 template <class P>
 Unpacking unpacking_of(const Quantized& like) {
-  if (in_blocks(like.packing)) return unpacking_of_blocks<P>(like.packing);
   const bool even = like.groups == 1 || like.group % kUnpackStep == 0;
-  if (like.bits == 2 || !even) return {unpack_singly<P>};
-#if defined(__AVX512VBMI__)
-  if (like.packing == Packing::kInt8 && NarrowBytes<P, true>::takes(like)) return kRows<P, NarrowBytes<P, true>>;
-  if (like.packing == Packing::kPacked && like.bits == 8 && NarrowBytes<P, false>::takes(like))
-    return kRows<P, NarrowBytes<P, false>>;
-#endif
-  switch (like.packing) {
-    case Packing::kFp8:
-      return kRows<P, Fp8<P>>;
-    case Packing::kInt8:
-      return kRows<P, SignedBytes<P>>;
-    case Packing::kPacked:
-      return like.bits == 4 ? kRows<P, Nibbles<P>> : kRows<P, UnsignedBytes<P>>;
-    case Packing::kGptq:
-      return {like.bits == 4 ? unpack_gptq<P, Nibbles<P>, 4> : unpack_gptq<P, UnsignedBytes<P>, 8>};
-    case Packing::kAwq:
-      return {unpack_awq<P>};
-    default:
-      return kRows<P, Mx<P>>;
-  }
+  return with_format(like, [&](auto format) -> Unpacking {
+    using Row = decltype(format);
+    return kInBlocks<Row> || even ? Unpackers<P, Row>::unpack(like) : Unpacking{unpack_singly<P>};
+  });
 }
 
 }  // namespace

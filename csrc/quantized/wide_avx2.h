@@ -3,6 +3,7 @@
 #pragma once
 
 #include "codes_avx2.h"
+#include "unpack.h"
 
 namespace moelight {
 namespace {
@@ -19,15 +20,13 @@ struct Affine {
   float less, times;
 };
 
-template <Packing kPacking, int kBits>
+template <class Format>
 struct WideFormat {
-  static constexpr bool kK = kPacking == Packing::kQ4_K || kPacking == Packing::kQ5_K;
-  static constexpr bool kSixth = kPacking == Packing::kQ6_K, kLarge = kK || kSixth, kFloats = kPacking == Packing::kFp8;
-  static constexpr bool kSignedZero = kPacking == Packing::kMx;  // ggml has none
-  static constexpr bool kE2m1 = kPacking == Packing::kMx || kPacking == Packing::kMxBlocks;
-  static constexpr bool kTable =
-      kE2m1 || kPacking == Packing::kQ4_0 || kPacking == Packing::kQ4_K || (kPacking == Packing::kPacked && kBits == 4);
-  static constexpr bool kSigned = kPacking == Packing::kInt8 || kPacking == Packing::kQ8_0;
+  static constexpr bool kFloats = std::is_same_v<Format, formats::Fp8>;
+  static constexpr bool kSignedZero = std::is_same_v<Format, formats::Mxfp4>;  // ggml has none
+  // Sixteen numbers, which are looked up.
+  static constexpr bool kTable = kE2m1<Format> || std::is_same_v<Format, formats::Packed<4>> ||
+                                 std::is_same_v<Format, formats::Q4_0> || std::is_same_v<Format, formats::Q4K>;
 
   const Quantized& q;
   int64_t row;
@@ -36,43 +35,37 @@ struct WideFormat {
 
   // The column behind those that share what column k has.
   int64_t stop(int64_t k) const {
-    if (in_blocks(kPacking) || kE2m1) return k + 32;
+    if (kInBlocks<Format> || kE2m1<Format>) return k + 32;
     return q.groups == 1 ? q.columns : (k / q.group + 1) * q.group;
   }
 
   Affine affine(int64_t k) const {
-    switch (kPacking) {
-      case Packing::kMx:
-        return {0.0f, half_power_of(static_cast<const uint8_t*>(q.scales)[row * q.groups + k / 32])};
-      case Packing::kMxBlocks:
-        return {0.0f, half_power_of(line[k / 32 * 17])};
-      case Packing::kQ4_0:
-        return {8.0f, half_at(line + k / 32 * 18)};
-      case Packing::kQ8_0:
-        return {0.0f, half_at(line + k / 32 * 34)};
-      default: {
-        const Line by = line_of(q, row, k / q.group);
-        return {by.zero, by.scale};
-      }
+    if constexpr (requires { Format::line(q, row, 0); }) {
+      const Line by = Format::line(q, row, k / q.group);
+      return {by.zero, by.scale};
+    } else {
+      const IntegerLine by = Format::integer_line(q, row, k);
+      return {kE2m1<Format> || kSignedBytes<Format> ? 0.0f : static_cast<float>(by.zero), by.scale};
     }
   }
 
   // Of the parts of a block of 256, two for each thirty-two columns.
   void affine_of_block(int64_t k, Affine (&to)[16]) const {
-    const uint8_t* const block = line + k / 256 * block_size(kPacking).bytes;
-    if constexpr (kSixth) {
-      const float scale = half_at(block + 208);
-      for (int i = 0; i < 16; ++i) to[i] = {32.0f, scale * static_cast<float>(static_cast<int8_t>(block[192 + i]))};
-    } else {
-      const float scale = half_at(block), least = half_at(block + 2);
-      const KScales parts(block + 4);
-      for (int i = 0; i < 16; ++i) to[i] = {least * parts.least[i / 2], scale * parts.scale[i / 2]};
+    const IntegerParts parts = Format::parts(Format::block_of(q, row, k));
+    for (int i = 0; i < 16; ++i) {
+      if constexpr (Format::kLeast) {
+        to[i] = {parts.least * static_cast<float>(parts.lows[i / 2]),
+                 parts.scale * static_cast<float>(parts.steps[i / 2])};
+      } else {
+        to[i] = {32.0f, parts.scale * static_cast<float>(parts.steps[i])};
+      }
     }
   }
 
   static __m256 number(__m256 code, const Affine& by) {
     const __m256 less = _mm256_set1_ps(by.less), times = _mm256_set1_ps(by.times);
-    if constexpr (kK) return _mm256_sub_ps(_mm256_mul_ps(times, code), less);
+    if constexpr (kParted<Format>)
+      if constexpr (Format::kLeast) return _mm256_sub_ps(_mm256_mul_ps(times, code), less);
     return _mm256_mul_ps(_mm256_sub_ps(code, less), times);
   }
 
@@ -100,16 +93,18 @@ struct Sixteen {
 
 template <class Format>
 inline Sixteen sixteen_of(const Affine& by) {
-  const float* const codes = Format::kSignedZero ? kTwiceE2m1 : kDoubledE2m1;
+  using Wide = WideFormat<Format>;
+  const float* const codes = Wide::kSignedZero ? kTwiceE2m1 : kDoubledE2m1;
   __m256 low = _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7), high = _mm256_setr_ps(8, 9, 10, 11, 12, 13, 14, 15);
-  if constexpr (Format::kE2m1) low = _mm256_loadu_ps(codes), high = _mm256_loadu_ps(codes + 8);
-  return {rounded_to_pairs(Format::number(low, by)), rounded_to_pairs(Format::number(high, by))};
+  if constexpr (kE2m1<Format>) low = _mm256_loadu_ps(codes), high = _mm256_loadu_ps(codes + 8);
+  return {rounded_to_pairs(Wide::number(low, by)), rounded_to_pairs(Wide::number(high, by))};
 }
 
 // A part of a row in whole steps. False, with nothing written to be read, where a number may be none.
-template <class Format, Packing kPacking, int kBits>
+template <class Format>
 bool widen_steps(const Quantized& q, int64_t row, int64_t first, int64_t size, int64_t lead, float* to) {
-  const Format format(q, row);
+  using Wide = WideFormat<Format>;
+  const Wide format(q, row);
   const __m256i order = _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15, 0, 2, 4, 6, 8, 10, 12,
                                          14, 1, 3, 5, 7, 9, 11, 13, 15);
   const int64_t ahead = q.row_bytes * first / q.columns + lead;
@@ -119,7 +114,7 @@ bool widen_steps(const Quantized& q, int64_t row, int64_t first, int64_t size, i
   for (int64_t k = first, end = first + size; k < end;) {
     const int64_t stop = std::min(end, format.stop(k));
     Affine by[2];
-    if constexpr (Format::kLarge) {
+    if constexpr (kParted<Format>) {
       if (k == first || k % 256 == 0) format.affine_of_block(k, block);
       by[0] = block[k % 256 / 16], by[1] = block[k % 256 / 16 + 1];
     } else {
@@ -128,19 +123,19 @@ bool widen_steps(const Quantized& q, int64_t row, int64_t first, int64_t size, i
     const auto finite = [](float x) { return (to_bits(x) & 0x7f800000) != 0x7f800000; };
     if (!finite(by[0].times) || !finite(by[0].less) || !finite(by[1].times)) return false;
     Sixteen table;
-    if constexpr (Format::kTable) table = sixteen_of<Format>(by[0]);
+    if constexpr (Wide::kTable) table = sixteen_of<Format>(by[0]);
     for (; k < stop; k += 32, to += 32) {
-      const __m256i codes = _mm256_shuffle_epi8(codes_of<kPacking, kBits>(format.line, k), order);
+      const __m256i codes = _mm256_shuffle_epi8(codes_of(Format(), format.line, k), order);
       const __m128i halves[2] = {_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1)};
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
         const __m128i even = halves[half], odd = _mm_unpackhi_epi64(even, even);
         const auto store = [&](__m128i bytes, float* out) __attribute__((always_inline)) {
-          const __m256i index = Format::kSigned ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes);
-          if constexpr (Format::kTable) {
+          const __m256i index = kSignedBytes<Format> ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes);
+          if constexpr (Wide::kTable) {
             _mm256_store_ps(out, table.at(index));
           } else {
-            _mm256_store_ps(out, rounded_to_pairs(Format::number(Format::code_of(index), by[half])));
+            _mm256_store_ps(out, rounded_to_pairs(Wide::number(Wide::code_of(index), by[half])));
           }
         };
         store(even, to + 16 * half), store(odd, to + 16 * half + 8);
@@ -158,13 +153,13 @@ inline void widen_plainly(const Quantized& q, int64_t row, int64_t first, int64_
   for (int64_t i = 0; i < all; ++i) to[i / 16 * 16 + i % 2 * 8 + i % 16 / 2] = line[i];
 }
 
-template <Packing kPacking, int kBits = 8>
+template <class Format>
 void unpack_wide(const Quantized& q, int64_t row, int64_t rows, int64_t first, int64_t size, int64_t lead, void* to,
                  int64_t to_bytes) {
   const int64_t whole = size / kUnpackStep * kUnpackStep;
   for (int64_t r = 0; r < rows; ++r) {
     auto* const out = reinterpret_cast<float*>(static_cast<char*>(to) + r * to_bytes);
-    if (!widen_steps<WideFormat<kPacking, kBits>, kPacking, kBits>(q, row + r, first, whole, lead, out)) {
+    if (!widen_steps<Format>(q, row + r, first, whole, lead, out)) {
       widen_plainly(q, row + r, first, size, out);
     } else if (whole < size) {
       widen_plainly(q, row + r, first + whole, size - whole, out + whole);
@@ -179,30 +174,13 @@ inline void unpack_any(const Quantized& q, int64_t row, int64_t rows, int64_t fi
 }
 
 inline Unpack unpack_wide_of(const Quantized& like) {
-  const bool even = in_blocks(like.packing) || like.groups == 1 || like.group % kUnpackStep == 0;
-  if (!even || like.order != nullptr || !has_codes(like.packing, like.bits)) return unpack_any;
-  switch (like.packing) {
-    case Packing::kFp8:
-      return unpack_wide<Packing::kFp8>;
-    case Packing::kInt8:
-      return unpack_wide<Packing::kInt8>;
-    case Packing::kPacked:
-      return like.bits == 4 ? unpack_wide<Packing::kPacked, 4> : unpack_wide<Packing::kPacked, 8>;
-    case Packing::kMx:
-      return unpack_wide<Packing::kMx>;
-    case Packing::kQ4_0:
-      return unpack_wide<Packing::kQ4_0>;
-    case Packing::kQ8_0:
-      return unpack_wide<Packing::kQ8_0>;
-    case Packing::kQ4_K:
-      return unpack_wide<Packing::kQ4_K>;
-    case Packing::kQ5_K:
-      return unpack_wide<Packing::kQ5_K>;
-    case Packing::kQ6_K:
-      return unpack_wide<Packing::kQ6_K>;
-    default:
-      return unpack_wide<Packing::kMxBlocks>;
-  }
+  const bool even = like.groups == 1 || like.group % kUnpackStep == 0;
+  return with_format(like, [&](auto format) -> Unpack {
+    using Format = decltype(format);
+    if constexpr (kHasCodes<Format>)
+      if (kInBlocks<Format> || even) return unpack_wide<Format>;
+    return unpack_any;
+  });
 }
 
 }  // namespace

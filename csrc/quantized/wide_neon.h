@@ -3,6 +3,7 @@
 #pragma once
 
 #include "codes_neon.h"
+#include "unpack.h"
 
 namespace moelight {
 namespace {
@@ -13,20 +14,21 @@ struct Affine {
 };
 
 // Of columns [k, k + 16) and [k + 16, k + 32).
-template <Packing kPacking>
+template <class Format>
 void affine_at(const Quantized& q, int64_t row, int64_t k, Affine (&to)[2]) {
-  const int64_t i = k % 256;
-  const uint8_t* const line = q.codes + row * q.row_bytes;
-  if constexpr (kPacking == Packing::kQ4_K || kPacking == Packing::kQ5_K) {
-    const uint8_t* const block = line + k / 256 * block_size(kPacking).bytes;
-    const KScales parts(block + 4);
-    to[0] = to[1] = {0.0f, half_at(block) * parts.scale[i / 32], half_at(block + 2) * parts.least[i / 32]};
-  } else if constexpr (kPacking == Packing::kQ6_K) {
-    const uint8_t* const block = line + k / 256 * block_size(kPacking).bytes;
-    for (int64_t j = 0; j < 2; ++j)
-      to[j] = {32.0f, half_at(block + 208) * static_cast<float>(static_cast<int8_t>(block[192 + i / 16 + j])), 0.0f};
+  if constexpr (kParted<Format>) {
+    const IntegerParts parts = Format::parts(Format::block_of(q, row, k));
+    const int64_t i = k % 256;
+    for (int64_t j = 0; j < 2; ++j) {
+      if constexpr (Format::kLeast) {
+        to[j] = {0.0f, parts.scale * static_cast<float>(parts.steps[i / 32]),
+                 parts.least * static_cast<float>(parts.lows[i / 32])};
+      } else {
+        to[j] = {32.0f, parts.scale * static_cast<float>(parts.steps[i / 16 + j]), 0.0f};
+      }
+    }
   } else {
-    const IntegerLine by = integer_line(q, row, k);
+    const IntegerLine by = Format::integer_line(q, row, k);
     to[0] = to[1] = {static_cast<float>(by.zero), by.scale, 0.0f};
   }
 }
@@ -55,7 +57,7 @@ inline void unpack_sixteen(uint8x16_t codes, const Affine& by, X* to) {
     store_eight(number(vmovl_u16(vget_low_u16(halves[i]))), number(vmovl_high_u16(halves[i])), to + 8 * i);
 }
 
-template <class X, Packing kPacking, int kBits = 8>
+template <class X, class Format>
 void unpack_codes(const Quantized& q, int64_t row, int64_t rows, int64_t first, int64_t size, int64_t lead, void* to,
                   int64_t to_bytes) {
   const int64_t whole = size / kUnpackStep * kUnpackStep, step = kUnpackStep * q.row_bytes / q.columns;
@@ -65,9 +67,9 @@ void unpack_codes(const Quantized& q, int64_t row, int64_t rows, int64_t first, 
     const uint8_t* ahead = line + q.row_bytes * first / q.columns + lead;
     for (int64_t k = 0; k < whole; k += kUnpackStep, ahead += step) {
       __builtin_prefetch(ahead, 0, 2);
-      const Codes codes = codes_of<kPacking, kBits>(line, first + k);
+      const Codes codes = codes_of(Format(), line, first + k);
       Affine by[2];
-      affine_at<kPacking>(q, row + r, first + k, by);
+      affine_at<Format>(q, row + r, first + k, by);
       unpack_sixteen(codes.low, by[0], out + k), unpack_sixteen(codes.high, by[1], out + k + 16);
     }
     if (whole < size) unpack_plainly<X>(q, row + r, 1, first + whole, size - whole, 0, out + whole, 0);
@@ -77,30 +79,13 @@ void unpack_codes(const Quantized& q, int64_t row, int64_t rows, int64_t first, 
 // MXFP4 of two tensors has a zero with a sign, and FP8 no whole numbers.
 template <class X>
 Unpack unpack_neon_of(const Quantized& like) {
-  const bool grouped = like.order == nullptr && (like.groups == 1 || like.group % kUnpackStep == 0);
-  if (!in_blocks(like.packing) && !grouped) return unpack_plainly<X>;
-  switch (like.packing) {
-    case Packing::kInt8:
-      return unpack_codes<X, Packing::kInt8>;
-    case Packing::kPacked:
-      if (like.bits == 2) break;
-      return like.bits == 4 ? unpack_codes<X, Packing::kPacked, 4> : unpack_codes<X, Packing::kPacked, 8>;
-    case Packing::kQ4_0:
-      return unpack_codes<X, Packing::kQ4_0>;
-    case Packing::kQ8_0:
-      return unpack_codes<X, Packing::kQ8_0>;
-    case Packing::kQ4_K:
-      return unpack_codes<X, Packing::kQ4_K>;
-    case Packing::kQ5_K:
-      return unpack_codes<X, Packing::kQ5_K>;
-    case Packing::kQ6_K:
-      return unpack_codes<X, Packing::kQ6_K>;
-    case Packing::kMxBlocks:
-      return unpack_codes<X, Packing::kMxBlocks>;
-    default:
-      break;
-  }
-  return unpack_plainly<X>;
+  const bool even = like.groups == 1 || like.group % kUnpackStep == 0;
+  return with_format(like, [&](auto format) -> Unpack {
+    using Format = decltype(format);
+    if constexpr (kHasCodes<Format> && !std::is_same_v<Format, formats::Mxfp4>)
+      if (kInBlocks<Format> || even) return unpack_codes<X, Format>;
+    return unpack_plainly<X>;
+  });
 }
 
 }  // namespace
