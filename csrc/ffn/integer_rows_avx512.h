@@ -500,14 +500,17 @@ bool by_stored_rows(const Product& p, const IntegerForm& form, const IntegerToke
 template <class Format, int64_t kGroup>
 struct StoredRows {};
 template <int64_t kGroup>
+  requires(kGroup <= 128)
 struct StoredRows<formats::Int8, kGroup> {
   using Rows = ByteRows<formats::Int8, kGroup>;
 };
 template <int64_t kGroup>
+  requires(kGroup <= 128)
 struct StoredRows<formats::Packed<8>, kGroup> {
   using Rows = ByteRows<formats::Packed<8>, kGroup>;
 };
 template <int64_t kGroup>
+  requires(kGroup <= 128)
 struct StoredRows<formats::Packed<4>, kGroup> {
   using Rows = NibbleRows<formats::Packed<4>, kGroup>;
 };
