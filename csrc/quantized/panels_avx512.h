@@ -429,16 +429,22 @@ void fill_half_by_columns(const Quantized& q, const IntegerForm& form, int64_t r
 }
 
 template <class Format>
-struct WidePanels {
+constexpr bool kHasHalves = requires(Lines line, const HalfPanel& to, Fetched& fetched) {
+  half_codes(Format(), line, 0, 0, to, fetched);
+} || requires(Lines line, const HalfPanel& to, Fetched& fetched) { half_blocks(Format(), line, 0, to, fetched); };
+
+template <class Format>
+struct WidePanels : PlainPanels<Format> {};
+
+template <class Format>
+  requires kHasHalves<Format>
+struct WidePanels<Format> {
   static void fill(const Quantized& q, const IntegerForm& form, int64_t row, int64_t rows, int64_t first, int64_t size,
                    Fetched& fetched, Panel& to) {
     for (int64_t at = 0; at < kPanelRows && at < rows; at += kHalf)
       fill_half<Format>(q, form, row + at, std::min(kHalf, rows - at), first, size, {to, at}, fetched);
   }
 };
-
-template <>
-struct WidePanels<formats::Awq> : PlainPanels<formats::Awq> {};
 
 template <int kBits>
 struct WidePanels<formats::Gptq<kBits>> {
