@@ -577,13 +577,17 @@ def _histogram(counts: Sequence[int], width: int) -> RenderableType:
 
 def _work(summary: ScanSummary) -> Text:
     average = summary.prompt_tokens / summary.prompts
+    prompts, answers = (
+        noun if count == 1 else f"{noun}s"
+        for count, noun in ((summary.prompts, "prompt"), (summary.sequences, "answer"))
+    )
     unlimited = f"\n{summary.limits_text}" if summary.limits_text else ""
     different = f"\n{summary.samplings:,} different sampling parameters" if summary.samplings > 1 else ""
     return text(
-        f"{tokens_text(summary.prompt_tokens)} prompt tokens in {summary.prompts:,} prompts, "
+        f"{tokens_text(summary.prompt_tokens)} prompt tokens in {summary.prompts:,} {prompts}, "
         f"{average:,.0f} on average, {summary.max_prompt_len:,} at most\n"
         f"{_bound(summary.unlimited > 0)} {tokens_text(summary.generated_tokens)} tokens to generate in "
-        f"{summary.sequences:,} answers, {max(summary.max_gen_len, summary.longest_answer):,} at most in one"
+        f"{summary.sequences:,} {answers}, {max(summary.max_gen_len, summary.longest_answer):,} at most in one"
         f"{unlimited}{different}"
     )
 
