@@ -32,7 +32,7 @@ from tests.docs.blocks import Shown, Step, steps_of
 
 DOCUMENTS = [
     ROOT / "README.md",
-    *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name != "log.md"),
+    *(path for path in sorted((ROOT / "docs").rglob("*.md")) if "log" not in (path.stem, path.parent.name)),
 ]
 COLUMNS = "100"
 # Commands that are not run, whole or by their beginning, and why.
